@@ -3,8 +3,8 @@
     python benchmarks/insight_cost.py [--pairs 40] [--seconds 1] [--json]
 
 Two sidecars hold the same prompts. One has `/metrics` scraped every five seconds, estimates what other sizes would
-find, and a console with one page open; the other has no door for HTTP, no console and no estimates. They take turns of
-a second at the same work of one client. What is compared is the CPU time of the thread
+find, follows prefixes, and a console with one page open; the other has no door for HTTP, no console and none of these.
+They take turns of a second at the same work of one client. What is compared is the CPU time of the thread
 that serves look-ups and leases, pair by pair: quote the median. Threads beside it, and the console, cost by the second
 and not by the look-up: theirs is a share of a core, printed beside it.
 """
@@ -41,6 +41,8 @@ WITHOUT_ESTIMATES = """
 import kvstore.insight.whatif as whatif
 whatif.WhatIf.looked_up = lambda *_: False
 whatif.WhatIf.run = lambda *_: None
+import kvstore.prefixes.book as book
+book.PrefixBook.looked_up = book.PrefixBook.granted = book.PrefixBook.run = lambda *_: None
 """
 PROMPTS, BLOCKS = 1024, 64
 WARM_UP_SECONDS = 60.0

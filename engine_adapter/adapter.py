@@ -21,6 +21,7 @@ from kvstore.block.identity import ExtraKey
 from kvstore.block.layout import Layout
 from kvstore.block.pages import Pages
 from kvstore.client.handle import Lease, NamespaceHandle
+from kvstore.protocol import messages as m
 
 SAVE_DEADLINE_MS = 1000.0
 """How long a save waits for the store. A store that runs makes room in less, and a request may be waiting behind it."""
@@ -206,8 +207,11 @@ class StoreRequest:
     def sealed(self, token_ids: Sequence[int], seconds: float) -> str:
         """A ticket by which another engine waits for the prompt's full blocks; "" where there is none to be had."""
         try:
-            prompt = self._namespace.hashed(token_ids, self._extra_keys) if self._namespace is not None else None
-            return self._namespace.seal(prompt, seconds) if self._namespace is not None and prompt is not None else ""
+            keys = self._namespace.hashed(token_ids, self._extra_keys).keys if self._namespace is not None else []
+            if self._namespace is None or not keys:
+                return ""
+            request = m.SealTicket(self._namespace.number, keys, seconds)
+            return self._namespace.door.call(request, m.Sealed).ticket
         except Exception as error:
             self._fail(error)
             return ""

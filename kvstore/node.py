@@ -279,8 +279,7 @@ class EmbeddedStore:
         return keys, blocks
 
     def drop(self, namespace: NamespaceHandle, seconds: float = DROP_SECONDS) -> int:
-        """Evict a namespace of this store and tenant from every tier; returns how many blocks it had. Raises
-        `TierUnavailable` where that was not over in time."""
+        """Evict it from every tier; returns how many blocks it had. Raises `TierUnavailable` if not over in time."""
         door = namespace.door if isinstance(namespace, NamespaceHandle) else None
         if not isinstance(door, EmbeddedDoor) or not door.leads_to(self._store, self._keys.tenant(self.tenant)):
             raise BadInput("give a namespace that this store opened for this tenant; drop others where they are from")

@@ -40,6 +40,9 @@ PURE_FILES = frozenset(
     insight/test_models.py
     insight/test_plan.py
     insight/test_prompts.py
+    prefixes/test_book.py
+    prefixes/test_hottest.py
+    prefixes/test_partings.py
     kvstore/test_catalogue.py
     kvstore/test_door.py
     kvstore/test_lease.py

@@ -22,6 +22,7 @@ from kvstore.block.identity import Prompt
 from kvstore.client.handle import NamespaceHandle
 from kvstore.client.pending import PendingReply
 from kvstore.protocol import messages as m
+from kvstore.protocol.handing_over import MAX_TICKET_CHARACTERS
 from tiering.counts.awaits import MAX_AWAIT_SECONDS, AwaitEnd
 
 FIRST_SHARE = 0.25
@@ -108,7 +109,8 @@ class WaitPolicy:
 def wait_for_blocks(namespace: NamespaceHandle, prompt: Prompt, ticket: str, clock: Callable[[], float]) -> WaitPolicy:
     """In a thread that may wait: until what a ticket promises can be read, or will not come soon."""
     policy = WaitPolicy(prompt, namespace.block_tokens, lambda *_: None, clock, 0.0)
-    policy.opened(namespace.open_ticket(ticket))
+    opening = m.OpenTicket(namespace.number, ticket[: MAX_TICKET_CHARACTERS + 1])
+    policy.opened(namespace.door.call(opening, m.TicketOpened))
     while left := policy.seconds_left(blocks := namespace.match(prompt, counts=False).blocks):
         policy.ended(namespace.await_block(prompt, blocks, 1000 * left).end)
     return policy

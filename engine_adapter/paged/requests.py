@@ -11,11 +11,12 @@ from typing import Any, Protocol, TypeVar, cast
 from engine_adapter.audit.audits import AuditResult, HitSaving
 from engine_adapter.paged.load_choice import LoadChoice
 from engine_adapter.paged.lookup import PrefixLookup
-from engine_adapter.paged.step_plan import AuditOrder, LoadOrder
+from engine_adapter.paged.step_plan import AuditOrder, LoadOrder, NamespaceSpec
 from kvstore.block.account import Account, HitTier, MissReason
 from kvstore.block.identity import ExtraKey, Prompt
 from kvstore.client.handle import Lease, NamespaceHandle
 from kvstore.client.pending import PendingReply
+from kvstore.prefixes.sampler import PromptSampler
 from kvstore.protocol.messages import Sealed
 from kvstore.protocol.requests import MAX_REQUEST_CHARACTERS
 from kvstore.protocol.told import MAX_TOLD_REQUESTS, MAX_TOLD_TEXT, RequestTold, SavingsTold
@@ -237,14 +238,24 @@ class RequestNews:
     """What became of requests and what hits saved, told to the store at most once a second, for `kvstore why` and the
     dashboard. One thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, sketch_every: int, choose: Callable[[], float]) -> None:
+        """As `PromptSampler` has it, to which their prompts are offered."""
+        self.sampler = PromptSampler(sketch_every, choose)
         self._waiting: deque[RequestTold] = deque(maxlen=4 * MAX_TOLD_REQUESTS)
         self._told_at = -TELL_SECONDS
         self._judged: tuple[object, float, float] = (None, 0.0, 0.0)  # of which choice, saved and regretted
 
-    def add(self, request_id: str, told: dict[str, Any]) -> dict[str, Any]:
-        """A request is over; told: as its user is. Returns it. A client may have given it a name that is no text."""
-        name = request_id.encode("utf-8", "replace").decode()
+    def add(
+        self, state: RequestState, facts: NamespaceSpec | None, namespace: NamespaceHandle | None
+    ) -> dict[str, Any]:
+        """A request is over. facts, namespace: that are in use, if any. Returns what its user is told. A client may
+        have given it a name that is no text."""
+        request, told = state.request, state.told()
+        is_of_it = namespace is not None and facts is not None and state.number == facts.number
+        if namespace is not None and is_of_it and state.is_admitted and state.facts.saves:
+            stop = request.num_prompt_tokens
+            self.sampler.offer(namespace, state.account, state.facts.extra_keys, lambda: request.token_ids(0, stop))
+        name = request.request_id.encode("utf-8", "replace").decode()
         self._waiting.append(
             RequestTold(
                 name[:MAX_REQUEST_CHARACTERS],

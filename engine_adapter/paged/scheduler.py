@@ -54,7 +54,6 @@ from kvstore.block.codec import codec_named
 from kvstore.block.identity import Prompt
 from kvstore.client.handle import Lease, NamespaceHandle
 
-"""Kept until somebody asks for them."""
 CLOSE_SECONDS = 1.0
 IDLE_WAIT_SECONDS = 0.0003
 """How long an engine that runs nothing waits for answers in each step: to be asked again costs it a whole step."""
@@ -108,7 +107,7 @@ class PagedScheduler:
         self.announced: Announcements[Any] = Announcements(clock, lambda *_: None, lambda: None)
         self._first_tokens: list[tuple[int, float, bool, int, int]] = []
         """That come with a step: (its number, when it was added, whether it was held out, prompt, found)."""
-        self._news = RequestNews()
+        self._news = RequestNews(settings.sketch_every, choose)
 
     # The namespace ---------------------------------------------------------------------------------------------------
 
@@ -297,7 +296,7 @@ class PagedScheduler:
             state.load.account = state.account  # counted when it is known how the load ended
         else:
             self._counts.add(state.account)
-        return self._news.add(request_id, state.told())
+        return self._news.add(state, self._facts, self._namespace.now())
 
     def hit_tiers(self, request_id: str, tokens: int) -> dict[HitTier, int]:
         """As `RequestState.hit_tiers`."""
@@ -383,6 +382,7 @@ class PagedScheduler:
             self.finished(request_id)
         if self._audits is not None:
             self._audits.close()
+        self._news.sampler.close()
         self._namespace.close(CLOSE_SECONDS)
 
     # Looking up ------------------------------------------------------------------------------------------------------

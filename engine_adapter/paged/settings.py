@@ -13,6 +13,7 @@ from typing import Any
 
 from kvstore.block.codec import CODECS
 from kvstore.block.errors import BadInput
+from kvstore.protocol.told import MAX_EVERY
 
 MAX_DEADLINE_MS = 60_000
 
@@ -45,6 +46,8 @@ class ConnectorSettings:
     save waits for an engine that computes on the same processors to have nothing to do. cost_model: whether a prefix is
     loaded only as far as that beats computing it. audit: the share of hits that are computed all the same and compared.
     without_prefix_caching: whether an engine whose own prefix caching is off is served all the same.
+    sketch_every: one of so many prompts that missed more than 1,024 tokens is sketched, for the console's page on
+    prefixes; 0: none.
     ttl: seconds for which saved blocks are kept before others. priority: of saved blocks, -100 .. 100; above 0 they are
     kept for as many times nine seconds since they were used last.
     """
@@ -64,6 +67,7 @@ class ConnectorSettings:
     cost_model: bool = True
     audit: float = 0.001
     without_prefix_caching: bool = False
+    sketch_every: int = 100
     ttl: float | None = None
     priority: int = 0
 
@@ -101,6 +105,7 @@ class ConnectorSettings:
             ("block_tokens", 0, 4096),
             ("load_threads", 1, 16),
             ("save_bytes", 0, 1 << 40),
+            ("sketch_every", 0, MAX_EVERY),
             ("priority", -100, 100),
         ):
             value = getattr(self, name)

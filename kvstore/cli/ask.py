@@ -23,6 +23,7 @@ from kvstore.client.framing import FramedSocket, TimedOut
 from kvstore.protocol import messages as m
 from kvstore.protocol.requests import MAX_REQUEST_CHARACTERS
 from kvstore.protocol.status import SidecarStatus, checked_seconds, pick, printable
+from kvstore.protocol.told import PrefixFigures
 from tiering.clock import Clock
 
 A = TypeVar("A")
@@ -71,6 +72,18 @@ def why(socket: str, clock: Clock, request: str) -> m.WhyReply:
             f"({reply.kept:,} now) by the names that engines have for them: vLLM's begin with cmpl- or chatcmpl-"
         )
     return reply
+
+
+def prefixes(socket: str, clock: Clock, tenant: str) -> PrefixFigures:
+    """The hottest prefixes of a sidecar, and where prompts part; of one tenant, or of all. Raises `StoreError`."""
+    _check_name("a tenant's name", tenant)
+    with _connection(socket, clock, "give --admin-socket or --data") as ask:
+        figures = ask(m.Prefixes(tenant), m.PrefixesReply, CALL_SECONDS).figures
+    try:
+        check_numbers(msgspec.to_builtins(figures))
+    except ValueError as error:
+        raise StoreError(f"{socket}: an answer that cannot be right ({error}); see the sidecar's log") from None
+    return figures
 
 
 def drop(socket: str, clock: Clock, namespace: str, tenant: str, seconds: float) -> int:

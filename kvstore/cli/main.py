@@ -3,7 +3,8 @@
     demo, bench             the main job, and its measurements
     serve                   a store for all engines of a host
     console                 what a sidecar that runs says of itself, in a browser
-    stat, why, namespaces, drop, purge, warm an operator and a sidecar that runs
+    stat, why, prefixes, namespaces, drop, purge, warm
+                            an operator and a sidecar that runs
     fsck                    a directory that nobody uses
     record, replay, whatif  requests of a sidecar that runs; these through tables without memory; estimates of that
     plan, lint              what a model's KV takes and what it is worth; where prompts part that need not

@@ -1,4 +1,4 @@
-"""The commands of an operator: stat, why, namespaces, drop, purge, warm and record, on a sidecar that runs."""
+"""The commands of an operator, on a sidecar that runs: stat, why, prefixes, namespaces, drop, purge, warm, record."""
 
 import json
 import os
@@ -118,6 +118,23 @@ def why(
 
     path, clock = _admin(data, socket)
     return print_result(report.WhyReport(ask.why(path, clock, request)), as_json)
+
+
+@app.command()
+def prefixes(
+    tenant: Annotated[str, typer.Option(metavar="NAME", help="Whose alone.")] = "",
+    data: Data = "./kv",
+    socket: AdminSocket = None,
+    as_json: Json = False,
+) -> int:
+    """Where prompts part that are the same again behind, with what to do, and which stored prefixes are hot.
+
+    Of about the last hour. Engines send sketches of a few of the prompts that missed much, never their tokens.
+    """
+    from kvstore.cli import ask, report
+
+    path, clock = _admin(data, socket)
+    return print_result(report.PrefixReport(ask.prefixes(path, clock, tenant)), as_json)
 
 
 @app.command()

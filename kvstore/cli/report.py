@@ -19,7 +19,7 @@ from kvstore.cli.ask import RecordSummary, Warmed
 from kvstore.config import format_size
 from kvstore.protocol.messages import WhyReply
 from kvstore.protocol.status import LookupCounts, NamespaceStatus, SidecarStatus, TenantStatus, TierStatus
-from kvstore.protocol.told import RequestRecord
+from kvstore.protocol.told import PrefixFigures, RequestRecord
 
 _SHOWN = 20
 """Rows of a table for people; the others are counted."""
@@ -46,6 +46,36 @@ class WhyReport:
             )
             for line in _timeline(one):
                 console.print(Text(f"  {line}"), soft_wrap=True)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixReport:
+    """`kvstore prefixes`."""
+
+    figures: PrefixFigures
+
+    def to_dict(self) -> dict[str, object]:
+        """For `--json`."""
+        found: dict[str, object] = msgspec.to_builtins(self.figures)
+        return found
+
+    def render(self, console: Any) -> None:
+        """For people."""
+        told = self.figures
+        for one in told.partings[:_SHOWN]:
+            console.print(Text(f"{one.tenant}, {one.model}: {one.sentence}"), soft_wrap=True)
+        if not told.partings:
+            came = _count(told.prompts, "sketch", "sketches")
+            console.print(Text(f"No prompts were seen that part and are the same again ({came} came from engines)."))
+        table = Table("prefix", "tenant", "model", box=None)
+        for name in ("tokens", "requests/h", "tokens saved/h", "size", "readable"):
+            table.add_column(name, justify="right")
+        for row in told.hottest[:_SHOWN]:
+            rates = (f"{row.requests_per_hour:,.1f}", f"{row.saved_tokens_per_hour:,.0f}")
+            words = (f"{row.tokens:,}", *rates, format_size(row.bytes), f"{row.stored_tokens:,}")
+            table.add_row(row.id, *(Text(one) for one in (row.tenant, row.model, *words)))
+        console.print(table if told.hottest else Text("No prefix that was found stands out."))
+        console.print(Text(f"{told.sampled:,} of {told.lookups:,} look-ups, of about the last hour"))
 
 
 def _timeline(record: RequestRecord) -> Iterator[str]:

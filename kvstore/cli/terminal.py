@@ -59,7 +59,7 @@ def expanded_path(path: str | None) -> str | None:
 
 
 COMMANDS = tuple(
-    "demo fsck serve console stat why namespaces drop purge warm record replay whatif plan lint bench".split()
+    "demo fsck serve console stat why prefixes namespaces drop purge warm record replay whatif plan lint bench".split()
 )
 
 

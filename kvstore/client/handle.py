@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
+from hashlib import blake2b
 from numbers import Integral, Real
 from typing import Any, Protocol, TypeVar
 
@@ -27,7 +28,7 @@ from kvstore.block.layout import Layout
 from kvstore.block.pages import Codec, Coder, Digest, Pages, cut
 from kvstore.client.get import GetOperation, GetSource, Loaded
 from kvstore.client.lease import Lease
-from kvstore.client.pending import DoorTime, PendingReply, check_deadline
+from kvstore.client.pending import AWAIT_GRACE_SECONDS, DoorTime, PendingReply, check_deadline
 from kvstore.config import MAX_SECONDS
 from kvstore.protocol import messages as m
 from kvstore.protocol.door import (
@@ -39,10 +40,11 @@ from kvstore.protocol.door import (
     check_collective,
     window_name,
 )
+from kvstore.protocol.handing_over import MAX_TICKET_CHARACTERS
 from kvstore.protocol.replies import Grant, LeaseReply, MatchReply, ReserveReply
 from kvstore.protocol.requests import check_request
 from kvstore.protocol.ticket import LeaseTicket
-from kvstore.protocol.told import RequestTold, SavingsTold
+from kvstore.protocol.told import PromptTold, RequestTold, SavingsTold
 from tiering.counts.awaits import MAX_AWAIT_SECONDS, AwaitEnd
 from tiering.frame import HEADER_BYTES, digest
 
@@ -50,8 +52,6 @@ A = TypeVar("A")
 DURABILITIES = ("volatile", "disk")
 DURABLE_SECONDS = 30.0
 """How long a put waits for the disk before it says that it was too slow."""
-AWAIT_GRACE_SECONDS = 0.25
-"""Beyond an await's deadline: how long its answer may take."""
 EARLY_BLOCKS, LAST_BLOCKS = 48, 16
 """Where it helps, so many blocks at a time are committed while the next ones are being filled; the last few are waited
 for."""
@@ -165,6 +165,11 @@ class NamespaceHandle:
         """The namespace's number in its store."""
         return self._grant.number
 
+    @property
+    def sketch_key(self) -> bytes:
+        """Under which prompts of the tenant's are sketched: from its identity key, and telling nothing of that."""
+        return blake2b(digest_size=32, key=self._grant.identity_key, person=b"kv-sketch-key-v1").digest()
+
     def hashed(
         self, token_ids: Any, extra_keys: Sequence[ExtraKey | bytes | str] = (), after: Prompt | None = None
     ) -> Prompt:
@@ -194,10 +199,16 @@ class NamespaceHandle:
         submitted = self._door.submit(m.Changes(self.number, after), m.Changed, deadline_ms / 1000)
         return PendingReply(submitted, lambda told: told, lambda: m.Changed(b"", [], 0))
 
-    def tell(self, requests: Sequence[RequestTold], savings: SavingsTold | None = None) -> None:
-        """Say what became of requests of this engine, at most `MAX_TOLD_REQUESTS`, and what hits saved since it was
-        said last: for `kvstore why` and the dashboard. Waits for nothing, and says nothing where no sidecar is."""
-        self._door.submit(m.Tell(list(requests), savings), m.Done, 0.0)
+    def tell(
+        self,
+        requests: Sequence[RequestTold],
+        savings: SavingsTold | None = None,
+        prompts: Sequence[PromptTold] = (),
+    ) -> None:
+        """Say what became of requests of this engine, at most `MAX_TOLD_REQUESTS`, what hits saved since it was said
+        last, and sketches of at most `MAX_TOLD_PROMPTS` of this namespace: for `kvstore why` and the dashboard. Waits
+        for nothing, and says nothing where no sidecar is."""
+        self._door.submit(m.Tell(list(requests), savings, list(prompts)), m.Done, 0.0)
 
     def submit_match(
         self,
@@ -229,14 +240,6 @@ class NamespaceHandle:
         submitted = self._door.submit(waiting, m.Awaited, waiting.seconds + AWAIT_GRACE_SECONDS)
         return PendingReply(submitted, lambda told: told, lambda: m.Awaited(0, AwaitEnd.CANCELLED))
 
-    def seal(self, prompt: Prompt, seconds: float) -> str:
-        """`submit_seal`, by a thread that may wait."""
-        return self._door.call(m.SealTicket(self.number, prompt.keys, seconds), m.Sealed).ticket if prompt.keys else ""
-
-    def open_ticket(self, ticket: str) -> m.TicketOpened:
-        """`submit_open`, likewise."""
-        return self._door.call(m.OpenTicket(self.number, ticket[: m.MAX_TICKET_CHARACTERS + 1]), m.TicketOpened)
-
     def submit_seal(self, prompt: Prompt, seconds: float, deadline_ms: float = 1000) -> PendingReply[m.Sealed]:
         """A ticket by which another engine waits for this prompt's full blocks; what is stored of them is kept for so
         many seconds, before others. An empty one where the store cannot be asked."""
@@ -246,7 +249,7 @@ class NamespaceHandle:
 
     def submit_open(self, ticket: str, deadline_ms: float = 1000) -> PendingReply[m.TicketOpened]:
         """What a ticket promises here; or, with its reason, that it promises nothing."""
-        request = m.OpenTicket(self.number, ticket[: m.MAX_TICKET_CHARACTERS + 1])
+        request = m.OpenTicket(self.number, ticket[: MAX_TICKET_CHARACTERS + 1])
         submitted = self._door.submit(request, m.TicketOpened, deadline_ms / 1000)
         cancelled = m.TicketOpened(b"", 0, 0.0, MissReason.DISABLED, "it was cancelled")
         return PendingReply(submitted, lambda told: told, lambda: cancelled)

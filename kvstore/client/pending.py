@@ -34,6 +34,8 @@ MAX_SUBMITTED = 1024
 """Leases that a store of this process works on, or has not begun."""
 GRACE_SECONDS = 0.05
 """Beyond a lease's deadline, at which it is cut short: how long its answer may take."""
+AWAIT_GRACE_SECONDS = 0.25
+"""The same beyond an await's."""
 BLOCK_SECONDS = 2e-5
 """More than that for each block that is asked for: ten times what one takes on a machine that does nothing else."""
 SHORT_BLOCKS = 1024

@@ -144,7 +144,12 @@ class SocketDoor:
             return cast(Submitted[A], ReadyReply(m.Counted(0)))
         if isinstance(request, m.Tell):
             if run is not None and not run.wire.closed and run.tells_changes and not run.breaker.is_open:
-                run.post(request)
+                prompts = [
+                    msgspec.structs.replace(one, namespace=run.namespaces[one.namespace])
+                    for one in request.prompts
+                    if one.namespace in run.namespaces
+                ]
+                run.post(msgspec.structs.replace(request, prompts=prompts) if request.prompts else request)
             return cast(Submitted[A], ReadyReply(m.Done()))
         assert isinstance(request, m.MatchPrefix | m.LeasePrefix | PlainVerb), "other requests are called"
 

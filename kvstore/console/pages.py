@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import parse_qs
 
 import msgspec
@@ -46,7 +46,7 @@ from kvstore.console.rings import WINDOWS, RingWindow
 from kvstore.console.stream import Broadcast
 from kvstore.console.watch import SidecarWatch
 from kvstore.protocol.status import NamespaceStatus, SidecarStatus
-from kvstore.protocol.told import RequestRecord
+from kvstore.protocol.told import PrefixFigures, RequestRecord
 
 CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
@@ -66,10 +66,11 @@ TYPES = {
     "svg": "image/svg+xml",
     "txt": "text/plain; charset=utf-8",
 }
-PAGES = ("/", "/misses", "/tenants", "/moves", "/engines", "/request", "/plan", "/events")
+PAGES = ("/", "/misses", "/prefixes", "/tenants", "/moves", "/engines", "/request", "/plan", "/events")
 MOST_FORM_BYTES = 8192
 TENANT_PATHS = tuple(
-    f"/api/{one}" for one in ("status", "series", "misses", "tenants", "namespaces", "request", "models", "plan")
+    f"/api/{one}"
+    for one in ("status", "series", "misses", "prefixes", "tenants", "namespaces", "request", "models", "plan")
 )
 """Of the API, what a tenant may ask."""
 TENANT = "kvstore.tenant"
@@ -77,6 +78,7 @@ TENANT = "kvstore.tenant"
 OPEN_PATHS = ("/login", "/static/style.css", "/static/favicon.svg")
 """What may be seen before a login."""
 
+A = TypeVar("A")
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
@@ -232,6 +234,16 @@ def _add_api(app: FastAPI, watch: SidecarWatch, hub: Broadcast) -> None:
         found = watch.window(window)
         return found if request.scope[TENANT] is None else RingWindow(found.step, found.times)
 
+    def asked(ask: Callable[[], A | None]) -> A:
+        """What the sidecar answers now."""
+        try:
+            found = ask()
+        except StoreError as error:
+            raise HTTPException(503, " ".join(str(error).split())) from None
+        if found is None:
+            raise HTTPException(503, "others ask at the moment; try again")
+        return found
+
     @app.get("/api/status", summary="How the sidecar is, in one object")
     async def status(request: Request) -> Response:
         tenant = request.scope[TENANT]
@@ -281,13 +293,12 @@ def _add_api(app: FastAPI, watch: SidecarWatch, hub: Broadcast) -> None:
 
     @app.get("/api/request", summary="What is known of a request of an engine, by the beginning of its name")
     def one_request(request: Request, id: str = Query(min_length=1, max_length=256)) -> Response:
-        try:
-            found = watch.why(id, request.scope[TENANT] or "")
-        except StoreError as error:
-            raise HTTPException(503, " ".join(str(error).split())) from None
-        if found is None:
-            raise HTTPException(503, "others ask at the moment; try again")
+        found = asked(lambda: watch.why(id, request.scope[TENANT] or ""))
         return _json(RequestAnswer(found.found, found.kept))
+
+    @app.get("/api/prefixes", summary="Which stored prefixes are hot, and where prompts part that are the same again")
+    def prefixes(request: Request) -> Response:
+        return _json(asked(lambda: watch.prefixes(request.scope[TENANT] or "")))
 
     @app.get("/api/models", summary="Models that the plan knows")
     async def models() -> Response:
@@ -394,6 +405,7 @@ def _add_document(app: FastAPI, version: str) -> None:
         "/api/status": ConsoleStatus,
         "/api/series": SeriesAnswer,
         "/api/misses": list[MissFigures],
+        "/api/prefixes": PrefixFigures,
         "/api/tenants": list[TenantFigures],
         "/api/namespaces": NamespacesAnswer,
         "/api/engines": EnginesAnswer,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import TypeVar
 
 import msgspec
 
@@ -22,8 +23,10 @@ from kvstore.console.figures import ConsoleStatus, Contact, reading_of, status_o
 from kvstore.console.rings import Rings, RingWindow
 from kvstore.protocol import messages as m
 from kvstore.protocol.status import SidecarStatus
+from kvstore.protocol.told import PrefixFigures
 from tiering.clock import Clock
 
+A = TypeVar("A")
 POLL_SECONDS = 2.0
 ANSWER_SECONDS = 5.0
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 10.0
@@ -45,7 +48,7 @@ class SidecarWatch:
         self._events: deque[ConsoleEvent] = deque(maxlen=MOST_EVENTS)
         self._contact = Contact(False, clock.wall_seconds(), None)
         self._told: Callable[[], None] = lambda: None
-        self._asking = threading.Lock()  # of `why`: one connection at a time
+        self._asking = threading.Lock()  # for `why` and `prefixes`: one connection at a time
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-console-watch", daemon=True)
 
@@ -93,15 +96,23 @@ class SidecarWatch:
     def why(self, request: str, tenant: str = "") -> m.WhyReply | None:
         """What the sidecar knows of requests whose names begin so, of that tenant or of all; None where somebody else
         asks just now. Waits. Raises `StoreError`."""
+        return self._asked(m.Why(request, tenant), m.WhyReply)
+
+    def prefixes(self, tenant: str = "") -> PrefixFigures | None:
+        """Which prefixes are hot, and where prompts part; as `why`."""
+        reply = self._asked(m.Prefixes(tenant), m.PrefixesReply)
+        return reply.figures if reply is not None else None
+
+    def _asked(self, verb: m.Verb, kind: type[A]) -> A | None:
         if not self._asking.acquire(timeout=ANSWER_SECONDS):
             return None
         try:
             wire = FramedSocket(self._path, "kvstore console", b"", self._clock, ANSWER_SECONDS)
             try:
-                answer = wire.call(m.Why(request, tenant), ANSWER_SECONDS).answer
+                answer = wire.call(verb, ANSWER_SECONDS).answer
             finally:
                 wire.close()
-            if not isinstance(answer, m.WhyReply):
+            if not isinstance(answer, kind):
                 raise StoreError(answer.text if isinstance(answer, m.Failed) else "the sidecar is of another version")
             check_numbers(msgspec.to_builtins(answer))
             return answer

@@ -29,6 +29,7 @@ from kvstore.core.dram_recovery import DramRecovery
 from kvstore.core.index import NO_ROW, RowState
 from kvstore.core.leases import (
     ENDED_PLACES,
+    ChainWaits,
     Endings,
     LeasedFrames,
     LeaseEnd,
@@ -55,14 +56,14 @@ from kvstore.core.unmap_wait import (
     UnmapWait,
     look,
 )
-from kvstore.core.usage import NamespaceUsage, StoreUsage, check_fits, occupancy, retained_budget, tenancy
+from kvstore.core.usage import NamespaceUsage, StoreUsage, check_fits, kept_until, occupancy, retained_budget, tenancy
 from kvstore.protocol import messages as m
 from kvstore.protocol.door import Collective, StoreClient
 from kvstore.protocol.hand_off import opened, sealed
 from kvstore.protocol.replies import Grant, LeaseReply, MatchReply, ReserveReply
 from kvstore.protocol.status import TenantStatus
 from tiering.clock import Clock
-from tiering.counts.awaits import AwaitEnd, ParkedAwait
+from tiering.counts.awaits import AwaitEnd
 from tiering.counts.tally import CheckedAt
 from tiering.dram.extents import Extent
 from tiering.dram.mover import FrameCopy, MoveDone, MoveOutcome, Mover
@@ -143,11 +144,12 @@ class Store:
         self.name, self.node = name, node
         self._clock = clock
         self.awaits = blocks.index.awaits
-        self.awaits.now = clock.monotonic_seconds
         self._limits = limits
         self._lock = threading.Lock()
         self._moves_done, self._joint_answered, self._waiting = (threading.Condition(self._lock) for _ in range(3))
         self._unmap_wait = UnmapWait()
+        waits = ChainWaits(blocks, clock, self._lock, lambda: self._closed)
+        self.park, self.awaited, self._await = waits.park, waits.awaited, waits.wait
         self._jobs: dict[int, _ExtentMove] = {}
         self._leases = LeaseTable(limits.lease_seconds, new_number)
         self._endings = Endings(blocks.residency, blocks.dram, self._unpin)
@@ -762,36 +764,6 @@ class Store:
             if not is_sound:
                 self._blocks.quarantine(row)
 
-    # Await ---------------------------------------------------------------------------------------------------------
-
-    def park(
-        self, number: int, keys: Sequence[bytes], seconds: float, tell: Callable[[ParkedAwait], object]
-    ) -> ParkedAwait:
-        """Wait until the last of these keys can be read; it may be over at once. Its time passes by `awaits.expire`."""
-        blocks, index = self._blocks, self._blocks.index
-        one = ParkedAwait(number, blocks.spaces[number].tenant, keys, seconds, tell)
-        self.awaits.register(one)
-        with self._lock:
-            if self._closed or number in blocks.dropping:
-                self.awaits.end([one], AwaitEnd.GONE)
-            else:
-                is_there = index.matched(number, keys[-1:])
-                self.awaits.looked(one, len(keys) if is_there else index.matched(number, keys))
-        return one
-
-    def awaited(self, one: ParkedAwait) -> m.Awaited:
-        """What to say of one that is over: how many of its keys can be read now, from the first on."""
-        assert one.end is not None
-        with self._lock:
-            is_served = not self._closed and one.number not in self._blocks.dropping
-            return m.Awaited(self._blocks.index.matched(one.number, one.keys) if is_served else 0, one.end)
-
-    def _await(self, number: int, keys: Sequence[bytes], seconds: float) -> m.Awaited:
-        done = threading.Event()
-        one = self.park(number, keys, seconds, lambda _: done.set())
-        self.awaits.wait(one, done)
-        return self.awaited(one)
-
     def _ticket(self, client: StoreClient, request: m.SealTicket | m.OpenTicket) -> m.Sealed | m.TicketOpened:
         number, now = client.named[request.namespace], self._clock.wall_seconds()
         space, identity = self._blocks.spaces[number], Identity.of(client.keys, self.node)
@@ -1220,10 +1192,19 @@ class Store:
         """That it was opened as."""
         return self._blocks.spaces[number].namespace
 
+    def difference(self, number: int, other: int) -> str:
+        """Of two namespaces, in words: the first field that is not the same."""
+        return self.namespace_of(number).difference(self.namespace_of(other))
+
     def tenants(self, names: Mapping[bytes, str]) -> list[TenantStatus]:
         """What these tenants have taken of each tier, under their names."""
         with self._lock:
             return tenancy(self._blocks, names) if not self._closed else []
+
+    def kept_until(self, number: int, keys: Sequence[bytes]) -> float:
+        """Until when a readable chain is kept as somebody asked, in seconds of the clock; 0 where it is not."""
+        with self._lock:
+            return kept_until(self._blocks, number, keys) if not self._closed else 0.0
 
     def moves(self) -> list[MoveCounts]:
         """Moves between the tiers."""

@@ -135,6 +135,13 @@ def occupancy(blocks: BlockTable) -> list[NamespaceUsage]:
     return found
 
 
+def kept_until(blocks: BlockTable, number: int, keys: Sequence[bytes]) -> float:
+    """When the time of a chain's last block ends, which is before that of all others; 0 where it is not readable."""
+    tiers = (blocks.residency, blocks.lower.residency if blocks.lower is not None else None)
+    kept = [one.retention for one in tiers if one is not None and one.retention is not None]
+    return max((one.until(row) for row in blocks.index.match(number, keys[-1:]) for one in kept), default=0.0)
+
+
 def retained_budget(residency: Residency) -> int:
     """Bytes that may be kept for a time, of all tenants."""
     return sum(residency.retention.budgets()) if residency.retention is not None else 0

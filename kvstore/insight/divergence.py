@@ -34,6 +34,8 @@ LEAST_START_TOKENS = 16
 """A shared start of fewer tokens is chance, or a begin-of-text token."""
 NEAR_TOKENS = 512
 """Where two prompts are the same again within so many tokens, that place is looked for first."""
+SAME_PLACE_TOKENS = 32
+"""Prompts that part within so many tokens of each other part at one place of their template."""
 MOST_PAIRS = 4096
 """Runs whose order is compared; of more, every so many-th."""
 MOST_OWNERS = 8
@@ -196,11 +198,13 @@ class SketchIndex:
 # Comparing -------------------------------------------------------------------------------------------------------
 
 
-def compare_sketches(earlier: PromptSketch, sketch: PromptSketch, fork_token: int) -> Divergence | None:
+def compare_sketches(
+    earlier: PromptSketch, sketch: PromptSketch, fork_token: int, stored_tokens: int = 0
+) -> Divergence | None:
     """Behind the block where two chains part, from what is kept of both; None where they share hardly anything there.
 
     fork_token: the first one of that block. The place is that one, and lengths are not known: what was changed for
-    more or fewer tokens is called inserted.
+    more or fewer tokens is called inserted. stored_tokens: as `compare_prompts` has it.
     """
     old, new = (
         (one.fingerprints[at:], one.places[at:])
@@ -208,10 +212,11 @@ def compare_sketches(earlier: PromptSketch, sketch: PromptSketch, fork_token: in
         for at in [np.searchsorted(one.places, fork_token)]
     )
     pairs = _unique_pairs(old[0], new[0])
-    if len(pairs) < LEAST_SHARED:
+    behind = int((new[1][pairs[:, 1]] >= stored_tokens).sum())
+    if behind < LEAST_SHARED:
         return None
     was, stands = old[1][pairs[:, 0]].astype(np.int64), new[1][pairs[:, 1]].astype(np.int64)
-    equal = min(len(pairs) * SKETCH_EVERY, sketch.tokens - fork_token)
+    equal = min(behind * SKETCH_EVERY, sketch.tokens - max(fork_token, stored_tokens))
     if _out_of_order(was, LEAST_SHARED):
         kind = PromptChange.REORDERED
     else:
@@ -261,6 +266,16 @@ def shared_start(one: Column, other: Column) -> int:
     differs = one[:count] != other[:count]
     at = int(differs.argmax()) if count else 0
     return at if count and differs[at] else count
+
+
+def shared_sketch_start(one: PromptSketch, other: PromptSketch) -> int:
+    """How many tokens are equal from the first one on, as far as sketches tell: some too few."""
+    count = min(len(one.places), len(other.places))
+    differs = (one.fingerprints[:count] != other.fingerprints[:count]) | (one.places[:count] != other.places[:count])
+    at = int(differs.argmax()) if count else 0
+    if count and not differs[at]:
+        return min(one.tokens, other.tokens)
+    return int(one.places[at - 1]) + SHINGLE_TOKENS if at else 0
 
 
 def _other_field(earlier: Mapping[str, str], fields: Mapping[str, str]) -> str:
@@ -324,3 +339,68 @@ def _first_again(old: Column, new: Column) -> tuple[int, int] | None:
         return None
     at = int(np.argmin((was + stands) * (NEAR_TOKENS * 4) + np.abs(was - stands)))
     return int(was[at]), int(stands[at])
+
+
+# Saying it -------------------------------------------------------------------------------------------------------
+
+
+def advice(
+    kind: PromptChange,
+    prompts: str,
+    place: str,
+    lengths: tuple[int | None, int | None],
+    equal_tokens: int,
+    lost: str,
+    what: str,
+    block_tokens: int,
+) -> str:
+    """What is wrong with prompts that part alike, and what to do, in a sentence and a half.
+
+    prompts: how many, in words; "1 prompt..." is one. place: in words; of SHORT how many tokens are shared. lengths:
+    what an earlier one has there, and these; None where that is not known. lost: in words.
+    """
+    is_one = prompts.startswith("1 prompt")
+    s, have, are = ("s", "has", "is") if is_one else ("", "have", "are")
+    earlier, tokens = lengths
+    again = f"and {are} the same again for {equal_tokens:,}: {lost}"
+    if kind is PromptChange.CHANGED:
+        differ = "some tokens" if tokens is None else f"{tokens:,} token{'s' * (tokens != 1)}"
+        if tokens != earlier and earlier is not None:
+            differ += f" (where an earlier one has {earlier:,})"
+        return f"{prompts} part{s} at {place}, differ{s} for {differ}, {again}. Move what changes to the end."
+    if kind is PromptChange.INSERTED:
+        there = "tokens more or fewer"
+        if tokens is not None and earlier is not None:
+            count, word = (tokens, "more") if tokens else (earlier, "fewer")
+            there = f"{count:,} token{'s' * (count != 1)} {word}"
+        return (
+            f"{prompts} part{s} at {place}, {have} {there} there, {again}. "
+            "Put what only some prompts have behind what all share."
+        )
+    if kind is PromptChange.REORDERED:
+        return (
+            f"{prompts} part{s} at {place}, and {have} {equal_tokens:,} equal tokens behind it in another order: "
+            f"{lost}. Write these parts in one order, such as by name."
+        )
+    if kind is PromptChange.SHORT:
+        return (
+            f"{prompts} share{s} {place} at the start, which fill no block of {block_tokens}: none of them is found. "
+            f"Begin with at least {block_tokens} tokens that all share, or take smaller blocks."
+        )
+    if kind is PromptChange.SALTED:
+        return (
+            f"{prompts} begin{s} with {equal_tokens:,} tokens of an earlier one under another cache_salt: "
+            f"{lost}. Give prompts that may share one salt, or none."
+        )
+    return (
+        f"{prompts} begin{s} with {equal_tokens:,} tokens of an earlier one in another namespace ({what}): "
+        f"{lost}. KV of one is no KV of the other: send what shares a start to one of them."
+    )
+
+
+def tokens_in_words(tokens: float) -> str:
+    """Short."""
+    for size, unit in ((10**9, " G"), (10**6, " M")):
+        if tokens >= size:
+            return f"{tokens / size:.1f}{unit}"
+    return f"{tokens:,.0f}"

@@ -27,13 +27,16 @@ from kvstore.block.layout import MAX_BLOCK_TOKENS
 from kvstore.insight.divergence import (
     LEAST_EQUAL_TOKENS,
     LEAST_START_TOKENS,
+    SAME_PLACE_TOKENS,
     Divergence,
     PromptChange,
     SeenPrompt,
     Shingler,
     SketchIndex,
+    advice,
     compare_prompts,
     shared_start,
+    tokens_in_words,
 )
 from kvstore.insight.trace import Column
 
@@ -44,8 +47,6 @@ MOST_TOKENS = 1 << 26
 MOST_PROMPTS = 1 << 20
 MOST_SKETCHES = 1 << 16
 """Prompts that later ones are compared with: the last ones."""
-SAME_PLACE_TOKENS = 32
-"""Prompts that part within so many tokens of each other part at one place of their template."""
 SHOWN_GROUPS = 10
 _MOST_STARTS = 4
 """Prompts that later ones of the same start are held against, and as many more that are kept apart from all of them."""
@@ -254,44 +255,20 @@ class LintGroup:
     @property
     def sentence(self) -> str:
         """What is wrong, and what to do."""
-        is_one = self.prompts == 1
-        many, s = ("1 prompt", "s") if is_one else (f"{self.prompts:,} prompts", "")
-        have, are = ("has", "is") if is_one else ("have", "are")
         place = f"token {self.first_place:,}"
-        if self.last_place != self.first_place:
-            place = f"tokens {self.first_place:,} to {self.last_place:,}"
-        lost = f"{_count(self.lost_tokens)} tokens computed that were stored"
-        again = f"and {are} the same again for {self.equal_tokens:,}: {lost}"
-        if self.kind is PromptChange.CHANGED:
-            differ = f"{self.tokens:,} token{'s' * (self.tokens != 1)}"
-            if self.tokens != self.earlier_tokens:
-                differ += f" (where an earlier one has {self.earlier_tokens:,})"
-            return f"{many} part{s} at {place}, differ{s} for {differ}, {again}. Move what changes to the end."
-        if self.kind is PromptChange.INSERTED:
-            count, word = (self.tokens, "more") if self.tokens else (self.earlier_tokens, "fewer")
-            return (
-                f"{many} part{s} at {place}, {have} {count:,} token{'s' * (count != 1)} {word} there, {again}. "
-                "Put what only some prompts have behind what all share."
-            )
-        if self.kind is PromptChange.REORDERED:
-            return (
-                f"{many} part{s} at {place}, and {have} {self.equal_tokens:,} equal tokens behind it in another order: "
-                f"{lost}. Write these parts in one order, such as by name."
-            )
         if self.kind is PromptChange.SHORT:
-            return (
-                f"{many} share{s} {self.first_place:,} tokens at the start, which fill no block of "
-                f"{self.block_tokens}: none of them is found. Begin with at least {self.block_tokens} tokens that all "
-                "share, or take smaller blocks."
-            )
-        if self.kind is PromptChange.SALTED:
-            return (
-                f"{many} begin{s} with {self.equal_tokens:,} tokens of an earlier one under another cache_salt: "
-                f"{lost}. Give prompts that may share one salt, or none."
-            )
-        return (
-            f"{many} begin{s} with {self.equal_tokens:,} tokens of an earlier one in another namespace ({self.what}): "
-            f"{lost}. KV of one is no KV of the other: send what shares a start to one of them."
+            place = f"{self.first_place:,} tokens"
+        elif self.last_place != self.first_place:
+            place = f"tokens {self.first_place:,} to {self.last_place:,}"
+        return advice(
+            self.kind,
+            "1 prompt" if self.prompts == 1 else f"{self.prompts:,} prompts",
+            place,
+            (self.earlier_tokens, self.tokens),
+            self.equal_tokens,
+            f"{tokens_in_words(self.lost_tokens)} tokens computed that were stored",
+            self.what,
+            self.block_tokens,
         )
 
     def to_dict(self) -> dict[str, object]:
@@ -532,10 +509,3 @@ def _where(prompt: FilePrompt, divergence: Divergence, tokenise: Tokenise | None
     before = text.rpartition("\n")[2][-_BEFORE_CHARACTERS:]
     behind = f", behind {before!r}" if before.strip() else ", at its start"
     return f"They part in {label}line {line} of the text{behind}"
-
-
-def _count(tokens: int) -> str:
-    for size, unit in ((10**9, " G"), (10**6, " M")):
-        if tokens >= size:
-            return f"{tokens / size:.1f}{unit}"
-    return f"{tokens:,}"

@@ -41,8 +41,8 @@ MOST_QUEUED_LOOKUPS = 1 << 10
 BATCH_BLOCKS = 1 << 11
 """Blocks after which a step ends: some milliseconds of Python, in which others get the interpreter as usual."""
 WAIT_SECONDS = 0.2
-"""Between two looks at an empty queue: look-ups that are worked through together cost less, and the queue holds those of
-so long at 80,000 blocks a second."""
+"""Between two looks at an empty queue: look-ups that are worked through together cost less, and the queue holds those
+of so long at 80,000 blocks a second."""
 FEW_SAMPLED = 2_000
 """References in the sample below which the words say that there are few."""
 FIRST_SAMPLE = 4
@@ -216,7 +216,7 @@ class WhatIf:
                 curve.sample_ratio,
                 curve.names,
                 seconds,
-                asked[TOKENS] / _faded_seconds(seconds),
+                asked[TOKENS] / faded_seconds(seconds),
                 lookups,
                 dropped,
                 dropped_blocks,
@@ -297,7 +297,7 @@ def _points(curve: LruCurve, sizes: Sequence[float], budget_bytes: float) -> tup
     return tuple(CurvePoint(*each) for each in zip(sizes, scales, tokens, size, strict=True))
 
 
-def _faded_seconds(seconds: float) -> float:
+def faded_seconds(seconds: float) -> float:
     """Of what was counted for so long: those further back count less, as what was counted in them does."""
     mean_life = HALF_LIFE_SECONDS / log(2)
     return max(1.0, mean_life * -expm1(-seconds / mean_life))

@@ -19,6 +19,7 @@ import msgspec
 from kvstore.block.account import MissReason
 from kvstore.block.identity import INCARNATION_BYTES, NODE_BYTES, Identity
 from kvstore.protocol import messages as m
+from kvstore.protocol.handing_over import MAX_TICKET_CHARACTERS
 from tiering.frame import KEY_BYTES, KEY_ID_BYTES
 
 PREFIX = "kv1."
@@ -97,7 +98,7 @@ def _refused(reason: MissReason, detail: str) -> m.TicketOpened:
 def _split(text: str) -> tuple[bytes, bytes]:
     """Body and MAC; empty where that is no such text. One ticket has one text."""
     try:
-        plain = text.removeprefix(PREFIX).encode("ascii") if len(text) <= m.MAX_TICKET_CHARACTERS else b""
+        plain = text.removeprefix(PREFIX).encode("ascii") if len(text) <= MAX_TICKET_CHARACTERS else b""
         raw = binascii.a2b_base64(plain.translate(_FROM_URLSAFE), strict_mode=True)
     except (ValueError, UnicodeEncodeError):
         return b"", b""

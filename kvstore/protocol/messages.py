@@ -15,17 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Annotated, Union
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from kvstore.block.account import MissReason
 from kvstore.block.layout import MAX_PARTS
-from kvstore.protocol.handing_over import MAX_AWAITED_KEYS as MAX_AWAITED_KEYS
 from kvstore.protocol.handing_over import MAX_KEYS as MAX_KEYS
-from kvstore.protocol.handing_over import MAX_TICKET_CHARACTERS as MAX_TICKET_CHARACTERS
-from kvstore.protocol.handing_over import MAX_TICKET_SECONDS as MAX_TICKET_SECONDS
 from kvstore.protocol.handing_over import Await as Await
 from kvstore.protocol.handing_over import Awaited as Awaited
 from kvstore.protocol.handing_over import Cancel as Cancel
@@ -36,7 +33,15 @@ from kvstore.protocol.handing_over import TicketOpened as TicketOpened
 from kvstore.protocol.replies import Grant, LeaseReply, MatchReply, ReserveReply
 from kvstore.protocol.requests import MAX_REQUEST_CHARACTERS
 from kvstore.protocol.status import SidecarStatus
-from kvstore.protocol.told import MAX_TOLD_REQUESTS, RequestRecord, RequestTold, SavingsTold
+from kvstore.protocol.told import (
+    MAX_TOLD_PROMPTS,
+    MAX_TOLD_REQUESTS,
+    PrefixFigures,
+    PromptTold,
+    RequestRecord,
+    RequestTold,
+    SavingsTold,
+)
 
 OLDEST_VERSION, NEWEST_VERSION = 1, 3
 CHANGES_VERSION = 2
@@ -217,10 +222,12 @@ class Changes(msgspec.Struct, array_like=True, frozen=True, tag="changes"):
 
 
 class Tell(msgspec.Struct, array_like=True, frozen=True, tag="tell"):
-    """An engine tells what became of its requests, and what hits saved, for people. From version 2 on; posted."""
+    """An engine tells what became of its requests, what hits saved, and sketches of prompts that missed much, for
+    people. From version 2 on; posted."""
 
     requests: Annotated[list[RequestTold], Meta(max_length=MAX_TOLD_REQUESTS)]
     savings: SavingsTold | None = None
+    prompts: Annotated[list[PromptTold], Meta(max_length=MAX_TOLD_PROMPTS)] = []
 
 
 class Drop(msgspec.Struct, array_like=True, frozen=True, tag="drop"):
@@ -274,6 +281,12 @@ class Why(msgspec.Struct, array_like=True, frozen=True, tag="why"):
     tenant: Annotated[str, Meta(max_length=MAX_NAME)] = ""
 
 
+class Prefixes(msgspec.Struct, array_like=True, frozen=True, tag="prefixes"):
+    """Admin: the hottest prefixes, and where prompts part. tenant: as in `Why`."""
+
+    tenant: Annotated[str, Meta(max_length=MAX_NAME)] = ""
+
+
 Verb = (
     Hello
     | OpenNamespace
@@ -302,6 +315,7 @@ Verb = (
     | Cancel
     | SealTicket
     | OpenTicket
+    | Prefixes
 )
 
 
@@ -443,6 +457,12 @@ class WhyReply(msgspec.Struct, array_like=True, frozen=True, tag="why"):
     kept: int
 
 
+class PrefixesReply(msgspec.Struct, array_like=True, frozen=True, tag="prefixes"):
+    """To `Prefixes`."""
+
+    figures: PrefixFigures
+
+
 class Failed(msgspec.Struct, array_like=True, frozen=True, tag="failed"):
     """The request was not served. text: one line for people."""
 
@@ -471,6 +491,7 @@ Answer = (
     | Awaited
     | Sealed
     | TicketOpened
+    | PrefixesReply
 )
 
 
@@ -492,42 +513,6 @@ def failed(fault: RequestFault, text: str) -> Failed:
     return Failed(fault, kept[:MAX_TEXT])
 
 
-class Outline(msgspec.Struct, array_like=True, frozen=True):
-    """A `Reply` whose answer is not decoded yet: that is its owner's to pay for, and nobody's once it is forgotten."""
-
-    number: int
-    answer: msgspec.Raw
-    retired: list[int] = []
-
-
-class _LeaseNumber(msgspec.Struct, frozen=True):
-    lease: int = 0
-
-
-class _ReservationNumber(msgspec.Struct, frozen=True):
-    reservation: int = 0
-
-
-class LeasedOutline(msgspec.Struct, array_like=True, frozen=True, tag="leased"):
-    """Of `Leased`, what names the lease."""
-
-    reply: _LeaseNumber
-
-
-class ReservedOutline(msgspec.Struct, array_like=True, frozen=True, tag="reserved"):
-    """Of `Reserved`, what names the reservation."""
-
-    reply: _ReservationNumber
-
-
-_WHOLE = (Attached, ExtentsReply, NotifyPipeReply, Failed)
-_SKIPPED = tuple(
-    msgspec.defstruct(f"{one.__name__}Outline", [], array_like=True, frozen=True, tag=one.__struct_config__.tag)
-    for one in Answer.__args__
-    if one not in (Leased, Reserved, *_WHOLE)
-)
-
-
 def name_of(verb: Verb) -> str:
     """A verb as it is called on the wire, and in `kvstore stat`."""
     return str(verb.__struct_config__.tag)
@@ -537,10 +522,6 @@ _encoder = msgspec.msgpack.Encoder()
 _requests = msgspec.msgpack.Decoder(Request)
 _replies = msgspec.msgpack.Decoder(Reply)
 _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
-_outlines = msgspec.msgpack.Decoder(Outline)
-_answer_outlines: msgspec.msgpack.Decoder[object] = msgspec.msgpack.Decoder(
-    Union[(LeasedOutline, ReservedOutline, *_WHOLE, *_SKIPPED)]
-)
 
 
 def pack(message: Request | Reply) -> bytes:
@@ -563,21 +544,6 @@ def unpack_reply(body: bytes | memoryview) -> Reply:
         return _replies.decode(body)
     except (ValueError, msgspec.DecodeError, RecursionError) as error:
         raise ValueError(f"not a reply ({type(error).__name__})") from None
-
-
-def unpack_outline(body: bytes | memoryview) -> tuple[Outline, object]:
-    """The body of a frame as far as whoever reads it for others has to know it, and its answer likewise: of what is
-    long no more than what undoes it. Raises `ValueError`."""
-    try:
-        outline = _outlines.decode(body)
-        return outline, outline_of(outline.answer)
-    except (ValueError, msgspec.DecodeError, RecursionError) as error:
-        raise ValueError(f"not a reply ({type(error).__name__})") from None
-
-
-def outline_of(answer: msgspec.Raw) -> object:
-    """See `unpack_outline`; raises what the decoder raises."""
-    return _answer_outlines.decode(answer)
 
 
 def unpack_answer(answer: msgspec.Raw) -> Answer:

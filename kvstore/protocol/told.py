@@ -16,6 +16,13 @@ MAX_TOLD = (1 << 53) - 1
 MAX_TOLD_REQUESTS, MAX_TOLD_WORDS, MAX_TOLD_TEXT = 64, 48, 256
 Word = Annotated[str, Meta(max_length=32)]
 """A tier, or a reason."""
+MAX_TOLD_PROMPTS = 4
+MAX_SKETCHED_TOKENS, MAX_FINGERPRINTS, MAX_SKETCHED_BLOCKS = 1 << 17, 2560, 1 << 13
+"""Of one prompt: what lies behind is left out."""
+FINGERPRINT_BYTES, PLACE_BYTES, LINK_BYTES, SHORT_BYTES = 8, 4, 4, 8
+MAX_EVERY = 100_000
+Tokens = Annotated[int, Meta(ge=0, le=MAX_SKETCHED_TOKENS)]
+Short = Annotated[bytes, Meta(max_length=SHORT_BYTES)]
 
 
 class RequestTold(msgspec.Struct, frozen=True):
@@ -45,6 +52,38 @@ class SavingsTold(msgspec.Struct, array_like=True, frozen=True):
     ttft_saved_error_ms: float | None = None
 
 
+class PromptParted(msgspec.Struct, array_like=True, frozen=True):
+    """How a prompt differs from an earlier one of the same engine, by the tokens of both; see
+    `kvstore.insight.divergence.Divergence`. kind: a `PromptChange`."""
+
+    kind: Word
+    place: Tokens
+    earlier_tokens: Tokens | None
+    tokens: Tokens | None
+    equal_tokens: Tokens
+    what: Annotated[str, Meta(max_length=MAX_TOLD_TEXT)] = ""
+
+
+class PromptTold(msgspec.Struct, array_like=True, frozen=True):
+    """A prompt that missed much: one of `every` such, as a sketch that says nothing of its tokens to who has not the
+    tenant's key. namespace: by the client's number. tokens: of it; stored_tokens: that were found. chain: `LINK_BYTES`
+    of each full block's key. fingerprints, places: of runs of its tokens, `FINGERPRINT_BYTES` and `PLACE_BYTES` each,
+    little-endian, places rising. start, salt, adapter: keyed digests of its first tokens and of what else its keys
+    depend on, empty where there is none. parted: from which earlier prompt of its engine, as far as that knows."""
+
+    namespace: int
+    every: Annotated[int, Meta(ge=1, le=MAX_EVERY)]
+    tokens: Tokens
+    stored_tokens: Tokens
+    chain: Annotated[bytes, Meta(max_length=MAX_SKETCHED_BLOCKS * LINK_BYTES)]
+    fingerprints: Annotated[bytes, Meta(max_length=MAX_FINGERPRINTS * FINGERPRINT_BYTES)]
+    places: Annotated[bytes, Meta(max_length=MAX_FINGERPRINTS * PLACE_BYTES)]
+    start: Short = b""
+    salt: Short = b""
+    adapter: Short = b""
+    parted: PromptParted | None = None
+
+
 class LeaseNote(msgspec.Struct, frozen=True):
     """A lease that was taken for a request. at: Unix time, when it was answered; seconds: that the store took. blocks:
     granted, behind `first_block`; of `wanted`. tiers: where these lay. reason, detail: why it is not all, else ""."""
@@ -69,3 +108,65 @@ class RequestRecord(msgspec.Struct, frozen=True):
     leases: list[LeaseNote]
     told_at: float | None = None
     told: RequestTold | None = None
+
+
+class HotPrefix(msgspec.Struct, frozen=True):
+    """A stored prefix that many look-ups found and that no longer one explains. id: the first digits of its key.
+    tokens, bytes: of it. requests_per_hour: look-ups that ended at it, or behind it at what few asked for;
+    saved_tokens_per_hour: that leases granted of it, saved_seconds_per_hour: by what its engines told, None where they
+    told nothing. stored_tokens, tiers: of it that can be read now, blocks by tier. used_at: about; retained_until: None
+    where nobody asked for that."""
+
+    id: str
+    tenant: str
+    namespace: str
+    model: str
+    tokens: int
+    bytes: int
+    requests_per_hour: float
+    saved_tokens_per_hour: float
+    saved_seconds_per_hour: float | None
+    stored_tokens: int
+    tiers: dict[str, int]
+    used_at: float
+    retained_until: float | None
+
+
+class PromptParting(msgspec.Struct, frozen=True):
+    """Prompts that part alike from earlier ones. sentence: what is wrong, and what to do. kind: a `PromptChange`.
+    place, last_place: the first token that differs, over these prompts; is_exact: else the start of its block.
+    Lengths are medians, None where they are not known. lost_tokens_per_hour: computed though an earlier prompt had them
+    behind the change. prompts: that were sampled."""
+
+    sentence: str
+    tenant: str
+    namespace: str
+    model: str
+    kind: str
+    what: str
+    place: int
+    last_place: int
+    is_exact: bool
+    earlier_tokens: int | None
+    tokens: int | None
+    equal_tokens: int
+    prompts_per_hour: float
+    lost_tokens_per_hour: float
+    prompts: int
+    seen_at: float
+
+
+class PrefixFigures(msgspec.Struct, frozen=True):
+    """What was seen of prompts in about the last hour: what counted half an hour ago counts half. seconds: since when;
+    lookups: that were seen, of which sampled were followed, and dropped came too fast. prompts: sketches that engines
+    sent; sketches, sketch_bytes: that are kept, None to a tenant."""
+
+    hottest: list[HotPrefix]
+    partings: list[PromptParting]
+    seconds: float
+    lookups: int
+    sampled: int
+    dropped: int
+    prompts: int
+    sketches: int | None
+    sketch_bytes: int | None

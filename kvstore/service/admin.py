@@ -20,6 +20,7 @@ from kvstore.core.usage import NamespaceUsage, StoreUsage
 from kvstore.insight.recording import Recording
 from kvstore.insight.whatif import CurvePoint, WhatIf
 from kvstore.node import EmbeddedStore
+from kvstore.prefixes.book import PrefixBook, SpaceNames, Standing
 from kvstore.protocol import messages as m
 from kvstore.protocol.status import (
     ID_DIGITS,
@@ -35,6 +36,7 @@ from kvstore.protocol.status import (
     pick,
     printable,
 )
+from kvstore.protocol.told import PrefixFigures
 from kvstore.service.accounting import Counting, NamespaceCounts, looked
 from kvstore.service.connections import AdminCaller, percentile_ms
 from kvstore.service.dispatch import Response, version_in_common
@@ -73,11 +75,12 @@ class Admin:
         why_not_policy: str = "",
         whatif: WhatIf | None = None,
         told: ToldRequests | None = None,
+        prefixes: PrefixBook | None = None,
     ) -> None:
         """run: names this run of the sidecar. state: what it is up to, in a word. chosen: how the store was set.
         reasons: why it serves less than it has; what the store was told of the machine, if not given.
         why_not_policy: why it is not the policy that was chosen which decides, but the usual one. whatif: knows what
-        other sizes would find. told: what engines tell of their requests."""
+        other sizes would find. told: what engines tell of their requests. prefixes: knows which are hot."""
         self._store = store
         self._sessions = sessions
         self._counting = counting
@@ -89,6 +92,7 @@ class Admin:
         self._why_not_policy = why_not_policy
         self._whatif = whatif
         self._told = told
+        self._prefixes = prefixes
         self._reasons = reasons or store.faults.reasons
         self._began_at = counting.now()
 
@@ -112,6 +116,8 @@ class Admin:
                 return Response(self._record(verb))
             if isinstance(verb, m.Why):
                 return Response(self._why(verb))
+            if isinstance(verb, m.Prefixes):
+                return Response(m.PrefixesReply(self.prefixes(verb.tenant)))
             if isinstance(verb, m.Ping):
                 return Response(m.Done())
         except BadInput as error:
@@ -133,6 +139,8 @@ class Admin:
         self._door.disconnect(keys.tenant)
         if self._told is not None:
             self._told.forget(keys.tenant)
+        if self._prefixes is not None:
+            self._prefixes.forget(keys.tenant)
         return blocks
 
     # Recording -----------------------------------------------------------------------------------------------------
@@ -168,10 +176,30 @@ class Admin:
     def _why(self, verb: m.Why) -> m.WhyReply:
         if self._told is None or not verb.request:
             raise BadInput("give the name that the engine has for the request, or its beginning")
+        return self._told.why(verb.request, self._shown(verb.tenant), self._model)
+
+    def _shown(self, wanted: str) -> dict[bytes, str]:
+        """Tenants and their names; only those that are shown as `wanted`, if that is one."""
         names = self._store.tenant_names()
-        if verb.tenant:
-            names = {tenant: name for tenant, name in names.items() if printable(name) == verb.tenant}
-        return self._told.why(verb.request, names, self._model)
+        return {tenant: name for tenant, name in names.items() if wanted in ("", printable(name))}
+
+    def prefixes(self, tenant: str = "") -> PrefixFigures:
+        """Which prefixes are hot, and where prompts part: of one tenant, as it is shown, or of all."""
+        if self._prefixes is None:
+            raise BadInput("this sidecar does not follow prefixes")
+        spaces = {}
+        for _, one in self._spaces():
+            name = self._store.names.get(one.tenant, one.digest) if self._store.names is not None else ""
+            spaces[one.number] = SpaceNames(one.digest.hex()[:ID_DIGITS], printable(name or one.namespace.model))
+        return self._prefixes.figures(self._shown(tenant), spaces, self._standing, of_all=not tenant)
+
+    def _standing(self, number: int, keys: Sequence[bytes]) -> Standing:
+        core, tiers = self._store.core, dict[str, int]()
+        found = core.match(number, keys)
+        for tier, blocks in found.tiers:
+            tiers[str(tier)] = tiers.get(str(tier), 0) + blocks
+        until = core.kept_until(number, keys)
+        return Standing(found.blocks, tiers, until if until > self._counting.now() else None)
 
     def _model(self, number: int) -> str:
         """What the model of a namespace is called."""
@@ -300,15 +328,15 @@ class Observer:
         return self._admin.greet(hello)
 
     def serve(self, verb: m.Verb) -> Response:
-        """As `AdminVerbs.serve`: `Stat`, at most `FRESH_SECONDS` old, `Why`, and `Ping`."""
+        """As `AdminVerbs.serve`: `Stat`, at most `FRESH_SECONDS` old, `Why`, `Prefixes`, and `Ping`."""
         if isinstance(verb, m.Stat):
             return self._stat(verb)
-        if isinstance(verb, m.Why):
+        if isinstance(verb, m.Why | m.Prefixes):
             return self._admin.serve(verb)
         if isinstance(verb, m.Ping):
             return Response(m.Done())
-        text = f"the observers' socket serves stat, why and ping, and not {m.name_of(verb)}; ask at the admin socket"
-        return Response(m.Failed(m.RequestFault.BAD_INPUT, text))
+        text = f"the observers' socket serves stat, why, prefixes and ping, and not {m.name_of(verb)}"
+        return Response(m.Failed(m.RequestFault.BAD_INPUT, f"{text}; ask at the admin socket"))
 
     def _stat(self, verb: m.Stat) -> Response:
         with self._lock:  # who comes meanwhile is told the same

@@ -20,10 +20,11 @@ from kvstore.config import AUTO, OFF, Size, memory_limit, memory_limit_files
 from kvstore.insight.recording import Recording
 from kvstore.insight.whatif import WhatIf
 from kvstore.node import EmbeddedStore
-from kvstore.service.accounting import Counting
+from kvstore.prefixes.book import PrefixBook
+from kvstore.service.accounting import Counting, set_aside
 from kvstore.service.admin import Admin, Observer
 from kvstore.service.descriptors import SlowExtents
-from kvstore.service.dispatch import Handlers, set_aside
+from kvstore.service.dispatch import Handlers
 from kvstore.service.health import Readiness
 from kvstore.service.local_door import LocalDoor
 from kvstore.service.sessions import Sessions
@@ -68,10 +69,12 @@ class Daemon:
         recording = Recording(clock, new_token)
         slow = SlowExtents(clock.monotonic_seconds, clock.thread_seconds)
         self.whatif = WhatIf(clock, int.from_bytes(new_token(SALT_BYTES)))
-        self._whatif_ends = threading.Event()
+        self.prefixes = PrefixBook(clock, store.core.difference)
+        self._insight_ends = threading.Event()
         self._thread_seconds, self._process_seconds = clock.thread_seconds, process_seconds
         self.told = ToldRequests(clock)
-        handlers = Handlers(store.core, sessions, run, counting, recording, store.names, slow, self.whatif, self.told)
+        insight = self.whatif, self.told, self.prefixes
+        handlers = Handlers(store.core, sessions, run, counting, recording, store.names, slow, *insight)
         self.door = LocalDoor(handlers, sessions, clock, settings.door.limits, failed, store.faults)
         self.sockets: list[str] = []
         try:
@@ -91,8 +94,7 @@ class Daemon:
                 settings.store,
                 self.reasons,
                 why_not_policy,
-                self.whatif,
-                self.told,
+                *insight,
             )
             self.door.listen_admin(Path(where), admin)
             key, where, observe = "observe.socket", settings.observe_socket, settings.observe
@@ -113,7 +115,7 @@ class Daemon:
         """Take connections."""
         set_aside()  # the program itself
         self.door.start()
-        self._start_whatif()
+        self._start_insight()
         if self.settings.store.prefault:
             self.store.core.prefault()
         usage = self.store.usage()
@@ -122,16 +124,21 @@ class Daemon:
         sockets = {"sockets": self.sockets, "admin_socket": self.settings.admin_socket}
         _log.info("serving", extra={**sockets, "data": self.settings.store.data, **budgets})
 
-    def _start_whatif(self) -> None:
-        """Estimate what other sizes would find, in a thread of its own. Where there is none to be had, nothing is."""
+    def _start_insight(self) -> None:
+        """Estimate what other sizes would find, and follow prefixes, each in a thread of its own. Where there is none
+        to be had, nothing is."""
 
-        def run() -> None:
-            self.whatif.run(self._whatif_ends, lambda: (self._thread_seconds(), self._process_seconds()))
+        def estimate() -> None:
+            self.whatif.run(self._insight_ends, lambda: (self._thread_seconds(), self._process_seconds()))
+
+        def follow() -> None:
+            self.prefixes.run(self._insight_ends)
 
         try:
-            threading.Thread(target=run, name="kv-whatif", daemon=True).start()
+            threading.Thread(target=estimate, name="kv-whatif", daemon=True).start()
+            threading.Thread(target=follow, name="kv-prefixes", daemon=True).start()
         except RuntimeError as error:
-            _log.warning("no estimates of what other sizes would find: %s", error)
+            _log.warning("no estimates of what other sizes would find, or of which prefixes are hot: %s", error)
 
     def readiness(self) -> Readiness:
         """Whether it serves all that it has."""
@@ -155,7 +162,7 @@ class Daemon:
     def drain(self, drained: Callable[[], None]) -> None:
         """Serve no more. drained: called when no client is served, and memory is as the next process is to find it."""
         self._stopping = True
-        self._whatif_ends.set()
+        self._insight_ends.set()
         _log.info("draining")
         self.door.close(self.settings.limits.close_seconds)
         drained()

@@ -6,10 +6,8 @@ callers can be trusted with. A number that names something of somebody else is t
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,12 +23,14 @@ from kvstore.core.store import SEALED_BLOCKS, Store
 from kvstore.core.unmap_wait import SharedExtent
 from kvstore.insight.recording import Recording
 from kvstore.insight.whatif import WhatIf
+from kvstore.prefixes.book import PrefixBook, checked_prompt
 from kvstore.protocol import messages as m
 from kvstore.protocol.door import MAX_COLLECTIVE_CHARACTERS, MAX_PRIORITY, WINDOW_CHARACTERS, TenantClient
+from kvstore.protocol.handing_over import MAX_TICKET_SECONDS
 from kvstore.protocol.replies import LeaseReply
 from kvstore.protocol.requests import MAX_REQUEST_CHARACTERS
 from kvstore.protocol.status import printable
-from kvstore.service.accounting import Counting, NamespaceInfo
+from kvstore.service.accounting import Counting, Lasting, NamespaceInfo
 from kvstore.service.descriptors import SlowExtents
 from kvstore.service.sessions import MAX_LEASED_PLACES, ClientState, ReservationProgress, Sessions
 from kvstore.service.told import ToldRequests
@@ -87,9 +87,10 @@ class Handlers:
         slow: SlowExtents | None = None,
         whatif: WhatIf | None = None,
         told: ToldRequests | None = None,
+        prefixes: PrefixBook | None = None,
     ) -> None:
         """run: names this run of the sidecar. names: told what engines call their models. slow: knows whose memory
-        takes long to hand out. whatif: told what is looked up. told: told of engines' requests."""
+        takes long to hand out. whatif: told what is looked up. told: told of engines' requests. prefixes: of both."""
         self._names = names
         self._slow = slow or SlowExtents()
         self._lasting = Lasting()
@@ -98,6 +99,7 @@ class Handlers:
         self._recording = recording
         self._whatif = whatif
         self._told = told or ToldRequests(store.clock)
+        self._prefixes = prefixes or PrefixBook(store.clock, lambda one, other: "")
         self._counting = counting
         self._sessions = sessions
         self._run = run
@@ -119,8 +121,8 @@ class Handlers:
             m.Drop: self._drop,
             m.Namespaces: self._namespaces,
             m.Ping: self._ping,
-            m.SealTicket: self._seal_ticket,
-            m.OpenTicket: self._open_ticket,
+            m.SealTicket: self._ticket,
+            m.OpenTicket: self._ticket,
         }
 
     def greet(self, tenant: TenantKeys, hello: m.Hello) -> tuple[ClientState | None, m.Answer]:
@@ -233,8 +235,10 @@ class Handlers:
         model, codec = printable(name or namespace.model), printable(namespace.codec)
         tokens = namespace.layout.block_tokens
         self._counting.opened(number, tokens, NamespaceInfo(digest, tenant, model, codec, tokens))
+        block_bytes = sum(map(frame_bytes, granted.grant.payload_bytes))
         if self._whatif is not None:
-            self._whatif.opened(number, sum(map(frame_bytes, granted.grant.payload_bytes)), tokens)
+            self._whatif.opened(number, block_bytes, tokens)
+        self._prefixes.opened(tenant, number, block_bytes, tokens)
         caller.named[own] = number
         return granted
 
@@ -250,6 +254,7 @@ class Handlers:
                 self._recording.looked_up(number, verb.keys)
             if self._whatif is not None:
                 self._whatif.looked_up(number, verb.keys)
+            self._prefixes.looked_up(caller.keys.tenant, number, verb.keys, matched.reply.blocks)
         return matched
 
     def _lease(self, caller: ClientState, verb: m.LeasePrefix) -> m.Answer:
@@ -314,6 +319,7 @@ class Handlers:
     ) -> m.Answer:
         if verb.counts:
             self._counting.leased(number, verb.keys, reply, seconds)
+            self._prefixes.granted(caller.keys.tenant, number, verb.keys, verb.first_block, reply.blocks)
             if verb.request:
                 self._told.leased(caller, verb, number, reply, seconds)
         if reply.lease:
@@ -464,21 +470,22 @@ class Handlers:
         return Response(m.NotifyPipeReply(), [notify_pipe]) if notify_pipe is not None else m.Done()
 
     def _tell(self, caller: ClientState, verb: m.Tell) -> m.Answer:
+        prompts = []
+        for one in verb.prompts:
+            number, _ = _check_asked(caller, one.namespace, ())
+            prompts.append(checked_prompt(one, number, self._store.namespace_of(number).layout.block_tokens))
         self._told.tell(caller, verb)
+        self._prefixes.told(caller.keys.tenant, verb, prompts)
         return m.Done()
 
     def _changes(self, caller: ClientState, verb: m.Changes) -> m.Answer:
         _check_asked(caller, verb.namespace, ())
         return self._store.handle(caller, verb)
 
-    def _seal_ticket(self, caller: ClientState, verb: m.SealTicket) -> m.Answer:
-        _check_asked(caller, verb.namespace, verb.keys)
-        if not 0 < verb.seconds <= m.MAX_TICKET_SECONDS:
-            raise BadInput(f"seconds={verb.seconds}; give seconds above 0, up to {m.MAX_TICKET_SECONDS:g}")
-        return self._store.handle(caller, verb)
-
-    def _open_ticket(self, caller: ClientState, verb: m.OpenTicket) -> m.Answer:
-        _check_asked(caller, verb.namespace, ())
+    def _ticket(self, caller: ClientState, verb: m.SealTicket | m.OpenTicket) -> m.Answer:
+        _check_asked(caller, verb.namespace, verb.keys if isinstance(verb, m.SealTicket) else ())
+        if isinstance(verb, m.SealTicket) and not 0 < verb.seconds <= MAX_TICKET_SECONDS:
+            raise BadInput(f"seconds={verb.seconds}; give seconds above 0, up to {MAX_TICKET_SECONDS:g}")
         return self._store.handle(caller, verb)
 
     def _drop(self, caller: ClientState, verb: m.Drop) -> m.Answer:
@@ -557,38 +564,3 @@ def _check_asked(caller: ClientState, namespace: int, keys: Sequence[bytes]) -> 
     if len(distinct) != len(keys):
         raise BadInput("a prefix key that is there twice; give the keys of one prompt, in their order")
     return number, caller.namespaces[number]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What stays until the sidecar ends is left out of the interpreter's search for cycles.
-#
-# A part of a namespace is five objects, and a search of all of them, 1.2 million for 512 namespaces of 450 parts, has
-# everybody wait for a third of a second. So they are set aside when some are there, behind a search that has only what
-# came since to walk.
-
-
-SET_ASIDE_PARTS = 4096
-"""Of namespaces that were opened: their objects are walked in some milliseconds."""
-
-
-class Lasting:
-    """Thread-safe."""
-
-    def __init__(self) -> None:
-        self._parts = 0
-        self._lock = threading.Lock()
-
-    def opened(self, parts: int) -> None:
-        """A namespace of so many, which may have been there."""
-        with self._lock:
-            self._parts += parts
-            if self._parts < SET_ASIDE_PARTS:
-                return
-            self._parts = 0
-        set_aside()
-
-
-def set_aside() -> None:
-    """All objects that are there now, but garbage."""
-    gc.collect()
-    gc.freeze()

@@ -42,6 +42,7 @@ def test_the_url_is_all_that_is_needed() -> None:
         {"audit": 0.0},
         {"ttl": None},
         {"ttl": 0.5},
+        {"sketch_every": 0},
         {"priority": -100},
     ],
 )
@@ -71,6 +72,7 @@ WRONG: list[tuple[str, Any]] = [
     *((name, value) for name in ("cost_model", "without_prefix_caching") for value in (1, "true", None)),
     *(("audit", value) for value in (-0.1, 1.1, True, "0.1", NAN, None)),
     *(("ttl", value) for value in (0, -1, True, "60", NAN, 1e30)),
+    *(("sketch_every", value) for value in (-1, 1.5, True, "all", None, 1 << 40)),
     *(("priority", value) for value in (-101, 101, 1.0, True, None)),
 ]
 

@@ -14,11 +14,11 @@ import pytest
 import kvstore
 from engine_adapter.audit.audits import AuditResult, AuditVerdict
 from engine_adapter.paged.load_choice import StepWork
-from engine_adapter.paged.requests import NEVER, Computed, RequestNews, RequestSpec
+from engine_adapter.paged.requests import NEVER, Computed, RequestNews, RequestSpec, RequestState
 from engine_adapter.paged.scheduler import PagedScheduler
 from engine_adapter.paged.settings import ConnectorSettings
 from engine_adapter.paged.step_plan import AuditReport, LoadReport, NamespaceSpec, SaveReport, StepPlan, StepReports
-from kvstore.block.account import HitTier, MissReason
+from kvstore.block.account import Account, HitTier, MissReason
 from kvstore.block.errors import BadInput
 from kvstore.block.layout import Layout
 from kvstore.client.handle import NamespaceHandle
@@ -1039,9 +1039,9 @@ def test_before_a_worker_has_spoken_nothing_is_asked(store: EmbeddedStore) -> No
 
 def test_a_request_whose_name_is_no_text_is_told_all_the_same() -> None:
     """A client may give one with half of a pair of surrogates, which no message can carry."""
-    news = RequestNews()
-    told = {"asked": 1, "hits": {}, "misses": {"absent": 1}, "detail": "", "load_ms": None, "saved_blocks": 0}
-    news.add("\ud800" + "x" * 400, {**told, "put_reasons": {}})
+    news = RequestNews(0, lambda: 0.0)
+    request: Any = SimpleNamespace(request_id="\ud800" + "x" * 400, num_prompt_tokens=1)
+    news.add(RequestState(request, RequestSpec(), Account.missed(MissReason.ABSENT, 1, 64)), None, None)
     sent: list[Any] = []
     namespace: Any = SimpleNamespace(tell=lambda requests, savings: sent.extend(requests))
     news.tell(namespace, None, 1, 0.0)

@@ -16,6 +16,7 @@ import pytest
 
 from kvstore.node import SystemClock
 from kvstore.protocol import messages as m
+from kvstore.protocol.handing_over import MAX_AWAITED_KEYS
 from kvstore.service.connections import DoorLimits
 from kvstore.service.local_door import LocalDoor
 from service.sidecar import Sidecar
@@ -163,7 +164,7 @@ def test_odd_awaits_cost_their_connection_a_line_or_itself(sidecar: Sidecar) -> 
             str(m.Done()),
             str(m.Awaited(0, AwaitEnd.CANCELLED)),
         }
-    for keys in ([], [bytes(32)] * (m.MAX_AWAITED_KEYS + 1), [bytes(33)]):
+    for keys in ([], [bytes(32)] * (MAX_AWAITED_KEYS + 1), [bytes(33)]):
         with closing(Attacker(sidecar.path)) as one:
             answer = one.ask(m.Await(one.namespace, keys, 1.0))
             assert isinstance(answer, m.Failed) and answer.fault is m.RequestFault.MALFORMED

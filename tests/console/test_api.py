@@ -36,6 +36,7 @@ READS = tuple(
         "status",
         "series",
         "misses",
+        "prefixes",
         "tenants",
         "namespaces",
         "engines",

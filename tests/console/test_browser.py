@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from console.browser import CHROMIUM, Browser
-from console.running import LAYOUT, RunningConsole, console, serve_traffic
+from console.running import LAYOUT, RunningConsole, console, serve_traffic, tell_prompts
 from kvstore.protocol.told import RequestTold
 from service.sidecar import Sidecar
 from tiering.nvme.lmdb_index import LmdbMaker
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
     CHROMIUM is None,
     reason="there is no chromium here: apt-get install --no-install-recommends chromium fonts-dejavu-core",
 )
-PAGES = ("/", "/misses", "/tenants", "/moves", "/engines", "/request", "/plan", "/events")
+PAGES = ("/", "/misses", "/prefixes", "/tenants", "/moves", "/engines", "/request", "/plan", "/events")
 LOOKS = (("light", 1280, 900), ("dark", 1280, 900), ("light", 360, 740), ("dark", 360, 740))
 
 
@@ -36,6 +36,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Sidecar, 
             serve_traffic(sidecar)
             asked = sidecar.admin.facts().looked.asked_tokens
             shown.until("/api/series?window=15m", lambda one: one["sums"].get("asked") == asked)
+            tell_prompts(sidecar)
             yield sidecar, shown
 
 
@@ -132,6 +133,23 @@ def test_a_requests_page_has_what_its_engine_told(served: tuple[Sidecar, Running
     browser.open(f"{shown.url}request?id=unknown")
     browser.until("document.getElementById('problem')")
     assert "Nothing is known" in browser.value("document.getElementById('problem').textContent")
+
+
+def test_prefixes_are_those_of_the_api_and_a_sentence_says_what_to_do(
+    served: tuple[Sidecar, RunningConsole], browser: Browser
+) -> None:
+    _, shown = served
+    told = shown.ask("/api/prefixes").json
+    (parting,) = told["partings"]
+    assert parting["prompts"] == 19 and "an hour part at token 40, differ for 6 tokens, and" in parting["sentence"]
+    assert (parting["kind"], parting["place"], parting["tokens"], parting["is_exact"]) == ("changed", 40, 6, True)
+    browser.open(f"{shown.url}prefixes")
+    browser.until("document.querySelector('[data-kind]')")
+    assert browser.value("document.querySelector('[data-kind]').textContent").startswith(parting["sentence"])
+    rows = "[...document.querySelectorAll('td code')].map(one => one.textContent)"
+    assert browser.value(rows) == [one["id"] for one in told["hottest"]] != []
+    for one in told["hottest"]:
+        assert one["stored_tokens"] <= one["tokens"] and one["bytes"] > 0 and one["tenant"] == "default"
 
 
 def test_it_says_so_when_numbers_are_old_and_when_it_is_back(tmp_path: Path, browser: Browser) -> None:

@@ -14,6 +14,7 @@ from kvstore.client.socket_door import CallLimits
 from kvstore.insight.recording import Recording
 from kvstore.insight.whatif import WhatIf
 from kvstore.node import EmbeddedStore, SystemClock
+from kvstore.prefixes.book import PrefixBook
 from kvstore.service.accounting import Counting
 from kvstore.service.admin import Admin, Observer
 from kvstore.service.connections import DoorLimits
@@ -53,8 +54,10 @@ class Sidecar:
         slow = SlowExtents(clock.monotonic_seconds, clock.thread_seconds)
         self.told = ToldRequests(clock)
         self.whatif = WhatIf(clock, secrets.randbits(64))
+        self.prefixes = PrefixBook(clock, self.core.difference)
+        insight = self.whatif, self.told, self.prefixes
         self.handlers = Handlers(
-            self.core, self.sessions, run, self.counting, recording, self.store.names, slow, self.whatif, self.told
+            self.core, self.sessions, run, self.counting, recording, self.store.names, slow, *insight
         )
         self.door = LocalDoor(self.handlers, self.sessions, clock, door or DoorLimits())
         self.door.listen(
@@ -72,6 +75,7 @@ class Sidecar:
             lambda: "ready",
             whatif=self.whatif,
             told=self.told,
+            prefixes=self.prefixes,
         )
         self.admin_path = directory / "admin.sock"
         self.door.listen_admin(self.admin_path, self.admin)

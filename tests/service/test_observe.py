@@ -25,7 +25,7 @@ from service.sidecar import Sidecar
 from workbench import MODEL, ids, random_pages, small_layout
 
 CLOCK = SystemClock()
-TELLING = (m.Hello, m.Stat, m.Why, m.Ping)
+TELLING = (m.Hello, m.Stat, m.Why, m.Prefixes, m.Ping)
 
 
 @pytest.fixture
@@ -77,6 +77,7 @@ def one_of_each(packed: bytes, keys: list[bytes], lease: int) -> list[m.Verb]:
         m.Cancel: m.Cancel([1]),
         m.SealTicket: m.SealTicket(0, keys, 1.0),
         m.OpenTicket: m.OpenTicket(0, "kv1."),
+        m.Prefixes: m.Prefixes(),
     }
     assert set(made) == set(m.Verb.__args__), "a new verb: say here that it is refused"
     return [verb for kind, verb in made.items() if kind not in TELLING]

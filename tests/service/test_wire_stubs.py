@@ -133,6 +133,7 @@ VERBS_NOT_PUBLISHED: dict[type, str] = {
     m.Persist: STORING,
     m.Tell: "for engines on the host, which know what became of their requests",
     m.Why: "names requests of all tenants: for an operator on the host",
+    m.Prefixes: "shows what tenants ask for most: for an operator on the host",
     m.Changes: "for engines on the host, which tell routers of it in their own events",
     m.Await: "for engines on the host: a look-up from another host does not wait",
     m.Cancel: "ends what only engines on the host may ask for",

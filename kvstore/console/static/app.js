@@ -3,10 +3,12 @@ import { endCharts } from "./charts.js";
 import { clock, make, moment, span } from "./format.js";
 import { overview } from "./overview.js";
 import * as pages from "./pages.js";
+import { prefixes } from "./prefixes.js";
 
 const filled = new URLSearchParams([...new URLSearchParams(location.search)].filter(([name, value]) => name !== "window" && value));
 const PAGES = [
   ["/", "Overview", overview, { whatif: "/api/whatif" }], ["/misses", "Why misses", pages.misses, { misses: "/api/misses?window=" }],
+  ["/prefixes", "Prefixes", prefixes, { prefixes: "/api/prefixes" }],
   ["/tenants", "Tenants", pages.tenants, { tenants: "/api/tenants", namespaces: "/api/namespaces" }],
   ["/moves", "Moves and disk", pages.moves, { engines: "/api/engines" }], ["/engines", "Engines", pages.engines, { engines: "/api/engines" }],
   ["/request", "Request", pages.request, filled.has("id") ? { answer: `/api/request?${new URLSearchParams({ id: filled.get("id") })}` } : {}],
@@ -48,7 +50,7 @@ async function draw() {
     const keys = Object.keys(wanted);
     const found = await Promise.all([get(`/api/series?window=${ring}`), ...keys.map((key) => {
       const answer = get(wanted[key].endsWith("=") ? wanted[key] + ring : wanted[key]);
-      return key === "planned" || key === "answer" ? answer.catch((error) => ({ error: error.message })) : answer;  // what was written in a form is wrong
+      return ["planned", "answer", "prefixes"].includes(key) ? answer.catch((error) => ({ error: error.message })) : answer;  // what was written in a form is wrong, or the sidecar is asked in vain
     })]);
     const series = found[0];
     series.words = WORDS[ring];
@@ -82,7 +84,7 @@ function tell() {
 }
 function take(next) {
   status = next; heardAt = Date.now();
-  if (next.tenant) document.querySelectorAll("#nav a").forEach((one) => { one.hidden = !["/misses", "/tenants", "/request", "/plan"].includes(new URL(one.href).pathname); });
+  if (next.tenant) document.querySelectorAll("#nav a").forEach((one) => { one.hidden = !["/misses", "/prefixes", "/tenants", "/request", "/plan"].includes(new URL(one.href).pathname); });
   if (next.tenant && path === "/") { location.replace("/tenants"); return; }
   const isNew = run !== null && next.run !== run;
   run = next.run;

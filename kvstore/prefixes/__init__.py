@@ -1,0 +1,1 @@
+"""Prefix diagnostics, live: which stored prefixes are hot, and where prompts part that need not."""

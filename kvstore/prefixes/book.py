@@ -1,0 +1,402 @@
+"""Prefix diagnostics of a sidecar: fed by look-ups, leases and what engines tell, without delaying any of them.
+
+    looked_up(), granted()  some are put in their tenant's queue, which is bounded; where it is full they are counted
+    told()                  sketches of prompts are checked, and put there too
+    step()                  the worker's thread takes them into trees and sketches; run() does so until it is stopped
+    figures()               anybody reads what is hot and where prompts part, of about the last hour
+
+What was counted half an hour ago counts half. Each tenant has its own queue, rate, trees and sketches, so that hardly
+anything it is shown depends on others; what all take together is bounded: 8,192 nodes of 65,536 blocks (32 bytes each),
+1,024 sketches of 16 MiB, of which who has most gives way. Clock and names are handed in; the thread is the caller's.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from kvstore.block.account import HitTier
+from kvstore.block.errors import BadInput
+from kvstore.insight.divergence import SHINGLE_TOKENS, Divergence, PromptChange, PromptSketch
+from kvstore.insight.whatif import HALF_LIFE_SECONDS, Stop, faded_seconds
+from kvstore.prefixes.hottest import PrefixTree
+from kvstore.prefixes.partings import Partings, SketchedPrompt
+from kvstore.protocol import messages as m
+from kvstore.protocol.status import printable
+from kvstore.protocol.told import (
+    FINGERPRINT_BYTES,
+    LINK_BYTES,
+    PLACE_BYTES,
+    HotPrefix,
+    PrefixFigures,
+    PromptParting,
+    PromptTold,
+)
+from tiering.clock import Clock
+from tiering.frame import KEY_BYTES
+
+MOST_NODES, MOST_BLOCKS = 1 << 13, 1 << 16
+MOST_SKETCHES, MOST_SKETCH_BYTES = 1024, 16 << 20
+MOST_TREES, LEAST_NODES = 64, 16
+"""Of a tenant: namespaces that are followed, the last ones; nodes that each may have however many there are."""
+FREE_A_SECOND, ONE_IN = 32, 17
+"""Of a tenant's look-ups and of its leases so many are followed, and of more one in so many."""
+MOST_QUEUED, MOST_QUEUED_BLOCKS = 256, 1 << 14
+PROMPTS_A_SECOND, MOST_PROMPTS_AT_ONCE = 2.0, 32
+"""Sketches of a tenant that are taken."""
+LEAST_SHARE = 0.01
+"""Of the tokens that a tenant's look-ups found: what a prefix has to have found to be named."""
+MOST_ROWS = 20
+"""Of a tenant, in each list; of all together three times as many."""
+FADE_EVERY_SECONDS, WAIT_SECONDS, FRESH_SECONDS, LEAST_SECONDS = 60.0, 1.0, 2.0, 60.0
+ROW_DIGITS = 8
+MOST_SECONDS_A_TOKEN = 1.0
+"""That an engine can say to save."""
+_KINDS = frozenset(PromptChange)
+
+
+class Standing(NamedTuple):
+    """What a store has of a chain now: readable blocks, by tier, and until when all of it is retained."""
+
+    blocks: int
+    tiers: Mapping[str, int]
+    retained_until: float | None
+
+
+class SpaceNames(NamedTuple):
+    """Of a namespace: the first digits of its digest, and what its model is called."""
+
+    id: str
+    model: str
+
+
+UNKNOWN = SpaceNames("", "")
+
+
+class _Chain(NamedTuple):
+    """first_block: of a lease; None of a look-up."""
+
+    namespace: int
+    keys: Sequence[bytes]
+    blocks: int
+    first_block: int | None
+    weight: int
+
+
+@dataclass(slots=True)
+class _Tenant:
+    partings: Partings
+    lookups: int = 0
+    leases: int = 0
+    sampled: int = 0
+    dropped: int = 0
+    prompts: int = 0
+    free: int = FREE_A_SECOND
+    free_leases: int = FREE_A_SECOND
+    prompts_left: float = MOST_PROMPTS_AT_ONCE
+    chains: deque[_Chain] = field(default_factory=deque)
+    sketches: deque[tuple[SketchedPrompt, PromptSketch]] = field(default_factory=deque)
+    queued_blocks: int = 0
+    trees: dict[int, PrefixTree] = field(default_factory=dict)  # the one that was fed last at the end
+    saved_seconds: float = 0.0
+    saved_tokens: int = 0
+    tells_savings: bool = False
+    shown: PrefixFigures | None = None
+    shown_at: float = 0.0
+
+
+class PrefixBook:
+    """Thread-safe; one thread at a time steps."""
+
+    def __init__(self, clock: Clock, difference: Callable[[int, int], str]) -> None:
+        """difference: of two namespaces by their numbers, in words."""
+        self._clock, self._difference = clock, difference
+        self._sizes: dict[int, tuple[int, int]] = {}
+        self._tenants: dict[bytes, _Tenant] = {}
+        self._queue_lock = threading.Lock()  # of queues and counts; held for an addition
+        self._lock = threading.Lock()  # of trees and sketches; held for one item
+        self._began_at = self._faded_at = self._paid_at = clock.monotonic_seconds()
+
+    # Feeding it ----------------------------------------------------------------------------------------------------
+
+    def opened(self, tenant: bytes, namespace: int, block_bytes: int, block_tokens: int) -> None:
+        """A tenant may look up in a namespace from now on. block_bytes: that a block takes in a tier."""
+        self._sizes[namespace] = block_bytes, block_tokens
+        with self._queue_lock:
+            self._tenants.setdefault(tenant, _Tenant(Partings(self._difference)))
+
+    def looked_up(self, tenant: bytes, namespace: int, keys: Sequence[bytes], blocks: int) -> None:
+        """A look-up found so many of these."""
+        mine = self._tenants.get(tenant)
+        if mine is None:
+            return
+        mine.lookups += 1
+        if mine.free > 0 or mine.lookups % ONE_IN == 0:
+            weight = 1 if mine.free > 0 else ONE_IN
+            mine.free -= 1
+            self._offer(mine, _Chain(namespace, keys, blocks, None, weight))
+
+    def granted(self, tenant: bytes, namespace: int, keys: Sequence[bytes], first_block: int, blocks: int) -> None:
+        """A lease granted these from first_block up to so many."""
+        mine = self._tenants.get(tenant)
+        if mine is None:
+            return
+        mine.leases += 1
+        if mine.free_leases > 0 or mine.leases % ONE_IN == 0:
+            weight = 1 if mine.free_leases > 0 else ONE_IN
+            mine.free_leases -= 1
+            self._offer(mine, _Chain(namespace, keys, blocks, first_block, weight))
+
+    def told(self, tenant: bytes, verb: m.Tell, prompts: Sequence[tuple[SketchedPrompt, PromptSketch]]) -> None:
+        """An engine tells. prompts: those of the message, checked."""
+        mine = self._tenants.get(tenant)
+        if mine is None:
+            return
+        with self._queue_lock:
+            if verb.savings is not None:
+                mine.tells_savings = True
+                mine.saved_seconds += verb.savings.saved_seconds - verb.savings.regret_seconds
+                for one in verb.requests:
+                    mine.saved_tokens += one.hits.get(HitTier.DRAM, 0) + one.hits.get(HitTier.NVME, 0)
+            for prompt in prompts:
+                mine.prompts += 1
+                if mine.prompts_left >= 1:
+                    mine.prompts_left -= 1
+                    mine.sketches.append(prompt)
+
+    def _offer(self, mine: _Tenant, chain: _Chain) -> None:
+        with self._queue_lock:
+            if len(mine.chains) >= MOST_QUEUED or mine.queued_blocks + chain.blocks > MOST_QUEUED_BLOCKS:
+                mine.dropped += chain.weight if chain.first_block is None else 0
+                return
+            mine.sampled += chain.first_block is None
+            if chain.blocks:
+                mine.chains.append(chain)
+                mine.queued_blocks += chain.blocks
+
+    # Working through it --------------------------------------------------------------------------------------------
+
+    def step(self) -> int:
+        """Work through what waits; returns how much that was."""
+        self._pass_time()
+        done = 0
+        for mine in list(self._tenants.values()):
+            with self._queue_lock:
+                chains, mine.chains = mine.chains, deque()
+                sketches, mine.sketches = mine.sketches, deque()
+                mine.queued_blocks = 0
+            for chain in chains:
+                with self._lock:
+                    self._follow(mine, chain)
+            for prompt, sketch in sketches:
+                with self._lock:
+                    mine.partings.take(prompt, sketch, self._clock.wall_seconds())
+                    self._make_room()
+            done += len(chains) + len(sketches)
+        return done
+
+    def run(self, stop: Stop) -> None:
+        """Step until `stop` is set; what waits then is left."""
+        while not stop.wait(WAIT_SECONDS):
+            self.step()
+
+    def _follow(self, mine: _Tenant, chain: _Chain) -> None:
+        size_bytes, tokens = self._sizes[chain.namespace]
+        tree = mine.trees.pop(chain.namespace, None) or PrefixTree(tokens, size_bytes)
+        mine.trees[chain.namespace] = tree
+        while len(mine.trees) > MOST_TREES:
+            del mine.trees[next(iter(mine.trees))]
+        keys = b"".join(chain.keys[: chain.blocks])
+        if chain.first_block is None:
+            tree.found(keys, chain.weight, self._clock.wall_seconds())
+        else:
+            tree.granted(keys, chain.first_block, chain.weight)
+        self._shrink(mine, tree)
+
+    def _shrink(self, mine: _Tenant, tree: PrefixTree) -> None:
+        trees = len(mine.trees) * max(1, sum(bool(one.trees) for one in self._tenants.values()))
+        tree.shrink(max(LEAST_NODES, MOST_NODES // trees), max(LEAST_NODES, MOST_BLOCKS // trees))
+
+    def _make_room(self) -> None:
+        all_ = [one.partings for one in self._tenants.values()]
+        while sum(map(len, all_)) > MOST_SKETCHES or sum(one.size_bytes for one in all_) > MOST_SKETCH_BYTES:
+            max((one for one in all_ if len(one)), key=lambda one: (one.size_bytes, len(one))).forget_oldest()
+
+    def _pass_time(self) -> None:
+        now = self._clock.monotonic_seconds()
+        if now - self._paid_at >= WAIT_SECONDS:
+            with self._queue_lock:
+                for mine in self._tenants.values():
+                    mine.free = mine.free_leases = FREE_A_SECOND
+                    more = PROMPTS_A_SECOND * (now - self._paid_at)
+                    mine.prompts_left = min(MOST_PROMPTS_AT_ONCE, mine.prompts_left + more)
+            self._paid_at = now
+        if now - self._faded_at < FADE_EVERY_SECONDS:
+            return
+        factor = 0.5 ** ((now - self._faded_at) / HALF_LIFE_SECONDS)
+        self._faded_at = now
+        for mine in list(self._tenants.values()):
+            with self._lock:
+                mine.partings.fade(factor)
+                for tree in mine.trees.values():
+                    tree.fade(factor)
+                    self._shrink(mine, tree)
+
+    # Reading it ----------------------------------------------------------------------------------------------------
+
+    def figures(
+        self,
+        names: Mapping[bytes, str],
+        named: Mapping[int, SpaceNames],
+        standing: Callable[[int, Sequence[bytes]], Standing],
+        *,
+        of_all: bool,
+    ) -> PrefixFigures:
+        """Of these tenants, under their names, at most `FRESH_SECONDS` old. of_all: who asks may know what is kept of
+        all together. named, standing: of namespaces by their numbers."""
+        found = [
+            self._figures_of(mine, name, named, standing)
+            for tenant, name in names.items()
+            for mine in [self._tenants.get(tenant)]
+            if mine is not None
+        ]
+        most = MOST_ROWS if not of_all else 3 * MOST_ROWS
+        hottest = sorted((row for one in found for row in one.hottest), key=lambda row: -_weight(row))
+        partings = sorted(
+            (row for one in found for row in one.partings),
+            key=lambda row: (-row.lost_tokens_per_hour, -row.prompts_per_hour),
+        )
+        return PrefixFigures(
+            hottest[:most],
+            partings[:most],
+            self._clock.monotonic_seconds() - self._began_at,
+            sum(one.lookups for one in found),
+            sum(one.sampled for one in found),
+            sum(one.dropped for one in found),
+            sum(one.prompts for one in found),
+            sum(one.sketches or 0 for one in found) if of_all else None,
+            sum(one.sketch_bytes or 0 for one in found) if of_all else None,
+        )
+
+    def _figures_of(
+        self,
+        mine: _Tenant,
+        name: str,
+        named: Mapping[int, SpaceNames],
+        standing: Callable[[int, Sequence[bytes]], Standing],
+    ) -> PrefixFigures:
+        now, tenant = self._clock.monotonic_seconds(), printable(name)
+        with self._lock:
+            if mine.shown is not None and now - mine.shown_at < FRESH_SECONDS:
+                return mine.shown
+            per_hour = 3600 / faded_seconds(max(LEAST_SECONDS, now - self._began_at))
+            least = LEAST_SHARE * sum(tree.found_tokens() for tree in mine.trees.values())
+            hot = [(number, tree, one) for number, tree in mine.trees.items() for one in tree.hottest(least)]
+            hot.sort(key=lambda one: -one[2].uses * one[2].node.end * one[1].block_tokens)
+            chains = [(*one, one[2].node.keys()) for one in hot[:MOST_ROWS]]
+            groups = sorted(mine.partings.groups, key=lambda one: (-one.lost_tokens, -one.prompts))[:MOST_ROWS]
+            partings = []
+            for group in groups:
+                space, (earlier, tokens) = named.get(group.namespace, UNKNOWN), group.lengths()
+                partings.append(
+                    PromptParting(
+                        group.sentence(per_hour),
+                        tenant,
+                        *space,
+                        group.kind,
+                        group.what,
+                        group.place,
+                        group.last_place,
+                        group.is_exact,
+                        earlier,
+                        tokens,
+                        group.equal_tokens,
+                        group.prompts * per_hour,
+                        group.lost_tokens * per_hour,
+                        group.sampled,
+                        group.seen_at,
+                    )
+                )
+            kept = len(mine.partings), mine.partings.size_bytes
+        speed = None
+        if mine.tells_savings and mine.saved_tokens:
+            speed = min(MOST_SECONDS_A_TOKEN, max(0.0, mine.saved_seconds / mine.saved_tokens))
+        hottest = []
+        for number, tree, one, raw in chains:  # the store is asked outside of our lock
+            keys = [raw[at : at + KEY_BYTES] for at in range(0, len(raw), KEY_BYTES)]
+            there, saved = standing(number, keys), one.saved_blocks * tree.block_tokens * per_hour
+            hottest.append(
+                HotPrefix(
+                    keys[-1].hex()[:ROW_DIGITS],
+                    tenant,
+                    *named.get(number, UNKNOWN),
+                    len(keys) * tree.block_tokens,
+                    len(keys) * tree.block_bytes,
+                    one.uses * per_hour,
+                    saved,
+                    saved * speed if speed is not None else None,
+                    there.blocks * tree.block_tokens,
+                    dict(there.tiers),
+                    one.node.used_at,
+                    there.retained_until,
+                )
+            )
+        counts = mine.lookups, mine.sampled, mine.dropped, mine.prompts
+        shown = PrefixFigures(hottest, partings, now - self._began_at, *counts, *kept)
+        with self._lock:
+            mine.shown, mine.shown_at = shown, now
+        return shown
+
+    def forget(self, tenant: bytes) -> None:
+        """A tenant is gone."""
+        with self._queue_lock, self._lock:
+            self._tenants.pop(tenant, None)
+
+    def check(self) -> None:
+        """Verify the bounds, and what has to hold in each tree and table."""
+        with self._queue_lock, self._lock:
+            tenants = list(self._tenants.values())
+            for mine in tenants:
+                assert len(mine.chains) <= MOST_QUEUED and len(mine.sketches) <= MOST_PROMPTS_AT_ONCE
+                assert sum(one.blocks for one in mine.chains) == mine.queued_blocks <= MOST_QUEUED_BLOCKS
+                assert len(mine.trees) <= MOST_TREES
+                mine.partings.check()
+                for tree in mine.trees.values():
+                    tree.check()
+            assert sum(len(one.partings) for one in tenants) <= MOST_SKETCHES
+            assert sum(one.partings.size_bytes for one in tenants) <= MOST_SKETCH_BYTES
+
+
+def _weight(row: HotPrefix) -> float:
+    return row.requests_per_hour * row.tokens
+
+
+def checked_prompt(told: PromptTold, namespace: int, block_tokens: int) -> tuple[SketchedPrompt, PromptSketch]:
+    """A sketch as it came. namespace: by the store's number. Raises `BadInput` for what cannot be one."""
+    fingerprints, chain = len(told.fingerprints) / FINGERPRINT_BYTES, len(told.chain) / LINK_BYTES
+    if fingerprints != len(told.places) / PLACE_BYTES or fingerprints % 1 or chain % 1:
+        raise BadInput(
+            f"a sketch of {len(told.fingerprints)}, {len(told.places)} and {len(told.chain)} bytes; give "
+            f"{FINGERPRINT_BYTES} for each fingerprint, {PLACE_BYTES} for its place, and {LINK_BYTES} for each block"
+        )
+    if chain > told.tokens // block_tokens or told.stored_tokens > told.tokens:
+        raise BadInput(f"{chain:g} blocks and {told.stored_tokens} stored tokens of a prompt of {told.tokens}")
+    places = np.frombuffer(told.places, "<u4").astype(np.uint32)
+    if len(places) and ((places[1:] <= places[:-1]).any() or int(places[-1]) > told.tokens - SHINGLE_TOKENS):
+        raise BadInput(f"places of a sketch that do not rise, or lie behind the prompt of {told.tokens} tokens")
+    parted, one = None, told.parted
+    if one is not None:
+        if one.kind not in _KINDS or max(one.place, one.equal_tokens) > told.tokens:
+            raise BadInput(
+                f"parted as {printable(one.kind)!r}; give one of {', '.join(PromptChange)}, within the prompt"
+            )
+        kind = PromptChange(one.kind)
+        parted = Divergence(kind, one.place, one.earlier_tokens, one.tokens, one.equal_tokens, what=printable(one.what))
+    kept = told.every, told.stored_tokens, told.chain, told.start, told.salt, told.adapter, parted
+    sketch = PromptSketch(told.tokens, np.frombuffer(told.fingerprints, "<u8").astype(np.uint64), places)
+    return SketchedPrompt(namespace, block_tokens, *kept), sketch

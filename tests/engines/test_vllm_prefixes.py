@@ -1,0 +1,51 @@
+"""What a real vLLM's connector sketches, and what its sidecar tells of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines has an environment of its own")
+
+from engines import models
+from engines.session import named
+from kvstore.cli import ask
+from kvstore.node import SystemClock
+from waiting import wait_until
+
+TOKENS, PLACE = 1500, 200
+STEM = [(7 * one) % 899 for one in range(TOKENS)]
+
+
+def timed(number: int) -> list[int]:
+    """The same but for three tokens."""
+    return [*STEM[:PLACE], *(900 + 3 * number + one for one in range(3)), *STEM[PLACE + 3 :]]
+
+
+def test_prompts_that_part_are_told_and_what_is_hot(
+    saved: Callable[..., str], run: Callable[[dict[str, Any]], list[Any]], sidecar: Any
+) -> None:
+    wait = [{"do": "settle"}, {"do": "generate", "prompts": [[1, 2, 3]]}]
+    steps = [
+        {"do": "generate", "prompts": [timed(number) for number in range(6)], "as": "timed"},
+        {"do": "generate", "prompts": [timed(0)], "salt": "mine", "as": "salted"},
+        *wait,
+        {"do": "reset"},
+        {"do": "generate", "prompts": [timed(0), [*timed(0)[:1400], 5, 6, 7], timed(0)[:1300]], "as": "again"},
+        *wait,
+    ]
+    transfer = models.connector(sidecar.url, codec="raw", sketch_every=1, **models.PATIENT)
+    options = {"dtype": "float32", "max_model_len": 2048}
+    told = named(steps, run({"model": saved(), "transfer": transfer, "options": options, "steps": steps}))
+    assert all(one["kvstore"]["misses"] for one in told["timed"])
+    admin, clock = f"{sidecar.directory}/admin.sock", SystemClock()
+    wait_until(lambda: ask.prefixes(admin, clock, "").prompts >= 7 and bool(ask.prefixes(admin, clock, "").partings))
+    figures = ask.prefixes(admin, clock, "")
+    found = {one.kind: one for one in figures.partings}
+    changed = found["changed"]
+    assert (changed.place, changed.last_place, changed.earlier_tokens, changed.tokens) == (PLACE, PLACE, 3, 3)
+    assert changed.is_exact and changed.prompts == 5 and changed.equal_tokens == TOKENS - PLACE - 3
+    assert found["other salt"].place == 0 and figures.prompts == 7
+    assert any(one.saved_tokens_per_hour > 0 for one in figures.hottest), "what the last prompts loaded"

@@ -1,0 +1,344 @@
+"""A sidecar's prefix diagnostics: bounded whatever comes, each tenant its own, and of next to no cost to a look-up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from timeit import repeat
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvstore.block.errors import BadInput
+from kvstore.insight.divergence import PromptChange, PromptSketch
+from kvstore.insight.whatif import HALF_LIFE_SECONDS
+from kvstore.prefixes import book as module
+from kvstore.prefixes.book import PrefixBook, SpaceNames, Standing, checked_prompt
+from kvstore.protocol import messages as m
+from kvstore.protocol.told import PrefixFigures, PromptParted, PromptTold, RequestTold, SavingsTold
+from tiering.frame import KEY_BYTES
+
+BLOCK, BLOCK_BYTES = 64, 4096
+RED, BLUE = b"r" * 16, b"b" * 16
+SPACES = {number: SpaceNames(f"digest-{number}", f"model-{number}") for number in range(100)}
+
+
+class Time:
+    """Moves when it is told to."""
+
+    now = 1000.0
+
+    def monotonic_seconds(self) -> float:
+        return self.now
+
+    def wall_seconds(self) -> float:
+        return self.now
+
+    def thread_seconds(self) -> float:
+        return 0.0
+
+
+def a_book(*tenants: bytes) -> tuple[PrefixBook, Time]:
+    time = Time()
+    book = PrefixBook(time, lambda one, other: f"field is {one} here and {other} there")
+    for number, tenant in enumerate(tenants or (RED,)):
+        book.opened(tenant, number, BLOCK_BYTES, BLOCK)
+    return book, time
+
+
+def keys(*names: int) -> list[bytes]:
+    return [
+        b"".join(one.to_bytes(4, "little") for one in names[: stop + 1])[-KEY_BYTES:].ljust(KEY_BYTES, b".")
+        for stop in range(len(names))
+    ]
+
+
+def all_there(number: int, chain: Sequence[bytes]) -> Standing:
+    return Standing(len(chain), {"dram": len(chain)}, None)
+
+
+def shown(book: PrefixBook, names: Mapping[bytes, str] | None = None, *, of_all: bool = True) -> PrefixFigures:
+    return book.figures(names or {RED: "red"}, SPACES, all_there, of_all=of_all)
+
+
+def prompt(**more: object) -> PromptTold:
+    draw = np.random.default_rng(1)
+    places = np.sort(draw.choice(9000, 140, replace=False)).astype("<u4")
+    told = PromptTold(0, 100, 9064, 0, b"abcd" * 141, draw.bytes(140 * 8), places.tobytes(), b"start")
+    return msgspec.structs.replace(told, **more)
+
+
+def take(book: PrefixBook, tenant: bytes, told: PromptTold, number: int = 0) -> None:
+    book.told(tenant, m.Tell([], None, [told]), [checked_prompt(told, number, BLOCK)])
+
+
+# Look-ups --------------------------------------------------------------------------------------------------------
+
+
+def test_what_few_ask_for_is_counted_exactly() -> None:
+    book, time = a_book()
+    for number in range(20):
+        book.looked_up(RED, 0, keys(1, 2, 3, 100 + number), 3)
+        book.granted(RED, 0, keys(1, 2, 3, 100 + number), 1, 3)
+        time.now += 60
+        book.step()
+    time.now += 3600 - 20 * 60
+    figures = shown(book)
+    (row,) = figures.hottest
+    assert (row.tenant, row.namespace, row.model) == ("red", "digest-0", "model-0")
+    assert (row.tokens, row.bytes, row.stored_tokens, row.tiers) == (192, 3 * BLOCK_BYTES, 192, {"dram": 3})
+    assert row.id == keys(1, 2, 3)[-1].hex()[:8] and row.used_at == 1000.0 + 20 * 60
+    assert row.saved_tokens_per_hour == pytest.approx(row.requests_per_hour * 2 * BLOCK)
+    assert row.saved_seconds_per_hour is None and row.retained_until is None
+    assert (figures.lookups, figures.sampled, figures.dropped) == (20, 20, 0)
+    book.check()
+
+
+def test_what_many_ask_for_is_sampled_without_a_bias() -> None:
+    book, time = a_book()
+    seconds, rate = 100, 2000
+    for _ in range(seconds):
+        for number in range(rate):
+            book.looked_up(RED, 0, keys(1, 2, 3) if number % 4 else keys(7, 8, 9, 10), 3 if number % 4 else 4)
+            if number % 100 == 99:
+                book.step()
+        time.now += 1
+        book.step()
+    rows = {row.tokens: row for row in shown(book).hottest}
+    assert rows[192].requests_per_hour == pytest.approx(0.75 * rate * 3600, rel=0.1)
+    assert rows[256].requests_per_hour == pytest.approx(0.25 * rate * 3600, rel=0.1)
+    figures = shown(book)
+    assert figures.lookups == seconds * rate and figures.sampled < figures.lookups / 10 and figures.dropped == 0
+
+
+def test_what_counted_half_an_hour_ago_counts_half() -> None:
+    book, time = a_book()
+    time.now += 86_400
+    book.step()
+    for _ in range(20):
+        book.looked_up(RED, 0, keys(1, 2, 3), 3)
+    book.step()
+    before = shown(book).hottest[0].requests_per_hour
+    time.now += HALF_LIFE_SECONDS
+    book.step()
+    after = shown(book).hottest[0].requests_per_hour
+    assert after == pytest.approx(before / 2) and before == pytest.approx(20 * 3600 * math.log(2) / HALF_LIFE_SECONDS)
+    time.now += 40 * HALF_LIFE_SECONDS
+    book.step()
+    assert shown(book).hottest == [] or shown(book).hottest[0].requests_per_hour < 1e-9
+
+
+def test_queues_and_trees_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_NODES", 256)
+    book, time = a_book(RED, BLUE)
+    draw = np.random.default_rng(3)
+    for _ in range(60):
+        for number in range(2000):
+            book.looked_up(RED, 0, [draw.bytes(KEY_BYTES) for _ in range(3)] if number % 2 else keys(1, 2), 2)
+        book.looked_up(BLUE, 1, keys(5, 6, 7), 3)
+        book.check()
+        time.now += 1
+        book.step()
+        book.check()
+        trees = [tree for mine in book._tenants.values() for tree in mine.trees.values()]
+        assert sum(one.nodes for one in trees) <= module.MOST_NODES + module.LEAST_NODES * len(trees)
+    both = shown(book, {RED: "red", BLUE: "blue"})
+    assert {(one.tenant, one.tokens) for one in both.hottest} == {("red", 128), ("blue", 192)}
+    assert shown(book, {BLUE: "blue"}).lookups == 60
+
+
+def test_a_look_up_that_is_longer_than_the_queue_is_left_out_and_counted() -> None:
+    book, _ = a_book()
+    book.looked_up(RED, 0, [b"k"] * (module.MOST_QUEUED_BLOCKS + 1), module.MOST_QUEUED_BLOCKS + 1)
+    for _ in range(2000 * module.ONE_IN):
+        book.looked_up(RED, 0, keys(1), 1)
+    book.check()
+    assert shown(book).dropped > 0
+    book.step()
+
+
+def test_many_namespaces_of_one_tenant_take_no_more() -> None:
+    book, time = a_book()
+    for number in range(500):
+        book.opened(RED, number, BLOCK_BYTES, BLOCK)
+        for name in range(40):
+            book.looked_up(RED, number, keys(name, name + 1), 2)
+        time.now += 1
+        book.step()
+    book.check()
+    (mine,) = book._tenants.values()
+    assert len(mine.trees) == module.MOST_TREES and sum(one.nodes for one in mine.trees.values()) <= module.MOST_NODES
+
+
+def test_seconds_saved_are_the_tenants_own_and_never_absurd() -> None:
+    book, _ = a_book(RED, BLUE)
+    for tenant, number in ((RED, 0), (BLUE, 1)):
+        for _ in range(10):
+            book.looked_up(tenant, number, keys(1, 2), 2)
+            book.granted(tenant, number, keys(1, 2), 0, 2)
+    request = RequestTold("r", 200, {"dram": 100, "engine": 50}, {"absent": 50})
+    book.told(RED, m.Tell([request], SavingsTold(2.0, 0.5)), [])
+    book.told(BLUE, m.Tell([request], SavingsTold(1e9)), [])
+    book.step()
+    rows = {row.tenant: row for row in shown(book, {RED: "red", BLUE: "blue"}).hottest}
+    assert rows["red"].saved_seconds_per_hour == pytest.approx(rows["red"].saved_tokens_per_hour * 1.5 / 100)
+    assert rows["blue"].saved_seconds_per_hour == rows["blue"].saved_tokens_per_hour
+
+
+def test_of_what_a_tenant_is_shown_nothing_is_anothers() -> None:
+    book, time = a_book(RED, BLUE)
+
+    def feed(tenant: bytes, number: int, times: int) -> None:
+        for _ in range(times):
+            book.looked_up(tenant, number, keys(number, 2, 3), 3)
+        take(book, tenant, prompt(parted=PromptParted("changed", 40, 6, 6, 8000)), number)
+
+    feed(RED, 0, 10)
+    book.step()
+    alone = shown(book, of_all=False)
+    feed(BLUE, 1, 5000)
+    book.step()
+    time.now += module.FRESH_SECONDS
+    beside = shown(book, of_all=False)
+    assert replace_seconds(beside) == replace_seconds(alone) and alone.sketches is None
+    assert {one.tenant for one in shown(book, {RED: "red", BLUE: "blue"}).partings} == {"red", "blue"}
+    book.forget(RED)
+    assert shown(book).hottest == [] and shown(book).prompts == 0
+    feed(RED, 0, 3)
+    book.step()
+    book.check()
+    assert shown(book).lookups == 0, "until it opens a namespace again"
+
+
+def replace_seconds(figures: PrefixFigures) -> PrefixFigures:
+    return msgspec.structs.replace(figures, seconds=0.0)
+
+
+# Sketches --------------------------------------------------------------------------------------------------------
+
+
+def test_sketches_are_bounded_and_the_tenant_that_has_most_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_SKETCHES", 50)
+    book, time = a_book(RED, BLUE)
+    take(book, BLUE, prompt(), 1)
+    for number in range(200):
+        take(book, RED, prompt(start=b"%d" % number))
+        time.now += 1
+        book.step()
+        book.check()
+    both = shown(book, {RED: "red", BLUE: "blue"})
+    assert (both.prompts, both.sketches) == (201, 50) and shown(book, {BLUE: "blue"}).sketches == 1
+
+
+def test_sketches_that_come_too_fast_are_left_out() -> None:
+    book, time = a_book()
+    for _ in range(1000):
+        take(book, RED, prompt())
+    book.check()
+    assert book.step() == module.MOST_PROMPTS_AT_ONCE
+    time.now += 10
+    book.step()
+    for _ in range(1000):
+        take(book, RED, prompt())
+    assert book.step() == 20
+    assert shown(book).prompts == 2000 and shown(book).sketches == module.MOST_PROMPTS_AT_ONCE + 20
+
+
+def test_all_that_a_message_can_hold_is_bounded_in_bytes() -> None:
+    book, time = a_book()
+    draw = np.random.default_rng(1)
+    places = np.arange(2560, dtype="<u4") * 50
+    for _ in range(450):
+        told = prompt(
+            tokens=1 << 17, chain=draw.bytes(2048 * 4), fingerprints=draw.bytes(2560 * 8), places=places.tobytes()
+        )
+        take(book, RED, told)
+        time.now += 1
+        book.step()
+    book.check()
+    figures = shown(book)
+    assert figures.sketch_bytes is not None and figures.sketch_bytes <= module.MOST_SKETCH_BYTES
+    assert figures.sketches is not None and 250 < figures.sketches < 450
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"fingerprints": b"1234567"},
+        {"places": b"1234" * 139},
+        {"places": (np.arange(140, dtype="<u4")[::-1]).tobytes()},
+        {"places": np.zeros(140, "<u4").tobytes()},
+        {"places": (np.arange(140, dtype="<u4") + 9000).tobytes()},
+        {"chain": b"abc"},
+        {"chain": b"abcd" * 142},
+        {"stored_tokens": 9065},
+        {"tokens": 10},
+        {"parted": PromptParted("moved", 0, 1, 1, 1)},
+        {"parted": PromptParted("changed", 9065, 1, 1, 1)},
+        {"parted": PromptParted("changed", 0, 1, 1, 9065)},
+    ],
+    ids=lambda one: str(one)[:40],
+)
+def test_a_sketch_that_cannot_be_is_refused(more: dict[str, object]) -> None:
+    with pytest.raises(BadInput):
+        checked_prompt(prompt(**more), 0, BLOCK)
+
+
+def test_a_sketch_of_nothing_is_taken() -> None:
+    book, _ = a_book()
+    empty = prompt(tokens=0, fingerprints=b"", places=b"", chain=b"", start=b"")
+    take(book, RED, empty)
+    take(book, RED, prompt(fingerprints=b"same key" * 140))
+    take(book, RED, prompt(fingerprints=b"same key" * 140))
+    assert book.step() == 3
+    book.check()
+
+
+def test_what_a_client_says_of_a_namespace_is_printable() -> None:
+    parted = PromptParted("other namespace", 0, None, None, 5000, "adapter is \x1b[31m here")
+    found = checked_prompt(prompt(parted=parted), 0, BLOCK)[0].parted
+    assert found is not None and found.kind is PromptChange.NAMESPACE and "\x1b" not in found.what
+
+
+# Cost ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("blocks", [24, 512])
+def test_what_it_takes_of_a_look_up(blocks: int) -> None:
+    """-s prints it: at the door, and behind it, of a look-up and its lease, where there are thousands a second."""
+    book, time = a_book()
+    draw = np.random.default_rng(1)
+    stem = [draw.bytes(KEY_BYTES) for _ in range(blocks // 2)]
+    chains = [stem + [draw.bytes(KEY_BYTES) for _ in range(blocks - len(stem))] for _ in range(200)]
+
+    def at_the_door() -> None:
+        for chain in chains:
+            book.looked_up(RED, 0, chain, blocks)
+            book.granted(RED, 0, chain, 0, blocks)
+
+    def whole() -> None:
+        at_the_door()
+        book.step()
+
+    for _ in range(3):
+        whole()
+    time.now += 0.01
+    door = min(repeat(at_the_door, setup=book.step, number=1, repeat=10)) / len(chains)
+    all_ = min(repeat(whole, number=1, repeat=10)) / len(chains)
+    copied = np.ones(2 << 20, np.uint8)
+    into = np.zeros_like(copied)
+    copy = min(repeat(lambda: np.copyto(into, copied), number=5, repeat=10)) / 5
+    print(
+        f"\n{1e6 * door:.2f} us at the door, {1e6 * all_:.2f} us in all, {blocks} blocks; a copy: {1e6 * copy:.0f} us"
+    )
+    assert all_ < 0.01 * blocks * copy
+
+
+def test_sketches_are_no_part_of_what_is_kept_twice() -> None:
+    kept, sketch = checked_prompt(prompt(), 0, BLOCK)
+    assert isinstance(sketch, PromptSketch) and not any(
+        isinstance(getattr(kept, one), PromptSketch) for one in kept.__slots__
+    )
+    assert replace(kept, start=b"").start == b""
