@@ -17,6 +17,7 @@ from typing import Protocol
 from engine_adapter.handoff.block_wait import wait_for_blocks
 from kvstore.block.account import Account, HitTier, MissReason, reason_of
 from kvstore.block.codec import default_codec
+from kvstore.block.errors import StoreError
 from kvstore.block.identity import ExtraKey
 from kvstore.block.layout import Layout
 from kvstore.block.pages import Pages
@@ -212,7 +213,7 @@ class StoreRequest:
                 return ""
             request = m.SealTicket(self._namespace.number, keys, seconds)
             return self._namespace.door.call(request, m.Sealed).ticket
-        except Exception as error:
+        except StoreError as error:
             self._fail(error)
             return ""
 
