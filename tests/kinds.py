@@ -35,6 +35,7 @@ PURE_FILES = frozenset(
     adapters/test_speeds.py
     console/test_figures.py
     metrics/test_exposition.py
+    openai_api/test_api.py
     metrics/test_pages.py
     insight/test_divergence.py
     insight/test_models.py
