@@ -33,6 +33,7 @@ PURE_FILES = frozenset(
     adapters/test_save_patience.py
     adapters/test_save_plan.py
     adapters/test_speeds.py
+    bench/test_traffic_workload.py
     console/test_figures.py
     metrics/test_exposition.py
     openai_api/test_api.py

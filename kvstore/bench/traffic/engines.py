@@ -24,13 +24,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic, sleep
 from types import TracebackType
+from typing import Any
 
-from kvstore.bench.engines.vllm_rows import LLAMAS, TINY, kv_bytes_per_token
 from kvstore.bench.measure import available_bytes
 from kvstore.bench.sidecar import Sidecar
 from kvstore.bench.traffic.workload import Workload
 from kvstore.block.errors import BadInput, StoreError
 
+TINY, MID = SHAPES = ("tiny", "mid")
 NONE, OWN, KVSTORE, PD = KINDS = ("none", "own", "kvstore", "pd")
 PARTS = {PD: {f"{PD}-prefill": "kv_producer", f"{PD}-decode": "kv_consumer"}}
 """Engines of a kind that is more than one, and their roles."""
@@ -84,8 +85,8 @@ class EngineOptions:
                 raise BadInput(f"--engines {one[:40]!r}; allowed: {', '.join(KINDS)}")
         if len(set(kinds)) < len(kinds):
             raise BadInput("--engines names one twice; give each once, and --turns for how often they are asked")
-        if shape is not None and shape not in LLAMAS:
-            raise BadInput(f"--shape {shape[:40]!r}; allowed: {', '.join(LLAMAS)}")
+        if shape is not None and shape not in SHAPES:
+            raise BadInput(f"--shape {shape[:40]!r}; allowed: {', '.join(SHAPES)}")
         if find_spec("vllm") is None:
             raise BadInput(
                 f"--engines needs vLLM, which {sys.executable} does not have; make engines makes .venv-engines, which "
@@ -114,7 +115,7 @@ def started(
     for kind in options.kinds:
         if kind in (KVSTORE, PD):
             tell(f"starting a sidecar for {kind}", 0, 0)
-            sidecars[kind] = _sidecar(options, workload, turns, stack)
+            sidecars[kind] = _sidecar(kv_bytes_per_token(model), workload, turns, stack)
     servers: dict[str, ServerProcess] = {}
     for kind in options.kinds:
         for name, role in PARTS.get(kind, {kind: "kv_both"}).items():
@@ -140,9 +141,9 @@ def _endpoint(
     return Endpoint(kind, proxy.url, (decode.url,), told)
 
 
-def _sidecar(options: EngineOptions, workload: Workload, turns: int, stack: ExitStack) -> Sidecar:
+def _sidecar(token_bytes: int, workload: Workload, turns: int, stack: ExitStack) -> Sidecar:
     """With room for all turns, as far as half of the free memory goes."""
-    wanted = int(1.25 * (turns + 1) * workload.working_set_tokens) * kv_bytes_per_token(options.shape) + SPARE_BYTES
+    wanted = int(1.25 * (turns + 1) * workload.working_set_tokens) * token_bytes + SPARE_BYTES
     dram = min(wanted, available_bytes() // 2)
     sidecar = stack.enter_context(Sidecar({"dram": dram, "nvme": "off"}, has_health=True))
     sidecar.greeted()
@@ -167,7 +168,7 @@ def save_model(shape: str, directory: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise StoreError(f"a model could not be made: {(done.stderr.strip() or 'no reason given')[-300:]}")
-    size = int(LLAMAS[shape]["vocab_size"])
+    size = int(_config(directory)["vocab_size"])
     words = {f"w{number}": number for number in range(size - 1)} | {"<unk>": size - 1}
     tokenizer: dict[str, object] = {
         "version": "1.0",
@@ -180,6 +181,17 @@ def save_model(shape: str, directory: Path) -> None:
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>", "chat_template": template}
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
     (directory / "tokenizer_config.json").write_text(json.dumps(about))
+
+
+def kv_bytes_per_token(model: Path) -> int:
+    """K and V of all layers of a model that `save_model` has made."""
+    config = _config(model)
+    return 2 * 2 * int(config["num_hidden_layers"]) * int(config["num_key_value_heads"]) * int(config["head_dim"])
+
+
+def _config(model: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((model / "config.json").read_text())
+    return found
 
 
 class ServerProcess:

@@ -73,7 +73,7 @@ class _StreamChunk(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True)
-class ReplayOptions:
+class SendOptions:
     """model: as the endpoint calls it. request_seconds: that one may take, from when it is sent."""
 
     model: str
@@ -83,7 +83,7 @@ class ReplayOptions:
 
 
 async def replay(
-    client: EngineClient, workload: Workload, salt: int, options: ReplayOptions, ended: Callable[[int], None]
+    client: EngineClient, workload: Workload, salt: int, options: SendOptions, ended: Callable[[int], None]
 ) -> tuple[list[RequestOutcome], float]:
     """What became of each request, and seconds from the first one's turn to the last one's end. ended: told how many
     have."""
@@ -108,7 +108,9 @@ async def replay(
     return outcomes, loop.time() - began
 
 
-def request_body(workload: Workload, request: TrafficRequest, salt: int, options: ReplayOptions) -> bytes:
+def request_body(
+    workload: Workload, request: TrafficRequest, salt: int, options: SendOptions, *, is_streamed: bool = True
+) -> bytes:
     """As it is sent."""
     tokens = workload.prompt(request, salt)
     body: dict[str, Any] = {
@@ -116,9 +118,10 @@ def request_body(workload: Workload, request: TrafficRequest, salt: int, options
         "max_tokens": request.output,
         "temperature": 0,
         "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
+        "stream": is_streamed,
     }
+    if is_streamed:
+        body["stream_options"] = {"include_usage": True}
     words = "" if options.form is PromptForm.TOKENS else " ".join(f"w{token}" for token in tokens)
     if options.form is PromptForm.CHAT:
         body["messages"] = [{"role": "user", "content": words}]
@@ -133,7 +136,7 @@ def path_of(form: PromptForm) -> str:
 
 
 async def _asked(
-    client: EngineClient, body: bytes, options: ReplayOptions, outcome: RequestOutcome, now: Callable[[], float]
+    client: EngineClient, body: bytes, options: SendOptions, outcome: RequestOutcome, now: Callable[[], float]
 ) -> None:
     try:
         async with asyncio.timeout(options.request_seconds):

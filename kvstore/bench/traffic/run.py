@@ -20,7 +20,7 @@ import msgspec
 
 from kvstore.bench.traffic.counters import engine_tokens, grown, page_of, sidecar_tokens
 from kvstore.bench.traffic.engines import Endpoint, EngineOptions, started
-from kvstore.bench.traffic.replay import PromptForm, ReplayOptions, path_of, replay, request_body
+from kvstore.bench.traffic.replay import PromptForm, SendOptions, path_of, replay, request_body
 from kvstore.bench.traffic.result import Slo, TrafficResult, TurnFigures
 from kvstore.bench.traffic.workload import TrafficRequest, Workload
 from kvstore.block.errors import BadInput, StoreError
@@ -118,7 +118,7 @@ async def _turns(
     async with AsyncExitStack() as stack:
         clients = {one.name: await stack.enter_async_context(EngineClient(one.url, one.name)) for one in endpoints}
         replays = {
-            one.name: ReplayOptions(models[one.name].name, options.form, options.request_seconds, options.headers)
+            one.name: SendOptions(models[one.name].name, options.form, options.request_seconds, options.headers)
             for one in endpoints
         }
         result.turns = {one.name: [] for one in endpoints}
@@ -141,7 +141,7 @@ async def _turns(
                 result.turns[one.name].append(TurnFigures.of(outcomes, seconds, tokens, options.slos))
 
 
-async def _warm_up(client: EngineClient, workload: Workload, options: ReplayOptions, endpoint: Endpoint) -> None:
+async def _warm_up(client: EngineClient, workload: Workload, options: SendOptions, endpoint: Endpoint) -> None:
     """Some requests that count for nothing, so that what a first one brings is there. Raises `StoreError`."""
     for number in range(WARM_UP_REQUESTS):
         request = workload.requests[number % len(workload.requests)]
@@ -151,7 +151,7 @@ async def _warm_up(client: EngineClient, workload: Workload, options: ReplayOpti
             raise StoreError(f"{endpoint.name}: {fault}") from None
 
 
-async def _one_more(client: EngineClient, workload: Workload, options: ReplayOptions) -> None:
+async def _one_more(client: EngineClient, workload: Workload, options: SendOptions) -> None:
     """A request of one token: an engine brings its counters up to date as it computes."""
     try:
         await _whole(client, workload, TrafficRequest(0.0, (0,), 1, 1), WARM_UP_SALT - 1, options)
@@ -160,9 +160,9 @@ async def _one_more(client: EngineClient, workload: Workload, options: ReplayOpt
 
 
 async def _whole(
-    client: EngineClient, workload: Workload, request: TrafficRequest, salt: int, options: ReplayOptions
+    client: EngineClient, workload: Workload, request: TrafficRequest, salt: int, options: SendOptions
 ) -> None:
-    body = request_body(workload, request, salt, options)
+    body = request_body(workload, request, salt, options, is_streamed=False)
     headers = {**JSON_HEADERS, **options.headers}
     answer = await client.ask("POST", path_of(options.form), body, headers, seconds=options.request_seconds)
     if answer.status != 200:
