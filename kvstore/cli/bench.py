@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from kvstore.block.errors import BadInput
+from kvstore.cli.engines import api_key_header
 from kvstore.cli.terminal import (
     CHECK_FAILED,
     OK,
@@ -368,7 +369,7 @@ def bench_traffic(
         request_seconds,
         slos,
         seed,
-        _api_key(api_key_file),
+        api_key_header(api_key_file),
         starts.EngineOptions.of(listed([engines], "--engines", "give some"), shape, own_share) if engines else None,
     )
     endpoints = _endpoints(endpoint or [], sidecar or [], anywhere)
@@ -402,17 +403,6 @@ def _endpoints(given: list[str], sidecars: list[str], anywhere: bool) -> list[An
     if unknown := sorted(beside.keys() - urls.keys()):
         raise typer.BadParameter(f"--sidecar {unknown[0]}=..: there is no --endpoint of that name")
     return [Endpoint(name, url, (), beside.get(name)) for name, url in urls.items()]
-
-
-def _api_key(file: str | None) -> dict[str, str]:
-    """As a header."""
-    if file is None:
-        return {}
-    with open(file, encoding="utf-8", errors="replace") as lines:
-        key = lines.readline(4096).strip()
-    if not key or not key.isascii() or not key.isprintable() or " " in key:
-        raise BadInput(f"{file}: its first line is no key; give one line of printable characters")
-    return {"authorization": f"Bearer {key}"}
 
 
 @bench.command("all")

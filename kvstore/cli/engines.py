@@ -1,15 +1,31 @@
 """Commands that speak to engines over OpenAI's API: a proxy in front of them, and prompts computed ahead."""
 
+import asyncio
 import json
 import os
 import secrets
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
+from kvstore.block.errors import BadInput
 from kvstore.cli.standard_streams import say
-from kvstore.cli.terminal import OK, Json, app, typer
+from kvstore.cli.terminal import (
+    CHECK_FAILED,
+    OK,
+    Json,
+    app,
+    expanded_path,
+    lines_of,
+    print_result,
+    shown_progress,
+    typer,
+)
+from kvstore.config import expanded
 
 PROXY_LISTEN = "127.0.0.1:8200"
+DAY_SECONDS = 86_400.0
+MOST_SHOWN_FAILURES = 10
 
 
 @app.command("pd-proxy")
@@ -80,3 +96,105 @@ def pd_proxy(
 
     serve_proxy(options, address, lambda: secrets.token_hex(16), started, told)
     return OK
+
+
+@app.command()
+def prime(
+    files: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FILE..",
+            help="JSON lines (.jsonl, also packed), each with messages or a prompt; any other file is one text.",
+        ),
+    ],
+    engine: Annotated[str, typer.Option(metavar="URL", help="An engine that has the connector of this store.")],
+    ttl: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", help="Kept so long; a day if neither this nor --priority is given."),
+    ] = None,
+    priority: Annotated[
+        int | None, typer.Option(metavar="N", help="1 to 100: kept for as many times nine seconds since the last use.")
+    ] = None,
+    role: Annotated[
+        str, typer.Option("--as", metavar="ROLE", help="What a text is: system, user, or prompt (without a template).")
+    ] = "system",
+    model: Annotated[str | None, typer.Option(metavar="NAME", help="The first one that the engine has.")] = None,
+    at_once: Annotated[int, typer.Option(metavar="N", min=1, max=64, help="Prompts under way at a time.")] = 1,
+    request_seconds: Annotated[
+        float, typer.Option(metavar="N", min=0.1, max=86400, help="After so long a prompt has failed.")
+    ] = 600.0,
+    api_key_file: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", callback=expanded_path, help="Its first line is sent to the engine as its key."),
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Have an engine compute system prompts and documents once, and its store keep them, before anybody asks.
+
+    The engine tokenizes them and applies its chat template. Status 1: a prompt was not computed, or nothing keeps it.
+    """
+    from kvstore.openai import prime as priming
+    from kvstore.openai.client import checked_url
+
+    if role not in [*priming.TextRole]:
+        raise typer.BadParameter(f"--as {role[:40]!r}; allowed: {', '.join(priming.TextRole)}")
+    priming.check_wish("--ttl, --priority", ttl, priority)
+    wish = {name: value for name, value in (("ttl", ttl), ("priority", priority)) if value is not None}
+    options = priming.PrimeOptions(
+        wish or {"ttl": DAY_SECONDS}, model, at_once, request_seconds, api_key_header(api_key_file)
+    )
+    url = checked_url(engine, "--engine")
+    with shown_progress() as show:
+        prompts = _prompts(files, priming.TextRole(role))
+        try:
+            result = asyncio.run(priming.prime(url, prompts, options, show))
+        except* priming.EngineFault as faults:
+            raise faults.exceptions[0] from None
+    print_result(result, as_json)
+    for line in result.failed[:MOST_SHOWN_FAILURES]:
+        say(f"kvstore: {line}", sys.stderr)
+    if len(result.failed) > MOST_SHOWN_FAILURES:
+        say(f"kvstore: {len(result.failed) - MOST_SHOWN_FAILURES} more failed; see --json", sys.stderr)
+    return CHECK_FAILED if result.failed else OK
+
+
+def _prompts(files: list[str], role: Any) -> list[Any]:
+    """Of all files. Raises `BadInput`."""
+    from kvstore.openai import prime as priming
+
+    found: list[Any] = []
+    for name in files:
+        file = Path(expanded(name))
+        if file.name.removesuffix(".gz").endswith((".jsonl", ".ndjson")):
+            with lines_of(file) as lines:
+                for one in priming.line_prompts(file.name, lines):
+                    found.append(one)
+                    _check_count(found)
+        else:
+            with open(file, encoding="utf-8-sig", errors="replace") as text:
+                said = text.read(priming.MOST_PROMPT_BYTES + 1)
+            if len(said) > priming.MOST_PROMPT_BYTES:
+                raise BadInput(f"{file}: at most {priming.MOST_PROMPT_BYTES:,} characters are taken; cut it in pieces")
+            found.append(priming.text_prompt(file.name, said, role))
+            _check_count(found)
+    if not found:
+        raise BadInput(f"{', '.join(files)}: there is no prompt in it")
+    return found
+
+
+def _check_count(found: list[Any]) -> None:
+    from kvstore.openai.prime import MOST_PROMPTS
+
+    if len(found) > MOST_PROMPTS:
+        raise BadInput(f"there are more than {MOST_PROMPTS:,} prompts; prime them in several runs")
+
+
+def api_key_header(file: str | None) -> dict[str, str]:
+    """An engine's key, of the first line of a file."""
+    if file is None:
+        return {}
+    with open(file, encoding="utf-8", errors="replace") as lines:
+        key = lines.readline(4096).strip()
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise BadInput(f"{file}: its first line is no key; give one line of printable characters")
+    return {"authorization": f"Bearer {key}"}

@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.bench.traffic.counters import engine_tokens, grown, samples_of, sidecar_tokens
+from kvstore.bench.traffic.counters import engine_tokens, grown, sidecar_tokens
 from kvstore.bench.traffic.replay import RequestOutcome
 from kvstore.bench.traffic.result import Slo, TrafficResult, TurnFigures
 from kvstore.bench.traffic.workload import UNKNOWN_OUTPUT, Workload
 from kvstore.block.errors import BadInput
 from kvstore.insight.trace import Trace, read_trace
+from kvstore.openai.metrics import samples_of
 
 BLOCK = 64
 

@@ -6,16 +6,10 @@ a sidecar what its leases granted. Where none of that is found, nothing is said.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Mapping
 
-from kvstore.openai.client import EngineClient, EngineFault
+from kvstore.openai.metrics import samples_of
 
-METRICS_SECONDS = 10.0
-MOST_METRICS_BYTES = 8 << 20
-_SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{([^}]*)\})? (\S+)")
-_LABEL = re.compile(r'(\w+)="([^"]*)"')
 _OURS = "kvstore_vllm_prompt_tokens_total"
 _VLLMS = {
     "vllm:prefix_cache_queries_total": "asked",
@@ -23,25 +17,6 @@ _VLLMS = {
     "vllm:external_prefix_cache_hits_total": "external",
 }
 _SIDECARS = ("kvstore_granted_tokens_total", "kvstore_revoked_tokens_total")
-
-
-class CounterSample(NamedTuple):
-    """Of a page of metrics."""
-
-    name: str
-    labels: Mapping[str, str]
-    value: float
-
-
-def samples_of(page: str) -> Iterator[CounterSample]:
-    """All that a page of Prometheus's text format has."""
-    for line in page.splitlines():
-        if found := _SAMPLE.match(line):
-            name, labels, value = found.groups()
-            try:
-                yield CounterSample(name, dict(_LABEL.findall(labels or "")), float(value))
-            except ValueError:
-                pass
 
 
 def engine_tokens(page: str) -> dict[str, float]:
@@ -68,15 +43,6 @@ def sidecar_tokens(page: str) -> dict[str, float]:
             sign = 1.0 if one.name == _SIDECARS[0] else -1.0
             found[tier] = found.get(tier, 0.0) + sign * one.value
     return found
-
-
-async def page_of(client: EngineClient, path: str = "/metrics") -> str:
-    """Empty where there is none."""
-    try:
-        answer = await client.ask("GET", path, seconds=METRICS_SECONDS, most_bytes=MOST_METRICS_BYTES)
-    except EngineFault:
-        return ""
-    return answer.body.decode(errors="replace") if answer.status == 200 else ""
 
 
 def grown(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, int]:

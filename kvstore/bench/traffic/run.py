@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from kvstore.bench.traffic.counters import engine_tokens, grown, page_of, sidecar_tokens
+from kvstore.bench.traffic.counters import engine_tokens, grown, sidecar_tokens
 from kvstore.bench.traffic.engines import Endpoint, EngineOptions, started
 from kvstore.bench.traffic.replay import PromptForm, SendOptions, path_of, replay, request_body
 from kvstore.bench.traffic.result import Slo, TrafficResult, TurnFigures
@@ -26,6 +26,7 @@ from kvstore.bench.traffic.workload import TrafficRequest, Workload
 from kvstore.block.errors import BadInput, StoreError
 from kvstore.insight.trace import Trace
 from kvstore.openai.client import JSON_HEADERS, EngineClient, EngineFault
+from kvstore.openai.metrics import page_of
 
 LONGEST_TOKENS = 8192
 """Of a prompt and its answer, where an endpoint does not say what it takes."""
