@@ -40,6 +40,14 @@ def pd_proxy(
             "They are asked in turn if left out.",
         ),
     ] = None,
+    score_token_file: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", callback=expanded_path, help="Its first line is the tenant's token for --score."),
+    ] = None,
+    score_model: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="What sidecars call the model. As requests call it if left out."),
+    ] = None,
     legs: Annotated[
         str, typer.Option(metavar="NAME", help="What the two are told of each other: nixlv2, shared-storage, at-once.")
     ] = "nixlv2",
@@ -76,10 +84,14 @@ def pd_proxy(
         raise typer.BadParameter(f"--score {len(score)} times and --decode {len(decode)}; give one for each, or none")
     if prefiller is not None and legs != Legs.AT_ONCE:
         raise typer.BadParameter("--prefiller belongs to --legs at-once; leave it out")
+    if not score and (score_token_file is not None or score_model is not None):
+        raise typer.BadParameter("--score-token-file and --score-model belong to --score; leave them out")
     options = ProxyOptions(
         checked_url(prefill, "--prefill"),
         [checked_url(one, "--decode") for one in decode],
         [checked_url(one, "--score") for one in score or ()],
+        first_line(score_token_file),
+        score_model or "",
         Legs(legs),
         host_and_port(prefiller, "--prefiller") if prefiller is not None else None,
         ProxyLimits(requests=requests, prefill_seconds=prefill_seconds, decode_seconds=decode_seconds),
@@ -191,10 +203,16 @@ def _check_count(found: list[Any]) -> None:
 
 def api_key_header(file: str | None) -> dict[str, str]:
     """An engine's key, of the first line of a file."""
+    key = first_line(file)
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
+def first_line(file: str | None) -> str:
+    """A secret that a file has; empty where there is no file. Raises `BadInput`, which does not repeat it."""
     if file is None:
-        return {}
+        return ""
     with open(file, encoding="utf-8", errors="replace") as lines:
         key = lines.readline(4096).strip()
     if not key or not key.isascii() or not key.isprintable() or " " in key:
         raise BadInput(f"{file}: its first line is no key; give one line of printable characters")
-    return {"authorization": f"Bearer {key}"}
+    return key

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from kvstore.openai.api import Body, prompt_tokens
-from kvstore.openai.client import EngineClient, EngineFault
+from kvstore.openai.client import JSON_HEADERS, EngineClient, EngineFault
 
 HEALTH_SECONDS = 2.0
 """Between two looks at an engine's health, and how long it may take to answer one."""
@@ -91,9 +91,15 @@ class ProxiedEngine:
 class Fleet:
     """One prefill engine and the decode engines. Of one loop."""
 
-    def __init__(self, prefill: ProxiedEngine, decodes: Sequence[ProxiedEngine]) -> None:
+    def __init__(
+        self, prefill: ProxiedEngine, decodes: Sequence[ProxiedEngine], score_token: str = "", score_model: str = ""
+    ) -> None:
+        """score_token: of the tenant whose blocks are asked for. score_model: as sidecars call the model, where that is
+        not what requests call it."""
         self.prefill = prefill
         self.decodes = list(decodes)
+        self._score_model = score_model
+        self._score_headers = {**JSON_HEADERS, **({"authorization": f"Bearer {score_token}"} if score_token else {})}
         self._turn = 0
 
     async def watch(self) -> None:
@@ -120,10 +126,15 @@ class Fleet:
         tokens = prompt_tokens(content)
         if tokens is None:
             tokens = await self._tokens(path, body, headers)
-        model = body.get("model")
-        asked = msgspec.json.encode({"model": model, "token_ids": tokens} if model else {"token_ids": tokens})
+        asked = msgspec.json.encode(
+            {
+                "model": self._score_model or body.get("model", ""),
+                "token_ids": tokens,
+                **{name: body[name] for name in ("cache_salt",) if name in body},
+            }
+        )
         scored = [one for one in self.decodes if one.scorer is not None and one.is_up]
-        found = await asyncio.gather(*(_score(one, asked, headers) for one in scored))
+        found = await asyncio.gather(*(_score(one, asked, self._score_headers) for one in scored))
         return {one.name: tokens for one, tokens in zip(scored, found, strict=True)}
 
     async def _tokens(self, path: str, body: Body, headers: Mapping[str, str]) -> list[int]:

@@ -31,12 +31,14 @@ END_SECONDS = 10
 
 @dataclass(frozen=True, slots=True)
 class ProxyOptions:
-    """prefill, decodes: addresses of engines. scores: of the sidecar beside each decode engine, or none. prefiller:
-    where prefill's blocks are fetched, with `at-once` and vLLM's tier of peers."""
+    """prefill, decodes: addresses of engines. scores: of the sidecar beside each decode engine, or none; score_token,
+    score_model: see `Fleet`. prefiller: where prefill's blocks are fetched, with `at-once` and vLLM's tier of peers."""
 
     prefill: str
     decodes: Sequence[str]
     scores: Sequence[str] = ()
+    score_token: str = ""
+    score_model: str = ""
     legs: Legs = Legs.NIXLV2
     prefiller: tuple[str, int] | None = None
     limits: ProxyLimits = field(default_factory=ProxyLimits)
@@ -65,7 +67,8 @@ def serve_proxy(
             ProxiedEngine(f"decode-{number}", url, score, say)
             for number, (url, score) in enumerate(zip(options.decodes, scores, strict=True))
         ]
-        fleet = Fleet(ProxiedEngine("prefill", options.prefill, None, say), decodes)
+        prefill = ProxiedEngine("prefill", options.prefill, None, say)
+        fleet = Fleet(prefill, decodes, options.score_token, options.score_model)
         app = PdProxy(fleet, options.legs, new_id, prefiller=options.prefiller, limits=options.limits)
         server = _ProxyServer(
             uvicorn.Config(

@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -455,14 +456,16 @@ def knows(tokens: int) -> Answer:
     return answer
 
 
-def test_the_engine_whose_sidecar_knows_most_decodes(small: Callable[..., SmallOpenAi]) -> None:
+def test_the_engine_whose_sidecar_knows_most_decodes(small: Callable[..., SmallOpenAi], tmp_path: Path) -> None:
     async def tokenizes(asked: Asked) -> None:
         await asked.json({"count": 3, "tokens": [7, 8, 9], "max_model_len": 100})
 
     prefill = small(prefills)
     decodes_ = [small(decodes, query=knows(tokens), tokenize=tokenizes) for tokens in (64, 256, 128)]
     scores = tuple(word for one in decodes_ for word in ("--score", one.url))
-    with before(prefill, *decodes_, more=scores) as proxy:
+    token = tmp_path / "token"
+    token.write_text("of-the-tenant\n")
+    with before(prefill, *decodes_, more=(*scores, "--score-token-file", str(token))) as proxy:
         for body in ({**PROMPT, "prompt": [7, 8, 9]}, PROMPT, {"model": "m", "messages": [{"role": "user"}]}):
             path = CHAT if "messages" in body else COMPLETIONS
             connection, answer = proxy.asked(path, body, authorization="Bearer mine")
@@ -471,7 +474,7 @@ def test_the_engine_whose_sidecar_knows_most_decodes(small: Callable[..., SmallO
             connection.close()
     asked = decodes_[0].of("/query")
     assert [one.body for one in asked] == [{"model": "m", "token_ids": [7, 8, 9]}] * 3
-    assert all(one.headers["authorization"] == "Bearer mine" for one in asked)
+    assert all(one.headers["authorization"] == "Bearer of-the-tenant" for one in asked), "and no engine's key"
     of_chat = [one.body for one in decodes_[0].of("/tokenize")][-1]
     assert of_chat == {"model": "m", "messages": [{"role": "user"}]}
 
