@@ -124,9 +124,10 @@ class Sidecar:
     def kill(self) -> None:
         """SIGKILL to the keeper and to the sidecar, neither of which gets to do anything about it."""
         keeper = self._process.pid
-        self._process.send_signal(signal.SIGSTOP)
-        for sidecar in Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split():
-            os.kill(int(sidecar), signal.SIGKILL)
+        with suppress(OSError):  # who interrupts a bench interrupts its sidecar, which may be gone by itself
+            self._process.send_signal(signal.SIGSTOP)
+            for sidecar in Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split():
+                os.kill(int(sidecar), signal.SIGKILL)
         self._process.kill()
         self._process.wait()
 
