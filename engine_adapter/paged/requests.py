@@ -65,6 +65,11 @@ class RequestSpec:
     priority: int | None = None
     ignored: tuple[str, ...] = ()
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether its user wants its blocks to be kept before others: also those that are stored already."""
+        return self.ttl is not None or (self.priority or 0) > 0
+
 
 @dataclass(frozen=True, slots=True)
 class Computed:
@@ -131,7 +136,8 @@ class RequestState:
     with `late_lookup`. stop_token, stop_reason: up to where a load would go, decided for `chosen_for` tokens of the
     engine's own. offered: blocks up to which its KV was offered, or is held. taken_tokens: of the engine's own and
     ours, at its last admission. held_out: whether its hit is computed all the same, None until that is decided.
-    added_at, and found_tokens of the store's: while its first token is waited for, to learn what hits save.
+    added_at, and found_tokens of the store's: while its first token is waited for, to learn what hits save. is_renewed:
+    what was stored before is kept as it wants.
     """
 
     request: EngineRequest
@@ -159,6 +165,20 @@ class RequestState:
     held_out: bool | None = None
     added_at: float = 0.0
     found_tokens: int = 0
+    is_renewed: bool = False
+
+    @property
+    def is_to_renew(self) -> bool:
+        """Whether what is stored of it already is to be kept as it wants, and nobody has said so yet."""
+        return self.facts.is_kept and not self.is_renewed
+
+    def take_renewal(self, computed: int) -> int:
+        """How many leading blocks that is, once and with the prompt's last step; 0 for none."""
+        held = min(self.offered, len(self.prompt.keys))
+        if not held or not self.is_to_renew or computed < self.request.num_prompt_tokens:
+            return 0
+        self.is_renewed = True
+        return held
 
     def told(self) -> dict[str, Any]:
         """To the request's user, when it is over. load_ms: None where the step that loaded is the one that ends it."""

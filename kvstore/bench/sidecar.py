@@ -47,6 +47,8 @@ class Sidecar:
         self._scratch = tempfile.TemporaryDirectory(prefix="kvstore-")
         scratch = Path(self._scratch.name)
         self.socket = str(scratch / "door")
+        self.http_port = 0
+        """Of its health and metrics, once it is `ready`."""
         self._log = scratch / "log"
         config = scratch / "config.toml"
         config.write_text(
@@ -86,7 +88,7 @@ class Sidecar:
         Once it was `greeted`. Raises `StoreError`, also where some of it could not be taken in.
         """
         assert self._process.stdout is not None
-        port = json.loads(self._process.stdout.readline() or "{}").get("http_port")
+        port = self.http_port = json.loads(self._process.stdout.readline() or "{}").get("http_port", 0)
         while True:
             try:
                 connection = HTTPConnection(_HOST, port, timeout=LONGEST_SECONDS)
@@ -122,9 +124,10 @@ class Sidecar:
     def kill(self) -> None:
         """SIGKILL to the keeper and to the sidecar, neither of which gets to do anything about it."""
         keeper = self._process.pid
-        self._process.send_signal(signal.SIGSTOP)
-        for sidecar in Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split():
-            os.kill(int(sidecar), signal.SIGKILL)
+        with suppress(OSError):  # who interrupts a bench interrupts its sidecar, which may be gone by itself
+            self._process.send_signal(signal.SIGSTOP)
+            for sidecar in Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split():
+                os.kill(int(sidecar), signal.SIGKILL)
         self._process.kill()
         self._process.wait()
 

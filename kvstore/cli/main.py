@@ -35,6 +35,7 @@ from typing import Annotated, Any
 import kvstore
 import kvstore.cli.bench
 import kvstore.cli.console
+import kvstore.cli.engines
 import kvstore.cli.insight
 import kvstore.cli.lint
 import kvstore.cli.operate

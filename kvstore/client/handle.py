@@ -401,6 +401,14 @@ class NamespaceHandle:
                 return self._made_durable(ended, keys[: reply.stopped_at], durability, wait)
         return self._made_durable(PutResult(present, len(stored), None, None), keys, durability, wait)
 
+    def renew(self, prompt: Prompt, ttl: float | None, priority: int = 0, deadline_ms: float | None = None) -> int:
+        """Have what is stored of a prompt kept from now on, as a `put` of it would; returns how many leading blocks.
+
+        For adapters: it takes no pages, so that an engine which has read blocks need not have them still."""
+        keys = prompt.keys
+        renewal = m.Reserve(self.number, keys, len(keys), int(priority), float(ttl) if ttl is not None else None)
+        return _Wait(self._door, deadline_ms).of(renewal, m.Reserved).reply.present
+
     # Inside --------------------------------------------------------------------------------------------------------
 
     def _hashed(self, token_ids: Any, extra_keys: Sequence[ExtraKey | bytes | str]) -> tuple[int, list[bytes]]:
