@@ -1,0 +1,103 @@
+"""Threads for calls: each caller has its own few, so that one that floods the door waits for itself alone.
+
+A call waits for its client in two places, until its message is there and until its answer was taken. In both it may be
+given up from outside: when it is late, and in a lane that is full of such when the next one comes, the oldest first.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+from tiering.clock import Clock
+
+CLIENT_SECONDS = 5.0
+"""A call may wait so long for its client."""
+
+
+class Lane:
+    """Runs work in order, some of it at a time. Thread-safe."""
+
+    def __init__(self, name: str, threads: int, most: int, clock: Clock) -> None:
+        """most: that is waiting and running, in all."""
+        self._pool = ThreadPoolExecutor(threads, f"kv-lane-{name}")
+        self._threads = threads
+        self._most = most
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._count = 0
+        self._waiting: dict[Callable[[], object], float] = {}  # how each is given up, and since when; the oldest first
+
+    def submit(self, work: Callable[[], object]) -> bool:
+        """Have it done; False where as much is under way as may be. work: raises nothing."""
+        with self._lock:
+            if self._count >= self._most:
+                return False
+            self._count += 1
+            oldest = next(iter(self._waiting)) if len(self._waiting) >= self._threads else None
+        if oldest is not None:
+            oldest()
+        try:
+            self._pool.submit(self._run, work)
+        except RuntimeError:  # closed, or the machine has no thread for it
+            with self._lock:
+                self._count -= 1
+            return False
+        return True
+
+    @contextmanager
+    def waiting(self, give_up: Callable[[], object]) -> Iterator[None]:
+        """While its client is waited for. give_up: ends that; may come late."""
+        with self._lock:
+            self._waiting[give_up] = self._clock.monotonic_seconds()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waiting.pop(give_up, None)
+
+    def give_up_late(self) -> None:
+        """Those that have waited for too long."""
+        late = self._clock.monotonic_seconds() - CLIENT_SECONDS
+        with self._lock:
+            found = [give_up for give_up, since in self._waiting.items() if since < late]
+        for give_up in found:
+            give_up()
+
+    def close(self) -> None:
+        """Take no more."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _run(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        finally:
+            with self._lock:
+                self._count -= 1
+
+
+class CallerLanes:
+    """Two for each caller: for calls that are answered at once, and for those that may take an hour."""
+
+    def __init__(self, clock: Clock, threads: int = 4, most: int = 64, long_most: int = 8) -> None:
+        self._clock = clock
+        self._threads, self._most, self._long_most = threads, most, long_most
+        self._lock = threading.Lock()
+        self._lanes: dict[tuple[object, bool], Lane] = {}
+
+    def of(self, caller: object, is_long: bool = False) -> Lane:
+        """caller: one of those that the configuration names, so there are no more lanes than these need."""
+        with self._lock:
+            found = self._lanes.get((caller, is_long))
+            if found is None:
+                number = len(self._lanes)
+                size = (1, self._long_most) if is_long else (self._threads, self._most)
+                found = self._lanes[caller, is_long] = Lane(str(number), *size, self._clock)
+            return found
+
+    def all(self) -> list[Lane]:
+        """That there are by now."""
+        with self._lock:
+            return list(self._lanes.values())
