@@ -65,6 +65,7 @@ def network(
     It is a client of the tenants' sockets, and may crash or be flooded without an engine noticing. Who calls follows
     from a token or a certificate: docs/grpc.md. It waits for a sidecar that is not there yet.
     """
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # else grpc's own lines stand beside ours
     from kvstore.block.errors import BadInput
     from kvstore.config import DEFAULT_TENANT, expanded
     from kvstore.console.access import checked_tokens

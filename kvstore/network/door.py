@@ -29,7 +29,8 @@ from kvstore.wire.score_pb2_grpc import add_ScoreServicer_to_server
 from kvstore.wire.store_pb2_grpc import add_StoreServicer_to_server
 from tiering.clock import Clock
 
-MOST_DEADLINE_SECONDS = 3600.0
+MOST_DEADLINE_SECONDS, ROUNDED_SECONDS = 3600.0, 180.0
+"""Clients round up what they send, and send one that they sent before where that is little more."""
 MOST_TEXT = 1000
 MOST_CONNECTIONS = 1024
 OPTIONS = [
@@ -42,6 +43,7 @@ OPTIONS = [
     ("grpc.max_metadata_size", 16 << 10),
     ("grpc.absolute_max_metadata_size", 16 << 10),
     ("grpc.max_concurrent_streams", 128),
+    ("grpc.http.overload_protection", 0),  # it refuses streams too soon, where others have just ended; the bound stays
     ("grpc.max_allowed_incoming_connections", MOST_CONNECTIONS),
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.keepalive_time_ms", 60_000),
@@ -105,7 +107,7 @@ class GrpcDoor:
         self._lanes = lanes
         self._clock = clock
         self._is_draining = False
-        self._health_lane = Lane("health", 8, 64, clock)
+        self._health_lane = Lane("health", 16, 256, clock, room_seconds=0.0)
         self._server = grpc.server(
             ThreadPoolExecutor(2, "kv-network-front"),
             interceptors=[_Entrance(self)],
@@ -181,7 +183,7 @@ class GrpcDoor:
             text = f"tenant {printable(caller.tenant or '')[:64]!r} has no socket here"
             raise Refused(grpc.StatusCode.PERMISSION_DENIED, text)
         left = context.time_remaining()  # without a deadline it is 9.2e18, and never None
-        if left is None or left > MOST_DEADLINE_SECONDS:
+        if left is None or left > MOST_DEADLINE_SECONDS + ROUNDED_SECONDS:
             text = f"the call has no deadline; give one of at most {MOST_DEADLINE_SECONDS:.0f} s"
             raise Refused(grpc.StatusCode.INVALID_ARGUMENT, text)
         return DoorCall(caller, CallTime(self._clock, self._clock.monotonic_seconds() + left), link)

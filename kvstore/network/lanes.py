@@ -13,19 +13,21 @@ from contextlib import contextmanager
 
 from tiering.clock import Clock
 
-CLIENT_SECONDS = 5.0
-"""A call may wait so long for its client."""
+CLIENT_SECONDS, ROOM_SECONDS = 5.0, 0.25
+"""A call may wait so long for its client; and so long in a lane in which all others wait for theirs."""
 
 
 class Lane:
     """Runs work in order, some of it at a time. Thread-safe."""
 
-    def __init__(self, name: str, threads: int, most: int, clock: Clock) -> None:
-        """most: that is waiting and running, in all."""
+    def __init__(self, name: str, threads: int, most: int, clock: Clock, room_seconds: float = ROOM_SECONDS) -> None:
+        """most: that is waiting and running, in all. room_seconds: for which a call may wait for its client where all
+        others do and one more comes; 0 where clients are anybody, so that none of them can fill it."""
         self._pool = ThreadPoolExecutor(threads, f"kv-lane-{name}")
         self._threads = threads
         self._most = most
         self._clock = clock
+        self._room_seconds = room_seconds
         self._lock = threading.Lock()
         self._count = 0
         self._waiting: dict[Callable[[], object], float] = {}  # how each is given up, and since when; the oldest first
@@ -36,7 +38,10 @@ class Lane:
             if self._count >= self._most:
                 return False
             self._count += 1
-            oldest = next(iter(self._waiting)) if len(self._waiting) >= self._threads else None
+            patient = self._clock.monotonic_seconds() - self._room_seconds
+            oldest, since = next(iter(self._waiting.items()), (None, patient))
+            if len(self._waiting) < self._threads or since > patient:
+                oldest = None
         if oldest is not None:
             oldest()
         try:
