@@ -64,9 +64,10 @@ class Lane:
                 self._waiting.pop(give_up, None)
 
     def give_up_late(self) -> None:
-        """Those that have waited for too long."""
-        late = self._clock.monotonic_seconds() - CLIENT_SECONDS
+        """Those that have waited for too long, where others wait for them too. To be called every second."""
         with self._lock:
+            is_full = self._threads <= len(self._waiting) < self._count
+            late = self._clock.monotonic_seconds() - (self._room_seconds if is_full else CLIENT_SECONDS)
             found = [give_up for give_up, since in self._waiting.items() if since < late]
         for give_up in found:
             give_up()
