@@ -138,6 +138,13 @@ def network(*flags: str, environment: dict[str, str] | None = None) -> Iterator[
         process.communicate()
 
 
+def fails(*flags: str) -> str:
+    """The line with which it does not start."""
+    done = subprocess.run(command_of(*flags), capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and not done.stdout, done.stderr
+    return done.stderr
+
+
 def beside(directory: Path, tokens: Path | None, listen: str = "127.0.0.1:0", **sockets: Path) -> list[str]:
     """Flags for a sidecar of `Sidecar` in that directory."""
     named = sockets or {"default": directory / "kvstore.sock"}

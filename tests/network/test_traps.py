@@ -30,7 +30,7 @@ from network.running import (
     Stubs,
     bearer,
     beside,
-    command_of,
+    fails,
     grpc,
     network,
     refused,
@@ -71,13 +71,6 @@ def works(running: RunningNetwork, tenant: str = "default") -> bool:
     found = caller.match(space.id, token_ids=ids(640)).blocks
     caller.close()
     return found == 10
-
-
-def fails(*flags: str) -> str:
-    """The line with which it does not start."""
-    done = subprocess.run(command_of(*flags), capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and not done.stdout, done.stderr
-    return done.stderr
 
 
 def listening_at(flags: list[str], address: str) -> list[str]:
