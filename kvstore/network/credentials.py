@@ -83,7 +83,7 @@ class Rotated(Generic[T]):
         except (OSError, BadInput) as error:
             if self._refused != (stamps, str(error)):
                 self._refused = stamps, str(error)
-                _log.warning("new credentials cannot be used, the last good ones stay", extra={"reason": str(error)})
+                _log.warning("new credentials cannot be used, the last good ones stay: %s", error)
 
     def _stamped(self) -> tuple[list[object], bool]:
         found = [one.stamp() for one in self._files]
