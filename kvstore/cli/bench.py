@@ -83,9 +83,9 @@ def bench_network(
     local door notices while another tenant floods gRPC with 256 calls at a time, from one core."""
     with shown_progress() as show:
         show("loading torch")
-        from kvstore.bench import network
+        from kvstore.bench.network import rows
 
-        result = network.run(network.NetworkBenchOptions(seconds=seconds), show)
+        result = rows.run(rows.NetworkBenchOptions(seconds=seconds), show)
     return judge([result], [], as_json, check)
 
 

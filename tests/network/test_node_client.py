@@ -1,4 +1,4 @@
-"""A client in another language, of the .proto files and docs/grpc.md alone: Node's, where it and its packages are."""
+"""A client in another language, of the .proto files and docs/grpc.md alone: Node's, where it and its packages are.
 
 `KVSTORE_NODE_MODULES` may name a folder that has them; else npm fetches them.
 """

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from kvstore.bench.lookup_client import MODEL
 from kvstore.bench.measure import quantile
-from kvstore.bench.network_client import READY, stub_of
+from kvstore.bench.network.flood import READY, stub_of
 from kvstore.bench.rig import BlockShape, PagePool
 from kvstore.bench.sidecar import LONGEST_SECONDS, Sidecar, open_patiently
 from kvstore.block.errors import StoreError
@@ -125,7 +125,7 @@ def run(options: NetworkBenchOptions, say: Callable[[str], None]) -> NetworkBenc
             "namespace": _namespace_of_flood(sidecar, shape),
         }
         job |= {"keys": b"".join(keys).hex(), "calls": options.streams}
-        command = [sys.executable, "-m", "kvstore.bench.network_client", json.dumps(job)]
+        command = [sys.executable, "-m", "kvstore.bench.network.flood", json.dumps(job)]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as flood:
             assert flood.stdin is not None and flood.stdout is not None
             try:
