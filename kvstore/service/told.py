@@ -36,6 +36,8 @@ MOST_MS = 1e9
 LOADED_TIERS = ("dram", "nvme")
 LATEST_LOADS = 0.9
 """With each load of a tier those before count for so much."""
+LEAST_LOAD_MS, MOST_RATE = 0.001, 1e12
+"""What an engine may tell of a load, and the tokens a second that are shown: more can be neither."""
 MOST_ENGINES = 1024
 """Whose own times to the first token are kept; of more, the ones that told longest ago are not."""
 
@@ -163,7 +165,7 @@ class ToldRequests:
         """Tokens a second that engines loaded of a namespace lately, by the tier that had them all."""
         with self._lock:
             loads = self._loads.get(tenant, {}).get(number, {})
-            return {tier: 1000 * tokens / ms for tier, (tokens, ms) in loads.items()}
+            return {tier: min(1000 * tokens / ms, MOST_RATE) for tier, (tokens, ms) in loads.items()}
 
     def forget(self, tenant: bytes) -> None:
         """A tenant is gone."""
@@ -174,7 +176,7 @@ class ToldRequests:
     def _took(self, tenant: bytes, number: int, told: RequestTold) -> None:
         """A load that its request waited for, where one tier had all of it. Under the lock."""
         tiers = [tier for tier in LOADED_TIERS if told.hits.get(tier)]
-        if number < 0 or len(tiers) != 1 or not told.load_ms > 0:
+        if number < 0 or len(tiers) != 1 or told.load_ms < LEAST_LOAD_MS:
             return
         loads = self._loads.setdefault(tenant, {}).setdefault(number, {})
         tokens, ms = loads.get(tiers[0], (0.0, 0.0))
