@@ -282,7 +282,7 @@ def _beside(settings: Any) -> dict[str, list[str]]:
         found[CONSOLE] = [*program, "console", "--socket", observe, *flags]
     chosen = settings.network
     if chosen.listen is not None:
-        flags = [f"--socket={name}={one.socket}" for name, one in settings.sockets().items()]
+        flags = ["--sockets", json.dumps({name: one.socket for name, one in settings.sockets().items()})]
         for key in ("http", "token_file", "certificate", "key", "client_ca"):
             value = getattr(chosen, key)
             flags += [f"--{key.replace('_', '-')}={value}"] if value is not None else []

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import secrets
 import sys
 from typing import Annotated
@@ -57,6 +58,7 @@ def network(
     ] = None,
     keeper: Annotated[int | None, typer.Option(hidden=True, help="For the keeper alone: its process.")] = None,
     beats: Annotated[int | None, typer.Option(hidden=True, help="For the keeper alone: a pipe of it.")] = None,
+    sockets: Annotated[str | None, typer.Option(hidden=True, help="For the keeper alone: sockets by tenant.")] = None,
     as_json: Json = False,
 ) -> int:
     """Serve gRPC beside a running sidecar: how much of a prompt is stored, for other languages, other hosts and
@@ -75,12 +77,14 @@ def network(
     from kvstore.service.settings import OBSERVE_SOCKET, TENANT_SOCKET, default_socket, host_and_port
     from tiering.clock import SystemClock
 
-    sockets = {}
-    for given in socket or [default_socket(data, TENANT_SOCKET)]:
-        name, _, path = given.rpartition("=")
-        if (name or DEFAULT_TENANT) in sockets:
-            raise BadInput(f"--socket {given}: tenant {name or DEFAULT_TENANT} has one already")
-        sockets[name or DEFAULT_TENANT] = expanded(path, "--socket")
+    named: dict[str, str] = json.loads(sockets) if sockets is not None else {}
+    for given in socket or ([default_socket(data, TENANT_SOCKET)] if sockets is None else []):
+        name, equals, path = given.partition("=")
+        if not equals or "/" in name:
+            name, path = DEFAULT_TENANT, given
+        if name in named:
+            raise BadInput(f"--socket {given}: tenant {name} has one already")
+        named[name] = expanded(path, "--socket")
     pems = [one for one in (certificate, key, client_ca) if one is not None]
     if len(pems) not in (0, 3):
         raise BadInput("--certificate, --key and --client-ca belong together; give all three, or none")
@@ -88,7 +92,7 @@ def network(
         f"{UNIX}{expanded(listen.removeprefix(UNIX))}"
         if listen.startswith(UNIX)
         else host_and_port(listen, "--listen"),
-        sockets,
+        named,
         observe_socket or default_socket(data, OBSERVE_SOCKET),
         host_and_port(http, "--http") if http is not None else None,
         token_file,
@@ -114,6 +118,8 @@ def network(
         else:
             say(f"gRPC on {where}" + (f", queries on port {port}" if port is not None else ""), sys.stdout)
 
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     if beats is not None:
         os.set_blocking(beats, False)
     parts = NetworkParts(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from google.protobuf.message import Message
 
 from kvstore.block.errors import BadInput
-from kvstore.block.identity import ExtraKey, PrefixHasher, as_extra_keys
+from kvstore.block.identity import ExtraKey, PrefixHasher, as_extra_keys, token_bytes
 from kvstore.network.links import ListedSpace, OpenSpace
 from kvstore.protocol import messages as m
 from kvstore.protocol.replies import MatchReply
@@ -50,11 +49,9 @@ def check_blocks(blocks: int) -> None:
 
 def hashed(token_ids: Sequence[int], extra: Sequence[ExtraKey], hasher: PrefixHasher) -> list[bytes]:
     """Keys of token ids, each of them known to be a uint32."""
-    packed = bytearray()
-    for start in range(0, len(token_ids), _TOKENS_AT_ONCE):
-        piece = array("I", token_ids[start : start + _TOKENS_AT_ONCE])
-        packed += piece.tobytes()
-    return hasher.keys(bytes(packed), extra)
+    starts = range(0, len(token_ids), _TOKENS_AT_ONCE)
+    packed = b"".join(token_bytes(list(token_ids[start : start + _TOKENS_AT_ONCE])) for start in starts)
+    return hasher.keys(packed, extra)
 
 
 def match_response(reply: MatchReply) -> store_pb2.MatchResponse:
@@ -121,7 +118,7 @@ def status_message(facts: SidecarStatus) -> admin_pb2.SidecarStatus:
     """The same as a message; where it is too long, without the last namespaces and sessions, which are counted."""
     message = admin_pb2.SidecarStatus()
     fill(message, facts)
-    while message.ByteSize() > MOST_ANSWER_BYTES:
+    while message.ByteSize() > MOST_ANSWER_BYTES and (message.namespaces or message.sessions):
         for listed, hidden in (("namespaces", "hidden_namespaces"), ("sessions", "hidden_sessions")):
             entries = getattr(message, listed)
             cut = (len(entries) + 1) // 2

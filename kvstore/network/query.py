@@ -234,7 +234,13 @@ class QueryServer:
                 idle.cancel()
             task = self._loop.create_task(self._connection(sock))
             self._tasks[task] = False
-            task.add_done_callback(lambda one: self._tasks.pop(one, None))
+            task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.pop(task, None)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            _log.debug("a connection broke", exc_info=error)
 
     async def _connection(self, sock: socket.socket) -> None:
         reader = asyncio.StreamReader(limit=_READ_BYTES)
@@ -246,7 +252,7 @@ class QueryServer:
             transport, _ = await self._loop.connect_accepted_socket(lambda: protocol, sock, ssl=context, **more)
             writer = asyncio.StreamWriter(transport, protocol, reader, self._loop)
             await self._exchanges(h11.Connection(h11.SERVER, MOST_HEAD_BYTES), reader, writer)
-        except (OSError, ssl.SSLError, TimeoutError, h11.RemoteProtocolError, asyncio.IncompleteReadError):
+        except (OSError, ssl.SSLError, TimeoutError, h11.ProtocolError):
             pass
         finally:
             if writer is not None:

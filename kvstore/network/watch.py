@@ -60,12 +60,12 @@ class StatusWatch:
             self._alive = True
             return self._facts
         except (StoreError, TimedOut, ValueError, OSError) as error:
+            if isinstance(error, TimedOut) and seconds < ANSWER_SECONDS:
+                raise  # which says more of the caller than of the sidecar
             self._alive = False
             if self._wire is not None:
                 self._wire.close()
             self._wire = None
-            if isinstance(error, TimedOut) and seconds < ANSWER_SECONDS:
-                raise
             raise Unreachable("the sidecar does not answer at its observers' socket") from None
         finally:
             self._asking.release()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 import socket
 import ssl
+import struct
 import time
 import urllib.error
 import urllib.request
@@ -196,6 +198,32 @@ def test_clients_that_hang_make_room_and_lose_their_connection(running: RunningN
         for one in (*silent, *half):
             one.close()
     wait_until(lambda: post(running, "/query", {"model": MODEL, "token_ids": []})[0] == 200)
+
+
+def test_what_clients_send_is_in_no_log(sidecars: dict[str, Sidecar], tmp_path: Path) -> None:
+    """Requests cut off at each of some bytes, by an end, by half of one and by a reset, and random bytes."""
+    folder = sidecars["default"].path.parent
+    body = json.dumps({"model": MODEL, "token_ids": tokens(640)})
+    request = f"{HEAD}Content-Length: {len(body)}\r\n\r\n{body}".encode()
+    rng = random.Random(seed := random.randrange(1 << 30))
+    print("seed", seed)
+    with network(*beside(folder, token_file(tmp_path)), "--http", "127.0.0.1:0") as running:
+        for number in range(120):
+            sent = request[: rng.randrange(len(request) + 1)] if number % 3 else rng.randbytes(rng.randrange(300))
+            with raw(running) as sock:
+                sock.sendall(sent)
+                if number % 4 == 1:
+                    sock.shutdown(socket.SHUT_WR)
+                    while sock.recv(1 << 16):
+                        pass
+                elif number % 4 == 2:
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        with raw(running) as sock:  # a client that hangs up before its answer
+            sock.sendall(request)
+        assert post(running, "/query", {"model": MODEL, "token_ids": []})[0] == 200
+        running.process.terminate()
+        out, errors = running.process.communicate(timeout=60)
+        assert (running.process.returncode, out, errors) == (0, "", "")
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="the openssl command is not installed")

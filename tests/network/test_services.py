@@ -209,6 +209,23 @@ def test_health_needs_no_credential_and_follows_the_sidecar(running: RunningNetw
     assert refused(lambda: anybody.is_serving("kvstore.v1.Peer"))[0] is grpc.StatusCode.NOT_FOUND
 
 
+def test_a_late_question_of_an_operator_says_nothing_of_the_sidecar(running: RunningNetwork) -> None:
+    operator, anybody = running.operator(), running.caller(None)
+    wait_until(anybody.is_serving)
+    for _ in range(50):
+        try:
+            operator.ask(operator.admin.Stat, admin_pb2.StatRequest(), timeout=0.002)
+        except grpc.RpcError as error:
+            assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert anybody.is_serving()
+
+
+def test_a_page_behind_the_last_one_is_empty(running: RunningNetwork) -> None:
+    caller = running.of_tenant()
+    answer = caller.ask(caller.store.Namespaces, store_pb2.NamespacesRequest(first=(1 << 32) - 1))
+    assert not answer.namespaces and not answer.next
+
+
 def test_a_sidecar_that_begins_again_is_found_again(tmp_path: Path) -> None:
     flags = beside(tmp_path, token_file(tmp_path))
     with Sidecar(tmp_path) as sidecar, sidecar.client() as store:
