@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import grpc
@@ -19,7 +18,7 @@ from grpc_health.v1 import health_pb2
 from kvstore.block.errors import BadInput, StoreError, Unreachable
 from kvstore.client.framing import TimedOut
 from kvstore.network.credentials import Rotated, Tokens, caller_of_uris
-from kvstore.network.lanes import CallerLanes, Lane
+from kvstore.network.lanes import AtOnce, CallerLanes, Delayed, Lane
 from kvstore.network.links import CallTime, SidecarBusy, TenantLink
 from kvstore.network.services import AdminService, DoorCall, DoorCaller, ScoreService, StoreService
 from kvstore.network.watch import StatusWatch
@@ -54,6 +53,9 @@ OPTIONS = [
 ]
 STORE, ADMIN, SCORE, HEALTH = "kvstore.v1.Store", "kvstore.v1.Admin", "kvstore.v1.Score", "grpc.health.v1.Health"
 SERVICES = (STORE, ADMIN, SCORE)
+FLOODS = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAUTHENTICATED)
+REFUSED_SECONDS, MOST_REFUSED = 0.5, 4096
+"""After which calls of these codes are told so: who asks again at once, 128 at a time, has the time of others."""
 LONG = ("Drop", "Warm", "DropAny")
 _Send = Callable[[Any], None]
 
@@ -107,9 +109,10 @@ class GrpcDoor:
         self._lanes = lanes
         self._clock = clock
         self._is_draining = False
+        self._refusals = Delayed(REFUSED_SECONDS, MOST_REFUSED, clock)
         self._health_lane = Lane("health", 16, 256, clock, room_seconds=0.0)
         self._server = grpc.server(
-            ThreadPoolExecutor(2, "kv-network-front"),
+            AtOnce(1),  # `begin` waits for nothing
             interceptors=[_Entrance(self)],
             options=OPTIONS if options is None else options,
             maximum_concurrent_rpcs=256,
@@ -150,6 +153,7 @@ class GrpcDoor:
     def close(self, seconds: float) -> None:
         """Take no more calls, and end those under way after so long; health says so from now on."""
         self._is_draining = True
+        self._refusals.close()
         self._server.stop(seconds).wait(seconds + 1)
         for lane in (self._health_lane, *self._lanes.all()):
             lane.close()
@@ -168,7 +172,11 @@ class GrpcDoor:
             if not lane.submit(lambda: self._serve(lane, behaviour, requests, context, send, call)):
                 raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls are in flight; ask again later")
         except Refused as refused:
-            _end(context, send, refused.code, str(refused))
+            code, text = refused.code, str(refused)
+            if code in FLOODS and context.time_remaining() > 2 * REFUSED_SECONDS:
+                self._refusals.do(lambda: _end(context, send, code, text))
+            else:
+                _end(context, send, code, text)
 
     def _call(self, service: str, context: Any) -> DoorCall:
         caller = self._identify(context)

@@ -7,14 +7,18 @@ given up from outside: when it is late, and in a lane that is full of such when 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 from tiering.clock import Clock
 
+T = TypeVar("T")
 CLIENT_SECONDS, ROOM_SECONDS = 5.0, 0.25
 """A call may wait so long for its client; and so long in a lane in which all others wait for theirs."""
+DELAYED_APART_SECONDS = 0.002
 
 
 class Lane:
@@ -84,10 +88,68 @@ class Lane:
                 self._count -= 1
 
 
+class AtOnce(ThreadPoolExecutor):
+    """Does what it is given at once, in the thread that gives it: for what waits for nothing."""
+
+    def submit(self, work: Callable[..., T], /, *args: Any, **named: Any) -> Future[T]:
+        """As `Executor.submit`; the future is done."""
+        done: Future[T] = Future()
+        try:
+            done.set_result(work(*args, **named))
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
+
+class Delayed:
+    """Does things a little later, in the order in which they were given, and not all at once. Thread-safe."""
+
+    def __init__(self, seconds: float, most: int, clock: Clock) -> None:
+        """most: that wait; what is beyond them is done at once."""
+        self._seconds, self._most, self._clock = seconds, most, clock
+        self._changed = threading.Condition()
+        self._waiting: deque[tuple[float, Callable[[], object]]] = deque()
+        self._last = 0.0
+        self._ends = False
+        self._thread = threading.Thread(target=self._run, name="kv-network-delay", daemon=True)
+        self._thread.start()
+
+    def do(self, work: Callable[[], object]) -> None:
+        """Do it then. work: raises nothing."""
+        with self._changed:
+            if len(self._waiting) < self._most and not self._ends:
+                self._last = max(self._clock.monotonic_seconds() + self._seconds, self._last + DELAYED_APART_SECONDS)
+                self._waiting.append((self._last, work))
+                self._changed.notify()
+                return
+        work()
+
+    def close(self) -> None:
+        """Do all that waits now."""
+        with self._changed:
+            self._ends = True
+            self._changed.notify()
+        self._thread.join(1.0)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._waiting and not self._ends:
+                    self._changed.wait()
+                if not self._waiting:
+                    return
+                left = self._waiting[0][0] - self._clock.monotonic_seconds()
+                if left > 0 and not self._ends:
+                    self._changed.wait(left)
+                    continue
+                _, work = self._waiting.popleft()
+            work()
+
+
 class CallerLanes:
     """Two for each caller: for calls that are answered at once, and for those that may take an hour."""
 
-    def __init__(self, clock: Clock, threads: int = 4, most: int = 64, long_most: int = 8) -> None:
+    def __init__(self, clock: Clock, threads: int = 2, most: int = 64, long_most: int = 8) -> None:
         self._clock = clock
         self._threads, self._most, self._long_most = threads, most, long_most
         self._lock = threading.Lock()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -23,6 +24,8 @@ from tiering.clock import Clock
 
 UNIX = "unix:"
 LOOK_SECONDS = 1.0
+SWITCH_SECONDS = 0.0005
+"""For which a thread keeps the interpreter while others want it: those of a tenant that floods, while others wait."""
 END_SECONDS = 2.0
 """For calls that are under way at the end: less than the keeper gives it."""
 
@@ -60,6 +63,7 @@ class NetworkParts:
 def serve_network(options: NetworkOptions, parts: NetworkParts, started: Callable[[str, int | None], None]) -> None:
     """Until SIGTERM or SIGINT. started: told where gRPC listens, and the port of HTTP. Raises `BadInput`."""
     check_addresses(options)
+    sys.setswitchinterval(SWITCH_SECONDS)
     ends = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ends.set())

@@ -12,6 +12,7 @@ from functools import partial
 from kvstore.block.errors import BadInput
 from kvstore.network.answers import (
     checked_drop_seconds,
+    fill,
     hit_tokens,
     keys_of,
     load_seconds,
@@ -195,10 +196,11 @@ class AdminService:
         reasons = facts.health.removeprefix("degraded (").removesuffix(")").split("; ")
         is_degraded = facts.health.startswith("degraded")
         state = "degraded" if is_degraded and facts.state == "ready" else facts.state
-        ready = facts.state in READY
-        return admin_pb2.HealthResponse(
-            alive=True, ready=ready, state=state, reasons=reasons if state == "degraded" else []
-        )
+        answer = admin_pb2.HealthResponse()
+        fill(answer, facts)
+        answer.alive, answer.ready, answer.state = True, facts.state in READY, state
+        answer.reasons.extend(reasons if state == "degraded" else [])
+        return answer
 
     def DropAny(self, request: admin_pb2.DropAnyRequest, call: DoorCall) -> admin_pb2.DropAnyResponse:
         """Forget a namespace of any tenant whose socket is known here."""
