@@ -27,7 +27,8 @@ GENERATED = ("kvstore/wire",)
 are its own, and their classes are services that have the names of classes here."""
 
 NEW_ROOMS = (
-    "kvstore/bench/network", "kvstore/console",
+    "kvstore/bench/network",
+    "kvstore/console",
     "kvstore/metrics",
     "kvstore/network",
     "kvstore/prefixes",

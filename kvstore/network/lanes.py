@@ -96,7 +96,7 @@ class AtOnce(ThreadPoolExecutor):
         done: Future[T] = Future()
         try:
             done.set_result(work(*args, **named))
-        except Exception as error:
+        except BaseException as error:  # as every executor has it
             done.set_exception(error)
         return done
 
