@@ -27,9 +27,11 @@ GENERATED = ("kvstore/wire",)
 are its own, and their classes are services that have the names of classes here."""
 
 NEW_ROOMS = (
+    "kvstore/bench/network",
     "kvstore/bench/traffic",
     "kvstore/console",
     "kvstore/metrics",
+    "kvstore/network",
     "kvstore/openai",
     "kvstore/prefixes",
     "tiering/counts",

@@ -77,6 +77,24 @@ def bench_lookup(check: Check = False, as_json: Json = False) -> int:
     return judge([result], [], as_json, check)
 
 
+@bench.command("network")
+def bench_network(
+    seconds: Annotated[
+        float, typer.Option(metavar="N", min=0.1, help="Of each quiet and each flooded turn of the local door.")
+    ] = 3.0,
+    check: Check = False,
+    as_json: Json = False,
+) -> int:
+    """What a match of 512 keys takes through gRPC beside an empty call and the local match, and what an engine at the
+    local door notices while another tenant floods gRPC with 256 calls at a time, from one core."""
+    with shown_progress() as show:
+        show("loading torch")
+        from kvstore.bench.network import rows
+
+        result = rows.run(rows.NetworkBenchOptions(seconds=seconds), show)
+    return judge([result], [], as_json, check)
+
+
 @bench.command("restart")
 def bench_restart(
     blocks: Annotated[int, typer.Option(metavar="N", help="Blocks in the directory that is opened.")] = 1_000_000,

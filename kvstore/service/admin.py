@@ -285,6 +285,7 @@ class Admin:
             counts.last_used if counts is not None else None,
             looked([counts] if counts is not None else []),
             self._store.names.get(usage.tenant, usage.digest) if self._store.names is not None else "",
+            self._told.load_rates(usage.tenant, usage.number) if self._told is not None else {},
         )
 
     def _session_facts(self) -> list[SessionStatus]:
