@@ -61,7 +61,6 @@ HELD_OUT = "computed all the same, as the first hits of an engine and a share of
 
 _log = getLogger(__name__)
 
-
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
@@ -309,8 +308,7 @@ class PagedScheduler:
             state.load.account = state.account  # counted when it is known how the load ended
         else:
             self._counts.add(state.account)
-        told = self._news.add(state, self._facts, self._namespace.now())
-        return {**told, "block_tokens": self.block_tokens}
+        return {**self._news.add(state, self._facts, self._namespace.now()), "block_tokens": self.block_tokens}
 
     def hit_tiers(self, request_id: str, tokens: int) -> dict[HitTier, int]:
         """Of that many tokens that are loaded for a request: from which tiers. Empty where that is not known."""

@@ -199,10 +199,7 @@ class NamespaceHandle:
         return PendingReply(submitted, lambda told: told, lambda: m.Changed(b"", [], 0))
 
     def tell(
-        self,
-        requests: Sequence[RequestTold],
-        savings: SavingsTold | None = None,
-        prompts: Sequence[PromptTold] = (),
+        self, requests: Sequence[RequestTold], savings: SavingsTold | None = None, prompts: Sequence[PromptTold] = ()
     ) -> None:
         """Say what became of requests of this engine, at most `MAX_TOLD_REQUESTS`, what hits saved since it was said
         last, and sketches of at most `MAX_TOLD_PROMPTS` of this namespace: for `kvstore why` and the dashboard. Waits
