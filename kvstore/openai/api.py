@@ -29,6 +29,7 @@ MOST_EVENT_BYTES = 4 << 20
 DONE = b"data: [DONE]"
 
 Body = dict[str, Raw]
+_UNREADABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 
 REMOTE_NULLS: dict[str, Any] = dict.fromkeys(
     ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"), None
@@ -70,7 +71,7 @@ def read_body(content: bytes) -> Body:
         body = msgspec.json.decode(content, type=Body)
     except msgspec.ValidationError:
         raise ApiRefusal(400, "the body is no JSON object; send one with model and prompt or messages") from None
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+    except _UNREADABLE as error:
         raise ApiRefusal(400, f"the body cannot be read as JSON: {' '.join(str(error).split())}") from None
     if len(body) > MOST_FIELDS:
         raise ApiRefusal(400, f"the body has {len(body)} fields; at most {MOST_FIELDS} are taken")
@@ -84,7 +85,7 @@ def transfer_parameters(body: Body) -> Body:
         return {}
     try:
         return msgspec.json.decode(given, type=Body)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+    except _UNREADABLE:
         raise ApiRefusal(400, "kv_transfer_params has to be an object", param="kv_transfer_params") from None
 
 
@@ -128,7 +129,7 @@ def _object(value: Raw | None) -> Body:
     """Nothing where it is none: the connector lists what it does not understand."""
     try:
         return msgspec.json.decode(value, type=Body) if value is not None else {}
-    except msgspec.DecodeError:
+    except _UNREADABLE:
         return {}
 
 
@@ -140,14 +141,9 @@ def prefilled_parameters(content: bytes) -> Raw | None:
     """`kv_transfer_params` of a prefill's answer; None where it has none. Raises `ValueError` where it is no answer."""
     try:
         found = msgspec.json.decode(content, type=_Prefilled).kv_transfer_params
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+    except _UNREADABLE:
         raise ValueError("an answer that is no JSON object") from None
     return None if isinstance(found, UnsetType) or bytes(found) == b"null" else found
-
-
-def is_streamed(body: Body) -> bool:
-    """Whether the client wants its answer as events."""
-    return bytes(body.get("stream", Raw(b"false"))) == b"true"
 
 
 class _TokenPrompt(msgspec.Struct):
@@ -160,7 +156,7 @@ def prompt_tokens(content: bytes) -> list[int] | None:
     """Where the prompt is one of token ids: these."""
     try:
         return msgspec.json.decode(content, type=_TokenPrompt).prompt
-    except (msgspec.DecodeError, RecursionError):
+    except _UNREADABLE:
         return None
 
 

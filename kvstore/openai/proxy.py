@@ -149,7 +149,7 @@ class PdProxy:
         if not 0 < len(name) <= MOST_ID or not name.isascii() or not name.isprintable():
             name = self._new_id()
         headers = {**JSON_HEADERS, "x-request-id": name}
-        if "authorization" in given:
+        if given.get("authorization", "\xff").isascii():
             headers["authorization"] = given["authorization"]
         return Exchange(scope["path"], headers, send, self._limits.unread_seconds, told={"x-request-id": name})
 

@@ -404,6 +404,8 @@ def test_wrong_requests_are_refused_in_openais_shape(small: Callable[..., SmallO
         assert proxy.error(COMPLETIONS, None, "GET")[0] == 405
         assert proxy.error("/v1/embeddings", PROMPT)[0] == 404
         chunked = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+        for odd in (b'{"\\ud800": 1}', b'{"\xff": 1}', b'{"kv_transfer_params": {"\\udfff": 1}}'):
+            assert proxy.error(COMPLETIONS, odd)[0] == 400
         for sent, status in (
             (chunked + b"1000\r\n" + b"x" * 4096 + b"\r\n1\r\nx\r\n0\r\n\r\n", b"413"),
             (chunked, b"408"),
@@ -415,8 +417,11 @@ def test_wrong_requests_are_refused_in_openais_shape(small: Callable[..., SmallO
         wire = proxy.wire()
         wire.sendall(b"\x16\x03\x01 no HTTP at all\r\n\r\n")
         assert wire.recv(1 << 16).startswith(b"HTTP/1.1 400")
-        assert proxy.ask(COMPLETIONS, PROMPT)[0] == 200
-    assert len(decode.of(COMPLETIONS)) == len(prefill.of(COMPLETIONS)) == 1
+        odd = {"authorization": "Bearer \xe9", "x_request_id": "\xe9" * 9}
+        assert proxy.ask(COMPLETIONS, PROMPT, **odd)[0] == 200
+    (asked,), (same,) = prefill.of(COMPLETIONS), decode.of(COMPLETIONS)
+    assert "authorization" not in asked.headers and asked.headers["x-request-id"].isascii()
+    assert same.headers["x-request-id"] == asked.headers["x-request-id"]
 
 
 def test_more_requests_than_it_takes_are_told_to_come_again(small: Callable[..., SmallOpenAi]) -> None:
