@@ -19,7 +19,9 @@ CONVERSATION_PRIORITY = 100
 """Of a turn of a conversation, of which nothing else is said."""
 HINTS = ("store", "ttl", "priority", "conversation", "ticket", "await")
 """In `kv_transfer_params`, under "kvstore"."""
-ACCOUNT = frozenset(("asked", "hits", "misses", "detail", "load_ms", "saved_blocks", "put_reasons", "ignored"))
+ACCOUNT = frozenset(
+    ("asked", "hits", "misses", "detail", "load_ms", "saved_blocks", "put_reasons", "ignored", "block_tokens")
+)
 """What an engine tells there of a request that it has ended: a proxy that passes it on to the next engine wants nothing
 by it."""
 PRODUCER, CONSUMER = "kv_producer", "kv_consumer"

@@ -26,7 +26,17 @@ GENERATED = ("kvstore/wire",)
 """Folders of generated stubs. They are neither rooms nor files of the house: protoc writes them, so their proportions
 are its own, and their classes are services that have the names of classes here."""
 
-NEW_ROOMS = ("engine_adapter/handoff", "kvstore/console", "kvstore/metrics", "kvstore/prefixes", "tiering/counts")
+NEW_ROOMS = (
+    "engine_adapter/handoff",
+    "kvstore/bench/network",
+    "kvstore/bench/traffic",
+    "kvstore/console",
+    "kvstore/metrics",
+    "kvstore/network",
+    "kvstore/openai",
+    "kvstore/prefixes",
+    "tiering/counts",
+)
 """Rooms that came after the budgets of rooms and of files on a verb's way were set: they have a budget of their own."""
 
 _BROAD = ("Exception", "BaseException")

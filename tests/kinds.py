@@ -33,8 +33,10 @@ PURE_FILES = frozenset(
     adapters/test_save_patience.py
     adapters/test_save_plan.py
     adapters/test_speeds.py
+    bench/test_traffic_workload.py
     console/test_figures.py
     metrics/test_exposition.py
+    openai_api/test_api.py
     metrics/test_pages.py
     insight/test_divergence.py
     insight/test_models.py
@@ -113,6 +115,7 @@ SLOW_FILES = (
     "bench/test_gpu_list.py",
     "bench/test_kernels_bench.py",
     "bench/test_lookup_door.py",
+    "bench/test_network_bench.py",
     "bench/test_restart.py",
     "bench/test_restart_sidecar.py",
     "bench/test_ttft.py",

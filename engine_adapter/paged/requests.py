@@ -103,6 +103,11 @@ class RequestSpec:
         given = self.ttl if self.ttl is not None else usual
         return max(given or 0.0, handed_over) if self.hands_over else given
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether its user wants its blocks to be kept before others: also those that are stored already."""
+        return self.ttl is not None or (self.priority or 0) > 0
+
 
 @dataclass(frozen=True, slots=True)
 class Computed:
@@ -170,7 +175,7 @@ class RequestState:
     engine's own. offered: blocks up to which its KV was offered, or is held. taken_tokens: of the engine's own and
     ours, at its last admission. held_out: whether its hit is computed all the same, None until that is decided.
     added_at, and found_tokens of the store's: while its first token is waited for, to learn what hits save. sealing:
-    its ticket, on its way.
+    its ticket, on its way. is_renewed: what was stored before is kept as it wants.
     """
 
     request: EngineRequest
@@ -199,6 +204,7 @@ class RequestState:
     added_at: float = 0.0
     found_tokens: int = 0
     sealing: PendingReply[Sealed] | None = None
+    is_renewed: bool = False
 
     def hit_tiers(self, tokens: int) -> dict[HitTier, int]:
         """Of that many tokens that are loaded for it: from which tiers. Empty where that is not known."""
@@ -217,6 +223,19 @@ class RequestState:
         if self.sealing is not None:
             self.sealing.cancel()
         return told.ticket if told is not None else ""
+
+    @property
+    def is_to_renew(self) -> bool:
+        """Whether what is stored of it already is to be kept as it wants, and nobody has said so yet."""
+        return self.facts.is_kept and not self.is_renewed
+
+    def take_renewal(self, computed: int) -> int:
+        """How many leading blocks that is, once and with the prompt's last step; 0 for none."""
+        held = min(self.offered, len(self.prompt.keys))
+        if not held or not self.is_to_renew or computed < self.request.num_prompt_tokens:
+            return 0
+        self.is_renewed = True
+        return held
 
     def told(self) -> dict[str, Any]:
         """To the request's user, when it is over. load_ms: None where the step that loaded is the one that ends it."""

@@ -296,7 +296,7 @@ class PagedScheduler:
             state.load.account = state.account  # counted when it is known how the load ended
         else:
             self._counts.add(state.account)
-        return self._news.add(state, self._facts, self._namespace.now())
+        return {**self._news.add(state, self._facts, self._namespace.now()), "block_tokens": self.block_tokens}
 
     def hit_tiers(self, request_id: str, tokens: int) -> dict[HitTier, int]:
         """As `RequestState.hit_tiers`."""
@@ -482,14 +482,13 @@ class PagedScheduler:
         tokens, block, lookup = state.request.num_tokens, self.block_tokens, state.lookup
         if state.facts.hands_over:
             return False  # what is not stored any more is to be saved before it is over
-        if lookup is None:
-            if not self._is_asked(state):
-                return False
-        elif lookup.is_over or lookup.found() is not None:
+        if lookup is None and not self._is_asked(state):
+            return False
+        if lookup is not None and (lookup.is_over or lookup.found() is not None):
             return False
         if (tokens - 1) // block * block > local_tokens:
             return False
-        state.late_at = tokens + 1
+        state.late_at = tokens + (not state.facts.is_kept)  # what it has is renewed with its last step
         if self._facts is not None and state.number != self._facts.number:
             state.number, state.prompt = self._facts.number, Prompt(0, [])  # hashed when a block is to be saved
         if not state.is_admitted:
@@ -639,6 +638,8 @@ class PagedScheduler:
             stop = min(stop, state.request.num_prompt_tokens)
         stop_block = stop // block
         if stop_block <= state.offered:
+            if held := state.take_renewal(one.stop):
+                self._order_save(state, one.tables(), held, held, orders)
             if stop < one.stop and not state.late_at:
                 state.request.due = NEVER  # there is no more of it to come
             else:
@@ -718,7 +719,7 @@ class PagedScheduler:
         due = (blocks + 1) * self.block_tokens if saves and self.block_tokens else NEVER
         if state.late_at and due != NEVER:
             due = min(due, state.late_at)
-        if state.found_tokens or state.audit is not None:  # its first token is waited for, or it is to be compared
+        if state.found_tokens or state.audit is not None or (blocks and state.is_to_renew):
             due = min(due, state.request.num_prompt_tokens)
         state.request.due = due
 

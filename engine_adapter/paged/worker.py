@@ -427,6 +427,8 @@ class PagedWorker:
             keys = [order.keys[at : at + KEY_BYTES] for at in range(0, len(order.keys), KEY_BYTES)]
             step = max(1, PIECE_BYTES * self.pages.facts.page_tokens // (self.pages.facts.page_bytes * block))
             first = held = order.first_token // block
+            if first == len(keys):
+                namespace.renew(Prompt(first * block, keys), order.ttl, order.priority, SAVE_DEADLINE_MS)
             while first < len(keys):
                 stop = min(first + step, len(keys))
                 run = [_cut(table, first * block, stop * block, self.pages.facts.page_tokens) for table in order.tables]

@@ -23,6 +23,7 @@ import kvstore
 from kvstore.block.errors import StoreError, Unreachable
 from kvstore.client.framing import FramedSocket
 from kvstore.client.sidecar_store import CallLimits, SidecarStore
+from kvstore.config import DEFAULT_TENANT
 from kvstore.node import SystemClock
 from kvstore.service.health import Readiness
 
@@ -42,11 +43,21 @@ _PATIENT = CallLimits(match=LONGEST_SECONDS, lease=LONGEST_SECONDS, fill=LONGEST
 class Sidecar:
     """A sidecar from its start on. A context: it is ended in order, or killed where something failed."""
 
-    def __init__(self, store: Mapping[str, str | int], *, has_health: bool = False) -> None:
-        """store: settings of that section; `data` is a folder that goes with the sidecar if not given."""
+    def __init__(
+        self, store: Mapping[str, str | int], *, has_health: bool = False, tokens: Mapping[str, str] | None = None
+    ) -> None:
+        """store: settings of that section; `data` is a folder that goes with the sidecar if not given. tokens: of
+        tenants beside the default one, and of that, by their names, where there is to be a network process at `grpc`;
+        the socket of a tenant has its name."""
         self._scratch = tempfile.TemporaryDirectory(prefix="kvstore-")
-        scratch = Path(self._scratch.name)
+        scratch = self.folder = Path(self._scratch.name)
+        self.grpc = f"unix:{scratch / 'grpc'}"
+        lines = ["operator-token-of-a-bench", *(f"{name} {token}" for name, token in (tokens or {}).items())]
+        (scratch / "tokens").write_text("\n".join(lines))
+        others = [name for name in tokens or () if name != DEFAULT_TENANT]
         self.socket = str(scratch / "door")
+        self.http_port = 0
+        """Of its health and metrics, once it is `ready`."""
         self._log = scratch / "log"
         config = scratch / "config.toml"
         config.write_text(
@@ -56,6 +67,8 @@ class Sidecar:
                     "door": {"socket": self.socket},
                     "http": {"listen": f"{_HOST}:0"} if has_health else {},
                     "log": {"level": "warning"},
+                    "network": {"listen": self.grpc, "token_file": str(scratch / "tokens")} if tokens else {},
+                    **{f"tenants.{name}": {"socket": str(scratch / name)} for name in others},
                 }
             )
         )
@@ -86,7 +99,7 @@ class Sidecar:
         Once it was `greeted`. Raises `StoreError`, also where some of it could not be taken in.
         """
         assert self._process.stdout is not None
-        port = json.loads(self._process.stdout.readline() or "{}").get("http_port")
+        port = self.http_port = json.loads(self._process.stdout.readline() or "{}").get("http_port", 0)
         while True:
             try:
                 connection = HTTPConnection(_HOST, port, timeout=LONGEST_SECONDS)
@@ -122,9 +135,10 @@ class Sidecar:
     def kill(self) -> None:
         """SIGKILL to the keeper and to the sidecar, neither of which gets to do anything about it."""
         keeper = self._process.pid
-        self._process.send_signal(signal.SIGSTOP)
-        for sidecar in Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split():
-            os.kill(int(sidecar), signal.SIGKILL)
+        with suppress(OSError):  # who interrupts a bench interrupts its sidecar, which may be gone by itself
+            self._process.send_signal(signal.SIGSTOP)
+            for sidecar in Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split():
+                os.kill(int(sidecar), signal.SIGKILL)
         self._process.kill()
         self._process.wait()
 

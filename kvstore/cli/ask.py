@@ -6,7 +6,6 @@ Each call opens a connection of its own and ends it. Whatever goes wrong is rais
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,11 +14,11 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from kvstore.block.account import HitTier, MissReason
 from kvstore.block.errors import BadInput, Rejected, StoreError, Unreachable
 from kvstore.block.identity import ExtraKey, Namespace, PrefixHasher, as_extra_keys, token_bytes
 from kvstore.client.connection import check_numbers, checked_facts
 from kvstore.client.framing import FramedSocket, TimedOut
+from kvstore.client.warming import Warming
 from kvstore.protocol import messages as m
 from kvstore.protocol.requests import MAX_REQUEST_CHARACTERS
 from kvstore.protocol.status import SidecarStatus, checked_seconds, pick, printable
@@ -30,10 +29,6 @@ A = TypeVar("A")
 CALL_SECONDS = 5.0
 MARGIN_SECONDS = 5.0
 """Beyond what the sidecar itself takes for a thing that has a deadline."""
-WARM_BLOCKS = 256
-"""Promoted under one lease: more of a long prompt need not be pinned at a time."""
-WARM_SECONDS = 50.0
-"""For each of these leases."""
 
 Progress = Callable[[str, int, int], None]
 
@@ -265,54 +260,28 @@ def warm(
 ) -> Warmed:
     """Bring the stored prefix of each prompt up to DRAM. name: of the file, for messages. Raises `BadInput`."""
     began = clock.monotonic_seconds()
-    counts: Counter[str] = Counter()
-    left: Counter[str] = Counter()
-    absent: Counter[str] = Counter()
     with _connection(socket, clock, "give --socket (a tenant's) or --data") as ask:
         chosen = _chosen_namespace(ask, namespace)
         block_tokens = _unpacked(chosen).layout.block_tokens
         grant = ask(m.OpenNamespace(chosen.packed, chosen.payload_bytes), m.Granted, CALL_SECONDS).grant
-        hasher = PrefixHasher(grant.identity_key, block_tokens)
+        hasher, warming = PrefixHasher(grant.identity_key, block_tokens), Warming(ask, grant.number, clock)
         for done, prompt in enumerate(prompts):
             progress(f"warming {prompt.line}", done, len(prompts))
             keys = hasher.keys(prompt.token_ids, prompt.extra_keys)
             if len(keys) > m.MAX_KEYS:
                 most = f"{m.MAX_KEYS} ({m.MAX_KEYS * block_tokens} tokens)"
                 raise BadInput(f"{name} line {prompt.line}: {len(keys)} blocks; give at most {most}")
-            match = ask(m.MatchPrefix(grant.number, keys, counts=False), m.Matched, CALL_SECONDS).reply
-            counts["asked"] += len(keys)
-            if match.blocks < len(keys):
-                absent[str(match.reason or MissReason.ABSENT)] += len(keys) - match.blocks
-            lacking = [at for at, tier in enumerate(_by_block(match.tiers)) if tier is not HitTier.DRAM]
-            counts["warm"] += match.blocks - len(lacking)
-            reached, reason = _promote(ask, grant.number, keys[: match.blocks])
-            counts["promoted"] += sum(at < reached for at in lacking)
-            lost = sum(at >= reached for at in lacking)
-            if lost:
-                left[str(reason or MissReason.EVICTED)] += lost
-    seconds = clock.monotonic_seconds() - began
+            warming.take(keys)
     return Warmed(
-        chosen.id, len(prompts), counts["asked"], counts["warm"], counts["promoted"], dict(left), dict(absent), seconds
+        chosen.id,
+        len(prompts),
+        warming.asked,
+        warming.warm,
+        warming.promoted,
+        dict(warming.left),
+        dict(warming.absent),
+        clock.monotonic_seconds() - began,
     )
-
-
-def _promote(ask: _Ask, number: int, keys: Sequence[bytes]) -> tuple[int, MissReason | None]:
-    """How many of these blocks were in DRAM at once with those around them, and why not all."""
-    for start in range(0, len(keys), WARM_BLOCKS):
-        stop = min(start + WARM_BLOCKS, len(keys))
-        verb = m.LeasePrefix(number, list(keys[:stop]), start, 1000 * WARM_SECONDS, counts=False)
-        reply = ask(verb, m.Leased, WARM_SECONDS + MARGIN_SECONDS).reply
-        if reply.lease:
-            ask(m.Release([reply.lease]), m.Done, CALL_SECONDS)
-        if reply.blocks < stop:
-            return reply.blocks, reply.reason
-    return len(keys), None
-
-
-def _by_block(tiers: Iterable[tuple[HitTier, int]]) -> Iterator[HitTier]:
-    for tier, blocks in tiers:
-        for _ in range(blocks):
-            yield tier
 
 
 def _chosen_namespace(ask: _Ask, wanted: str) -> m.Opened:

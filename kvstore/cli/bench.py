@@ -2,10 +2,13 @@
 
 import json
 import shutil
+import signal
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 from kvstore.block.errors import BadInput
+from kvstore.cli.engines import api_key_header
 from kvstore.cli.terminal import (
     CHECK_FAILED,
     OK,
@@ -14,7 +17,10 @@ from kvstore.cli.terminal import (
     Show,
     bench,
     expanded_path,
+    lines_of,
+    listed,
     print_result,
+    real,
     shown_progress,
     typer,
 )
@@ -68,6 +74,24 @@ def bench_lookup(check: Check = False, as_json: Json = False) -> int:
         from kvstore.bench import lookup
 
         result = lookup.run(progress=show)
+    return judge([result], [], as_json, check)
+
+
+@bench.command("network")
+def bench_network(
+    seconds: Annotated[
+        float, typer.Option(metavar="N", min=0.1, help="Of each quiet and each flooded turn of the local door.")
+    ] = 3.0,
+    check: Check = False,
+    as_json: Json = False,
+) -> int:
+    """What a match of 512 keys takes through gRPC beside an empty call and the local match, and what an engine at the
+    local door notices while another tenant floods gRPC with 256 calls at a time, from one core."""
+    with shown_progress() as show:
+        show("loading torch")
+        from kvstore.bench.network import rows
+
+        result = rows.run(rows.NetworkBenchOptions(seconds=seconds), show)
     return judge([result], [], as_json, check)
 
 
@@ -254,6 +278,149 @@ def _ttft_vllm(given: dict[str, Any], parts: list[str], as_json: bool, check: bo
 
         result = ttft_vllm.run(ttft_vllm.options_for(parts=parts, **given), show)
     return judge([result], result.faults, as_json, check)
+
+
+@bench.command("traffic")
+def bench_traffic(
+    trace: Annotated[
+        str,
+        typer.Argument(
+            metavar="TRACE",
+            callback=expanded_path,
+            help="JSON lines of Mooncake's form, or of kvstore record; gzip is unpacked.",
+        ),
+    ],
+    endpoint: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=URL", help="An engine with OpenAI's API. May be given again: they take turns."),
+    ] = None,
+    sidecar: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=URL", help="Where the sidecar of that endpoint has its /metrics."),
+    ] = None,
+    engines: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,..",
+            help="Start these here in place of --endpoint, a vLLM each: none (no prefix cache), own (its own alone), "
+            "kvstore (with a sidecar), pd (prefill and decode apart).",
+        ),
+    ] = None,
+    shape: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Of the model that --engines have: tiny or mid.")
+    ] = None,
+    own_share: Annotated[
+        float,
+        typer.Option(metavar="X", min=0, max=10, help="Of the workload, what a cache of --engines holds itself."),
+    ] = 0.1,
+    seconds: Annotated[float, typer.Option(metavar="N", min=0.1, max=86400, help="Of arrivals, in each turn.")] = 60.0,
+    requests: Annotated[int, typer.Option(metavar="N", min=1, max=1_000_000, help="In each turn, at most.")] = 1000,
+    turns: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="Each endpoint's, in another order.")] = 2,
+    speed: Annotated[
+        float, typer.Option(metavar="X", min=0.001, max=1000, help="Arrivals come so many times as fast.")
+    ] = 1.0,
+    scale: Annotated[
+        float | None,
+        typer.Option(
+            metavar="X",
+            min=0.0001,
+            max=1,
+            help="Tokens for one of the trace; the longest request just fits if left out.",
+        ),
+    ] = None,
+    form: Annotated[
+        str, typer.Option(metavar="NAME", help="How prompts are sent: tokens, text or chat (words of w5 w6 ..).")
+    ] = "tokens",
+    vocabulary: Annotated[
+        int, typer.Option(metavar="N", min=16, max=1 << 24, help="Token ids are drawn from 5 up to here.")
+    ] = 1000,
+    model: Annotated[str | None, typer.Option(metavar="NAME", help="The first one that an endpoint has.")] = None,
+    ttft_slo: Annotated[str, typer.Option(metavar="MS,..", help="First tokens that count as good.")] = "200,500",
+    itl_slo: Annotated[str, typer.Option(metavar="MS,..", help="Mean gaps that count as good.")] = "100",
+    request_seconds: Annotated[
+        float, typer.Option(metavar="N", min=0.1, max=86400, help="After so long an answer has failed.")
+    ] = 120.0,
+    block_tokens: Annotated[
+        int | None, typer.Option(metavar="N", help="Of a block of the trace, where its lengths do not say.")
+    ] = None,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, max=1 << 31, help="Tokens are drawn from it.")] = 0,
+    api_key_file: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", callback=expanded_path, help="Its first line is sent to endpoints as their key."),
+    ] = None,
+    anywhere: Annotated[
+        bool, typer.Option("--anywhere", help="Endpoints may be on other hosts: it is load for them.")
+    ] = False,
+    as_json: Json = False,
+) -> int:
+    """Replay recorded requests against engines as they came: TTFT, ITL, tokens per second, goodput, and hits by tier.
+
+    Arrivals, lengths and shared prefixes are the trace's; the tokens are made up. Each endpoint gets the same in a
+    turn, and all of it anew in the next, so that figures have a spread. Status 1: all requests of a turn failed.
+    """
+    from kvstore.bench.traffic import engines as starts
+    from kvstore.bench.traffic import run as traffic
+    from kvstore.bench.traffic.replay import PromptForm
+    from kvstore.bench.traffic.result import Slo
+    from kvstore.insight.trace import read_trace
+
+    if bool(endpoint) == bool(engines):
+        raise typer.BadParameter("give --endpoint NAME=URL, or --engines NAME,.. to start some")
+    if engines is None and shape is not None:
+        raise typer.BadParameter("--shape belongs to --engines; leave it out")
+    if form not in [*PromptForm]:
+        raise typer.BadParameter(f"--form {form[:40]!r}; allowed: {', '.join(PromptForm)}")
+    slos = tuple(
+        Slo(real(ttft, "--ttft-slo", _MS), real(itl, "--itl-slo", _MS))
+        for ttft in listed([ttft_slo], "--ttft-slo", _MS)
+        for itl in listed([itl_slo], "--itl-slo", _MS)
+    )
+    options = traffic.TrafficOptions(
+        seconds,
+        requests,
+        turns,
+        speed,
+        scale,
+        PromptForm(form),
+        vocabulary,
+        model,
+        request_seconds,
+        slos,
+        seed,
+        api_key_header(api_key_file),
+        starts.EngineOptions.of(listed([engines], "--engines", "give some"), shape, own_share) if engines else None,
+    )
+    endpoints = _endpoints(endpoint or [], sidecar or [], anywhere)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # engines end with the bench
+    with shown_progress() as show:
+        show("reading the trace")
+        with lines_of(Path(trace)) as lines:
+            read = read_trace(Path(trace).name, lines, block_tokens)
+        result = traffic.run(read, endpoints, options, show)
+    return judge([result], result.faults, as_json, check=False)
+
+
+_MS = "give milliseconds, such as 200,500"
+
+
+def _endpoints(given: list[str], sidecars: list[str], anywhere: bool) -> list[Any]:
+    """By their names. Raises `BadInput`."""
+    from kvstore.bench.traffic.engines import Endpoint
+    from kvstore.openai.client import checked_url
+
+    def named(flag: str, given: list[str]) -> dict[str, str]:
+        found = {}
+        for one in given:
+            name, _, url = one.partition("=")
+            if not name or not url or name in found:
+                raise typer.BadParameter(f"{flag} {one[:80]!r}; give NAME=URL, each name once")
+            found[name] = checked_url(url, flag, is_anywhere=anywhere)
+        return found
+
+    urls, beside = named("--endpoint", given), named("--sidecar", sidecars)
+    if unknown := sorted(beside.keys() - urls.keys()):
+        raise typer.BadParameter(f"--sidecar {unknown[0]}=..: there is no --endpoint of that name")
+    return [Endpoint(name, url, (), beside.get(name)) for name, url in urls.items()]
 
 
 @bench.command("all")

@@ -3,6 +3,7 @@
     demo, bench             the main job, and its measurements
     serve                   a store for all engines of a host
     console                 what a sidecar that runs says of itself, in a browser
+    network                 gRPC beside it, for other languages, hosts and routers
     stat, why, prefixes, namespaces, drop, purge, warm
                             an operator and a sidecar that runs
     fsck                    a directory that nobody uses
@@ -35,8 +36,10 @@ from typing import Annotated, Any
 import kvstore
 import kvstore.cli.bench
 import kvstore.cli.console
+import kvstore.cli.engines
 import kvstore.cli.insight
 import kvstore.cli.lint
+import kvstore.cli.network
 import kvstore.cli.operate
 import kvstore.cli.plan
 from kvstore.block.errors import OutOfResources, StoreError
@@ -244,7 +247,7 @@ def serve(
     if kept_at is None and settings.store.keeper:
         seconds = str(2 * settings.limits.close_seconds)
         sidecar = [sys.executable, "-m", "kvstore", *sys.argv[1:]]
-        given = [seconds, settings.log.format, json.dumps(_console_beside(settings))]
+        given = [seconds, settings.log.format, json.dumps(_beside(settings))]
         os.execv(sys.executable, [sys.executable, "-P", keeper.__file__, *given, *sidecar])
     wire = KeeperWire(kept_at, secrets.token_bytes) if kept_at is not None else None
     # Two starts on the same memory are more than 34 ms apart, since a start takes longer, and no run has 2**24
@@ -269,13 +272,23 @@ def serve(
     return keeper.AGAIN if begins_again else OK
 
 
-def _console_beside(settings: Any) -> list[str]:
-    """The command of the console, where one is to run beside the sidecar."""
-    chosen = settings.console
-    if chosen.listen is None:
-        return []
-    command = [sys.executable, "-m", "kvstore", "console", "--socket", settings.observe_socket]
-    return [*command, "--listen", chosen.listen, *(["--token-file", chosen.token_file] if chosen.token_file else [])]
+def _beside(settings: Any) -> dict[str, list[str]]:
+    """The commands of what is to run beside the sidecar."""
+    from kvstore.service.keeper import CONSOLE, NETWORK
+
+    found = {}
+    program, chosen, observe = [sys.executable, "-m", "kvstore"], settings.console, settings.observe_socket
+    if chosen.listen is not None:
+        flags = ["--listen", chosen.listen, *(["--token-file", chosen.token_file] if chosen.token_file else [])]
+        found[CONSOLE] = [*program, "console", "--socket", observe, *flags]
+    chosen = settings.network
+    if chosen.listen is not None:
+        flags = ["--sockets", json.dumps({name: one.socket for name, one in settings.sockets().items()})]
+        for key in ("http", "token_file", "certificate", "key", "client_ca"):
+            value = getattr(chosen, key)
+            flags += [f"--{key.replace('_', '-')}={value}"] if value is not None else []
+        found[NETWORK] = [*program, "network", "--observe-socket", observe, "--listen", chosen.listen, *flags]
+    return found
 
 
 def _http_server(host: str, port: int, daemon: Any) -> Any:

@@ -18,7 +18,9 @@ from kvstore.block.errors import BadInput
 from kvstore.cli.standard_streams import say
 from kvstore.config import expanded
 
-EXTRA_OF = dict.fromkeys(("typer", "rich", "lmdb", "fastapi", "starlette", "uvicorn"), "server") | {
+EXTRA_OF = dict.fromkeys(
+    "typer rich lmdb fastapi starlette uvicorn httpx2 grpc grpc_health google h11".split(), "server"
+) | {
     "matplotlib": "plot",
     "torch": "hf",
     "transformers": "hf",
@@ -59,7 +61,10 @@ def expanded_path(path: str | None) -> str | None:
 
 
 COMMANDS = tuple(
-    "demo fsck serve console stat why prefixes namespaces drop purge warm record replay whatif plan lint bench".split()
+    (
+        "demo fsck serve console network pd-proxy prime stat why prefixes namespaces drop purge warm "
+        "record replay whatif plan lint bench"
+    ).split()
 )
 
 

@@ -200,10 +200,7 @@ class NamespaceHandle:
         return PendingReply(submitted, lambda told: told, lambda: m.Changed(b"", [], 0))
 
     def tell(
-        self,
-        requests: Sequence[RequestTold],
-        savings: SavingsTold | None = None,
-        prompts: Sequence[PromptTold] = (),
+        self, requests: Sequence[RequestTold], savings: SavingsTold | None = None, prompts: Sequence[PromptTold] = ()
     ) -> None:
         """Say what became of requests of this engine, at most `MAX_TOLD_REQUESTS`, what hits saved since it was said
         last, and sketches of at most `MAX_TOLD_PROMPTS` of this namespace: for `kvstore why` and the dashboard. Waits
@@ -230,8 +227,7 @@ class NamespaceHandle:
         )
 
     def await_block(self, prompt: Prompt, block: int, deadline_ms: float) -> m.Awaited:
-        """Wait until a block of a prompt can be read, also one of which nothing was heard yet, for at most that long
-        and 30 s. `Awaited.end` says why it is over; what can be read then, the next match does."""
+        """Wait until a block of a prompt can be read, also one never heard of, at most that long and 30 s."""
         return self._door.call(self._waiting(prompt, block, deadline_ms), m.Awaited)
 
     def submit_await(self, prompt: Prompt, block: int, deadline_ms: float) -> PendingReply[m.Awaited]:
@@ -241,18 +237,15 @@ class NamespaceHandle:
         return PendingReply(submitted, lambda told: told, lambda: m.Awaited(0, AwaitEnd.CANCELLED))
 
     def submit_seal(self, prompt: Prompt, seconds: float, deadline_ms: float = 1000) -> PendingReply[m.Sealed]:
-        """A ticket by which another engine waits for this prompt's full blocks; what is stored of them is kept for so
-        many seconds, before others. An empty one where the store cannot be asked."""
-        request = m.SealTicket(self.number, prompt.keys, seconds)
-        submitted = self._door.submit(request, m.Sealed, deadline_ms / 1000)
+        """A ticket for another engine to wait for this prompt's blocks; those stored are kept for so many seconds."""
+        submitted = self._door.submit(m.SealTicket(self.number, prompt.keys, seconds), m.Sealed, deadline_ms / 1000)
         return PendingReply(submitted, lambda told: told, lambda: m.Sealed(""))
 
     def submit_open(self, ticket: str, deadline_ms: float = 1000) -> PendingReply[m.TicketOpened]:
         """What a ticket promises here; or, with its reason, that it promises nothing."""
         request = m.OpenTicket(self.number, ticket[: MAX_TICKET_CHARACTERS + 1])
         submitted = self._door.submit(request, m.TicketOpened, deadline_ms / 1000)
-        cancelled = m.TicketOpened(b"", 0, 0.0, MissReason.DISABLED, "it was cancelled")
-        return PendingReply(submitted, lambda told: told, lambda: cancelled)
+        return PendingReply(submitted, lambda told: told, lambda: m.TicketOpened(b"", 0, 0.0, MissReason.DISABLED))
 
     def _waiting(self, prompt: Prompt, block: int, deadline_ms: float) -> m.Await:
         check_deadline(deadline_ms)
@@ -436,6 +429,14 @@ class NamespaceHandle:
                 ended = PutResult(present, len(stored), reply.stopped_at, reason, detail)
                 return self._made_durable(ended, keys[: reply.stopped_at], durability, wait)
         return self._made_durable(PutResult(present, len(stored), None, None), keys, durability, wait)
+
+    def renew(self, prompt: Prompt, ttl: float | None, priority: int = 0, deadline_ms: float | None = None) -> int:
+        """Have what is stored of a prompt kept from now on, as a `put` of it would; returns how many leading blocks.
+
+        For adapters: it takes no pages, so that an engine which has read blocks need not have them still."""
+        keys = prompt.keys
+        renewal = m.Reserve(self.number, keys, len(keys), int(priority), float(ttl) if ttl is not None else None)
+        return DoorTime(self._door, deadline_ms).of(renewal, m.Reserved).reply.present
 
     # Inside --------------------------------------------------------------------------------------------------------
 

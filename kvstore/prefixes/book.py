@@ -55,6 +55,8 @@ MOST_ROWS = 20
 """Of a tenant, in each list; of all together three times as many."""
 FADE_EVERY_SECONDS, WAIT_SECONDS, FRESH_SECONDS, LEAST_SECONDS = 60.0, 1.0, 2.0, 60.0
 ROW_DIGITS = 8
+LEAST_USES = 0.01
+"""Faded: what was used so little is not named any more."""
 MOST_SECONDS_A_TOKEN = 1.0
 """That an engine can say to save."""
 _KINDS = frozenset(PromptChange)
@@ -79,11 +81,10 @@ UNKNOWN = SpaceNames("", "")
 
 
 class _Chain(NamedTuple):
-    """first_block: of a lease; None of a look-up."""
+    """keys: joined. first_block: of a lease; None of a look-up."""
 
     namespace: int
-    keys: Sequence[bytes]
-    blocks: int
+    keys: bytes
     first_block: int | None
     weight: int
 
@@ -106,8 +107,13 @@ class _Tenant:
     saved_seconds: float = 0.0
     saved_tokens: int = 0
     tells_savings: bool = False
-    shown: PrefixFigures | None = None
-    shown_at: float = 0.0
+
+    @property
+    def seconds_a_token(self) -> float | None:
+        """That its engines say to save with each that they load; None where they have said nothing."""
+        if not self.tells_savings or not self.saved_tokens:
+            return None
+        return min(MOST_SECONDS_A_TOKEN, max(0.0, self.saved_seconds / self.saved_tokens))
 
 
 class PrefixBook:
@@ -115,12 +121,15 @@ class PrefixBook:
 
     def __init__(self, clock: Clock, difference: Callable[[int, int], str]) -> None:
         """difference: of two namespaces by their numbers, in words."""
-        self._clock, self._difference = clock, difference
+        self._clock = clock
+        self._difference = lambda one, other: printable(difference(one, other))
         self._sizes: dict[int, tuple[int, int]] = {}
         self._tenants: dict[bytes, _Tenant] = {}
         self._queue_lock = threading.Lock()  # of queues and counts; held for an addition
         self._lock = threading.Lock()  # of trees and sketches; held for one item
         self._began_at = self._faded_at = self._paid_at = clock.monotonic_seconds()
+        self._busy = 1  # tenants that have trees
+        self._shown: dict[tuple[bool, tuple[bytes, ...]], tuple[float, PrefixFigures]] = {}
 
     # Feeding it ----------------------------------------------------------------------------------------------------
 
@@ -139,7 +148,7 @@ class PrefixBook:
         if mine.free > 0 or mine.lookups % ONE_IN == 0:
             weight = 1 if mine.free > 0 else ONE_IN
             mine.free -= 1
-            self._offer(mine, _Chain(namespace, keys, blocks, None, weight))
+            self._offer(mine, _Chain(namespace, b"".join(keys[:blocks]), None, weight))
 
     def granted(self, tenant: bytes, namespace: int, keys: Sequence[bytes], first_block: int, blocks: int) -> None:
         """A lease granted these from first_block up to so many."""
@@ -150,7 +159,7 @@ class PrefixBook:
         if mine.free_leases > 0 or mine.leases % ONE_IN == 0:
             weight = 1 if mine.free_leases > 0 else ONE_IN
             mine.free_leases -= 1
-            self._offer(mine, _Chain(namespace, keys, blocks, first_block, weight))
+            self._offer(mine, _Chain(namespace, b"".join(keys[:blocks]), first_block, weight))
 
     def told(self, tenant: bytes, verb: m.Tell, prompts: Sequence[tuple[SketchedPrompt, PromptSketch]]) -> None:
         """An engine tells. prompts: those of the message, checked."""
@@ -170,14 +179,15 @@ class PrefixBook:
                     mine.sketches.append(prompt)
 
     def _offer(self, mine: _Tenant, chain: _Chain) -> None:
+        blocks = len(chain.keys) // KEY_BYTES
         with self._queue_lock:
-            if len(mine.chains) >= MOST_QUEUED or mine.queued_blocks + chain.blocks > MOST_QUEUED_BLOCKS:
+            if len(mine.chains) >= MOST_QUEUED or mine.queued_blocks + blocks > MOST_QUEUED_BLOCKS:
                 mine.dropped += chain.weight if chain.first_block is None else 0
                 return
             mine.sampled += chain.first_block is None
-            if chain.blocks:
+            if blocks:
                 mine.chains.append(chain)
-                mine.queued_blocks += chain.blocks
+                mine.queued_blocks += blocks
 
     # Working through it --------------------------------------------------------------------------------------------
 
@@ -185,7 +195,9 @@ class PrefixBook:
         """Work through what waits; returns how much that was."""
         self._pass_time()
         done = 0
-        for mine in list(self._tenants.values()):
+        tenants = list(self._tenants.values())
+        self._busy = max(1, sum(bool(mine.trees) for mine in tenants))
+        for mine in tenants:
             with self._queue_lock:
                 chains, mine.chains = mine.chains, deque()
                 sketches, mine.sketches = mine.sketches, deque()
@@ -211,19 +223,18 @@ class PrefixBook:
         mine.trees[chain.namespace] = tree
         while len(mine.trees) > MOST_TREES:
             del mine.trees[next(iter(mine.trees))]
-        keys = b"".join(chain.keys[: chain.blocks])
         if chain.first_block is None:
-            tree.found(keys, chain.weight, self._clock.wall_seconds())
+            tree.found(chain.keys, chain.weight, self._clock.wall_seconds())
         else:
-            tree.granted(keys, chain.first_block, chain.weight)
+            tree.granted(chain.keys, chain.first_block, chain.weight)
         self._shrink(mine, tree)
 
     def _shrink(self, mine: _Tenant, tree: PrefixTree) -> None:
-        trees = len(mine.trees) * max(1, sum(bool(one.trees) for one in self._tenants.values()))
+        trees = len(mine.trees) * self._busy
         tree.shrink(max(LEAST_NODES, MOST_NODES // trees), max(LEAST_NODES, MOST_BLOCKS // trees))
 
     def _make_room(self) -> None:
-        all_ = [one.partings for one in self._tenants.values()]
+        all_ = [one.partings for one in list(self._tenants.values())]
         while sum(map(len, all_)) > MOST_SKETCHES or sum(one.size_bytes for one in all_) > MOST_SKETCH_BYTES:
             max((one for one in all_ if len(one)), key=lambda one: (one.size_bytes, len(one))).forget_oldest()
 
@@ -259,103 +270,44 @@ class PrefixBook:
     ) -> PrefixFigures:
         """Of these tenants, under their names, at most `FRESH_SECONDS` old. of_all: who asks may know what is kept of
         all together. named, standing: of namespaces by their numbers."""
-        found = [
-            self._figures_of(mine, name, named, standing)
-            for tenant, name in names.items()
-            for mine in [self._tenants.get(tenant)]
-            if mine is not None
-        ]
-        most = MOST_ROWS if not of_all else 3 * MOST_ROWS
-        hottest = sorted((row for one in found for row in one.hottest), key=lambda row: -_weight(row))
-        partings = sorted(
-            (row for one in found for row in one.partings),
-            key=lambda row: (-row.lost_tokens_per_hour, -row.prompts_per_hour),
-        )
-        return PrefixFigures(
-            hottest[:most],
+        asker, now = (of_all, tuple(names)), self._clock.monotonic_seconds()
+        shown_at, shown = self._shown.get(asker, (0.0, None))
+        if shown is not None and now - shown_at < FRESH_SECONDS:
+            return shown
+        most = 3 * MOST_ROWS if of_all else MOST_ROWS
+        per_hour = 3600 / faded_seconds(max(LEAST_SECONDS, now - self._began_at))
+        mine = [(name, self._tenants[one]) for one, name in names.items() if one in self._tenants]
+        hot: list[_Hot] = []
+        partings: list[PromptParting] = []
+        for name, tenant in mine:
+            with self._lock:
+                hot += _hottest(tenant, printable(name))
+                partings += _partings(tenant.partings, printable(name), named, per_hour)
+        hot.sort(key=lambda one: -one.found_tokens)
+        partings.sort(key=lambda one: (-one.lost_tokens_per_hour, -one.prompts_per_hour))
+        tenants = [tenant for _, tenant in mine]
+        shown = PrefixFigures(
+            [_row(one, named, standing, per_hour) for one in hot[:most]],  # the store is asked outside of our lock
             partings[:most],
-            self._clock.monotonic_seconds() - self._began_at,
-            sum(one.lookups for one in found),
-            sum(one.sampled for one in found),
-            sum(one.dropped for one in found),
-            sum(one.prompts for one in found),
-            sum(one.sketches or 0 for one in found) if of_all else None,
-            sum(one.sketch_bytes or 0 for one in found) if of_all else None,
+            now - self._began_at,
+            sum(one.lookups for one in tenants),
+            sum(one.sampled for one in tenants),
+            sum(one.dropped for one in tenants),
+            sum(one.prompts for one in tenants),
+            sum(len(one.partings) for one in tenants) if of_all else None,
+            sum(one.partings.size_bytes for one in tenants) if of_all else None,
         )
-
-    def _figures_of(
-        self,
-        mine: _Tenant,
-        name: str,
-        named: Mapping[int, SpaceNames],
-        standing: Callable[[int, Sequence[bytes]], Standing],
-    ) -> PrefixFigures:
-        now, tenant = self._clock.monotonic_seconds(), printable(name)
-        with self._lock:
-            if mine.shown is not None and now - mine.shown_at < FRESH_SECONDS:
-                return mine.shown
-            per_hour = 3600 / faded_seconds(max(LEAST_SECONDS, now - self._began_at))
-            least = LEAST_SHARE * sum(tree.found_tokens() for tree in mine.trees.values())
-            hot = [(number, tree, one) for number, tree in mine.trees.items() for one in tree.hottest(least)]
-            hot.sort(key=lambda one: -one[2].uses * one[2].node.end * one[1].block_tokens)
-            chains = [(*one, one[2].node.keys()) for one in hot[:MOST_ROWS]]
-            groups = sorted(mine.partings.groups, key=lambda one: (-one.lost_tokens, -one.prompts))[:MOST_ROWS]
-            partings = []
-            for group in groups:
-                space, (earlier, tokens) = named.get(group.namespace, UNKNOWN), group.lengths()
-                partings.append(
-                    PromptParting(
-                        group.sentence(per_hour),
-                        tenant,
-                        *space,
-                        group.kind,
-                        group.what,
-                        group.place,
-                        group.last_place,
-                        group.is_exact,
-                        earlier,
-                        tokens,
-                        group.equal_tokens,
-                        group.prompts * per_hour,
-                        group.lost_tokens * per_hour,
-                        group.sampled,
-                        group.seen_at,
-                    )
-                )
-            kept = len(mine.partings), mine.partings.size_bytes
-        speed = None
-        if mine.tells_savings and mine.saved_tokens:
-            speed = min(MOST_SECONDS_A_TOKEN, max(0.0, mine.saved_seconds / mine.saved_tokens))
-        hottest = []
-        for number, tree, one, raw in chains:  # the store is asked outside of our lock
-            keys = [raw[at : at + KEY_BYTES] for at in range(0, len(raw), KEY_BYTES)]
-            there, saved = standing(number, keys), one.saved_blocks * tree.block_tokens * per_hour
-            hottest.append(
-                HotPrefix(
-                    keys[-1].hex()[:ROW_DIGITS],
-                    tenant,
-                    *named.get(number, UNKNOWN),
-                    len(keys) * tree.block_tokens,
-                    len(keys) * tree.block_bytes,
-                    one.uses * per_hour,
-                    saved,
-                    saved * speed if speed is not None else None,
-                    there.blocks * tree.block_tokens,
-                    dict(there.tiers),
-                    one.node.used_at,
-                    there.retained_until,
-                )
-            )
-        counts = mine.lookups, mine.sampled, mine.dropped, mine.prompts
-        shown = PrefixFigures(hottest, partings, now - self._began_at, *counts, *kept)
-        with self._lock:
-            mine.shown, mine.shown_at = shown, now
+        with self._queue_lock:
+            if len(self._shown) > 2 * len(self._tenants):  # each tenant's, and that of all
+                self._shown.clear()
+            self._shown[asker] = now, shown
         return shown
 
     def forget(self, tenant: bytes) -> None:
         """A tenant is gone."""
         with self._queue_lock, self._lock:
             self._tenants.pop(tenant, None)
+            self._shown.clear()
 
     def check(self) -> None:
         """Verify the bounds, and what has to hold in each tree and table."""
@@ -363,7 +315,8 @@ class PrefixBook:
             tenants = list(self._tenants.values())
             for mine in tenants:
                 assert len(mine.chains) <= MOST_QUEUED and len(mine.sketches) <= MOST_PROMPTS_AT_ONCE
-                assert sum(one.blocks for one in mine.chains) == mine.queued_blocks <= MOST_QUEUED_BLOCKS
+                queued = sum(len(one.keys) for one in mine.chains)
+                assert queued == mine.queued_blocks * KEY_BYTES <= MOST_QUEUED_BLOCKS * KEY_BYTES
                 assert len(mine.trees) <= MOST_TREES
                 mine.partings.check()
                 for tree in mine.trees.values():
@@ -372,8 +325,94 @@ class PrefixBook:
             assert sum(one.partings.size_bytes for one in tenants) <= MOST_SKETCH_BYTES
 
 
-def _weight(row: HotPrefix) -> float:
-    return row.requests_per_hour * row.tokens
+class _Hot(NamedTuple):
+    """One that is hot. keys: of its whole chain; uses, saved_tokens: faded."""
+
+    tenant: str
+    namespace: int
+    keys: bytes
+    tokens: int
+    size_bytes: int
+    uses: float
+    saved_tokens: float
+    seconds_a_token: float | None
+    used_at: float
+
+    @property
+    def found_tokens(self) -> float:
+        """What it is ranked by."""
+        return self.uses * self.tokens
+
+
+def _hottest(mine: _Tenant, tenant: str) -> list[_Hot]:
+    least = LEAST_SHARE * sum(tree.found_tokens() for tree in mine.trees.values())
+    found = [(number, tree, one) for number, tree in mine.trees.items() for one in tree.hottest(least)]
+    found = [one for one in found if one[2].uses >= LEAST_USES]
+    found.sort(key=lambda one: -one[2].uses * one[2].node.end * one[1].block_tokens)
+    return [
+        _Hot(
+            tenant,
+            number,
+            one.node.keys(),
+            one.node.end * tree.block_tokens,
+            one.node.end * tree.block_bytes,
+            one.uses,
+            one.saved_blocks * tree.block_tokens,
+            mine.seconds_a_token,
+            one.node.used_at,
+        )
+        for number, tree, one in found[:MOST_ROWS]
+    ]
+
+
+def _row(
+    hot: _Hot,
+    named: Mapping[int, SpaceNames],
+    standing: Callable[[int, Sequence[bytes]], Standing],
+    per_hour: float,
+) -> HotPrefix:
+    keys = [hot.keys[at : at + KEY_BYTES] for at in range(0, len(hot.keys), KEY_BYTES)]
+    there, saved = standing(hot.namespace, keys), hot.saved_tokens * per_hour
+    return HotPrefix(
+        keys[-1].hex()[:ROW_DIGITS],
+        hot.tenant,
+        *named.get(hot.namespace, UNKNOWN),
+        hot.tokens,
+        hot.size_bytes,
+        hot.uses * per_hour,
+        saved,
+        saved * hot.seconds_a_token if hot.seconds_a_token is not None else None,
+        there.blocks * (hot.tokens // len(keys)),
+        dict(there.tiers),
+        hot.used_at,
+        there.retained_until,
+    )
+
+
+def _partings(partings: Partings, tenant: str, named: Mapping[int, SpaceNames], per_hour: float) -> list[PromptParting]:
+    found = []
+    for group in sorted(partings.groups, key=lambda one: (-one.lost_tokens, -one.prompts))[:MOST_ROWS]:
+        earlier, tokens = group.lengths()
+        found.append(
+            PromptParting(
+                group.sentence(per_hour),
+                tenant,
+                *named.get(group.namespace, UNKNOWN),
+                group.kind,
+                group.what,
+                group.place,
+                group.last_place,
+                group.is_exact,
+                earlier,
+                tokens,
+                group.equal_tokens,
+                group.prompts * per_hour,
+                group.lost_tokens * per_hour,
+                group.sampled,
+                group.seen_at,
+            )
+        )
+    return found
 
 
 def checked_prompt(told: PromptTold, namespace: int, block_tokens: int) -> tuple[SketchedPrompt, PromptSketch]:

@@ -106,8 +106,13 @@ class PromptSampler:
         except Full:
             return
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="kv-prompt-sampler", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="kv-prompt-sampler", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # there is none to be had
+                self._every = 0
+                return
+            self._thread = thread
 
     def settle(self) -> None:
         """Wait until all that was offered is told."""

@@ -72,7 +72,8 @@ class LookupCounts(msgspec.Struct, frozen=True):
 
 class NamespaceStatus(msgspec.Struct, frozen=True):
     """id: the first digits of the digest. nvme: None without such a tier. used_at: of the last request, in this run.
-    name: what an engine called the model, "" where none did."""
+    name: what an engine called the model, "" where none did. load_tokens_per_second: by tier, of the loads that engines
+    told of lately."""
 
     id: str
     digest: str
@@ -90,6 +91,7 @@ class NamespaceStatus(msgspec.Struct, frozen=True):
     used_at: float | None
     looked: LookupCounts
     name: str = ""
+    load_tokens_per_second: dict[str, float] = {}
 
 
 class SessionStatus(msgspec.Struct, frozen=True):

@@ -93,6 +93,8 @@ class Admin:
         self._whatif = whatif
         self._told = told
         self._prefixes = prefixes
+        self._naming, self._named_at = threading.Lock(), -FRESH_SECONDS
+        self._named: dict[int, SpaceNames] = {}
         self._reasons = reasons or store.faults.reasons
         self._began_at = counting.now()
 
@@ -187,11 +189,19 @@ class Admin:
         """Which prefixes are hot, and where prompts part: of one tenant, as it is shown, or of all."""
         if self._prefixes is None:
             raise BadInput("this sidecar does not follow prefixes")
-        spaces = {}
-        for _, one in self._spaces():
-            name = self._store.names.get(one.tenant, one.digest) if self._store.names is not None else ""
-            spaces[one.number] = SpaceNames(one.digest.hex()[:ID_DIGITS], printable(name or one.namespace.model))
-        return self._prefixes.figures(self._shown(tenant), spaces, self._standing, of_all=not tenant)
+        with self._naming:  # whoever comes meanwhile is told the same: the store walks over all namespaces for it
+            now = self._store.core.clock.monotonic_seconds()
+            if now - self._named_at >= FRESH_SECONDS:
+                self._named_at = now
+                self._named = {
+                    one.number: SpaceNames(one.digest.hex()[:ID_DIGITS], printable(self._called(one)))
+                    for _, one in self._spaces()
+                }
+        return self._prefixes.figures(self._shown(tenant), self._named, self._standing, of_all=not tenant)
+
+    def _called(self, usage: NamespaceUsage) -> str:
+        name = self._store.names.get(usage.tenant, usage.digest) if self._store.names is not None else ""
+        return name or usage.namespace.model
 
     def _standing(self, number: int, keys: Sequence[bytes]) -> Standing:
         core, tiers = self._store.core, dict[str, int]()
@@ -287,6 +297,7 @@ class Admin:
             counts.last_used if counts is not None else None,
             looked([counts] if counts is not None else []),
             self._store.names.get(usage.tenant, usage.digest) if self._store.names is not None else "",
+            self._told.load_rates(usage.tenant, usage.number) if self._told is not None else {},
         )
 
     def _session_facts(self) -> list[SessionStatus]:

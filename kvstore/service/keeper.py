@@ -3,7 +3,8 @@
     keeper  ->  sidecar     what was kept: name, descriptors; then "that is all"
     sidecar ->  keeper      keep (name, descriptors of an extent and its ledger), forget (name), ready
 
-Beside a sidecar that was ready it runs the console, where one is configured; the sidecar does not depend on it.
+Beside a sidecar that was ready it runs the console and the network process, where they are configured; the sidecar
+does not depend on them.
 
 It knows nothing of what it holds. It is run as a program of its own, from this very file, and imports the standard
 library alone, so that it stays small and has nothing to crash on. SIGTERM and SIGINT end both, SIGHUP has the sidecar
@@ -52,16 +53,26 @@ END_SECONDS = 10.0
 BESIDE_NICE = 10
 BESIDE_PAUSE_SECONDS, LONGEST_BESIDE_PAUSE_SECONDS = 1.0, 60.0
 BESIDE_END_SECONDS = 3.0
+CONSOLE, NETWORK = "console", "network process"
+BEATING = (NETWORK,)
+BEAT_SECONDS, FIRST_BEAT_SECONDS = 5.0, 60.0
+"""A process that is to say that it lives and did not for so long is killed; its start, on a busy machine, may take the
+latter."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 
 
 class ProcessBeside:
-    """The console, which shows what the sidecar says of itself. It is handed no descriptor, runs behind all else, and
+    """The console, or the network process: a client of the sidecar. It is handed no memory, runs behind all else, and
     is started again when it ends, later each time: nothing waits for it."""
 
-    def __init__(self, command: list[str]) -> None:
-        """command: to which `--keeper PID` is added; empty for none."""
+    def __init__(self, name: str, command: list[str], beats: bool = False) -> None:
+        """name: for the log. command: to which `--keeper PID` is added. beats: it is to write to a pipe all the time,
+        `--beats FD`, and is killed where it does not."""
+        self.name = name
         self._command = command
+        self._beats = beats
+        self._heard: int | None = None  # the pipe's end
+        self._beat_by = 0.0
         self._child: subprocess.Popen[bytes] | None = None
         self._starts_at = self._began_at = 0.0
         self._pause = BESIDE_PAUSE_SECONDS
@@ -76,8 +87,9 @@ class ProcessBeside:
             return None
         status = self._child.poll()
         if status is None:
-            return None
+            return {} if self._is_silent(now) else None
         self._child = None
+        self._close_pipe()
         if now - self._began_at >= LONGEST_BESIDE_PAUSE_SECONDS:
             self._pause = BESIDE_PAUSE_SECONDS
         pause, self._pause = self._pause, min(2 * self._pause, LONGEST_BESIDE_PAUSE_SECONDS)
@@ -103,23 +115,57 @@ class ProcessBeside:
 
     def _start(self, now: float) -> None:
         command = [*self._command, "--keeper", str(os.getpid())]
+        told: list[int] = []
         try:
+            if self._beats:
+                self._heard, beat = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+                told, command = [beat], [*command, "--beats", str(beat)]
             self._child = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, preexec_fn=lambda: os.nice(BESIDE_NICE)
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                preexec_fn=lambda: os.nice(BESIDE_NICE),
+                pass_fds=told,
             )
-            self._began_at = now
+            self._began_at, self._beat_by = now, now + FIRST_BEAT_SECONDS
         except OSError:  # no process, memory or descriptors for it now
+            self._close_pipe()
             self._starts_at, self._pause = now + self._pause, min(2 * self._pause, LONGEST_BESIDE_PAUSE_SECONDS)
+        finally:
+            for one in told:
+                os.close(one)
+
+    def _is_silent(self, now: float) -> bool:
+        """Whether it has not beaten for too long; it is killed then, and its end is seen at the next look."""
+        if self._heard is None or self._child is None:
+            return False
+        try:
+            if os.read(self._heard, 4096):
+                self._beat_by = now + BEAT_SECONDS
+        except BlockingIOError:
+            pass
+        if now < self._beat_by:
+            return False
+        self._child.kill()
+        self._close_pipe()
+        return True
+
+    def _close_pipe(self) -> None:
+        if self._heard is not None:
+            os.close(self._heard)
+            self._heard = None
 
 
 class Keeper:
     """Holds descriptors, and one child at a time."""
 
-    def __init__(self, command: list[str], end_seconds: float, text: bool, beside: list[str] | None = None) -> None:
-        """command: of the sidecar, to which `--kept-at FD` is added. end_seconds: for an orderly end of it. beside: of
-        what is started beside it once it was ready."""
+    def __init__(
+        self, command: list[str], end_seconds: float, text: bool, beside: dict[str, list[str]] | None = None
+    ) -> None:
+        """command: of the sidecar, to which `--kept-at FD` is added. end_seconds: for an orderly end of it. beside:
+        commands of what is started beside it once it was ready, by name."""
         self._command = command
-        self._beside = ProcessBeside(beside or [])
+        self._beside = [ProcessBeside(name, one, name in BEATING) for name, one in (beside or {}).items()]
         self._end_seconds = end_seconds
         self._text = text
         self._kept: dict[bytes, list[int]] = {}
@@ -145,7 +191,10 @@ class Keeper:
         try:
             return self._run()
         finally:
-            self._beside.end()
+            for one in self._beside:  # all at once
+                one.begin_again()
+            for one in self._beside:
+                one.end()
 
     def _run(self) -> int:
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -163,7 +212,8 @@ class Keeper:
                 return status if status >= 0 else 128 - status
             if status == AGAIN:
                 self._failures = self._crashes = 0
-                self._beside.begin_again()
+                for one in self._beside:
+                    one.begin_again()
                 continue
             if status > 0 and not self._was_ready:
                 return status
@@ -231,9 +281,11 @@ class Keeper:
             if status is not None:
                 return status
             if self._was_ready and not self._ending:
-                ended = self._beside.look()
-                if ended is not None:
-                    self._say("warning", "the console ended and is started again", **ended)
+                for one in self._beside:
+                    ended = one.look()
+                    if ended is not None:
+                        what = "is silent and killed" if "pause_seconds" not in ended else "ended and is started again"
+                        self._say("warning", f"the {one.name} {what}", **ended)
             if self._kill_at is not None and time.monotonic() > self._kill_at:
                 self._say("error", "the sidecar did not end in time and is killed")
                 self._child.kill()

@@ -8,6 +8,7 @@ above both.
     [admin]    socket                                    [http]    listen token_file
     [observe]  socket mode users                         [log]     level format
     [console]  listen token_file
+    [network]  listen http token_file certificate key client_ca
 
 Every key but `tenants.NAME.socket` has a default, and none has two names. What is wrong is said at the start, with the
 key's full name, what was given and what is allowed. The environment is handed in.
@@ -156,6 +157,21 @@ class ConsoleSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class NetworkSettings:
+    """listen: HOST:PORT or unix:PATH of gRPC, in a process that the keeper runs beside the sidecar; none if not given.
+    http: HOST:PORT of a router's queries, in the same process. token_file: of the operator's token, and a line NAME
+    TOKEN for each tenant, for callers on this host. certificate, key, client_ca: files in PEM, for callers with
+    certificates."""
+
+    listen: str | None = None
+    http: str | None = None
+    token_file: str | None = None
+    certificate: str | None = None
+    key: str | None = None
+    client_ca: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class LogSettings:
     """level: from which on. format: one JSON object per line, or text."""
 
@@ -175,6 +191,7 @@ class Settings:
     observe: ObserveSettings = field(default_factory=ObserveSettings)
     http: HttpSettings = field(default_factory=HttpSettings)
     console: ConsoleSettings = field(default_factory=ConsoleSettings)
+    network: NetworkSettings = field(default_factory=NetworkSettings)
     log: LogSettings = field(default_factory=LogSettings)
 
     @property
@@ -283,6 +300,7 @@ def _read_settings(
         observe=_section(ObserveSettings, _table(given, "observe"), "observe."),
         http=_section(HttpSettings, _table(given, "http"), "http."),
         console=_section(ConsoleSettings, _table(given, "console"), "console."),
+        network=_section(NetworkSettings, _table(given, "network"), "network."),
         log=_section(LogSettings, _table(given, "log"), "log."),
     )
     _check(settings)
@@ -337,6 +355,7 @@ def _expand_paths(given: dict[str, Any]) -> None:
     """Wherever ~ may stand for a home. What is no table, or no text, is refused later."""
     tables = [(given, "store", "data"), (given, "http", "token_file"), (given, "console", "token_file")]
     tables += [(given, section, "socket") for section in ("door", "admin", "observe")]
+    tables += [(given, "network", key) for key in ("token_file", "certificate", "key", "client_ca")]
     tenants = given.get("tenants")
     if isinstance(tenants, dict):
         given["tenants"] = tenants = dict(tenants)
@@ -363,6 +382,7 @@ def _check(settings: Settings) -> None:
     if settings.http.listen is not None:
         host_and_port(settings.http.listen)
     _check_console(settings)
+    _check_network(settings)
     settings.store.check("store.", {"dram": (AUTO,), "nvme": (AUTO, OFF)})
     for limit in fields(DoorLimits):
         value = getattr(settings.door.limits, limit.name)
@@ -393,6 +413,32 @@ def _check_console(settings: Settings) -> None:
         )
     if not settings.store.keeper:
         raise BadInput("console.listen needs store.keeper = true, which starts it; or run kvstore console by itself")
+
+
+def _check_network(settings: Settings) -> None:
+    chosen = settings.network
+    if chosen.listen is None:
+        if any(getattr(chosen, one.name) is not None for one in fields(NetworkSettings)):
+            raise BadInput("network.listen is missing, and other keys of [network] are there; give HOST:PORT of gRPC")
+        return
+    pems = (chosen.certificate, chosen.key, chosen.client_ca)
+    if None in pems and any(pems):
+        raise BadInput(
+            "network.certificate, network.key and network.client_ca belong together; give all three, or none"
+        )
+    for key, address in (("network.listen", chosen.listen), ("network.http", chosen.http)):
+        if address is None or (key == "network.listen" and address.startswith("unix:")):
+            continue
+        host, _ = host_and_port(address, key)
+        if not is_loopback(host) and None in pems:
+            raise BadInput(
+                f"{key}={address!r} can be reached by other hosts; give network.certificate, network.key and "
+                "network.client_ca, or listen on 127.0.0.1"
+            )
+    if chosen.token_file is None and (None in pems or chosen.listen.startswith("unix:")):
+        raise BadInput("network.listen needs network.token_file, or network.certificate, network.key and client_ca")
+    if not settings.store.keeper:
+        raise BadInput("network.listen needs store.keeper = true, which starts it; or run kvstore network by itself")
 
 
 def _check_socket(key: str, path: str) -> None:

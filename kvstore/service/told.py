@@ -33,6 +33,11 @@ MOST_LEASES = 8
 MOST_SECONDS = 1e9
 """That an engine may say to have saved at once."""
 MOST_MS = 1e9
+LOADED_TIERS = ("dram", "nvme")
+LATEST_LOADS = 0.9
+"""With each load of a tier those before count for so much."""
+LEAST_LOAD_MS, MOST_RATE = 0.001, 1e12
+"""What an engine may tell of a load, and the tokens a second that are shown: more can be neither."""
 MOST_ENGINES = 1024
 """Whose own times to the first token are kept; of more, the ones that told longest ago are not."""
 
@@ -61,6 +66,7 @@ class ToldRequests:
         self._requests: dict[bytes, OrderedDict[tuple[bytes, str], _KnownRequest]] = {}
         self._saved = self._regretted = 0.0
         self._tellers: OrderedDict[bytes, SavingsTold] = OrderedDict()  # by session
+        self._loads: dict[bytes, dict[int, dict[str, tuple[float, float]]]] = {}  # tokens, ms: tenant, namespace, tier
 
     def leased(self, caller: ClientState, verb: m.LeasePrefix, number: int, reply: LeaseReply, seconds: float) -> None:
         """A lease for a request was answered, after so many seconds of the store. number: of the namespace, in it."""
@@ -99,6 +105,7 @@ class ToldRequests:
             for one in verb.requests:
                 noted = self._noted(caller, one.request)
                 noted.told_at, noted.told = now, _shown(one)
+                self._took(caller.keys.tenant, noted.namespace, one)
             if savings is not None:
                 self._saved += savings.saved_seconds
                 self._regretted += savings.regret_seconds
@@ -154,10 +161,26 @@ class ToldRequests:
         with self._lock:
             return self._saved, self._regretted
 
+    def load_rates(self, tenant: bytes, number: int) -> dict[str, float]:
+        """Tokens a second that engines loaded of a namespace lately, by the tier that had them all."""
+        with self._lock:
+            loads = self._loads.get(tenant, {}).get(number, {})
+            return {tier: min(1000 * tokens / ms, MOST_RATE) for tier, (tokens, ms) in loads.items()}
+
     def forget(self, tenant: bytes) -> None:
         """A tenant is gone."""
         with self._lock:
             self._requests.pop(tenant, None)
+            self._loads.pop(tenant, None)
+
+    def _took(self, tenant: bytes, number: int, told: RequestTold) -> None:
+        """A load that its request waited for, where one tier had all of it. Under the lock."""
+        tiers = [tier for tier in LOADED_TIERS if told.hits.get(tier)]
+        if number < 0 or len(tiers) != 1 or told.load_ms < LEAST_LOAD_MS:
+            return
+        loads = self._loads.setdefault(tenant, {}).setdefault(number, {})
+        tokens, ms = loads.get(tiers[0], (0.0, 0.0))
+        loads[tiers[0]] = tokens * LATEST_LOADS + told.hits[tiers[0]], ms * LATEST_LOADS + told.load_ms
 
     def _noted(self, caller: ClientState, request: str) -> _KnownRequest:
         """Under the lock."""

@@ -304,7 +304,14 @@ class LookupCounts(_message.Message):
     def __init__(self, asked_tokens: _Optional[int] = ..., hit_tokens: _Optional[_Mapping[str, int]] = ..., miss_tokens: _Optional[_Mapping[str, int]] = ..., found_tokens: _Optional[int] = ..., asked_blocks: _Optional[int] = ..., hit_blocks: _Optional[_Mapping[str, int]] = ..., miss_blocks: _Optional[_Mapping[str, int]] = ..., found_blocks: _Optional[int] = ..., lookups: _Optional[int] = ..., leases: _Optional[int] = ..., reports: _Optional[int] = ..., granted_tokens: _Optional[int] = ..., hit_rate: _Optional[float] = ...) -> None: ...
 
 class NamespaceStatus(_message.Message):
-    __slots__ = ("id", "digest", "tenant", "model", "layout", "codec", "weights_epoch", "block_tokens", "blocks", "dram_blocks", "dram_bytes", "nvme_blocks", "nvme_bytes", "used_at", "looked", "name")
+    __slots__ = ("id", "digest", "tenant", "model", "layout", "codec", "weights_epoch", "block_tokens", "blocks", "dram_blocks", "dram_bytes", "nvme_blocks", "nvme_bytes", "used_at", "looked", "name", "load_tokens_per_second")
+    class LoadTokensPerSecondEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     ID_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
@@ -321,6 +328,7 @@ class NamespaceStatus(_message.Message):
     USED_AT_FIELD_NUMBER: _ClassVar[int]
     LOOKED_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
+    LOAD_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     id: str
     digest: str
     tenant: str
@@ -337,7 +345,8 @@ class NamespaceStatus(_message.Message):
     used_at: float
     looked: LookupCounts
     name: str
-    def __init__(self, id: _Optional[str] = ..., digest: _Optional[str] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., layout: _Optional[str] = ..., codec: _Optional[str] = ..., weights_epoch: _Optional[int] = ..., block_tokens: _Optional[int] = ..., blocks: _Optional[int] = ..., dram_blocks: _Optional[int] = ..., dram_bytes: _Optional[int] = ..., nvme_blocks: _Optional[int] = ..., nvme_bytes: _Optional[int] = ..., used_at: _Optional[float] = ..., looked: _Optional[_Union[LookupCounts, _Mapping]] = ..., name: _Optional[str] = ...) -> None: ...
+    load_tokens_per_second: _containers.ScalarMap[str, float]
+    def __init__(self, id: _Optional[str] = ..., digest: _Optional[str] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., layout: _Optional[str] = ..., codec: _Optional[str] = ..., weights_epoch: _Optional[int] = ..., block_tokens: _Optional[int] = ..., blocks: _Optional[int] = ..., dram_blocks: _Optional[int] = ..., dram_bytes: _Optional[int] = ..., nvme_blocks: _Optional[int] = ..., nvme_bytes: _Optional[int] = ..., used_at: _Optional[float] = ..., looked: _Optional[_Union[LookupCounts, _Mapping]] = ..., name: _Optional[str] = ..., load_tokens_per_second: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class MoveStatus(_message.Message):
     __slots__ = ("kind", "priority", "waiting", "running", "done", "failed")

@@ -176,6 +176,7 @@ TOLD = {
     "saved_blocks": 0,
     "put_reasons": {},
     "ignored": [],
+    "block_tokens": 64,
     "ticket": "kv1.x",
 }
 """What a prefilling engine tells."""

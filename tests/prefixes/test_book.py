@@ -151,7 +151,7 @@ def test_queues_and_trees_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_look_up_that_is_longer_than_the_queue_is_left_out_and_counted() -> None:
     book, _ = a_book()
-    book.looked_up(RED, 0, [b"k"] * (module.MOST_QUEUED_BLOCKS + 1), module.MOST_QUEUED_BLOCKS + 1)
+    book.looked_up(RED, 0, [b"k" * KEY_BYTES] * (module.MOST_QUEUED_BLOCKS + 1), module.MOST_QUEUED_BLOCKS + 1)
     for _ in range(2000 * module.ONE_IN):
         book.looked_up(RED, 0, keys(1), 1)
     book.check()

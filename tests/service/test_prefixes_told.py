@@ -125,8 +125,7 @@ def test_engines_that_know_nothing_of_each_other_are_compared(tmp_path: Path) ->
 
 def time_over(sidecar: Sidecar) -> None:
     """What was shown is not fresh any more."""
-    for mine in sidecar.prefixes._tenants.values():
-        mine.shown = None
+    sidecar.prefixes._shown.clear()
 
 
 def observed_anew(sidecar: Sidecar) -> m.PrefixFigures:

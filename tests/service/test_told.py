@@ -66,6 +66,34 @@ def test_a_request_is_shown_with_its_leases_and_with_what_its_engine_told(tmp_pa
             why(sidecar, "")
 
 
+def test_loads_of_one_tier_say_how_fast_it_is(tmp_path: Path) -> None:
+    with Sidecar(tmp_path) as sidecar, sidecar.client() as store:
+        handle = opened(store)
+        handle.put(ids(320), random_pages(LAYOUT, 5))
+        for number in range(4):
+            with handle.lease(handle.match(ids(320)), deadline_ms=5000, request=f"cmpl-{number}"):
+                pass
+
+        def rates() -> dict[str, float]:
+            return sidecar.admin.facts().namespaces[0].load_tokens_per_second
+
+        handle.tell([told_of("cmpl-0", load_ms=0.0), told_of("never leased", load_ms=5.0)])
+        handle.tell([told_of("cmpl-1", hits={"dram": 160, "nvme": 160}, load_ms=5.0)])
+        handle.tell([told_of("cmpl-2", hits={"engine": 80, "nvme": 240}, load_ms=24.0)])
+        wait_until(lambda: rates() == {"nvme": 10_000.0})
+        handle.tell([told_of("cmpl-3", load_ms=32.0)])
+        wait_until(lambda: rates() == {"nvme": 10_000.0, "dram": 10_000.0})
+        handle.tell([told_of("cmpl-3", load_ms=16.0)])  # the latest one counts most
+        wait_until(lambda: rates()["dram"] > 10_000.0)
+        assert rates()["dram"] == pytest.approx(1000 * (0.9 * 320 + 320) / (0.9 * 32 + 16))
+        for load_ms in (1e-300, math.nan, 0.001):  # what cannot be spoils no figure of others
+            handle.tell([told_of("cmpl-3", hits={"dram": (1 << 53) - 1}, load_ms=load_ms)])
+        wait_until(lambda: rates()["dram"] == 1e12)
+        assert ask.stat(str(sidecar.admin_path), CLOCK).namespaces[0].load_tokens_per_second == rates()
+        sidecar.told.forget(sidecar.store.tenant_keys("default").tenant)
+        assert rates() == {}
+
+
 def test_the_command_prints_a_timeline_and_an_object(tmp_path: Path) -> None:
     with Sidecar(tmp_path) as sidecar, sidecar.client() as store:
         handle = opened(store)

@@ -31,5 +31,5 @@ export function prefixes({ status, prefixes: told }) {
   const short = told.seconds < 3600 ? ` It has run for ${span(told.seconds)}: what is said of an hour is worked out from that.` : "";
   const lost = told.dropped ? ` ${whole(told.dropped)} came too fast and are left out.` : "";
   return [partings(told, status), hottest(told, status),
-    wide("What these are made of", make("p.quiet", {}, `${whole(told.sampled)} of ${whole(told.lookups)} look-ups and ${whole(told.prompts)} sketches of prompts, of about the last hour: what came half an hour ago counts half.${lost}${short}${known(told.sketches) ? ` ${whole(told.sketches)} sketches are kept (${bytes(told.sketch_bytes)}).` : ""}`))];
+    wide("What these are made of", make("p.quiet", {}, `Of ${whole(told.lookups)} look-ups since the sidecar began ${whole(told.sampled)} were followed, and ${whole(told.prompts)} sketches of prompts came. What came half an hour ago counts half.${lost}${short}${known(told.sketches) ? ` ${whole(told.sketches)} sketches are kept (${bytes(told.sketch_bytes)}).` : ""}`))];
 }

@@ -1,0 +1,1 @@
+"""gRPC beside the local door, and the local door beside a flood of gRPC."""

@@ -1,0 +1,65 @@
+"""The flood of `kvstore bench network`: a process on one core that keeps so many gRPC matches under way.
+
+It says `ready`, then floods from each line that it reads until the time on it, by the clock that all processes of a
+host share, and says how many calls ended well, and how many in other ways. It ends with its standard input.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections import Counter
+from time import perf_counter, sleep
+from typing import Any
+
+import grpc
+
+from kvstore.wire.store_pb2 import MatchRequest, Prompt
+from kvstore.wire.store_pb2_grpc import StoreStub
+
+READY = "ready"
+STREAMS = 128
+"""Of a connection: as many as the server takes."""
+NICE = 10
+
+
+def stub_of(address: str, own: str = "") -> StoreStub:
+    """A client with a connection of its own."""
+    options = [("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1), ("kvstore.own", own)]
+    return StoreStub(grpc.insecure_channel(address, options))
+
+
+def main(job: dict[str, Any]) -> None:
+    """job: `address`, `token`, `namespace`, `keys` in hexadecimal, `calls` at a time."""
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    os.nice(NICE)  # it stands for another host, which takes no processor of this one
+    stubs = [stub_of(job["address"], str(one)) for one in range(-(-job["calls"] // STREAMS))]
+    request = MatchRequest(namespace=job["namespace"], prompt=Prompt(keys=bytes.fromhex(job["keys"])))
+    metadata = [("authorization", f"Bearer {job['token']}")]
+    print(READY, flush=True)
+    for line in sys.stdin:
+        end = float(line)
+        ended: Counter[bool] = Counter()
+        room = threading.Semaphore(job["calls"])
+
+        def is_over(call: Any, ended: Counter[bool] = ended, room: threading.Semaphore = room) -> None:
+            ended[call.code() is grpc.StatusCode.OK] += 1
+            room.release()
+
+        number = 0
+        while perf_counter() < end:
+            if not room.acquire(timeout=0.1):
+                continue
+            call = stubs[number % len(stubs)].Match.future(request, timeout=30, metadata=metadata)
+            call.add_done_callback(is_over)
+            number += 1
+        for _ in range(job["calls"]):
+            room.acquire(timeout=30)
+        sleep(0.05)
+        print(json.dumps({"good": ended[True], "others": ended[False]}), flush=True)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

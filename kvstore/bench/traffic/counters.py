@@ -1,0 +1,50 @@
+"""What an endpoint and a sidecar count of hits, read from their metrics before a replay and behind it.
+
+Our connector counts a prompt's tokens by tier; vLLM without it what its own cache had, and what a connector brought it;
+a sidecar what its leases granted. Where none of that is found, nothing is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvstore.openai.metrics import samples_of
+
+_OURS = "kvstore_vllm_prompt_tokens_total"
+_VLLMS = {
+    "vllm:prefix_cache_queries_total": "asked",
+    "vllm:prefix_cache_hits_total": "engine",
+    "vllm:external_prefix_cache_hits_total": "external",
+}
+_SIDECARS = ("kvstore_granted_tokens_total", "kvstore_revoked_tokens_total")
+
+
+def engine_tokens(page: str) -> dict[str, float]:
+    """asked, and hits by tier, of an engine's page."""
+    ours: dict[str, float] = {}
+    vllms: dict[str, float] = {}
+    for one in samples_of(page):
+        if one.name == _OURS:
+            ours["asked"] = ours.get("asked", 0.0) + one.value
+            if one.labels.get("outcome") == "hit":
+                tier = one.labels.get("origin", "")
+                ours[tier] = ours.get(tier, 0.0) + one.value
+        elif one.name in _VLLMS:
+            vllms[_VLLMS[one.name]] = vllms.get(_VLLMS[one.name], 0.0) + one.value
+    return ours or vllms
+
+
+def sidecar_tokens(page: str) -> dict[str, float]:
+    """Granted by tier, of a sidecar's page, without what failed a check."""
+    found: dict[str, float] = {}
+    for one in samples_of(page):
+        if one.name in _SIDECARS:
+            tier = f"sidecar {one.labels.get('tier', '')}"
+            sign = 1.0 if one.name == _SIDECARS[0] else -1.0
+            found[tier] = found.get(tier, 0.0) + sign * one.value
+    return found
+
+
+def grown(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, int]:
+    """By how much each counter grew."""
+    return {name: round(value - before.get(name, 0.0)) for name, value in after.items()}

@@ -1,0 +1,285 @@
+"""The engines that `kvstore bench traffic` starts: a vLLM of each kind on this machine's processors, and sidecars.
+
+    none      without prefix caching
+    own       with its own, which holds a tenth of what the workload has
+    kvstore   the same, and our connector with a sidecar
+    pd        one that prefills and one that decodes, on one sidecar, behind kvstore pd-proxy
+
+Each has the same model of random weights and the same number of pages. Nothing of vLLM is imported here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPException
+from importlib.util import find_spec
+from pathlib import Path
+from time import monotonic, sleep
+from types import TracebackType
+from typing import Any
+
+from kvstore.bench.measure import available_bytes
+from kvstore.bench.sidecar import Sidecar
+from kvstore.bench.traffic.workload import Workload
+from kvstore.block.errors import BadInput, StoreError
+
+TINY, MID = SHAPES = ("tiny", "mid")
+NONE, OWN, KVSTORE, PD = KINDS = ("none", "own", "kvstore", "pd")
+PARTS = {PD: {f"{PD}-prefill": "kv_producer", f"{PD}-decode": "kv_consumer"}}
+"""Engines of a kind that is more than one, and their roles."""
+MODEL = "random"
+PAGE_TOKENS = 128
+"""Of vLLM's pages on a CPU."""
+SPARE_PAGES = 2
+OWN_SHARE = 0.1
+"""Of the workload's blocks, what the engine's own cache holds."""
+SPARE_BYTES = 256 << 20
+START_SECONDS = 300.0
+LOOK_SECONDS = 0.25
+END_SECONDS = 30.0
+HOST = "127.0.0.1"
+SETTINGS = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    # Several engines are there at a time, and small models meet after each few operations: threads that spin meanwhile
+    # take the processors from the others.
+    "OMP_WAIT_POLICY": "passive",
+    "KMP_BLOCKTIME": "0",
+}
+Tell = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where requests go. metrics: engines whose counters are read, `url` if empty. sidecar: whose counters are."""
+
+    name: str
+    url: str
+    metrics: tuple[str, ...] = ()
+    sidecar: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """kinds: of `KINDS`. shape: of the model. own_share: see `OWN_SHARE`."""
+
+    kinds: tuple[str, ...]
+    shape: str = TINY
+    own_share: float = OWN_SHARE
+
+    @staticmethod
+    def of(kinds: Sequence[str], shape: str | None, own_share: float) -> EngineOptions:
+        """Raises `BadInput`, also where there is no vLLM."""
+        for one in kinds:
+            if one not in KINDS:
+                raise BadInput(f"--engines {one[:40]!r}; allowed: {', '.join(KINDS)}")
+        if len(set(kinds)) < len(kinds):
+            raise BadInput("--engines names one twice; give each once, and --turns for how often they are asked")
+        if shape is not None and shape not in SHAPES:
+            raise BadInput(f"--shape {shape[:40]!r}; allowed: {', '.join(SHAPES)}")
+        if find_spec("vllm") is None:
+            raise BadInput(
+                f"--engines needs vLLM, which {sys.executable} does not have; make engines makes .venv-engines, which "
+                "has it: .venv-engines/bin/python -m kvstore bench traffic ... (or give --endpoint)"
+            )
+        return EngineOptions(tuple(kinds), shape or TINY, own_share)
+
+    def pages(self, workload: Workload) -> int:
+        """Of each engine: its share of the workload, and one request at least."""
+        share = int(self.own_share * workload.working_set_tokens)
+        return max(-(-share // PAGE_TOKENS), -(-workload.longest_tokens // PAGE_TOKENS)) + SPARE_PAGES
+
+    def to_dict(self) -> dict[str, object]:
+        """For `--json`."""
+        return {"engines": list(self.kinds), "shape": self.shape, "own_share": self.own_share}
+
+
+def started(
+    options: EngineOptions, workload: Workload, turns: int, scratch: Path, stack: ExitStack, tell: Tell
+) -> list[Endpoint]:
+    """Once all answer. They end with `stack`. Raises `StoreError`."""
+    tell(f"making a random {options.shape} Llama", 0, 0)
+    model = scratch / "model"
+    save_model(options.shape, model)
+    sidecars: dict[str, Sidecar] = {}
+    for kind in options.kinds:
+        if kind in (KVSTORE, PD):
+            tell(f"starting a sidecar for {kind}", 0, 0)
+            sidecars[kind] = _sidecar(kv_bytes_per_token(model), workload, turns, stack)
+    servers: dict[str, ServerProcess] = {}
+    for kind in options.kinds:
+        for name, role in PARTS.get(kind, {kind: "kv_both"}).items():
+            tell(f"starting an engine: {name}", 0, 0)
+            transfer = connector(sidecars[kind].socket, role) if kind in sidecars else None
+            flags = ["--num-gpu-blocks-override", str(options.pages(workload))]
+            flags += ["--max-model-len", str(workload.longest_tokens)]
+            flags += ["--no-enable-prefix-caching"] if kind == NONE else ["--enable-prefix-caching"]
+            servers[name] = stack.enter_context(vllm_server(name, model, scratch, flags, transfer))
+            servers[name].wait()  # one after the other: each takes all cores to start
+    return [_endpoint(kind, servers, sidecars.get(kind), scratch, stack) for kind in options.kinds]
+
+
+def _endpoint(
+    kind: str, servers: Mapping[str, ServerProcess], sidecar: Sidecar | None, scratch: Path, stack: ExitStack
+) -> Endpoint:
+    told = None if sidecar is None else f"http://{HOST}:{sidecar.http_port}"
+    if kind != PD:
+        return Endpoint(kind, servers[kind].url, (), told)
+    prefill, decode = servers[f"{PD}-prefill"], servers[f"{PD}-decode"]
+    proxy = stack.enter_context(proxy_server(prefill.url, [decode.url], scratch))
+    proxy.wait()
+    return Endpoint(kind, proxy.url, (decode.url,), told)
+
+
+def _sidecar(token_bytes: int, workload: Workload, turns: int, stack: ExitStack) -> Sidecar:
+    """With room for all turns, as far as half of the free memory goes."""
+    wanted = int(1.25 * (turns + 1) * workload.working_set_tokens) * token_bytes + SPARE_BYTES
+    dram = min(wanted, available_bytes() // 2)
+    sidecar = stack.enter_context(Sidecar({"dram": dram, "nvme": "off"}, has_health=True))
+    sidecar.greeted()
+    sidecar.ready()
+    return sidecar
+
+
+def connector(socket_path: str, role: str = "kv_both", **settings: object) -> dict[str, object]:
+    """Ours, as it is shipped but for these settings."""
+    return {
+        "kv_connector": "KvStoreConnector",
+        "kv_connector_module_path": "engine_adapter.vllm_connector",
+        "kv_role": role,
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"url": f"unix:{socket_path}", **settings},
+    }
+
+
+def save_model(shape: str, directory: Path) -> None:
+    """Random weights, and a tokenizer of which each word is a token: w17 is the token 17. Raises `StoreError`."""
+    command = [sys.executable, "-m", "kvstore.bench.engines.random_llama", shape, str(directory)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise StoreError(f"a model could not be made: {(done.stderr.strip() or 'no reason given')[-300:]}")
+    size = int(_config(directory)["vocab_size"])
+    words = {f"w{number}": number for number in range(size - 1)} | {"<unk>": size - 1}
+    tokenizer: dict[str, object] = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "model": {"type": "WordLevel", "vocab": words, "unk_token": "<unk>"},
+        **dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder")),
+    }
+    template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>", "chat_template": template}
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (directory / "tokenizer_config.json").write_text(json.dumps(about))
+
+
+def kv_bytes_per_token(model: Path) -> int:
+    """K and V of all layers of a model that `save_model` has made."""
+    config = _config(model)
+    return 2 * 2 * int(config["num_hidden_layers"]) * int(config["num_key_value_heads"]) * int(config["head_dim"])
+
+
+def _config(model: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((model / "config.json").read_text())
+    return found
+
+
+class ServerProcess:
+    """An HTTP server in a process group of its own. A context: it ends with it, or is killed."""
+
+    def __init__(
+        self, name: str, command: Sequence[str], port: int, scratch: Path, settings: Mapping[str, str] | None = None
+    ) -> None:
+        """command: it listens at that port. settings: of its environment."""
+        self.name = name
+        self.url = f"http://{HOST}:{port}"
+        self._port = port
+        self._log = scratch / f"{name}.log"
+        told = [f"{key}={value}" for key, value in (settings or {}).items()]
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                ["env", *told, *command], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def wait(self) -> None:
+        """Until it is healthy. Raises `StoreError`."""
+        give_up_at = monotonic() + START_SECONDS
+        while not self._is_healthy():
+            if self._process.poll() is not None:
+                raise self._failure(f"ended with {self._process.returncode}")
+            if monotonic() > give_up_at:
+                raise self._failure(f"was not there after {START_SECONDS:.0f} s")
+            sleep(LOOK_SECONDS)
+
+    def __enter__(self) -> ServerProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_SECONDS)
+        self._signal(signal.SIGKILL)  # also what it has started and left behind
+        self._process.wait()
+
+    def _signal(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+    def _is_healthy(self) -> bool:
+        connection = HTTPConnection(HOST, self._port, timeout=LOOK_SECONDS * 8)
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == 200
+        except (OSError, HTTPException):
+            return False
+        finally:
+            connection.close()
+
+    def _failure(self, what: str) -> StoreError:
+        """One line: the last one of its log that names an error."""
+        lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
+        named = [line for line in lines if "Error" in line] or lines
+        said = named[-1].strip()[-300:] if named else "no log"
+        return StoreError(f"the engine '{self.name}' {what}: {said}")
+
+
+def vllm_server(
+    name: str, model: Path, scratch: Path, flags: Sequence[str] = (), transfer: Mapping[str, object] | None = None
+) -> ServerProcess:
+    """vLLM's own server, of a model that `save_model` has made. transfer: its `--kv-transfer-config`."""
+    port = free_port()
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command += ["--served-model-name", MODEL, "--host", HOST, "--port", str(port), "--dtype", "bfloat16"]
+    command += ["--enforce-eager", "--seed", "0", "--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
+    command += flags
+    if transfer is not None:
+        command += ["--kv-transfer-config", json.dumps(transfer)]
+    return ServerProcess(name, command, port, scratch, SETTINGS)
+
+
+def proxy_server(prefill: str, decodes: Sequence[str], scratch: Path, flags: Sequence[str] = ()) -> ServerProcess:
+    """`kvstore pd-proxy` before these engines."""
+    port = free_port()
+    command = [sys.executable, "-m", "kvstore", "pd-proxy", "--prefill", prefill, "--listen", f"{HOST}:{port}"]
+    command += [word for one in decodes for word in ("--decode", one)]
+    return ServerProcess("pd-proxy", [*command, *flags], port, scratch)
+
+
+def free_port() -> int:
+    """One that is free now."""
+    with socket.socket() as one:
+        one.bind((HOST, 0))
+        port: int = one.getsockname()[1]
+        return port

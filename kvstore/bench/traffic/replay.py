@@ -1,0 +1,192 @@
+"""Requests sent when they are due, whatever becomes of those before; and what each of them saw.
+
+Times count from when a request was due, so that one that had to wait for its turn here has waited. All of it is
+bounded: requests under way, seconds of each, and bytes of an event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from kvstore.bench.traffic.workload import TrafficRequest, Workload
+from kvstore.openai.api import EventSplitter, event_data
+from kvstore.openai.client import JSON_HEADERS, EngineClient, EngineFault
+
+MOST_UNDER_WAY = 512
+LONGEST_REASON = 200
+
+
+class PromptForm(StrEnum):
+    """How a prompt is sent."""
+
+    TOKENS = "tokens"  # token ids, as completions take them: lengths are exact
+    TEXT = "text"  # words
+    CHAT = "chat"  # words, in a message
+
+
+@dataclass(slots=True)
+class RequestOutcome:
+    """Of one request. due, first, last: seconds from the replay's beginning on. gaps: between events with tokens.
+    cached: tokens that the engine says it did not compute; None where it does not say."""
+
+    due: float
+    first: float | None = None
+    last: float = 0.0
+    gaps: list[float] = field(default_factory=list)
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int | None = None
+    error: str = ""
+
+    @property
+    def ttft(self) -> float:
+        """Seconds to the first token, from when it was due."""
+        return (self.first if self.first is not None else self.last) - self.due
+
+    @property
+    def mean_gap(self) -> float:
+        """Seconds for a token behind the first one."""
+        return (self.last - self.first) / max(1, self.output_tokens - 1) if self.first is not None else 0.0
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_tokens_details: dict[str, Any] | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: dict[str, Any] | None = None
+
+
+class _StreamChunk(msgspec.Struct):
+    choices: list[_Choice] = msgspec.field(default_factory=list)
+    usage: _Usage | None = None
+    error: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class SendOptions:
+    """model: as the endpoint calls it. request_seconds: that one may take, from when it is sent."""
+
+    model: str
+    form: PromptForm = PromptForm.TOKENS
+    request_seconds: float = 120.0
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+async def replay(
+    client: EngineClient, workload: Workload, salt: int, options: SendOptions, ended: Callable[[int], None]
+) -> tuple[list[RequestOutcome], float]:
+    """What became of each request, and seconds from the first one's turn to the last one's end. ended: told how many
+    have."""
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    free = asyncio.Semaphore(MOST_UNDER_WAY)
+    outcomes = [RequestOutcome(one.at) for one in workload.requests]
+    done = 0
+
+    async def sent(request: TrafficRequest, outcome: RequestOutcome) -> None:
+        nonlocal done
+        async with free:
+            body = request_body(workload, request, salt, options)
+            await _asked(client, body, options, outcome, lambda: loop.time() - began)
+        done += 1
+        ended(done)
+
+    async with asyncio.TaskGroup() as group:
+        for request, outcome in zip(workload.requests, outcomes, strict=True):
+            await asyncio.sleep(began + request.at - loop.time())
+            group.create_task(sent(request, outcome))
+    return outcomes, loop.time() - began
+
+
+def request_body(
+    workload: Workload, request: TrafficRequest, salt: int, options: SendOptions, *, is_streamed: bool = True
+) -> bytes:
+    """As it is sent."""
+    tokens = workload.prompt(request, salt)
+    body: dict[str, Any] = {
+        "model": options.model,
+        "max_tokens": request.output,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": is_streamed,
+    }
+    if is_streamed:
+        body["stream_options"] = {"include_usage": True}
+    words = "" if options.form is PromptForm.TOKENS else " ".join(f"w{token}" for token in tokens)
+    if options.form is PromptForm.CHAT:
+        body["messages"] = [{"role": "user", "content": words}]
+    else:
+        body["prompt"] = words or tokens
+    return msgspec.json.encode(body)
+
+
+def path_of(form: PromptForm) -> str:
+    """Where requests of that form go."""
+    return "/v1/chat/completions" if form is PromptForm.CHAT else "/v1/completions"
+
+
+async def _asked(
+    client: EngineClient, body: bytes, options: SendOptions, outcome: RequestOutcome, now: Callable[[], float]
+) -> None:
+    try:
+        async with asyncio.timeout(options.request_seconds):
+            headers = {**JSON_HEADERS, **options.headers}
+            async with client.asked("POST", path_of(options.form), body, headers) as answer:
+                if answer.status != 200 or not answer.has_events:
+                    said = (await answer.whole(1 << 20)).body
+                    outcome.error = f"{answer.status}: {said.decode(errors='replace')}"[:LONGEST_REASON]
+                else:
+                    splitter = EventSplitter()
+                    async for piece in answer.pieces():
+                        at = now()
+                        for event in splitter.fed(piece):
+                            _noted(outcome, event_data(event), at)
+                    if outcome.first is None and not outcome.error:
+                        outcome.error = "no token came"
+    except TimeoutError:
+        outcome.error = f"it took more than {options.request_seconds:g} s"
+    except (EngineFault, ValueError, msgspec.DecodeError, RecursionError) as error:
+        outcome.error = " ".join(str(error).split())[:LONGEST_REASON]
+    finally:
+        outcome.last = outcome.last or now()
+
+
+def _noted(outcome: RequestOutcome, data: bytes, at: float) -> None:
+    if not data or data == b"[DONE]":
+        return
+    chunk = msgspec.json.decode(data, type=_StreamChunk)
+    if chunk.error is not None:
+        outcome.error = str(chunk.error)[:LONGEST_REASON]
+    if any(_has_token(one) for one in chunk.choices):
+        if outcome.first is None:
+            outcome.first = at
+        else:
+            outcome.gaps.append(at - outcome.last)
+        outcome.last = at
+        outcome.output_tokens += 1
+    if chunk.usage is not None:
+        outcome.prompt_tokens = chunk.usage.prompt_tokens
+        outcome.output_tokens = chunk.usage.completion_tokens
+        cached = (chunk.usage.prompt_tokens_details or {}).get("cached_tokens")
+        outcome.cached_tokens = cached if isinstance(cached, int) else None
+
+
+def _has_token(choice: _Choice) -> bool:
+    """The first event of a chat has a role and no text."""
+    return (
+        choice.text is not None if choice.delta is None else bool(set(choice.delta) - {"role"} and _said(choice.delta))
+    )
+
+
+def _said(delta: dict[str, Any]) -> bool:
+    return any(value for name, value in delta.items() if name != "role")

@@ -1,0 +1,218 @@
+"""Commands that speak to engines over OpenAI's API: a proxy in front of them, and prompts computed ahead."""
+
+import asyncio
+import json
+import os
+import secrets
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+from kvstore.block.errors import BadInput
+from kvstore.cli.standard_streams import say
+from kvstore.cli.terminal import (
+    CHECK_FAILED,
+    OK,
+    Json,
+    app,
+    expanded_path,
+    lines_of,
+    print_result,
+    shown_progress,
+    typer,
+)
+from kvstore.config import expanded
+
+PROXY_LISTEN = "127.0.0.1:8200"
+DAY_SECONDS = 86_400.0
+MOST_SHOWN_FAILURES = 10
+
+
+@app.command("pd-proxy")
+def pd_proxy(
+    prefill: Annotated[str, typer.Option(metavar="URL", help="The engine that computes prompts.")],
+    decode: Annotated[list[str], typer.Option(metavar="URL", help="An engine that generates. May be given again.")],
+    score: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="URL",
+            help="Where the sidecar beside a decode engine answers POST /query: once for each --decode, in that order. "
+            "They are asked in turn if left out.",
+        ),
+    ] = None,
+    score_token_file: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", callback=expanded_path, help="Its first line is the tenant's token for --score."),
+    ] = None,
+    score_model: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="What sidecars call the model. As requests call it if left out."),
+    ] = None,
+    legs: Annotated[
+        str, typer.Option(metavar="NAME", help="What the two are told of each other: nixlv2, shared-storage, at-once.")
+    ] = "nixlv2",
+    prefiller: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="With at-once and vLLM's tier of peers: where prefill is reached."),
+    ] = None,
+    listen: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Where clients come; port 0 is any free one.")
+    ] = PROXY_LISTEN,
+    requests: Annotated[int, typer.Option(metavar="N", min=1, max=4096, help="Under way at a time.")] = 256,
+    prefill_seconds: Annotated[
+        float, typer.Option(metavar="N", min=0.1, max=3600, help="After so long decode computes the prompt itself.")
+    ] = 120.0,
+    decode_seconds: Annotated[
+        float, typer.Option(metavar="N", min=0.1, max=86400, help="An answer may take so long in all.")
+    ] = 3600.0,
+    as_json: Json = False,
+) -> int:
+    """Serve OpenAI's completions and chat from one prefill engine and some decode engines, until SIGTERM.
+
+    Each prompt is sent to both; what prefill says of its blocks goes to decode as it is. Where prefill is down, late or
+    fails, decode computes the prompt. GET /health says which engines are up.
+    """
+    from kvstore.openai.api import Legs
+    from kvstore.openai.client import checked_url
+    from kvstore.openai.proxy import ProxyLimits
+    from kvstore.openai.serve import ProxyOptions, serve_proxy
+    from kvstore.service.settings import host_and_port
+
+    if legs not in [*Legs]:
+        raise typer.BadParameter(f"--legs {legs[:40]!r}; allowed: {', '.join(Legs)}")
+    if score and len(score) != len(decode):
+        raise typer.BadParameter(f"--score {len(score)} times and --decode {len(decode)}; give one for each, or none")
+    if prefiller is not None and legs != Legs.AT_ONCE:
+        raise typer.BadParameter("--prefiller belongs to --legs at-once; leave it out")
+    if not score and (score_token_file is not None or score_model is not None):
+        raise typer.BadParameter("--score-token-file and --score-model belong to --score; leave them out")
+    options = ProxyOptions(
+        checked_url(prefill, "--prefill"),
+        [checked_url(one, "--decode") for one in decode],
+        [checked_url(one, "--score") for one in score or ()],
+        first_line(score_token_file),
+        score_model or "",
+        Legs(legs),
+        host_and_port(prefiller, "--prefiller") if prefiller is not None else None,
+        ProxyLimits(requests=requests, prefill_seconds=prefill_seconds, decode_seconds=decode_seconds),
+    )
+    address = host_and_port(listen, "--listen")
+
+    def started(port: int) -> None:
+        host = f"[{address[0]}]" if ":" in address[0] else address[0]
+        url = f"http://{host}:{port}"
+        say(json.dumps({"pd_proxy": url, "pid": os.getpid()}) if as_json else f"pd-proxy on {url}", sys.stdout)
+
+    def told(line: str) -> None:
+        say(f"kvstore: {line}", sys.stderr)
+
+    serve_proxy(options, address, lambda: secrets.token_hex(16), started, told)
+    return OK
+
+
+@app.command()
+def prime(
+    files: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FILE..",
+            help="JSON lines (.jsonl, also packed), each with messages or a prompt; any other file is one text.",
+        ),
+    ],
+    engine: Annotated[str, typer.Option(metavar="URL", help="An engine that has the connector of this store.")],
+    ttl: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", help="Kept so long; a day if neither this nor --priority is given."),
+    ] = None,
+    priority: Annotated[
+        int | None, typer.Option(metavar="N", help="1 to 100: kept for as many times nine seconds since the last use.")
+    ] = None,
+    role: Annotated[
+        str, typer.Option("--as", metavar="ROLE", help="What a text is: system, user, or prompt (without a template).")
+    ] = "system",
+    model: Annotated[str | None, typer.Option(metavar="NAME", help="The first one that the engine has.")] = None,
+    at_once: Annotated[int, typer.Option(metavar="N", min=1, max=64, help="Prompts under way at a time.")] = 1,
+    request_seconds: Annotated[
+        float, typer.Option(metavar="N", min=0.1, max=86400, help="After so long a prompt has failed.")
+    ] = 600.0,
+    api_key_file: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", callback=expanded_path, help="Its first line is sent to the engine as its key."),
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Have an engine compute system prompts and documents once, and its store keep them, before anybody asks.
+
+    The engine tokenizes them and applies its chat template. Status 1: a prompt was not computed, or nothing keeps it.
+    """
+    from kvstore.openai import prime as priming
+    from kvstore.openai.client import checked_url
+
+    if role not in [*priming.TextRole]:
+        raise typer.BadParameter(f"--as {role[:40]!r}; allowed: {', '.join(priming.TextRole)}")
+    priming.check_wish("--ttl, --priority", ttl, priority)
+    wish = {name: value for name, value in (("ttl", ttl), ("priority", priority)) if value is not None}
+    options = priming.PrimeOptions(
+        wish or {"ttl": DAY_SECONDS}, model, at_once, request_seconds, api_key_header(api_key_file)
+    )
+    url = checked_url(engine, "--engine")
+    with shown_progress() as show:
+        prompts = _prompts(files, priming.TextRole(role))
+        try:
+            result = asyncio.run(priming.prime(url, prompts, options, show))
+        except* priming.EngineFault as faults:
+            raise faults.exceptions[0] from None
+    print_result(result, as_json)
+    for line in result.failed[:MOST_SHOWN_FAILURES]:
+        say(f"kvstore: {line}", sys.stderr)
+    if len(result.failed) > MOST_SHOWN_FAILURES:
+        say(f"kvstore: {len(result.failed) - MOST_SHOWN_FAILURES} more failed; see --json", sys.stderr)
+    return CHECK_FAILED if result.failed else OK
+
+
+def _prompts(files: list[str], role: Any) -> list[Any]:
+    """Of all files. Raises `BadInput`."""
+    from kvstore.openai import prime as priming
+
+    found: list[Any] = []
+    for name in files:
+        file = Path(expanded(name))
+        if file.name.removesuffix(".gz").endswith((".jsonl", ".ndjson")):
+            with lines_of(file) as lines:
+                for one in priming.line_prompts(file.name, lines):
+                    found.append(one)
+                    _check_count(found)
+        else:
+            with open(file, encoding="utf-8-sig", errors="replace") as text:
+                said = text.read(priming.MOST_PROMPT_BYTES + 1)
+            if len(said) > priming.MOST_PROMPT_BYTES:
+                raise BadInput(f"{file}: at most {priming.MOST_PROMPT_BYTES:,} characters are taken; cut it in pieces")
+            found.append(priming.text_prompt(file.name, said, role))
+            _check_count(found)
+    if not found:
+        raise BadInput(f"{', '.join(files)}: there is no prompt in it")
+    return found
+
+
+def _check_count(found: list[Any]) -> None:
+    from kvstore.openai.prime import MOST_PROMPTS
+
+    if len(found) > MOST_PROMPTS:
+        raise BadInput(f"there are more than {MOST_PROMPTS:,} prompts; prime them in several runs")
+
+
+def api_key_header(file: str | None) -> dict[str, str]:
+    """An engine's key, of the first line of a file."""
+    key = first_line(file)
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
+def first_line(file: str | None) -> str:
+    """A secret that a file has; empty where there is no file. Raises `BadInput`, which does not repeat it."""
+    if file is None:
+        return ""
+    with open(file, encoding="utf-8", errors="replace") as lines:
+        key = lines.readline(4096).strip()
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise BadInput(f"{file}: its first line is no key; give one line of printable characters")
+    return key

@@ -1,0 +1,151 @@
+"""The network's command: gRPC for other languages and hosts, and a router's HTTP, beside a sidecar that runs."""
+
+import json
+import os
+import resource
+import secrets
+import sys
+from typing import Annotated
+
+from kvstore.cli.operate import Data
+from kvstore.cli.standard_streams import say
+from kvstore.cli.terminal import OK, Json, app, expanded_path, typer
+
+LISTEN = "127.0.0.1:7470"
+_MOST_FILE_BYTES = 1 << 20
+
+
+@app.command()
+def network(
+    data: Data = "./kv",
+    socket: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[TENANT=]PATH",
+            help="A tenant's socket, the default tenant's without a name; again for each tenant.  [default: "
+            "DIR/kvstore.sock]",
+        ),
+    ] = None,
+    observe_socket: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH", callback=expanded_path, help="The observers' socket.  [default: DIR/observe.sock]"
+        ),
+    ] = None,
+    listen: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Of gRPC: HOST:PORT (port 0 is any free one) or unix:PATH.")
+    ] = LISTEN,
+    http: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Serve POST /query to routers there.")] = None,
+    token_file: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            callback=expanded_path,
+            help="The operator's token, and a line NAME TOKEN for each tenant: for callers on this host.",
+        ),
+    ] = None,
+    certificate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", callback=expanded_path, help="In PEM: callers come with certificates then, by TLS."
+        ),
+    ] = None,
+    key: Annotated[
+        str | None, typer.Option(metavar="FILE", callback=expanded_path, help="The certificate's key.")
+    ] = None,
+    client_ca: Annotated[
+        str | None, typer.Option(metavar="FILE", callback=expanded_path, help="The CA that signs callers.")
+    ] = None,
+    keeper: Annotated[int | None, typer.Option(hidden=True, help="For the keeper alone: its process.")] = None,
+    beats: Annotated[int | None, typer.Option(hidden=True, help="For the keeper alone: a pipe of it.")] = None,
+    sockets: Annotated[str | None, typer.Option(hidden=True, help="For the keeper alone: sockets by tenant.")] = None,
+    as_json: Json = False,
+) -> int:
+    """Serve gRPC beside a running sidecar: how much of a prompt is stored, for other languages, other hosts and
+    routers; until SIGTERM.
+
+    It is a client of the tenants' sockets, and may crash or be flooded without an engine noticing. Who calls follows
+    from a token or a certificate: docs/grpc.md. It waits for a sidecar that is not there yet.
+    """
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # else grpc's own lines stand beside ours
+    from kvstore.block.errors import BadInput
+    from kvstore.config import DEFAULT_TENANT, expanded
+    from kvstore.console.access import checked_tokens
+    from kvstore.network.credentials import Certificates
+    from kvstore.network.serve import UNIX, NetworkOptions, NetworkParts, serve_network
+    from kvstore.network.services import DoorCaller
+    from kvstore.service.settings import OBSERVE_SOCKET, TENANT_SOCKET, default_socket, host_and_port
+    from tiering.clock import SystemClock
+
+    named: dict[str, str] = json.loads(sockets) if sockets is not None else {}
+    for given in socket or ([default_socket(data, TENANT_SOCKET)] if sockets is None else []):
+        name, equals, path = given.partition("=")
+        if not equals or "/" in name:
+            name, path = DEFAULT_TENANT, given
+        if name in named:
+            raise BadInput(f"--socket {given}: tenant {name} has one already")
+        named[name] = expanded(path, "--socket")
+    pems = [one for one in (certificate, key, client_ca) if one is not None]
+    if len(pems) not in (0, 3):
+        raise BadInput("--certificate, --key and --client-ca belong together; give all three, or none")
+    options = NetworkOptions(
+        f"{UNIX}{expanded(listen.removeprefix(UNIX))}"
+        if listen.startswith(UNIX)
+        else host_and_port(listen, "--listen"),
+        named,
+        observe_socket or default_socket(data, OBSERVE_SOCKET),
+        host_and_port(http, "--http") if http is not None else None,
+        token_file,
+        Certificates(*pems) if pems else None,
+    )
+
+    def tokens(text: bytes, name: str) -> dict[str, DoorCaller]:
+        found = checked_tokens(text.decode("utf-8", "replace"), name)
+        return {token: DoorCaller(tenant) for token, tenant in found.tenants.items()} | {
+            found.operator: DoorCaller(None)
+        }
+
+    def beat() -> None:
+        if beats is not None:
+            try:
+                os.write(beats, b".")
+            except BlockingIOError:  # the keeper has not read the last ones
+                pass
+
+    def started(where: str, port: int | None) -> None:
+        if as_json:
+            say(json.dumps({"network": where, "http_port": port, "pid": os.getpid()}), sys.stdout)
+        else:
+            say(f"gRPC on {where}" + (f", queries on port {port}" if port is not None else ""), sys.stdout)
+
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    if beats is not None:
+        os.set_blocking(beats, False)
+    parts = NetworkParts(
+        SystemClock(),
+        secrets.token_bytes,
+        ExchangedFile,
+        tokens,
+        beat,
+        lambda: keeper is None or os.getppid() == keeper,
+    )
+    serve_network(options, parts, started)
+    return OK
+
+
+class ExchangedFile:
+    """A `SourceFile` of the disk."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def stamp(self) -> tuple[float, object]:
+        """As `SourceFile.stamp`."""
+        found = os.stat(self.path)
+        return found.st_mtime, (found.st_mtime_ns, found.st_size, found.st_ino)
+
+    def read(self) -> bytes:
+        """As `SourceFile.read`."""
+        with open(self.path, "rb") as source:
+            return source.read(_MOST_FILE_BYTES)

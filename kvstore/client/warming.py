@@ -1,0 +1,79 @@
+"""Brings the stored prefixes of prompts up to DRAM: for the command line, and for the network process."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import Protocol, TypeVar
+
+from kvstore.block.account import HitTier, MissReason
+from kvstore.protocol import messages as m
+from tiering.clock import Clock
+
+A = TypeVar("A")
+ANSWER_SECONDS = 5.0
+"""For what a sidecar answers at once."""
+WARM_BLOCKS = 256
+"""Promoted under one lease: more of a long prompt need not be pinned at a time."""
+WARM_SECONDS = 50.0
+"""For each of these leases."""
+
+
+class Asks(Protocol):
+    """Asks a sidecar, and raises what is no answer of that kind."""
+
+    def __call__(self, verb: m.Verb, kind: type[A], seconds: float) -> A: ...
+
+
+@dataclass
+class Warming:
+    """In blocks. warm: in DRAM already. promoted: brought up from a lower tier. left: found, and not brought up.
+    absent: not stored. The last two by reason. asked = warm + promoted + the sums of left and absent."""
+
+    ask: Asks
+    number: int
+    clock: Clock
+    ends_at: float = inf
+    asked: int = 0
+    warm: int = 0
+    promoted: int = 0
+    left: Counter[str] = field(default_factory=Counter)
+    absent: Counter[str] = field(default_factory=Counter)
+
+    def take(self, keys: list[bytes]) -> None:
+        """Of one prompt. After `ends_at` nothing more is brought up, and counts as left, by `deadline`."""
+        seconds = min(ANSWER_SECONDS, max(0.1, self.ends_at - self.clock.monotonic_seconds()))
+        match = self.ask(m.MatchPrefix(self.number, keys, counts=False), m.Matched, seconds).reply
+        self.asked += len(keys)
+        if match.blocks < len(keys):
+            self.absent[str(match.reason or MissReason.ABSENT)] += len(keys) - match.blocks
+        lacking = [at for at, tier in enumerate(_by_block(match.tiers)) if tier is not HitTier.DRAM]
+        self.warm += match.blocks - len(lacking)
+        reached, reason = self._promote(keys[: match.blocks])
+        self.promoted += sum(at < reached for at in lacking)
+        lost = sum(at >= reached for at in lacking)
+        if lost:
+            self.left[str(reason or MissReason.EVICTED)] += lost
+
+    def _promote(self, keys: Sequence[bytes]) -> tuple[int, MissReason | None]:
+        """How many of these blocks were in DRAM at once with those around them, and why not all."""
+        for start in range(0, len(keys), WARM_BLOCKS):
+            seconds = min(WARM_SECONDS, self.ends_at - self.clock.monotonic_seconds())
+            if seconds <= 0:
+                return start, MissReason.DEADLINE
+            stop = min(start + WARM_BLOCKS, len(keys))
+            verb = m.LeasePrefix(self.number, list(keys[:stop]), start, 1000 * seconds, counts=False)
+            reply = self.ask(verb, m.Leased, seconds + ANSWER_SECONDS).reply
+            if reply.lease:
+                self.ask(m.Release([reply.lease]), m.Done, ANSWER_SECONDS)
+            if reply.blocks < stop:
+                return reply.blocks, reply.reason
+        return len(keys), None
+
+
+def _by_block(tiers: Iterable[tuple[HitTier, int]]) -> Iterator[HitTier]:
+    for tier, blocks in tiers:
+        for _ in range(blocks):
+            yield tier

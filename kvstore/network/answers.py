@@ -1,0 +1,150 @@
+"""Between the messages of the wire and what a sidecar says: prompts to keys, replies to messages. Asks nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from google.protobuf.message import Message
+
+from kvstore.block.errors import BadInput
+from kvstore.block.identity import ExtraKey, PrefixHasher, as_extra_keys, token_bytes
+from kvstore.network.links import ListedSpace, OpenSpace
+from kvstore.protocol import messages as m
+from kvstore.protocol.replies import MatchReply
+from kvstore.protocol.status import SidecarStatus, layout_in_words
+from kvstore.wire import admin_pb2, store_pb2
+from tiering.frame import KEY_BYTES
+
+MOST_ANSWER_BYTES = 3 << 20
+"""Of one that is cut where it is longer: clients take 4 MiB."""
+MOST_LISTED = 64
+MOST_SECONDS = 3600.0
+DROP_SECONDS = 30.0
+_TOKENS_AT_ONCE = 1 << 14
+"""Other calls have the interpreter in between."""
+
+
+def keys_of(prompt: store_pb2.Prompt, space: OpenSpace) -> list[bytes]:
+    """The prefix keys of a prompt's full blocks. Raises `BadInput`."""
+    if prompt.keys:
+        if prompt.token_ids or prompt.extra_keys:
+            raise BadInput("keys beside token_ids or extra_keys; keys cover both, so give the keys alone")
+        if len(prompt.keys) % KEY_BYTES:
+            raise BadInput(f"{len(prompt.keys)} bytes of keys; give {KEY_BYTES} for each block")
+        check_blocks(len(prompt.keys) // KEY_BYTES)
+        return [prompt.keys[at : at + KEY_BYTES] for at in range(0, len(prompt.keys), KEY_BYTES)]
+    check_blocks(len(prompt.token_ids) // space.block_tokens)
+    if not prompt.token_ids and prompt.extra_keys:
+        raise BadInput("extra_keys without token_ids; give both, or the keys")
+    extra = as_extra_keys([ExtraKey(one.value, one.first_token) for one in prompt.extra_keys])
+    return hashed(prompt.token_ids, extra, space.hasher)
+
+
+def check_blocks(blocks: int) -> None:
+    """Raises `BadInput`."""
+    if blocks > m.MAX_KEYS:
+        raise BadInput(f"a prompt of {blocks} blocks; give at most {m.MAX_KEYS}")
+
+
+def hashed(token_ids: Sequence[int], extra: Sequence[ExtraKey], hasher: PrefixHasher) -> list[bytes]:
+    """Keys of token ids, each of them known to be a uint32."""
+    starts = range(0, len(token_ids), _TOKENS_AT_ONCE)
+    packed = b"".join(token_bytes(list(token_ids[start : start + _TOKENS_AT_ONCE])) for start in starts)
+    return hasher.keys(packed, extra)
+
+
+def match_response(reply: MatchReply) -> store_pb2.MatchResponse:
+    """What was found."""
+    tiers = [store_pb2.TierRun(tier=str(tier), blocks=blocks) for tier, blocks in reply.tiers]
+    return store_pb2.MatchResponse(
+        blocks=reply.blocks, tiers=tiers, reason=str(reply.reason or ""), detail=reply.detail
+    )
+
+
+def namespaces_response(spaces: Iterable[ListedSpace], following: int) -> store_pb2.NamespacesResponse:
+    """As many of them as an answer may have. following: the place behind them; 0 where that is the end."""
+    answer, taken_bytes = store_pb2.NamespacesResponse(), 0
+    for space in spaces:
+        one = _namespace(space)
+        taken_bytes += one.ByteSize()
+        if len(answer.namespaces) == MOST_LISTED or (answer.namespaces and taken_bytes > MOST_ANSWER_BYTES):
+            following = space.place
+            break
+        answer.namespaces.append(one)
+    answer.next = following
+    return answer
+
+
+def _namespace(space: ListedSpace) -> store_pb2.Namespace:
+    given = space.namespace
+    return store_pb2.Namespace(
+        id=space.id,
+        model=given.model,
+        weights_epoch=given.weights_epoch,
+        codec=given.codec,
+        layout=layout_in_words(given.layout)[:128],
+        block_tokens=given.layout.block_tokens,
+        config=given.config,
+        payload_bytes=space.listed.payload_bytes,
+        blocks=space.listed.blocks,
+    )
+
+
+def hit_tokens(reply: MatchReply, block_tokens: int) -> dict[str, int]:
+    """Tokens found, by tier."""
+    found: dict[str, int] = {}
+    for tier, blocks in reply.tiers:
+        found[str(tier)] = found.get(str(tier), 0) + blocks * block_tokens
+    return found
+
+
+def load_seconds(tokens: Mapping[str, int], tokens_per_second: Mapping[str, float]) -> float | None:
+    """How long engines take to load these, at the rates of the loads that they told of; None where one is not known."""
+    if any(tokens_per_second.get(tier, 0.0) <= 0 for tier in tokens):
+        return None
+    return sum(count / tokens_per_second[tier] for tier, count in tokens.items())
+
+
+def checked_drop_seconds(message: Any) -> float:
+    """Of a request to drop. Raises `BadInput`."""
+    seconds = message.seconds if message.HasField("seconds") else DROP_SECONDS
+    if not 0 <= seconds <= MOST_SECONDS:
+        raise BadInput(f"seconds={seconds}; give 0 to {MOST_SECONDS:g}")
+    return float(seconds)
+
+
+def status_message(facts: SidecarStatus) -> admin_pb2.SidecarStatus:
+    """The same as a message; where it is too long, without the last namespaces and sessions, which are counted."""
+    message = admin_pb2.SidecarStatus()
+    fill(message, facts)
+    while message.ByteSize() > MOST_ANSWER_BYTES and (message.namespaces or message.sessions):
+        for listed, hidden in (("namespaces", "hidden_namespaces"), ("sessions", "hidden_sessions")):
+            entries = getattr(message, listed)
+            cut = (len(entries) + 1) // 2
+            del entries[len(entries) - cut :]
+            setattr(message, hidden, getattr(message, hidden) + cut)
+    return message
+
+
+def fill(message: Message, value: object) -> None:
+    """Each field from the attribute of its name; what is None or not there stays unset."""
+    for descriptor in message.DESCRIPTOR.fields:
+        given = getattr(value, descriptor.name, None)
+        if given is None:
+            continue
+        field: Any = getattr(message, descriptor.name)
+        if isinstance(given, Mapping):
+            field.update(given)
+        elif descriptor.is_repeated:
+            for one in given:
+                if descriptor.message_type is None:
+                    field.append(one)
+                else:
+                    fill(field.add(), one)
+        elif descriptor.message_type is not None:
+            field.SetInParent()
+            fill(field, given)
+        else:
+            text = isinstance(given, int | float) and descriptor.type == descriptor.TYPE_STRING
+            setattr(message, descriptor.name, str(given) if text else given)

@@ -1,0 +1,147 @@
+"""Who calls, from the credential and never from the message: a bearer token, or the SAN URI of a client's certificate.
+
+    kvstore:tenant:NAME       calls Store and Score for that tenant
+    kvstore:operator          calls Admin
+
+Both kinds of files are read again when they change, so that what they hold can be exchanged without a call being lost.
+What cannot be used leaves the last good one in place, and is logged.
+"""
+
+from __future__ import annotations
+
+import logging
+import ssl
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Generic, Protocol, TypeVar
+from urllib.parse import unquote
+
+from kvstore.block.errors import BadInput
+from kvstore.network.services import DoorCaller
+from kvstore.protocol.status import printable
+from tiering.clock import Clock
+
+T = TypeVar("T")
+TENANT_URI, OPERATOR_URI = "kvstore:tenant:", "kvstore:operator"
+LOOK_SECONDS = 0.5
+"""How often it is looked whether files changed."""
+YOUNG_SECONDS = 2.0
+"""A file that was written so lately may change once more without its time telling."""
+MOST_TOKEN = 4096
+
+_log = logging.getLogger(__name__)
+
+
+class SourceFile(Protocol):
+    """A file that may be exchanged while it is in use."""
+
+    path: str
+
+    def stamp(self) -> tuple[float, object]:
+        """When it was written, in Unix time, and what differs between two contents. Raises `OSError`."""
+        ...
+
+    def read(self) -> bytes:
+        """All of it. Raises `OSError`."""
+        ...
+
+
+class Rotated(Generic[T]):
+    """What some files hold together, as they are now, or as they last were when they could be used. Thread-safe."""
+
+    def __init__(self, files: Iterable[SourceFile], made_of: Callable[[list[bytes]], T], clock: Clock) -> None:
+        """made_of: makes it from their contents, or raises `BadInput`. Raises that, and `OSError`."""
+        self._files = list(files)
+        self._made_of = made_of
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._looked_at = clock.monotonic_seconds()
+        self._stamps, self._is_young = self._stamped()
+        self._value = made_of([one.read() for one in self._files])
+        self._refused: object = None
+
+    def now(self) -> T:
+        """It."""
+        now = self._clock.monotonic_seconds()
+        if now - self._looked_at >= LOOK_SECONDS:
+            with self._lock:
+                self._looked_at = now
+                self._look()
+        return self._value
+
+    def _look(self) -> None:
+        stamps: object = None
+        try:
+            stamps, is_young = self._stamped()
+            if stamps != self._stamps or self._is_young:
+                self._value = self._made_of([one.read() for one in self._files])
+                if stamps != self._stamps:
+                    _log.info("credentials were exchanged", extra={"files": [one.path for one in self._files]})
+                self._stamps, self._is_young, self._refused = stamps, is_young, None
+        except (OSError, BadInput) as error:
+            if self._refused != (stamps, str(error)):
+                self._refused = stamps, str(error)
+                _log.warning("new credentials cannot be used, the last good ones stay: %s", error)
+
+    def _stamped(self) -> tuple[list[object], bool]:
+        found = [one.stamp() for one in self._files]
+        young = self._clock.wall_seconds() - YOUNG_SECONDS
+        return [stamp for _, stamp in found], any(at > young for at, _ in found)
+
+
+class Tokens:
+    """Bearer tokens: compared by digests under a key of this process, so that time tells nothing of one."""
+
+    def __init__(self, callers: Mapping[str, DoorCaller], key: bytes) -> None:
+        self._key = key
+        self._callers = {self._digest(token): caller for token, caller in callers.items()}
+
+    def caller(self, authorization: str | bytes | None) -> DoorCaller | None:
+        """Whose it is; None for nobody's. authorization: as the header has it."""
+        text = authorization.decode("latin-1") if isinstance(authorization, bytes) else authorization or ""
+        kind, _, token = text.partition(" ")
+        if kind.lower() != "bearer" or len(token) > MOST_TOKEN:
+            return None
+        return self._callers.get(self._digest(token.strip()))
+
+    def _digest(self, token: str) -> bytes:
+        return blake2b(token.encode("utf-8", "replace"), key=self._key, digest_size=32).digest()
+
+
+def caller_of_uris(uris: Iterable[str | bytes]) -> DoorCaller | None:
+    """Who a certificate with these SAN URIs is for; None where none of ours is among them, or several are."""
+    texts = [one.decode("utf-8", "replace") if isinstance(one, bytes) else one for one in uris]
+    ours = {one for one in texts if one == OPERATOR_URI or one.startswith(TENANT_URI)}
+    if len(ours) != 1:
+        return None
+    (uri,) = ours
+    name = unquote(uri.removeprefix(TENANT_URI)) if uri != OPERATOR_URI else None
+    return DoorCaller(name) if name != "" else None
+
+
+@dataclass(frozen=True, slots=True)
+class Certificates:
+    """A server's certificate with its chain, its key, and the CA of its clients, as files in PEM."""
+
+    certificate: str
+    key: str
+    client_ca: str
+
+
+def server_context(paths: Certificates) -> ssl.SSLContext:
+    """For a server whose clients all need a certificate. Raises `BadInput` where the files do not go together."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.verify_mode = ssl.CERT_REQUIRED
+    try:
+        context.load_cert_chain(paths.certificate, paths.key, password=lambda: "")
+        context.load_verify_locations(paths.client_ca)
+    except (ssl.SSLError, OSError, ValueError) as error:
+        given = f"{printable(paths.certificate)}, {printable(paths.key)} and {printable(paths.client_ca)}"
+        raise BadInput(
+            f"{given} cannot be used together ({error}); give a certificate in PEM, its key without a passphrase, and "
+            "the CA that signs clients"
+        ) from None
+    return context

@@ -1,0 +1,277 @@
+"""The gRPC server: who may call what, for how long, and how many at a time; the only file that knows grpc.
+
+    headers > credential, right, deadline > a lane of the caller's > the message > the service > the answer
+
+A call that is refused is refused by its headers: nothing is waited for, and no thread is held. Calls are unary; a
+stream would hold a thread for its life.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import grpc
+from grpc_health.v1 import health_pb2
+
+from kvstore.block.errors import BadInput, StoreError, Unreachable
+from kvstore.client.framing import TimedOut
+from kvstore.network.credentials import Rotated, Tokens, caller_of_uris
+from kvstore.network.lanes import AtOnce, CallerLanes, Delayed, Lane
+from kvstore.network.links import CallTime, SidecarBusy, TenantLink
+from kvstore.network.services import AdminService, DoorCall, DoorCaller, ScoreService, StoreService
+from kvstore.network.watch import StatusWatch
+from kvstore.protocol.status import printable
+from kvstore.wire.admin_pb2_grpc import add_AdminServicer_to_server
+from kvstore.wire.score_pb2_grpc import add_ScoreServicer_to_server
+from kvstore.wire.store_pb2_grpc import add_StoreServicer_to_server
+from tiering.clock import Clock
+
+MOST_DEADLINE_SECONDS, ROUNDED_SECONDS = 3600.0, 180.0
+"""Clients round up what they send, and send one that they sent before where that is little more."""
+MOST_TEXT = 1000
+MOST_CONNECTIONS = 1024
+OPTIONS = [
+    ("grpc.so_reuseport", 0),  # a second server is refused the port, instead of sharing its connections
+    ("grpc.max_receive_message_length", 4 << 20),
+    (
+        "grpc.compression_enabled_algorithms_bitset",
+        1,
+    ),  # none: 4 MiB of zeros, packed, are 4 GiB before they are counted
+    ("grpc.max_metadata_size", 16 << 10),
+    ("grpc.absolute_max_metadata_size", 16 << 10),
+    ("grpc.max_concurrent_streams", 128),
+    ("grpc.http.overload_protection", 0),  # it refuses streams too soon, where others have just ended; the bound stays
+    ("grpc.max_allowed_incoming_connections", MOST_CONNECTIONS),
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 20_000),
+    ("grpc.max_connection_age_ms", 3_600_000),
+    ("grpc.enable_http_proxy", 0),
+]
+STORE, ADMIN, SCORE, HEALTH = "kvstore.v1.Store", "kvstore.v1.Admin", "kvstore.v1.Score", "grpc.health.v1.Health"
+SERVICES = (STORE, ADMIN, SCORE)
+FLOODS = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAUTHENTICATED)
+REFUSED_SECONDS, MOST_REFUSED = 0.5, 4096
+"""After which calls of these codes are told so: who asks again at once, 128 at a time, has the time of others."""
+LONG = ("Drop", "Warm", "DropAny")
+_Send = Callable[[Any], None]
+
+_log = logging.getLogger(__name__)
+
+
+class Refused(Exception):
+    """A call that ends with a code."""
+
+    def __init__(self, code: grpc.StatusCode, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class Identifies(Protocol):
+    """Tells who calls from a call's context; None for nobody."""
+
+    def __call__(self, context: Any) -> DoorCaller | None: ...
+
+
+def by_certificate(context: Any) -> DoorCaller | None:
+    """From the certificate that its connection was made with."""
+    return caller_of_uris(context.auth_context().get("peer_uri", ()))
+
+
+def by_token(tokens: Rotated[Tokens]) -> Identifies:
+    """From the bearer token that it carries."""
+
+    def identify(context: Any) -> DoorCaller | None:
+        given = [value for key, value in context.invocation_metadata() if key == "authorization"]
+        return tokens.now().caller(given[0]) if len(given) == 1 else None
+
+    return identify
+
+
+class GrpcDoor:
+    """Bind it, start it, close it."""
+
+    def __init__(
+        self,
+        links: Mapping[str, TenantLink],
+        watch: StatusWatch,
+        identify: Identifies,
+        lanes: CallerLanes,
+        clock: Clock,
+        options: list[tuple[str, int]] | None = None,
+    ) -> None:
+        self._links = links
+        self._watch = watch
+        self._identify = identify
+        self._lanes = lanes
+        self._clock = clock
+        self._is_draining = False
+        self._refusals = Delayed(REFUSED_SECONDS, MOST_REFUSED, clock)
+        self._health_lane = Lane("health", 16, 256, clock, room_seconds=0.0)
+        self._server = grpc.server(
+            AtOnce(1),  # `begin` waits for nothing
+            interceptors=[_Entrance(self)],
+            options=OPTIONS if options is None else options,
+            maximum_concurrent_rpcs=256,
+        )
+        add_StoreServicer_to_server(StoreService(), self._server)
+        add_ScoreServicer_to_server(ScoreService(watch), self._server)
+        add_AdminServicer_to_server(AdminService(watch, links), self._server)
+        check = grpc.unary_unary_rpc_method_handler(
+            self._check, health_pb2.HealthCheckRequest.FromString, health_pb2.HealthCheckResponse.SerializeToString
+        )
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(HEALTH, {"Check": check}),))
+
+    def bind(self, address: str, certificates: Rotated[Any] | None = None) -> int:
+        """Listen there; the port. certificates: `certificate_configuration`s, where callers come with certificates.
+        Raises `BadInput`."""
+        try:
+            if certificates is None:
+                return int(self._server.add_insecure_port(address))
+            credentials = grpc.dynamic_ssl_server_credentials(
+                certificates.now(), certificates.now, require_client_authentication=True
+            )
+            return int(self._server.add_secure_port(address, credentials))
+        except RuntimeError:
+            raise BadInput(
+                f"{address} cannot be listened on; is it another process's, or no address of this host? give another "
+                "--listen (network.listen)"
+            ) from None
+
+    def start(self) -> None:
+        """Serve."""
+        self._server.start()
+
+    def give_up_late(self) -> None:
+        """Calls whose clients have been waited for too long; to be called every second."""
+        for lane in (self._health_lane, *self._lanes.all()):
+            lane.give_up_late()
+
+    def close(self, seconds: float) -> None:
+        """Take no more calls, and end those under way after so long; health says so from now on."""
+        self._is_draining = True
+        self._refusals.close()
+        self._server.stop(seconds).wait(seconds + 1)
+        for lane in (self._health_lane, *self._lanes.all()):
+            lane.close()
+
+    # A call --------------------------------------------------------------------------------------------------------
+
+    def begin(self, method: str, behaviour: Any, requests: Iterator[Any], context: Any, send: _Send) -> None:
+        """Let a call in, or refuse it; waits for nothing."""
+        service, _, name = method.lstrip("/").partition("/")
+        try:
+            if service == HEALTH:
+                call, lane = None, self._health_lane
+            else:
+                call = self._call(service, context)
+                lane = self._lanes.of(call.caller, name in LONG)
+            if not lane.submit(lambda: self._serve(lane, behaviour, requests, context, send, call)):
+                raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls are in flight; ask again later")
+        except Refused as refused:
+            code, text = refused.code, str(refused)
+            if code in FLOODS and context.time_remaining() > 2 * REFUSED_SECONDS:
+                self._refusals.do(lambda: _end(context, send, code, text))
+            else:
+                _end(context, send, code, text)
+
+    def _call(self, service: str, context: Any) -> DoorCall:
+        caller = self._identify(context)
+        if caller is None:
+            raise Refused(grpc.StatusCode.UNAUTHENTICATED, "unknown credential")
+        is_operator = caller.tenant is None
+        if is_operator != (service == ADMIN):
+            whose = "a tenant's" if is_operator else "the operator's"
+            raise Refused(grpc.StatusCode.PERMISSION_DENIED, f"{service} needs {whose} credential")
+        link = self._links.get(caller.tenant) if caller.tenant is not None else None
+        if link is None and not is_operator:
+            text = f"tenant {printable(caller.tenant or '')[:64]!r} has no socket here"
+            raise Refused(grpc.StatusCode.PERMISSION_DENIED, text)
+        left = context.time_remaining()  # without a deadline it is 9.2e18, and never None
+        if left is None or left > MOST_DEADLINE_SECONDS + ROUNDED_SECONDS:
+            text = f"the call has no deadline; give one of at most {MOST_DEADLINE_SECONDS:.0f} s"
+            raise Refused(grpc.StatusCode.INVALID_ARGUMENT, text)
+        return DoorCall(caller, CallTime(self._clock, self._clock.monotonic_seconds() + left), link)
+
+    def _serve(
+        self, lane: Lane, behaviour: Any, requests: Iterator[Any], context: Any, send: _Send, call: DoorCall | None
+    ) -> None:
+        if not context.is_active():
+            return
+        try:
+            with lane.waiting(context.cancel):
+                request = next(requests, None)
+        except grpc.RpcError:  # the message is too long, is none, or never came: grpc has said so
+            return
+        if request is None:
+            _end(context, send, grpc.StatusCode.INVALID_ARGUMENT, "a call without a message")
+            return
+        try:
+            answer = behaviour(request, call)
+        except Exception as error:
+            code, text = _status_of(error)
+            if code is grpc.StatusCode.INTERNAL:
+                _log.exception("a call failed")
+            _end(context, send, code, text)
+            return
+        with lane.waiting(context.cancel):
+            send(answer)
+            send(None)
+
+    def _check(self, request: Any, call: None) -> Any:
+        if request.service not in ("", *SERVICES):
+            raise Refused(grpc.StatusCode.NOT_FOUND, "no such service")
+        serves = self._watch.is_ready and not self._is_draining
+        kinds = health_pb2.HealthCheckResponse
+        return kinds(status=kinds.SERVING if serves else kinds.NOT_SERVING)
+
+
+class _Entrance(grpc.ServerInterceptor):
+    """Has each unary method answered by `GrpcDoor.begin`, and no other."""
+
+    def __init__(self, door: GrpcDoor) -> None:
+        self._door = door
+
+    def intercept_service(self, continuation: Any, details: Any) -> Any:
+        """As grpc has it."""
+        handler = continuation(details)
+        if handler is None or handler.unary_unary is None:
+            return None  # UNIMPLEMENTED
+
+        def begin(requests: Iterator[Any], context: Any, send: _Send) -> None:
+            self._door.begin(details.method, handler.unary_unary, requests, context, send)
+
+        # grpc's way to end a call from another thread; on the wire a unary call and a stream of one are the same.
+        begin.experimental_non_blocking = True  # type: ignore[attr-defined]
+        return grpc.stream_stream_rpc_method_handler(begin, handler.request_deserializer, handler.response_serializer)
+
+
+def certificate_configuration(contents: list[bytes]) -> Any:
+    """Of a certificate, its key and the CA of clients."""
+    certificate, key, client_ca = contents
+    return grpc.ssl_server_certificate_configuration([(key, certificate)], client_ca)
+
+
+def _end(context: Any, send: _Send, code: grpc.StatusCode, text: str) -> None:
+    context.set_code(code)
+    context.set_details(" ".join(text.split())[:MOST_TEXT])
+    send(None)
+
+
+def _status_of(error: Exception) -> tuple[grpc.StatusCode, str]:
+    match error:
+        case Refused():
+            return error.code, str(error)
+        case BadInput():
+            return grpc.StatusCode.INVALID_ARGUMENT, str(error)
+        case TimedOut():
+            return grpc.StatusCode.DEADLINE_EXCEEDED, "the call's deadline passed first"
+        case SidecarBusy():
+            return grpc.StatusCode.RESOURCE_EXHAUSTED, f"{error}; ask again later"
+        case Unreachable() | StoreError():
+            return grpc.StatusCode.UNAVAILABLE, str(error)
+        case _:
+            return grpc.StatusCode.INTERNAL, "a fault of the server; it is in its log"

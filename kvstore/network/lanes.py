@@ -1,0 +1,171 @@
+"""Threads for calls: each caller has its own few, so that one that floods the door waits for itself alone.
+
+A call waits for its client in two places, until its message is there and until its answer was taken. In both it may be
+given up from outside: when it is late, and in a lane that is full of such when the next one comes, the oldest first.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from tiering.clock import Clock
+
+T = TypeVar("T")
+CLIENT_SECONDS, ROOM_SECONDS = 5.0, 0.25
+"""A call may wait so long for its client; and so long in a lane in which all others wait for theirs."""
+DELAYED_APART_SECONDS = 0.002
+
+
+class Lane:
+    """Runs work in order, some of it at a time. Thread-safe."""
+
+    def __init__(self, name: str, threads: int, most: int, clock: Clock, room_seconds: float = ROOM_SECONDS) -> None:
+        """most: that is waiting and running, in all. room_seconds: for which a call may wait for its client where all
+        others do and one more comes; 0 where clients are anybody, so that none of them can fill it."""
+        self._pool = ThreadPoolExecutor(threads, f"kv-lane-{name}")
+        self._threads = threads
+        self._most = most
+        self._clock = clock
+        self._room_seconds = room_seconds
+        self._lock = threading.Lock()
+        self._count = 0
+        self._waiting: dict[Callable[[], object], float] = {}  # how each is given up, and since when; the oldest first
+
+    def submit(self, work: Callable[[], object]) -> bool:
+        """Have it done; False where as much is under way as may be. work: raises nothing."""
+        with self._lock:
+            if self._count >= self._most:
+                return False
+            self._count += 1
+            patient = self._clock.monotonic_seconds() - self._room_seconds
+            oldest, since = next(iter(self._waiting.items()), (None, patient))
+            if len(self._waiting) < self._threads or since > patient:
+                oldest = None
+        if oldest is not None:
+            oldest()
+        try:
+            self._pool.submit(self._run, work)
+        except RuntimeError:  # closed, or the machine has no thread for it
+            with self._lock:
+                self._count -= 1
+            return False
+        return True
+
+    @contextmanager
+    def waiting(self, give_up: Callable[[], object]) -> Iterator[None]:
+        """While its client is waited for. give_up: ends that; may come late."""
+        with self._lock:
+            self._waiting[give_up] = self._clock.monotonic_seconds()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waiting.pop(give_up, None)
+
+    def give_up_late(self) -> None:
+        """Those that have waited for too long, where others wait for them too. To be called every second."""
+        with self._lock:
+            is_full = self._threads <= len(self._waiting) < self._count
+            late = self._clock.monotonic_seconds() - (self._room_seconds if is_full else CLIENT_SECONDS)
+            found = [give_up for give_up, since in self._waiting.items() if since < late]
+        for give_up in found:
+            give_up()
+
+    def close(self) -> None:
+        """Take no more."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _run(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        finally:
+            with self._lock:
+                self._count -= 1
+
+
+class AtOnce(ThreadPoolExecutor):
+    """Does what it is given at once, in the thread that gives it: for what waits for nothing."""
+
+    def submit(self, work: Callable[..., T], /, *args: Any, **named: Any) -> Future[T]:
+        """As `Executor.submit`; the future is done."""
+        done: Future[T] = Future()
+        try:
+            done.set_result(work(*args, **named))
+        except BaseException as error:  # as every executor has it
+            done.set_exception(error)
+        return done
+
+
+class Delayed:
+    """Does things a little later, in the order in which they were given, and not all at once. Thread-safe."""
+
+    def __init__(self, seconds: float, most: int, clock: Clock) -> None:
+        """most: that wait; what is beyond them is done at once."""
+        self._seconds, self._most, self._clock = seconds, most, clock
+        self._changed = threading.Condition()
+        self._waiting: deque[tuple[float, Callable[[], object]]] = deque()
+        self._last = 0.0
+        self._ends = False
+        self._thread = threading.Thread(target=self._run, name="kv-network-delay", daemon=True)
+        self._thread.start()
+
+    def do(self, work: Callable[[], object]) -> None:
+        """Do it then. work: raises nothing."""
+        with self._changed:
+            if len(self._waiting) < self._most and not self._ends:
+                self._last = max(self._clock.monotonic_seconds() + self._seconds, self._last + DELAYED_APART_SECONDS)
+                self._waiting.append((self._last, work))
+                self._changed.notify()
+                return
+        work()
+
+    def close(self) -> None:
+        """Do all that waits now."""
+        with self._changed:
+            self._ends = True
+            self._changed.notify()
+        self._thread.join(1.0)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._waiting and not self._ends:
+                    self._changed.wait()
+                if not self._waiting:
+                    return
+                left = self._waiting[0][0] - self._clock.monotonic_seconds()
+                if left > 0 and not self._ends:
+                    self._changed.wait(left)
+                    continue
+                _, work = self._waiting.popleft()
+            work()
+
+
+class CallerLanes:
+    """Two for each caller: for calls that are answered at once, and for those that may take an hour."""
+
+    def __init__(self, clock: Clock, threads: int = 2, most: int = 64, long_most: int = 8) -> None:
+        self._clock = clock
+        self._threads, self._most, self._long_most = threads, most, long_most
+        self._lock = threading.Lock()
+        self._lanes: dict[tuple[object, bool], Lane] = {}
+
+    def of(self, caller: object, is_long: bool = False) -> Lane:
+        """caller: one of those that the configuration names, so there are no more lanes than these need."""
+        with self._lock:
+            found = self._lanes.get((caller, is_long))
+            if found is None:
+                number = len(self._lanes)
+                size = (1, self._long_most) if is_long else (self._threads, self._most)
+                found = self._lanes[caller, is_long] = Lane(str(number), *size, self._clock)
+            return found
+
+    def all(self) -> list[Lane]:
+        """That there are by now."""
+        with self._lock:
+            return list(self._lanes.values())

@@ -1,0 +1,313 @@
+"""A tenant's socket, as callers behind the network's door use it: which namespaces there are, and what is stored.
+
+Each tenant has a connection of its own, so that what one asks for waits behind nobody else's; what takes long has one
+for itself. Nothing here counts as a request: look-ups bear `counts=False`. Blocks never come this way, only keys.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from kvstore.block.errors import BadInput, StoreError, Unreachable
+from kvstore.block.identity import Namespace, PrefixHasher
+from kvstore.client.connection import check_answer, matched_up_to
+from kvstore.client.framing import FramedSocket, TimedOut
+from kvstore.client.warming import Warming
+from kvstore.protocol import messages as m
+from kvstore.protocol.replies import MatchReply
+from kvstore.protocol.status import ID_DIGITS, pick, printable
+from tiering.clock import Clock
+
+A = TypeVar("A")
+ENGINE = "kvstore network"
+ANSWER_SECONDS = 5.0
+"""For a sidecar that runs: whoever gives it longer is told `UNAVAILABLE` then."""
+CONNECT_SECONDS, PAUSE_SECONDS = 2.0, 0.2
+"""To be let in; and after one that was not, nobody tries again for so long."""
+LISTED_SECONDS = 1.0
+"""For which a list of namespaces is taken to be what there is."""
+MOST_PAGES = 1024
+MOST_WANTED = 128
+"""Characters of what names a namespace or a model."""
+
+_log = logging.getLogger(__name__)
+
+
+class SidecarBusy(StoreError):
+    """The sidecar has too much to do for this tenant."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallTime:
+    """When a call has to be over, by the clock that never goes back."""
+
+    clock: Clock
+    ends_at: float
+
+    def left(self) -> float:
+        """Seconds. Raises `TimedOut` where there are none."""
+        left = self.ends_at - self.clock.monotonic_seconds()
+        if left <= 0:
+            raise TimedOut
+        return left
+
+
+@dataclass(frozen=True, slots=True)
+class ListedSpace:
+    """A namespace of the tenant. place: in the sidecar's list."""
+
+    id: str
+    namespace: Namespace
+    listed: m.Opened
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSpace:
+    """One that is open on a connection, where it has that number."""
+
+    run: _LinkRun
+    id: str
+    number: int
+    block_tokens: int
+    hasher: PrefixHasher
+
+
+@dataclass(eq=False, slots=True)
+class _LinkRun:
+    """A connection, and what was opened on it."""
+
+    wire: FramedSocket
+    opened: dict[str, OpenSpace] = field(default_factory=dict)
+    spaces: list[ListedSpace] = field(default_factory=list)
+    listed_at: float = float("-inf")
+
+
+class TenantLink:
+    """Thread-safe."""
+
+    def __init__(self, tenant: str, path: str, clock: Clock) -> None:
+        self.tenant = tenant
+        self._path = path
+        self._clock = clock
+        self._lock = threading.Lock()  # while it connects or lists
+        self._run: _LinkRun | None = None
+        self._waits_until = float("-inf")
+
+    def again(self, work: Callable[[], A]) -> A:
+        """What work returns; it is done once more where the connection turns out to be one to an earlier sidecar."""
+        run = self._run
+        try:
+            return work()
+        except Unreachable:
+            if run is None or not run.wire.closed or self._run is not run:
+                raise
+            return work()
+
+    def run_of(self, time: CallTime) -> str:
+        """Names the run of the sidecar that answers here."""
+        return self._connected(time).wire.welcome.run.hex()
+
+    def spaces(self, time: CallTime) -> list[ListedSpace]:
+        """All that the tenant has, at most `LISTED_SECONDS` old. Raises `StoreError`, `TimedOut`."""
+        return self._spaces(self._connected(time), time)
+
+    def page(self, first: int, time: CallTime) -> tuple[list[ListedSpace], int]:
+        """Some of them, from that place on, and where to go on; 0 where there are no more."""
+        return self._page(self._connected(time), first, time)
+
+    def space(self, wanted: str, time: CallTime) -> OpenSpace:
+        """The one whose id begins so. Raises `BadInput`, which names those that there are."""
+        run = self._connected(time)
+        known = run.opened.get(wanted)
+        if known is not None:
+            return known
+        return self.open(self._chosen(run, wanted, time), time)
+
+    def spaces_of_model(self, model: str, names: Mapping[str, str], time: CallTime) -> list[ListedSpace]:
+        """Those of a model, by its fingerprint or by what an engine called it. names: the latter, by id. Raises
+        `BadInput` where there are none."""
+        if not 0 < len(model) <= MOST_WANTED * 4:
+            raise BadInput(
+                f"a model's name of {len(model)} characters; give its fingerprint, or what an engine calls it"
+            )
+        spaces = self.spaces(time)
+        found = [one for one in spaces if model in (one.namespace.model, names.get(one.id))]
+        if not found:
+            there = ", ".join(sorted({printable(names.get(one.id) or one.namespace.model) for one in spaces})[:8])
+            raise BadInput(f"no namespace is of the model {printable(model)!r}; there are: {there or 'none yet'}")
+        return found
+
+    def open(self, space: ListedSpace, time: CallTime) -> OpenSpace:
+        """That one."""
+        run = self._connected(time)
+        return run.opened.get(space.id) or self._open(run, space, time)
+
+    def match(self, space: OpenSpace, keys: Sequence[bytes], time: CallTime) -> MatchReply:
+        """The longest stored prefix. Pins, moves and counts nothing."""
+        if not keys:
+            return MatchReply(0)
+        most = min(m.MAX_KEYS, max(1, space.run.wire.welcome.max_keys))
+        verb = m.MatchPrefix(space.number, list(keys[:most]), counts=False)
+        matched = self._ask(space.run, verb, m.Matched, time)
+        try:
+            check_answer(verb, matched, None)
+        except ValueError as error:
+            raise StoreError(f"an answer that cannot be right ({error})") from None
+        return matched_up_to(matched.reply, len(keys), most)
+
+    def drop(self, wanted: str, seconds: float, time: CallTime) -> int:
+        """Forget a namespace; how many blocks it had."""
+        with self._own_connection(time) as run:
+            space = self._open(run, self._chosen(run, wanted, time), time)
+            return self._ask(run, m.Drop(space.number, seconds), m.Counted, time, seconds + ANSWER_SECONDS).blocks
+
+    def warm(
+        self, wanted: str, keys_of: Callable[[OpenSpace], Sequence[list[bytes]]], time: CallTime
+    ) -> tuple[str, Warming]:
+        """Bring prompts up to DRAM, until shortly before the call's end; the namespace's id, and what became of them.
+        keys_of: of the prompts, in the namespace."""
+        with self._own_connection(time) as run:
+            space = self._open(run, self._chosen(run, wanted, time), time)
+            chains = keys_of(space)
+            reserve = min(1.0, time.left() / 5)  # for the answer
+            ask = _Patient(self, run, time)
+            warming = Warming(ask, space.number, self._clock, time.ends_at - reserve)
+            for keys in chains:
+                warming.take(keys)
+            return space.id, warming
+
+    def close(self) -> None:
+        """Hang up."""
+        with self._lock:
+            if self._run is not None:
+                self._run.wire.close()
+
+    # Asking --------------------------------------------------------------------------------------------------------
+
+    def _own_connection(self, time: CallTime) -> _Closing:
+        return _Closing(_LinkRun(self._call_up(time)))
+
+    def _connected(self, time: CallTime) -> _LinkRun:
+        run = self._run
+        if run is not None and not run.wire.closed:
+            return run
+        if not self._lock.acquire(timeout=time.left()):
+            raise TimedOut
+        try:
+            run = self._run
+            if run is None or run.wire.closed:
+                if self._clock.monotonic_seconds() < self._waits_until:
+                    raise Unreachable("the sidecar does not answer")
+                run = self._run = _LinkRun(self._call_up(time))
+            return run
+        finally:
+            self._lock.release()
+
+    def _call_up(self, time: CallTime) -> FramedSocket:
+        try:
+            return FramedSocket(self._path, ENGINE, b"", self._clock, min(CONNECT_SECONDS, time.left()))
+        except Unreachable as error:
+            self._waits_until = self._clock.monotonic_seconds() + PAUSE_SECONDS
+            _log.debug("no connection to the sidecar", extra={"reason": str(error)})
+            raise Unreachable("the sidecar does not answer") from None  # the path is nothing to callers
+
+    def _ask(self, run: _LinkRun, verb: m.Verb, kind: type[A], time: CallTime, most: float = ANSWER_SECONDS) -> A:
+        left = time.left()
+        try:
+            answer = run.wire.call(verb, min(left, most)).answer
+        except TimedOut:
+            if left <= most:
+                raise
+            raise Unreachable(f"the sidecar did not answer in {most:g} s") from None
+        except Unreachable:
+            raise Unreachable("the sidecar does not answer") from None
+        for undo in run.wire.too_late():
+            run.wire.post(undo)
+        if isinstance(answer, kind):
+            return answer
+        if not isinstance(answer, m.Failed):
+            raise Unreachable("the sidecar is of another version")
+        if answer.fault is m.RequestFault.BAD_INPUT:
+            raise BadInput(answer.text)
+        if answer.fault is m.RequestFault.BUSY:
+            raise SidecarBusy(answer.text)
+        raise Unreachable(answer.text)
+
+    def _spaces(self, run: _LinkRun, time: CallTime) -> list[ListedSpace]:
+        if self._clock.monotonic_seconds() - run.listed_at < LISTED_SECONDS:
+            return run.spaces
+        if not self._lock.acquire(timeout=time.left()):
+            raise TimedOut
+        try:
+            if self._clock.monotonic_seconds() - run.listed_at >= LISTED_SECONDS:
+                found: list[ListedSpace] = []
+                first, began_at = 0, self._clock.monotonic_seconds()
+                for _ in range(MOST_PAGES):
+                    page, first = self._page(run, first, time)
+                    found += page
+                    if not first:
+                        break
+                run.spaces, run.listed_at = found, began_at
+            return run.spaces
+        finally:
+            self._lock.release()
+
+    def _chosen(self, run: _LinkRun, wanted: str, time: CallTime) -> ListedSpace:
+        """Raises `BadInput`."""
+        if len(wanted) > MOST_WANTED:
+            raise BadInput(f"a namespace's id of {len(wanted)} characters; give its first digits")
+        spaces = self._spaces(run, time)
+        models = [printable(one.namespace.model) for one in spaces]
+        return spaces[pick(wanted, [one.id for one in spaces], models, "", "give more digits")]
+
+    def _page(self, run: _LinkRun, first: int, time: CallTime) -> tuple[list[ListedSpace], int]:
+        reply = self._ask(run, m.Namespaces(first), m.NamespacesReply, time)
+        try:
+            listed = [
+                ListedSpace(one.id, Namespace.unpack(one.packed), one, first + at)
+                for at, one in enumerate(reply.namespaces)
+            ]
+        except ValueError as error:
+            raise StoreError(f"a namespace of another version: {error}") from None
+        return listed, reply.next
+
+    def _open(self, run: _LinkRun, space: ListedSpace, time: CallTime) -> OpenSpace:
+        verb = m.OpenNamespace(space.listed.packed, space.listed.payload_bytes)
+        grant = self._ask(run, verb, m.Granted, time).grant
+        tokens = space.namespace.layout.block_tokens
+        opened = OpenSpace(run, space.id, grant.number, tokens, PrefixHasher(grant.identity_key, tokens))
+        run.opened[space.id] = opened
+        return opened
+
+
+@dataclass(frozen=True, slots=True)
+class _Patient:
+    """Asks on a connection of its own, each question for as long as it may take."""
+
+    link: TenantLink
+    run: _LinkRun
+    time: CallTime
+
+    def __call__(self, verb: m.Verb, kind: type[A], seconds: float) -> A:
+        return self.link._ask(self.run, verb, kind, self.time, seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class _Closing:
+    run: _LinkRun
+
+    def __enter__(self) -> _LinkRun:
+        return self.run
+
+    def __exit__(self, *_: object) -> None:
+        self.run.wire.close()
+
+
+def described(space: ListedSpace) -> str:
+    """A namespace in messages."""
+    return f"{space.id[:ID_DIGITS]} ({printable(space.namespace.model)}, {printable(space.namespace.codec)})"

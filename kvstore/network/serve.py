@@ -1,0 +1,145 @@
+"""The network process, put together: links to the tenants' sockets, the watch, gRPC, a router's HTTP, signs of life."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from kvstore.block.errors import BadInput
+from kvstore.config import is_loopback
+from kvstore.network.credentials import Certificates, Rotated, SourceFile, Tokens, caller_of_uris, server_context
+from kvstore.network.door import GrpcDoor, by_certificate, by_token, certificate_configuration
+from kvstore.network.lanes import CallerLanes
+from kvstore.network.links import TenantLink
+from kvstore.network.query import QueryPages, QueryServer
+from kvstore.network.services import DoorCaller
+from kvstore.network.unix_address import UnixAddress
+from kvstore.network.watch import StatusWatch
+from tiering.clock import Clock
+
+UNIX = "unix:"
+LOOK_SECONDS = 1.0
+SWITCH_SECONDS = 0.0005
+"""For which a thread keeps the interpreter while others want it: those of a tenant that floods, while others wait."""
+END_SECONDS = 2.0
+"""For calls that are under way at the end: less than the keeper gives it."""
+
+_log = logging.getLogger(__name__)
+
+Address = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkOptions:
+    """listen: `unix:PATH` or host and port of gRPC; http: host and port for routers. sockets: by tenant. Callers come
+    with certificates where there are some, and with tokens where there are none, and on a UNIX socket."""
+
+    listen: str | Address
+    sockets: Mapping[str, str]
+    observe: str
+    http: Address | None = None
+    token_file: str | None = None
+    certificates: Certificates | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkParts:
+    """What the process is handed. tokens: of the text of a token file, whose name is for messages. beat: says that it
+    lives. is_wanted: whether the process that started it is still there."""
+
+    clock: Clock
+    new_token: Callable[[int], bytes]
+    file: Callable[[str], SourceFile]
+    tokens: Callable[[bytes, str], Mapping[str, DoorCaller]]
+    beat: Callable[[], None] = lambda: None
+    is_wanted: Callable[[], bool] = lambda: True
+
+
+def serve_network(options: NetworkOptions, parts: NetworkParts, started: Callable[[str, int | None], None]) -> None:
+    """Until SIGTERM or SIGINT. started: told where gRPC listens, and the port of HTTP. Raises `BadInput`."""
+    check_addresses(options)
+    sys.setswitchinterval(SWITCH_SECONDS)
+    ends = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ends.set())
+    clock = parts.clock
+    tokens = _tokens(options, parts)
+    certificates, contexts = options.certificates, None
+    configurations = None
+    if certificates is not None:
+        files = [parts.file(one) for one in (certificates.certificate, certificates.key, certificates.client_ca)]
+
+        def checked(contents: list[bytes]) -> object:
+            server_context(certificates)  # what grpc would keep quiet about
+            return certificate_configuration(contents)
+
+        configurations = Rotated(files, checked, clock)
+        contexts = Rotated(files, lambda _: server_context(certificates), clock)
+    with ExitStack() as stack:
+        links = {name: TenantLink(name, path, clock) for name, path in options.sockets.items()}
+        for link in links.values():
+            stack.callback(link.close)
+        watch, lanes = StatusWatch(options.observe, clock), CallerLanes(clock)
+        is_unix = isinstance(options.listen, str)
+        identify = by_certificate if configurations is not None and not is_unix else by_token(_given(tokens))
+        door = GrpcDoor(links, watch, identify, lanes, clock)
+        stack.callback(lambda: door.close(END_SECONDS))
+        if isinstance(options.listen, str):
+            address = UnixAddress(options.listen.removeprefix(UNIX))
+            stack.callback(address.close)
+            address.bind(door.bind)
+            where = options.listen
+        else:
+            host, port = options.listen
+            shown_host = f"[{host}]" if ":" in host else host
+            where = f"{shown_host}:{door.bind(f'{shown_host}:{port}', configurations)}"
+        http = None
+        if options.http is not None:
+            header = None if contexts is not None else lambda given: _given(tokens).now().caller(given)
+            http = QueryServer(options.http, QueryPages(links, watch, clock), lanes, header, caller_of_uris, contexts)
+            stack.callback(lambda: http.close(END_SECONDS))
+        watch.start()
+        stack.callback(watch.close)
+        door.start()
+        if http is not None:
+            http.start()
+        started(where, http.port if http is not None else None)
+        while not ends.is_set() and parts.is_wanted():
+            parts.beat()
+            door.give_up_late()
+            ends.wait(LOOK_SECONDS)
+
+
+def check_addresses(options: NetworkOptions) -> None:
+    """Raises `BadInput` where a credential would cross a network in clear, or callers have none."""
+    for key, address in (("listen", options.listen), ("http", options.http)):
+        if isinstance(address, str) or address is None or options.certificates is not None:
+            continue
+        if not is_loopback(address[0]):
+            raise BadInput(
+                f"{key}: {address[0]} can be reached by other hosts; give certificate, key and client_ca, or listen on "
+                "127.0.0.1 or a UNIX socket"
+            )
+    needs_tokens = options.certificates is None or isinstance(options.listen, str)
+    if needs_tokens and options.token_file is None:
+        raise BadInput(
+            "callers need a credential: give token_file, or, for callers of other hosts, certificate, key and client_ca"
+        )
+
+
+def _tokens(options: NetworkOptions, parts: NetworkParts) -> Rotated[Tokens] | None:
+    name = options.token_file
+    if name is None:
+        return None
+    key = parts.new_token(32)
+    return Rotated([parts.file(name)], lambda contents: Tokens(parts.tokens(contents[0], name), key), parts.clock)
+
+
+def _given(tokens: Rotated[Tokens] | None) -> Rotated[Tokens]:
+    assert tokens is not None, "`check_addresses` saw to it"
+    return tokens

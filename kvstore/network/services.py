@@ -1,0 +1,220 @@
+"""What the services answer, whoever asks: a tenant through its own socket, the operator what observers are told.
+
+Messages come in and go out; who calls and until when is in a `DoorCall`, which its door made from the credential.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from kvstore.block.errors import BadInput
+from kvstore.network.answers import (
+    checked_drop_seconds,
+    fill,
+    hit_tokens,
+    keys_of,
+    load_seconds,
+    match_response,
+    namespaces_response,
+    status_message,
+)
+from kvstore.network.links import ANSWER_SECONDS, CallTime, ListedSpace, OpenSpace, TenantLink, described
+from kvstore.network.watch import READY, StatusWatch
+from kvstore.protocol import messages as m
+from kvstore.protocol.status import pick, printable
+from kvstore.wire import admin_pb2, score_pb2, store_pb2
+
+MOST_NODES = 256
+NODE_DIGITS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class DoorCaller:
+    """Who calls. tenant: None for the operator."""
+
+    tenant: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class DoorCall:
+    """A call: whose, and how long it may take. link: of the caller's tenant; None for the operator."""
+
+    caller: DoorCaller
+    time: CallTime
+    link: TenantLink | None
+
+    @property
+    def tenant(self) -> TenantLink:
+        """Its own socket."""
+        assert self.link is not None, "the door lets tenants in here"
+        return self.link
+
+
+class StoreService:
+    """`kvstore.v1.Store`."""
+
+    def Match(self, request: store_pb2.MatchRequest, call: DoorCall) -> store_pb2.MatchResponse:
+        """How much of a prompt is stored."""
+
+        def answer() -> store_pb2.MatchResponse:
+            space = call.tenant.space(request.namespace, call.time)
+            return match_response(call.tenant.match(space, keys_of(request.prompt, space), call.time))
+
+        return call.tenant.again(answer)
+
+    def Namespaces(self, request: store_pb2.NamespacesRequest, call: DoorCall) -> store_pb2.NamespacesResponse:
+        """A page of the tenant's."""
+        return namespaces_response(*call.tenant.again(lambda: call.tenant.page(request.first, call.time)))
+
+    def Drop(self, request: store_pb2.DropRequest, call: DoorCall) -> store_pb2.DropResponse:
+        """Forget one of the tenant's."""
+        blocks = call.tenant.drop(request.namespace, checked_drop_seconds(request), call.time)
+        return store_pb2.DropResponse(blocks=blocks)
+
+    def Warm(self, request: store_pb2.WarmRequest, call: DoorCall) -> store_pb2.WarmResponse:
+        """Bring prompts up to DRAM."""
+        began_at = call.time.clock.monotonic_seconds()
+
+        def chains(space: OpenSpace) -> list[list[bytes]]:
+            found, blocks = [], 0
+            for prompt in request.prompts:
+                found.append(keys_of(prompt, space))
+                blocks += len(found[-1])
+                if blocks > m.MAX_KEYS:
+                    raise BadInput(f"prompts of more than {m.MAX_KEYS} blocks in all; give fewer in a call")
+            return found
+
+        namespace, warming = call.tenant.warm(request.namespace, chains, call.time)
+        return store_pb2.WarmResponse(
+            namespace=namespace,
+            prompts=len(request.prompts),
+            asked=warming.asked,
+            warm=warming.warm,
+            promoted=warming.promoted,
+            left=warming.left,
+            absent=warming.absent,
+            seconds=call.time.clock.monotonic_seconds() - began_at,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """What this node has of a prompt. tokens: by tier."""
+
+    space: OpenSpace
+    asked_tokens: int
+    tokens: dict[str, int]
+    load_seconds: float | None
+
+    @property
+    def matched(self) -> int:
+        """Tokens, in all tiers."""
+        return sum(self.tokens.values())
+
+
+def scored(call: DoorCall, space: OpenSpace, keys: list[bytes], watch: StatusWatch) -> Scored:
+    """By one look-up that counts as none."""
+    tokens = hit_tokens(call.tenant.match(space, keys, call.time), space.block_tokens)
+    expected = load_seconds(tokens, watch.load_rates(call.tenant.tenant, space.id))
+    return Scored(space, len(keys) * space.block_tokens, tokens, expected)
+
+
+def spaces_of_model(call: DoorCall, model: str, watch: StatusWatch) -> list[ListedSpace]:
+    """The caller's namespaces of a model, by its fingerprint or by what an engine called it. Raises `BadInput`."""
+    link = call.tenant
+    try:
+        return link.spaces_of_model(model, watch.names(link.tenant), call.time)
+    except BadInput:
+        return link.spaces_of_model(model, watch.names(link.tenant, min(1.0, call.time.left())), call.time)
+
+
+class ScoreService:
+    """`kvstore.v1.Score`."""
+
+    def __init__(self, watch: StatusWatch) -> None:
+        self._watch = watch
+
+    def Score(self, request: score_pb2.ScoreRequest, call: DoorCall) -> score_pb2.ScoreResponse:
+        """How much of a prompt each node has: this one, as long as there is no directory of others."""
+        nodes = list(request.nodes)
+        if len(nodes) > MOST_NODES:
+            raise BadInput(f"{len(nodes)} nodes; give at most {MOST_NODES}")
+        for node in nodes:
+            if len(node) != NODE_DIGITS or set(node) - set("0123456789abcdef"):
+                raise BadInput(f"a node {printable(node[:64])!r}; give its id of {NODE_DIGITS} hexadecimal digits")
+
+        def answer() -> score_pb2.ScoreResponse:
+            space = self._space(request, call)
+            own = call.tenant.run_of(call.time)
+            found = scored(call, space, keys_of(request.prompt, space), self._watch)
+            wanted = nodes or ([own] if found.matched else [])
+            listed = [
+                score_pb2.NodeScore(node=node, hit_tokens=found.tokens, load_seconds=found.load_seconds)
+                if node == own
+                else score_pb2.NodeScore(node=node)
+                for node in wanted
+            ]
+            return score_pb2.ScoreResponse(
+                namespace=space.id, block_tokens=space.block_tokens, asked_tokens=found.asked_tokens, nodes=listed
+            )
+
+        return call.tenant.again(answer)
+
+    def _space(self, request: score_pb2.ScoreRequest, call: DoorCall) -> OpenSpace:
+        match request.WhichOneof("namespace_or_model"):
+            case "namespace":
+                return call.tenant.space(request.namespace, call.time)
+            case "model":
+                found = spaces_of_model(call, request.model, self._watch)
+                if len(found) > 1:
+                    there = ", ".join(map(described, found[:8]))
+                    raise BadInput(f"{len(found)} namespaces are of that model: {there}; give namespace")
+                return call.tenant.open(found[0], call.time)
+            case _:
+                raise BadInput("neither namespace nor model; give one of the two")
+
+
+class AdminService:
+    """`kvstore.v1.Admin`: what observers are told, and dropping, through the tenants' own sockets. No purge."""
+
+    def __init__(self, watch: StatusWatch, links: Mapping[str, TenantLink]) -> None:
+        self._watch = watch
+        self._links = links
+
+    def Stat(self, request: admin_pb2.StatRequest, call: DoorCall) -> admin_pb2.StatResponse:
+        """All that the sidecar says of itself."""
+        facts = self._watch.ask(min(call.time.left(), ANSWER_SECONDS))
+        return admin_pb2.StatResponse(facts=status_message(facts))
+
+    def Health(self, request: admin_pb2.HealthRequest, call: DoorCall) -> admin_pb2.HealthResponse:
+        """Whether it is well."""
+        facts = self._watch.facts()
+        if facts is None:
+            return admin_pb2.HealthResponse(state="", reasons=["the sidecar does not answer"])
+        reasons = facts.health.removeprefix("degraded (").removesuffix(")").split("; ")
+        is_degraded = facts.health.startswith("degraded")
+        state = "degraded" if is_degraded and facts.state == "ready" else facts.state
+        answer = admin_pb2.HealthResponse()
+        fill(answer, facts)
+        answer.alive, answer.ready, answer.state = True, facts.state in READY, state
+        answer.reasons.extend(reasons if state == "degraded" else [])
+        return answer
+
+    def DropAny(self, request: admin_pb2.DropAnyRequest, call: DoorCall) -> admin_pb2.DropAnyResponse:
+        """Forget a namespace of any tenant whose socket is known here."""
+        seconds = checked_drop_seconds(request)
+        if max(len(request.id), len(request.tenant)) > m.MAX_NAME:
+            raise BadInput(f"an id or a tenant of more than {m.MAX_NAME} characters")
+        found: list[tuple[TenantLink, ListedSpace]] = []
+        for name, link in self._links.items():
+            if request.tenant in ("", name):
+                found += [(link, space) for space in link.again(partial(link.spaces, call.time))]
+        words = [f"{link.tenant}, {printable(space.namespace.model)}" for link, space in found]
+        ids = [space.id for _, space in found]
+        is_shared = len({one for one in ids if one.startswith(request.id.lower())}) == 1
+        more = "give the tenant" if is_shared else "give more digits"
+        whose = f" of tenant {printable(request.tenant)!r}" if request.tenant else ""
+        link, space = found[pick(request.id, ids, words, whose, more)]
+        return admin_pb2.DropAnyResponse(blocks=link.drop(space.id, seconds, call.time))

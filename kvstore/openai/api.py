@@ -1,0 +1,190 @@
+"""OpenAI's API as far as a proxy and a client have to know it: bodies, events of a stream, errors. It does no I/O.
+
+    bytes > bounds > one level of JSON > the prefill leg's body, and the decode leg's
+
+A body is taken apart one level deep: what is not a field of the two legs goes on byte for byte. What each leg is told
+follows who is to understand it:
+
+    nixlv2           prefill first, told do_remote_decode; decode is told what prefill's answer says, as it says it
+                     (vLLM's toy proxy, llm-d's nixlv2, and the tickets of this store)
+    shared-storage   prefill first, decode gets the body as it came
+    at-once          both at the same moment: decode is told to await what prefill publishes
+"""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, Raw, UnsetType
+
+MOST_BODY_BYTES = 16 << 20
+MOST_STRINGS = 1 << 16
+"""Of a body, keys and texts together, before it is taken apart: few bytes would make a dict of a million fields."""
+MOST_FIELDS = 256
+MOST_EVENT_BYTES = 4 << 20
+"""Of one event of a stream: with log probabilities of many tokens they are long."""
+DONE = b"data: [DONE]"
+
+Body = dict[str, Raw]
+_UNREADABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
+
+REMOTE_NULLS: dict[str, Any] = dict.fromkeys(
+    ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"), None
+)
+_NOT_PREFILLED = (
+    "stream stream_options min_tokens n best_of echo logprobs top_logprobs prompt_logprobs use_beam_search"
+).split()
+"""Of an answer that decode gives: one token alone is computed without."""
+
+
+class Legs(StrEnum):
+    """How prefill and decode are told of each other."""
+
+    NIXLV2 = "nixlv2"
+    SHARED_STORAGE = "shared-storage"
+    AT_ONCE = "at-once"
+
+
+class ApiRefusal(Exception):
+    """An answer that is an error, in OpenAI's shape."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.body = error_body(status, message, param, code)
+
+
+def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> bytes:
+    """As clients of OpenAI's read it."""
+    kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
+
+
+def read_body(content: bytes) -> Body:
+    """Its fields, each as it was written. Raises `ApiRefusal`."""
+    if content.count(b'"') - content.count(b'\\"') > 2 * MOST_STRINGS:
+        raise ApiRefusal(413, f"the body has more than {MOST_STRINGS} strings; send fewer messages")
+    try:
+        body = msgspec.json.decode(content, type=Body)
+    except msgspec.ValidationError:
+        raise ApiRefusal(400, "the body is no JSON object; send one with model and prompt or messages") from None
+    except _UNREADABLE as error:
+        raise ApiRefusal(400, f"the body cannot be read as JSON: {' '.join(str(error).split())}") from None
+    if len(body) > MOST_FIELDS:
+        raise ApiRefusal(400, f"the body has {len(body)} fields; at most {MOST_FIELDS} are taken")
+    return body
+
+
+def transfer_parameters(body: Body) -> Body:
+    """What the client itself says in `kv_transfer_params`. Raises `ApiRefusal`."""
+    given = body.get("kv_transfer_params")
+    if given is None or bytes(given) == b"null":
+        return {}
+    try:
+        return msgspec.json.decode(given, type=Body)
+    except _UNREADABLE:
+        raise ApiRefusal(400, "kv_transfer_params has to be an object", param="kv_transfer_params") from None
+
+
+def prefill_body(body: Body, legs: Legs, kv_request_id: str, is_bound: bool = False) -> bytes:
+    """The prefill leg's: the same prompt, one token, no stream. is_bound: with `at-once`, whether the legs are bound by
+    an id, as vLLM's tier of peers has it. Raises `ApiRefusal`."""
+    fields: dict[str, Any] = {name: value for name, value in body.items() if name not in _NOT_PREFILLED}
+    fields["max_tokens"] = 1
+    if "max_completion_tokens" in body:
+        fields["max_completion_tokens"] = 1
+    told: dict[str, Any] = dict(transfer_parameters(body))
+    if legs is Legs.NIXLV2:
+        told |= {"do_remote_decode": True, "do_remote_prefill": False, **REMOTE_NULLS}
+    elif legs is Legs.SHARED_STORAGE:
+        fields["cache_hit_threshold"] = 0
+    elif is_bound:
+        told["remote_decoder"] = {"kv_request_id": kv_request_id}
+    if told:
+        fields["kv_transfer_params"] = told
+    return msgspec.json.encode({**fields, "stream": False})
+
+
+def decode_body(
+    body: Body, legs: Legs, prefilled: Raw | None, kv_request_id: str, prefiller: tuple[str, int] | None = None
+) -> bytes:
+    """The decode leg's. prefilled: `kv_transfer_params` of prefill's answer, which go on as they are. prefiller: with
+    `at-once`, where vLLM's tier of peers is reached. Raises `ApiRefusal`."""
+    if legs is Legs.NIXLV2 and prefilled is not None:
+        return msgspec.json.encode({**body, "kv_transfer_params": prefilled})
+    if legs is not Legs.AT_ONCE:
+        return msgspec.json.encode(body)
+    told: dict[str, Any] = dict(transfer_parameters(body))
+    told["kvstore"] = {**_object(told.get("kvstore")), "await": True}
+    if prefiller is not None:
+        host, port = prefiller
+        told["remote_prefiller"] = {"kv_request_id": kv_request_id, "remote_host": host, "remote_port": port}
+    return msgspec.json.encode({**body, "kv_transfer_params": told})
+
+
+def _object(value: Raw | None) -> Body:
+    """Nothing where it is none: the connector lists what it does not understand."""
+    try:
+        return msgspec.json.decode(value, type=Body) if value is not None else {}
+    except _UNREADABLE:
+        return {}
+
+
+class _Prefilled(msgspec.Struct):
+    kv_transfer_params: Raw | UnsetType = UNSET
+
+
+def prefilled_parameters(content: bytes) -> Raw | None:
+    """`kv_transfer_params` of a prefill's answer; None where it has none. Raises `ValueError` where it is no answer."""
+    try:
+        found = msgspec.json.decode(content, type=_Prefilled).kv_transfer_params
+    except _UNREADABLE:
+        raise ValueError("an answer that is no JSON object") from None
+    return None if isinstance(found, UnsetType) or bytes(found) == b"null" else found
+
+
+class _TokenPrompt(msgspec.Struct):
+    """A prompt of token ids."""
+
+    prompt: list[int]
+
+
+def prompt_tokens(content: bytes) -> list[int] | None:
+    """Where the prompt is one of token ids: these."""
+    try:
+        return msgspec.json.decode(content, type=_TokenPrompt).prompt
+    except _UNREADABLE:
+        return None
+
+
+_EVENT_END = re.compile(rb"\r?\n\r?\n")
+
+
+class EventSplitter:
+    """Cuts the bytes of a stream into whole events."""
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+
+    def fed(self, data: bytes) -> list[bytes]:
+        """The events that are whole by now, each with the blank line behind it. Raises `ValueError` for one that is
+        longer than any may be."""
+        found = []
+        start = max(0, len(self._rest) - 3)
+        self._rest += data
+        while end := _EVENT_END.search(self._rest, start):
+            found.append(bytes(self._rest[: end.end()]))
+            del self._rest[: end.end()]
+            start = 0
+        if len(self._rest) > MOST_EVENT_BYTES:
+            raise ValueError(f"an event of more than {MOST_EVENT_BYTES} bytes")
+        return found
+
+
+def event_data(event: bytes) -> bytes:
+    """What an event says; nothing of one that is a comment."""
+    lines = (line.rstrip(b"\r") for line in event.split(b"\n"))
+    return b"\n".join(line[5:].removeprefix(b" ") for line in lines if line.startswith(b"data:"))

@@ -1,0 +1,358 @@
+"""`kvstore pd-proxy` as an ASGI application: one endpoint, behind which prefill and decode are engines of their own.
+
+    body, bounded > its fields > prefill's leg (and meanwhile: who decodes) > decode's leg > events or a whole answer
+
+The prompt goes to both engines; what prefill says of its blocks goes to decode as it is. Prefill is a service to decode
+and nothing else: where it is down, busy, late or answers nonsense, decode computes the prompt itself. A request is
+asked of another decode engine only where the first one cannot have begun with it, so that a request that ends an
+engine ends one. A client that hangs up ends both legs, whose connections are closed.
+
+An example of a product, and not a load balancer: one process, no queue, no retries beyond that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from msgspec import Raw
+
+from kvstore.openai.api import (
+    DONE,
+    MOST_BODY_BYTES,
+    ApiRefusal,
+    Body,
+    EventSplitter,
+    Legs,
+    decode_body,
+    prefill_body,
+    prefilled_parameters,
+    read_body,
+)
+from kvstore.openai.client import JSON_HEADERS, AnswerStream, EngineAnswer, EngineFault
+from kvstore.openai.fleet import Fleet, ProxiedEngine
+
+PATHS = ("/v1/completions", "/v1/chat/completions")
+MOST_ID = 128
+BUSY = (429, 503)
+"""Of an engine that has not begun with a request, nor will."""
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class ProxyLimits:
+    """requests: under way at a time. body_bytes, body_seconds: of what a client sends. prefill_seconds: of that leg,
+    after which decode computes. decode_seconds: of that leg in all; silent_seconds: in it without a whole event.
+    unread_seconds: that a client does not read. prefilled_bytes: of prefill's answer."""
+
+    requests: int = 256
+    body_bytes: int = MOST_BODY_BYTES
+    body_seconds: float = 30.0
+    prefill_seconds: float = 120.0
+    decode_seconds: float = 3600.0
+    silent_seconds: float = 300.0
+    unread_seconds: float = 60.0
+    prefilled_bytes: int = 8 << 20
+
+
+class _ClientGone(Exception):
+    """It hung up, or reads nothing any more."""
+
+
+@dataclass
+class Exchange:
+    """One client's request and what was sent of its answer."""
+
+    path: str
+    headers: dict[str, str]
+    send: Send
+    unread_seconds: float
+    prefilled: str = "skipped"
+    decoded_by: str = ""
+    has_started: bool = False
+    told: dict[str, str] = field(default_factory=dict)
+
+    async def start(self, status: int, content_type: str, length: int | None = None) -> None:
+        """The head."""
+        shown = {"content-type": content_type, "cache-control": "no-store", **self.told}
+        if self.decoded_by:
+            shown |= {"x-kvstore-prefill": self.prefilled, "x-kvstore-decode": self.decoded_by}
+        if length is not None:
+            shown["content-length"] = str(length)
+        self.has_started = True
+        listed = [(name.encode(), value.encode("latin-1", "replace")) for name, value in shown.items()]
+        await self._sent({"type": "http.response.start", "status": status, "headers": listed})
+
+    async def write(self, piece: bytes, more: bool = True) -> None:
+        """A piece of the body."""
+        await self._sent({"type": "http.response.body", "body": piece, "more_body": more})
+
+    async def whole(self, status: int, body: bytes, content_type: str = "application/json") -> None:
+        """All of an answer."""
+        await self.start(status, content_type, len(body))
+        await self.write(body, more=False)
+
+    async def _sent(self, message: Message) -> None:
+        try:
+            async with asyncio.timeout(self.unread_seconds):
+                await self.send(message)
+        except (TimeoutError, OSError):
+            raise _ClientGone from None
+
+
+class PdProxy:
+    """The application. Of one loop."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        legs: Legs,
+        new_id: Callable[[], str],
+        *,
+        prefiller: tuple[str, int] | None = None,
+        limits: ProxyLimits | None = None,
+    ) -> None:
+        """new_id: for a request that brings none. prefiller: see `decode_body`."""
+        self._fleet = fleet
+        self._legs = legs
+        self._new_id = new_id
+        self._prefiller = prefiller
+        self._limits = limits or ProxyLimits()
+        self._under_way = 0
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """As ASGI has it."""
+        if scope["type"] != "http":
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1008})
+            return
+        exchange = self._exchange(scope, send)
+        try:
+            await self._routed(scope, receive, exchange)
+        except ApiRefusal as refusal:
+            if refusal.status in BUSY:
+                exchange.told["retry-after"] = "1"
+            await self._ended(exchange, refusal)
+        except _ClientGone:
+            pass
+
+    def _exchange(self, scope: Message, send: Send) -> Exchange:
+        """What goes on of a request's head: who asks, and the name of the request."""
+        given = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        name = given.get("x-request-id", "")
+        if not 0 < len(name) <= MOST_ID or not name.isascii() or not name.isprintable():
+            name = self._new_id()
+        headers = {**JSON_HEADERS, "x-request-id": name}
+        if given.get("authorization", "\xff").isascii():
+            headers["authorization"] = given["authorization"]
+        return Exchange(scope["path"], headers, send, self._limits.unread_seconds, told={"x-request-id": name})
+
+    async def _routed(self, scope: Message, receive: Receive, exchange: Exchange) -> None:
+        path, method = scope["path"], scope["method"]
+        if path in PATHS and method == "POST":
+            if self._under_way >= self._limits.requests:
+                raise ApiRefusal(503, f"{self._under_way} requests are under way; try again in a moment")
+            self._under_way += 1
+            try:
+                await self._served(scope, receive, exchange)
+            finally:
+                self._under_way -= 1
+        elif path == "/health" and method in ("GET", "HEAD"):
+            await self._health(exchange)
+        elif path == "/v1/models" and method == "GET":
+            await self._models(exchange)
+        elif path in (*PATHS, "/health", "/v1/models"):
+            raise ApiRefusal(405, f"{method} {path} is not there; POST to {' or '.join(PATHS)}")
+        else:
+            raise ApiRefusal(404, f"there is no such path; POST to {' or '.join(PATHS)}")
+
+    async def _health(self, exchange: Exchange) -> None:
+        fleet = self._fleet
+        can_decode = any(one.is_up for one in fleet.decodes)
+        state = "down" if not can_decode else "ok" if fleet.prefill.is_up else "degraded"
+        decodes = [one.told() for one in fleet.decodes]
+        told = {"status": state, "under_way": self._under_way, "prefill": fleet.prefill.told(), "decode": decodes}
+        await exchange.whole(200 if can_decode else 503, msgspec.json.encode(told))
+
+    async def _models(self, exchange: Exchange) -> None:
+        """As the first decode engine that is up has them."""
+        engine = next((one for one in self._fleet.decodes if one.is_up), self._fleet.decodes[0])
+        try:
+            answer = await engine.client.ask(
+                "GET", "/v1/models", None, exchange.headers, seconds=10, most_bytes=1 << 22
+            )
+        except EngineFault as fault:
+            raise ApiRefusal(502, str(fault)) from None
+        await exchange.whole(answer.status, answer.body, answer.content_type)
+
+    # A request -------------------------------------------------------------------------------------------------------
+
+    async def _served(self, scope: Message, receive: Receive, exchange: Exchange) -> None:
+        content = await self._content(scope, receive)
+        body = read_body(content)
+        answering = asyncio.create_task(self._answered(body, content, exchange))
+        leaving = asyncio.create_task(_left(receive))
+        try:
+            await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            both = (answering, leaving)
+            for task in both:
+                task.cancel()
+            await asyncio.wait(both)
+        if not answering.cancelled():
+            answering.result()
+
+    async def _content(self, scope: Message, receive: Receive) -> bytes:
+        most = self._limits.body_bytes
+        too_long = ApiRefusal(413, f"the body has more than {most} bytes; send a shorter prompt")
+        told = dict(scope["headers"]).get(b"content-length", b"0")
+        if not told.isdigit() or int(told[:20]) > most:
+            raise too_long
+        content = bytearray()
+        try:
+            async with asyncio.timeout(self._limits.body_seconds):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise _ClientGone
+                    content += message.get("body", b"")
+                    if len(content) > most:
+                        raise too_long
+                    if not message.get("more_body", False):
+                        return bytes(content)
+        except TimeoutError:
+            raise ApiRefusal(408, f"the body did not arrive in {self._limits.body_seconds:g} s") from None
+
+    async def _answered(self, body: Body, content: bytes, exchange: Exchange) -> None:
+        """Both legs. Tasks of it end with it."""
+        name = exchange.headers["x-request-id"]
+        sent = prefill_body(body, self._legs, name, self._prefiller is not None)
+        choosing = asyncio.create_task(self._fleet.order(exchange.path, body, content, exchange.headers))
+        prefilling = asyncio.create_task(self._prefilled(sent, exchange))
+        try:
+            if self._legs is Legs.AT_ONCE:
+                exchange.prefilled = "at once"
+                parameters = None
+            else:
+                parameters = await prefilling
+            told = decode_body(body, self._legs, parameters, name, self._prefiller)
+            await self._decoded(told, exchange, await choosing)
+        except EngineFault as fault:
+            await self._ended(exchange, ApiRefusal(502, str(fault)))
+        except TimeoutError:
+            bounds = f"{self._limits.decode_seconds:g} s in all, {self._limits.silent_seconds:g} s without an event"
+            await self._ended(exchange, ApiRefusal(504, f"{exchange.decoded_by} took too long: {bounds}"))
+        finally:
+            for task in (choosing, prefilling):
+                task.cancel()
+            await asyncio.gather(choosing, prefilling, return_exceptions=True)
+
+    async def _prefilled(self, sent: bytes, exchange: Exchange) -> Raw | None:
+        """What prefill says of its blocks; None where decode has to do without. Raises `ApiRefusal` for a request that
+        the engine refuses: the other one would, too."""
+        engine, limits = self._fleet.prefill, self._limits
+        exchange.prefilled = "down"
+        if not engine.is_up:
+            return None
+        try:
+            with engine.lent():
+                answer = await engine.client.ask(
+                    "POST",
+                    exchange.path,
+                    sent,
+                    exchange.headers,
+                    seconds=limits.prefill_seconds,
+                    most_bytes=limits.prefilled_bytes,
+                )
+            parameters = prefilled_parameters(answer.body) if answer.status == 200 else None
+        except (EngineFault, ValueError) as error:
+            fault = error if isinstance(error, EngineFault) else EngineFault(str(error), has_begun=True)
+            engine.unreached(fault)
+            exchange.prefilled = "failed"
+            return None
+        if answer.status != 200 and 400 <= answer.status < 500 and answer.status not in (408, *BUSY):
+            raise _Passed(answer)
+        exchange.prefilled = "done" if answer.status == 200 else "failed"
+        return parameters
+
+    async def _decoded(self, told: bytes, exchange: Exchange, order: list[ProxiedEngine]) -> None:
+        """By the first engine that takes it."""
+        busy: EngineAnswer | None = None
+        fault: EngineFault | None = None
+        async with asyncio.timeout(self._limits.decode_seconds):
+            for engine in order:
+                exchange.decoded_by = engine.name
+                try:
+                    with engine.lent():
+                        async with engine.client.asked("POST", exchange.path, told, exchange.headers) as answer:
+                            if answer.status not in BUSY:
+                                await self._passed_on(answer, exchange)
+                                return
+                            busy = await answer.whole()
+                except EngineFault as error:
+                    engine.unreached(error)
+                    if error.has_begun:
+                        raise
+                    fault = error
+        if busy is not None:
+            raise _Passed(busy)
+        raise ApiRefusal(503, f"no engine decodes: {fault}")
+
+    async def _passed_on(self, answer: AnswerStream, exchange: Exchange) -> None:
+        """Whole events, each when it is there; or the whole answer. Raises `EngineFault` and `TimeoutError`."""
+        if not answer.has_events:
+            whole = await answer.whole()
+            _retry_told(whole, exchange)
+            await exchange.whole(whole.status, whole.body, whole.content_type)
+            return
+        await exchange.start(answer.status, answer.content_type)
+        splitter, is_done = EventSplitter(), False
+        silent_seconds, loop = self._limits.silent_seconds, asyncio.get_running_loop()
+        async with asyncio.timeout(silent_seconds) as silence:
+            async for piece in answer.pieces():
+                try:
+                    events = splitter.fed(piece)
+                except ValueError as error:
+                    raise EngineFault(f"{exchange.decoded_by} sent {error}", has_begun=True) from None
+                if events:
+                    silence.reschedule(loop.time() + silent_seconds)
+                    is_done = is_done or any(event.startswith(DONE) for event in events)
+                    await exchange.write(b"".join(events))
+        if not is_done:
+            raise EngineFault(f"{exchange.decoded_by} ended its answer early", has_begun=True)
+        await exchange.write(b"", more=False)
+
+    async def _ended(self, exchange: Exchange, refusal: ApiRefusal) -> None:
+        """With an error: as an answer, or as the last event of a stream that has begun."""
+        if exchange.has_started:
+            await exchange.write(b"data: " + refusal.body + b"\n\n", more=False)
+        elif isinstance(refusal, _Passed):
+            _retry_told(refusal.answer, exchange)
+            await exchange.whole(refusal.status, refusal.answer.body, refusal.answer.content_type)
+        else:
+            await exchange.whole(refusal.status, refusal.body)
+
+
+class _Passed(ApiRefusal):
+    """An engine's own refusal, which goes to the client as it is."""
+
+    def __init__(self, answer: EngineAnswer) -> None:
+        super().__init__(answer.status, "the engine refused it")
+        self.answer = answer
+
+
+def _retry_told(answer: EngineAnswer, exchange: Exchange) -> None:
+    if answer.retry_after is not None and answer.retry_after.isdigit():
+        exchange.told["retry-after"] = answer.retry_after[:8]
+
+
+async def _left(receive: Receive) -> None:
+    """Until the client hangs up."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,68 @@
+"""Who wants blocks to be kept has them kept, also where they were stored before: loaded, or held by the engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import pytest
+
+import kvstore
+from engine_adapter.paged.requests import RequestSpec
+from kvstore.block.account import HitTier
+from kvstore.block.identity import Prompt
+from kvstore.node import EmbeddedStore
+from paged_engine import PagedEngine, Shape, SharedStore
+from workbench import ids
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+BLOCKS = 3
+SHAPES = {"as it is": Shape(), "8 bits": Shape(codec="int8-kc64", error=1 / 250), "two ranks": Shape(ranks=2)}
+
+
+@pytest.mark.parametrize("wish", [RequestSpec(ttl=600.0), RequestSpec(priority=100)])
+@pytest.mark.parametrize("forgets", [True, False])
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_wish_holds_for_what_is_stored_already(name: str, forgets: bool, wish: RequestSpec, tmp_path: Path) -> None:
+    shape = SHAPES[name]
+    with kvstore.open(f"embedded:{tmp_path}", dram="64MiB") as store:
+        assert isinstance(store, EmbeddedStore)
+        engine = PagedEngine(shape, lambda session: SharedStore(store), Random(1), session="5e" * 16)
+        with engine:
+            prompt = ids(BLOCKS * engine.layout.block_tokens + 5)
+            for number, facts in enumerate((None, None, wish)):
+                engine.add(f"r{number}", prompt, 1, facts)
+                engine.run()
+                engine.settle()
+                assert (store.usage().dram_retained_bytes > 0) == (facts is wish)
+                if forgets:
+                    engine.forget()
+            told = engine.over[-1].told
+            assert told is not None
+            hits = told["hits"]
+            assert hits == {str(HitTier.DRAM if forgets else HitTier.ENGINE): BLOCKS * engine.layout.block_tokens}
+            renewed = store.usage().dram_retained_bytes
+            engine.add("new", ids(len(prompt), start=400), 1, wish)
+            engine.run()
+            engine.settle()
+            assert store.usage().dram_retained_bytes == 2 * renewed, "as much as of one that is stored with it"
+
+
+def test_a_renewal_stores_nothing_and_says_how_much_there_is(tmp_path: Path) -> None:
+    with kvstore.open(f"embedded:{tmp_path}", dram="64MiB") as store:
+        assert isinstance(store, EmbeddedStore)
+        engine = PagedEngine(Shape(), lambda session: SharedStore(store), Random(1), session="5e" * 16)
+        with engine:
+            block = engine.layout.block_tokens
+            engine.add("r", ids(2 * block + 1), 1)
+            engine.run()
+            engine.settle()
+            facts = engine.half._facts
+            assert facts is not None
+            handle = store.namespace(model=facts.model, layout=facts.layout, codec=facts.codec)
+            stored = handle.hashed(ids(3 * block))
+            assert handle.renew(stored, 600.0) == 2
+            assert handle.renew(handle.hashed(ids(block, start=500)), 600.0) == 0
+            assert handle.renew(Prompt(0, []), 600.0) == 0
+            usage = store.usage()
+            assert (usage.blocks, usage.reservations) == (2, 0)

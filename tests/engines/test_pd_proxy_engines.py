@@ -1,0 +1,204 @@
+"""`kvstore pd-proxy`, `prime` and `bench traffic` with a vLLM that prefills and one that decodes, on one sidecar."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines has an environment of its own")
+
+from engines.conftest import Sidecar, started
+from engines.models import PATIENT, ROOT
+from kvstore.bench.traffic import engines, run
+from kvstore.bench.traffic.counters import engine_tokens
+from kvstore.bench.traffic.engines import Endpoint
+from kvstore.bench.traffic.result import Slo
+from kvstore.insight.trace import read_trace
+from kvstore.openai.client import EngineClient
+from kvstore.openai.metrics import page_of
+
+pytestmark = pytest.mark.slow
+SECONDS = 120.0
+PROMPTS = int(os.environ.get("PD_PROMPTS", "6"))
+
+
+@dataclass
+class Pair:
+    """Two engines and the proxy before them."""
+
+    sidecar: Sidecar
+    prefill: str
+    decode: str
+    proxy: str
+
+    def ask(self, url: str, path: str, body: dict[str, Any]) -> tuple[Any, Any]:
+        """An answer, and its headers."""
+        content = json.dumps({"model": engines.MODEL, "temperature": 0, "ignore_eos": True, **body}).encode()
+        asked = urllib.request.Request(url + path, content, {"content-type": "application/json"})
+        with urllib.request.urlopen(asked, timeout=SECONDS) as answer:
+            said = answer.read().decode()
+            return said if body.get("stream") else json.loads(said), answer.headers
+
+    def counted(self, url: str) -> dict[str, float]:
+        async def read() -> str:
+            async with EngineClient(url) as client:
+                return await page_of(client)
+
+        return engine_tokens(asyncio.run(read()))
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    scratch = tmp_path_factory.mktemp("pd")
+    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("ENGINE_PATH", "")])
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = path
+    with ExitStack() as stack:
+        sidecar = stack.enter_context(started("pd"))
+        model = scratch / "model"
+        engines.save_model("tiny", model)
+        servers = {}
+        for name, role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
+            transfer = engines.connector(sidecar.url.removeprefix("unix:"), role, codec="raw", **PATIENT)
+            flags = ["--max-model-len", "4096"]
+            servers[name] = stack.enter_context(engines.vllm_server(name, model, scratch, flags, transfer))
+            servers[name].wait()
+        proxy = stack.enter_context(engines.proxy_server(servers["prefill"].url, [servers["decode"].url], scratch))
+        proxy.wait()
+        yield Pair(sidecar, servers["prefill"].url, servers["decode"].url, proxy.url)
+    os.environ.pop("PYTHONPATH")
+    if before is not None:
+        os.environ["PYTHONPATH"] = before
+
+
+def prompts(count: int, seed: int) -> list[list[int]]:
+    random = Random(seed)
+    return [[random.randrange(5, 999) for _ in range(random.randrange(300, 1500))] for _ in range(count)]
+
+
+def eventually(holds: Callable[[], bool]) -> bool:
+    give_up_at = time.monotonic() + SECONDS
+    while not holds() and time.monotonic() < give_up_at:
+        time.sleep(0.1)
+    return holds()
+
+
+def test_what_prefill_computed_decode_loads_and_says_the_same(pair: Pair) -> None:
+    given = prompts(PROMPTS, 1)
+    before = pair.counted(pair.decode)
+    said = []
+    for prompt in given:
+        answer, headers = pair.ask(pair.proxy, "/v1/completions", {"prompt": prompt, "max_tokens": 8})
+        assert headers["x-kvstore-prefill"] == "done" and headers["x-kvstore-decode"] == "decode-0"
+        said.append(answer["choices"][0]["text"])
+        account = answer["kv_transfer_params"]["kvstore"]
+        assert account["asked"] == len(prompt)
+    alone = [
+        pair.ask(pair.prefill, "/v1/completions", {"prompt": prompt, "max_tokens": 8})[0]["choices"][0]["text"]
+        for prompt in given
+    ]
+    assert said == alone, "raw blocks, and the same tokens as of one engine"
+    after = pair.counted(pair.decode)
+    hits = after.get("dram", 0) - before.get("dram", 0)
+    print(f"{hits:.0f} of {sum(map(len, given))} tokens were loaded")
+    assert hits >= 0.5 * sum(len(prompt) // 128 * 128 for prompt in given)
+
+
+def test_streams_and_chats_go_through(pair: Pair) -> None:
+    words = " ".join(f"w{number % 990}" for number in range(400))
+    chat = {"messages": [{"role": "user", "content": words}], "max_tokens": 6}
+    whole, _ = pair.ask(pair.proxy, "/v1/chat/completions", chat)
+    stream, headers = pair.ask(pair.proxy, "/v1/chat/completions", {**chat, "stream": True})
+    chunks = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
+    text = "".join(one["choices"][0]["delta"].get("content") or "" for one in chunks if one["choices"])
+    assert text == whole["choices"][0]["message"]["content"] and stream.rstrip().endswith("data: [DONE]")
+    assert headers["content-type"].startswith("text/event-stream")
+
+
+def running(pair: Pair, url: str) -> float:
+    with urllib.request.urlopen(url + "/metrics", timeout=SECONDS) as answer:
+        page = answer.read().decode()
+    return sum(
+        float(line.rpartition(" ")[2]) for line in page.splitlines() if line.startswith("vllm:num_requests_running{")
+    )
+
+
+def test_a_client_that_hangs_up_ends_its_request_in_vllm(pair: Pair) -> None:
+    (prompt,) = prompts(1, 2)
+    body = {"model": engines.MODEL, "prompt": prompt, "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    content = json.dumps(body).encode()
+    host, port = pair.proxy.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=SECONDS) as wire:
+        wire.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(content) + content)
+        assert wire.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        assert eventually(lambda: running(pair, pair.decode) == 1)
+    assert eventually(lambda: running(pair, pair.decode) == 0), "it would have gone on for 2,000 tokens"
+
+
+def test_what_is_primed_is_kept_and_found(pair: Pair, tmp_path: Path) -> None:
+    document = tmp_path / "handbook.txt"
+    document.write_text(" ".join(f"w{number * 7 % 990}" for number in range(700)))
+    for turn in range(2):
+        command = [sys.executable, "-m", "kvstore", "prime", str(document), "--engine", pair.prefill]
+        done = subprocess.run(
+            [*command, "--ttl", "600", "--json"], capture_output=True, text=True, timeout=SECONDS, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        told = json.loads(done.stdout)
+        assert told["block_tokens"] == 128 and told["tokens"] == 700
+        assert (told["stored_tokens"], told["engine"]) == ((640, 0) if turn == 0 else (0, 640)), told
+    stat = subprocess.run(
+        [sys.executable, "-m", "kvstore", "stat", "--data", str(pair.sidecar.directory), "--json"],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=True,
+    )
+    (kept,) = {value for name, value in found(json.loads(stat.stdout), "dram_retained_bytes")} - {None, 0}
+    assert kept >= 5 * 128 * 1024
+    chat = {"messages": [{"role": "system", "content": document.read_text()}, {"role": "user", "content": "w1 w2"}]}
+    answer, _ = pair.ask(pair.decode, "/v1/chat/completions", {**chat, "max_tokens": 2})
+    assert answer["kv_transfer_params"]["kvstore"]["hits"] == {"dram": 640}
+
+
+def found(told: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(told, dict):
+        yield from ((key, value) for key, value in told.items() if key == name)
+        for value in told.values():
+            yield from found(value, name)
+    elif isinstance(told, list):
+        for value in told:
+            yield from found(value, name)
+
+
+def test_recorded_traffic_is_replayed_and_its_hits_are_counted(pair: Pair) -> None:
+    lines = [
+        {"timestamp": 300 * at, "input_length": 1100, "output_length": 8, "hash_ids": [0, 1, 10 + at]}
+        for at in range(6)
+    ]
+    trace = read_trace("made", map(json.dumps, lines), 512)
+    options = run.TrafficOptions(turns=2, scale=0.5, request_seconds=SECONDS, slos=(Slo(1e6, 1e6),))
+    endpoints = [Endpoint("decode alone", pair.decode), Endpoint("pd", pair.proxy, (pair.decode,))]
+    result = run.run(trace, endpoints, options, lambda *_: None)
+    told = result.to_dict()
+    print(json.dumps(told["figures"]))
+    for name, turns in result.turns.items():
+        for turn in turns:
+            assert (turn.failed, turn.requests) == (0, 6), (name, turn.errors)
+            assert turn.tokens["asked"] == 6 * 550 + 1
+            assert turn.figures["good, TTFT 1e+06 ms, ITL 1e+06 ms"] == 1
+            assert turn.figures["hit, engine"] + turn.figures.get("hit, dram", 0) > 0

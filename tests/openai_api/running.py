@@ -1,0 +1,96 @@
+"""`kvstore pd-proxy` in a process of its own, and raw clients of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from http.client import HTTPConnection, HTTPResponse
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 30.0
+WITH_LIMITS = """
+import sys, json
+from dataclasses import replace
+from kvstore.openai import proxy, serve
+made = json.loads(sys.argv.pop(1))
+whole = proxy.ProxyLimits
+serve.HEAD_SECONDS = made.pop("head_seconds", serve.HEAD_SECONDS)
+serve.MOST_CONNECTIONS = made.pop("connections", serve.MOST_CONNECTIONS)
+proxy.ProxyLimits = lambda **given: replace(whole(**given), **made)
+from kvstore.cli.main import main
+main()
+"""
+"""The command line, with limits that it does not offer."""
+
+
+class RunningProxy:
+    """A context. limits: of `ProxyLimits`, and of the server."""
+
+    def __init__(self, *arguments: str, limits: dict[str, Any] | None = None, **environment: str) -> None:
+        command = [sys.executable, "-c", WITH_LIMITS, json.dumps(limits or {}), "pd-proxy", *arguments]
+        path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+        self._process = subprocess.Popen(
+            [*command, "--listen", "127.0.0.1:0", "--json"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": path, **environment},
+        )
+        assert self._process.stdout is not None and self._process.stderr is not None
+        line = self._process.stdout.readline()
+        assert line, self._process.stderr.read()
+        self.url: str = json.loads(line)["pd_proxy"]
+        self.port = int(self.url.rpartition(":")[2])
+
+    def __enter__(self) -> RunningProxy:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self.end() == 0
+
+    def end(self) -> int:
+        self._process.terminate()
+        try:
+            self.said = self._process.communicate(timeout=SECONDS)[1]
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            raise
+        assert "Traceback" not in self.said, self.said
+        return self._process.returncode
+
+    def asked(
+        self, path: str, body: Any = None, method: str = "POST", **headers: str
+    ) -> tuple[HTTPConnection, HTTPResponse]:
+        """An answer whose head is there."""
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=SECONDS)
+        content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        connection.request(method, path, content, {name.replace("_", "-"): value for name, value in headers.items()})
+        return connection, connection.getresponse()
+
+    def ask(self, path: str, body: Any = None, method: str = "POST", **headers: str) -> tuple[int, bytes]:
+        connection, answer = self.asked(path, body, method, **headers)
+        try:
+            return answer.status, answer.read()
+        finally:
+            connection.close()
+
+    def error(self, path: str, body: Any = None, method: str = "POST", **headers: str) -> tuple[int, dict[str, Any]]:
+        """An answer that is an error as OpenAI's are."""
+        status, said = self.ask(path, body, method, **headers)
+        error = json.loads(said)["error"]
+        assert set(error) == {"message", "type", "param", "code"} and error["message"]
+        return status, error
+
+    def wire(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=SECONDS)
+
+
+def events_of(body: bytes) -> list[Any]:
+    """What the events of a stream say."""
+    said = [line[6:] for line in body.decode().split("\n\n") if line.startswith("data: ")]
+    return [one if one == "[DONE]" else json.loads(one) for one in said]
