@@ -442,6 +442,9 @@ def test_over_a_sidecar_as_in_one_process(tmp_path: Path) -> None:
             for at in range(10):
                 prompt = [random.randrange(1000) for _ in range(random.randrange(64, 700))]
                 request = engines[0].add(f"p{at}", prompt, 1, HANDS_OVER)
+                sealing = engines[0].half._states[f"p{at}"].sealing
+                assert sealing is not None
+                wait_until(lambda sealing=sealing: sealing.poll() is not None)  # these engines compute in no time
                 engines[0].run()
                 assert request.told is not None
                 engines[1].forget()
