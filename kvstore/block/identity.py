@@ -14,7 +14,7 @@ import json
 import zlib
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -28,6 +28,7 @@ from tiering.slab_header import MAX_ABOUT_BYTES
 CHAIN_VERSION = 1
 NAMESPACE_VERSION = 1
 SECRET_BYTES = 32
+NODE_BYTES, INCARNATION_BYTES = 16, 8
 MAX_EXTRA_KEY_BYTES = 4096
 MAX_EXTRA_KEYS = 1024
 MAX_WEIGHTS_EPOCH = (1 << 63) - 1
@@ -70,9 +71,12 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class TenantKeys:
-    """A tenant's keys, one per use, all derived from one secret of 32 bytes. Never logged, never sent but `identity`.
+    """A tenant's keys, one per use, derived from secrets of 32 bytes. Never logged, never sent but `identity`.
 
-    identity: names blocks, goes to the tenant's own clients. mac: signs headers, never leaves the daemon.
+    Of the first secret, for good: tenant, an opaque id; identity, which names blocks and goes to the tenant's own
+    clients; fingerprint, first_epoch: its key id and epoch, which tell identities apart and nothing about them;
+    slab_mac, which signs what says where frames are. Of the secret of an epoch: key_id, epoch, and mac, which signs
+    headers. Neither MAC key leaves the daemon.
     """
 
     tenant: bytes
@@ -80,39 +84,93 @@ class TenantKeys:
     epoch: int
     identity: bytes
     mac: bytes
+    fingerprint: bytes
+    first_epoch: int
+    slab_mac: bytes
 
     @staticmethod
     def derive(secret: bytes, epoch: int = 1) -> TenantKeys:
-        """All keys of one secret and epoch. The tenant's opaque id does not change with the epoch."""
+        """All keys of a tenant's first secret and epoch."""
         assert len(secret) == SECRET_BYTES
-        return TenantKeys(
-            tenant=_derived(secret, "tenant", 0)[:TENANT_BYTES],
-            key_id=_derived(secret, "key-id", epoch)[:KEY_ID_BYTES],
-            epoch=epoch,
-            identity=_derived(secret, "identity", epoch),
-            mac=_derived(secret, "header-mac", epoch),
-        )
+        key_id, mac = _derived(secret, "key-id", epoch)[:KEY_ID_BYTES], _derived(secret, "header-mac", epoch)
+        tenant, identity = _derived(secret, "tenant", 0)[:TENANT_BYTES], _derived(secret, "identity", epoch)
+        return TenantKeys(tenant, key_id, epoch, identity, mac, key_id, epoch, mac)
+
+    def in_epoch(self, secret: bytes, epoch: int) -> TenantKeys:
+        """The same identity, with frames that are signed by another secret."""
+        assert len(secret) == SECRET_BYTES
+        key_id, mac = _derived(secret, "key-id", epoch)[:KEY_ID_BYTES], _derived(secret, "header-mac", epoch)
+        return replace(self, key_id=key_id, epoch=epoch, mac=mac)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeIdentity:
+    """Which node of a pool a store is: `node`, 16 random bytes that its directory keeps, and `incarnation`, 8 that are
+    drawn for each run. Neither is a secret."""
+
+    node: bytes = bytes(NODE_BYTES)
+    incarnation: bytes = bytes(INCARNATION_BYTES)
+
+
+NOWHERE = NodeIdentity()
+"""Of a store without a directory."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Identity:
+    """What a hand-off of a tenant's blocks names, and is sealed with. Stays inside the sidecar.
+
+    key_id: 8 bytes, the tenant's fingerprint, the same on all nodes of a pool and in all epochs. key: 32 bytes, the
+    tenant's identity key, likewise. node, incarnation: of this store, as in `NodeIdentity`.
+    """
+
+    key_id: bytes
+    key: bytes
+    node: bytes
+    incarnation: bytes
+
+    @staticmethod
+    def of(keys: TenantKeys, here: NodeIdentity) -> Identity:
+        """A tenant's, in the store whose `node` that is."""
+        return Identity(keys.fingerprint, keys.identity, here.node, here.incarnation)
 
 
 class KeyRing:
-    """The MAC keys of all tenants of this store: `MacKeys` for the floor below."""
+    """The MAC keys of all tenants of this store, in every epoch that is accepted: `MacKeys` for the floor below."""
 
     def __init__(self, tenants: Iterable[TenantKeys] = ()) -> None:
         self._mac: dict[tuple[bytes, bytes, int], bytes] = {}
+        self._slab: dict[tuple[bytes, bytes, int], bytes] = {}
         for keys in tenants:
             self.add(keys)
 
     def add(self, keys: TenantKeys) -> None:
         """Know one more tenant, or one more epoch of a tenant."""
         self._mac[keys.tenant, keys.key_id, keys.epoch] = keys.mac
+        self._slab[keys.tenant, keys.fingerprint, keys.first_epoch] = keys.slab_mac
 
-    def remove(self, keys: TenantKeys) -> None:
-        """Know these no more: what they signed cannot be verified from now on."""
-        self._mac.pop((keys.tenant, keys.key_id, keys.epoch), None)
+    def retire(self, tenant: bytes, key_id: bytes, epoch: int) -> None:
+        """Accept an epoch no more: the frames that it signed are not believed from now on."""
+        self._mac[tenant, key_id, epoch] = b""
+
+    def forget(self, tenant: bytes) -> None:
+        """Know nothing of a tenant any more."""
+        for known in (self._mac, self._slab):
+            for one in [one for one in list(known) if one[0] == tenant]:
+                known.pop(one, None)
 
     def mac_key(self, tenant: bytes, key_id: bytes, epoch: int) -> bytes | None:
-        """The key, or None where this store does not hold it."""
+        """The key, or None where this store does not hold it; empty where its epoch was retired."""
         return self._mac.get((tenant, key_id, epoch))
+
+    def slab_key(self, tenant: bytes, key_id: bytes, epoch: int) -> bytes | None:
+        """Likewise, for slab headers and index records; also where the first epoch is accepted for frames no more."""
+        return self._slab.get((tenant, key_id, epoch))
+
+
+def key_difference(here: bytes, there: bytes) -> str:
+    """What is to be said where the fingerprints of two sides differ; empty where they do not. For every handshake."""
+    return f"keys {here.hex()} here and {there.hex()} there" if here != there else ""
 
 
 class PrefixHasher:
