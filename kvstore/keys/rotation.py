@@ -23,7 +23,7 @@ LOOK_SECONDS = 1.0
 _log = logging.getLogger(__name__)
 
 
-class Rotated(Protocol):
+class FollowsEpochs(Protocol):
     """What has to follow: the store."""
 
     @property
@@ -45,7 +45,7 @@ class Rotated(Protocol):
 class KeyRotation:
     """Of one store."""
 
-    def __init__(self, keys: StoreKeys, ring: KeyRing, store: Rotated) -> None:
+    def __init__(self, keys: StoreKeys, ring: KeyRing, store: FollowsEpochs) -> None:
         self._keys, self._ring, self._store = keys, ring, store
         self._left: dict[str, tuple[Epochs, Mapping[int, Sequence[int]]]] = {}
         self._retiring = {name for name in keys.served() if keys.retired(name)}
