@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from logging import getLogger
 from math import ceil
 from typing import Protocol
 
+from engine_adapter.handoff.block_wait import wait_for_blocks
 from kvstore.block.account import Account, HitTier, MissReason, reason_of
 from kvstore.block.codec import default_codec
+from kvstore.block.errors import StoreError
 from kvstore.block.identity import ExtraKey
 from kvstore.block.layout import Layout
 from kvstore.block.pages import Pages
 from kvstore.client.handle import Lease, NamespaceHandle
+from kvstore.protocol import messages as m
 
 SAVE_DEADLINE_MS = 1000.0
 """How long a save waits for the store. A store that runs makes room in less, and a request may be waiting behind it."""
@@ -155,7 +158,8 @@ class StoreRequest:
 
     report: is filled in; its chunk_tokens is the grid, to which a match is cut. An engine whose results do not depend
     on how prefill is cut passes its block size. pool: asked before the store. deadline_ms: of a look-up;
-    save_deadline_ms: of a save, as in `NamespaceHandle.put`. Not thread-safe.
+    save_deadline_ms: of a save, as in `NamespaceHandle.put`, and ttl likewise. ticket: of the engine that computes the
+    prompt, whose blocks are waited for. Not thread-safe.
     """
 
     def __init__(
@@ -168,6 +172,8 @@ class StoreRequest:
         save_deadline_ms: float = SAVE_DEADLINE_MS,
         extra_keys: Sequence[ExtraKey | bytes | str] = (),
         clock: Callable[[], float] = time.perf_counter,
+        ticket: str = "",
+        ttl: float | None = None,
     ) -> None:
         self.report = report
         self._namespace = namespace
@@ -176,6 +182,7 @@ class StoreRequest:
         self._save_deadline_ms = save_deadline_ms
         self._extra_keys = extra_keys
         self._clock = clock
+        self._ticket, self._ttl = ticket, ttl
         self._lease: Lease | None = None
         self._keys: list[bytes] = []
         self._pooled_tokens = 0
@@ -197,6 +204,18 @@ class StoreRequest:
             report.account = Account.missed(self._fail(error), asked, block)
         report.lookup_ms += 1e3 * (self._clock() - start)
         return report.account.hit_tokens
+
+    def sealed(self, token_ids: Sequence[int], seconds: float) -> str:
+        """A ticket by which another engine waits for the prompt's full blocks; "" where there is none to be had."""
+        try:
+            keys = self._namespace.hashed(token_ids, self._extra_keys).keys if self._namespace is not None else []
+            if self._namespace is None or not keys:
+                return ""
+            request = m.SealTicket(self._namespace.number, keys, seconds)
+            return self._namespace.door.call(request, m.Sealed).ticket
+        except StoreError as error:
+            self._fail(error)
+            return ""
 
     def load(self, pages: Pages) -> int:
         """Copy and verify, then release the lease. Pages may cover less than was matched."""
@@ -226,6 +245,7 @@ class StoreRequest:
                     first_token,
                     extra_keys=self._extra_keys,
                     deadline_ms=self._save_deadline_ms,
+                    ttl=self._ttl,
                 )
                 report.saved_blocks += result.stored
                 self.is_away = result.reason in _AWAY
@@ -269,8 +289,13 @@ class StoreRequest:
     # Inside --------------------------------------------------------------------------------------------------------
 
     def _look_up(self, namespace: NamespaceHandle, token_ids: Sequence[int]) -> Account:
-        match = namespace.match(token_ids, self._extra_keys)
+        prompt = namespace.hashed(token_ids, self._extra_keys)
+        waited = wait_for_blocks(namespace, prompt, self._ticket, self._clock) if self._ticket else None
+        match = namespace.match(prompt)
         self.report.detail = match.detail
+        if waited is not None:
+            match = replace(match, account=waited.account(match.account))
+            self.report.detail = waited.detail or match.detail
         if match.reason is MissReason.DISABLED:
             self._namespace = None
             return Account.of([(MissReason.DISABLED, len(token_ids))])

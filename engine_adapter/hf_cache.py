@@ -46,6 +46,8 @@ CHUNK_TOKENS_CUDA = 2048
 
 MAX_NAMESPACES = 16
 """Handles that a cache keeps, of as many states of its model: adapters take turns."""
+TICKET_SECONDS = 60.0
+"""That a ticket of `prefill` is good for, and that what it names is kept before other blocks."""
 MAX_PAUSE_SECONDS = 60.0
 """Before a namespace that a store would not open is asked for again."""
 
@@ -174,6 +176,7 @@ class PrefixCache:
         stop_tokens: Sequence[int] | None = None,
         extra_keys: Sequence[ExtraKey | bytes | str] = (),
         on_token: Callable[[Token], None] | None = None,
+        ticket: str = "",
     ) -> Generation:
         """Answer one prompt: token ids as a list, array, numpy array or tensor, or what a tokenizer or
         `apply_chat_template` returned.
@@ -181,12 +184,44 @@ class PrefixCache:
         attention_mask: 1 for tokens of the prompt, 0 for padding before or behind it. sampling: the most likely token
         each time if not given. stop_tokens: those of the model's generation config if not given; its other settings
         that change tokens are applied, or refused by name (`engine_adapter.hf.settings` lists them). extra_keys: what
-        else KV depends on, as in `NamespaceHandle.match`. on_token: called with each token.
+        else KV depends on, as in `NamespaceHandle.match`. on_token: called with each token. ticket: of `prefill` in
+        another process, whose blocks are waited for as long as they keep coming.
         """
         tokens = prompt_of(prompt, attention_mask, self._config, self._settings)
-        stream = self._stream(tokens, max_new_tokens, sampling, stop_tokens, extra_keys)
+        stream = self._stream(tokens, max_new_tokens, sampling, stop_tokens, extra_keys, ticket)
         (answer,) = _drained(stream, on_token)
         return answer
+
+    def prefill(
+        self,
+        prompt: Any,
+        *,
+        attention_mask: Any = None,
+        extra_keys: Sequence[ExtraKey | bytes | str] = (),
+        on_ticket: Callable[[str], None] | None = None,
+    ) -> str:
+        """Compute a prompt and store it chunk by chunk, for `generate(prompt, ticket=...)` in another process with the
+        same model and the same store. Returns the ticket; "" where nothing can be stored. on_ticket: called with it
+        before the first chunk is computed, so that the other process can load while this one computes."""
+        (tokens,) = prompt_of(prompt, attention_mask, self._config, self._settings)
+        self._check_prompt(tokens, 1)
+        self._look_at_model()
+        report, extra = Report(len(tokens), self.chunk_tokens), as_extra_keys(extra_keys)
+        more: dict[str, Any] = dict(pool=self.pool, deadline_ms=self._deadline_ms, extra_keys=extra, ttl=TICKET_SECONDS)
+        request = StoreRequest(self.namespace, report, **more)
+        chooser = chooser_of(self.model, tokens, 1, None, frozenset())
+        row = _PromptRow(0, tokens, request, chooser, self._watch.generation)
+        ticket = request.sealed(tokens[: self._kept_tokens(len(tokens))], TICKET_SECONDS)
+        if on_ticket is not None:
+            on_ticket(ticket)
+        buffers = self._free.take(1, len(tokens) + 1)
+        try:
+            self._prefill(row, buffers, saves=True)
+        finally:
+            self._save(row, buffers, row.with_kv)
+            request.release()
+            self._free.give(buffers)
+        return ticket
 
     def generate_batch(
         self,
@@ -227,6 +262,7 @@ class PrefixCache:
         sampling: Sampling | None,
         stop_tokens: Any,
         extra_keys: Sequence[ExtraKey | bytes | str],
+        ticket: str = "",
     ) -> TokenStream:
         max_new_tokens = checked_new_tokens(max_new_tokens)
         if stop_tokens is None:
@@ -240,9 +276,8 @@ class PrefixCache:
         rows = []
         for number, (tokens, chooser) in enumerate(zip(prompts, choosers, strict=True)):
             report = Report(len(tokens), self.chunk_tokens)
-            request = StoreRequest(
-                self.namespace, report, pool=self.pool, deadline_ms=self._deadline_ms, extra_keys=extra_keys
-            )
+            more: dict[str, Any] = dict(pool=self.pool, deadline_ms=self._deadline_ms, extra_keys=extra_keys)
+            request = StoreRequest(self.namespace, report, ticket=ticket, **more)
             rows.append(_PromptRow(number, tokens, request, chooser, self._watch.generation))
         return TokenStream(rows, self._run(rows, max_new_tokens, stops))
 
@@ -279,8 +314,9 @@ class PrefixCache:
                 row.request.release()
             self._free.give(buffers)
 
-    def _prefill(self, row: _PromptRow, buffers: BufferSet) -> torch.Tensor:
-        """Restore what the store has, compute the rest; returns the logits of the last token, [1, vocabulary]."""
+    def _prefill(self, row: _PromptRow, buffers: BufferSet, *, saves: bool = False) -> torch.Tensor:
+        """Restore what the store has, compute the rest; returns the logits of the last token, [1, vocabulary]. saves:
+        each chunk, before the next one is computed."""
         self._withdraw_if_changed(row)
         matched = row.request.matched_tokens(row.tokens)
         start = row.request.load(buffers.pages(row.number, matched)) if matched else 0
@@ -292,6 +328,8 @@ class PrefixCache:
             mask = self._watch.mask.of(end - begin, end) if self._watch.mask is not None else None
             logits = self.call(token_ids[:, begin:end], cache, mask)
             row.with_kv = end
+            if saves:
+                self._save(row, buffers, end)
         return logits
 
     def _save_what_is_shared(self, row: _PromptRow, earlier: Sequence[_PromptRow], buffers: BufferSet) -> None:
@@ -315,7 +353,7 @@ class PrefixCache:
     def _save(self, row: _PromptRow, buffers: BufferSet, stop: int) -> None:
         """Offer a row's full blocks up to that token, if there are more of them than were offered before."""
         if self.kept is SavedBlocks.WHOLE_CHUNKS:
-            stop = min(stop, row.prompt_tokens) // self.chunk_tokens * self.chunk_tokens
+            stop = self._kept_tokens(min(stop, row.prompt_tokens))
         if self._watch.is_opaque:  # a hook may have done anything between two tokens, and taken it back
             stop = min(stop, row.prompt_tokens)
         stop = stop // self.layout.block_tokens * self.layout.block_tokens
@@ -323,6 +361,10 @@ class PrefixCache:
             row.offered = stop
             self._withdraw_if_changed(row)
             row.request.save(row.tokens[:stop], buffers.pages(row.number, stop))
+
+    def _kept_tokens(self, prompt_tokens: int) -> int:
+        whole_chunks = self.kept is SavedBlocks.WHOLE_CHUNKS
+        return prompt_tokens // self.chunk_tokens * self.chunk_tokens if whole_chunks else prompt_tokens
 
     def _withdraw_if_changed(self, row: _PromptRow) -> None:
         """Whoever takes the tokens may do anything to the model between two of them."""

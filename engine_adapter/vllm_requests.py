@@ -17,15 +17,24 @@ from kvstore.block.identity import ExtraKey
 
 CONVERSATION_PRIORITY = 100
 """Of a turn of a conversation, of which nothing else is said."""
-HINTS = ("store", "ttl", "priority", "conversation")
+HINTS = ("store", "ttl", "priority", "conversation", "ticket", "await")
 """In `kv_transfer_params`, under "kvstore"."""
+ACCOUNT = frozenset(
+    ("asked", "hits", "misses", "detail", "load_ms", "saved_blocks", "put_reasons", "ignored", "block_tokens")
+)
+"""What an engine tells there of a request that it has ended: a proxy that passes it on to the next engine wants nothing
+by it."""
+PRODUCER, CONSUMER = "kv_producer", "kv_consumer"
 
 
 class RequestReader:
     """One engine's."""
 
-    def __init__(self, adapters: AdapterDigests) -> None:
+    def __init__(self, adapters: AdapterDigests, role: str = "kv_both") -> None:
+        """role: vLLM's `kv_role`. A producer hands all of its prompts over and waits for none; a consumer hands none
+        over; one that is both hands those over of which the request says so."""
         self._adapters = adapters
+        self._role = role
 
     def facts(self, request: Any) -> RequestSpec:
         """Of a new request."""
@@ -53,7 +62,15 @@ class RequestReader:
             position = feature.mm_position
             extra.append(ExtraKey(b"content:%d:%s" % (position.length, content.encode()), position.offset))
         reads = not getattr(request, "skip_reading_prefix_cache", False)
-        return hinted(RequestSpec(tuple(extra), reads=reads), request.kv_transfer_params)
+        return self._handed(hinted(RequestSpec(tuple(extra), reads=reads), request.kv_transfer_params), request)
+
+    def _handed(self, facts: RequestSpec, request: Any) -> RequestSpec:
+        params = request.kv_transfer_params
+        is_asked = isinstance(params, dict) and params.get("do_remote_decode") is True
+        hands_over = facts.saves and (self._role == PRODUCER or (is_asked and self._role != CONSUMER))
+        if hands_over or self._role == PRODUCER:  # nobody computes it but this engine
+            return replace(facts, hands_over=hands_over, ticket="", awaits=False)
+        return facts
 
 
 def hinted(facts: RequestSpec, params: Any) -> RequestSpec:
@@ -63,7 +80,7 @@ def hinted(facts: RequestSpec, params: Any) -> RequestSpec:
         return facts
     if not isinstance(given, dict):
         return replace(facts, ignored=(f"kvstore={given!r}; give an object with {', '.join(HINTS)}",))
-    ignored = [f"{name}; allowed: {', '.join(HINTS)}" for name in given if name not in HINTS]
+    ignored = [f"{name}; allowed: {', '.join(HINTS)}" for name in given if name not in HINTS and name not in ACCOUNT]
     saves, ttl, priority = given.get("store", True), given.get("ttl"), given.get("priority")
     if not isinstance(saves, bool):
         ignored.append(f"store={saves!r}; give true or false")
@@ -80,7 +97,15 @@ def hinted(facts: RequestSpec, params: Any) -> RequestSpec:
         ignored.append(f"conversation={conversation!r}; give text")
     elif conversation and ttl is None and priority is None:  # its next turn begins with what this one brings
         priority = CONVERSATION_PRIORITY
-    return replace(facts, saves=saves, ttl=ttl, priority=priority, ignored=tuple(ignored))
+    ticket, awaits = given.get("ticket", ""), given.get("await", False)
+    if not isinstance(ticket, str):
+        ignored.append(f"ticket={ticket!r:.80}; give the text that the prefilling engine told")
+        ticket = ""
+    if not isinstance(awaits, bool):
+        ignored.append(f"await={awaits!r:.80}; give true or false")
+        awaits = False
+    facts = replace(facts, saves=saves, ttl=ttl, priority=priority, ignored=tuple(ignored))
+    return replace(facts, ticket=ticket, awaits=awaits)
 
 
 def _refused(detail: str) -> RequestSpec:

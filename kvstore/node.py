@@ -26,7 +26,7 @@ from kvstore.block.key_file import KeyFile
 from kvstore.block.layout import Layout
 from kvstore.block.pages import Codec
 from kvstore.client.handle import NamespaceHandle
-from kvstore.client.pending import LeaseThreads, ReadyReply
+from kvstore.client.pending import LeaseThreads, ParkedReply, ReadyReply
 from kvstore.config import (
     DEFAULT_TENANT,
     DramConfig,
@@ -141,13 +141,16 @@ class EmbeddedDoor:
         """As `Door.submit`: a lease waits in a thread, the rest is answered at once."""
         if isinstance(request, m.Tell):  # there is no operator to be told
             return cast(Submitted[A], ReadyReply(m.Done()))
+        if isinstance(request, m.Await) and not self._store.closed:
+            parking = partial(self._store.park, self._client.named[request.namespace], request.keys, request.seconds)
+            return cast(Submitted[A], ParkedReply(parking, self._store.awaited, self._store.awaits))
         if not isinstance(request, m.LeasePrefix) or self._store.closed:
             return ReadyReply(self.call(request, kind))
 
         def lease(remaining_ms: float) -> NamedLease:
             return self.call(msgspec.structs.replace(request, deadline_ms=remaining_ms), NamedLease)
 
-        return cast(Submitted[A], self._threads.submit(lease, self._release, self.forgotten.append, request))
+        return cast(Submitted[A], self._threads.submit(lease, self._store.release, self.forgotten.append, request))
 
     def leads_to(self, store: Store, keys: TenantKeys) -> bool:
         """Whether this is that tenant's door to that store."""
@@ -165,13 +168,8 @@ class EmbeddedDoor:
         reply = request.reply
         if request.run == self._store.name and self._store.attach(reply.lease):
             return NamedLease(reply, request.run, reply.lease)
-        no_lease = LeaseReply(
-            0, reply.first_block, 0, reason=MissReason.STALE_HINT, detail="no process holds it any more"
-        )
-        return NamedLease(no_lease)
-
-    def _release(self, lease: int) -> None:
-        self._store.release(lease)
+        text = "no process holds it any more"
+        return NamedLease(LeaseReply(0, reply.first_block, 0, reason=MissReason.STALE_HINT, detail=text))
 
 
 class EmbeddedStore:

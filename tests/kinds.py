@@ -72,6 +72,7 @@ PURE_FILES = frozenset(
     """.split()
 )
 DRAWN_FILES = (
+    "attack/test_awaits.py",
     "attack/test_bit_flips.py",
     "attack/test_client_kills.py",
     "attack/test_copied_directory.py",
@@ -90,6 +91,7 @@ DRAWN_FILES = (
     "insight/test_trace.py",
     "insight/test_two_tiers.py",
     "keys/test_store_keys.py",
+    "kvstore/test_awaits.py",
     "kvstore/test_getting.py",
     "kvstore/test_groups.py",
     "kvstore/test_joint.py",

@@ -1,6 +1,7 @@
 """One request's way to a promise, for a scheduler that must not wait.
 
-    ASKED  the look-up is on its way     > FOUND  how much is stored      > LEASING  the lease is on its way
+    ASKED  the look-up is on its way     > WAITING  for what another engine stores (`BlockWait`) > ASKED again
+                                         > FOUND  how much is stored      > LEASING  the lease is on its way
     > HELD  pinned and verified in DRAM: what is promised    > OVER  given to a load, given back, or there is nothing
 
 `matched` is asked again in every step until it has an answer; at its deadline there is a miss. It is the edge at which
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from logging import getLogger
 
+from engine_adapter.handoff.block_wait import OPEN_MS, BlockWait
 from kvstore.block.account import Account, MissReason, reason_of
 from kvstore.block.identity import Prompt
 from kvstore.client.handle import Lease, Match, NamespaceHandle
@@ -44,8 +46,9 @@ class PrefixLookup:
         *,
         match_deadline_ms: float,
         lease_deadline_ms: float,
+        wait: BlockWait | None = None,
     ) -> None:
-        """Asks at once. clock: monotonic seconds."""
+        """Asks at once. clock: monotonic seconds. wait: for what another engine stores."""
         self.namespace = namespace
         self.prompt = prompt
         self.request = request
@@ -53,18 +56,24 @@ class PrefixLookup:
         self.detail = ""
         self.lease: Lease | None = None
         self._clock = clock
-        self._match_seconds = match_deadline_ms / 1000
+        self._match_seconds = max(match_deadline_ms, OPEN_MS if wait is not None else 0.0) / 1000
         self._lease_seconds = lease_deadline_ms / 1000
         self._asked_at = 0.0
         self._leased_at = 0.0
         self._match: Match | None = None
         self._is_over = False
+        self._wait = wait
         self._pending_match: PendingReply[Match] | None = None
         self._pending_lease: PendingReply[Lease] | None = None
         try:
-            self._pending_match = namespace.submit_match(prompt, deadline_ms=match_deadline_ms)
+            self._look()
         except Exception as error:
             self._miss(self._fault(error))
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it waits for what another engine stores."""
+        return self._wait is not None and self._pending_match is None and self._match is None
 
     @property
     def is_over(self) -> bool:
@@ -104,12 +113,25 @@ class PrefixLookup:
         for pending in (self._pending_match, self._pending_lease):
             if pending is not None:
                 pending.cancel()
+        if self._wait is not None:
+            self._wait.end()
         self._pending_match = None
         self._release()
 
     # Inside ----------------------------------------------------------------------------------------------------------
 
+    def _look(self) -> None:
+        """What a wait looks at is no look-up of the request's: the one that ends it is."""
+        self._asked_at, self._is_counted = 0.0, self._wait is None or self._wait.policy.is_over
+        self._pending_match = self.namespace.submit_match(
+            self.prompt, deadline_ms=1000 * self._match_seconds, counts=self._is_counted
+        )
+
     def _poll_match(self) -> None:
+        if self._wait is not None and not self._wait.may_look():
+            return
+        if self._pending_match is None:
+            self._look()
         assert self._pending_match is not None
         now = self._clock()
         self._asked_at = self._asked_at or now
@@ -122,6 +144,13 @@ class PrefixLookup:
             self.detail = f"no answer within {1000 * self._match_seconds:g} ms"
             self._miss(MissReason.DEADLINE)
             return
+        if self._wait is not None:
+            policy = self._wait.policy
+            if not self._is_counted:
+                if not self._wait.goes_on(match.blocks):
+                    self._look()
+                return
+            match = replace(match, account=policy.account(match.account), detail=policy.detail or match.detail)
         self._match, self.account, self.detail = match, match.account, match.detail
         if not match.tokens:
             self._is_over = True

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import wraps
+from typing import Any, Protocol, TypeVar, cast
 
 from engine_adapter.audit.audits import AuditResult, HitSaving
 from engine_adapter.paged.load_choice import LoadChoice
@@ -16,12 +17,39 @@ from kvstore.block.identity import ExtraKey, Prompt
 from kvstore.client.handle import Lease, NamespaceHandle
 from kvstore.client.pending import PendingReply
 from kvstore.prefixes.sampler import PromptSampler
+from kvstore.protocol.messages import Sealed
 from kvstore.protocol.requests import MAX_REQUEST_CHARACTERS
 from kvstore.protocol.told import MAX_TOLD_REQUESTS, MAX_TOLD_TEXT, RequestTold, SavingsTold
 
 TELL_SECONDS = 1.0
 NEVER = 1 << 62
 """More tokens than a request has."""
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+class Breakable(Protocol):
+    """A half of a connector."""
+
+    def broke(self, error: Exception) -> None:
+        """A fault of our own."""
+        ...
+
+
+def edge(otherwise: object) -> Callable[[Method], Method]:
+    """Whatever goes wrong inside a method ends what the store does for this engine, and not the engine."""
+
+    def guarded(method: Method) -> Method:
+        @wraps(method)
+        def call(self: Breakable, *args: Any) -> Any:
+            try:
+                return method(self, *args)
+            except Exception as error:
+                self.broke(error)
+                return otherwise
+
+        return cast(Method, call)
+
+    return guarded
 
 
 class EngineRequest(Protocol):
@@ -54,7 +82,8 @@ class EngineRequest(Protocol):
 class RequestSpec:
     """What a request's KV depends on besides its tokens, and what its user wants. refused: why it is not looked up and
     not saved, else None. ttl, priority: None where nothing was said. ignored: of what its user asked for, what was not
-    understood."""
+    understood. ticket: of the engine that computes its prompt; awaits: another one does, and it has none. hands_over:
+    another engine goes on with it, which gets a ticket."""
 
     extra_keys: tuple[ExtraKey, ...] = ()
     refused: MissReason | None = None
@@ -64,6 +93,15 @@ class RequestSpec:
     ttl: float | None = None
     priority: int | None = None
     ignored: tuple[str, ...] = ()
+    ticket: str = ""
+    awaits: bool = False
+    hands_over: bool = False
+
+    def kept_seconds(self, usual: float | None, handed_over: float) -> float | None:
+        """For which its blocks are kept before others. usual: where it says nothing; handed_over: at least, where it is
+        handed over."""
+        given = self.ttl if self.ttl is not None else usual
+        return max(given or 0.0, handed_over) if self.hands_over else given
 
     @property
     def is_kept(self) -> bool:
@@ -136,8 +174,8 @@ class RequestState:
     with `late_lookup`. stop_token, stop_reason: up to where a load would go, decided for `chosen_for` tokens of the
     engine's own. offered: blocks up to which its KV was offered, or is held. taken_tokens: of the engine's own and
     ours, at its last admission. held_out: whether its hit is computed all the same, None until that is decided.
-    added_at, and found_tokens of the store's: while its first token is waited for, to learn what hits save. is_renewed:
-    what was stored before is kept as it wants.
+    added_at, and found_tokens of the store's: while its first token is waited for, to learn what hits save. sealing:
+    its ticket, on its way. is_renewed: what was stored before is kept as it wants.
     """
 
     request: EngineRequest
@@ -165,7 +203,26 @@ class RequestState:
     held_out: bool | None = None
     added_at: float = 0.0
     found_tokens: int = 0
+    sealing: PendingReply[Sealed] | None = None
     is_renewed: bool = False
+
+    def hit_tiers(self, tokens: int) -> dict[HitTier, int]:
+        """Of that many tokens that are loaded for it: from which tiers. Empty where that is not known."""
+        found: dict[HitTier, int] = {**self.account.hits}
+        found.pop(HitTier.ENGINE, None)
+        return found if sum(found.values()) == tokens else {}
+
+    def seal(self, namespace: NamespaceHandle, seconds: float) -> None:
+        """Have its ticket made, if another engine goes on with it."""
+        if self.facts.hands_over and self.sealing is None and self.prompt.keys:
+            self.sealing = namespace.submit_seal(self.prompt, seconds)
+
+    def ticket(self) -> str:
+        """By which another engine goes on with it; "" where there is none."""
+        told = self.sealing.poll() if self.sealing is not None else None
+        if self.sealing is not None:
+            self.sealing.cancel()
+        return told.ticket if told is not None else ""
 
     @property
     def is_to_renew(self) -> bool:
@@ -191,6 +248,8 @@ class RequestState:
         }
         if self.facts.ignored:
             told["ignored"] = list(self.facts.ignored)
+        if ticket := self.ticket():
+            told["ticket"] = ticket
         return told
 
 

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import wraps
 from logging import getLogger
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from engine_adapter.audit.audits import AuditVerdict
 from engine_adapter.cost.model import SYNCHRONOUS_MS
+from engine_adapter.handoff.block_wait import BlockWait, ParkedWaits, WaitPolicy
 from engine_adapter.paged.announcements import Announcements
 from engine_adapter.paged.audit_plan import AuditPlan
 from engine_adapter.paged.load_choice import LoadChoice, StepWork
@@ -34,6 +34,7 @@ from engine_adapter.paged.requests import (
     RequestNews,
     RequestSpec,
     RequestState,
+    edge,
 )
 from engine_adapter.paged.save_plan import SavePlan, page_runs
 from engine_adapter.paged.settings import ConnectorSettings, LoadMode, SavePolicy
@@ -51,34 +52,19 @@ from engine_adapter.paged.step_plan import (
 from kvstore.block.account import Account, HitTier, MissReason
 from kvstore.block.codec import codec_named
 from kvstore.block.identity import Prompt
-from kvstore.client.handle import Lease
+from kvstore.client.handle import Lease, NamespaceHandle
 
 CLOSE_SECONDS = 1.0
 IDLE_WAIT_SECONDS = 0.0003
 """How long an engine that runs nothing waits for answers in each step: to be asked again costs it a whole step."""
 IDLE_PAUSE_SECONDS = 0.00002
+AWAIT_PAUSE_SECONDS = 0.001
+"""The same, once in a step, where all that it could do is to wait for blocks that another engine stores."""
+TICKET_SECONDS = 60.0
+"""That a ticket is good for, and that what it names is kept."""
 HELD_OUT = "computed all the same, as the first hits of an engine and a share of all others are (audit)"
 
 _log = getLogger(__name__)
-
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def _edge(otherwise: object) -> Callable[[Method], Method]:
-    """Whatever goes wrong inside ends what the store does for this engine, and not the engine."""
-
-    def guarded(method: Method) -> Method:
-        @wraps(method)
-        def call(self: PagedScheduler, *args: Any) -> Any:
-            try:
-                return method(self, *args)
-            except Exception as error:
-                self.broke(error)
-                return otherwise
-
-        return cast(Method, call)
-
-    return guarded
 
 
 class PagedScheduler:
@@ -117,6 +103,7 @@ class PagedScheduler:
         self._running: set[str] = set()
         self._failures: dict[int, int] = {}
         self._counts = RequestCounts()
+        self._parked = ParkedWaits()
         self.announced: Announcements[Any] = Announcements(clock, lambda *_: None, lambda: None)
         self._first_tokens: list[tuple[int, float, bool, int, int]] = []
         """That come with a step: (its number, when it was added, whether it was held out, prompt, found)."""
@@ -201,17 +188,17 @@ class PagedScheduler:
 
     # A request -------------------------------------------------------------------------------------------------------
 
-    @_edge(None)
+    @edge(None)
     def added(self, request: EngineRequest, facts: RequestSpec) -> None:
         """A new request: its look-up begins, unless it is alone. Then it is asked about at once what it has itself, and
         may need none: what a look-up takes of the processors is taken from the step that computes the request."""
         account = Account.of([(MissReason.DISABLED, request.num_tokens)])
         state = RequestState(request, facts, account, added_at=self._clock())
         self._states[request.request_id] = state
-        if self._running or len(self._states) > 1 or not self._is_asked(state):
+        if self._running or len(self._states) > 1 or not self._is_asked(state) or facts.hands_over:
             self._look_up(state)
 
-    @_edge((0, False))
+    @edge((0, False))
     def matched(self, request_id: str, local_tokens: int) -> tuple[int | None, bool]:
         """Tokens behind the engine's own that are promised, and whether they are loaded beside its steps.
 
@@ -234,10 +221,11 @@ class PagedScheduler:
             return 0, False
         tokens = self._promised(state, lookup, local_tokens)
         while tokens is None and not self._running and self._idle_seconds > 0:
-            began = self._clock()
-            self._pause(IDLE_PAUSE_SECONDS)
+            nap, began = AWAIT_PAUSE_SECONDS if lookup.is_waiting else IDLE_PAUSE_SECONDS, self._clock()
+            self._pause(nap)
+            self._parked.read()
             tokens = self._promised(state, lookup, local_tokens)
-            self._idle_seconds -= max(self._clock() - began, IDLE_PAUSE_SECONDS)
+            self._idle_seconds -= max(self._clock() - began, nap)
         if tokens is None:
             return None, False
         if not state.is_admitted:
@@ -294,7 +282,7 @@ class PagedScheduler:
             state.facts = replace(state.facts, saves=False)
             self._is_offered(state, state.offered)
 
-    @_edge(None)
+    @edge(None)
     def finished(self, request_id: str) -> dict[str, object] | None:
         """It is over, or was given up. What its user is told."""
         state = self._states.pop(request_id, None)
@@ -311,13 +299,9 @@ class PagedScheduler:
         return {**self._news.add(state, self._facts, self._namespace.now()), "block_tokens": self.block_tokens}
 
     def hit_tiers(self, request_id: str, tokens: int) -> dict[HitTier, int]:
-        """Of that many tokens that are loaded for a request: from which tiers. Empty where that is not known."""
+        """As `RequestState.hit_tiers`."""
         state = self._states.get(request_id)
-        found: dict[HitTier, int] = {}
-        for tier, count in state.account.hits.items() if state is not None else ():
-            if tier is not HitTier.ENGINE:
-                found[tier] = count
-        return found if sum(found.values()) == tokens else {}
+        return state.hit_tiers(tokens) if state is not None else {}
 
     # A step ----------------------------------------------------------------------------------------------------------
 
@@ -337,6 +321,7 @@ class PagedScheduler:
                 self._plan.decoded((page for run in load.tables for page in run.pages), load.number)
         self._offer_all(due, orders)
         self._running, self._idle_seconds = running, IDLE_WAIT_SECONDS
+        self._parked.read()
         orders.failures_seen = dict(self._failures)
         if self._facts is not None and self._told != self._facts.number:
             self._told = self._facts.number
@@ -345,7 +330,7 @@ class PagedScheduler:
             self.choice.step_begins(self._step, work, self._clock(), any(load.waits for load in orders.loads))
         return orders
 
-    @_edge(None)
+    @edge(None)
     def reported(self, reports: StepReports | None) -> None:
         """A step is over, which need not be the last one that was scheduled; what the workers have done."""
         self._news.tell(self._namespace.now(), self.choice, len(self._ranks), self._clock())
@@ -427,6 +412,8 @@ class PagedScheduler:
             request.token_ids(len(known.keys) * namespace.block_tokens, tokens), facts.extra_keys, known
         )
         state.number = self._facts.number
+        if self.settings.save is not SavePolicy.NONE:
+            state.seal(namespace, TICKET_SECONDS)
         if facts.reads:
             state.lookup = PrefixLookup(
                 namespace,
@@ -435,7 +422,17 @@ class PagedScheduler:
                 self._clock,
                 match_deadline_ms=self.settings.match_deadline_ms,
                 lease_deadline_ms=self.settings.lease_deadline_ms,
+                wait=self._wait_of(state, namespace),
             )
+
+    def _wait_of(self, state: RequestState, namespace: NamespaceHandle) -> BlockWait | None:
+        """For what another engine stores of a request, before it is admitted first."""
+        facts, choice = state.facts, self.choice
+        if not (facts.ticket or facts.awaits) or state.is_admitted or choice is None:
+            return None
+        least, compute = self.settings.lease_deadline_ms / 1000, choice.costs.prefill.more_seconds
+        policy = WaitPolicy(state.prompt, namespace.block_tokens, compute, self._clock, least)
+        return BlockWait(namespace, state.prompt, facts.ticket, policy, self._parked)
 
     def _promised(self, state: RequestState, lookup: PrefixLookup, local_tokens: int) -> int | None:
         match = lookup.found()
@@ -483,6 +480,8 @@ class PagedScheduler:
         """Whether behind what the engine has itself there is no whole block that could be loaded, and no answer yet
         that says more: nobody waits for one that is good for the account alone."""
         tokens, block, lookup = state.request.num_tokens, self.block_tokens, state.lookup
+        if state.facts.hands_over:
+            return False  # what is not stored any more is to be saved before it is over
         if lookup is None and not self._is_asked(state):
             return False
         if lookup is not None and (lookup.is_over or lookup.found() is not None):
@@ -687,8 +686,9 @@ class PagedScheduler:
             b"".join(state.prompt.keys[:stop_block]),
             first_block * block,
             page_runs(tables, first_block * block, stop_block * block, self.page_tokens),
-            facts.ttl if facts.ttl is not None else self.settings.ttl,
+            facts.kept_seconds(self.settings.ttl, TICKET_SECONDS),
             facts.priority if facts.priority is not None else self.settings.priority,
+            facts.hands_over,
         )
         self._plan.add(order, first_block, stop_block)
         self.announced.expect(state.request, state.prompt.keys[first_block:stop_block], first_block)

@@ -104,7 +104,7 @@ class LoadOrder:
 @dataclass(frozen=True, slots=True)
 class SaveOrder:
     """Offer a prompt's blocks from first_token on, once the step is over. keys: of all its blocks up to the last that
-    is offered, joined. tables: by group, from the page of first_token on."""
+    is offered, joined. tables: by group, from the page of first_token on. is_urgent: another engine waits for it."""
 
     number: int
     request: str
@@ -114,6 +114,7 @@ class SaveOrder:
     tables: tuple[PageRun, ...]
     ttl: float | None
     priority: int
+    is_urgent: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -369,8 +369,8 @@ class PagedWorker:
         """Of this one, as far as the engine is what it waits for. Under the lock."""
         if not self._unmap_wait or self._is_hurried or self._waiting_bytes > PRESSED_SHARE * self._save_bytes:
             return 0
-        # An audit has a lease, which runs out.
-        if any(isinstance(reader.order, AuditOrder) for reader in self._saves):
+        # An audit has a lease, which runs out; other engines wait for what is urgent.
+        if any(isinstance(reader.order, AuditOrder) or reader.order.is_urgent for reader in (save, *self._saves)):
             return 0
         return self._unmap_wait.seconds_left(save.since, self._clock())
 

@@ -184,6 +184,9 @@ class StatReport:
             f"messages, {sum(door.served.values()):,} requests; waited p50 {_ms(door.wait_ms_p50)}, "
             f"p99 {_ms(door.wait_ms_p99)}"
         )
+        if facts.awaits.parked or any(facts.awaits.ended.values()):
+            ended = ", ".join(f"{why} {count:,}" for why, count in facts.awaits.ended.items() if count)
+            yield Text(f"awaits: {facts.awaits.parked:,} parked; over: {ended or 'none'}")
         if facts.counters:
             events = (f"{name.replace('_', ' ')} {count:,}" for name, count in sorted(facts.counters.items()))
             yield Text(f"events: {', '.join(events)}")

@@ -77,6 +77,8 @@ class SidecarConnection:
         """Blocks of one chain that may be asked for."""
         self.tells_changes = wire.welcome.version >= m.CHANGES_VERSION
         """Whether it takes `Changes` and `Tell`."""
+        self.tells_awaits = wire.welcome.version >= m.AWAIT_VERSION
+        """Whether it takes `Await` and `Cancel`."""
         self.may_skip = wire.welcome.max_keys > m.OLDER_MAX_KEYS
         """Whether the sidecar knows `Reserve.skipped`."""
         self._long_until = 0.0  # when all long chains that were asked for may have been looked at
@@ -324,9 +326,15 @@ class PendingCall(Generic[R]):
             self.cancel()
             return self._missed(away.reason, away.detail)
 
+    def is_ready(self) -> bool:
+        """As `Submitted.is_ready`."""
+        return self._run.wire.has(self._number) or self._clock.monotonic_seconds() >= self._deadline
+
     def cancel(self) -> None:
-        """Whatever comes is given back."""
+        """Whatever comes is given back, and a wait ends."""
         self._run.wire.cancel(self._number)
+        if isinstance(self._verb, m.Await):
+            self._run.post(m.Cancel([self._number]))
         self._steps.close()
         self._run.settle()
 
@@ -469,6 +477,10 @@ def check_answer(verb: m.Verb, answer: m.Answer, parts: int | None) -> None:
         case m.Changes(), m.Changed():
             _hold(0 < answer.next <= MAX_PLACE and len(answer.changes) <= m.MAX_KEYS, "changes that cannot be")
             _hold(all(len(key) == KEY_BYTES and 0 <= at <= 2 for key, at in answer.changes), "a change that cannot be")
+        case m.Await(), m.Awaited():
+            _hold(0 <= answer.blocks <= len(verb.keys), "more blocks than were asked for")
+        case m.OpenTicket(), m.TicketOpened():
+            _hold(0 <= answer.blocks <= m.MAX_KEYS and 0 <= answer.seconds <= MOST_SECONDS, "a ticket that cannot be")
         case m.Extents(), m.ExtentsReply():
             numbers = [one.number for one in answer.extents]
             _hold(len(set(numbers)) == len(numbers) and set(numbers) <= set(verb.numbers), "memory nobody asked for")

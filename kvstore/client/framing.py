@@ -17,7 +17,7 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import NoReturn, TypeVar
+from typing import NoReturn, TypeVar, Union
 
 import msgspec
 
@@ -195,6 +195,10 @@ class FramedSocket:
                 kept = self._take_answer(number)
         return self._decoded(kept) if kept is not None else None
 
+    def has(self, number: int) -> bool:
+        """Whether `poll` has something to say of what was submitted, as far as was read."""
+        return self.closed or self._asked.get(number) is not None
+
     def wait(self, number: int, seconds: float) -> AnsweredCall:
         """The answer to what was submitted. Raises `TimedOut`."""
         try:
@@ -215,7 +219,7 @@ class FramedSocket:
         with self._state:
             kept = self._asked.pop(number, None)
         if kept is not None:
-            self._undo(m.outline_of(kept.answer), kept.descriptors)
+            self._undo(outline_of(kept.answer), kept.descriptors)
 
     def discard_answer(self, answered: AnsweredCall) -> None:
         """Undo an answer that its asker does not believe."""
@@ -421,11 +425,11 @@ class FramedSocket:
                 raise ValueError("an answer that is too long")
             if len(read) < m.LENGTH_BYTES + length:
                 return
-            reply, answer = m.unpack_outline(bytes(memoryview(read)[m.LENGTH_BYTES : m.LENGTH_BYTES + length]))
+            reply, answer = unpack_outline(bytes(memoryview(read)[m.LENGTH_BYTES : m.LENGTH_BYTES + length]))
             del read[: m.LENGTH_BYTES + length]
             self._take(reply, answer)
 
-    def _take(self, reply: m.Outline, answer: object) -> None:
+    def _take(self, reply: Outline, answer: object) -> None:
         descriptors: list[int] = []
         if isinstance(answer, m.ExtentsReply):
             if len(self._descriptors) < len(answer.extents):
@@ -449,11 +453,11 @@ class FramedSocket:
         """answer: it, or its outline."""
         for descriptor in descriptors:
             os.close(descriptor)
-        if isinstance(answer, m.LeasedOutline | m.Leased) and answer.reply.lease:
+        if isinstance(answer, LeasedOutline | m.Leased) and answer.reply.lease:
             self._too_late.append(m.Release([answer.reply.lease]))
         elif isinstance(answer, m.Attached) and answer.leases:
             self._too_late.append(m.Release(answer.leases))
-        elif isinstance(answer, m.ReservedOutline | m.Reserved) and answer.reply.reservation:
+        elif isinstance(answer, ReservedOutline | m.Reserved) and answer.reply.reservation:
             self._too_late.append(m.Abort(answer.reply.reservation))
 
     def _wait(self, event: int, deadline: float) -> bool:
@@ -485,3 +489,64 @@ def drained(queue: deque[T]) -> Iterator[T]:
 
 class TooLong(Exception):
     """A message that the sidecar would refuse; its length in bytes."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Answers as far as they have to be known before their owner decodes them.
+
+
+class Outline(msgspec.Struct, array_like=True, frozen=True):
+    """A `Reply` whose answer is not decoded yet: that is its owner's to pay for, and nobody's once it is forgotten."""
+
+    number: int
+    answer: msgspec.Raw
+    retired: list[int] = []
+
+
+class _LeaseNumber(msgspec.Struct, frozen=True):
+    lease: int = 0
+
+
+class _ReservationNumber(msgspec.Struct, frozen=True):
+    reservation: int = 0
+
+
+class LeasedOutline(msgspec.Struct, array_like=True, frozen=True, tag="leased"):
+    """Of `Leased`, what names the lease."""
+
+    reply: _LeaseNumber
+
+
+class ReservedOutline(msgspec.Struct, array_like=True, frozen=True, tag="reserved"):
+    """Of `Reserved`, what names the reservation."""
+
+    reply: _ReservationNumber
+
+
+_WHOLE = (m.Attached, m.ExtentsReply, m.NotifyPipeReply, m.Failed)
+_SKIPPED = tuple(
+    msgspec.defstruct(f"{one.__name__}Outline", [], array_like=True, frozen=True, tag=one.__struct_config__.tag)
+    for one in m.Answer.__args__
+    if one not in (m.Leased, m.Reserved, *_WHOLE)
+)
+
+
+_outlines = msgspec.msgpack.Decoder(Outline)
+_answer_outlines: msgspec.msgpack.Decoder[object] = msgspec.msgpack.Decoder(
+    Union[(LeasedOutline, ReservedOutline, *_WHOLE, *_SKIPPED)]
+)
+
+
+def unpack_outline(body: bytes | memoryview) -> tuple[Outline, object]:
+    """The body of a frame as far as whoever reads it for others has to know it, and its answer likewise: of what is
+    long no more than what undoes it. Raises `ValueError`."""
+    try:
+        outline = _outlines.decode(body)
+        return outline, outline_of(outline.answer)
+    except (ValueError, msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(f"not a reply ({type(error).__name__})") from None
+
+
+def outline_of(answer: msgspec.Raw) -> object:
+    """See `unpack_outline`; raises what the decoder raises."""
+    return _answer_outlines.decode(answer)

@@ -28,7 +28,7 @@ from kvstore.block.layout import Layout
 from kvstore.block.pages import Codec, Coder, Digest, Pages, cut
 from kvstore.client.get import GetOperation, GetSource, Loaded
 from kvstore.client.lease import Lease
-from kvstore.client.pending import PendingReply
+from kvstore.client.pending import AWAIT_GRACE_SECONDS, DoorTime, PendingReply, check_deadline
 from kvstore.config import MAX_SECONDS
 from kvstore.protocol import messages as m
 from kvstore.protocol.door import (
@@ -36,15 +36,16 @@ from kvstore.protocol.door import (
     AttachLease,
     Door,
     NamedLease,
-    Request,
     ReservationLost,
     check_collective,
     window_name,
 )
+from kvstore.protocol.handing_over import MAX_TICKET_CHARACTERS
 from kvstore.protocol.replies import Grant, LeaseReply, MatchReply, ReserveReply
 from kvstore.protocol.requests import check_request
 from kvstore.protocol.ticket import LeaseTicket
 from kvstore.protocol.told import PromptTold, RequestTold, SavingsTold
+from tiering.counts.awaits import MAX_AWAIT_SECONDS, AwaitEnd
 from tiering.frame import HEADER_BYTES, digest
 
 A = TypeVar("A")
@@ -182,15 +183,15 @@ class NamespaceHandle:
         keys = self._hasher.keys(raw, as_extra_keys(extra_keys), known)
         return Prompt(len(known) * self.block_tokens + len(raw) // 4, keys)
 
-    def match(self, token_ids: Any, extra_keys: Sequence[ExtraKey | bytes | str] = ()) -> Match:
+    def match(self, token_ids: Any, extra_keys: Sequence[ExtraKey | bytes | str] = (), counts: bool = True) -> Match:
         """The longest stored prefix of a prompt, and why it ends there. Pins nothing and changes nothing.
 
         token_ids: list, array, numpy array or torch tensor of ids, or their uint32 little-endian bytes; or a `Prompt`.
         extra_keys: what else the KV depends on (adapter digest, image hashes, salt), in an order of the caller's; a
-        `Prompt` has them already.
+        `Prompt` has them already. counts: whether people are to see it counted as a look-up.
         """
         tokens, keys = self._hashed(token_ids, extra_keys)
-        return self._matched(tokens, keys, self._door.call(m.MatchPrefix(self.number, keys), m.Matched))
+        return self._matched(tokens, keys, self._door.call(m.MatchPrefix(self.number, keys, counts), m.Matched))
 
     def submit_changes(self, after: int, deadline_ms: float = 1000) -> PendingReply[m.Changed]:
         """What became of this namespace's blocks, in order, from the change of that number on, or from now on for 0:
@@ -207,19 +208,50 @@ class NamespaceHandle:
         self._door.submit(m.Tell(list(requests), savings, list(prompts)), m.Done, 0.0)
 
     def submit_match(
-        self, token_ids: Any, extra_keys: Sequence[ExtraKey | bytes | str] = (), deadline_ms: float = 50
+        self,
+        token_ids: Any,
+        extra_keys: Sequence[ExtraKey | bytes | str] = (),
+        deadline_ms: float = 50,
+        counts: bool = True,
     ) -> PendingReply[Match]:
         """`match` for a thread that must not wait: `poll` returns it once it is there, or a miss once it is late.
 
         The prompt is hashed here, in the caller's thread: some 0.3 ms for 32,768 tokens given as an array.
         """
-        _check_deadline(deadline_ms)
+        check_deadline(deadline_ms)
         tokens, keys = self._hashed(token_ids, extra_keys)
-        submitted = self._door.submit(m.MatchPrefix(self.number, keys), m.Matched, float(deadline_ms) / 1000)
+        submitted = self._door.submit(m.MatchPrefix(self.number, keys, counts), m.Matched, float(deadline_ms) / 1000)
         cancelled = m.Matched(MatchReply(0, reason=MissReason.DISABLED, detail="it was cancelled"))
         return PendingReply(
             submitted, partial(self._matched, tokens, keys), partial(self._matched, tokens, keys, cancelled)
         )
+
+    def await_block(self, prompt: Prompt, block: int, deadline_ms: float) -> m.Awaited:
+        """Wait until a block of a prompt can be read, also one never heard of, at most that long and 30 s."""
+        return self._door.call(self._waiting(prompt, block, deadline_ms), m.Awaited)
+
+    def submit_await(self, prompt: Prompt, block: int, deadline_ms: float) -> PendingReply[m.Awaited]:
+        """`await_block` for a thread that must not wait."""
+        waiting = self._waiting(prompt, block, deadline_ms)
+        submitted = self._door.submit(waiting, m.Awaited, waiting.seconds + AWAIT_GRACE_SECONDS)
+        return PendingReply(submitted, lambda told: told, lambda: m.Awaited(0, AwaitEnd.CANCELLED))
+
+    def submit_seal(self, prompt: Prompt, seconds: float, deadline_ms: float = 1000) -> PendingReply[m.Sealed]:
+        """A ticket for another engine to wait for this prompt's blocks; those stored are kept for so many seconds."""
+        submitted = self._door.submit(m.SealTicket(self.number, prompt.keys, seconds), m.Sealed, deadline_ms / 1000)
+        return PendingReply(submitted, lambda told: told, lambda: m.Sealed(""))
+
+    def submit_open(self, ticket: str, deadline_ms: float = 1000) -> PendingReply[m.TicketOpened]:
+        """What a ticket promises here; or, with its reason, that it promises nothing."""
+        request = m.OpenTicket(self.number, ticket[: MAX_TICKET_CHARACTERS + 1])
+        submitted = self._door.submit(request, m.TicketOpened, deadline_ms / 1000)
+        return PendingReply(submitted, lambda told: told, lambda: m.TicketOpened(b"", 0, 0.0, MissReason.DISABLED))
+
+    def _waiting(self, prompt: Prompt, block: int, deadline_ms: float) -> m.Await:
+        check_deadline(deadline_ms)
+        if not 0 <= block < len(prompt.keys):
+            raise BadInput(f"block={block}; give one of the prompt's {len(prompt.keys)} full blocks, from 0 on")
+        return m.Await(self.number, prompt.keys[block : block + 1], min(deadline_ms / 1000, MAX_AWAIT_SECONDS))
 
     def lease(self, match: Match, first_token: int = 0, deadline_ms: float = 50, request: str = "") -> Lease:
         """Pin what `match` found, or less: what was evicted meanwhile, or would pin too much, is cut off with a reason.
@@ -343,7 +375,7 @@ class NamespaceHandle:
         self._check_put(pages, first_token, durability, ttl, priority)
         if collective != "":
             check_collective(collective)
-        wait = _Wait(self._door, deadline_ms)
+        wait = DoorTime(self._door, deadline_ms)
         if not collective and len(self._parts) < len(self.layout.parts):
             raise BadInput(
                 f"this handle is of shard {self.shard} and fills {len(self._parts)} of a block's "
@@ -404,7 +436,7 @@ class NamespaceHandle:
         For adapters: it takes no pages, so that an engine which has read blocks need not have them still."""
         keys = prompt.keys
         renewal = m.Reserve(self.number, keys, len(keys), int(priority), float(ttl) if ttl is not None else None)
-        return _Wait(self._door, deadline_ms).of(renewal, m.Reserved).reply.present
+        return DoorTime(self._door, deadline_ms).of(renewal, m.Reserved).reply.present
 
     # Inside --------------------------------------------------------------------------------------------------------
 
@@ -429,7 +461,7 @@ class NamespaceHandle:
         _check_kind("match", match, Match, "what `match` or `submit_match(...).poll` returned")
         if first_token < 0:
             raise BadInput(f"first_token={first_token}; give 0 or more")
-        _check_deadline(deadline_ms)
+        check_deadline(deadline_ms)
         check_request(request)
         first_block = min(first_token // self.block_tokens, match.blocks)
         wait_ms = min(float(deadline_ms), 1000 * MAX_SECONDS)
@@ -448,7 +480,7 @@ class NamespaceHandle:
         self._door.requests.add(request, lease)
         return lease
 
-    def _made_durable(self, result: PutResult, keys: Sequence[bytes], durability: str, wait: _Wait) -> PutResult:
+    def _made_durable(self, result: PutResult, keys: Sequence[bytes], durability: str, wait: DoorTime) -> PutResult:
         """These blocks are held; with `disk` that counts only once they are on disk."""
         if durability != "disk":
             return result
@@ -465,7 +497,7 @@ class NamespaceHandle:
         coders: Sequence[Coder],
         bases: Sequence[int],
         reading: Reading | None,
-        wait: _Wait,
+        wait: DoorTime,
     ) -> tuple[int, Flaw | None, MissReason | None]:
         """Encode blocks straight into their slots and commit each part; returns the blocks that are committed, what the
         codec found in the first block that it could not write, and how the reservation was lost, if it was. bases: of
@@ -539,40 +571,9 @@ class NamespaceHandle:
             raise BadInput(f"priority={priority!r}; give a whole number from {-MAX_PRIORITY} to {MAX_PRIORITY}")
 
 
-class _Wait:
-    """How long a put may still wait for its store. Without a deadline the store says how long each answer may take."""
-
-    def __init__(self, door: Door, deadline_ms: float | None) -> None:
-        """Raises `BadInput`."""
-        if deadline_ms is not None:
-            _check_deadline(deadline_ms)
-        self._door = door
-        self._left = min(float(deadline_ms) / 1000, MAX_SECONDS) if deadline_ms is not None else None
-
-    def left(self) -> float | None:
-        """Seconds; None where nothing was said."""
-        return self._left
-
-    def of(self, request: Request, kind: type[A]) -> A:
-        """The answer, in the time that is left."""
-        if self._left is None:
-            return self._door.call(request, kind)
-        now = self._door.clock.monotonic_seconds
-        asked_at = now()
-        try:
-            return self._door.call(request, kind, self._left)
-        finally:
-            self._left = max(0.0, self._left - (now() - asked_at))
-
-
 def _first_window(first_block: int, blocks: int) -> int:
     """The first block of the window that a collective put from there on begins with."""
     return min(first_block, max(blocks - 1, 0)) // WINDOW_BLOCKS * WINDOW_BLOCKS
-
-
-def _check_deadline(deadline_ms: float) -> None:
-    if not isinstance(deadline_ms, Real) or not deadline_ms >= 0:
-        raise BadInput(f"deadline_ms={deadline_ms!r}; give milliseconds, 0 or more")
 
 
 def _check_kind(name: str, value: object, kind: type, wanted: str) -> None:

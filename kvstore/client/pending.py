@@ -13,15 +13,20 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from numbers import Real
 from typing import Generic, TypeVar
 
 from kvstore.block.account import MissReason
+from kvstore.block.errors import BadInput
 from kvstore.client.lease import Lease
+from kvstore.config import MAX_SECONDS
 from kvstore.protocol import messages as m
-from kvstore.protocol.door import NamedLease, Submitted
+from kvstore.protocol.door import Door, NamedLease, Request, Submitted
 from kvstore.protocol.replies import LeaseReply
 from tiering.clock import Clock
+from tiering.counts.awaits import AwaitEnd, Awaits, ParkedAwait
 
+A = TypeVar("A")
 R = TypeVar("R")
 T = TypeVar("T")
 LEASE_THREADS = 4
@@ -29,6 +34,8 @@ MAX_SUBMITTED = 1024
 """Leases that a store of this process works on, or has not begun."""
 GRACE_SECONDS = 0.05
 """Beyond a lease's deadline, at which it is cut short: how long its answer may take."""
+AWAIT_GRACE_SECONDS = 0.25
+"""The same beyond an await's."""
 BLOCK_SECONDS = 2e-5
 """More than that for each block that is asked for: ten times what one takes on a machine that does nothing else."""
 SHORT_BLOCKS = 1024
@@ -45,6 +52,7 @@ class PendingReply(Generic[T]):
         self._lock = threading.Lock()
         self._result: T | None = None
         self._poll: Callable[[], T | None] = lambda: _finished(submitted.poll(), finish)
+        self._is_ready = submitted.is_ready
         self._cancel = submitted.cancel
         self._cancelled = cancelled
         self._cancel_from_finalizer = weakref.finalize(self, submitted.cancel_from_finalizer)
@@ -61,6 +69,11 @@ class PendingReply(Generic[T]):
             finally:
                 self._lock.release()
         return self._result
+
+    def is_ready(self) -> bool:
+        """Whether `poll` has an answer, as far as is known without a lock or a look at a socket: where many are waited
+        for, one of them is polled, and then those that this says it of."""
+        return self._result is not None or self._is_ready()
 
     def cancel(self) -> None:
         """Give back what comes later; `poll` returns a miss, `disabled`. An answer that was polled already is its
@@ -91,6 +104,10 @@ class ReadyReply(Generic[R]):
     def poll(self) -> R | None:
         """The answer."""
         return self._reply
+
+    def is_ready(self) -> bool:
+        """It is."""
+        return True
 
     def cancel(self) -> None:
         """Nothing is held for it."""
@@ -191,6 +208,9 @@ class ThreadedReply:
         self.cancel()
         return _no_lease(self._request, MissReason.DEADLINE, "it was not there in time")
 
+    def is_ready(self) -> bool:
+        return self._reply is not None or self._clock.monotonic_seconds() >= self._given_up_at
+
     def cancel(self) -> None:
         self._is_unwanted = True
         if self._reply is not None:
@@ -202,5 +222,66 @@ class ThreadedReply:
             self._release_later(self._reply.reply.lease)
 
 
+class ParkedReply:
+    """`Submitted`: an await of a store in this process."""
+
+    def __init__(
+        self,
+        park: Callable[[Callable[[ParkedAwait], None]], ParkedAwait],
+        awaited: Callable[[ParkedAwait], m.Awaited],
+        awaits: Awaits,
+    ) -> None:
+        self._one = park(lambda _: None)
+        self._awaited = awaited
+        self._awaits = awaits
+
+    def is_ready(self) -> bool:
+        return self._one.end is not None or self._awaits.now() >= self._one.since + self._one.seconds
+
+    def poll(self) -> m.Awaited | None:
+        if not self.is_ready():
+            return None
+        self._awaits.end([self._one], AwaitEnd.DEADLINE)
+        return self._awaited(self._one)
+
+    def cancel(self) -> None:
+        self._awaits.end([self._one], AwaitEnd.CANCELLED)
+
+    def cancel_from_finalizer(self) -> None:
+        """A finalizer may run under the table's lock: it ends with its time."""
+
+
 def _no_lease(request: m.LeasePrefix, reason: MissReason, detail: str) -> NamedLease:
     return NamedLease(LeaseReply(0, request.first_block, 0, reason=reason, detail=detail))
+
+
+class DoorTime:
+    """How long a put may still wait for its store. Without a deadline the store says how long each answer may take."""
+
+    def __init__(self, door: Door, deadline_ms: float | None) -> None:
+        """Raises `BadInput`."""
+        if deadline_ms is not None:
+            check_deadline(deadline_ms)
+        self._door = door
+        self._left = min(float(deadline_ms) / 1000, MAX_SECONDS) if deadline_ms is not None else None
+
+    def left(self) -> float | None:
+        """Seconds; None where nothing was said."""
+        return self._left
+
+    def of(self, request: Request, kind: type[A]) -> A:
+        """The answer, in the time that is left."""
+        if self._left is None:
+            return self._door.call(request, kind)
+        now = self._door.clock.monotonic_seconds
+        asked_at = now()
+        try:
+            return self._door.call(request, kind, self._left)
+        finally:
+            self._left = max(0.0, self._left - (now() - asked_at))
+
+
+def check_deadline(deadline_ms: float) -> None:
+    """Raise `BadInput` unless that can be milliseconds to wait."""
+    if not isinstance(deadline_ms, Real) or not deadline_ms >= 0:
+        raise BadInput(f"deadline_ms={deadline_ms!r}; give milliseconds, 0 or more")

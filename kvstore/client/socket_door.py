@@ -44,6 +44,7 @@ from kvstore.protocol.replies import Grant, LeaseReply
 from kvstore.protocol.requests import Requests
 from tiering.after_fork import close_in_children
 from tiering.clock import Clock
+from tiering.counts.awaits import MAX_AWAIT_SECONDS
 from tiering.frame import epoch_in
 from tiering.tier import FrameSpan
 
@@ -53,6 +54,16 @@ SENT_BLOCKS = 1024
 """Of a longer chain that is put in pieces, a message names so many blocks, the last ones: those before are there."""
 MOVING_SHARE = 10
 """While memory moves to other clients, a sidecar that rings no bell is asked so many times as often."""
+
+
+PlainVerb = m.Changes | m.Await | m.SealTicket | m.OpenTicket
+"""Questions about a namespace that one answer settles."""
+_KIND_OF_ANSWER: dict[type, type[m.Changed | m.Awaited | m.Sealed | m.TicketOpened]] = {
+    m.Changes: m.Changed,
+    m.Await: m.Awaited,
+    m.SealTicket: m.Sealed,
+    m.OpenTicket: m.TicketOpened,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +158,7 @@ class SocketDoor:
                 ]
                 run.post(msgspec.structs.replace(request, prompts=prompts) if request.prompts else request)
             return cast(Submitted[A], ReadyReply(m.Done()))
-        assert isinstance(request, m.MatchPrefix | m.LeasePrefix | m.Changes), "other requests are called"
+        assert isinstance(request, m.MatchPrefix | m.LeasePrefix | PlainVerb), "other requests are called"
 
         def late(reason: MissReason, detail: str) -> A:
             return cast(A, missed(request, reason, detail))
@@ -161,10 +172,8 @@ class SocketDoor:
         try:
             run.check()
             self._settle(run)
-            if isinstance(request, m.Changes):
-                if not run.tells_changes:
-                    return ReadyReply(late(MissReason.UNSUPPORTED, "the sidecar is of an earlier version"))
-                most, steps = seconds, cast(Exchange[A], self._changes(request, number))
+            if isinstance(request, PlainVerb):
+                most, steps = seconds, cast(Exchange[A], self._plain(run, request, number))
             else:
                 most = min(seconds, MAX_DEADLINE_MS / 1000) + self._allowance(run, request.keys)
                 most += self._limits.lease if isinstance(request, m.LeasePrefix) else 0.0
@@ -200,6 +209,8 @@ class SocketDoor:
                 return min(request.deadline_ms, MAX_DEADLINE_MS) / 1000 + limits.lease
             case m.MatchPrefix() | AttachLease():
                 return limits.match
+            case m.Await():
+                return min(request.seconds, MAX_AWAIT_SECONDS) + limits.mapping
             case m.Drop():
                 return limits.connect
             case _:
@@ -221,6 +232,9 @@ class SocketDoor:
                 return run.walk(
                     self._reserving(run, request, self._number(run, request.namespace, time)), time.left(), time.left
                 )
+            case m.Await() | m.SealTicket() | m.OpenTicket():
+                plain = self._plain(run, request, self._number(run, request.namespace, time))
+                return run.walk(plain, time.left(), time.left)
             case m.Persist():
                 return self._persist(run, request, self._number(run, request.namespace, time))
             case m.Drop():
@@ -247,8 +261,14 @@ class SocketDoor:
         leased = yield from run.leasing(asked)
         return self._hold(run, leased) if leased.lease else NamedLease(leased)
 
-    def _changes(self, request: m.Changes, number: int) -> Exchange[m.Changed]:
-        return taken((yield msgspec.structs.replace(request, namespace=number)), m.Changed)
+    def _plain(self, run: SidecarConnection, request: PlainVerb, number: int) -> Exchange[m.Answer]:
+        """One question, with the sidecar's number of the namespace."""
+        if not (run.tells_changes if isinstance(request, m.Changes) else run.tells_awaits):
+            raise Unavailable(MissReason.UNSUPPORTED, "the sidecar is of an earlier version")
+        if isinstance(request, m.SealTicket) and len(request.keys) > run.max_keys:
+            raise Unavailable(MissReason.UNSUPPORTED, f"{len(request.keys)} blocks; this sidecar takes {run.max_keys}")
+        answered = yield msgspec.structs.replace(request, namespace=number)
+        return taken(answered, _KIND_OF_ANSWER[type(request)])
 
     def _attach(self, run: SidecarConnection, request: AttachLease, time: VerbTime) -> NamedLease:
         reply = request.reply

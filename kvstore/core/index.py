@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from tiering.counts.awaits import Awaits
 from tiering.counts.changes import BlockChanges, BlockPlace
 from tiering.tier import TierMiss
 
@@ -87,6 +88,8 @@ class PrefixIndex:
         self._forgotten_limit = forgotten_limit
         self.changes = BlockChanges()
         """Told what becomes of blocks that can be found."""
+        self.awaits = Awaits()
+        """Told which blocks can be found from now on, and which will not be for now."""
 
     def add_namespace(self, tenant: bytes) -> int:
         """A number for a new namespace of a tenant."""
@@ -295,6 +298,8 @@ class PrefixIndex:
         self._why_lost.pop(row, None)
         if self.changes.is_watching:
             self.changes.note(namespace, key, BlockPlace.DRAM)
+        if self.awaits.is_any:
+            self.awaits.published(namespace, key)
         names.forgotten.pop(key[:_REMEMBERED_BYTES] + names.mark, None)
         return before == _PENDING
 
@@ -313,6 +318,10 @@ class PrefixIndex:
     def why_lost(self, row: int) -> TierMiss:
         """Of a row that is, or was a moment ago."""
         return self._why_lost.get(row, TierMiss.CORRUPT)
+
+    def not_refilled(self, row: int) -> None:
+        """A lost row that was to be filled again stays lost."""
+        self.awaits.gave_up(self._owners[row], self.key(row))
 
     def moved_above(self, row: int) -> None:
         """A visible row's block can be read from DRAM again."""
@@ -334,6 +343,8 @@ class PrefixIndex:
         del (names.visible if is_visible else names.hidden)[key]
         if is_visible and self.changes.is_watching:
             self.changes.note(namespace, key, BlockPlace.NOWHERE)
+        if self.awaits.is_any and self._states[row] == _PENDING:
+            self.awaits.gave_up(namespace, key)
         self._states[row] = 0
         self._why_lost.pop(row, None)
         self._keys[row] = None
@@ -383,6 +394,8 @@ class PrefixIndex:
         before = len(names.visible)
         names.visible.update(zip(keys, rows, strict=True))
         assert len(names.visible) == before + len(keys) and not names.hidden.keys() & keys, "a key is loaded once"
+        if self.awaits.is_any:
+            self.awaits.appeared(namespace, names.visible)
         return rows
 
     def link(self, rows: range, parents: Column) -> None:
@@ -395,6 +408,7 @@ class PrefixIndex:
         """The columns, the dictionaries and the chains agree."""
         children = [0] * self._next_row
         live = 0
+        self.awaits.check(lambda number, key: key in self._names[number].visible)
         assert max(self.remembered.values(), default=0) <= self._forgotten_limit
         for number, names in enumerate(self._names):
             for table, states in (

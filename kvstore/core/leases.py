@@ -10,6 +10,7 @@ and its parent is visible.
 
 from __future__ import annotations
 
+import threading
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,7 +23,11 @@ from typing import NamedTuple
 import numpy as np
 
 from kvstore.block.account import HitTier, MissReason
+from kvstore.core.table import BlockTable
+from kvstore.protocol import messages as m
 from kvstore.protocol.replies import LeaseReply
+from tiering.clock import Clock
+from tiering.counts.awaits import AwaitEnd, ParkedAwait
 from tiering.dram.tier import DramTier
 from tiering.residency import Residency
 from tiering.tier import NO_PLACE
@@ -450,3 +455,49 @@ def join_runs(runs: list[tuple[HitTier, int]], more: Sequence[tuple[HitTier, int
 
 def dram_runs(blocks: int) -> TierRuns:
     return ((HitTier.DRAM, blocks),) if blocks else ()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Waits for blocks that are not readable yet.
+
+
+class ChainWaits:
+    """Those of a store: who waits is parked in its index's table, in no thread. Thread-safe."""
+
+    def __init__(self, blocks: BlockTable, clock: Clock, lock: threading.Lock, is_closed: Callable[[], bool]) -> None:
+        """lock: the store's."""
+        self._blocks, self._lock, self._is_closed = blocks, lock, is_closed
+        self._awaits = blocks.index.awaits
+        self._awaits.now = clock.monotonic_seconds
+
+    def park(
+        self, number: int, keys: Sequence[bytes], seconds: float, tell: Callable[[ParkedAwait], object]
+    ) -> ParkedAwait:
+        """Wait until the last of these keys can be read; it may be over at once. Its time passes by `Awaits.expire`."""
+        index = self._blocks.index
+        one = ParkedAwait(number, self._blocks.spaces[number].tenant, keys, seconds, tell)
+        self._awaits.register(one)
+        with self._lock:
+            if self._is_served(number):
+                is_there = index.matched(number, keys[-1:])
+                self._awaits.looked(one, len(keys) if is_there else index.matched(number, keys))
+            else:
+                self._awaits.end([one], AwaitEnd.GONE)
+        return one
+
+    def awaited(self, one: ParkedAwait) -> m.Awaited:
+        """What to say of one that is over: how many of its keys can be read now, from the first on."""
+        assert one.end is not None
+        with self._lock:
+            readable = self._blocks.index.matched(one.number, one.keys) if self._is_served(one.number) else 0
+            return m.Awaited(readable, one.end)
+
+    def wait(self, number: int, keys: Sequence[bytes], seconds: float) -> m.Awaited:
+        """The same, in a thread that may wait."""
+        done = threading.Event()
+        one = self.park(number, keys, seconds, lambda _: done.set())
+        self._awaits.wait(one, done)
+        return self.awaited(one)
+
+    def _is_served(self, number: int) -> bool:
+        return not self._is_closed() and number not in self._blocks.dropping

@@ -22,13 +22,14 @@ import numpy as np
 from kvstore.block.about import check_can_be_kept
 from kvstore.block.account import REASON_OF_FINDING, HitTier, MissReason
 from kvstore.block.errors import BadInput, StoreClosed
-from kvstore.block.identity import NOWHERE, Namespace, NodeIdentity, TenantKeys, root_key
+from kvstore.block.identity import NOWHERE, Identity, Namespace, NodeIdentity, TenantKeys, root_key
 from kvstore.config import Limits
 from kvstore.core.collective import ANSWER_SECONDS, Chain, CollectivePut, CollectivePuts, chain_of
 from kvstore.core.dram_recovery import DramRecovery
 from kvstore.core.index import NO_ROW, RowState
 from kvstore.core.leases import (
     ENDED_PLACES,
+    ChainWaits,
     Endings,
     LeasedFrames,
     LeaseEnd,
@@ -46,26 +47,33 @@ from kvstore.core.levels import Levels, SlotRequest
 from kvstore.core.nvme_recovery import NvmeRecovery
 from kvstore.core.scrub import Retirement, Scrubbing
 from kvstore.core.table import BlockTable, Lower, OpenedNamespace
-from kvstore.core.unmap_wait import COLLECTIVE_LOOKS, LOOKS_SECONDS, PUT_SECONDS, Unmapped, UnmapWait, look
-from kvstore.core.usage import NamespaceUsage, StoreUsage, kept_until, occupancy, retained_budget, tenancy
+from kvstore.core.unmap_wait import (
+    COLLECTIVE_LOOKS,
+    LOOKS_SECONDS,
+    PUT_SECONDS,
+    SharedExtent,
+    Unmapped,
+    UnmapWait,
+    look,
+)
+from kvstore.core.usage import NamespaceUsage, StoreUsage, check_fits, kept_until, occupancy, retained_budget, tenancy
 from kvstore.protocol import messages as m
 from kvstore.protocol.door import Collective, StoreClient
+from kvstore.protocol.hand_off import opened, sealed
 from kvstore.protocol.replies import Grant, LeaseReply, MatchReply, ReserveReply
 from kvstore.protocol.status import TenantStatus
 from tiering.clock import Clock
+from tiering.counts.awaits import AwaitEnd
 from tiering.counts.tally import CheckedAt
 from tiering.dram.extents import Extent
 from tiering.dram.mover import FrameCopy, MoveDone, MoveOutcome, Mover
 from tiering.errors import BlockMissing, TierFull, TierUnavailable
-from tiering.frame import frame_bytes
 from tiering.move_queue import MoveQueue
 from tiering.nvme.scrub import ScrubLimits
 from tiering.nvme.tier import NvmeTier
 from tiering.residency import Evict, Grow, Vacate
-from tiering.slab_header import PAGE_BYTES
 from tiering.tier import Column, FrameSpan, MoveCounts, SlotClass, extent_of
 
-SLAB_OVERHEAD_BYTES = 2 * PAGE_BYTES
 RUN_OUT_AT_ONCE = 1024
 """Leases that are noted as run out at a time."""
 DROP_LOOKS_SECONDS = 0.1
@@ -90,15 +98,6 @@ GIVE_WAY_SECONDS = 1e-4
 """Between two of them: without it the lock is taken again before who waits for it has woken up."""
 
 _ASK_AGAIN = "ask again, or give it more time"
-
-
-@dataclass(frozen=True, slots=True)
-class SharedExtent:
-    """An extent that was opened for another process. Whoever is given the descriptor closes it."""
-
-    descriptor: int
-    size_bytes: int
-    frame_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +143,13 @@ class Store:
         self._lower, self._mover = lower, mover
         self.name, self.node = name, node
         self._clock = clock
+        self.awaits = blocks.index.awaits
         self._limits = limits
         self._lock = threading.Lock()
         self._moves_done, self._joint_answered, self._waiting = (threading.Condition(self._lock) for _ in range(3))
         self._unmap_wait = UnmapWait()
+        waits = ChainWaits(blocks, clock, self._lock, lambda: self._closed)
+        self.park, self.awaited, self._await = waits.park, waits.awaited, waits.wait
         self._jobs: dict[int, _ExtentMove] = {}
         self._leases = LeaseTable(limits.lease_seconds, new_number)
         self._endings = Endings(blocks.residency, blocks.dram, self._unpin)
@@ -214,6 +216,10 @@ class Store:
                 return m.Changed(self.name, *told)
             case m.Drop():
                 return m.Counted(self.drop(client.named[request.namespace], request.seconds))
+            case m.Await():
+                return self._await(client.named[request.namespace], request.keys, request.seconds)
+            case m.SealTicket() | m.OpenTicket():
+                return self._ticket(client, request)
             case _:
                 raise BadInput(f"{m.name_of(request)} is for a sidecar; this is a store")
         return m.Done()
@@ -240,7 +246,7 @@ class Store:
                 raise BadInput("this tenant is being purged, or its key was retired; connect again, or open it anew")
             space = self._find_space(keys.tenant, wanted)
             if space is None:
-                self._check_fits(keys.tenant, namespace, payload_bytes)
+                check_fits(self._blocks, self._lower, self._limits, keys.tenant, namespace, payload_bytes)
                 space = self._blocks.add_space(keys, namespace, payload_bytes)
             return Grant(
                 space.number,
@@ -267,6 +273,7 @@ class Store:
         with self._lock:
             self._check_open()
             self._blocks.dropping.add(number)
+            self.awaits.end_all(AwaitEnd.GONE, number)
             self._refreshing.clear()  # its rows may become another namespace's
         try:
             return self._drop(number, deadline)
@@ -286,6 +293,8 @@ class Store:
                 self._await_taken_in(lambda: False, deadline)
                 numbers = [space.number for space in self._blocks.spaces if space.tenant == tenant]
                 self._blocks.dropping.update(numbers)
+                for number in numbers:
+                    self.awaits.end_all(AwaitEnd.GONE, number)
             readable = sum([self._drop(number, deadline) for number in numbers])
             if self._levels is not None and not self._levels.retire_slabs(tenant, deadline):
                 raise TierUnavailable(f"the tenant's slabs were not given back; {_ASK_AGAIN}")
@@ -752,6 +761,27 @@ class Store:
             if not is_sound:
                 self._blocks.quarantine(row)
 
+    def _ticket(self, client: StoreClient, request: m.SealTicket | m.OpenTicket) -> m.Sealed | m.TicketOpened:
+        number, now = client.named[request.namespace], self._clock.wall_seconds()
+        space, identity = self._blocks.spaces[number], Identity.of(client.keys, self.node)
+        about = identity, space.classes[0].namespace, space.namespace.layout.block_tokens, now
+        if isinstance(request, m.OpenTicket):
+            return opened(request.ticket, *about)
+        self._retain(number, request.keys, int(now + request.seconds))
+        return sealed(request, *about)
+
+    def _retain(self, number: int, keys: Sequence[bytes], expires_at: int) -> None:
+        """Keep what is readable of a chain until then, before other blocks. Others have the lock between pieces."""
+        for first in range(0, len(keys), LOCKED_BLOCKS):
+            with self._lock:
+                some = keys[first : first + LOCKED_BLOCKS]
+                is_served = not self._closed and number not in self._blocks.dropping
+                rows = self._blocks.index.match(number, some) if is_served else []
+                self._blocks.renew(rows, 0, expires_at)
+                if len(rows) < len(some):
+                    return
+                self._moves_done.wait(GIVE_WAY_SECONDS)
+
     # Put -----------------------------------------------------------------------------------------------------------
 
     def _reserve_for(self, client: StoreClient, verb: m.Reserve, seconds: float | None) -> ReserveReply:
@@ -1196,6 +1226,7 @@ class Store:
             if self._closed:
                 return
             self._closed = True
+            self.awaits.end_all(AwaitEnd.GONE)
             if self._levels is not None:
                 self._levels.is_over = True
             self._blocks.dram.close()
@@ -1288,41 +1319,6 @@ class Store:
             if space.tenant == tenant and space.classes[0].namespace == wanted:
                 return space
         return None
-
-    def _check_fits(self, tenant: bytes, namespace: Namespace, payload_bytes: Sequence[int]) -> None:
-        if len(self._blocks.spaces) >= self._limits.namespaces:  # how many of them are others' is nobody's business
-            raise BadInput(
-                f"there are as many namespaces as may be opened ({self._limits.namespaces}) until the store is opened "
-                "again; use fewer, or give a higher limits.namespaces"
-            )
-        mine, most = sum(space.tenant == tenant for space in self._blocks.spaces), self._limits.most_namespaces
-        if mine >= most:
-            raise BadInput(
-                f"{mine} namespaces of this tenant were opened, which is its share until the store is opened again; "
-                "use fewer, or give a higher limits.tenant_namespaces"
-            )
-        extent = self._blocks.dram.extent_bytes
-        for payload in payload_bytes:
-            if frame_bytes(payload) > extent:
-                raise BadInput(
-                    f"a block of {namespace.layout.block_tokens} tokens needs a frame of {frame_bytes(payload)} bytes "
-                    f"and an extent has {extent}; give more DRAM, a larger extent=, smaller blocks or layer_shards"
-                )
-        if self._lower is not None:
-            slab = self._lower.tier.slab_bytes
-            largest = max(map(frame_bytes, payload_bytes)) + SLAB_OVERHEAD_BYTES
-            if largest > slab or slab * len(payload_bytes) > self._lower.tier.budget_bytes:
-                raise BadInput(
-                    f"a block of {len(payload_bytes)} parts, the largest of {largest} bytes on disk, does not fit into "
-                    f"slabs of {slab} bytes within nvme={self._lower.tier.budget_bytes}: each part needs a slab "
-                    "of its own; give more NVMe, another slab=, smaller blocks or layer_shards"
-                )
-        needed = extent * len(payload_bytes)
-        if needed > self._blocks.dram.usage().budget_bytes:
-            raise BadInput(
-                f"a block of {len(payload_bytes)} parts needs {needed} bytes of extents, one per part, and dram= "
-                f"allows {self._blocks.dram.usage().budget_bytes}; give more DRAM or a smaller extent="
-            )
 
     # Inside: leases ------------------------------------------------------------------------------------------------
 
@@ -1708,6 +1704,7 @@ class Store:
         for row in reversed(record.rows[start:]):
             if row in record.repairs:
                 record.repairs.discard(row)
+                self._blocks.index.not_refilled(row)
                 self._blocks.unfill(row)
                 self._unpin(record.namespace, [row])
             else:
@@ -1744,6 +1741,7 @@ class Store:
         for row in reversed(record.rows[start:]):
             if row in record.repairs:
                 record.repairs.discard(row)
+                self._blocks.index.not_refilled(row)
                 self._unpin(record.namespace, [row])
                 record.abandoned_slots.extend(self._blocks.residency.forget(row))
             else:

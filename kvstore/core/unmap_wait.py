@@ -13,6 +13,7 @@ clock.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from tiering.dram.extents import LOOK_SECONDS
@@ -73,6 +74,15 @@ class UnmapWait:
 # ---------------------------------------------------------------------------------------------------------------------
 # What a holder of shared memory has let go of, as far as it can be found out in a moment. Pure: it is handed
 # the question to the kernel, and what the processor has worked: a busy machine makes no question slow.
+
+
+@dataclass(frozen=True, slots=True)
+class SharedExtent:
+    """An extent that was opened for another process. Whoever is given the descriptor closes it."""
+
+    descriptor: int
+    size_bytes: int
+    frame_bytes: int
 
 
 class Unmapped(NamedTuple):

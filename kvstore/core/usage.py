@@ -10,14 +10,38 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import mul
 
+from kvstore.block.errors import BadInput
 from kvstore.block.identity import Namespace
-from kvstore.core.table import BlockTable
+from kvstore.config import Limits
+from kvstore.core.table import BlockTable, Lower
 from kvstore.protocol.status import RecoveryStatus, TenantStatus, printable
 from tiering.counts.tally import TallyCounts
+from tiering.frame import frame_bytes
+from tiering.nvme.tier import NvmeTier
 from tiering.policies.admission import WriteBudget
 from tiering.policies.shares import Shares
 from tiering.residency import Residency
+from tiering.slab_header import PAGE_BYTES
 from tiering.tier import ScrubUsage, Usage
+
+SLAB_OVERHEAD_BYTES = 2 * PAGE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceUsage:
+    """A namespace, its readable blocks, and what it has in each tier: blocks, and bytes of frames. payload_bytes: of
+    each part. nvme: None without such a tier."""
+
+    number: int
+    tenant: bytes
+    namespace: Namespace
+    digest: bytes
+    payload_bytes: tuple[int, ...]
+    blocks: int
+    dram_blocks: int
+    dram_bytes: int
+    nvme_blocks: int | None
+    nvme_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,23 +74,6 @@ class StoreUsage:
     dram_blocks: int = 0
     nvme_blocks: int | None = None
     tally: TallyCounts | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class NamespaceUsage:
-    """A namespace, its readable blocks, and what it has in each tier: blocks, and bytes of frames. payload_bytes: of
-    each part. nvme: None without such a tier."""
-
-    number: int
-    tenant: bytes
-    namespace: Namespace
-    digest: bytes
-    payload_bytes: tuple[int, ...]
-    blocks: int
-    dram_blocks: int
-    dram_bytes: int
-    nvme_blocks: int | None
-    nvme_bytes: int | None
 
 
 def tenancy(blocks: BlockTable, names: Mapping[bytes, str]) -> list[TenantStatus]:
@@ -138,3 +145,47 @@ def kept_until(blocks: BlockTable, number: int, keys: Sequence[bytes]) -> float:
 def retained_budget(residency: Residency) -> int:
     """Bytes that may be kept for a time, of all tenants."""
     return sum(residency.retention.budgets()) if residency.retention is not None else 0
+
+
+def check_fits(
+    blocks: BlockTable,
+    lower: Lower[NvmeTier] | None,
+    limits: Limits,
+    tenant: bytes,
+    namespace: Namespace,
+    payload_bytes: Sequence[int],
+) -> None:
+    """Raise `BadInput` unless a tenant may open one more namespace, and each tier has room for its blocks."""
+    if len(blocks.spaces) >= limits.namespaces:  # how many of them are others' is nobody's business
+        raise BadInput(
+            f"there are as many namespaces as may be opened ({limits.namespaces}) until the store is opened "
+            "again; use fewer, or give a higher limits.namespaces"
+        )
+    mine, most = sum(space.tenant == tenant for space in blocks.spaces), limits.most_namespaces
+    if mine >= most:
+        raise BadInput(
+            f"{mine} namespaces of this tenant were opened, which is its share until the store is opened again; "
+            "use fewer, or give a higher limits.tenant_namespaces"
+        )
+    extent = blocks.dram.extent_bytes
+    for payload in payload_bytes:
+        if frame_bytes(payload) > extent:
+            raise BadInput(
+                f"a block of {namespace.layout.block_tokens} tokens needs a frame of {frame_bytes(payload)} bytes "
+                f"and an extent has {extent}; give more DRAM, a larger extent=, smaller blocks or layer_shards"
+            )
+    if lower is not None:
+        slab = lower.tier.slab_bytes
+        largest = max(map(frame_bytes, payload_bytes)) + SLAB_OVERHEAD_BYTES
+        if largest > slab or slab * len(payload_bytes) > lower.tier.budget_bytes:
+            raise BadInput(
+                f"a block of {len(payload_bytes)} parts, the largest of {largest} bytes on disk, does not fit into "
+                f"slabs of {slab} bytes within nvme={lower.tier.budget_bytes}: each part needs a slab "
+                "of its own; give more NVMe, another slab=, smaller blocks or layer_shards"
+            )
+    needed = extent * len(payload_bytes)
+    if needed > blocks.dram.usage().budget_bytes:
+        raise BadInput(
+            f"a block of {len(payload_bytes)} parts needs {needed} bytes of extents, one per part, and dram= "
+            f"allows {blocks.dram.usage().budget_bytes}; give more DRAM or a smaller extent="
+        )

@@ -49,6 +49,10 @@ METRICS = (
     _histogram("lookup_duration", "", "What the store took for a look-up."),
     _histogram("lease_wait", "tier result", "What the store took for a lease, by the slowest tier that it came from."),
     _histogram("door_wait", "", "From when a request may have been there until it was begun."),
+    # Awaits.
+    _gauge("awaits_parked", "", "awaits", "Waits for blocks that are not readable yet, now."),
+    _counter("awaits", "end", "awaits", "Waits for blocks that are over, by why."),
+    _histogram("await_wait", "", "From an await's coming until it was over; those over at once are left out."),
     # Puts.
     _counter(
         "put_tokens", "result", "tokens", "Tokens that puts offered; each process of a collective put offers its own."

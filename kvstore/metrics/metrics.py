@@ -31,6 +31,7 @@ from kvstore.service.health import Readiness
 from kvstore.service.local_door import LocalDoor
 from kvstore.service.sessions import Sessions
 from kvstore.service.told import ToldRequests
+from tiering.counts.awaits import AwaitCounts
 from tiering.counts.histogram import HistogramCounts
 from tiering.counts.tally import CheckedAt, TierName
 from tiering.move_queue import BreakerState, MoveQueue, Priority
@@ -105,6 +106,7 @@ class Metrics:
             _scrub_and_loading(usage),
             _door(door),
             _savings(self._told),
+            _awaits(self._store.core.awaits.counts()),
             _what_if(self._whatif.snapshot(all_tiers_budget_bytes(usage))),
         ):
             found[f"{PREFIX}{name}"] = dict(samples)
@@ -261,6 +263,12 @@ def _savings(told: ToldRequests) -> _Found:
     saved, regretted = told.sums()
     yield "gpu_saved_seconds_total", _one(saved)
     yield "gpu_regret_seconds_total", _one(regretted)
+
+
+def _awaits(awaits: AwaitCounts) -> _Found:
+    yield "awaits_parked", _one(awaits.parked)
+    yield "awaits_total", {(why.value,): count for why, count in awaits.ended.items()}
+    yield "await_wait_seconds", _one(awaits.seconds)
 
 
 def _what_if(told: WhatIfSnapshot) -> _Found:

@@ -24,6 +24,7 @@ from kvstore.protocol import messages as m
 from kvstore.protocol.replies import LeaseReply, MatchReply, ReserveReply
 from kvstore.protocol.requests import Requests
 from tiering.clock import Clock
+from tiering.counts.awaits import AwaitEnd
 from tiering.tier import FrameSpan
 
 A = TypeVar("A")
@@ -77,6 +78,10 @@ class Submitted(Protocol[R_co]):
 
     def poll(self) -> R_co | None:
         """The answer, once; None while it is not there. After the deadline it is a miss. Never raises."""
+        ...
+
+    def is_ready(self) -> bool:
+        """Whether `poll` has an answer, as far as is known without a lock or a look at a socket."""
         ...
 
     def cancel(self) -> None:
@@ -173,6 +178,12 @@ def missed(request: Request, reason: MissReason, detail: str) -> object:
             return m.Persisted(0, reason)
         case m.Changes():
             return m.Changed(b"", [], 0)
+        case m.Await():
+            return m.Awaited(0, AwaitEnd.GONE)
+        case m.SealTicket():
+            return m.Sealed("")
+        case m.OpenTicket():
+            return m.TicketOpened(b"", 0, 0.0, reason, detail)
         case m.Commit():
             raise ReservationLost(reason, detail)
         case _:

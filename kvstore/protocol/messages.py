@@ -15,13 +15,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Annotated, Union
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from kvstore.block.account import MissReason
 from kvstore.block.layout import MAX_PARTS
+from kvstore.protocol.handing_over import MAX_KEYS as MAX_KEYS
+from kvstore.protocol.handing_over import Await as Await
+from kvstore.protocol.handing_over import Awaited as Awaited
+from kvstore.protocol.handing_over import Cancel as Cancel
+from kvstore.protocol.handing_over import OpenTicket as OpenTicket
+from kvstore.protocol.handing_over import Sealed as Sealed
+from kvstore.protocol.handing_over import SealTicket as SealTicket
+from kvstore.protocol.handing_over import TicketOpened as TicketOpened
 from kvstore.protocol.replies import Grant, LeaseReply, MatchReply, ReserveReply
 from kvstore.protocol.requests import MAX_REQUEST_CHARACTERS
 from kvstore.protocol.status import SidecarStatus
@@ -36,9 +44,11 @@ from kvstore.protocol.told import (
 )
 from tiering.frame import KEY_ID_BYTES
 
-OLDEST_VERSION, NEWEST_VERSION = 1, 2
+OLDEST_VERSION, NEWEST_VERSION = 1, 3
 CHANGES_VERSION = 2
 """From which on there are `Changes` and `Tell`."""
+AWAIT_VERSION = 3
+"""From which on there are `Await`, `Cancel`, `SealTicket` and `OpenTicket`."""
 MAX_RECORDS = 16
 
 LENGTH_BYTES = 4
@@ -54,8 +64,6 @@ MAX_EXTENTS = 32
 MIN_SESSION_BYTES, MAX_SESSION_BYTES = 16, 64
 """Of a session's token."""
 
-MAX_KEYS = 1 << 16
-"""Blocks of one chain: a million tokens in blocks of 16."""
 OLDER_MAX_KEYS = 30_000
 """Of a sidecar that does not say how many it takes."""
 MAX_LEASES = 4096
@@ -305,6 +313,10 @@ Verb = (
     | Purge
     | Record
     | Why
+    | Await
+    | Cancel
+    | SealTicket
+    | OpenTicket
     | Prefixes
 )
 
@@ -482,6 +494,9 @@ Answer = (
     | StatReply
     | Recorded
     | WhyReply
+    | Awaited
+    | Sealed
+    | TicketOpened
     | PrefixesReply
 )
 
@@ -504,42 +519,6 @@ def failed(fault: RequestFault, text: str) -> Failed:
     return Failed(fault, kept[:MAX_TEXT])
 
 
-class Outline(msgspec.Struct, array_like=True, frozen=True):
-    """A `Reply` whose answer is not decoded yet: that is its owner's to pay for, and nobody's once it is forgotten."""
-
-    number: int
-    answer: msgspec.Raw
-    retired: list[int] = []
-
-
-class _LeaseNumber(msgspec.Struct, frozen=True):
-    lease: int = 0
-
-
-class _ReservationNumber(msgspec.Struct, frozen=True):
-    reservation: int = 0
-
-
-class LeasedOutline(msgspec.Struct, array_like=True, frozen=True, tag="leased"):
-    """Of `Leased`, what names the lease."""
-
-    reply: _LeaseNumber
-
-
-class ReservedOutline(msgspec.Struct, array_like=True, frozen=True, tag="reserved"):
-    """Of `Reserved`, what names the reservation."""
-
-    reply: _ReservationNumber
-
-
-_WHOLE = (Attached, ExtentsReply, NotifyPipeReply, Failed)
-_SKIPPED = tuple(
-    msgspec.defstruct(f"{one.__name__}Outline", [], array_like=True, frozen=True, tag=one.__struct_config__.tag)
-    for one in Answer.__args__
-    if one not in (Leased, Reserved, *_WHOLE)
-)
-
-
 def name_of(verb: Verb) -> str:
     """A verb as it is called on the wire, and in `kvstore stat`."""
     return str(verb.__struct_config__.tag)
@@ -549,10 +528,6 @@ _encoder = msgspec.msgpack.Encoder()
 _requests = msgspec.msgpack.Decoder(Request)
 _replies = msgspec.msgpack.Decoder(Reply)
 _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
-_outlines = msgspec.msgpack.Decoder(Outline)
-_answer_outlines: msgspec.msgpack.Decoder[object] = msgspec.msgpack.Decoder(
-    Union[(LeasedOutline, ReservedOutline, *_WHOLE, *_SKIPPED)]
-)
 
 
 def pack(message: Request | Reply) -> bytes:
@@ -575,21 +550,6 @@ def unpack_reply(body: bytes | memoryview) -> Reply:
         return _replies.decode(body)
     except (ValueError, msgspec.DecodeError, RecursionError) as error:
         raise ValueError(f"not a reply ({type(error).__name__})") from None
-
-
-def unpack_outline(body: bytes | memoryview) -> tuple[Outline, object]:
-    """The body of a frame as far as whoever reads it for others has to know it, and its answer likewise: of what is
-    long no more than what undoes it. Raises `ValueError`."""
-    try:
-        outline = _outlines.decode(body)
-        return outline, outline_of(outline.answer)
-    except (ValueError, msgspec.DecodeError, RecursionError) as error:
-        raise ValueError(f"not a reply ({type(error).__name__})") from None
-
-
-def outline_of(answer: msgspec.Raw) -> object:
-    """See `unpack_outline`; raises what the decoder raises."""
-    return _answer_outlines.decode(answer)
 
 
 def unpack_answer(answer: msgspec.Raw) -> Answer:

@@ -187,6 +187,14 @@ class KeyStatus(msgspec.Struct, frozen=True):
     accepted: list[int] = []
 
 
+class AwaitStatus(msgspec.Struct, frozen=True):
+    """Waits for blocks that others store. parked: now; ended: since the start, by why (`readable`, `short`,
+    `deadline`, `cancelled`, `gone`, `full`)."""
+
+    parked: int = 0
+    ended: dict[str, int] = {}
+
+
 class SidecarStatus(msgspec.Struct, frozen=True):
     """All of it. counters: events since the start. departed: connections that are gone and may still map memory.
     hidden_namespaces, hidden_sessions: that are there and left out, so that this stays of a size. policy, nvme_writes,
@@ -195,7 +203,7 @@ class SidecarStatus(msgspec.Struct, frozen=True):
     did not since the start, by kind. policy_note: why blocks do not go by the policy that was set; "" where they do.
     whatif: what other sizes would find. savings: what hits saved, as engines tell. node, incarnation: which node this
     is, and which run of it, in hexadecimal. keys: of tenants. warnings: what keeps nothing from being served here, and
-    should be seen to: keys that differ, a node's id that two have."""
+    should be seen to: keys that differ, a node's id that two have. awaits: who waits for blocks."""
 
     run: str
     pid: int
@@ -238,6 +246,7 @@ class SidecarStatus(msgspec.Struct, frozen=True):
     incarnation: str = ""
     keys: list[KeyStatus] = []
     warnings: list[str] = []
+    awaits: AwaitStatus = AwaitStatus()
 
 
 def checked_seconds(seconds: float) -> float:

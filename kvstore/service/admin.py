@@ -24,6 +24,7 @@ from kvstore.prefixes.book import PrefixBook, SpaceNames, Standing
 from kvstore.protocol import messages as m
 from kvstore.protocol.status import (
     ID_DIGITS,
+    AwaitStatus,
     KeyStatus,
     NamespaceStatus,
     SessionStatus,
@@ -232,7 +233,7 @@ class Admin:
         usage, spaces, counts = self._store.usage(), self._spaces(), self._counting.all()
         of_store = {one.name: getattr(usage, one.name) for one in fields(usage) if one.name in _FACTS}
         sessions = self._session_facts()
-        now, reasons = self._counting.now(), self._reasons()
+        now, reasons, awaits = self._counting.now(), self._reasons(), self._store.core.awaits.counts()
         return SidecarStatus(
             run=self._run.hex(),
             pid=os.getpid(),
@@ -264,6 +265,7 @@ class Admin:
                 for one in self._store.keys.told()
             ],
             warnings=self._warnings(),
+            awaits=AwaitStatus(awaits.parked, {str(why): count for why, count in awaits.ended.items()}),
             **of_store,
         )
 

@@ -26,9 +26,10 @@ from kvstore.block.identity import TenantKeys
 from kvstore.protocol import messages as m
 from kvstore.service import descriptors
 from kvstore.service.descriptors import TenantUnread, Unread
-from kvstore.service.dispatch import Response
+from kvstore.service.dispatch import Handlers, Response
 from kvstore.service.sessions import ClientState
 from tiering.clock import Clock
+from tiering.counts.awaits import AwaitEnd, ParkedAwait
 from tiering.counts.histogram import HistogramCounts
 
 _READ_BYTES = 256 << 10
@@ -208,6 +209,7 @@ class Connection:
         self.running = self.long_running = 0
         self.large: QueuedRequest | None = None  # it is being read or served, and what comes behind it waits
         self.waiting: deque[QueuedRequest] = deque()
+        self.parked: dict[int, ParkedAwait] = {}  # by the number of its request
         self.ready_at = now
         self.waited = Waits()
         self.refusal: m.Failed | None = None  # he is not let in, and is told so when he has said hello
@@ -352,11 +354,121 @@ class Connection:
                 self.socket.close()
 
 
+def read_request(asked: QueuedRequest) -> None:
+    """Its body as a request. Raises `ValueError`."""
+    assert asked.body is not None
+    request = m.unpack_request(asked.body)
+    if (asked.connection.caller is None) is not isinstance(request.verb, m.Hello):
+        raise ValueError("a connection begins with one hello")
+    asked.request, asked.body = request, None
+
+
 def close_all(held: Collection[int]) -> None:
     """Descriptors that were to be sent."""
     for descriptor in held:
         with suppress(OSError):  # the others are closed all the same
             os.close(descriptor)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Awaits: parked in the store's table, in no thread, and outside the limits of requests under way.
+
+
+AWAITS_SECONDS = 0.00025
+"""That the door's thread answers awaits which are over, before it takes messages again."""
+
+
+class DoorAwaits:
+    """Of all connections; the door's thread calls all but `_told`. The tenant that was served least is answered first,
+    and pays as for a message."""
+
+    def __init__(
+        self,
+        handlers: Handlers,
+        clock: Clock,
+        wake: Callable[[], None],
+        answer: Callable[..., object],
+        watch: Callable[[Connection], object],
+    ) -> None:
+        """answer: (connection, number of the request, response). watch: a connection that was answered."""
+        self._handlers = handlers
+        self._clock = clock
+        self._wake = wake
+        self._answer, self._watch = answer, watch
+        self._of: dict[ParkedAwait, tuple[Connection, int]] = {}
+        self._over: deque[ParkedAwait] = deque()
+        self._lines: dict[Listener, deque[ParkedAwait]] = {}
+
+    def take(self, connection: Connection, caller: ClientState, number: int, verb: m.Await | m.Cancel) -> None:
+        """A request of a connection."""
+        if isinstance(verb, m.Cancel):
+            self._handlers.awaits.end(
+                [connection.parked[one] for one in verb.numbers if one in connection.parked], AwaitEnd.CANCELLED
+            )
+            self._answer(connection, number, Response(m.Done()))
+            return
+        if number in connection.parked:
+            text = f"request {number} waits already; number requests anew"
+            self._answer(connection, number, Response(m.Failed(m.RequestFault.BAD_INPUT, text)))
+            return
+        one = self._handlers.park(caller, verb, self._told)
+        if isinstance(one, Response):
+            self._answer(connection, number, one)
+            return
+        self._of[one] = connection, number
+        connection.parked[number] = one
+
+    def gone(self, connection: Connection) -> None:
+        """A connection is closed."""
+        parked, connection.parked = list(connection.parked.values()), {}
+        for one in parked:
+            del self._of[one]
+        self._handlers.awaits.end(parked, AwaitEnd.CANCELLED)
+
+    def close(self) -> None:
+        """All are over."""
+        self._handlers.awaits.end_all(AwaitEnd.GONE)
+
+    def rest_seconds(self, most: float) -> float:
+        """Until one is due, or so long."""
+        return max(0.0, min(most, self._handlers.awaits.due_at - self._clock.monotonic_seconds()))
+
+    def deliver(self) -> None:
+        """Answer those that are over, for a moment."""
+        if not self._of:
+            self._over.clear()
+            self._lines.clear()
+            return
+        now = self._clock.monotonic_seconds()
+        if self._handlers.awaits.due_at <= now:
+            self._handlers.awaits.expire()
+        while self._over:
+            one = self._over.popleft()
+            if one in self._of:
+                self._lines.setdefault(self._of[one][0].listener, deque()).append(one)
+        while self._lines and self._clock.monotonic_seconds() - now < AWAITS_SECONDS:
+            listener = min(self._lines, key=lambda of: of.share.starts_at)
+            one = self._lines[listener].popleft()
+            if not self._lines[listener]:
+                del self._lines[listener]
+            connection, number = self._of.pop(one, (None, 0))
+            if connection is not None:  # else it hung up meanwhile
+                del connection.parked[number]
+                listener.share.begin()
+                listener.share.pay(1)
+                self._answer(connection, number, self._handlers.awaited(one))
+                self._watch(connection)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether `deliver` left some to the next time."""
+        return bool(self._lines)
+
+    def _told(self, one: ParkedAwait) -> None:
+        """By any thread, under the table's lock."""
+        self._over.append(one)
+        if len(self._over) == 1:
+            self._wake()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -24,10 +24,10 @@ from kvstore.keys.rotation import LOOK_SECONDS
 from kvstore.node import EmbeddedStore
 from kvstore.prefixes.book import PrefixBook
 from kvstore.protocol.status import printable
-from kvstore.service.accounting import Counting
+from kvstore.service.accounting import Counting, set_aside
 from kvstore.service.admin import Admin, Observer
 from kvstore.service.descriptors import SlowExtents
-from kvstore.service.dispatch import Handlers, set_aside
+from kvstore.service.dispatch import Handlers
 from kvstore.service.health import Readiness
 from kvstore.service.local_door import LocalDoor
 from kvstore.service.sessions import Sessions

@@ -6,10 +6,8 @@ callers can be trusted with. A number that names something of somebody else is t
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,19 +19,22 @@ from kvstore.block.display_names import DisplayNames
 from kvstore.block.errors import BadInput, StoreClosed
 from kvstore.block.identity import TenantKeys
 from kvstore.config import MAX_SECONDS
-from kvstore.core.store import SEALED_BLOCKS, SharedExtent, Store
+from kvstore.core.store import SEALED_BLOCKS, Store
+from kvstore.core.unmap_wait import SharedExtent
 from kvstore.insight.recording import Recording
 from kvstore.insight.whatif import WhatIf
 from kvstore.prefixes.book import PrefixBook, checked_prompt
 from kvstore.protocol import messages as m
 from kvstore.protocol.door import MAX_COLLECTIVE_CHARACTERS, MAX_PRIORITY, WINDOW_CHARACTERS, TenantClient
+from kvstore.protocol.handing_over import MAX_TICKET_SECONDS
 from kvstore.protocol.replies import LeaseReply
 from kvstore.protocol.requests import MAX_REQUEST_CHARACTERS
 from kvstore.protocol.status import printable
-from kvstore.service.accounting import Counting, NamespaceInfo
+from kvstore.service.accounting import Counting, Lasting, NamespaceInfo
 from kvstore.service.descriptors import SlowExtents
 from kvstore.service.sessions import MAX_LEASED_PLACES, ClientState, ReservationProgress, Sessions
 from kvstore.service.told import ToldRequests
+from tiering.counts.awaits import ParkedAwait
 from tiering.errors import BlockMissing, TierError, TierUnavailable
 from tiering.frame import DIGEST_BYTES, KEY_BYTES, frame_bytes
 
@@ -58,6 +59,8 @@ _CHECKED_AT_ONCE = 4096
 """Keys: other threads have the interpreter in between."""
 MAX_LISTED, MAX_LISTED_BYTES = 64, 256 << 10
 """Namespaces in one answer: it ends with the first that makes it as long."""
+
+_SLOW = m.LeasePrefix | m.Reserve | m.ReportFrame | m.Persist | m.Drop | m.Namespaces | m.SealTicket
 
 _log = logging.getLogger(__name__)
 
@@ -92,6 +95,7 @@ class Handlers:
         self._slow = slow or SlowExtents()
         self._lasting = Lasting()
         self._store = store
+        self.awaits = store.awaits
         self._recording = recording
         self._whatif = whatif
         self._told = told or ToldRequests(store.clock)
@@ -117,6 +121,8 @@ class Handlers:
             m.Drop: self._drop,
             m.Namespaces: self._namespaces,
             m.Ping: self._ping,
+            m.SealTicket: self._ticket,
+            m.OpenTicket: self._ticket,
         }
 
     def greet(self, tenant: TenantKeys, hello: m.Hello) -> tuple[ClientState | None, m.Answer]:
@@ -142,7 +148,9 @@ class Handlers:
 
     def is_slow(self, verb: m.Verb) -> bool:
         """Whether a request may wait for memory, for a disk or for others."""
-        return isinstance(verb, m.LeasePrefix | m.Reserve | m.ReportFrame | m.Persist | m.Drop | m.Namespaces)
+        return isinstance(
+            verb, m.LeasePrefix | m.Reserve | m.ReportFrame | m.Persist | m.Drop | m.Namespaces | m.SealTicket
+        )
 
     def cost(self, caller: ClientState, verb: m.Verb) -> float:
         """Messages that one counts for beyond its length, against the rate."""
@@ -175,6 +183,20 @@ class Handlers:
         served = self._served(handler, caller, verb)
         assert served is not None
         return served
+
+    def park(self, caller: ClientState, verb: m.Await, tell: Callable[[ParkedAwait], object]) -> ParkedAwait | Response:
+        """Begin to wait for what is asked; or why not. Never raises for what a client can cause."""
+        try:
+            number, _ = _check_asked(caller, verb.namespace, verb.keys)
+            if not verb.seconds >= 0:
+                raise BadInput(f"seconds={verb.seconds}; give 0 or more")
+        except BadInput as error:
+            return Response(m.failed(m.RequestFault.BAD_INPUT, str(error)))
+        return self._store.park(number, verb.keys, verb.seconds, tell)
+
+    def awaited(self, one: ParkedAwait) -> Response:
+        """The answer to one that is over."""
+        return Response(self._store.awaited(one))
 
     def serve_at_once(self, caller: ClientState, verb: m.Verb) -> Response | None:
         """The same for a request that may wait, and need not this time; None, and nothing is done, where it has to."""
@@ -463,6 +485,12 @@ class Handlers:
         _check_asked(caller, verb.namespace, ())
         return self._store.handle(caller, verb)
 
+    def _ticket(self, caller: ClientState, verb: m.SealTicket | m.OpenTicket) -> m.Answer:
+        _check_asked(caller, verb.namespace, verb.keys if isinstance(verb, m.SealTicket) else ())
+        if isinstance(verb, m.SealTicket) and not 0 < verb.seconds <= MAX_TICKET_SECONDS:
+            raise BadInput(f"seconds={verb.seconds}; give seconds above 0, up to {MAX_TICKET_SECONDS:g}")
+        return self._store.handle(caller, verb)
+
     def _drop(self, caller: ClientState, verb: m.Drop) -> m.Answer:
         _check_asked(caller, verb.namespace, ())
         return self._store.handle(caller, msgspec.structs.replace(verb, seconds=checked_seconds(verb.seconds)))
@@ -539,38 +567,3 @@ def _check_asked(caller: ClientState, namespace: int, keys: Sequence[bytes]) -> 
     if len(distinct) != len(keys):
         raise BadInput("a prefix key that is there twice; give the keys of one prompt, in their order")
     return number, caller.namespaces[number]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What stays until the sidecar ends is left out of the interpreter's search for cycles.
-#
-# A part of a namespace is five objects, and a search of all of them, 1.2 million for 512 namespaces of 450 parts, has
-# everybody wait for a third of a second. So they are set aside when some are there, behind a search that has only what
-# came since to walk.
-
-
-SET_ASIDE_PARTS = 4096
-"""Of namespaces that were opened: their objects are walked in some milliseconds."""
-
-
-class Lasting:
-    """Thread-safe."""
-
-    def __init__(self) -> None:
-        self._parts = 0
-        self._lock = threading.Lock()
-
-    def opened(self, parts: int) -> None:
-        """A namespace of so many, which may have been there."""
-        with self._lock:
-            self._parts += parts
-            if self._parts < SET_ASIDE_PARTS:
-                return
-            self._parts = 0
-        set_aside()
-
-
-def set_aside() -> None:
-    """All objects that are there now, but garbage."""
-    gc.collect()
-    gc.freeze()

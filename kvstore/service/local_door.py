@@ -34,6 +34,7 @@ from kvstore.service.connections import (
     LARGE_BYTES,
     AdminVerbs,
     Connection,
+    DoorAwaits,
     DoorCounts,
     DoorLimits,
     Lines,
@@ -43,8 +44,9 @@ from kvstore.service.connections import (
     Turns,
     Waits,
     close_all,
+    read_request,
 )
-from kvstore.service.descriptors import MOST_UNCLOSED, DescriptorsSent, share_of
+from kvstore.service.descriptors import MOST_UNCLOSED, DescriptorsSent, descriptors_for, share_of
 from kvstore.service.dispatch import Handlers, Response
 from kvstore.service.sessions import ClientState, Sessions
 from tiering.clock import Clock
@@ -128,6 +130,7 @@ class LocalDoor:
         self._end_pool = ThreadPoolExecutor(END_THREADS, "kv-door-end")  # what clients that are gone held is given back
         self._is_sweeping = False
         self._to_show_out: deque[tuple[bytes, threading.Event]] = deque()
+        self._awaits = DoorAwaits(handlers, clock, self._wake, self._answer, self._watch)
         self._waits: deque[float] = deque(maxlen=WAITS_KEPT)
         self._served: Counter[str] = Counter()
         self.refused_connections = 0
@@ -244,7 +247,8 @@ class LocalDoor:
             came_at, looked_at = looked_at, self._clock.monotonic_seconds()
             found = self._selector.select(0)
             if not found and not is_busy:
-                found = self._selector.select(_TOKEN_SECONDS if ready else self._rest_seconds())
+                rest = self._awaits.rest_seconds(_TOKEN_SECONDS if ready else self._rest_seconds())
+                found = self._selector.select(rest)
                 came_at = looked_at = self._clock.monotonic_seconds()
             self._is_watchful |= bool(found)
             for key, events in found:
@@ -260,6 +264,8 @@ class LocalDoor:
             self._safely("clients cannot be told that memory was given back", self._sessions.notify)
             self._deliver()
             is_busy = self._take_turn(ready) if not self._closing else False
+            self._safely("awaits that are over cannot be answered", self._awaits.deliver)
+            is_busy |= self._awaits.has_more
             self._have_leases_ended()
             self._safely("it cannot be looked after who is there and who is gone", lambda: self._look_around(ready))
         self._end()
@@ -328,7 +334,8 @@ class LocalDoor:
     def _is_over(self) -> bool:
         if not self._closing:
             return False
-        is_idle = not any(one.in_flight or one.unsent for one in self._connections)
+        self._awaits.close()
+        is_idle = not any(one.in_flight or one.parked or one.unsent for one in self._connections)
         return is_idle or self._clock.monotonic_seconds() >= self._closes_at
 
     def _look_around(self, ready: dict[Connection, None]) -> None:
@@ -522,7 +529,7 @@ class LocalDoor:
             if is_large and connection.caller is None:
                 raise ValueError(f"a hello of {asked.length} bytes; at most {LARGE_BYTES}")
             if not is_large:
-                _read(asked)
+                read_request(asked)
         except ValueError as error:
             self._refuse(connection, str(error))
             return
@@ -542,7 +549,11 @@ class LocalDoor:
         self._served[m.name_of(verb)] += 1
         if isinstance(connection.caller, ClientState):
             connection.pay(self._handlers.cost(connection.caller, verb))
-        wanted = _descriptors_for(verb)
+        if isinstance(verb, m.Await | m.Cancel) and isinstance(connection.caller, ClientState):
+            self._waited(connection, self._clock.monotonic_seconds() - asked.since)
+            self._awaits.take(connection, connection.caller, request.number, verb)
+            return
+        wanted = descriptors_for(verb)
         if wanted:
             connection.pay(LOOK_COST * len(connection.listener.unread))
         if wanted and connection.listener.unread.count() + wanted > self._most_unread():
@@ -709,7 +720,7 @@ class LocalDoor:
         """In the thread for large messages: reading one holds up whoever waits for the interpreter, and so they are
         read one at a time."""
         try:
-            _read(asked)
+            read_request(asked)
         except ValueError as error:
             asked.served = Response(m.Failed(m.RequestFault.MALFORMED, str(error)))
         except Exception as error:  # all others wait for the next one
@@ -879,6 +890,7 @@ class LocalDoor:
             self._rejected.remove(connection)
         if not isinstance(connection.caller, ClientState):
             return
+        self._awaits.gone(connection)
         self._leaving.add(connection.caller)
         try:  # it may have held much
             self._end_pool.submit(self._left, connection.caller)
@@ -921,17 +933,3 @@ class LocalDoor:
             self._waker.send(b"x")
         except BlockingIOError:  # it has not read the last ones
             pass
-
-
-def _read(asked: QueuedRequest) -> None:
-    assert asked.body is not None
-    request = m.unpack_request(asked.body)
-    if (asked.connection.caller is None) is not isinstance(request.verb, m.Hello):
-        raise ValueError("a connection begins with one hello")
-    asked.request, asked.body = request, None
-
-
-def _descriptors_for(verb: m.Verb) -> int:
-    if isinstance(verb, m.Extents):
-        return len(verb.numbers)
-    return int(isinstance(verb, m.Ping) and verb.wants_bell)

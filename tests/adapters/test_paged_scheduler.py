@@ -87,6 +87,9 @@ class _LateAnswer:
     def poll(self) -> Any:
         return None if self._late.is_late else self._answer.poll()
 
+    def is_ready(self) -> bool:
+        return not self._late.is_late and bool(self._answer.is_ready())
+
 
 class Half:
     """A scheduler's half, and what an engine would do around it."""

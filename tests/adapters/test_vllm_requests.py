@@ -125,6 +125,8 @@ def test_without_hints_nothing_is_wanted(params: Any) -> None:
         ({"conversation": "c", "ttl": 5}, {"ttl": 5}),
         ({"conversation": "c"}, {"priority": 100}),
         ({"conversation": ""}, {}),
+        ({"ticket": "kv1.x"}, {"ticket": "kv1.x"}),
+        ({"await": True}, {"awaits": True}),
     ],
 )
 def test_what_a_user_wants_is_taken(given: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -146,6 +148,8 @@ def test_what_a_user_wants_is_taken(given: dict[str, Any], wanted: dict[str, Any
         ({"priority": 1.5}, "priority=1.5; give a whole number from -100 to 100"),
         ({"priority": False}, "priority=False; give a whole number from -100 to 100"),
         ({"conversation": 5}, "conversation=5; give text"),
+        ({"ticket": 7}, "ticket=7; give the text that the prefilling engine told"),
+        ({"await": "yes"}, "await='yes'; give true or false"),
         ({"stores": True}, f"stores; allowed: {', '.join(HINTS)}"),
         ([1], f"kvstore=[1]; give an object with {', '.join(HINTS)}"),
         (False, f"kvstore=False; give an object with {', '.join(HINTS)}"),
@@ -159,6 +163,68 @@ def test_what_is_not_understood_is_told_and_has_no_effect(given: Any, told: str)
 def test_what_is_right_beside_what_is_wrong_has_its_effect() -> None:
     found = hinted(RequestSpec(), {"kvstore": {"store": False, "ttl": -1, "x": 1}})
     assert not found.saves and found.ttl is None and len(found.ignored) == 2
+
+
+# Hand-overs ----------------------------------------------------------------------------------------------------------
+
+TOLD = {
+    "asked": 3,
+    "hits": {},
+    "misses": {},
+    "detail": "",
+    "load_ms": None,
+    "saved_blocks": 0,
+    "put_reasons": {},
+    "ignored": [],
+    "block_tokens": 64,
+    "ticket": "kv1.x",
+}
+"""What a prefilling engine tells."""
+FOR_PREFILL = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+"""As vLLM's toy proxy and llm-d's `nixlv2` send it to the prefilling engine."""
+
+
+def facts_of(role: str, params: dict[str, Any] | None) -> RequestSpec:
+    reader = RequestReader(AdapterDigests(lambda path: f"digest of {path.name}"), role)
+    return reader.facts(request(kv_transfer_params=params))
+
+
+@pytest.mark.parametrize(
+    ("role", "params", "hands_over"),
+    [
+        ("kv_producer", None, True),
+        ("kv_producer", FOR_PREFILL, True),
+        ("kv_producer", {"kvstore": {"store": False}}, False),
+        ("kv_both", None, False),
+        ("kv_both", FOR_PREFILL, True),
+        ("kv_both", {"do_remote_decode": "yes"}, False),
+        ("kv_consumer", FOR_PREFILL, False),
+    ],
+)
+def test_who_hands_a_prompt_over(role: str, params: dict[str, Any] | None, hands_over: bool) -> None:
+    facts = facts_of(role, params)
+    assert facts.hands_over is hands_over and facts.ignored == ()
+
+
+@pytest.mark.parametrize("role", ["kv_consumer", "kv_both"])
+@pytest.mark.parametrize(
+    "more", [{}, {"remote_host": "10.0.0.1"}, {"do_remote_prefill": True, "remote_block_ids": [[1, 2]]}]
+)
+def test_what_proxies_pass_on_to_the_decoding_engine_is_taken_as_it_is(role: str, more: dict[str, Any]) -> None:
+    facts = facts_of(role, {"kvstore": TOLD, **more})
+    assert facts.ticket == "kv1.x" and facts.ignored == () and not facts.hands_over
+
+
+def test_a_producer_waits_for_no_one() -> None:
+    facts = facts_of("kv_producer", {"kvstore": {"ticket": "kv1.x", "await": True}})
+    assert not facts.ticket and not facts.awaits and facts.ignored == ()
 
 
 # A request as the scheduler's half sees it ---------------------------------------------------------------------------

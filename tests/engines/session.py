@@ -110,6 +110,7 @@ class Session:
                         "cached": answer.num_cached_tokens,
                         "finish": made.finish_reason,
                         "kvstore": (answer.kv_transfer_params or {}).get("kvstore"),
+                        "transfer_keys": sorted(answer.kv_transfer_params or {}),
                     }
                 )
                 if step.get("leads"):

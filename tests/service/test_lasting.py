@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstore.service.dispatch import SET_ASIDE_PARTS, Lasting
+from kvstore.service.accounting import SET_ASIDE_PARTS, Lasting
 
 
 @pytest.fixture(autouse=True)

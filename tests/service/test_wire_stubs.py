@@ -75,6 +75,7 @@ PUBLISHED: dict[type, tuple[str, ...]] = {
         one: (one.__name__,)
         for one in vars(status).values()
         if isinstance(one, type) and issubclass(one, msgspec.Struct) and one.__module__ == status.__name__
+        if one is not status.AwaitStatus
     },
 }
 """Of each struct, the messages that have its fields."""
@@ -83,6 +84,7 @@ NOT_PUBLISHED = {
     "MatchPrefix.keys": "they are in `prompt`, beside which token ids may be given",
     "MatchPrefix.counts": "a match from another host serves no engine's request here, so it is not counted",
     "Opened.packed": "the fields of `Namespace` are published one by one, for those who do not read the packed form",
+    "SidecarStatus.awaits": "of engines on the host; in `kvstore stat --json` and in the metrics",
     "WarmPrompt.line": "the line of a file, which the caller has",
 }
 
@@ -133,6 +135,10 @@ VERBS_NOT_PUBLISHED: dict[type, str] = {
     m.Why: "names requests of all tenants: for an operator on the host",
     m.Prefixes: "shows what tenants ask for most: for an operator on the host",
     m.Changes: "for engines on the host, which tell routers of it in their own events",
+    m.Await: "for engines on the host: a look-up from another host does not wait",
+    m.Cancel: "ends what only engines on the host may ask for",
+    m.SealTicket: "for engines on the host, which hand their prompts over",
+    m.OpenTicket: "for engines on the host, to which prompts are handed over",
     m.Purge: "retires a tenant's key for good: for an operator on the host",
     m.Record: "hands out what tenants look up: for an operator on the host",
 }

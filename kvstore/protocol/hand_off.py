@@ -1,0 +1,124 @@
+"""A ticket by which one engine hands the KV of a prompt over to another: it names keys, never places.
+
+    text    "kv1." > urlsafe base64 of: body, MessagePack > MAC, 16 bytes
+
+The MAC is keyed with the tenant's identity key, and is made and checked by sidecars alone. The head commits to every
+token before it, so whoever opens a ticket that is stale, forged or another prompt's can only miss: no ticket leads to
+KV that its prompt does not have. Whatever does not open is a named miss. No token, place or generation is in it.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hmac
+from hashlib import blake2b
+
+import msgspec
+
+from kvstore.block.account import MissReason
+from kvstore.block.identity import INCARNATION_BYTES, NODE_BYTES, Identity
+from kvstore.protocol import messages as m
+from kvstore.protocol.handing_over import MAX_TICKET_CHARACTERS
+from tiering.frame import KEY_BYTES, KEY_ID_BYTES
+
+PREFIX = "kv1."
+MAX_DOOR_CHARACTERS = 256
+NAMESPACE_BYTES = 16
+"""The first ones of its digest."""
+_MAC_BYTES = 16
+_PERSON = b"kv-hand-off"
+
+
+class HandOff(msgspec.Struct, array_like=True, frozen=True):
+    """key_id: the tenant's fingerprint. namespace: the beginning of its digest. head: the prefix key of the last block
+    promised, which names every token before it; blocks: how many there are. owner, incarnation: the node, and its run.
+    door: where peers reach it, a hint. until_ms: Unix time, to give up sooner."""
+
+    key_id: bytes
+    namespace: bytes
+    head: bytes
+    blocks: int
+    block_tokens: int
+    owner: bytes
+    incarnation: bytes
+    door: str
+    until_ms: int
+
+    def seal(self, identity: Identity) -> str:
+        """As text."""
+        body = _encoder.encode(self)
+        return PREFIX + base64.urlsafe_b64encode(body + _mac(identity, body)).decode()
+
+    def is_sound(self) -> bool:
+        """Whether sizes and counts can be."""
+        sizes = tuple(map(len, (self.key_id, self.namespace, self.head, self.owner, self.incarnation)))
+        if sizes != (KEY_ID_BYTES, NAMESPACE_BYTES, KEY_BYTES, NODE_BYTES, INCARNATION_BYTES):
+            return False
+        return 0 < self.blocks <= m.MAX_KEYS and self.block_tokens > 0 and len(self.door) <= MAX_DOOR_CHARACTERS
+
+
+def sealed(request: m.SealTicket, identity: Identity, namespace: bytes, block_tokens: int, now: float) -> m.Sealed:
+    """A ticket for the chain that ends with the last key. now: Unix time."""
+    until_ms = int(1000 * (now + request.seconds))
+    head, blocks = request.keys[-1], len(request.keys)
+    owner, run = identity.node, identity.incarnation
+    hand_off = HandOff(
+        identity.key_id, namespace[:NAMESPACE_BYTES], head, blocks, block_tokens, owner, run, "", until_ms
+    )
+    return m.Sealed(hand_off.seal(identity))
+
+
+def opened(text: str, identity: Identity, namespace: bytes, block_tokens: int, now: float) -> m.TicketOpened:
+    """What a ticket promises to the tenant of that identity in that namespace, or as what miss it counts."""
+    body, mac = _split(text)
+    hand_off = _decoded(body)
+    if not hmac.compare_digest(mac, _mac(identity, body)) or hand_off is None:
+        key = f"key {hand_off.key_id.hex()}" if hand_off is not None else "another key"
+        here = f"this tenant's key here is {identity.key_id.hex()}"
+        return _refused(MissReason.KEY_MISMATCH, f"the ticket was altered, or sealed with {key}; {here}")
+    if hand_off.namespace != namespace[:NAMESPACE_BYTES] or hand_off.block_tokens != block_tokens:
+        return _refused(
+            MissReason.OTHER_NAMESPACE, "the ticket is of another model, layout or codec than this engine's"
+        )
+    if hand_off.owner != identity.node:
+        return _refused(MissReason.STALE_HINT, "the ticket is of another node")
+    if hand_off.incarnation != identity.incarnation:
+        return _refused(MissReason.STALE_HINT, "the ticket is of an earlier run of the sidecar")
+    left = hand_off.until_ms / 1000 - now
+    if left <= 0:
+        return _refused(MissReason.STALE_HINT, "the ticket's time is over")
+    return m.TicketOpened(hand_off.head, hand_off.blocks, left)
+
+
+def _refused(reason: MissReason, detail: str) -> m.TicketOpened:
+    return m.TicketOpened(b"", 0, 0.0, reason, detail)
+
+
+def _split(text: str) -> tuple[bytes, bytes]:
+    """Body and MAC; empty where that is no such text. One ticket has one text."""
+    try:
+        plain = text.removeprefix(PREFIX).encode("ascii") if len(text) <= MAX_TICKET_CHARACTERS else b""
+        raw = binascii.a2b_base64(plain.translate(_FROM_URLSAFE), strict_mode=True)
+    except (ValueError, UnicodeEncodeError):
+        return b"", b""
+    if not text.startswith(PREFIX) or base64.urlsafe_b64encode(raw) != plain:
+        return b"", b""
+    return raw[:-_MAC_BYTES], raw[-_MAC_BYTES:]
+
+
+def _decoded(body: bytes) -> HandOff | None:
+    try:
+        hand_off = _decoder.decode(body)
+    except (ValueError, msgspec.DecodeError, RecursionError):
+        return None
+    return hand_off if hand_off.is_sound() else None
+
+
+def _mac(identity: Identity, body: bytes) -> bytes:
+    return blake2b(body, key=identity.key, digest_size=_MAC_BYTES, person=_PERSON).digest()
+
+
+_FROM_URLSAFE = bytes.maketrans(b"-_", b"+/")
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(HandOff)

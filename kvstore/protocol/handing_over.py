@@ -1,0 +1,78 @@
+"""The messages by which engines wait for each other's blocks, and hand them over: a part of `messages`.
+
+Await > Awaited      Cancel > Done, and each `Await` that it ends is answered
+SealTicket > Sealed      OpenTicket > TicketOpened
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from kvstore.block.account import MissReason
+from tiering.counts.awaits import AwaitEnd
+
+MAX_KEYS = 1 << 16
+"""Blocks of one chain: a million tokens in blocks of 16."""
+MAX_AWAITED_KEYS, MAX_CANCELLED = 256, 4096
+MAX_TICKET_CHARACTERS = 1024
+"""Of a hand-off's ticket; a usual one has about 200."""
+MAX_TICKET_SECONDS = 3600.0
+
+
+class Await(msgspec.Struct, array_like=True, frozen=True, tag="await"):
+    """Answer when the last of these keys can be read, or cannot be for now: see `tiering.counts.awaits`. They follow
+    each other in a chain; one is enough. Costs the connection none of its requests under way. seconds: at most 30. From
+    version 3 on."""
+
+    namespace: int
+    keys: Annotated[list[Annotated[bytes, Meta(max_length=32)]], Meta(min_length=1, max_length=MAX_AWAITED_KEYS)]
+    seconds: float
+
+
+class Cancel(msgspec.Struct, array_like=True, frozen=True, tag="cancel"):
+    """These requests of the connection are not waited for any more: those of them that are `Await` are answered."""
+
+    numbers: Annotated[list[int], Meta(max_length=MAX_CANCELLED)]
+
+
+class SealTicket(msgspec.Struct, array_like=True, frozen=True, tag="seal_ticket"):
+    """A ticket for a chain, from its first block on, by which another engine waits for it (`protocol.hand_off`). What
+    is stored of it by now is kept for so many seconds before other blocks, as with a put's `ttl`."""
+
+    namespace: int
+    keys: Annotated[list[Annotated[bytes, Meta(max_length=32)]], Meta(min_length=1, max_length=MAX_KEYS)]
+    seconds: float
+
+
+class OpenTicket(msgspec.Struct, array_like=True, frozen=True, tag="open_ticket"):
+    """What a ticket promises, in a namespace."""
+
+    namespace: int
+    ticket: str
+
+
+class Awaited(msgspec.Struct, array_like=True, frozen=True, tag="awaited"):
+    """To `Await`. blocks: how many of its keys can be read now, from the first on. end: why it does not wait on."""
+
+    blocks: int
+    end: AwaitEnd
+
+
+class Sealed(msgspec.Struct, array_like=True, frozen=True, tag="sealed"):
+    """To `SealTicket`."""
+
+    ticket: str
+
+
+class TicketOpened(msgspec.Struct, array_like=True, frozen=True, tag="ticket_opened"):
+    """To `OpenTicket`. head: the prefix key of the last of `blocks` blocks. seconds: that it is good for yet. reason:
+    why it is of no use, else None."""
+
+    head: bytes
+    blocks: int
+    seconds: float
+    reason: MissReason | None = None
+    detail: str = ""

@@ -1,0 +1,454 @@
+"""One engine computes a prompt and another one goes on with it, over one store: numbers are checked at every step, so
+whatever a stale, forged or foreign ticket leads to would show. Engines are `PagedEngine`s with a real store.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+
+from engine_adapter.handoff import block_wait
+from engine_adapter.handoff.block_wait import WaitPolicy
+from engine_adapter.paged.requests import RequestSpec
+from engine_adapter.paged.scheduler import TICKET_SECONDS
+from kvstore.block.account import MissReason
+from kvstore.block.identity import Identity, Prompt
+from kvstore.node import EmbeddedStore
+from kvstore.protocol.hand_off import HandOff
+from paged_engine import PagedEngine, Request, Shape, SharedStore
+from service.sidecar import Sidecar
+from tiering.counts.awaits import AwaitEnd
+from workbench import FakeClock, open_at
+
+SEED = 20261126
+SECONDS = 30.0
+HANDS_OVER = RequestSpec(hands_over=True)
+
+
+class Pair:
+    """A prefilling engine and a decoding one, over one store in this process."""
+
+    def __init__(self, store: EmbeddedStore, patience_ms: float, **options: Any) -> None:
+        self.store = store
+        self.random = Random(SEED)
+        shared = SharedStore(store)
+        self.prefill, self.decode = (
+            PagedEngine(
+                Shape(**options), lambda _: shared, Random(seed), session=f"{seed}", lease_deadline_ms=patience_ms
+            )
+            for seed in (1, 2)
+        )
+
+    def prompt(self, tokens: int) -> list[int]:
+        return [self.random.randrange(1000) for _ in range(tokens)]
+
+    def prefilled(self, name: str, prompt: list[int]) -> dict[str, Any]:
+        """What the first engine tells of it, which is what proxies pass on."""
+        request = self.prefill.add(name, prompt, 1, HANDS_OVER)
+        self.prefill.run()
+        assert request.told is not None
+        return request.told
+
+    def decoded(self, name: str, prompt: list[int], spec: RequestSpec, *, outputs: int = 4) -> dict[str, Any]:
+        """What the second one tells, whose own cache has nothing."""
+        self.decode.forget()
+        request = self.decode.add(name, prompt, outputs, spec)
+        self.decode.run()
+        return self.told(request)
+
+    def told(self, request: Request) -> dict[str, Any]:
+        told = request.told
+        assert told is not None and sum(told["hits"].values()) + sum(told["misses"].values()) == told["asked"]
+        return told
+
+    def check(self) -> None:
+        """Nothing is held for anybody."""
+        for engine in (self.prefill, self.decode):
+            engine.settle()
+            engine.close()
+        usage = self.store.usage()
+        assert (usage.leases, usage.reservations, usage.pinned_bytes) == (0, 0, 0)
+        assert self.store.core.awaits.counts().parked == 0
+        self.store.check()
+
+
+@contextmanager
+def pair(path: Path, dram: str = "16MiB", patience_ms: float = 5000, **options: Any) -> Iterator[Pair]:
+    """patience_ms: for which a first block is waited for at least."""
+    with open_at(path / "kv", dram=dram) as store:
+        made = Pair(store, patience_ms, **options)
+        try:
+            yield made
+            made.check()
+        finally:
+            made.prefill.close()
+            made.decode.close()
+
+
+def full(tokens: int) -> int:
+    """Tokens of the full blocks that can be loaded of so many."""
+    return (tokens - 1) // 64 * 64
+
+
+# The main job ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_one_engine_prefilled_the_other_one_loads(tmp_path: Path) -> None:
+    with pair(tmp_path) as both:
+        for at in range(30):
+            tokens = both.random.choice([63, 64, 65, 128, *[both.random.randrange(70, 700) for _ in range(4)]])
+            prompt = both.prompt(tokens)
+            told = both.prefilled(f"p{at}", prompt)
+            assert ("ticket" in told) is (tokens >= 64)
+            decoded = both.decoded(f"d{at}", prompt, RequestSpec(ticket=told.get("ticket", "")))
+            assert decoded["hits"].get("dram", 0) == full(tokens), decoded
+            assert "ignored" not in decoded
+
+
+def test_a_ticket_is_waited_for_where_its_blocks_are_still_being_stored(tmp_path: Path) -> None:
+    with pair(tmp_path) as both:
+        both.prefill.gate.shut()
+        prompt = both.prompt(600)
+        ticket = both.prefilled("p", prompt)["ticket"]
+        request = both.decode.add("d", prompt, 4, RequestSpec(ticket=ticket))
+        for _ in range(20):
+            both.decode.step()
+        assert request.computed == 0 and both.store.core.awaits.counts().parked == 1
+        both.prefill.gate.open()
+        both.decode.run()
+        assert both.told(request)["hits"] == {"dram": full(600)}
+
+
+def test_chunk_by_chunk_while_the_other_one_computes(tmp_path: Path) -> None:
+    """Both legs at once: no ticket, and the wait is for the prompt's own blocks."""
+    with pair(tmp_path, budget=128) as both:
+        prompt = both.prompt(900)
+        waiting = both.decode.add("d", prompt, 4, RequestSpec(awaits=True))
+        both.decode.step()
+        prefilled = both.prefill.add("p", prompt, 1, HANDS_OVER)
+        seen: Counter[int] = Counter()
+        while prefilled.told is None:
+            both.prefill.step()
+            both.decode.step()
+            seen[stored(both, prompt)] += 1
+        both.decode.run()
+        assert len(seen) > 2, "it came in pieces"
+        assert both.told(waiting)["hits"] == {"dram": full(900)}
+
+
+def stored(both: Pair, prompt: list[int]) -> int:
+    namespace = both.decode.half._namespace.now()
+    assert namespace is not None
+    return namespace.match(prompt).blocks
+
+
+def test_nothing_comes_and_it_computes_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_wait, "UNLEARNED_SECONDS", 0.05)
+    with pair(tmp_path, patience_ms=50) as both:
+        prompt = both.prompt(400)
+        began = time.monotonic()
+        told = both.decoded("d", prompt, RequestSpec(awaits=True))
+        assert told["misses"]["absent"] == 384 and told["hits"] == {}
+        assert "deadline" in told["detail"] and 0.05 <= time.monotonic() - began < 5.0
+
+
+def test_decode_first_and_prefill_later_is_as_good_as_the_other_way(tmp_path: Path) -> None:
+    with pair(tmp_path) as both:
+        prompt = both.prompt(500)
+        waiting = both.decode.add("d", prompt, 4, RequestSpec(awaits=True))
+        for _ in range(5):
+            both.decode.step()
+        both.prefilled("p", prompt)
+        both.decode.run()
+        assert both.told(waiting)["hits"] == {"dram": full(500)}
+
+
+def test_the_first_token_appended_shifts_nothing(tmp_path: Path) -> None:
+    with pair(tmp_path) as both:
+        for tokens in (320, 383, 384, 400):
+            prompt = both.prompt(tokens)
+            ticket = both.prefilled(f"p{tokens}", prompt)["ticket"]
+            told = both.decoded(f"d{tokens}", [*prompt, 7], RequestSpec(ticket=ticket))
+            assert told["hits"] == {"dram": tokens // 64 * 64}
+
+
+# Whatever goes wrong --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps", range(0, 12, 2))
+def test_a_prefill_that_is_given_up_costs_no_more_than_computing(
+    tmp_path: Path, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, between and after its chunks."""
+    monkeypatch.setattr(block_wait, "UNLEARNED_SECONDS", 0.1)
+    with pair(tmp_path, budget=128, patience_ms=100) as both:
+        prompt = both.prompt(900)
+        request = both.prefill.add("p", prompt, 1, HANDS_OVER)
+        waiting = both.decode.add("d", prompt, 4, RequestSpec(awaits=True))
+        for _ in range(steps):
+            both.prefill.step()
+            both.decode.step()
+        both.prefill.abort(request)
+        both.prefill.settle()
+        both.decode.run()
+        told = both.told(waiting)
+        assert told["hits"].get("dram", 0) <= full(900)
+
+
+@pytest.mark.parametrize("steps", range(6))
+def test_a_decode_that_is_given_up_leaves_nothing(tmp_path: Path, steps: int) -> None:
+    with pair(tmp_path) as both:
+        prompt = both.prompt(500)
+        both.prefill.gate.shut()
+        ticket = both.prefilled("p", prompt)["ticket"]
+        request = both.decode.add("d", prompt, 4, RequestSpec(ticket=ticket))
+        for _ in range(steps):
+            both.decode.step()
+        if steps > 3:
+            both.prefill.gate.open()
+            both.prefill.settle()
+            for _ in range(steps - 3):
+                both.decode.step()
+        both.decode.abort(request)
+        both.prefill.gate.open()
+        both.decode.run()
+        assert both.store.core.awaits.counts().parked == 0
+
+
+def forged(both: Pair, prompt: list[int], **fields: Any) -> str:
+    """A ticket for a prompt, with other fields, and rightly sealed."""
+    namespace = both.decode.half._namespace.now()
+    assert namespace is not None
+    core, keys = both.store.core, both.store.tenant_keys(both.store.tenant)
+    identity, hashed = Identity.of(keys, core.node), namespace.hashed(prompt)
+    now = int(1000 * core.clock.wall_seconds())
+    good = HandOff(
+        identity.key_id,
+        core.namespace_of(namespace.door.number_in_store(namespace.number)).digest()[:16],  # type: ignore[attr-defined]
+        hashed.keys[-1],
+        len(hashed.keys),
+        64,
+        identity.node,
+        identity.incarnation,
+        "",
+        now + 60_000,
+    )
+    return msgspec.structs.replace(good, **fields).seal(identity)
+
+
+def test_the_five_ways_in_which_a_stale_reference_serves_another_prompts_kv(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An unknown reference, one out of range, one that was used already, one whose blocks were given to others, and one
+    whose time is over (vLLM #52234): all are computed, or are right. `PagedEngine` looks at every number."""
+    monkeypatch.setattr(block_wait, "UNLEARNED_SECONDS", 0.1)
+    with pair(tmp_path, dram="1MiB", patience_ms=100) as both:
+        first, second = both.prompt(500), both.prompt(500)
+        unknown = both.decoded("unknown", second, RequestSpec(ticket=forged(both, second)))
+        assert unknown["hits"] == {} and unknown["misses"]["absent"] == 448
+        for at, fields in enumerate(({"blocks": 60_000}, {"blocks": 1}, {"blocks": 0}, {"head": bytes(32)})):
+            prompt = both.prompt(450)
+            told = both.decoded(f"range{at}", prompt, RequestSpec(ticket=forged(both, prompt, **fields)))
+            reason = "key_mismatch" if fields == {"blocks": 0} else "stale_hint"
+            assert told["hits"] == {} and told["misses"][reason] == 448, told
+        ticket = both.prefilled("p", first)["ticket"]
+        assert both.decoded("used", first, RequestSpec(ticket=ticket))["hits"] == {"dram": 448}
+        assert both.decoded("again", first, RequestSpec(ticket=ticket))["hits"] == {"dram": 448}
+        other = both.prompt(500)
+        stale = both.decoded("for another prompt", other, RequestSpec(ticket=ticket))
+        assert stale["hits"] == {} and stale["misses"]["stale_hint"] == 448
+        assert "another prompt" in stale["detail"]
+        both.store.evict(1 << 20)
+        for at in range(12):  # its memory is others' now
+            both.prefilled(f"q{at}", both.prompt(500))
+        both.prefill.settle()
+        both.decode.settle()
+        both.store.evict(1 << 20)
+        reused = both.decoded("reused", first, RequestSpec(ticket=ticket))
+        assert reused["hits"] == {} and reused["misses"]["evicted"] == 448
+        for at in range(3):
+            both.prefilled(f"r{at}", both.prompt(500))
+        late = forged(both, other, until_ms=1)
+        told = both.decoded("over", both.prompt(500), RequestSpec(ticket=late))
+        assert told["hits"] == {} and told["misses"]["stale_hint"] == 448 and "time is over" in told["detail"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"namespace": bytes(16)}, "other_namespace"),
+        ({"block_tokens": 128}, "other_namespace"),
+        ({"owner": b"o" * 16}, "stale_hint"),
+        ({"incarnation": b"i" * 8}, "stale_hint"),
+        ({"key_id": b"k" * 8, "blocks": 0}, "key_mismatch"),
+    ],
+)
+def test_a_ticket_of_elsewhere_is_told_and_waits_for_nothing(
+    tmp_path: Path, fields: dict[str, Any], reason: str
+) -> None:
+    with pair(tmp_path) as both:
+        prompt = both.prompt(300)
+        began = time.monotonic()
+        told = both.decoded("d", prompt, RequestSpec(ticket=forged(both, prompt, **fields)))
+        assert told["misses"][reason] == 256 and time.monotonic() - began < block_wait.UNLEARNED_SECONDS
+        both.decode.settle()
+        both.prefilled("p", prompt)
+        both.prefill.settle()
+        told = both.decoded("again", prompt, RequestSpec(ticket=forged(both, prompt, **fields)))
+        assert told["hits"] == {"dram": 256}, "what is there is taken all the same: the keys are the prompt's own"
+
+
+def test_what_a_producer_has_itself_is_stored_again_before_it_is_handed_over(tmp_path: Path) -> None:
+    with pair(tmp_path) as both:
+        prompt = both.prompt(400)
+        both.prefilled("p", prompt)
+        both.prefill.settle()
+        both.store.evict(1 << 20)
+        again = both.prefilled("again", prompt)
+        assert again["hits"].get("engine"), "its own cache has it"
+        assert both.decoded("d", prompt, RequestSpec(ticket=again["ticket"]))["hits"]["dram"] >= full(400) - 64
+
+
+def test_a_chain_that_was_handed_over_is_kept_while_others_have_to_go(tmp_path: Path) -> None:
+    with pair(tmp_path, dram="1MiB") as both:
+        prompt = both.prompt(400)
+        ticket = both.prefilled("p", prompt)["ticket"]
+        both.prefill.settle()
+        for at in range(25):
+            other = both.prefill.add(f"o{at}", both.prompt(600), 1)
+            both.prefill.run()
+            assert other.told is not None and "ticket" not in other.told
+        both.prefill.settle()
+        assert both.decoded("d", prompt, RequestSpec(ticket=ticket))["hits"] == {"dram": full(400)}
+
+
+def test_users_say_for_how_long_and_a_ticket_says_at_least() -> None:
+    assert RequestSpec(ttl=5.0).kept_seconds(9.0, TICKET_SECONDS) == 5.0
+    assert RequestSpec().kept_seconds(9.0, TICKET_SECONDS) == 9.0
+    assert RequestSpec(hands_over=True).kept_seconds(None, TICKET_SECONDS) == TICKET_SECONDS
+    assert RequestSpec(ttl=900.0, hands_over=True).kept_seconds(None, TICKET_SECONDS) == 900.0
+
+
+# How long it waits ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_a_wait_costs_a_quarter_of_what_is_missing_beyond_what_came(seed: int) -> None:
+    """Whatever comes when: what it took is at most what the blocks that came save, and a quarter of the prompt."""
+    print(f"seed {seed}")
+    draw, clock = Random(seed), FakeClock()
+    blocks, least, is_learned = draw.randrange(1, 60), draw.choice([0.0, 0.05]), draw.random() < 0.8
+    rate = draw.choice([1e-5, 1e-3, 5e-2])
+    prompt = Prompt(64 * blocks + 1, [bytes([at]) * 32 for at in range(blocks)])
+    policy = WaitPolicy(
+        prompt,
+        64,
+        lambda first, stop: rate * (stop - first) if is_learned else None,
+        clock.monotonic_seconds,
+        least,
+    )
+    began, there, stalls = clock.monotonic_seconds(), draw.randrange(blocks), 0
+    first = there
+    while left := policy.seconds_left(there):
+        if draw.random() < 0.7:
+            clock.advance(left * draw.random())
+            there = min(blocks, there + draw.randrange(1, 20))
+            policy.ended(AwaitEnd.READABLE)
+        else:
+            clock.advance(left)
+            policy.ended(AwaitEnd.DEADLINE)
+            stalls += 1
+    assert policy.is_over and stalls <= 1, "a deadline that passed is the last one"
+    taken, saved = clock.monotonic_seconds() - began, 64 * rate * (there - first)
+    most = max(least, 64 * rate * (blocks - first) / 4) + saved if is_learned else 2.0 * (1 + there - first)
+    assert taken <= min(most, 30.0) + 1e-6
+
+
+def test_a_put_that_ends_short_ends_the_wait() -> None:
+    policy = WaitPolicy(Prompt(640, [bytes(32)] * 10), 64, lambda *_: None, FakeClock().monotonic_seconds, 0.0)
+    assert policy.seconds_left(0) == block_wait.UNLEARNED_SECONDS
+    policy.ended(AwaitEnd.SHORT)
+    assert policy.seconds_left(3) == 0 and "short" in policy.detail
+
+
+# The scheduler never waits ------------------------------------------------------------------------------------------
+
+
+WAITING = 200
+
+
+def test_asking_two_hundred_waiting_requests_touches_no_socket_lock_or_hash(tmp_path: Path) -> None:
+    with Sidecar(tmp_path, dram="16MiB") as sidecar:
+        engine = PagedEngine(Shape(), lambda session: sidecar.client(session), Random(1), session="a" * 32)
+        try:
+            random = Random(SEED)
+            prompts = [[random.randrange(1000) for _ in range(300)] for _ in range(WAITING)]
+            for at, prompt in enumerate(prompts):
+                engine.add(f"r{at}", prompt, 1, RequestSpec(awaits=True))
+            deadline = time.monotonic() + SECONDS
+            while sidecar.core.awaits.counts().parked < WAITING:
+                engine.step()
+                assert time.monotonic() < deadline
+            engine.half._idle_seconds = 0.0  # as while others run
+            called: Counter[str] = Counter()
+
+            def note(frame: Any, event: str, arg: Any) -> None:
+                if event == "c_call":
+                    called[f"{type(getattr(arg, '__self__', None)).__name__}.{arg.__name__}"] += 1
+                elif event == "call":
+                    called[frame.f_code.co_name] += 1
+
+            sys.setprofile(note)
+            try:
+                answers = [engine.half.matched(f"r{at}", 0) for at in range(WAITING)]
+            finally:
+                sys.setprofile(None)
+            assert answers == [(None, False)] * WAITING
+            words = ("socket", "recv", "send", "acquire", "Lock", "Condition", "blake", "update", "digest", "__enter__")
+            touched = {name for name in called if any(word in name for word in words)} | {"poll"} & called.keys()
+            assert "may_look" in called, "they are asked"
+            assert touched == set(), touched
+            for at in range(WAITING):
+                engine.abort(engine.requests[f"r{at}"])
+            wait_until(lambda: sidecar.core.awaits.counts().parked == 0)
+        finally:
+            engine.close()
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_over_a_sidecar_as_in_one_process(tmp_path: Path) -> None:
+    with Sidecar(tmp_path, dram="16MiB") as sidecar:
+        engines = [
+            PagedEngine(Shape(), lambda session: sidecar.client(session), Random(at), session=letter * 32)
+            for at, letter in enumerate("ad")
+        ]
+        random = Random(SEED)
+        try:
+            for at in range(10):
+                prompt = [random.randrange(1000) for _ in range(random.randrange(64, 700))]
+                request = engines[0].add(f"p{at}", prompt, 1, HANDS_OVER)
+                engines[0].run()
+                assert request.told is not None
+                engines[1].forget()
+                decoded = engines[1].add(f"d{at}", prompt, 3, RequestSpec(ticket=request.told["ticket"]))
+                engines[1].run()
+                assert decoded.told is not None and decoded.told["hits"].get("dram", 0) == full(len(prompt))
+                assert MissReason.STALE_HINT not in decoded.told["misses"]
+        finally:
+            for engine in engines:
+                engine.close()

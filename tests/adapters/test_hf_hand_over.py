@@ -1,0 +1,136 @@
+"""transformers in two processes: one prefills, the other one goes on with it, chunk by chunk."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from engine_adapter.handoff import block_wait
+from engine_adapter.hf_cache import PrefixCache, SavedBlocks
+from hf_models import plain_answer, small_model, some_prompt
+from kvstore.block.account import HitTier, MissReason
+from service.sidecar import Sidecar
+from workbench import open_at
+
+ROOT = Path(__file__).resolve().parents[2]
+CHUNK = 128
+NEW_TOKENS = 6
+PREFILL = """
+import sys
+import kvstore
+from engine_adapter.hf_cache import PrefixCache
+from hf_models import small_model, some_prompt
+
+path, tokens, stops_after = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+cache = PrefixCache(small_model(), kvstore.open("unix:" + path), codec="raw", chunk_tokens=128)
+calls, inner = [], cache._watch.call
+
+def stopping(*given, **more):
+    calls.append(1)
+    if len(calls) > stops_after:
+        sys.stdin.readline()
+    return inner(*given, **more)
+
+if stops_after:
+    cache._watch.call = stopping
+cache.prefill(some_prompt(tokens), on_ticket=lambda ticket: print(ticket, flush=True))
+print("over", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
+    with Sidecar(tmp_path, dram="64MiB") as sidecar:
+        yield sidecar
+
+
+class Prefill:
+    """In a process of its own."""
+
+    def __init__(self, sidecar: Sidecar, tokens: int, stops_after: int = 0) -> None:
+        path = os.pathsep.join(map(str, [ROOT, ROOT / "kernels", ROOT / "tests"]))
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PREFILL, str(sidecar.path), str(tokens), str(stops_after)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        assert self.process.stdout is not None
+        self.ticket = self.process.stdout.readline().strip()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait(30)
+
+
+def cache_of(sidecar: Sidecar, **options: Any) -> PrefixCache:
+    return PrefixCache(small_model(), sidecar.client(), **{"codec": "raw", "chunk_tokens": CHUNK, **options})
+
+
+def test_one_process_prefills_and_another_one_generates(sidecar: Sidecar) -> None:
+    prompt, cache = some_prompt(900), cache_of(sidecar)
+    right = plain_answer(cache.model, prompt, NEW_TOKENS)
+    prefill = Prefill(sidecar, 900)
+    try:
+        answer = cache.generate(prompt, max_new_tokens=NEW_TOKENS, ticket=prefill.ticket)
+    finally:
+        prefill.end()
+    assert answer.token_ids == right
+    assert answer.report.account.hits == {HitTier.DRAM: 900 // CHUNK * CHUNK}
+
+
+def test_a_prefill_that_dies_between_two_chunks_costs_what_is_missing(
+    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_wait, "UNLEARNED_SECONDS", 1.0)
+    prompt, cache = some_prompt(900), cache_of(sidecar)
+    right = plain_answer(cache.model, prompt, NEW_TOKENS)
+    prefill = Prefill(sidecar, 900, stops_after=4)
+    hashed = cache.namespace.hashed(prompt) if cache.namespace is not None else None
+    assert cache.namespace is not None and hashed is not None
+    deadline = time.monotonic() + 60
+    while cache.namespace.match(hashed).blocks < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    prefill.end()
+    answer = cache.generate(prompt, max_new_tokens=NEW_TOKENS, ticket=prefill.ticket)
+    assert answer.token_ids == right
+    assert CHUNK <= answer.report.account.hits[HitTier.DRAM] < 900 // CHUNK * CHUNK
+    assert "another engine" in answer.report.detail
+
+
+def test_tickets_that_are_of_no_use_are_named(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_wait, "UNLEARNED_SECONDS", 0.2)
+    cache = cache_of(sidecar)
+    ticket = cache.prefill(some_prompt(400))
+    for tokens, given, reason in ((500, ticket, MissReason.STALE_HINT), (600, "kv1.x", MissReason.KEY_MISMATCH)):
+        prompt = some_prompt(tokens)
+        answer = cache.generate(prompt, max_new_tokens=NEW_TOKENS, ticket=given)
+        assert answer.token_ids == plain_answer(cache.model, prompt, NEW_TOKENS)
+        assert answer.report.account.hits == {} and answer.report.account.misses[reason] == tokens // 64 * 64
+
+
+@pytest.mark.parametrize("kept", list(SavedBlocks))
+def test_in_one_process_and_without_a_store(kept: SavedBlocks, tmp_path: Path) -> None:
+    model = small_model()
+    prompt = some_prompt(300)
+    assert PrefixCache(model).prefill(prompt) == ""
+    with open_at(tmp_path / "kv", dram="16MiB") as store:
+        cache = PrefixCache(model, store, codec="raw", chunk_tokens=CHUNK, kept=kept)
+        seen: list[str] = []
+        ticket = cache.prefill(prompt, on_ticket=seen.append)
+        assert seen == [ticket] and ticket.startswith("kv1.")
+        answer = cache.generate(prompt, max_new_tokens=NEW_TOKENS, ticket=ticket)
+        assert answer.report.account.hits == {HitTier.DRAM: 256}
+        assert answer.token_ids == plain_answer(model, prompt, NEW_TOKENS)
