@@ -306,6 +306,16 @@ class TierOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class KeysOptions:
+    """directory: of tenants' secrets that the nodes of a pool share; the store's own, DATA/keys, if not given.
+    cold_start: the fingerprint of an identity there that may take the place of another one, under which a tenant's
+    blocks were stored: they are not found any more."""
+
+    directory: str | None = None
+    cold_start: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class StoreOptions:
     """All that is chosen of a store, as `kvstore.open` explains it. Raises `BadInput`."""
 
@@ -313,6 +323,7 @@ class StoreOptions:
     tenant: str = DEFAULT_TENANT
     limits: Limits = Limits()
     shares: Mapping[str, Share] = field(default_factory=dict)
+    keys: KeysOptions = KeysOptions()
 
     def __post_init__(self) -> None:
         self.tiers.check()

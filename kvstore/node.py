@@ -20,8 +20,8 @@ import msgspec
 
 from kvstore.block.account import MissReason
 from kvstore.block.display_names import DisplayNames, checked_name
-from kvstore.block.errors import BadInput, DirectoryInUse, KeysUnusable
-from kvstore.block.identity import SECRET_BYTES, KeyRing, Namespace, TenantKeys
+from kvstore.block.errors import BadInput, DirectoryInUse
+from kvstore.block.identity import NOWHERE, SECRET_BYTES, KeyRing, Namespace, NodeIdentity, TenantKeys
 from kvstore.block.key_file import KeyFile
 from kvstore.block.layout import Layout
 from kvstore.block.pages import Codec
@@ -48,6 +48,9 @@ from kvstore.core.table import BlockTable, Lower
 from kvstore.core.usage import StoreUsage
 from kvstore.insight.counting_tier import CountingTier
 from kvstore.insight.replay import Replay
+from kvstore.keys.node_file import NodeLock, node_of
+from kvstore.keys.rotation import KeyRotation
+from kvstore.keys.store_keys import StoreKeys, refuse_new_keys, slabs_in_words
 from kvstore.protocol import messages as m
 from kvstore.protocol.door import AttachLease, NamedLease, Request, Submitted, TenantClient
 from kvstore.protocol.replies import LeaseReply
@@ -65,7 +68,6 @@ from tiering.files import (
     DirectFiles,
     DirectoryLock,
     Files,
-    ReadOnlyFiles,
     disk_room,
     make_directory,
     read_text_files,
@@ -73,8 +75,8 @@ from tiering.files import (
 from tiering.frame import frame_bytes
 from tiering.move_queue import MoveQueue, QueueLimits
 from tiering.nvme.scrub import ScrubLimits
-from tiering.nvme.slab import STAMP_SLAB, OtherFormat
-from tiering.nvme.tier import IndexMaker, NvmeTier, slab_name
+from tiering.nvme.slab import OtherFormat
+from tiering.nvme.tier import IndexMaker, NvmeTier
 from tiering.policies.admission import Admission, AdmissionMaker, AdmitAll, LearnedAdmission
 from tiering.policies.by_group import ByGroup
 from tiering.policies.lru import LeafFirstLru
@@ -177,7 +179,7 @@ class EmbeddedStore:
         self,
         store: Store,
         ring: KeyRing,
-        keys: KeyFile,
+        keys: StoreKeys,
         lock: DirectoryLock,
         codecs: Callable[[str], Codec],
         tenant: str = DEFAULT_TENANT,
@@ -185,9 +187,10 @@ class EmbeddedStore:
         before_close: Callable[[], object] = lambda: None,
         faults: Faults | None = None,
         names: DisplayNames | None = None,
+        node_lock: NodeLock | None = None,
     ) -> None:
         """before_close: ends what else uses this store's memory. faults: of the machine, as the store was told.
-        names: of models, for people."""
+        names: of models, for people. node_lock: tells whether another process is this node too."""
         self._store = store
         self.faults = faults or Faults(store.clock)
         self.names = names
@@ -195,7 +198,9 @@ class EmbeddedStore:
         self._requests = Requests()
         self._threads = threads or LeaseThreads(store.clock)
         self._ring = ring
-        self._keys = keys
+        self.keys = keys
+        self.rotation = KeyRotation(keys, ring, store)
+        self.node_lock = node_lock
         self._lock = lock
         self._codecs = codecs
         self.tenant = tenant
@@ -230,8 +235,9 @@ class EmbeddedStore:
 
     def tenant_keys(self, tenant: str) -> TenantKeys:
         """A tenant's keys, made and kept if it is new: for doors to other processes."""
-        keys = self._keys.tenant(tenant)
-        self._ring.add(keys)
+        keys = self.keys.tenant(tenant)
+        if self._ring.mac_key(keys.tenant, keys.key_id, keys.epoch) is None:  # nor was it retired a moment ago
+            self._ring.add(keys)
         return keys
 
     @property
@@ -241,18 +247,8 @@ class EmbeddedStore:
 
     def for_tenant(self, tenant: str) -> EmbeddedStore:
         """The same store as another tenant, which shares memory with this one and nothing else."""
-        return EmbeddedStore(
-            self._store,
-            self._ring,
-            self._keys,
-            self._lock,
-            self._codecs,
-            tenant,
-            self._threads,
-            self._before_close,
-            self.faults,
-            self.names,
-        )
+        shared = self._threads, self._before_close, self.faults, self.names, self.node_lock
+        return EmbeddedStore(self._store, self._ring, self.keys, self._lock, self._codecs, tenant, *shared)
 
     def release_request(self, request: str) -> None:
         """End every lease, and every submitted one, that was taken or attached to for a request of the engine."""
@@ -260,7 +256,7 @@ class EmbeddedStore:
 
     def tenant_names(self) -> dict[bytes, str]:
         """The name of every tenant that has keys, by its opaque id."""
-        return self._keys.names()
+        return self.keys.names()
 
     def purge(self, tenant: str, seconds: float = DROP_SECONDS) -> tuple[TenantKeys, int]:
         """Void all blocks of a tenant durably, then retire its key; returns the retired keys and how many blocks were
@@ -270,18 +266,18 @@ class EmbeddedStore:
         served on. Raises `KeysUnusable` where the key file could not be written: nobody knows whether the key would be
         there after a crash, so the tenant is not served before it is purged again, or the store opened again.
         """
-        keys = self._keys.known(tenant)
+        keys = self.keys.known(tenant)
         blocks = self._store.purge(keys.tenant, seconds)
-        self._keys.retire(tenant)
+        self.keys.retire(tenant)
         if self.names is not None:
             self.names.forget(keys.tenant)
-        self._ring.remove(keys)
+        self._ring.forget(keys.tenant)
         return keys, blocks
 
     def drop(self, namespace: NamespaceHandle, seconds: float = DROP_SECONDS) -> int:
         """Evict it from every tier; returns how many blocks it had. Raises `TierUnavailable` if not over in time."""
         door = namespace.door if isinstance(namespace, NamespaceHandle) else None
-        if not isinstance(door, EmbeddedDoor) or not door.leads_to(self._store, self._keys.tenant(self.tenant)):
+        if not isinstance(door, EmbeddedDoor) or not door.leads_to(self._store, self.keys.tenant(self.tenant)):
             raise BadInput("give a namespace that this store opened for this tenant; drop others where they are from")
         return door.call(m.Drop(namespace.number, seconds), m.Counted).blocks
 
@@ -313,6 +309,8 @@ class EmbeddedStore:
             self.names.close()
         if not self._store.is_stuck:
             self._lock.release()
+            if self.node_lock is not None:
+                self.node_lock.release()
 
     @property
     def closed(self) -> bool:
@@ -380,14 +378,14 @@ def open_embedded(directory: str, options: StoreOptions, parts: StoreParts) -> E
         raise BadInput(f"{path} cannot be used as a store's directory: {error.strerror}; give another one") from None
     faults = Faults(SystemClock())
     try:
-        keys = KeyFile(path / "keys", parts.reach)
-        if not keys.is_there:
-            _refuse_new_keys(path)
-        ring = KeyRing()
-        ring.add(keys.tenant(options.tenant))
+        own = KeyFile(path / "keys", parts.reach)
+        if not own.is_there:
+            refuse_new_keys(path)
+        node = node_of(path / "node", parts.reach)
+        keys, ring = StoreKeys(own, options.keys), KeyRing()
+        keys.find(options.tenant)  # which makes it, or says why it cannot be served
+        keys.fill(ring)
         known = keys.tenants()
-        for one in known:
-            ring.add(one)
         dram_pieces = dram_config.budget_bytes // dram_config.extent_bytes
         check_pieces(shares, dram_pieces, dram_config.extent_bytes, "dram")
         store = build_store(
@@ -397,39 +395,19 @@ def open_embedded(directory: str, options: StoreOptions, parts: StoreParts) -> E
             tier=_open_nvme(path / "nvme", options, parts, ring, faults) if tiers.nvme is not None else None,
             parts=replace(parts, scrub_limits=parts.scrub_limits or (ScrubLimits(rate) if rate else None)),
             admission=_admission_of(parse_writes(tiers.nvme_writes, "nvme_writes")),
-            shares={keys.tenant(name).tenant: share for name, share in shares.items()},
+            shares={found.tenant: share for name, share in shares.items() if (found := keys.find(name)) is not None},
             faults=faults,
+            node=node,
         )
         store.start_loading({one.tenant: one for one in known})
     except BaseException:
         lock.release()
         raise
-    close_in_children(store, lock)
+    node_lock = NodeLock(node)
+    close_in_children(store, lock, node_lock)
     names = DisplayNames(path / "names", faults)
     codecs, before_close = parts.codecs, parts.before_close
-    return EmbeddedStore(
-        store, ring, keys, lock, codecs, options.tenant, before_close=before_close, faults=faults, names=names
-    )
-
-
-def _refuse_new_keys(path: Path) -> None:
-    """Slabs that stand there need keys that are gone: beside new ones they would be left alone for ever."""
-    try:
-        sizes = ReadOnlyFiles(path / "nvme").sizes()
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    except OSError as error:
-        raise BadInput(f"{path / 'nvme'} cannot be looked at: {error.strerror}; give another directory") from None
-    sizes.pop(slab_name(STAMP_SLAB), None)
-    if sizes:
-        raise KeysUnusable(
-            f"{path / 'keys'} is missing, and {_slabs(len(sizes), sum(sizes.values()))} in {path / 'nvme'} cannot be "
-            f"used without it; restore it from a backup, or move {path / 'nvme'} away to begin anew"
-        )
-
-
-def _slabs(count: int, size_bytes: int) -> str:
-    return f"{count} slab{'s' * (count != 1)} ({format_size(size_bytes)})"
+    return EmbeddedStore(store, ring, keys, lock, codecs, options.tenant, None, before_close, faults, names, node_lock)
 
 
 def new_uid() -> bytes:
@@ -488,7 +466,7 @@ def _warn_of_left_alone(directory: Path, tier: NvmeTier) -> None:
         if alone:
             _log.warning(
                 "%s left alone in %s: %s. What is left alone counts against nvme=; %s, or move it away",
-                _slabs(len(alone), sum(alone)),
+                slabs_in_words(len(alone), sum(alone)),
                 directory,
                 why,
                 remedy,
@@ -505,12 +483,13 @@ def build_store(
     admission: AdmissionMaker = lambda names, clock, nvme_bytes: AdmitAll(),
     shares: Mapping[bytes, Share] | None = None,
     faults: FaultReports | None = None,
+    node: NodeIdentity = NOWHERE,
 ) -> Store:
     """Put the parts together: memory, tiers, policies, tables, movers.
 
     parts: without `scrub_limits` nothing is scrubbed. admission: says what of that which leaves DRAM is written to
     NVMe. shares: of tenants, by their opaque ids; if not given, whatever is worst goes first, whosoever it is. faults:
-    told of what the machine has none of. Raises `BadInput` where the tier's directory cannot be written.
+    told of what the machine has none of. node: which one it is. Raises `BadInput` where the tier cannot be written.
     """
     clock = clock or SystemClock()
     numbers_key = parts.numbers_key or secrets.token_bytes(NUMBER_KEY_BYTES)
@@ -556,7 +535,17 @@ def build_store(
         queue = MoveQueue(clock, QueueLimits(), MOVE_THREADS, {WRITES: MOVE_THREADS - 1}, faults)
     new_number = Numbers(numbers_key, LEASE_BITS)
     return Store(
-        blocks, Mover(dram, ring), clock, limits, queue, parts.scrub_limits, new_number, taken_over, new_uid(), lower
+        blocks,
+        Mover(dram, ring),
+        clock,
+        limits,
+        queue,
+        parts.scrub_limits,
+        new_number,
+        taken_over,
+        new_uid(),
+        lower,
+        node,
     )
 
 

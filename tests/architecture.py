@@ -50,6 +50,7 @@ ROOMS_IMPORT_ONLY = {
     "kvstore.block": ("tiering", "kv_kernels"),
     "kvstore.protocol": ("kvstore.block", "tiering"),
     "kvstore.client": ("kvstore.block", "kvstore.protocol", "kvstore.config", "tiering", "kv_kernels"),
+    "kvstore.keys": ("kvstore.block", "kvstore.config", "tiering"),
     "kvstore.core": ("kvstore.block", "kvstore.protocol", "kvstore.config", "tiering"),
     # A client of the sidecar, and no part of it; of insight what plans; of tiering the contract of a clock.
     "kvstore.console": (
@@ -170,6 +171,10 @@ EXEMPTIONS = (
     Exemption("tiering/clock.py", frozenset({CLOCK}), "the real clock, for those who choose what is handed in"),
     Exemption(
         "kvstore/block/key_file.py", frozenset({RANDOMNESS}), "a new tenant's secret, which must not be foreseen"
+    ),
+    Exemption("kvstore/keys/node_file.py", frozenset({RANDOMNESS}), "a node's id, and that of each run of it"),
+    Exemption(
+        "kvstore/keys/secret_dir.py", frozenset({DISK}), "the one door to a directory of secrets, which is no store's"
     ),
     Exemption("kvstore/cli/", ALL_KINDS, "a person's entrance, above the service edge"),
     Exemption("kvstore/protocol/notify_pipe.py", frozenset({DISK}), "reads and writes a pipe, which is on no disk"),

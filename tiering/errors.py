@@ -25,5 +25,9 @@ class BlockCorrupt(TierError):
     """A frame failed a check: its bytes are not what was committed. The message names the check, never the bytes."""
 
 
+class EpochRetired(BlockCorrupt):
+    """A frame of an epoch that is accepted no more: nothing is wrong with it, and nothing of it is believed."""
+
+
 class IndexDoubtful(TierError):
     """The index of durable frames cannot be trusted; it is built again from the frames' headers."""

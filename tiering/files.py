@@ -534,13 +534,13 @@ def _is_left_socket(path: Path) -> bool:
     return False
 
 
-def write_secret_file(path: Path, contents: bytes, reach: Reach = go_on) -> None:
+def write_secret_file(path: Path, contents: bytes, reach: Reach = go_on, mode: int = 0o600) -> None:
     """Replace a file that only its owner can read, durably: after this returns, the new contents survive a crash."""
     temporary = path.with_name(path.name + ".new")
     temporary.unlink(missing_ok=True)  # of a process that was killed; or what is no file, which must not be waited for
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        os.fchmod(descriptor, 0o600)
+        os.fchmod(descriptor, mode)
         reach("secret draft made")
         written = 0
         while written < len(contents):

@@ -21,13 +21,13 @@ from __future__ import annotations
 import hmac
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Protocol
 
 from xxhash import xxh3_128, xxh3_128_digest
 
-from tiering.errors import BlockCorrupt
+from tiering.errors import BlockCorrupt, EpochRetired
 
 ALIGNMENT = 4096
 HEADER_BYTES = 4096
@@ -47,6 +47,8 @@ _STAMP = struct.Struct("<8sHH8sI16s32s16sHHIIQ")
 _IDENTITY = struct.Struct("<32s32sIiQQ")
 _FIXED_BYTES = _STAMP.size + _IDENTITY.size
 _PREFIX_KEY_AT = _STAMP.size
+_KEY = struct.Struct("<8sI")
+_KEY_AT, _KEY_END = struct.calcsize("<8sHH"), struct.calcsize("<8sHH8sI")
 _GENERATION = struct.Struct("<Q")
 _GENERATION_AT = _STAMP.size + struct.calcsize("<32s32sIi")
 MAX_SLICES = (HEADER_BYTES - _FIXED_BYTES - MAC_BYTES) // DIGEST_BYTES
@@ -59,16 +61,22 @@ class MacKeys(Protocol):
     """The keys of header MACs. The daemon's side alone holds them."""
 
     def mac_key(self, tenant: bytes, key_id: bytes, epoch: int) -> bytes | None:
-        """The key, or None where this store does not hold it."""
+        """The key, or None where this store does not hold it; empty where its epoch was retired."""
+        ...
+
+    def slab_key(self, tenant: bytes, key_id: bytes, epoch: int) -> bytes | None:
+        """The same for what says where frames are, and never what is in them: slab headers and index records. They are
+        all signed in a tenant's first epoch, whose frames may not be accepted any more."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """What all frames of one slot class have in common. Lengths: key_id 8, tenant 16, namespace 32 bytes."""
+    """What all frames of one slot class have in common, but for the key that signed them: two stamps are equal whatever
+    that is. Lengths: key_id 8, tenant 16, namespace 32 bytes."""
 
-    key_id: bytes
-    epoch: int
+    key_id: bytes = field(compare=False)
+    epoch: int = field(compare=False)
     tenant: bytes
     namespace: bytes
     codec: str
@@ -168,6 +176,8 @@ def open_header(raw: bytes, keys: MacKeys) -> FrameHeader:
     key = keys.mac_key(stamp.tenant, stamp.key_id, stamp.epoch)
     if key is None:
         raise BlockCorrupt("header names a key that this store does not hold")
+    if not key:
+        raise EpochRetired("header was signed in an epoch that was retired")
     mac = blake2b(raw[:used], digest_size=MAC_BYTES, key=key).digest()
     if not hmac.compare_digest(mac, raw[used : used + MAC_BYTES]):
         raise BlockCorrupt("header MAC differs")
@@ -202,8 +212,18 @@ def parse_header(raw: bytes) -> FrameHeader:
 
 
 def names_block(raw: bytes, stamp: bytes, prefix_key: bytes) -> bool:
-    """Whether a header is one of this slot class (its packed stamp) for this block."""
-    return raw.startswith(stamp) and raw[_PREFIX_KEY_AT : _PREFIX_KEY_AT + KEY_BYTES] == prefix_key
+    """Whether a header is one of this slot class (its packed stamp) for this block, whichever epoch signed it."""
+    return (
+        raw.startswith(stamp[_KEY_END:], _KEY_END)
+        and raw.startswith(stamp[:_KEY_AT])
+        and raw.startswith(prefix_key, _PREFIX_KEY_AT)
+    )
+
+
+def epoch_in(header: memoryview) -> tuple[bytes, int]:
+    """The key id and the epoch that a header names, whose bytes are already trusted."""
+    key_id, epoch = _KEY.unpack_from(header, _KEY_AT)
+    return key_id, epoch
 
 
 def generation_in(header: memoryview) -> int:

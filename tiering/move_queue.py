@@ -21,7 +21,7 @@ from enum import Enum, IntEnum
 
 from tiering.clock import Clock
 from tiering.counts.histogram import Histogram, HistogramCounts
-from tiering.errors import BlockCorrupt, BlockMissing, TierError, TierFull
+from tiering.errors import BlockCorrupt, BlockMissing, EpochRetired, TierError, TierFull
 from tiering.faults import MOVE_THREADS, FaultKind, FaultReports, Unheard, kind_of
 from tiering.tier import MoveCounts, TierMiss
 
@@ -33,6 +33,7 @@ _log = logging.getLogger(__name__)
 
 ANSWERS: dict[type[TierError], TierMiss] = {
     BlockMissing: TierMiss.EVICTED,
+    EpochRetired: TierMiss.RETIRED,  # before the next one, which it is one of
     BlockCorrupt: TierMiss.CORRUPT,
     TierFull: TierMiss.PINNED_FULL,
 }

@@ -85,7 +85,7 @@ class SlabHeader:
 def read_slab_header(page: bytes, keys: MacKeys) -> SlabHeader:
     """Raises `BlockCorrupt` where the page is no slab header of this version, or `KeyAbsent` without its key."""
     header = parse_slab_header(page)
-    key = keys.mac_key(header.slot_class.tenant, header.key_id, header.epoch)
+    key = keys.slab_key(header.slot_class.tenant, header.key_id, header.epoch)
     if key is None:
         raise KeyAbsent("slab header names a key that this store does not hold")
     end = _SLAB.size + len(header.about)

@@ -33,6 +33,7 @@ class TierMiss(Enum):
     EVICTED = "evicted"
     IN_FLIGHT = "in_flight"
     CORRUPT = "corrupt"
+    RETIRED = "retired"
     TIMED_OUT = "timed_out"
     DOWN = "down"
     PINNED_FULL = "pinned_full"

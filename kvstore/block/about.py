@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvstore.block.errors import BadInput, shown
-from kvstore.block.identity import Namespace
+from kvstore.block.identity import Namespace, TenantKeys
 from kvstore.block.layout import is_whole
-from tiering.frame import MAX_SLICES
+from tiering.frame import MAX_SLICES, Sealer, Stamp
 from tiering.slab_header import MAX_ABOUT_BYTES
 
 MOST_PAYLOAD, LEAST_PAYLOAD = 2, 64
@@ -38,6 +39,31 @@ def unpack_about(about: bytes) -> tuple[list[int], Namespace]:
     namespace = Namespace.unpack(about[2 + 8 * parts :])
     check_can_be_kept(namespace, payloads)
     return payloads, namespace
+
+
+def stamps_of(keys: TenantKeys, namespace: Namespace, payload_bytes: Sequence[int]) -> tuple[Stamp, ...]:
+    """Of each part, in the tenant's first epoch: as clients know them, and slab headers name them, in every epoch."""
+    layout, digest = namespace.layout, namespace.digest()
+    return tuple(
+        Stamp(
+            key_id=keys.fingerprint,
+            epoch=keys.first_epoch,
+            tenant=keys.tenant,
+            namespace=digest,
+            codec=namespace.codec,
+            part=part.index,
+            parts=len(layout.parts),
+            block_tokens=layout.block_tokens,
+            slices=len(part.layers),
+            payload_bytes=payload,
+        )
+        for part, payload in zip(layout.parts, payload_bytes, strict=True)
+    )
+
+
+def sealers_of(keys: TenantKeys, stamps: Sequence[Stamp]) -> tuple[Sealer, ...]:
+    """Of each part, in the epoch of these keys."""
+    return tuple(Sealer(replace(one, key_id=keys.key_id, epoch=keys.epoch), keys.mac) for one in stamps)
 
 
 def check_can_be_kept(namespace: Namespace, payload_bytes: Sequence[int]) -> None:

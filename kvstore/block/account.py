@@ -63,6 +63,7 @@ REASON_OF_FINDING: dict[TierMiss, MissReason] = {
     TierMiss.EVICTED: MissReason.EVICTED,
     TierMiss.IN_FLIGHT: MissReason.IN_FLIGHT,
     TierMiss.CORRUPT: MissReason.CORRUPT,
+    TierMiss.RETIRED: MissReason.KEY_MISMATCH,
     TierMiss.TIMED_OUT: MissReason.DEADLINE,
     TierMiss.DOWN: MissReason.TIER_DOWN,
     TierMiss.PINNED_FULL: MissReason.PINNED_FULL,

@@ -42,6 +42,10 @@ class KeysUnusable(StoreError):
     """The key file of a directory is missing, damaged or open to others; nothing was changed."""
 
 
+class TenantPurged(KeysUnusable):
+    """A pool has keys of a tenant that was purged here; the text says how it comes back."""
+
+
 class OutOfResources(StoreError):
     """The machine has no memory, threads, descriptors or disk space for it now; the same may go well later."""
 

@@ -14,7 +14,7 @@ import json
 import zlib
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -71,9 +71,12 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class TenantKeys:
-    """A tenant's keys, one per use, all derived from one secret of 32 bytes. Never logged, never sent but `identity`.
+    """A tenant's keys, one per use, derived from secrets of 32 bytes. Never logged, never sent but `identity`.
 
-    identity: names blocks, goes to the tenant's own clients. mac: signs headers, never leaves the daemon.
+    Of the first secret, for good: tenant, an opaque id; identity, which names blocks and goes to the tenant's own
+    clients; fingerprint, first_epoch: its key id and epoch, which tell identities apart and nothing about them;
+    slab_mac, which signs what says where frames are. Of the secret of an epoch: key_id, epoch, and mac, which signs
+    headers. Neither MAC key leaves the daemon.
     """
 
     tenant: bytes
@@ -81,23 +84,23 @@ class TenantKeys:
     epoch: int
     identity: bytes
     mac: bytes
-
-    @property
-    def fingerprint(self) -> bytes:
-        """The tenant's key id, the same in all epochs: tells keys apart, and nothing about them."""
-        return self.key_id
+    fingerprint: bytes
+    first_epoch: int
+    slab_mac: bytes
 
     @staticmethod
     def derive(secret: bytes, epoch: int = 1) -> TenantKeys:
-        """All keys of one secret and epoch. The tenant's opaque id does not change with the epoch."""
+        """All keys of a tenant's first secret and epoch."""
         assert len(secret) == SECRET_BYTES
-        return TenantKeys(
-            tenant=_derived(secret, "tenant", 0)[:TENANT_BYTES],
-            key_id=_derived(secret, "key-id", epoch)[:KEY_ID_BYTES],
-            epoch=epoch,
-            identity=_derived(secret, "identity", epoch),
-            mac=_derived(secret, "header-mac", epoch),
-        )
+        key_id, mac = _derived(secret, "key-id", epoch)[:KEY_ID_BYTES], _derived(secret, "header-mac", epoch)
+        tenant, identity = _derived(secret, "tenant", 0)[:TENANT_BYTES], _derived(secret, "identity", epoch)
+        return TenantKeys(tenant, key_id, epoch, identity, mac, key_id, epoch, mac)
+
+    def in_epoch(self, secret: bytes, epoch: int) -> TenantKeys:
+        """The same identity, with frames that are signed by another secret."""
+        assert len(secret) == SECRET_BYTES
+        key_id, mac = _derived(secret, "key-id", epoch)[:KEY_ID_BYTES], _derived(secret, "header-mac", epoch)
+        return replace(self, key_id=key_id, epoch=epoch, mac=mac)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,24 +136,41 @@ class Identity:
 
 
 class KeyRing:
-    """The MAC keys of all tenants of this store: `MacKeys` for the floor below."""
+    """The MAC keys of all tenants of this store, in every epoch that is accepted: `MacKeys` for the floor below."""
 
     def __init__(self, tenants: Iterable[TenantKeys] = ()) -> None:
         self._mac: dict[tuple[bytes, bytes, int], bytes] = {}
+        self._slab: dict[tuple[bytes, bytes, int], bytes] = {}
         for keys in tenants:
             self.add(keys)
 
     def add(self, keys: TenantKeys) -> None:
         """Know one more tenant, or one more epoch of a tenant."""
         self._mac[keys.tenant, keys.key_id, keys.epoch] = keys.mac
+        self._slab[keys.tenant, keys.fingerprint, keys.first_epoch] = keys.slab_mac
 
-    def remove(self, keys: TenantKeys) -> None:
-        """Know these no more: what they signed cannot be verified from now on."""
-        self._mac.pop((keys.tenant, keys.key_id, keys.epoch), None)
+    def retire(self, tenant: bytes, key_id: bytes, epoch: int) -> None:
+        """Accept an epoch no more: the frames that it signed are not believed from now on."""
+        self._mac[tenant, key_id, epoch] = b""
+
+    def forget(self, tenant: bytes) -> None:
+        """Know nothing of a tenant any more."""
+        for known in (self._mac, self._slab):
+            for one in [one for one in list(known) if one[0] == tenant]:
+                known.pop(one, None)
 
     def mac_key(self, tenant: bytes, key_id: bytes, epoch: int) -> bytes | None:
-        """The key, or None where this store does not hold it."""
+        """The key, or None where this store does not hold it; empty where its epoch was retired."""
         return self._mac.get((tenant, key_id, epoch))
+
+    def slab_key(self, tenant: bytes, key_id: bytes, epoch: int) -> bytes | None:
+        """Likewise, for slab headers and index records; also where the first epoch is accepted for frames no more."""
+        return self._slab.get((tenant, key_id, epoch))
+
+
+def key_difference(here: bytes, there: bytes) -> str:
+    """What is to be said where the fingerprints of two sides differ; empty where they do not. For every handshake."""
+    return f"keys {here.hex()} here and {there.hex()} there" if here != there else ""
 
 
 class PrefixHasher:

@@ -1,4 +1,9 @@
-"""The file of tenants' secrets in a store's directory."""
+"""The file of tenants' keys in a store's directory: the secrets of those who have one of this store's own; and of those
+whose secrets are a pool's, under which keys they were served here, and which of these must not be served again.
+
+    {"version": 1, "tenants": {NAME: {"secret", "epoch"}}}
+    {"version": 2, "tenants": {..., NAME: {"fingerprint", "epochs": {KEY ID: EPOCH}}}, "purged": {FINGERPRINT: NAME}}
+"""
 
 from __future__ import annotations
 
@@ -6,22 +11,23 @@ import json
 import secrets
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore.block.errors import BadInput, KeysUnusable, shown
 from kvstore.block.identity import SECRET_BYTES, TenantKeys
 from tiering.failpoint import Reach, go_on
-from tiering.files import (
-    Unfit,
-    read_secret_file,
-    write_secret_file,
-)
+from tiering.files import Unfit, read_secret_file, write_secret_file
+from tiering.frame import KEY_ID_BYTES
 
-KEY_FILE_VERSION = 1
+KEY_FILE_VERSION, POOL_VERSION = 1, 2
+"""The second one where anything is a pool's."""
 
 MAX_EPOCH = (1 << 32) - 1
 
 MAX_TENANTS = 1024
+
+MOST_PURGED = 4096
 
 MOST_KEYS_BYTES = 4 << 20
 
@@ -31,15 +37,45 @@ def is_tenant_name(name: object) -> bool:
     return isinstance(name, str) and 0 < len(name) <= 64 and name.isprintable()
 
 
+@dataclass(frozen=True, slots=True)
+class PooledTenant:
+    """Under which keys of a pool a tenant is served here. fingerprint: of its identity, in hexadecimal. epochs: that
+    frames here may be signed in, by their key ids."""
+
+    fingerprint: str
+    epochs: Mapping[str, int]
+
+    def told(self) -> dict[str, object]:
+        """As the file has it."""
+        return {"fingerprint": self.fingerprint, "epochs": dict(self.epochs)}
+
+    @staticmethod
+    def read(given: Mapping[str, object]) -> PooledTenant:
+        """The mirror of `told`. Raises what `KeyFile` takes for damage."""
+        epochs = given["epochs"]
+        if not isinstance(epochs, dict) or not all(1 <= epoch <= MAX_EPOCH for epoch in epochs.values()):
+            raise ValueError("no epochs, or one out of range")
+        return PooledTenant(_key_id(given["fingerprint"]), {_key_id(id): int(epoch) for id, epoch in epochs.items()})
+
+
+def _key_id(given: object) -> str:
+    if not isinstance(given, str) or len(bytes.fromhex(given)) != KEY_ID_BYTES:
+        raise ValueError("a key id of another length")
+    return given
+
+
 class KeyFile:
-    """The secrets of a directory's tenants: `DIR/keys`, JSON, readable by its owner only."""
+    """The keys of a directory's tenants: `DIR/keys`, JSON, readable by its owner only. Thread-safe."""
 
     def __init__(self, path: Path, reach: Reach = go_on) -> None:
         self._path = path
         self._reach = reach
         self._lock = threading.Lock()
         self._tenants: dict[str, TenantKeys] = {}
-        self._secrets: dict[str, dict[str, object]] = {}
+        self._secrets: dict[str, tuple[int, bytes]] = {}
+        self.pooled: dict[str, PooledTenant] = {}
+        self.purged: dict[str, str] = {}
+        """Names of purged tenants by the fingerprint of their identity, which a pool may have still."""
         try:
             raw = read_secret_file(path, MOST_KEYS_BYTES)
         except Unfit as error:
@@ -54,34 +90,55 @@ class KeyFile:
         try:
             contents = json.loads(raw)
             version = contents["version"]
-            for name, entry in contents["tenants"].items() if version == KEY_FILE_VERSION else ():
-                secret, epoch = bytes.fromhex(entry["secret"]), int(entry["epoch"])
-                if not is_tenant_name(name) or len(self._tenants) >= MAX_TENANTS:
+            is_known = version in (KEY_FILE_VERSION, POOL_VERSION)
+            for name, entry in contents["tenants"].items() if is_known else ():
+                if not is_tenant_name(name) or len(self.names()) + len(self.pooled) >= MAX_TENANTS:
                     raise ValueError("a name that no tenant has, or too many of them")
+                if "fingerprint" in entry and version == POOL_VERSION:
+                    self.pooled[name] = PooledTenant.read(entry)
+                    continue
+                secret, epoch = bytes.fromhex(entry["secret"]), int(entry["epoch"])
                 if len(secret) != SECRET_BYTES or not 1 <= epoch <= MAX_EPOCH:
                     raise ValueError("a secret of another length, or an epoch out of range")
-                self._secrets[name] = {"secret": entry["secret"], "epoch": epoch}
+                self._secrets[name] = epoch, secret
                 self._tenants[name] = TenantKeys.derive(secret, epoch)
+            purged = contents["purged"] if version == POOL_VERSION else {}
+            if len(purged) > MOST_PURGED or not all(map(is_tenant_name, purged.values())):
+                raise ValueError("too many purged tenants, or a name that none has")
+            self.purged = {_key_id(fingerprint): name for fingerprint, name in purged.items()}
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             raise KeysUnusable(
                 f"{path} is damaged; restore it from a backup, or move it and nvme/ beside it away to start with new "
                 "keys (blocks stored under the old ones can then not be read)"
             ) from None
-        if version != KEY_FILE_VERSION:
-            raise KeysUnusable(f"{path} has version {shown(version)}; this program knows version {KEY_FILE_VERSION}")
+        if not is_known:
+            raise KeysUnusable(
+                f"{path} has version {shown(version)}; this program knows version {KEY_FILE_VERSION} and {POOL_VERSION}"
+            )
 
     def tenants(self) -> list[TenantKeys]:
-        """Every tenant's keys."""
+        """The keys of every tenant that has a secret here."""
         with self._lock:
             return list(self._tenants.values())
 
-    def tenant(self, name: str) -> TenantKeys:
-        """A tenant's keys; a new tenant gets a new secret, which is on disk before it is used. Thread-safe."""
+    def secrets(self) -> dict[str, tuple[int, bytes]]:
+        """Their epochs and secrets, by name."""
         with self._lock:
+            return dict(self._secrets)
+
+    def tenant(self, name: str) -> TenantKeys:
+        """A tenant's keys; a new tenant gets a new secret, which is on disk before it is used. Raises `KeysUnusable`
+        for one whose secret is a pool's."""
+        with self._lock:
+            if name in self.pooled:
+                raise KeysUnusable(
+                    f"tenant {name} has keys of a pool ({self.pooled[name].fingerprint}), and {self._path} has no "
+                    "secret of it; give the pool's directory as keys.directory"
+                )
             return self._tenants.get(name) or self._new_tenant(name)
 
     def names(self) -> dict[bytes, str]:
-        """Names by tenants' ids."""
+        """Names by the ids of tenants that have a secret here."""
         with self._lock:
             return {keys.tenant: name for name, keys in self._tenants.items()}
 
@@ -94,32 +151,73 @@ class KeyFile:
             return keys
 
     def retire(self, name: str) -> None:
-        """A tenant's secret is gone when this returns; if it ever comes again it gets a new one. Raises
-        `KeysUnusable`; after a crash it may then be there or not."""
+        """A tenant's secret is gone when this returns; if it ever comes again it gets a new one. One of a pool is not
+        served under that identity again before `revive`. Raises `KeysUnusable`; after a crash it may then be there or
+        not."""
         with self._lock:
-            left = {one: entry for one, entry in self._secrets.items() if one != name}
-            self._write(left, "a retired key must be gone from there")
-            self._secrets = left
-            self._tenants.pop(name, None)
+            secrets, pooled, purged = dict(self._secrets), dict(self.pooled), dict(self.purged)
+            secrets.pop(name, None)
+            one = pooled.pop(name, None)
+            if one is not None:
+                if len(purged) >= MOST_PURGED:
+                    raise KeysUnusable(f"{self._path} has {MOST_PURGED} purged tenants, the most; revive some")
+                purged[one.fingerprint] = name
+            self._write(secrets, pooled, purged, "a retired key must be gone from there")
+
+    def revive(self, name: str) -> list[str]:
+        """A purged tenant of a pool may be served again; returns the fingerprints of its identities. Raises
+        `BadInput`, `KeysUnusable`."""
+        with self._lock:
+            found = [fingerprint for fingerprint, purged in self.purged.items() if purged == name]
+            if not found:
+                there = ", ".join(sorted(set(self.purged.values()))) or "none"
+                raise BadInput(f"tenant {shown(name)} was not purged here; those who were: {there}")
+            left = {fingerprint: purged for fingerprint, purged in self.purged.items() if purged != name}
+            self._write(self._secrets, self.pooled, left, "it must be known that the tenant may come again")
+            return found
+
+    def adopt(self, name: str, found: PooledTenant) -> None:
+        """A tenant is served under these keys of a pool from now on: on disk before anything is signed by them, and in
+        place of a secret that it had here. Raises `KeysUnusable`."""
+        with self._lock:
+            if self.pooled.get(name) == found and name not in self._secrets:
+                return
+            secrets = {one: secret for one, secret in self._secrets.items() if one != name}
+            if len(secrets) + len(self.pooled.keys() | {name}) > MAX_TENANTS:
+                raise KeysUnusable(f"{self._path} has {MAX_TENANTS} tenants, which is the limit")
+            self._write(secrets, {**self.pooled, name: found}, self.purged, "it must be known whose keys were served")
 
     def _new_tenant(self, name: str) -> TenantKeys:
         if not is_tenant_name(name):
             raise BadInput(f"tenant={name!r}; give 1 to 64 printable characters")
-        if len(self._tenants) >= MAX_TENANTS:
-            raise BadInput(f"{len(self._tenants)} tenants have keys, which is the limit")
-        secret = secrets.token_bytes(SECRET_BYTES)
-        tenants = {**self._secrets, name: {"secret": secret.hex(), "epoch": 1}}
-        self._write(tenants, "a new tenant's keys must be there before they are used")
-        self._secrets = tenants
-        self._tenants[name] = TenantKeys.derive(secret)
+        if len(self._tenants) + len(self.pooled) >= MAX_TENANTS:
+            raise BadInput(f"{len(self._tenants) + len(self.pooled)} tenants have keys, which is the limit")
+        secrets_by_name = {**self._secrets, name: (1, secrets.token_bytes(SECRET_BYTES))}
+        self._write(secrets_by_name, self.pooled, self.purged, "a new tenant's keys must be there before they are used")
         return self._tenants[name]
 
-    def _write(self, secrets_by_name: Mapping[str, Mapping[str, object]], why: str) -> None:
-        contents = json.dumps({"version": KEY_FILE_VERSION, "tenants": secrets_by_name}, indent=1).encode()
+    def _write(
+        self,
+        secrets_by_name: Mapping[str, tuple[int, bytes]],
+        pooled: Mapping[str, PooledTenant],
+        purged: Mapping[str, str],
+        why: str,
+    ) -> None:
+        """On disk, and then here."""
+        own = {name: {"secret": secret.hex(), "epoch": epoch} for name, (epoch, secret) in secrets_by_name.items()}
+        contents: dict[str, object] = {"version": KEY_FILE_VERSION, "tenants": own}
+        if pooled or purged:
+            tenants = {**own, **{name: one.told() for name, one in pooled.items()}}
+            contents = {"version": POOL_VERSION, "tenants": tenants, "purged": dict(purged)}
         try:
-            write_secret_file(self._path, contents, self._reach)
+            write_secret_file(self._path, json.dumps(contents, indent=1).encode(), self._reach)
         except OSError as error:
             raise KeysUnusable(
                 f"{self._path} cannot be written ({error.strerror}), and {why}; make room on that disk, or make the "
                 "directory yours"
             ) from None
+        self._tenants = {
+            name: self._tenants.get(name) or TenantKeys.derive(secret, epoch)
+            for name, (epoch, secret) in secrets_by_name.items()
+        }
+        self._secrets, self.pooled, self.purged = dict(secrets_by_name), dict(pooled), dict(purged)

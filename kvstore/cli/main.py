@@ -2,6 +2,7 @@
 
     demo, bench             the main job, and its measurements
     serve                   a store for all engines of a host
+    keys                    tenants' secrets that the nodes of a pool share
     console                 what a sidecar that runs says of itself, in a browser
     network                 gRPC beside it, for other languages, hosts and routers
     stat, why, prefixes, namespaces, drop, purge, warm
@@ -38,6 +39,7 @@ import kvstore.cli.bench
 import kvstore.cli.console
 import kvstore.cli.engines
 import kvstore.cli.insight
+import kvstore.cli.keys
 import kvstore.cli.lint
 import kvstore.cli.network
 import kvstore.cli.operate
@@ -162,6 +164,15 @@ def fsck(
     repair: Annotated[
         bool, typer.Option("--repair", help="Give up what is damaged, and build the index again from the headers.")
     ] = False,
+    keys: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            callback=expanded_path,
+            envvar="KVSTORE_KEYS_DIRECTORY",
+            help="Directory of its tenants' keys, where these are a pool's.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> int:
     """Verify every frame of a data directory, offline: MACs, payload digests, and what the index says of each slot.
@@ -171,7 +182,8 @@ def fsck(
     from kvstore.fsck import check as checks
 
     with shown_progress() as show:
-        result = checks.repair(directory, show) if repair else checks.check(directory, show)
+        work = checks.repair if repair else checks.check
+        result = work(directory, show, pool=keys)
     print_result(result, as_json)
     return OK if result.is_well else CHECK_FAILED
 
@@ -207,6 +219,14 @@ def serve(
             metavar="PATH", callback=expanded_path, help="UNIX socket of the operator.  [default: DIR/admin.sock]"
         ),
     ] = None,
+    keys: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            callback=expanded_path,
+            help="Directory of tenants' keys that nodes share, as kvstore keys makes it. The store's own if left out.",
+        ),
+    ] = None,
     http: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Serve liveness, readiness and metrics there.")
     ] = None,
@@ -236,6 +256,7 @@ def serve(
         "door": {"socket": socket},
         "admin": {"socket": admin_socket},
         "http": {"listen": http},
+        "keys": {"directory": keys},
     }
     if config is not None:
         settings = read_settings(read_configuration(Path(config)), flags, config, os.environ)

@@ -136,6 +136,13 @@ class StatReport:
             yield Text(f"health: {facts.health}")
         for fault in facts.faults:
             yield Text(f"  {fault.what}: {fault.detail}")
+        for warning in facts.warnings:
+            yield Text(f"warning: {warning}")
+        if facts.node:
+            yield Text(f"node {facts.node}, incarnation {facts.incarnation}")
+        for keys in facts.keys:
+            also = f", accepted {', '.join(map(str, keys.accepted))}" if len(keys.accepted) > 1 else ""
+            yield Text(f"keys of {keys.tenant}: {keys.fingerprint}, epoch {keys.epoch}{also}")
         if facts.fault_counts:
             counts = (f"{name.replace('_', ' ')} {count:,}" for name, count in facts.fault_counts.items())
             yield Text(f"faults since the start: {', '.join(counts)}")

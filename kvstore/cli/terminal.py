@@ -62,7 +62,7 @@ def expanded_path(path: str | None) -> str | None:
 
 COMMANDS = tuple(
     (
-        "demo fsck serve console network pd-proxy prime stat why prefixes namespaces drop purge warm "
+        "demo fsck serve keys console network pd-proxy prime stat why prefixes namespaces drop purge warm "
         "record replay whatif plan lint bench"
     ).split()
 )
@@ -88,6 +88,9 @@ app = typer.Typer(
 
 bench = typer.Typer(help="Measure a path of the store against its physical limit, in the same run.")
 app.add_typer(bench, name="bench")
+
+keys = typer.Typer(help="Tenants' secrets that the nodes of a pool share, in a directory of files of mode 0400.")
+app.add_typer(keys, name="keys")
 
 
 class Result(Protocol):

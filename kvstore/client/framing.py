@@ -85,8 +85,10 @@ class _OutgoingFrame:
 class FramedSocket:
     """A connection that has said hello. Every method may raise `Unreachable`; from then on it is closed."""
 
-    def __init__(self, path: str, engine: str, session: bytes, clock: Clock, seconds: float) -> None:
-        """Connect and say hello within that time. Raises `Unreachable` with the reason."""
+    def __init__(
+        self, path: str, engine: str, session: bytes, clock: Clock, seconds: float, fingerprint: bytes = b""
+    ) -> None:
+        """Connect and say hello within that time. fingerprint: as in `Hello`. Raises `Unreachable` with the reason."""
         self._clock = clock
         self._send_lock = threading.Lock()
         self._state = threading.Condition()
@@ -110,7 +112,7 @@ class FramedSocket:
             self._socket.settimeout(seconds)
             self._socket.connect(path)
             self._socket.setblocking(False)
-            hello = m.Hello(m.OLDEST_VERSION, m.NEWEST_VERSION, engine, session)
+            hello = m.Hello(m.OLDEST_VERSION, m.NEWEST_VERSION, engine, session, fingerprint)
             answer = self.call(hello, seconds).answer
         except PermissionError:
             self.close()

@@ -23,6 +23,7 @@ import msgspec
 
 from kvstore.block.account import MissReason
 from kvstore.block.errors import BadInput, NotReady, Rejected, StoreClosed, Unreachable
+from kvstore.block.identity import key_difference
 from kvstore.client.connection import (
     CallLimits,
     Exchange,
@@ -44,6 +45,7 @@ from kvstore.protocol.requests import Requests
 from tiering.after_fork import close_in_children
 from tiering.clock import Clock
 from tiering.counts.awaits import MAX_AWAIT_SECONDS
+from tiering.frame import epoch_in
 from tiering.tier import FrameSpan
 
 A = TypeVar("A")
@@ -70,6 +72,11 @@ class _OpenedHere:
 
     request: m.OpenNamespace
     grant: Grant
+
+    @property
+    def fingerprint(self) -> bytes:
+        """Of the keys that it hashes with."""
+        return epoch_in(memoryview(self.grant.stamps[0]))[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -482,7 +489,8 @@ class SocketDoor:
             if self.clock.monotonic_seconds() < self._next_call_at:
                 return None
             try:
-                wire = FramedSocket(self._path, self._engine, self.session, self.clock, seconds)
+                hashes_with = self._opened[-1].fingerprint if self._opened else b""
+                wire = FramedSocket(self._path, self._engine, self.session, self.clock, seconds, hashes_with)
                 self._run = run = SidecarConnection(wire, self.clock, self._ping_soon)
                 self._why, self._is_silent = "", False
                 self._pause = self._limits.first_pause
@@ -507,6 +515,9 @@ class SocketDoor:
         if known is not None:
             return known
         opened = self._opened[number]
+        theirs = run.wire.welcome.fingerprint or opened.fingerprint  # one of an earlier version does not say
+        if difference := key_difference(opened.fingerprint, theirs):
+            raise Unavailable(MissReason.KEY_MISMATCH, f"the sidecar has other keys than before: {difference}")
         try:
             seconds = min(time.left(), self._limits.connect)
             grant = self._open(run, opened.request, seconds)
@@ -518,7 +529,8 @@ class SocketDoor:
             raise Unavailable(MissReason.UNSUPPORTED, str(error)) from None
         same = (grant.identity_key, grant.stamps, grant.payload_bytes)
         if same != (opened.grant.identity_key, opened.grant.stamps, opened.grant.payload_bytes):
-            raise Unavailable(MissReason.KEY_MISMATCH, "the sidecar has other keys than before")
+            difference = key_difference(opened.fingerprint, _OpenedHere(opened.request, grant).fingerprint)
+            raise Unavailable(MissReason.KEY_MISMATCH, f"the sidecar has other keys than before: {difference}")
         run.namespaces[number] = grant.number
         return grant.number
 

@@ -96,8 +96,8 @@ REASONS: dict[MissReason, ReasonText] = {
     ),
     MissReason.KEY_MISMATCH: ReasonText(
         "The blocks were written under a key that this store does not hold.",
-        "A directory was copied without its keys, or a tenant was purged.",
-        "Bring the keys along, or let the blocks be replaced.",
+        "A directory was copied without its keys, a tenant was purged, an epoch retired, or its engine has other keys.",
+        "Bring the keys along, or let the blocks be replaced; kvstore stat warns of engines that have other keys.",
     ),
     MissReason.STALE_HINT: ReasonText(
         "The blocks were said to be there, and were not any more.",

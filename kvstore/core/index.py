@@ -78,6 +78,7 @@ class PrefixIndex:
         self._states = bytearray()
         self._expires = array("q")
         self._priorities = array("b")
+        self._why_lost: dict[int, TierMiss] = {}  # but for those that are damaged
         self.has_hints = False  # whether anything was ever said of how long a block is to be kept
         self._free_rows = array("i")
         self._next_row = 0
@@ -128,7 +129,7 @@ class PrefixIndex:
         names = self._names[namespace]
         hidden = names.hidden.get(key, NO_ROW)
         if hidden != NO_ROW:
-            return TierMiss.IN_FLIGHT if self._states[hidden] == RowState.PENDING else TierMiss.CORRUPT
+            return TierMiss.IN_FLIGHT if self._states[hidden] == RowState.PENDING else self.why_lost(hidden)
         if key[:_REMEMBERED_BYTES] + names.mark in names.forgotten:
             return TierMiss.EVICTED
         if parent != NO_ROW and self._children[parent]:
@@ -294,6 +295,7 @@ class PrefixIndex:
         del names.hidden[key]
         names.visible[key] = row
         self._states[row] = _VISIBLE
+        self._why_lost.pop(row, None)
         if self.changes.is_watching:
             self.changes.note(namespace, key, BlockPlace.DRAM)
         if self.awaits.is_any:
@@ -301,15 +303,21 @@ class PrefixIndex:
         names.forgotten.pop(key[:_REMEMBERED_BYTES] + names.mark, None)
         return before == _PENDING
 
-    def mark_lost(self, row: int) -> None:
-        """A visible row lost its frames to a failed check; its children keep their place."""
+    def mark_lost(self, row: int, why: TierMiss = TierMiss.CORRUPT) -> None:
+        """A visible row lost its frames to a failed check, or with their epoch; its children keep their place."""
         assert self._states[row] == RowState.VISIBLE
         names, key = self._names[self._owners[row]], self.key(row)
         del names.visible[key]
         names.hidden[key] = row
         self._states[row] = RowState.LOST
+        if why is not TierMiss.CORRUPT:
+            self._why_lost[row] = why
         if self.changes.is_watching:
             self.changes.note(self._owners[row], key, BlockPlace.NOWHERE)
+
+    def why_lost(self, row: int) -> TierMiss:
+        """Of a row that is, or was a moment ago."""
+        return self._why_lost.get(row, TierMiss.CORRUPT)
 
     def not_refilled(self, row: int) -> None:
         """A lost row that was to be filled again stays lost."""
@@ -338,6 +346,7 @@ class PrefixIndex:
         if self.awaits.is_any and self._states[row] == _PENDING:
             self.awaits.gave_up(namespace, key)
         self._states[row] = 0
+        self._why_lost.pop(row, None)
         self._keys[row] = None
         self._free_rows.append(row)
         if parent != NO_ROW:

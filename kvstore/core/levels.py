@@ -212,10 +212,9 @@ class Levels:
         def read() -> None:
             blocks, lower, row = self._blocks, self._lower, promotion.row
             digests = []
-            for part in range(len(blocks.spaces[promotion.number].classes)):
+            for part, stamp in enumerate(blocks.spaces[promotion.number].stamps):
                 target = blocks.dram.reserved_span(blocks.residency.place(row, part)).view
                 lower.tier.read(lower.residency.place(row, part), target)
-                stamp = blocks.spaces[promotion.number].sealers[part].stamp
                 verify_frame(target, self._keys, stamp, blocks.index.key(row), lower.residency.generation(row))
                 digests.append(digest(target[:HEADER_BYTES]))
             with self._lock:
@@ -236,7 +235,8 @@ class Levels:
                     if move.finding is TierMiss.CORRUPT:
                         size_bytes = self._blocks.spaces[promotion.number].block_bytes
                         self._blocks.tally.checked(CheckedAt.LOAD, size_bytes, is_sound=False)
-                        self._blocks.quarantine_below(promotion.row)
+                    if move.finding in (TierMiss.CORRUPT, TierMiss.RETIRED):
+                        self._blocks.quarantine_below(promotion.row, move.finding)
                 self._end(promotion)
 
         return settle
@@ -533,8 +533,7 @@ class Levels:
                 if not is_right:
                     with self._lock:
                         if not self.is_over and self._stands(row, generation):
-                            blocks.tally.checked(CheckedAt.MOVE, 0, is_sound=False)
-                            blocks.quarantine(row)
+                            blocks.tally.checked(CheckedAt.MOVE, 0, is_sound=blocks.quarantine(row))
                     return good
             good.append(row)
         return good
@@ -579,8 +578,8 @@ class Levels:
         raise TierFull("no room on NVMe after as many steps as are allowed")
 
     def _has_new_slab(self, space: OpenedNamespace, part: int) -> bool:
-        stamp = space.sealers[part].stamp
-        key = self._keys.mac_key(stamp.tenant, stamp.key_id, stamp.epoch)
+        stamp = space.stamps[part]
+        key = self._keys.slab_key(stamp.tenant, stamp.key_id, stamp.epoch)
         assert key is not None
         try:
             self._lower.tier.new_slab(stamp, key, space.about)
@@ -590,7 +589,7 @@ class Levels:
 
     # Rot -----------------------------------------------------------------------------------------------------------
 
-    def quarantine_below(self, row: int, stands: Callable[[], bool]) -> bool:
+    def quarantine_below(self, row: int, stands: Callable[[], bool], why: TierMiss = TierMiss.CORRUPT) -> bool:
         """Quarantine a block on NVMe that no request found to be damaged. What DRAM has is to go down again.
 
         stands: asked under the lock whether the damaged frame is the block's still. False where it is not, or where a
@@ -599,7 +598,7 @@ class Levels:
         with self._planning, self._lock:  # the former: no lease may be looking for slots for this block
             if row in self._promoting or not self._blocks.is_below(row) or not stands():
                 return False
-            self._blocks.quarantine_below(row)
+            self._blocks.quarantine_below(row, why)
             return True
 
     # Giving up -----------------------------------------------------------------------------------------------------

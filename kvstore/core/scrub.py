@@ -16,7 +16,7 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,12 +27,13 @@ from kvstore.core.index import RowState
 from kvstore.core.levels import READS, Levels
 from kvstore.core.table import BlockTable, Lower
 from tiering.clock import Clock
-from tiering.errors import BlockCorrupt, BlockMissing, TierUnavailable
-from tiering.frame import ALIGNMENT, HEADER_BYTES, MacKeys, Stamp, open_header, verify_payload
+from tiering.errors import BlockCorrupt, BlockMissing, EpochRetired, TierError, TierUnavailable
+from tiering.files import private_pages
+from tiering.frame import ALIGNMENT, HEADER_BYTES, MacKeys, Stamp, epoch_in, open_header, verify_payload
 from tiering.move_queue import Move, MoveQueue, Priority
 from tiering.nvme.scrub import CheckResult, Scrub, ScrubLimits
 from tiering.nvme.tier import NvmeTier, Resident, slab_name
-from tiering.tier import ScrubUsage, extent_of, slot_of
+from tiering.tier import NO_PLACE, ScrubUsage, TierMiss, extent_of, slot_of
 
 RECHECKS = 3
 """How often a frame that fails is read again, where evictions in its slab keep it from being judged."""
@@ -52,6 +53,9 @@ MENDS = 1024
 SHORTEST_SLEEP_SECONDS, LONGEST_SLEEP_SECONDS = 0.01, 3600.0
 
 LINES_PER_PASS = 16
+
+RETIRED_AT_ONCE, RETIRED_IN_ALL = 256, 1 << 16
+"""Rows whose epochs are looked at while the lock is held, for a millisecond; and in one go, some seconds of a disk."""
 
 _log = logging.getLogger(__name__)
 
@@ -194,7 +198,7 @@ class Scrubbing:
         row, residency, index = frame.row, self._lower.residency, self._blocks.index
         if row < 0 or not residency.is_listed(row) or residency.place(row, frame.part) != frame.place:
             return None
-        stamp = self._blocks.spaces[index.namespace_of(row)].sealers[frame.part].stamp
+        stamp = self._blocks.spaces[index.namespace_of(row)].stamps[frame.part]
         return Aim(row, index.key(row), residency.generation(row), stamp)
 
     def _verdict(self, frame: Resident, aim: Aim) -> CheckResult:
@@ -219,6 +223,9 @@ class Scrubbing:
                 return CheckResult.GOOD
             except BlockMissing:
                 return CheckResult.GONE
+            except EpochRetired:
+                self._quarantine(frame, aim, TierMiss.RETIRED)
+                return CheckResult.GONE
             except BlockCorrupt as error:
                 if self._quarantine(frame, aim):
                     self._tell(frame, str(error))
@@ -239,7 +246,7 @@ class Scrubbing:
 
     # Damage --------------------------------------------------------------------------------------------------------
 
-    def _quarantine(self, frame: Resident, aim: Aim) -> bool:
+    def _quarantine(self, frame: Resident, aim: Aim, why: TierMiss = TierMiss.CORRUPT) -> bool:
         """Quarantine a block below, if that very frame still stands there."""
 
         def stands() -> bool:
@@ -247,7 +254,7 @@ class Scrubbing:
                 return False
             return self._aim(frame) == aim
 
-        if not self._levels.quarantine_below(aim.row, stands):
+        if not self._levels.quarantine_below(aim.row, stands, why):
             return False
         with self._lock:
             if len(self._to_mend) < MENDS and self._is_lost(aim.row, aim.generation):
@@ -298,6 +305,88 @@ class Scrubbing:
         if self._lines < LINES_PER_PASS:
             self._lines += 1
             _log.warning("scrub: %s, slot %d: %s", slab_name(extent_of(frame.place)), slot_of(frame.place), what)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Epochs that are accepted no more
+
+
+class Retirement:
+    """Takes the blocks that retired epochs signed out of every tier. Their rows stay, lost, so that what hangs below
+    them is found again once they are stored anew. The lock is the store's."""
+
+    def __init__(
+        self,
+        blocks: BlockTable,
+        levels: Levels | None,
+        lower: Lower[NvmeTier] | None,
+        lock: threading.Lock,
+        check_open: Callable[[], None],
+    ) -> None:
+        """check_open: raises where the store is closed; under the lock."""
+        self._blocks, self._levels, self._lower, self._lock = blocks, levels, lower, lock
+        self._check_open = check_open
+
+    def take_out(self, number: int, rows: Sequence[int], epochs: Container[tuple[bytes, int]]) -> list[int]:
+        """Those of a namespace's rows that have such frames go, and the rows that have to be looked at again are
+        returned: pinned, being stored, or on the move, and all beyond `RETIRED_IN_ALL`. Others have the lock between
+        pieces."""
+        left = [*rows[RETIRED_IN_ALL:]]
+        for first in range(0, len(rows[:RETIRED_IN_ALL]), RETIRED_AT_ONCE):
+            left += self._piece(number, rows[first : min(first + RETIRED_AT_ONCE, RETIRED_IN_ALL)], epochs)
+        return left
+
+    def _piece(self, number: int, rows: Sequence[int], epochs: Container[tuple[bytes, int]]) -> list[int]:
+        blocks, index = self._blocks, self._blocks.index
+        left, below = [], []
+        with self._lock:
+            self._check_open()
+            for row in rows:
+                if not index.is_row_of(row, number):
+                    continue
+                parts = range(len(blocks.spaces[number].classes))
+                if self._is_old_above(row, parts, epochs):
+                    if blocks.residency.pins.counts[row]:
+                        left.append(row)
+                        continue
+                    blocks.quarantine(row)
+                if index.state(row) is RowState.PENDING or self._is_refilled(row):
+                    left.append(row)
+                elif self._lower is not None and blocks.is_below(row):
+                    residency = self._lower.residency
+                    below.append((row, index.key(row), tuple(residency.place(row, part) for part in parts)))
+        for row, key, places in below:
+            if any(self._is_old(place, epochs) for place in places) and not self._out_of_nvme(row, key, places):
+                left.append(row)
+        return left
+
+    def _is_old_above(self, row: int, parts: range, epochs: Container[tuple[bytes, int]]) -> bool:
+        residency, dram = self._blocks.residency, self._blocks.dram
+        places = [residency.place(row, part) for part in parts] if residency.is_listed(row) else []
+        return NO_PLACE not in places and any(epoch_in(dram.span_at(place).view) in epochs for place in places)
+
+    def _is_refilled(self, row: int) -> bool:
+        """A lost row that a put fills again, perhaps with frames that are signed already."""
+        return self._blocks.index.state(row) is RowState.LOST and self._blocks.residency.place(row, 0) != NO_PLACE
+
+    def _is_old(self, place: int, epochs: Container[tuple[bytes, int]]) -> bool:
+        assert self._lower is not None
+        header = private_pages(HEADER_BYTES).view
+        try:
+            self._lower.tier.read(place, header)
+        except TierError:  # it went meanwhile, or cannot be read, and whoever reads it later is told
+            return False
+        return epoch_in(header) in epochs
+
+    def _out_of_nvme(self, row: int, key: bytes, places: tuple[int, ...]) -> bool:
+        assert self._lower is not None and self._levels is not None
+        residency, index = self._lower.residency, self._blocks.index
+
+        def stands() -> bool:
+            is_same = index.state(row) is RowState.VISIBLE and index.key(row) == key
+            return is_same and all(residency.place(row, part) == place for part, place in enumerate(places))
+
+        return self._levels.quarantine_below(row, stands, TierMiss.RETIRED)
 
 
 def _drive(reference: weakref.ref[Scrubbing], wake: threading.Event) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count as counted_from
 from itertools import groupby, islice, pairwise
@@ -45,7 +45,7 @@ from kvstore.core.leases import (
 )
 from kvstore.core.levels import Levels, SlotRequest
 from kvstore.core.nvme_recovery import NvmeRecovery
-from kvstore.core.scrub import Scrubbing
+from kvstore.core.scrub import Retirement, Scrubbing
 from kvstore.core.table import BlockTable, Lower, OpenedNamespace
 from kvstore.core.unmap_wait import (
     COLLECTIVE_LOOKS,
@@ -171,31 +171,13 @@ class Store:
         self._scrubbing: Scrubbing | None = None
         if lower is not None:
             assert queue is not None
-            self._levels = Levels(
-                blocks,
-                lower,
-                queue,
-                mover.keys,
-                clock,
-                limits,
-                self._lock,
-                self._pin,
-                self._unpin,
-                self._find_slots,
-            )
+            how = self._lock, self._pin, self._unpin, self._find_slots
+            self._levels = Levels(blocks, lower, queue, mover.keys, clock, limits, *how)
             nvme_recovery = self._nvme_recovery = NvmeRecovery(blocks, lower, mover.keys, self._lock)
             if scrub is not None:
-                self._scrubbing = Scrubbing(
-                    blocks,
-                    lower,
-                    self._levels,
-                    queue,
-                    mover.keys,
-                    clock,
-                    self._lock,
-                    scrub,
-                    lambda: nvme_recovery.is_recovering,
-                )
+                behind = mover.keys, clock, self._lock, scrub, lambda: nvme_recovery.is_recovering
+                self._scrubbing = Scrubbing(blocks, lower, self._levels, queue, *behind)
+        self._retirement = Retirement(blocks, self._levels, lower, self._lock, self._check_open)
         if taken_over:
             self._dram_recovery = DramRecovery(blocks, taken_over, mover.keys, self._lock)
         self._leaving: set[bytes] = set()  # tenants that are purged, or were
@@ -269,8 +251,8 @@ class Store:
             return Grant(
                 space.number,
                 keys.identity,
-                tuple(sealer.stamp.pack() for sealer in space.sealers),
-                tuple(sealer.stamp.payload_bytes for sealer in space.sealers),
+                tuple(stamp.pack() for stamp in space.stamps),
+                tuple(stamp.payload_bytes for stamp in space.stamps),
                 durable=self._levels is not None,
             )
 
@@ -324,6 +306,21 @@ class Store:
                 self._leaving.discard(tenant)
                 self._serve_again([space.number for space in self._blocks.spaces if space.tenant == tenant])
             raise
+
+    def rotate(self, keys: TenantKeys) -> None:
+        """Sign a tenant's frames in this epoch from now on."""
+        with self._lock:
+            self._blocks.rotate(keys)
+
+    def retire(
+        self, tenant: bytes, epochs: Container[tuple[bytes, int]], rows: Mapping[int, Sequence[int]] | None = None
+    ) -> dict[int, list[int]]:
+        """Take a tenant's blocks that these epochs (key id and number) signed out of every tier. rows: by namespace,
+        left by an earlier call; all, if not given. Returns those that are in use still, to be looked at again."""
+        numbers = [space.number for space in list(self._blocks.spaces) if space.tenant == tenant]
+        found = {one: self._rows_of(one).tolist() for one in numbers} if rows is None else rows
+        left = {number: self._retirement.take_out(number, mine, epochs) for number, mine in found.items()}
+        return {number: some for number, some in left.items() if some}
 
     def _serve_again(self, numbers: Iterable[int]) -> None:
         for number in numbers:
@@ -566,7 +563,7 @@ class Store:
             if self._closed:
                 return LeaseReply(0, first_block, 0, reason=MissReason.DISABLED, detail="the store is closed")
             if ready < len(wanted):
-                end = self._end_of_what_is_up(late)
+                end = self._end_of_what_is_up(late, wanted[ready])
                 blocks = first_block + ready
                 tiers = cut_runs(tiers, blocks)
                 del wanted[ready:]
@@ -673,8 +670,8 @@ class Store:
                     continue  # somebody else was faster
                 self._blocks.tally.checked(CheckedAt.LEASE, self._blocks.spaces[number].block_bytes, is_sound=is_sound)
                 self._blocks.unverified.discard(row)
-                if not is_sound and self._blocks.is_above(row):
-                    self._blocks.quarantine(row)
+                if not is_sound and self._blocks.is_above(row) and self._blocks.quarantine(row):
+                    self._blocks.unverified.add(row)
         return True
 
     def release(self, lease: int) -> None:
@@ -1392,17 +1389,18 @@ class Store:
             ready += 1
         self._unpin(number, rows[ready:])
         if ready < len(rows):
-            end = self._end_of_what_is_up(late)
+            end = self._end_of_what_is_up(late, rows[ready])
             chain = chain[: first_block + ready]
             tiers = cut_runs(tiers, len(chain))
         if not ready:
             return no_lease(first_block, len(chain), tiers, end)
         return self._grant(number, first_block, chain, rows[:ready], tiers, end)
 
-    def _end_of_what_is_up(self, late: MissReason | None) -> LeaseEnd:
+    def _end_of_what_is_up(self, late: MissReason | None, row: int) -> LeaseEnd:
         if late is MissReason.PINNED_FULL:
             return LeaseEnd(*self._who_has_the_room(None), lacks_room=True)
-        return LeaseEnd(late or MissReason.CORRUPT, "not all blocks could be brought up to DRAM in time")
+        reason = late or REASON_OF_FINDING[self._blocks.index.why_lost(row)]
+        return LeaseEnd(reason, "not all blocks could be brought up to DRAM in time")
 
     def _tiers(self, rows: Sequence[int]) -> TierRuns:
         if self._levels is None:

@@ -12,12 +12,12 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import numpy as np
 
-from kvstore.block.about import pack_about
+from kvstore.block.about import pack_about, sealers_of, stamps_of
 from kvstore.block.identity import Namespace, TenantKeys
 from kvstore.core.dirty import DirtyBlocks
 from kvstore.core.index import NO_ROW, Column, PrefixIndex, RowState
@@ -26,23 +26,24 @@ from tiering.counts.tally import CopyKind, EvictedTo, Tally, TierName
 from tiering.dram.extents import Extent
 from tiering.dram.tier import DramTier
 from tiering.errors import BlockCorrupt
-from tiering.frame import HEADER_BYTES, KEY_BYTES, MacKeys, Sealer, Stamp, digest, open_header, verify_payload
+from tiering.frame import HEADER_BYTES, KEY_BYTES, MacKeys, Sealer, Stamp, digest, epoch_in, open_header, verify_payload
 from tiering.policies.admission import Admission
 from tiering.policies.shares import Shares
 from tiering.residency import ExtentRoom, FrameState, Residency
-from tiering.tier import NO_PLACE, LowerTier, SlotClass, extent_of, slot_of
+from tiering.tier import NO_PLACE, LowerTier, SlotClass, TierMiss, extent_of, slot_of
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class OpenedNamespace:
-    """A namespace as this store knows it: one slot class and one sealer per part."""
+    """A namespace as this store knows it: one slot class, stamp (of `stamps_of`) and sealer per part."""
 
     number: int
     tenant: bytes
     namespace: Namespace
     classes: tuple[SlotClass, ...]
+    stamps: tuple[Stamp, ...]
     sealers: tuple[Sealer, ...]
 
     @property
@@ -53,7 +54,7 @@ class OpenedNamespace:
     @property
     def about(self) -> bytes:
         """What is kept of it beside its blocks."""
-        return pack_about(self.namespace, [sealer.stamp.payload_bytes for sealer in self.sealers])
+        return pack_about(self.namespace, [stamp.payload_bytes for stamp in self.stamps])
 
 
 TierBelow = TypeVar("TierBelow", bound=LowerTier, covariant=True)
@@ -106,6 +107,7 @@ class BlockTable:
         self._keys = keys
         self._first_generation = first_generation
         self._next_generations: dict[bytes, int] = {}  # by tenant
+        self._newest: dict[bytes, TenantKeys] = {}  # by tenant, where an epoch began while this store was open
         self._gone = gone
         self.is_loading = False  # what was on NVMe before a restart is being taken in
         self.all_known = True  # what NVMe has: if not, a block there may be the way to others that nobody knows of yet
@@ -117,35 +119,24 @@ class BlockTable:
 
     def add_space(self, keys: TenantKeys, namespace: Namespace, payload_bytes: Sequence[int]) -> OpenedNamespace:
         """Make a namespace of a tenant known."""
-        digest_of_namespace = namespace.digest()
-        layout = namespace.layout
-        sealers, classes = [], []
-        for part, payload in zip(layout.parts, payload_bytes, strict=True):
-            stamp = Stamp(
-                key_id=keys.key_id,
-                epoch=keys.epoch,
-                tenant=keys.tenant,
-                namespace=digest_of_namespace,
-                codec=namespace.codec,
-                part=part.index,
-                parts=len(layout.parts),
-                block_tokens=layout.block_tokens,
-                slices=len(part.layers),
-                payload_bytes=payload,
-            )
-            sealers.append(Sealer(stamp, keys.mac))
-            classes.append(SlotClass(keys.tenant, digest_of_namespace, part.index, stamp.frame_bytes))
+        stamps = stamps_of(keys, namespace, payload_bytes)
+        classes = tuple(SlotClass(one.tenant, one.namespace, one.part, one.frame_bytes) for one in stamps)
+        sealers = sealers_of(self._newest.get(keys.tenant, keys), stamps)
         self.residency.policy.expect(self.dram.budget_bytes // sum(one.frame_bytes for one in classes))
         if self.lower is not None:
             self.lower.admission.expect(self.lower.tier.budget_bytes // sum(one.frame_bytes for one in classes))
-        space = OpenedNamespace(
-            self.index.add_namespace(keys.tenant), keys.tenant, namespace, tuple(classes), tuple(sealers)
-        )
+        space = OpenedNamespace(self.index.add_namespace(keys.tenant), keys.tenant, namespace, classes, stamps, sealers)
         assert space.number == len(self.spaces)
         self.spaces.append(space)
         if self.shares is not None:
             self.shares.add_namespace(keys.tenant)
         return space
+
+    def rotate(self, keys: TenantKeys) -> None:
+        """Sign what is sealed from now on in this epoch of the tenant."""
+        self._newest[keys.tenant] = keys
+        mine = {one.number: sealers_of(keys, one.stamps) for one in self.spaces if one.tenant == keys.tenant}
+        self.spaces[:] = [replace(one, sealers=mine.get(one.number, one.sealers)) for one in self.spaces]
 
     # A block's life ------------------------------------------------------------------------------------------------
 
@@ -383,20 +374,28 @@ class BlockTable:
         else:
             self.index.remove(row, remember=True)
 
-    def quarantine(self, row: int) -> None:
-        """A check failed. The frames are never used again; the row stays, lost, so that its children keep theirs.
+    def quarantine(self, row: int) -> bool:
+        """A check failed: the frames of all parts are never used again, and the row stays, lost, so that its children
+        keep theirs. True where only an epoch was retired that signed one: its slots are free, but while it is read."""
+        space = self.spaces[self.index.namespace_of(row)]
+        places = [place for part in range(len(space.classes)) if (place := self.residency.place(row, part)) != NO_PLACE]
+        headers = [one.view for one in self.dram.spans_at(places)]
+        is_retired = any(self._keys.mac_key(space.tenant, *epoch_in(one)) == b"" for one in headers)
+        if is_retired and self.residency.pins.counts[row] > (row in self.demoting):
+            return True
+        (self._free if is_retired else self.dram.quarantine)(self.residency.forget(row))
+        self._lost_above(row, TierMiss.RETIRED if is_retired else TierMiss.CORRUPT)
+        self.counters["retired_blocks" if is_retired else "quarantined_blocks"] += 1
+        self.tally.quarantined[TierName.DRAM] += not is_retired
+        return is_retired
 
-        All parts go: a block without one of them is not readable, and somebody may be reading the others right now.
-        """
-        self.dram.quarantine(self.residency.forget(row))
+    def _lost_above(self, row: int, why: TierMiss) -> None:
         self.dirty.discard(row)
         if self.is_below(row):  # the frames there are others
             self._leave(row)
             self.index.moved_below(row)
         else:
-            self.index.mark_lost(row)
-        self.counters["quarantined_blocks"] += 1
-        self.tally.quarantined[TierName.DRAM] += 1
+            self.index.mark_lost(row, why)
 
     def relocate(self, row: int, part: int, target: int) -> bool:
         """A verified copy of a frame stands at `target`: take that place over, if it is a copy of what was committed.
@@ -628,21 +627,22 @@ class BlockTable:
             self.counters["evicted_blocks"] += 1
         return places
 
-    def quarantine_below(self, row: int) -> None:
-        """A check of what was read from NVMe failed. Without a copy in DRAM the row stays, lost."""
+    def quarantine_below(self, row: int, why: TierMiss = TierMiss.CORRUPT) -> None:
+        """A check of what was read from NVMe failed, or its epoch was retired: then its slots are free. Without a copy
+        in DRAM the row stays, lost."""
         assert self.lower is not None
-        lower = self.lower.residency
-        self.lower.tier.quarantine(lower.forget(row))
+        lower, tier, is_retired = self.lower.residency, self.lower.tier, why is TierMiss.RETIRED
+        (tier.delete if is_retired else tier.quarantine)(lower.forget(row))
         lower.unlisted(row)
         self._went_below(row)
         if not self.is_above(row):
-            self.index.mark_lost(row)
+            self.index.mark_lost(row, why)
             self._child_came(self.index.parent(row))
             self.residency.listed(row)
         elif self.index.state(row) is RowState.VISIBLE:
             self._came_alone(row)
-        self.counters["quarantined_blocks"] += 1
-        self.tally.quarantined[TierName.NVME] += 1
+        self.counters["retired_blocks" if is_retired else "quarantined_blocks"] += 1
+        self.tally.quarantined[TierName.NVME] += not is_retired
 
     def _came_alone(self, row: int) -> None:
         """DRAM alone has it."""

@@ -124,7 +124,7 @@ def occupancy(blocks: BlockTable) -> list[NamespaceUsage]:
                 space.tenant,
                 space.namespace,
                 space.classes[0].namespace,
-                tuple(sealer.stamp.payload_bytes for sealer in space.sealers),
+                tuple(stamp.payload_bytes for stamp in space.stamps),
                 blocks.index.visible_blocks(space.number),
                 live[0],
                 sum(map(mul, live, sizes)),

@@ -35,6 +35,7 @@ from kvstore.fsck.result import (
     SlabState,
     Slot,
 )
+from kvstore.keys.store_keys import ring_of
 from kvstore.node import SystemClock, new_uid
 from tiering.clock import Clock
 from tiering.errors import TierUnavailable
@@ -54,36 +55,44 @@ def quiet(doing: str, done: int = 0, steps: int = 0) -> None:
     """Shows nothing."""
 
 
-def check(directory: str | Path, show: ShowProgress = quiet, clock: Clock | None = None) -> FsckResult:
-    """Verify every frame of a store's directory that nobody uses. Writes nothing.
+def check(
+    directory: str | Path, show: ShowProgress = quiet, clock: Clock | None = None, pool: str | None = None
+) -> FsckResult:
+    """Verify every frame of a store's directory that nobody uses. Writes nothing. pool: the directory of its tenants'
+    keys, where these are a pool's.
 
     Raises `BadInput` for what is no store's directory, `DirectoryInUse`, and `KeysUnusable` for a damaged key file.
     """
     path = _store_directory(directory)
     lock = _locked(ReadingLock, path)
     try:
-        return _examined(path, show, clock or SystemClock())
+        return _examined(path, _StoredKeys(path, pool), show, clock or SystemClock())
     finally:
         lock.release()
 
 
 def repair(
-    directory: str | Path, show: ShowProgress = quiet, clock: Clock | None = None, reach: Reach = go_on
+    directory: str | Path,
+    show: ShowProgress = quiet,
+    clock: Clock | None = None,
+    reach: Reach = go_on,
+    pool: str | None = None,
 ) -> FsckResult:
     """`check`, and mend what it finds: see above. Raises as `check` does, and `KeysUnusable` where keys are missing:
-    without them nothing is written. reach: told of failpoints.
+    without them nothing is written. reach: told of failpoints. pool: as there.
     """
     path = _store_directory(directory)
     reading = _locked(ReadingLock, path)
     try:
-        _refuse_without_keys(path)
+        _refuse_without_keys(path, _StoredKeys(path, pool))
     finally:
         reading.release()
     lock = _locked(DirectoryLock, path)
     try:
-        found = _examined(path, show, clock or SystemClock())
-        _refuse_without_keys(path)
-        found.repair = _mended(path, found, show, reach)
+        keys = _StoredKeys(path, pool)
+        found = _examined(path, keys, show, clock or SystemClock())
+        _refuse_without_keys(path, keys)
+        found.repair = _mended(path, keys.ring, found, show, reach)
         return found
     finally:
         lock.release()
@@ -119,17 +128,20 @@ def _locked(lock: type[Lock], path: Path) -> Lock:
         raise DirectoryInUse(f"{path} is in use by process {error}; close that store first") from None
 
 
-def _keys(path: Path) -> tuple[KeyFile, KeyRing]:
-    keys = KeyFile(path / "keys")
-    return keys, KeyRing(keys.tenants())
+class _StoredKeys:
+    """The keys of a directory's tenants, its own and a pool's; nothing is written."""
+
+    def __init__(self, path: Path, pool: str | None) -> None:
+        own = KeyFile(path / "keys")
+        self.is_there = own.is_there
+        self.ring, self.names = ring_of(own, pool)
 
 
-def _refuse_without_keys(path: Path) -> None:
-    keys, ring = _keys(path)
+def _refuse_without_keys(path: Path, keys: _StoredKeys) -> None:
     files = ReadOnlyFiles(path / "nvme")
     try:
         look_at_stamp(files)
-        needy = [slab for slab in look_at_slabs(files, ring) if slab.state is SlabState.NEEDS_KEYS]
+        needy = [slab for slab in look_at_slabs(files, keys.ring) if slab.state is SlabState.NEEDS_KEYS]
     except OtherFormat as error:
         raise _other_format(path, error) from None
     finally:
@@ -137,7 +149,8 @@ def _refuse_without_keys(path: Path) -> None:
     if needy or not keys.is_there:
         what = f"does not hold the keys of {len(needy)} slabs" if keys.is_there else "is missing"
         raise KeysUnusable(
-            f"{path / 'keys'} {what}, so nothing can be verified and nothing is repaired; restore it from a backup"
+            f"{path / 'keys'} {what}, so nothing can be verified and nothing is repaired; restore it from a backup, or "
+            "give --keys, where these are a pool's"
         )
 
 
@@ -145,9 +158,9 @@ def _other_format(path: Path, error: OtherFormat) -> BadInput:
     return BadInput(f"{path / 'nvme'} was written in {error}; use the version that wrote it")
 
 
-def _examined(path: Path, show: ShowProgress, clock: Clock) -> FsckResult:
+def _examined(path: Path, keys: _StoredKeys, show: ShowProgress, clock: Clock) -> FsckResult:
     start = clock.monotonic_seconds()
-    keys, ring = _keys(path)
+    ring = keys.ring
     files, index, problems = ReadOnlyFiles(path / "nvme"), None, Problems()
     try:
         show("looking at the slabs")
@@ -181,7 +194,7 @@ def _examined(path: Path, show: ShowProgress, clock: Clock) -> FsckResult:
         examiner.checked_bytes,
         end - start,
         end - reading,
-        tenant_names={tenant.hex()[:DIGEST_PREFIX]: name for tenant, name in keys.names().items()},
+        tenant_names={tenant.hex()[:DIGEST_PREFIX]: name for tenant, name in keys.names.items()},
         model_names={
             (tenant[:DIGEST_PREFIX], digest[:DIGEST_PREFIX]): name
             for tenant, names in read_names(path / "names").items()
@@ -193,7 +206,7 @@ def _examined(path: Path, show: ShowProgress, clock: Clock) -> FsckResult:
 # Mending --------------------------------------------------------------------------------------------------------------
 
 
-def _mended(path: Path, found: FsckResult, show: ShowProgress, reach: Reach) -> RepairResult:
+def _mended(path: Path, ring: KeyRing, found: FsckResult, show: ShowProgress, reach: Reach) -> RepairResult:
     left = [
         f"{slab.name} ({slab.detail}); move it away to have its space back"
         for slab in found.slabs
@@ -214,7 +227,7 @@ def _mended(path: Path, found: FsckResult, show: ShowProgress, reach: Reach) -> 
     maker = LmdbMaker(path / "nvme" / "index", reach)
     maker.discard()
     reach("fsck index discarded")
-    frames, given_up = _build_index(path, maker, found, show, reach)
+    frames, given_up = _build_index(path, ring, maker, found, show, reach)
     if frames != found.totals()["good"]:
         left.append(f"{found.totals()['good'] - frames} good frames were not found again; check once more")
     return RepairResult(rewritten, emptied, given_up, frames, left)
@@ -279,9 +292,10 @@ def _clear_stamp(files: Files) -> None:
             files.sync(name)
 
 
-def _build_index(path: Path, maker: LmdbMaker, found: FsckResult, show: ShowProgress, reach: Reach) -> tuple[int, int]:
+def _build_index(
+    path: Path, ring: KeyRing, maker: LmdbMaker, found: FsckResult, show: ShowProgress, reach: Reach
+) -> tuple[int, int]:
     """Let the tier read every header; returns how many frames it keeps, and how many it gave up."""
-    _, ring = _keys(path)
     slots = {slab.header.number: slab.slots for slab in found.slabs if slab.header is not None}
     size = sum(slab.size_bytes for slab in found.slabs)
     tier = NvmeTier(DirectFiles(path / "nvme", reach), maker, ring, size, size, new_uid)

@@ -204,7 +204,7 @@ class Examiner:
     def _read(self, slab: SlabResult, reader: FrameReader, total: int) -> None:
         header = slab.header
         assert header is not None
-        key = self._keys.mac_key(header.slot_class.tenant, header.key_id, header.epoch)
+        key = self._keys.slab_key(header.slot_class.tenant, header.key_id, header.epoch)
         states, entries = bytearray([UNKNOWN]) * header.slots, bytearray()
         if self._view is not None:
             states, entries = self._view.says(header, key, self._problems)

@@ -135,7 +135,8 @@ METRICS = (
     _counter("whatif_dropped_lookups", "", "look-ups", "Look-ups that came too fast and are not in the estimate."),
     # For joins.
     _gauge("state", "state", "0 or 1", "What the sidecar is up to, as at /readyz."),
-    _gauge("build_info", "version", "1", "The version that runs."),
+    _gauge("build_info", "version node incarnation", "1", "The version, the node, and which run of it this is."),
+    _gauge("warnings", "", "warnings", "What should be seen to: keys that differ, a node's id that two have."),
     _gauge("tenant_info", "tenant name", "1", "Names of the tenants of tenant_tokens."),
     _gauge(
         "namespace_info", "namespace tenant model codec block_tokens", "1", "The 32 namespaces that were opened last."

@@ -68,9 +68,10 @@ class Metrics:
         version: str,
         whatif: WhatIf,
         told: ToldRequests,
+        warnings: Callable[[], list[str]] = lambda: [],
     ) -> None:
         """state: what the sidecar is up to. version: of the program. whatif: knows what other sizes would find.
-        told: what engines tell of what hits saved."""
+        told: what engines tell of what hits saved. warnings: what should be seen to."""
         self._store = store
         self._counting = counting
         self._sessions = sessions
@@ -78,7 +79,7 @@ class Metrics:
         self._state = state
         self._version = version
         self._whatif = whatif
-        self._told = told
+        self._told, self._warnings = told, warnings
         self._exposition = Exposition(METRICS)
         self._lock = threading.Lock()
         self._page = b""
@@ -112,7 +113,9 @@ class Metrics:
         state = self._state()
         found[f"{PREFIX}sessions"] = {_NO_LABELS: self._sessions.open_sessions}
         found[f"{PREFIX}state"] = {(one.value,): int(one is state) for one in Readiness}
-        found[f"{PREFIX}build_info"] = {(self._version,): 1}
+        node = self._store.core.node
+        found[f"{PREFIX}build_info"] = {(self._version, node.node.hex(), node.incarnation.hex()): 1}
+        found[f"{PREFIX}warnings"] = {_NO_LABELS: len(self._warnings())}
         return found
 
 

@@ -2,7 +2,8 @@
 
     GET /livez     200 for as long as the process serves its door at all
     GET /readyz    200 once everything on disk can be found; 503 with `warming` before, with `stopping` at the end;
-                   200 with `degraded` and the reasons while something does not work
+                   200 with `degraded` and the reasons while something does not work; with `warnings` of what should be
+                   seen to
     GET /metrics   Prometheus's text format. Sums over tenants tell one tenant of another: where several are configured
                    it takes a token, and so it does where there is a token at all
 
@@ -17,6 +18,7 @@ from http import HTTPStatus
 from pathlib import Path
 
 from kvstore.block.errors import BadInput
+from kvstore.block.identity import NOWHERE, NodeIdentity
 from kvstore.metrics.exposition import CONTENT_TYPE
 from kvstore.metrics.http_server import HttpAnswer, HttpRequest, Page, as_json, in_one_line
 from kvstore.service.health import Readiness
@@ -75,8 +77,11 @@ def sidecar_pages(
     reasons: Callable[[], list[str]],
     metrics: Callable[[], bytes],
     access: MetricsAccess,
+    warnings: Callable[[], list[str]] = lambda: [],
+    here: NodeIdentity = NOWHERE,
 ) -> Mapping[str, Page]:
-    """By their paths. reasons: for `degraded`, a line each. metrics: the page."""
+    """By their paths. reasons: for `degraded`, a line each. metrics: the page. warnings: what should be seen to, a line
+    each, and nothing of tenants. here: which node this is."""
 
     def livez(request: HttpRequest) -> HttpAnswer:
         alive = is_alive()
@@ -88,6 +93,10 @@ def sidecar_pages(
         answer: dict[str, object] = {"ready": is_ready, "state": state.value}
         if state is Readiness.DEGRADED:
             answer["reasons"] = reasons()
+        if told := warnings():
+            answer["warnings"] = told
+        if here is not NOWHERE:
+            answer |= {"node": here.node.hex(), "incarnation": here.incarnation.hex()}
         return as_json(HTTPStatus.OK if is_ready else HTTPStatus.SERVICE_UNAVAILABLE, answer)
 
     def scraped(request: HttpRequest) -> HttpAnswer:

@@ -29,6 +29,8 @@ def server_of(host: str, port: int, daemon: Daemon, version: str) -> HttpServer:
         version,
         daemon.whatif,
         daemon.told,
+        daemon.warnings,
     )
-    pages = sidecar_pages(daemon.readiness, daemon.is_alive, daemon.reasons, metrics.page, access)
+    told = daemon.reasons, metrics.page, access, daemon.public_warnings, daemon.store.core.node
+    pages = sidecar_pages(daemon.readiness, daemon.is_alive, *told)
     return HttpServer(host, port, pages, clock.monotonic_seconds)

@@ -42,6 +42,7 @@ from kvstore.protocol.told import (
     RequestTold,
     SavingsTold,
 )
+from tiering.frame import KEY_ID_BYTES
 
 OLDEST_VERSION, NEWEST_VERSION = 1, 3
 CHANGES_VERSION = 2
@@ -94,12 +95,13 @@ class RequestFault(StrEnum):
 class Hello(msgspec.Struct, array_like=True, frozen=True, tag="hello"):
     """The first message. session: a token of the engine's making, 16 to 64 random bytes, by which all its connections
     are one session, whoever comes first; without it the connection is a session of its own. engine: name and version,
-    for people."""
+    for people. fingerprint: of the keys that its open namespaces hash with; nothing while none is open."""
 
     oldest: int
     newest: int
     engine: str = ""
     session: bytes = b""
+    fingerprint: Annotated[bytes, Meta(max_length=KEY_ID_BYTES)] = b""
 
 
 MAX_NAME_CHARACTERS = 4096
@@ -331,12 +333,16 @@ class Request(msgspec.Struct, array_like=True, frozen=True):
 
 class Welcome(msgspec.Struct, array_like=True, frozen=True, tag="welcome"):
     """version: to be spoken from here on. run: names this run of the sidecar. session: for others that join. max_keys:
-    blocks of one chain that the sidecar takes in a message."""
+    blocks of one chain that the sidecar takes in a message. fingerprint: of the tenant's keys. node, incarnation: which
+    node this is, and which run of it."""
 
     version: int
     run: bytes
     session: bytes
     max_keys: int = OLDER_MAX_KEYS
+    fingerprint: bytes = b""
+    node: bytes = b""
+    incarnation: bytes = b""
 
 
 class Granted(msgspec.Struct, array_like=True, frozen=True, tag="granted"):

@@ -177,6 +177,16 @@ class SavingsStatus(msgspec.Struct, frozen=True):
     ttft_saved_error_ms: float | None = None
 
 
+class KeyStatus(msgspec.Struct, frozen=True):
+    """A tenant's keys. fingerprint: of its identity, in hexadecimal. epoch: that signs what is stored now. accepted:
+    all epochs whose frames are read."""
+
+    tenant: str
+    fingerprint: str
+    epoch: int
+    accepted: list[int] = []
+
+
 class AwaitStatus(msgspec.Struct, frozen=True):
     """Waits for blocks that others store. parked: now; ended: since the start, by why (`readable`, `short`,
     `deadline`, `cancelled`, `gone`, `full`)."""
@@ -191,7 +201,9 @@ class SidecarStatus(msgspec.Struct, frozen=True):
     retained_fraction: as they were set; nvme_writes: None without such a tier. retained: what is kept for a time.
     health: "ok", or "degraded (why)"; faults: what the machine does not give at the moment; fault_counts: how often it
     did not since the start, by kind. policy_note: why blocks do not go by the policy that was set; "" where they do.
-    whatif: what other sizes would find. savings: what hits saved, as engines tell. awaits: who waits for blocks."""
+    whatif: what other sizes would find. savings: what hits saved, as engines tell. node, incarnation: which node this
+    is, and which run of it, in hexadecimal. keys: of tenants. warnings: what keeps nothing from being served here, and
+    should be seen to: keys that differ, a node's id that two have. awaits: who waits for blocks."""
 
     run: str
     pid: int
@@ -230,6 +242,10 @@ class SidecarStatus(msgspec.Struct, frozen=True):
     policy_note: str = ""
     whatif: WhatIfStatus | None = None
     savings: SavingsStatus | None = None
+    node: str = ""
+    incarnation: str = ""
+    keys: list[KeyStatus] = []
+    warnings: list[str] = []
     awaits: AwaitStatus = AwaitStatus()
 
 

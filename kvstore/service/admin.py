@@ -25,6 +25,7 @@ from kvstore.protocol import messages as m
 from kvstore.protocol.status import (
     ID_DIGITS,
     AwaitStatus,
+    KeyStatus,
     NamespaceStatus,
     SessionStatus,
     SidecarStatus,
@@ -76,11 +77,13 @@ class Admin:
         whatif: WhatIf | None = None,
         told: ToldRequests | None = None,
         prefixes: PrefixBook | None = None,
+        warnings: Callable[[], list[str]] = lambda: [],
     ) -> None:
         """run: names this run of the sidecar. state: what it is up to, in a word. chosen: how the store was set.
         reasons: why it serves less than it has; what the store was told of the machine, if not given.
         why_not_policy: why it is not the policy that was chosen which decides, but the usual one. whatif: knows what
-        other sizes would find. told: what engines tell of their requests. prefixes: knows which are hot."""
+        other sizes would find. told: what engines tell of their requests. prefixes: knows which are hot. warnings:
+        what should be seen to."""
         self._store = store
         self._sessions = sessions
         self._counting = counting
@@ -91,7 +94,7 @@ class Admin:
         self._chosen = chosen or StoreSettings()
         self._why_not_policy = why_not_policy
         self._whatif = whatif
-        self._told = told
+        self._told, self._warnings = told, warnings
         self._prefixes = prefixes
         self._naming, self._named_at = threading.Lock(), -FRESH_SECONDS
         self._named: dict[int, SpaceNames] = {}
@@ -255,6 +258,13 @@ class Admin:
             fault_counts=self._store.faults.counts(),
             whatif=self._what_if(usage),
             savings=self._told.savings() if self._told is not None else None,
+            node=self._store.core.node.node.hex(),
+            incarnation=self._store.core.node.incarnation.hex(),
+            keys=[
+                KeyStatus(printable(one.tenant), one.fingerprint, one.epoch, one.accepted)
+                for one in self._store.keys.told()
+            ],
+            warnings=self._warnings(),
             awaits=AwaitStatus(awaits.parked, {str(why): count for why, count in awaits.ended.items()}),
             **of_store,
         )

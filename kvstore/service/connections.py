@@ -21,6 +21,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
+from kvstore.block.errors import StoreError
 from kvstore.block.identity import TenantKeys
 from kvstore.protocol import messages as m
 from kvstore.service import descriptors
@@ -147,6 +148,16 @@ class Listener:
         self.unread = TenantUnread()
         self.closer = descriptors.Closer()
         descriptors.refuse_descriptors(sock)
+
+    def tenant_keys(self) -> TenantKeys | m.Failed:
+        """The tenant's, or why it is not served."""
+        if self.tenant is None:
+            assert self.renew is not None
+            try:
+                self.tenant = self.renew()
+            except StoreError as error:
+                return m.failed(m.RequestFault.CLOSED, str(error))
+        return self.tenant
 
     def buckets(self, limits: DoorLimits, now: float) -> tuple[float, float]:
         """What a new connection may ask for at once: as much as one that is gone could by now, the emptiest of them,

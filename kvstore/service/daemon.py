@@ -15,12 +15,15 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from kvstore.block.errors import BadInput
+from kvstore.block.errors import BadInput, StoreError
+from kvstore.block.identity import key_difference
 from kvstore.config import AUTO, OFF, Size, memory_limit, memory_limit_files
 from kvstore.insight.recording import Recording
 from kvstore.insight.whatif import WhatIf
+from kvstore.keys.rotation import LOOK_SECONDS
 from kvstore.node import EmbeddedStore
 from kvstore.prefixes.book import PrefixBook
+from kvstore.protocol.status import printable
 from kvstore.service.accounting import Counting, set_aside
 from kvstore.service.admin import Admin, Observer
 from kvstore.service.descriptors import SlowExtents
@@ -31,10 +34,12 @@ from kvstore.service.sessions import Sessions
 from kvstore.service.settings import Settings, socket_key
 from kvstore.service.told import ToldRequests
 from tiering.clock import Clock
+from tiering.errors import TierError
 from tiering.files import disk_room, make_directory, read_text_files
 
 RUN_BYTES, SALT_BYTES = 16, 8
 DRAM_SHARE, NVME_SHARE = 0.5, 0.8
+MOST_WARNINGS = 64
 
 _log = logging.getLogger(__name__)
 
@@ -70,7 +75,7 @@ class Daemon:
         slow = SlowExtents(clock.monotonic_seconds, clock.thread_seconds)
         self.whatif = WhatIf(clock, int.from_bytes(new_token(SALT_BYTES)))
         self.prefixes = PrefixBook(clock, store.core.difference)
-        self._insight_ends = threading.Event()
+        self._insight_ends, self._keys_end = threading.Event(), threading.Event()
         self._thread_seconds, self._process_seconds = clock.thread_seconds, process_seconds
         self.told = ToldRequests(clock)
         insight = self.whatif, self.told, self.prefixes
@@ -80,7 +85,9 @@ class Daemon:
         try:
             for name, one in settings.sockets().items():
                 key, where, renew = socket_key(name), one.socket, partial(store.tenant_keys, name)
-                self.door.listen(Path(where), renew(), settings.door.mode_bits, one.users, renew)
+                is_served = store.keys.find(name) is not None  # else it was purged, and a pool has its keys still
+                tenant = renew() if is_served else None
+                self.door.listen(Path(where), tenant, settings.door.mode_bits, one.users, renew)
                 self.sockets.append(where)
             key, where = "admin.socket", settings.admin_socket
             admin = Admin(
@@ -95,6 +102,7 @@ class Daemon:
                 self.reasons,
                 why_not_policy,
                 *insight,
+                self.warnings,
             )
             self.door.listen_admin(Path(where), admin)
             key, where, observe = "observe.socket", settings.observe_socket, settings.observe
@@ -114,8 +122,12 @@ class Daemon:
     def start(self) -> None:
         """Take connections."""
         set_aside()  # the program itself
+        for warning in self.warnings():
+            _log.warning("%s", warning)
         self.door.start()
         self._start_insight()
+        if self.settings.keys.directory is not None:
+            threading.Thread(target=self._follow_keys, name="kv-keys", daemon=True).start()
         if self.settings.store.prefault:
             self.store.core.prefault()
         usage = self.store.usage()
@@ -155,6 +167,41 @@ class Daemon:
             reasons.append("some of what is on disk could not be taken in: kvstore fsck tells what")
         return reasons
 
+    def warnings(self) -> list[str]:
+        """What keeps nothing from being served, and should be seen to, a line for each: of each tenant's clients with
+        other keys, one."""
+        names, lines = self.store.tenant_names(), {}
+        for one in self.sessions.callers():
+            if one.fingerprint:
+                name, engine = printable(names.get(one.keys.tenant, "")), printable(one.session.engine) or "a client"
+                difference = key_difference(one.keys.fingerprint, one.fingerprint)
+                lines[name] = (
+                    f"{engine} of tenant {name} hashes with other keys, {difference}: it misses as key_mismatch until "
+                    "it opens its namespaces anew"
+                )
+        lock = self.store.node_lock
+        found = [*self.store.keys.warnings(), *(lock.warnings() if lock is not None else []), *lines.values()]
+        return (
+            found if len(found) <= MOST_WARNINGS else [*found[:MOST_WARNINGS], f"and {len(found) - MOST_WARNINGS} more"]
+        )
+
+    def public_warnings(self) -> list[str]:
+        """The same without a word of tenants: for who may read it without a token."""
+        lock = self.store.node_lock
+        kinds = {
+            "the keys of tenants": bool(self.store.keys.warnings()),
+            "clients with other keys than this sidecar's": any(one.fingerprint for one in self.sessions.callers()),
+            "another process of this host that is this node, too": lock is not None and lock.is_clone(),
+        }
+        return [f"{what}: kvstore stat says more" for what, is_so in kinds.items() if is_so]
+
+    def _follow_keys(self) -> None:
+        while not self._keys_end.wait(LOOK_SECONDS):
+            try:
+                self.store.rotation.step()
+            except (StoreError, TierError, OSError, MemoryError, RuntimeError) as error:  # the next look may go well
+                _log.warning("the directory of keys cannot be followed: %s", error or type(error).__name__)
+
     def is_alive(self) -> bool:
         """Whether the door is served."""
         return self.door.is_served
@@ -163,6 +210,7 @@ class Daemon:
         """Serve no more. drained: called when no client is served, and memory is as the next process is to find it."""
         self._stopping = True
         self._insight_ends.set()
+        self._keys_end.set()
         _log.info("draining")
         self.door.close(self.settings.limits.close_seconds)
         drained()

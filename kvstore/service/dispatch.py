@@ -140,9 +140,11 @@ class Handlers:
             return None, m.Failed(
                 m.RequestFault.BAD_INPUT, f"{text}; give {m.MIN_SESSION_BYTES} to {m.MAX_SESSION_BYTES}"
             )
+        caller.fingerprint = hello.fingerprint if hello.fingerprint != tenant.fingerprint else b""
         caller.session.since = caller.session.since or self._counting.now()
         _log.debug("client let in", extra={"connection": caller.number, "engine": engine})
-        return caller, m.Welcome(version, self._run, caller.session.token, m.MAX_KEYS)
+        here = tenant.fingerprint, self._store.node.node, self._store.node.incarnation
+        return caller, m.Welcome(version, self._run, caller.session.token, m.MAX_KEYS, *here)
 
     def is_slow(self, verb: m.Verb) -> bool:
         """Whether a request may wait for memory, for a disk or for others."""
@@ -240,6 +242,7 @@ class Handlers:
             self._whatif.opened(number, block_bytes, tokens)
         self._prefixes.opened(tenant, number, block_bytes, tokens)
         caller.named[own] = number
+        caller.fingerprint = b""  # it has the right keys now
         return granted
 
     def _match(self, caller: ClientState, verb: m.MatchPrefix) -> m.Answer:

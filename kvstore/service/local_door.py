@@ -143,13 +143,13 @@ class LocalDoor:
     def listen(
         self,
         path: Path,
-        tenant: TenantKeys,
+        tenant: TenantKeys | None,
         mode: int = 0o660,
         users: Collection[int] | None = None,
         renew: Callable[[], TenantKeys] | None = None,
     ) -> None:
-        """A socket for a tenant. users: who may connect, by user id; whoever can open the socket if None. renew: makes
-        new keys, once `disconnect` has taken these away. Raises `OSError`.
+        """A socket for a tenant. users: who may connect, by user id; whoever can open the socket if None. renew: has
+        new keys, once `disconnect` has taken these away, or there were none. Raises `OSError`.
         """
         sock = listening_socket(path, mode)
         self._listen(Listener(path, sock, tenant, users, renew, None, self._turns, self._large_turns))
@@ -612,10 +612,9 @@ class LocalDoor:
             if listener.admin is not None:
                 connection.caller, answer = listener.admin.greet(verb)
             else:
-                tenant = listener.tenant
-                if tenant is None:
-                    assert listener.renew is not None
-                    tenant = listener.tenant = listener.renew()
+                tenant = listener.tenant_keys()
+                if isinstance(tenant, m.Failed):
+                    return Response(tenant)
                 connection.caller, answer = self._handlers.greet(tenant, verb)
             return Response(answer)
         if listener.admin is not None:

@@ -186,7 +186,7 @@ def _open(settings: Settings, outside: Outside, policy: PolicyMaker) -> Embedded
     limits, keeper = settings.limits.shared_by(len(settings.sockets())), outside.keeper
     return open_embedded(
         settings.store.data,
-        StoreOptions(tiers, limits=limits, shares=shares_of(settings)),
+        StoreOptions(tiers, limits=limits, shares=shares_of(settings), keys=settings.keys),
         StoreParts(
             dram_policy=policy,
             indexes=outside.indexes,

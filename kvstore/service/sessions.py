@@ -90,7 +90,7 @@ class ClientState:
     """One connection. number: by which the kernel knows its mappings. namespaces: that it opened, each with the layer
     slices of its parts. named: these by the numbers that the client has for them. extents: shared with it. shares: how
     often each of them was. retired_seen: how far it was told what to unmap. is_rung: whether its bell was, since it
-    asked last."""
+    asked last. fingerprint: of the keys that it hashes with, if others than its tenant has."""
 
     number: int
     session: Session
@@ -102,6 +102,7 @@ class ClientState:
     retired_seen: int = 0
     notify_pipe: NotifyPipe | None = None
     is_rung: bool = False
+    fingerprint: bytes = b""
 
     @property
     def keys(self) -> TenantKeys:
@@ -156,6 +157,11 @@ class Sessions:
         session.connections.add(caller.number)
         self._callers[caller.number] = caller
         return caller
+
+    def callers(self) -> list[ClientState]:
+        """Connections that are there."""
+        with self._lock:
+            return list(self._callers.values())
 
     # Leases --------------------------------------------------------------------------------------------------------
 

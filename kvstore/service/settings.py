@@ -7,7 +7,7 @@ above both.
     [tenants.NAME]  socket users share weight
     [admin]    socket                                    [http]    listen token_file
     [observe]  socket mode users                         [log]     level format
-    [console]  listen token_file
+    [console]  listen token_file                         [keys]    directory cold_start
     [network]  listen http token_file certificate key client_ca
 
 Every key but `tenants.NAME.socket` has a default, and none has two names. What is wrong is said at the start, with the
@@ -19,13 +19,14 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
-from kvstore.block.errors import BadInput
+from kvstore.block.errors import BadInput, shown
 from kvstore.config import (
     AUTO,
     DEFAULT_TENANT,
@@ -35,6 +36,7 @@ from kvstore.config import (
     MAX_SOCKET_BYTES,
     OFF,
     POLICIES,
+    KeysOptions,
     Limits,
     Size,
     TierOptions,
@@ -45,6 +47,7 @@ from kvstore.config import (
 )
 from kvstore.service.connections import DoorLimits
 from tiering.files import Unfit, read_file
+from tiering.frame import KEY_ID_BYTES
 from tiering.policies.shares import Share
 
 T = TypeVar("T")
@@ -65,6 +68,8 @@ MAX_SWEEP_SECONDS = 10.0
 """Memory of those who are gone comes back no sooner than it is looked for."""
 MAX_USER = (1 << 32) - 2
 """The highest user id; the one above it means none."""
+FINGERPRINT_DIGITS = 2 * KEY_ID_BYTES
+_FINGERPRINT = re.compile(f"[0-9a-fA-F]{{{FINGERPRINT_DIGITS}}}")
 MOST_LINE, LONGEST_KEY = 1000, 100
 MOST_CONFIGURATION_BYTES = 1 << 20
 """Characters of a line that says what is wrong, and of a key for which a likely one is looked for."""
@@ -192,6 +197,7 @@ class Settings:
     http: HttpSettings = field(default_factory=HttpSettings)
     console: ConsoleSettings = field(default_factory=ConsoleSettings)
     network: NetworkSettings = field(default_factory=NetworkSettings)
+    keys: KeysOptions = field(default_factory=KeysOptions)
     log: LogSettings = field(default_factory=LogSettings)
 
     @property
@@ -301,6 +307,7 @@ def _read_settings(
         http=_section(HttpSettings, _table(given, "http"), "http."),
         console=_section(ConsoleSettings, _table(given, "console"), "console."),
         network=_section(NetworkSettings, _table(given, "network"), "network."),
+        keys=_section(KeysOptions, _table(given, "keys"), "keys."),
         log=_section(LogSettings, _table(given, "log"), "log."),
     )
     _check(settings)
@@ -356,6 +363,7 @@ def _expand_paths(given: dict[str, Any]) -> None:
     tables = [(given, "store", "data"), (given, "http", "token_file"), (given, "console", "token_file")]
     tables += [(given, section, "socket") for section in ("door", "admin", "observe")]
     tables += [(given, "network", key) for key in ("token_file", "certificate", "key", "client_ca")]
+    tables.append((given, "keys", "directory"))
     tenants = given.get("tenants")
     if isinstance(tenants, dict):
         given["tenants"] = tenants = dict(tenants)
@@ -383,6 +391,11 @@ def _check(settings: Settings) -> None:
         host_and_port(settings.http.listen)
     _check_console(settings)
     _check_network(settings)
+    if not _FINGERPRINT.fullmatch(settings.keys.cold_start or "0" * FINGERPRINT_DIGITS):
+        raise BadInput(
+            f"keys.cold_start={shown(settings.keys.cold_start)}; give the fingerprint of the identity to begin anew "
+            f"with, {FINGERPRINT_DIGITS} hexadecimal digits that kvstore keys show prints"
+        )
     settings.store.check("store.", {"dram": (AUTO,), "nvme": (AUTO, OFF)})
     for limit in fields(DoorLimits):
         value = getattr(settings.door.limits, limit.name)

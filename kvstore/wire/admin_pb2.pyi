@@ -21,16 +21,22 @@ class HealthRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class HealthResponse(_message.Message):
-    __slots__ = ("alive", "ready", "state", "reasons")
+    __slots__ = ("alive", "ready", "state", "reasons", "warnings", "node", "incarnation")
     ALIVE_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     REASONS_FIELD_NUMBER: _ClassVar[int]
+    WARNINGS_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     alive: bool
     ready: bool
     state: str
     reasons: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, alive: _Optional[bool] = ..., ready: _Optional[bool] = ..., state: _Optional[str] = ..., reasons: _Optional[_Iterable[str]] = ...) -> None: ...
+    warnings: _containers.RepeatedScalarFieldContainer[str]
+    node: str
+    incarnation: str
+    def __init__(self, alive: _Optional[bool] = ..., ready: _Optional[bool] = ..., state: _Optional[str] = ..., reasons: _Optional[_Iterable[str]] = ..., warnings: _Optional[_Iterable[str]] = ..., node: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
 
 class DropAnyRequest(_message.Message):
     __slots__ = ("id", "tenant", "seconds")
@@ -49,7 +55,7 @@ class DropAnyResponse(_message.Message):
     def __init__(self, blocks: _Optional[int] = ...) -> None: ...
 
 class SidecarStatus(_message.Message):
-    __slots__ = ("run", "pid", "state", "at", "up_seconds", "tiers", "blocks", "leases", "reservations", "pinned_bytes", "looked", "namespaces", "moves", "sessions", "departed", "counters", "door", "loading", "scrub", "hidden_namespaces", "hidden_sessions", "guarded_bytes", "tenants", "dram_retained_bytes", "nvme_retained_bytes", "policy", "nvme_writes", "write_budget", "retained_fraction", "dram_retained_budget_bytes", "nvme_retained_budget_bytes", "health", "faults", "fault_counts", "policy_note", "whatif", "savings")
+    __slots__ = ("run", "pid", "state", "at", "up_seconds", "tiers", "blocks", "leases", "reservations", "pinned_bytes", "looked", "namespaces", "moves", "sessions", "departed", "counters", "door", "loading", "scrub", "hidden_namespaces", "hidden_sessions", "guarded_bytes", "tenants", "dram_retained_bytes", "nvme_retained_bytes", "policy", "nvme_writes", "write_budget", "retained_fraction", "dram_retained_budget_bytes", "nvme_retained_budget_bytes", "health", "faults", "fault_counts", "policy_note", "whatif", "savings", "node", "incarnation", "keys", "warnings")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -101,6 +107,10 @@ class SidecarStatus(_message.Message):
     POLICY_NOTE_FIELD_NUMBER: _ClassVar[int]
     WHATIF_FIELD_NUMBER: _ClassVar[int]
     SAVINGS_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    WARNINGS_FIELD_NUMBER: _ClassVar[int]
     run: str
     pid: int
     state: str
@@ -138,7 +148,23 @@ class SidecarStatus(_message.Message):
     policy_note: str
     whatif: WhatIfStatus
     savings: SavingsStatus
-    def __init__(self, run: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., at: _Optional[float] = ..., up_seconds: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., blocks: _Optional[int] = ..., leases: _Optional[int] = ..., reservations: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., looked: _Optional[_Union[LookupCounts, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStatus, _Mapping]]] = ..., moves: _Optional[_Iterable[_Union[MoveStatus, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ..., departed: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., door: _Optional[_Union[DoorStatus, _Mapping]] = ..., loading: _Optional[_Union[RecoveryStatus, _Mapping]] = ..., scrub: _Optional[_Union[ScrubStatus, _Mapping]] = ..., hidden_namespaces: _Optional[int] = ..., hidden_sessions: _Optional[int] = ..., guarded_bytes: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[TenantStatus, _Mapping]]] = ..., dram_retained_bytes: _Optional[int] = ..., nvme_retained_bytes: _Optional[int] = ..., policy: _Optional[str] = ..., nvme_writes: _Optional[str] = ..., write_budget: _Optional[_Union[WriteBudgetStatus, _Mapping]] = ..., retained_fraction: _Optional[float] = ..., dram_retained_budget_bytes: _Optional[int] = ..., nvme_retained_budget_bytes: _Optional[int] = ..., health: _Optional[str] = ..., faults: _Optional[_Iterable[_Union[FaultStatus, _Mapping]]] = ..., fault_counts: _Optional[_Mapping[str, int]] = ..., policy_note: _Optional[str] = ..., whatif: _Optional[_Union[WhatIfStatus, _Mapping]] = ..., savings: _Optional[_Union[SavingsStatus, _Mapping]] = ...) -> None: ...
+    node: str
+    incarnation: str
+    keys: _containers.RepeatedCompositeFieldContainer[KeyStatus]
+    warnings: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, run: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., at: _Optional[float] = ..., up_seconds: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., blocks: _Optional[int] = ..., leases: _Optional[int] = ..., reservations: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., looked: _Optional[_Union[LookupCounts, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStatus, _Mapping]]] = ..., moves: _Optional[_Iterable[_Union[MoveStatus, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ..., departed: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., door: _Optional[_Union[DoorStatus, _Mapping]] = ..., loading: _Optional[_Union[RecoveryStatus, _Mapping]] = ..., scrub: _Optional[_Union[ScrubStatus, _Mapping]] = ..., hidden_namespaces: _Optional[int] = ..., hidden_sessions: _Optional[int] = ..., guarded_bytes: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[TenantStatus, _Mapping]]] = ..., dram_retained_bytes: _Optional[int] = ..., nvme_retained_bytes: _Optional[int] = ..., policy: _Optional[str] = ..., nvme_writes: _Optional[str] = ..., write_budget: _Optional[_Union[WriteBudgetStatus, _Mapping]] = ..., retained_fraction: _Optional[float] = ..., dram_retained_budget_bytes: _Optional[int] = ..., nvme_retained_budget_bytes: _Optional[int] = ..., health: _Optional[str] = ..., faults: _Optional[_Iterable[_Union[FaultStatus, _Mapping]]] = ..., fault_counts: _Optional[_Mapping[str, int]] = ..., policy_note: _Optional[str] = ..., whatif: _Optional[_Union[WhatIfStatus, _Mapping]] = ..., savings: _Optional[_Union[SavingsStatus, _Mapping]] = ..., node: _Optional[str] = ..., incarnation: _Optional[str] = ..., keys: _Optional[_Iterable[_Union[KeyStatus, _Mapping]]] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class KeyStatus(_message.Message):
+    __slots__ = ("tenant", "fingerprint", "epoch", "accepted")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    fingerprint: str
+    epoch: int
+    accepted: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, tenant: _Optional[str] = ..., fingerprint: _Optional[str] = ..., epoch: _Optional[int] = ..., accepted: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TierStatus(_message.Message):
     __slots__ = ("name", "budget_bytes", "taken_bytes", "slots")

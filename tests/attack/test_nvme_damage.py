@@ -45,6 +45,8 @@ class Keys:
     def mac_key(self, tenant: bytes, key_id: bytes, epoch: int) -> bytes | None:
         return MAC_KEY if (tenant, key_id, epoch) == (TENANT, b"key-id-0", 1) else None
 
+    slab_key = mac_key
+
 
 def make(files: SimulatedFiles, maker: Machine, _: object, *rest: object) -> NvmeTier:
     return NvmeTier(files, maker, Keys(), *rest)  # type: ignore[arg-type]

@@ -22,12 +22,15 @@ from kvstore.block.errors import BadInput
 from kvstore.block.identity import (
     MAX_EXTRA_KEY_BYTES,
     MAX_EXTRA_KEYS,
+    NOWHERE,
     ExtraKey,
+    Identity,
     KeyRing,
     Namespace,
     PrefixHasher,
     TenantKeys,
     as_extra_keys,
+    key_difference,
     root_key,
     token_bytes,
 )
@@ -326,10 +329,34 @@ def test_a_ring_knows_a_mac_key_by_tenant_key_and_epoch_together() -> None:
     assert ring.mac_key(second.tenant, second.key_id, 2) == second.mac
     assert ring.mac_key(first.tenant, first.key_id, 2) is None
     assert ring.mac_key(b"x" * 16, first.key_id, 1) is None
-    ring.remove(first)
-    ring.remove(first)
-    assert ring.mac_key(first.tenant, first.key_id, 1) is None, "what it signed is nobody's any more"
-    assert ring.mac_key(second.tenant, second.key_id, 2) == second.mac
+    third = TenantKeys.derive(OTHER_SECRET)
+    ring.add(third)
+    ring.forget(first.tenant)
+    ring.forget(first.tenant)
+    for one in (first, second):
+        assert ring.mac_key(one.tenant, one.key_id, one.epoch) is None, "what it signed is nobody's any more"
+        assert ring.slab_key(one.tenant, one.key_id, one.epoch) is None
+    assert ring.mac_key(third.tenant, third.key_id, 1) == third.mac == ring.slab_key(third.tenant, third.key_id, 1)
+
+
+def test_an_epoch_is_a_secret_for_macs_alone() -> None:
+    first = TenantKeys.derive(SECRET)
+    second = first.in_epoch(OTHER_SECRET, 2)
+    kept = ("tenant", "identity", "fingerprint", "first_epoch", "slab_mac")
+    assert [getattr(first, name) for name in kept] == [getattr(second, name) for name in kept]
+    assert first.fingerprint == first.key_id != second.key_id and first.mac != second.mac
+    assert Identity.of(first, NOWHERE) == Identity.of(second, NOWHERE)
+    ring = KeyRing([first, second])
+    ring.retire(first.tenant, first.key_id, 1)
+    assert ring.mac_key(first.tenant, first.key_id, 1) == b"", "known, and accepted no more"
+    assert ring.slab_key(first.tenant, first.key_id, 1) == first.mac, "where frames are is signed in the first epoch"
+    assert ring.mac_key(first.tenant, second.key_id, 2) == second.mac
+
+
+def test_a_difference_names_both_fingerprints() -> None:
+    one, other = TenantKeys.derive(SECRET).fingerprint, TenantKeys.derive(OTHER_SECRET).fingerprint
+    assert key_difference(one, one) == ""
+    assert one.hex() in key_difference(one, other) and other.hex() in key_difference(one, other)
 
 
 # Namespaces -----------------------------------------------------------------------------------------------------------

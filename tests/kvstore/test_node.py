@@ -79,7 +79,7 @@ def test_only_keys_and_lock_are_on_disk(tmp_path: Path) -> None:
     with opened(tmp_path / "kv") as store:
         ns = store.namespace(model=MODEL, layout=small_layout())
         ns.put(ids(64), random_pages(ns.layout, 1))
-        assert sorted(os.listdir(tmp_path / "kv")) == ["keys", "lock"]
+        assert sorted(os.listdir(tmp_path / "kv")) == ["keys", "lock", "node"]
     assert stat.S_IMODE((tmp_path / "kv").stat().st_mode) == 0o700
     assert {stat.S_IMODE((tmp_path / "kv" / name).stat().st_mode) for name in ("keys", "lock")} == {0o600}
 
@@ -352,7 +352,27 @@ def changed(**change: Any) -> str:
         ('{"version": 1, "tenants": ' + "[" * 100_000, ("damaged",)),
         ('{"version": 1' + "0" * 4200 + ', "tenants": {}}', ("version", "knows version 1")),
         (json.dumps(GOOD)[:-10], ("damaged",)),
-        (json.dumps({**GOOD, "version": 2}), ("version 2", "knows version 1")),
+        (json.dumps({**GOOD, "version": 2}), ("damaged",)),
+        *[
+            (
+                json.dumps(
+                    {"version": 2, "tenants": {"a": {"fingerprint": "ab" * 8, "epochs": {"cd" * 8: 1}} | one}} | two
+                ),
+                ("damaged",),
+            )
+            for one, two in [
+                ({}, {}),
+                ({}, {"purged": []}),
+                ({}, {"purged": {"ab" * 8: 1}}),
+                ({}, {"purged": {"ab" * 7: "a"}}),
+                ({"fingerprint": "ab"}, {"purged": {}}),
+                ({"fingerprint": None}, {"purged": {}}),
+                ({"epochs": {"cd" * 8: 0}}, {"purged": {}}),
+                ({"epochs": {"cd" * 9: 1}}, {"purged": {}}),
+                ({"epochs": [1]}, {"purged": {}}),
+                ({"epochs": {"cd" * 8: "1"}}, {"purged": {}}),
+            ]
+        ],
         ('{"version": 3, "keys": "in another form"}', ("version 3", "knows version 1")),
         ('{"version": "1", "tenants": {}}', ("version '1'", "knows version 1")),
     ],

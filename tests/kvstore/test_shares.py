@@ -61,7 +61,7 @@ class Tenants:
         return self.handle(tenant, model).match(tokens(prompt, blocks)).blocks
 
     def extents(self, tenant: str) -> int:
-        return self.blocks.dram.held()[self.store._keys.tenant(tenant).tenant]
+        return self.blocks.dram.held()[self.store.keys.tenant(tenant).tenant]
 
 
 def tokens(prompt: int, blocks: int) -> list[int]:
@@ -211,9 +211,7 @@ def fill_disk(world: Tenants) -> int:
     """By one tenant, up to the last slab; returns how many prompts of five blocks it took."""
     assert world.blocks.lower is not None and world.store._store._levels is not None
     prompts = 0
-    while (
-        world.blocks.lower.tier.held().get(world.store._keys.tenant("t").tenant, 0) < world.blocks.lower.tier.pieces()
-    ):
+    while world.blocks.lower.tier.held().get(world.store.keys.tenant("t").tenant, 0) < world.blocks.lower.tier.pieces():
         assert world.put("t", prompts, 5) is None
         assert not world.store._store._levels.demote_all(30)
         prompts += 1

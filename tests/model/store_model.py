@@ -32,6 +32,7 @@ from kvstore.config import DramConfig, Limits
 from kvstore.core.index import PrefixIndex
 from kvstore.core.store import Store
 from kvstore.core.table import BlockTable
+from kvstore.keys.store_keys import StoreKeys
 from kvstore.node import EmbeddedDoor, EmbeddedStore
 from kvstore.protocol import messages as m
 from tiering.dram.extents import ExtentPool
@@ -362,7 +363,7 @@ def open_store(
 ) -> OpenStore:
     """An embedded store of a few extents, put together by hand."""
     path = Path(directory)
-    lock, keys, ring, clock = DirectoryLock(path), KeyFile(path / "keys"), KeyRing(), FakeClock()
+    lock, keys, ring, clock = DirectoryLock(path), StoreKeys(KeyFile(path / "keys")), KeyRing(), FakeClock()
     config = DramConfig(dram, extent)
     tier = DramTier(ExtentPool(config.budget_bytes, config.extent_bytes))
     limits = limits or Limits()

@@ -272,7 +272,7 @@ def test_memory_of_a_lease_goes_with_its_connection(sidecar: Sidecar) -> None:
 
 
 def test_a_lease_is_held_by_all_who_attached_to_it(sidecar: Sidecar) -> None:
-    tenant = sidecar.store._keys.tenant("default")
+    tenant = sidecar.store.keys.tenant("default")
     with sidecar.client() as store:
         handle = store.namespace(model=MODEL, layout=small_layout())
         handle.put(ids(512), random_pages(handle.layout, 8))

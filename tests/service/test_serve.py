@@ -340,6 +340,7 @@ def test_every_setting_is_documented_with_its_default() -> None:
         "admin.": settings.admin,
         "observe.": settings.observe,
         "console.": settings.console,
+        "keys.": settings.keys,
         "http.": settings.http,
         "log.": settings.log,
         "tenants.NAME.": TenantSettings(""),

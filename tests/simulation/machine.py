@@ -25,6 +25,8 @@ class OneKey:
     def mac_key(self, tenant: bytes, key_id: bytes, epoch: int) -> bytes | None:
         return MAC_KEY
 
+    slab_key = mac_key
+
 
 def stamp_of(part: int) -> Stamp:
     return Stamp(b"key-id-0", 1, b"t" * 16, b"n" * 32, "raw", part, 2, 64, 1, PAYLOAD_BYTES)

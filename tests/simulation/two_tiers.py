@@ -22,6 +22,7 @@ from kvstore.block.identity import KeyRing
 from kvstore.block.key_file import KeyFile
 from kvstore.config import DramConfig, Limits
 from kvstore.core.store import Store
+from kvstore.keys.store_keys import StoreKeys
 from kvstore.node import EmbeddedStore, StoreParts, build_store
 from model.store_model import BLOCK_TOKENS, OpenStore, Owned, Prompt
 from simulation.disk import SimulatedFiles
@@ -225,7 +226,7 @@ def open_two_tiers(
     sizes, limits = sizes or Sizes(), limits or Limits()
     lock = DirectoryLock(directory)
     try:
-        keys, ring = KeyFile(directory / "keys"), KeyRing()
+        keys, ring = StoreKeys(KeyFile(directory / "keys")), KeyRing()
         keys.tenant("default")
         for one in keys.tenants():
             ring.add(one)

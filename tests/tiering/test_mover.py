@@ -39,6 +39,8 @@ class Keys:
     def mac_key(self, tenant: bytes, key_id: bytes, epoch: int) -> bytes | None:
         return self._key if (tenant, key_id, epoch) == (STAMP.tenant, STAMP.key_id, STAMP.epoch) else None
 
+    slab_key = mac_key
+
 
 @pytest.fixture
 def tier() -> DramTier:

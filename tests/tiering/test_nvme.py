@@ -1132,6 +1132,8 @@ class Keys:
             return None
         return {b"t" * 16: MAC_KEY, b"u" * 16: MAC_KEY}.get(tenant)
 
+    slab_key = mac_key
+
 
 def with_keys(keys: Keys) -> Callable[..., NvmeTier]:
     return lambda files, maker, _, *rest: NvmeTier(files, maker, keys, *rest)

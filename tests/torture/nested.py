@@ -86,6 +86,8 @@ class Ring:
         """That tenant's."""
         return KEYS.mac
 
+    slab_key = mac_key
+
 
 def refused(error: Exception) -> str:
     """A declared exception: its line can be printed, and sent."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from tiering.dram.tier import DramTier, copy_frame
-from tiering.errors import BlockCorrupt, BlockMissing
+from tiering.errors import BlockCorrupt, BlockMissing, EpochRetired
 from tiering.frame import HEADER_BYTES, MacKeys, open_header, verify_payload
 
 
@@ -58,7 +58,7 @@ class Mover:
             copy_frame(source, target)
             header = open_header(bytes(target.view[:HEADER_BYTES]), self.keys)
             verify_payload(header, target.view[HEADER_BYTES:])
-        except BlockMissing:
+        except (BlockMissing, EpochRetired):  # the latter goes as well, where it stands
             return MoveOutcome.GONE
         except BlockCorrupt:
             return MoveOutcome.CORRUPT

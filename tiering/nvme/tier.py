@@ -731,7 +731,7 @@ class NvmeTier:
                 self._taken_bytes += size
                 continue
             self._taken_bytes += size
-            key = self._keys.mac_key(header.slot_class.tenant, header.key_id, header.epoch)
+            key = self._keys.slab_key(header.slot_class.tenant, header.key_id, header.epoch)
             assert key is not None
             self._to_load.append(NvmeSlab(header, key))
 

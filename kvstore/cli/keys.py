@@ -1,0 +1,183 @@
+"""kvstore keys: tenants' secrets that the nodes of a pool share. What is printed are fingerprints, never a secret."""
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from kvstore.block.key_file import KeyFile, PooledTenant
+from kvstore.cli.operate import Data
+from kvstore.cli.terminal import Json, expanded_path, print_result, typer
+from kvstore.cli.terminal import keys as app
+from kvstore.keys import pool_keys
+from kvstore.keys.pool_keys import PoolKeys, TenantSecrets, read_source
+from kvstore.keys.secret_dir import SecretDirectory
+from kvstore.keys.store_keys import revive as revive_tenant
+
+Dir = Annotated[
+    str, typer.Argument(metavar="DIR", callback=expanded_path, help="Directory of keys, as `keys.directory` names it.")
+]
+Tenant = Annotated[str, typer.Argument(metavar="TENANT", help="The tenant's name.")]
+
+
+@dataclass(frozen=True, slots=True)
+class KeysReport:
+    """What stands somewhere of tenants' keys. served: under which identity of a pool tenants are served in a store.
+    purged: names by fingerprint, of tenants that a store does not serve under these. faults: of files, by name."""
+
+    where: str
+    tenants: Sequence[TenantSecrets]
+    served: Mapping[str, PooledTenant] = field(default_factory=dict)
+    purged: Mapping[str, str] = field(default_factory=dict)
+    faults: Mapping[str, str] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, object]:
+        """For `--json`."""
+        return {
+            "path": self.where,
+            "tenants": [
+                {
+                    "tenant": one.tenant,
+                    "fingerprint": one.fingerprint,
+                    "epoch": one.epochs[-1][0],
+                    "epochs": [{"epoch": keys.epoch, "key_id": keys.key_id.hex()} for keys in one.in_epochs()],
+                }
+                for one in self.tenants
+            ],
+            "served": {name: one.told() for name, one in self.served.items()},
+            "purged": dict(self.purged),
+            "faults": dict(self.faults),
+        }
+
+    def render(self, console: Any) -> None:
+        """For people."""
+        for one in self.tenants:
+            signs = one.in_epochs()[-1]
+            also = ", ".join(str(number) for number, _ in one.epochs[:-1])
+            line = f"{one.tenant}: {one.fingerprint}, signs in epoch {signs.epoch} ({signs.key_id.hex()})"
+            console.print(
+                line + (f", accepts {also} too" if also else ""), markup=False, highlight=False, soft_wrap=True
+            )
+        for name, pooled in self.served.items():
+            console.print(f"{name}: {pooled.fingerprint}, of a pool", markup=False, highlight=False, soft_wrap=True)
+        for fingerprint, name in self.purged.items():
+            console.print(f"{name}: {fingerprint} was purged", markup=False, highlight=False, soft_wrap=True)
+        for name, fault in self.faults.items():
+            console.print(f"{name} cannot be used: {fault}", markup=False, highlight=False, soft_wrap=True)
+        if not (self.tenants or self.served or self.purged or self.faults):
+            console.print(f"{self.where} has no keys", markup=False, highlight=False, soft_wrap=True)
+
+
+@dataclass(frozen=True, slots=True)
+class ReviveReport:
+    """Under which identities a tenant may be served again."""
+
+    tenant: str
+    fingerprints: Sequence[str]
+
+    def to_dict(self) -> dict[str, object]:
+        """For `--json`."""
+        return {"tenant": self.tenant, "fingerprints": list(self.fingerprints)}
+
+    def render(self, console: Any) -> None:
+        """For people."""
+        line = f"Tenant {self.tenant} may be served under {', '.join(self.fingerprints)} again"
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def init(
+    directory: Dir,
+    tenants: Annotated[
+        list[str] | None, typer.Argument(metavar="[TENANT]...", help="Names of tenants.  [default: default]")
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Make keys for tenants that have none there. Every node of the pool is to have the same directory."""
+    made = pool_keys.init(SecretDirectory(Path(directory)), tenants or ["default"], secrets.token_bytes)
+    return print_result(KeysReport(directory, made), as_json)
+
+
+@app.command()
+def show(
+    path: Annotated[
+        str,
+        typer.Argument(
+            metavar="PATH",
+            callback=expanded_path,
+            envvar="KVSTORE_KEYS_DIRECTORY",
+            help="A directory of keys, one file of it, or the file keys of a store's directory.",
+        ),
+    ],
+    as_json: Json = False,
+) -> int:
+    """Fingerprints of what stands there: the same on all nodes, or the pool is none. Never a secret."""
+    given = Path(path)
+    if given.is_dir():
+        there = PoolKeys.read(SecretDirectory(given))
+        found = KeysReport(path, [there.tenants[name] for name in sorted(there.tenants)], faults=there.faults)
+    else:
+        own = KeyFile(given) if given.suffix != ".key" else None
+        read = read_source(given)
+        told = (own.pooled, own.purged) if own is not None else ({}, {})
+        found = KeysReport(path, [read[name] for name in sorted(read)], *told)
+    return print_result(found, as_json)
+
+
+@app.command(name="import")
+def take_in(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            callback=expanded_path,
+            help="A directory of keys, one file of it, or the file keys of a store's directory.",
+        ),
+    ],
+    directory: Dir,
+    tenants: Annotated[
+        list[str] | None, typer.Option("--tenant", metavar="NAME", help="This tenant alone. May be given again.")
+    ] = None,
+    cold_start: Annotated[
+        bool, typer.Option("--cold-start", help="Also where another identity is there: what it stored is lost.")
+    ] = False,
+    as_json: Json = False,
+) -> int:
+    """Have tenants' keys from elsewhere: those of a store become a pool's, and it stays warm."""
+    taken = pool_keys.take_in(SecretDirectory(Path(directory)), Path(source), tenants or (), cold_start=cold_start)
+    return print_result(KeysReport(directory, taken), as_json)
+
+
+@app.command()
+def rotate(directory: Dir, tenant: Tenant, as_json: Json = False) -> int:
+    """Begin an epoch: what is stored from now on is signed with a new secret, and what is there stays readable.
+
+    Sidecars that have the directory take it in within seconds. Blocks keep their names.
+    """
+    rotated = pool_keys.rotate(SecretDirectory(Path(directory)), tenant, secrets.token_bytes)
+    return print_result(KeysReport(directory, [rotated]), as_json)
+
+
+@app.command()
+def retire(
+    directory: Dir,
+    tenant: Tenant,
+    epoch: Annotated[int, typer.Argument(metavar="EPOCH", help="The epoch's number.")],
+    as_json: Json = False,
+) -> int:
+    """End an epoch: what was signed in it is taken out of every tier, and accepted nowhere any more.
+
+    Rotate first, and wait until kvstore stat shows the new epoch on every node.
+    """
+    left = pool_keys.retire(SecretDirectory(Path(directory)), tenant, epoch)
+    return print_result(KeysReport(directory, [left]), as_json)
+
+
+@app.command()
+def revive(tenant: Tenant, data: Data = "./kv", as_json: Json = False) -> int:
+    """Serve a purged tenant under the same keys again. The store's directory must not be in use.
+
+    A purge notes down which keys are not to be served any more, so that a mounted secret does not bring them back.
+    """
+    return print_result(ReviveReport(tenant, revive_tenant(Path(data), tenant)), as_json)

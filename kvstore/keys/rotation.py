@@ -1,0 +1,85 @@
+"""Rotation: a store follows its directory of keys while it serves.
+
+    an epoch more    accepted, then it signs what is sealed from now on; what is there stays readable
+    an epoch less    accepted no more, then what it signed is taken out of every tier, as far as it is not in use, and
+                     looked at again; once nothing is left, DATA/keys forgets the epoch
+
+After a crash DATA/keys says which retired epochs may have left something. Called by one thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Container, Mapping, Sequence
+from typing import Protocol
+
+from kvstore.block.errors import KeysUnusable, StoreClosed
+from kvstore.block.identity import KeyRing, TenantKeys
+from kvstore.keys.store_keys import Epochs, StoreKeys
+
+LOOK_SECONDS = 1.0
+"""Between two looks at the directory."""
+
+_log = logging.getLogger(__name__)
+
+
+class FollowsEpochs(Protocol):
+    """What has to follow: the store."""
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether all that is on disk was taken in."""
+        ...
+
+    def rotate(self, keys: TenantKeys) -> None:
+        """Sign a tenant's frames in this epoch."""
+        ...
+
+    def retire(
+        self, tenant: bytes, epochs: Container[tuple[bytes, int]], rows: Mapping[int, Sequence[int]] | None = None
+    ) -> dict[int, list[int]]:
+        """Take out what these signed; returns what is left, by namespace."""
+        ...
+
+
+class KeyRotation:
+    """Of one store."""
+
+    def __init__(self, keys: StoreKeys, ring: KeyRing, store: FollowsEpochs) -> None:
+        self._keys, self._ring, self._store = keys, ring, store
+        self._left: dict[str, tuple[Epochs, Mapping[int, Sequence[int]]]] = {}
+        self._retiring = {name for name in keys.served() if keys.retired(name)}
+
+    def step(self) -> None:
+        """Take in what changed, and go on with what is to go."""
+        for name in self._keys.reload():
+            accepted, retired = self._keys.accepted(name), self._keys.retired(name)
+            for one in accepted:
+                self._ring.add(one)
+            self._store.rotate(accepted[-1])
+            for key_id, epoch in retired:
+                self._ring.retire(accepted[-1].tenant, key_id, epoch)
+                self._retiring.add(name)
+            told = {"tenant": name, "epoch": accepted[-1].epoch, "accepted": [one.epoch for one in accepted]}
+            _log.info("keys are followed", extra=told)
+        if self._store.is_loaded:
+            for name in sorted(self._retiring):
+                self._take_out(name)
+
+    def _take_out(self, name: str) -> None:
+        retired = self._keys.retired(name)
+        if not retired:  # all is gone, they are accepted again, or the tenant was purged
+            self._left.pop(name, None)
+            self._retiring.discard(name)
+            return
+        epochs, rows = self._left.get(name, ((), None))
+        try:
+            left = self._store.retire(
+                self._keys.accepted(name)[-1].tenant, frozenset(retired), rows if epochs == retired else None
+            )
+            self._left[name] = retired, left
+            if not left:
+                self._keys.gone(name, retired)
+                _log.info("an epoch is retired", extra={"tenant": name, "epochs": [epoch for _, epoch in retired]})
+        except (KeysUnusable, StoreClosed) as error:  # the next look tries it again
+            _log.warning("what retired epochs signed cannot be taken out: %s", error)

@@ -1,0 +1,320 @@
+"""The keys that a store serves its tenants under: secrets of its own, or those of a pool's directory.
+
+    no directory    DATA/keys has a secret of each tenant, and makes one for a new tenant
+    a directory     its secrets, looked at again and again; DATA/keys remembers which identity each tenant had here, and
+                    which tenants were purged. Another identity is served after an explicit cold start alone
+
+What is wrong with a directory while a store runs changes nothing but what is said: what was served is served on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvstore.block.errors import BadInput, DirectoryInUse, KeysUnusable, TenantPurged
+from kvstore.block.identity import KeyRing, TenantKeys
+from kvstore.block.key_file import KeyFile, PooledTenant
+from kvstore.config import KeysOptions, format_size
+from kvstore.keys.pool_keys import PoolKeys, TenantSecrets, file_name
+from kvstore.keys.secret_dir import SecretDirectory
+from tiering.files import DirectoryLock, ReadOnlyFiles
+from tiering.nvme.slab import STAMP_SLAB
+from tiering.nvme.tier import slab_name
+
+_log = logging.getLogger(__name__)
+
+Epochs = Collection[tuple[bytes, int]]
+"""Key ids and numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeysOfTenant:
+    """What people are told of a tenant's keys. fingerprint: of its identity. epoch: that signs. accepted: all."""
+
+    tenant: str
+    fingerprint: str
+    epoch: int
+    accepted: list[int] = field(default_factory=list)
+
+
+class StoreKeys:
+    """Keys by tenant. Thread-safe."""
+
+    def __init__(self, own: KeyFile, options: KeysOptions | None = None) -> None:
+        """own: DATA/keys. Raises `KeysUnusable` where there is a directory, and it cannot be read."""
+        self._own, options = own, options or KeysOptions()
+        self._directory = SecretDirectory(Path(options.directory)) if options.directory is not None else None
+        self._cold_start = (options.cold_start or "").lower()
+        self._lock = threading.RLock()
+        self._served: dict[str, TenantSecrets] = {}
+        self._trouble: dict[str, KeysUnusable] = {}  # by tenant, file or directory
+        self._stamp: object = None
+        self._is_followed = self._is_full = False
+        self.reload()
+        self._is_followed = True
+        if self._directory is not None and str(self._directory.path) in self._trouble:
+            raise self._trouble[str(self._directory.path)]
+
+    # What a store asks ---------------------------------------------------------------------------------------------
+
+    def tenant(self, name: str) -> TenantKeys:
+        """A tenant's keys, in the epoch that signs. Without a directory a new tenant gets some. Raises `BadInput` and
+        `KeysUnusable`, `TenantPurged` where the directory has those of a purged tenant."""
+        if self._directory is None:
+            return self._own.tenant(name)
+        with self._lock:
+            if name in self._served:
+                return self._served[name].in_epochs()[-1]
+            raise self._trouble.get(name) or self._trouble.get(file_name(name)) or self._absent(name)
+
+    def find(self, name: str) -> TenantKeys | None:
+        """The same; None for a tenant that is not served since it was purged."""
+        try:
+            return self.tenant(name)
+        except TenantPurged:
+            return None
+
+    def tenants(self) -> list[TenantKeys]:
+        """Of all that are known, in the epoch that signs."""
+        with self._lock:
+            return [one.in_epochs()[-1] for one in self._served.values()] + self._own.tenants()
+
+    def names(self) -> dict[bytes, str]:
+        """Names by tenants' ids."""
+        with self._lock:
+            return {**self._own.names(), **{one.in_epochs()[-1].tenant: name for name, one in self._served.items()}}
+
+    def known(self, name: str) -> TenantKeys:
+        """The keys of a tenant that has some. Raises `BadInput`."""
+        with self._lock:
+            if name in self._served:
+                return self._served[name].in_epochs()[-1]
+            if self._directory is None:
+                return self._own.known(name)
+            there = ", ".join(sorted({*self._served, *self._own.names().values()}))
+            if name not in self._own.names().values():
+                raise BadInput(f"tenant {name!r} has no keys here; there are: {there}")
+            return self._own.known(name)
+
+    def retire(self, name: str) -> None:
+        """A tenant was purged: its own secret is gone when this returns, and one of a pool is not served before it is
+        revived. Raises `KeysUnusable`."""
+        with self._lock:
+            self._own.retire(name)
+            served = self._served.pop(name, None)
+            if served is not None:
+                self._trouble[name] = self._purged(name, served.fingerprint)
+                self._stamp = None  # perhaps it has others for the tenant already
+
+    def fill(self, ring: KeyRing) -> None:
+        """Have a ring know every epoch of every tenant: accepted, or retired."""
+        for one in self._own.tenants():
+            ring.add(one)
+        with self._lock:
+            for name, secrets in self._served.items():
+                accepted = secrets.in_epochs()
+                for one in accepted:
+                    ring.add(one)
+                for key_id, epoch in self.retired(name):
+                    ring.retire(accepted[-1].tenant, key_id, epoch)
+
+    # Following a directory -----------------------------------------------------------------------------------------
+
+    def reload(self) -> list[str]:
+        """Look at the directory, if anything changed there; returns the tenants whose epochs are others now."""
+        if self._directory is None:
+            return []
+        with self._lock:
+            stamp = self._directory.stamp()
+            if stamp == self._stamp:
+                return []
+            before, trouble_before, self._is_full = dict(self._served), self._trouble, False
+            self._trouble = {}
+            try:
+                there = PoolKeys.read(self._directory)
+            except KeysUnusable as error:
+                self._trouble[str(self._directory.path)] = error
+            else:
+                self._take(there)
+            self._stamp = stamp if not self._is_full else None  # room may come without a change there
+            for key, trouble in self._trouble.items():
+                if self._is_followed and str(trouble_before.get(key)) != str(trouble):
+                    _log.warning("%s", trouble)
+            return [name for name, one in self._served.items() if before.get(name) != one]
+
+    def _take(self, there: PoolKeys) -> None:
+        assert self._directory is not None
+        for name, fault in there.faults.items():
+            self._trouble[name] = KeysUnusable(f"{self._directory.path / name} cannot be used: {fault}; restore it")
+        for name, one in there.tenants.items():
+            try:
+                self._admit(name, one)
+            except KeysUnusable as error:
+                self._trouble[name] = error
+        for name in self._served.keys() - there.tenants.keys():
+            if file_name(name) not in there.faults:
+                path = self._directory.path
+                self._trouble[name] = KeysUnusable(
+                    f"the keys of tenant {name} are gone from {path}, and serve until the next start; bring them back"
+                )
+
+    def _admit(self, name: str, new: TenantSecrets) -> None:
+        assert self._directory is not None
+        where, fingerprint = f"of tenant {name} in {self._directory.path}", new.fingerprint
+        if fingerprint in self._own.purged:
+            raise self._purged(name, fingerprint)
+        serving = self._served.get(name)
+        if serving is not None and serving.fingerprint != fingerprint:
+            raise KeysUnusable(
+                f"the keys {where} are of another identity ({fingerprint}) than those that are served "
+                f"({serving.fingerprint}); bring these back, or start again with keys.cold_start={fingerprint}"
+            )
+        had = self._had(name)
+        if had is not None and had.fingerprint != fingerprint:
+            if self._cold_start != fingerprint:
+                raise KeysUnusable(
+                    f"the keys {where} are of another identity ({fingerprint}) than those under which it was stored "
+                    f"here ({had.fingerprint}): nothing of it would be found; bring these back, or give "
+                    f"keys.cold_start={fingerprint} to begin anew"
+                )
+            _log.warning("tenant %s begins cold: its identity is %s, and was %s", name, fingerprint, had.fingerprint)
+            had = None
+        epochs = {keys.key_id.hex(): keys.epoch for keys in new.in_epochs()}
+        # What was retired stays on record until nothing is left of it.
+        try:
+            self._own.adopt(name, PooledTenant(fingerprint, {**(had.epochs if had is not None else {}), **epochs}))
+        except KeysUnusable:
+            self._is_full = True
+            raise
+        self._served[name] = new
+
+    def _had(self, name: str) -> PooledTenant | None:
+        """Under which keys a tenant was served here before."""
+        if name in self._own.pooled:
+            return self._own.pooled[name]
+        own = next((one for one in self._own.tenants() if self._own.names()[one.tenant] == name), None)
+        return PooledTenant(own.fingerprint.hex(), {own.key_id.hex(): own.epoch}) if own is not None else None
+
+    def retired(self, name: str) -> Epochs:
+        """Epochs of a tenant that are accepted no more, and of which something may be stored still."""
+        with self._lock:
+            if name not in self._served or name not in self._own.pooled:
+                return []
+            accepted = {keys.key_id.hex() for keys in self._served[name].in_epochs()}
+            on_record = self._own.pooled[name].epochs.items()
+            return [(bytes.fromhex(key_id), epoch) for key_id, epoch in on_record if key_id not in accepted]
+
+    def accepted(self, name: str) -> list[TenantKeys]:
+        """A served tenant's keys in every epoch; the last ones sign."""
+        with self._lock:
+            return self._served[name].in_epochs()
+
+    def served(self) -> list[str]:
+        """Tenants whose keys are a pool's."""
+        with self._lock:
+            return list(self._served)
+
+    def gone(self, name: str, epochs: Epochs) -> None:
+        """Nothing is stored any more that these epochs signed. Raises `KeysUnusable`."""
+        with self._lock:
+            had = self._own.pooled.get(name)
+            if had is not None:
+                gone = {key_id.hex() for key_id, _ in epochs}
+                left = {key_id: epoch for key_id, epoch in had.epochs.items() if key_id not in gone}
+                self._own.adopt(name, PooledTenant(had.fingerprint, left))
+
+    # What people are told ------------------------------------------------------------------------------------------
+
+    def warnings(self) -> list[str]:
+        """What is wrong with the directory, a line each."""
+        with self._lock:
+            return [str(error) for error in self._trouble.values()]
+
+    def told(self) -> list[KeysOfTenant]:
+        """Of every tenant."""
+        with self._lock:
+            return [_told(name, keys) for name, keys in self._by_name()]
+
+    def _by_name(self) -> Iterator[tuple[str, list[TenantKeys]]]:
+        names = self._own.names()
+        by_name: Mapping[str, list[TenantKeys]] = {
+            **{names[one.tenant]: [one] for one in self._own.tenants()},
+            **{name: one.in_epochs() for name, one in self._served.items()},
+        }
+        yield from sorted(by_name.items())
+
+    def _purged(self, name: str, fingerprint: str) -> TenantPurged:
+        assert self._directory is not None
+        return TenantPurged(
+            f"the keys of tenant {name} in {self._directory.path} ({fingerprint}) were purged here and are not served; "
+            f"give the tenant others, or, with the sidecar stopped: kvstore keys revive {name}"
+        )
+
+    def _absent(self, name: str) -> KeysUnusable:
+        assert self._directory is not None
+        path = self._directory.path
+        return KeysUnusable(
+            f"tenant {name} has no keys in {path}; make some (kvstore keys init {path} {name}), or bring a store's own "
+            f"there (kvstore keys import DATA/keys {path})"
+        )
+
+
+def _told(name: str, keys: list[TenantKeys]) -> KeysOfTenant:
+    return KeysOfTenant(name, keys[-1].fingerprint.hex(), keys[-1].epoch, [one.epoch for one in keys])
+
+
+def ring_of(own: KeyFile, directory: str | None = None) -> tuple[KeyRing, dict[bytes, str]]:
+    """What can be verified with DATA/keys and a pool's directory, and names by tenants' ids. Writes nothing. Raises
+    `KeysUnusable`."""
+    ring, names = KeyRing(own.tenants()), own.names()
+    pool = PoolKeys.read(SecretDirectory(Path(directory))).tenants if directory is not None else {}
+    for name, secrets in pool.items():
+        accepted, had = secrets.in_epochs(), own.pooled.get(name)
+        if had is None or had.fingerprint != secrets.fingerprint:
+            continue
+        names[accepted[-1].tenant] = name
+        for key_id, epoch in had.epochs.items():
+            ring.retire(accepted[-1].tenant, bytes.fromhex(key_id), epoch)
+        for one in accepted:
+            ring.add(one)
+    return ring, names
+
+
+def revive(path: Path, tenant: str) -> list[str]:
+    """Let the store of a directory serve a purged tenant again; see `KeyFile.revive`. Raises `BadInput`,
+    `DirectoryInUse` and `KeysUnusable`."""
+    try:
+        lock = DirectoryLock(path)
+    except BlockingIOError as error:
+        raise DirectoryInUse(f"{path} is in use by process {error}; stop that sidecar first") from None
+    except OSError as error:
+        raise BadInput(f"{path} cannot be used as a store's directory: {error.strerror}; give another one") from None
+    try:
+        return KeyFile(path / "keys").revive(tenant)
+    finally:
+        lock.release()
+
+
+def refuse_new_keys(path: Path) -> None:
+    """Slabs that stand there need keys that are gone: beside new ones they would be left alone for ever."""
+    try:
+        sizes = ReadOnlyFiles(path / "nvme").sizes()
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        raise BadInput(f"{path / 'nvme'} cannot be looked at: {error.strerror}; give another directory") from None
+    sizes.pop(slab_name(STAMP_SLAB), None)
+    if sizes:
+        raise KeysUnusable(
+            f"{path / 'keys'} is missing, and {slabs_in_words(len(sizes), sum(sizes.values()))} in {path / 'nvme'} "
+            f"cannot be used without it; restore it from a backup, or move {path / 'nvme'} away to begin anew"
+        )
+
+
+def slabs_in_words(count: int, size_bytes: int) -> str:
+    """So many, and their bytes."""
+    return f"{count} slab{'s' * (count != 1)} ({format_size(size_bytes)})"
