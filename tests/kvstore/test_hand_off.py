@@ -155,6 +155,16 @@ def test_a_store_opens_what_it_sealed_and_no_other_does(tmp_path: Path) -> None:
         assert told is not None and told.reason is MissReason.KEY_MISMATCH
 
 
+def test_a_ticket_of_an_earlier_run_is_stale(tmp_path: Path) -> None:
+    tickets = []
+    for _ in range(2):
+        with open_at(tmp_path / "kv", dram="1MiB") as store:
+            handle = store.namespace(model=MODEL, layout=small_layout())
+            tickets.append(sealed(handle, ids(128)))
+            told = [handle.submit_open(one).poll() for one in tickets]
+    assert [one and one.reason for one in told] == [MissReason.STALE_HINT, None]
+
+
 def test_what_a_ticket_names_is_kept_while_others_have_to_go(tmp_path: Path) -> None:
     layout = small_layout()
     with open_at(tmp_path / "kv", dram="1MiB", extent="64KiB") as store:
