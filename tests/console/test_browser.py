@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
     CHROMIUM is None,
     reason="there is no chromium here: apt-get install --no-install-recommends chromium fonts-dejavu-core",
 )
-PAGES = ("/", "/misses", "/prefixes", "/tenants", "/moves", "/engines", "/request", "/plan", "/events")
+PAGES = ("/", "/misses", "/prefixes", "/tenants", "/moves", "/engines", "/request", "/plan", "/operate", "/events")
 LOOKS = (("light", 1280, 900), ("dark", 1280, 900), ("light", 360, 740), ("dark", 360, 740))
 
 

@@ -1,6 +1,7 @@
 // The other pages.
 import { bar, chart, piecesOf, missHatch, missHue } from "./charts.js";
 import { bytes, eventList, known, make, moment, ms, panel, percent, span, table, tokens, whole, wide } from "./format.js";
+import { auditPanel } from "./operate.js";
 import { account, empty, rates, stackOf } from "./overview.js";
 
 const sum = (counts) => Object.values(counts).reduce((all, one) => all + one, 0);
@@ -114,6 +115,6 @@ function figuresOf(planned) {
     wide("What to know beside it", make("p", {}, `${planned.model}: ${planned.source}; codec ${planned.codec}.`), ...planned.notes.map((one) => make("p.quiet", {}, `${one}.`))),
   ].filter(Boolean);
 }
-export function events({ events: told }) {
-  return [wide("Events, the newest first", eventList(told, "Nothing has happened since the console began."), make("p.quiet", {}, "The last 500 that the console saw since it began; the sidecar's log has more."))];
+export function events({ events: told, audit }) {
+  return [audit ? auditPanel(audit) : null, wide("Events, the newest first", eventList(told, "Nothing has happened since the console began."), make("p.quiet", {}, "The last 500 that the console saw since it began; the sidecar's log has more."))].filter(Boolean);
 }
