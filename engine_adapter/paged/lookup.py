@@ -17,6 +17,7 @@ from kvstore.block.account import Account, MissReason, reason_of
 from kvstore.block.identity import Prompt
 from kvstore.client.handle import Lease, Match, NamespaceHandle
 from kvstore.client.pending import PendingReply
+from kvstore.protocol.told import told_name
 
 _log = getLogger(__name__)
 
@@ -62,7 +63,9 @@ class PrefixLookup:
         self._pending_match: PendingReply[Match] | None = None
         self._pending_lease: PendingReply[Lease] | None = None
         try:
-            self._pending_match = namespace.submit_match(prompt, deadline_ms=match_deadline_ms)
+            self._pending_match = namespace.submit_match(
+                prompt, deadline_ms=match_deadline_ms, request=told_name(request)
+            )
         except Exception as error:
             self._miss(self._fault(error))
 

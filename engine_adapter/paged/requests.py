@@ -16,8 +16,7 @@ from kvstore.block.identity import ExtraKey, Prompt
 from kvstore.client.handle import Lease, NamespaceHandle
 from kvstore.client.pending import PendingReply
 from kvstore.prefixes.sampler import PromptSampler
-from kvstore.protocol.requests import MAX_REQUEST_CHARACTERS
-from kvstore.protocol.told import MAX_TOLD_REQUESTS, MAX_TOLD_TEXT, RequestTold, SavingsTold
+from kvstore.protocol.told import MAX_TOLD_REQUESTS, MAX_TOLD_TEXT, RequestTold, SavingsTold, told_name
 
 TELL_SECONDS = 1.0
 NEVER = 1 << 62
@@ -208,17 +207,15 @@ class RequestNews:
     def add(
         self, state: RequestState, facts: NamespaceSpec | None, namespace: NamespaceHandle | None
     ) -> dict[str, Any]:
-        """A request is over. facts, namespace: that are in use, if any. Returns what its user is told. A client may
-        have given it a name that is no text."""
+        """A request is over. facts, namespace: that are in use, if any. Returns what its user is told."""
         request, told = state.request, state.told()
         is_of_it = namespace is not None and facts is not None and state.number == facts.number
         if namespace is not None and is_of_it and state.is_admitted and state.facts.saves:
             stop = request.num_prompt_tokens
             self.sampler.offer(namespace, state.account, state.facts.extra_keys, lambda: request.token_ids(0, stop))
-        name = request.request_id.encode("utf-8", "replace").decode()
         self._waiting.append(
             RequestTold(
-                name[:MAX_REQUEST_CHARACTERS],
+                told_name(request.request_id),
                 told["asked"],
                 told["hits"],
                 told["misses"],

@@ -182,15 +182,17 @@ class NamespaceHandle:
         keys = self._hasher.keys(raw, as_extra_keys(extra_keys), known)
         return Prompt(len(known) * self.block_tokens + len(raw) // 4, keys)
 
-    def match(self, token_ids: Any, extra_keys: Sequence[ExtraKey | bytes | str] = ()) -> Match:
+    def match(self, token_ids: Any, extra_keys: Sequence[ExtraKey | bytes | str] = (), request: str = "") -> Match:
         """The longest stored prefix of a prompt, and why it ends there. Pins nothing and changes nothing.
 
         token_ids: list, array, numpy array or torch tensor of ids, or their uint32 little-endian bytes; or a `Prompt`.
         extra_keys: what else the KV depends on (adapter digest, image hashes, salt), in an order of the caller's; a
-        `Prompt` has them already.
+        `Prompt` has them already. request: the engine's name for what it is for, for people.
         """
+        check_request(request)
         tokens, keys = self._hashed(token_ids, extra_keys)
-        return self._matched(tokens, keys, self._door.call(m.MatchPrefix(self.number, keys), m.Matched))
+        wanted = m.MatchPrefix(self.number, keys, request=request)
+        return self._matched(tokens, keys, self._door.call(wanted, m.Matched))
 
     def submit_changes(self, after: int, deadline_ms: float = 1000) -> PendingReply[m.Changed]:
         """What became of this namespace's blocks, in order, from the change of that number on, or from now on for 0:
@@ -207,15 +209,21 @@ class NamespaceHandle:
         self._door.submit(m.Tell(list(requests), savings, list(prompts)), m.Done, 0.0)
 
     def submit_match(
-        self, token_ids: Any, extra_keys: Sequence[ExtraKey | bytes | str] = (), deadline_ms: float = 50
+        self,
+        token_ids: Any,
+        extra_keys: Sequence[ExtraKey | bytes | str] = (),
+        deadline_ms: float = 50,
+        request: str = "",
     ) -> PendingReply[Match]:
         """`match` for a thread that must not wait: `poll` returns it once it is there, or a miss once it is late.
 
         The prompt is hashed here, in the caller's thread: some 0.3 ms for 32,768 tokens given as an array.
         """
         _check_deadline(deadline_ms)
+        check_request(request)
         tokens, keys = self._hashed(token_ids, extra_keys)
-        submitted = self._door.submit(m.MatchPrefix(self.number, keys), m.Matched, float(deadline_ms) / 1000)
+        wanted = m.MatchPrefix(self.number, keys, request=request)
+        submitted = self._door.submit(wanted, m.Matched, float(deadline_ms) / 1000)
         cancelled = m.Matched(MatchReply(0, reason=MissReason.DISABLED, detail="it was cancelled"))
         return PendingReply(
             submitted, partial(self._matched, tokens, keys), partial(self._matched, tokens, keys, cancelled)

@@ -66,8 +66,15 @@ export function engines({ status, series, engines: told }) {
   ];
 }
 const counted = (counts) => Object.entries(counts).filter(([, count]) => count > 0).map(([name, count]) => `${name.replaceAll("_", " ")} ${whole(count)}`).join(", ") || "none";
+function gone({ at, gone: went }) {
+  if (!went) return "When and why the first of them went is not known any more.";
+  const why = { room: `from ${went.tier}, for room`, declined: "from dram, for room; nvme was not to have it (store.nvme_writes)", ttl: `from ${went.tier}, for room: its ttl was over, or more was to be kept than may be`, drop: "as its namespace was dropped" };
+  return `The first of them went ${span(Math.max(0, at - went.at))} before, at ${moment(went.at)}, ${why[went.cause] ?? went.cause}.`;
+}
 function timeline(one) {
-  const rows = one.leases.map((lease) => [moment(lease.at), `leased ${whole(lease.blocks)} of ${whole(lease.wanted)} blocks from block ${whole(lease.first_block)} on (${counted(lease.tiers)}) in ${ms(1000 * lease.seconds)}${lease.reason ? `; the others: ${lease.reason.replaceAll("_", " ")}${lease.detail ? ` (${lease.detail})` : ""}` : ""}`]);
+  const rows = [...one.looked, ...one.leases].sort((a, b) => a.at - b.at).map((note) => [moment(note.at), `${known(note.first_block) ? "leased" : "looked up: found"} ${whole(note.blocks)} of ${whole(note.wanted)} blocks${known(note.first_block) ? ` from block ${whole(note.first_block)} on` : ""} (${counted(note.tiers)}) in ${ms(1000 * note.seconds)}${note.reason ? `; the others: ${note.reason.replaceAll("_", " ")}${note.detail ? ` (${note.detail})` : ""}` : ""}${note.reason === "evicted" ? `. ${gone(note)}` : ""}`]);
+  if (known(one.purged_at)) rows.unshift([moment(one.purged_at), "its tenant was purged: what was stored before is gone"]);
+  if (one.reported) rows.push(["-", `${whole(one.reported)} blocks failed their check when they were read, and were not used`]);
   const told = one.told;
   if (told) rows.push([moment(one.told_at), `its engine: ${whole(told.asked)} tokens; hits: ${counted(told.hits)}; misses: ${counted(told.misses)}${told.load_ms ? `; it waited ${ms(told.load_ms)} for its load` : ""}; ${whole(told.saved_blocks)} blocks saved${Object.keys(told.put_reasons).length ? `, not all: ${counted(told.put_reasons)}` : ""}${told.detail ? `. ${told.detail}` : ""}`]);
   return wide(`${one.request}, ${one.engine || "an engine"} of ${one.tenant}${one.model ? `, ${one.model}` : ""}`,
