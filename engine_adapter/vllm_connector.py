@@ -389,7 +389,7 @@ class _SchedulerSide:
         self.half = PagedScheduler(
             settings, lambda: _open_store(settings.url, session), time.monotonic, random.Random().random, time.sleep
         )
-        self.reader = RequestReader(AdapterDigests(adapter_digest))
+        self.reader = RequestReader(AdapterDigests(adapter_digest), config.model_config if settings.traces else None)
         self._config = config
         self._groups = groups
         self._settings = settings

@@ -12,6 +12,7 @@ from typing import Any
 
 from engine_adapter.adapter_digests import AdapterDigests
 from engine_adapter.paged.requests import RequestSpec
+from engine_adapter.paged.spans import NO_TRACE, SpanQueue
 from kvstore.block.account import MissReason
 from kvstore.block.identity import ExtraKey
 
@@ -24,8 +25,10 @@ HINTS = ("store", "ttl", "priority", "conversation")
 class RequestReader:
     """One engine's."""
 
-    def __init__(self, adapters: AdapterDigests) -> None:
+    def __init__(self, adapters: AdapterDigests, traced: Any = None) -> None:
+        """traced: the engine's model, where requests that bring a `traceparent` are traced."""
         self._adapters = adapters
+        self._spans = SpanQueue(str(traced.served_model_name)) if traced is not None else None
 
     def facts(self, request: Any) -> RequestSpec:
         """Of a new request."""
@@ -53,7 +56,8 @@ class RequestReader:
             position = feature.mm_position
             extra.append(ExtraKey(b"content:%d:%s" % (position.length, content.encode()), position.offset))
         reads = not getattr(request, "skip_reading_prefix_cache", False)
-        return hinted(RequestSpec(tuple(extra), reads=reads), request.kv_transfer_params)
+        trace = self._spans.trace(getattr(request, "trace_headers", None)) if self._spans is not None else NO_TRACE
+        return hinted(RequestSpec(tuple(extra), reads=reads, trace=trace), request.kv_transfer_params)
 
 
 def hinted(facts: RequestSpec, params: Any) -> RequestSpec:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from logging import getLogger
 
+from engine_adapter.paged.spans import NO_TRACE, RequestTrace
 from kvstore.block.account import Account, MissReason, reason_of
 from kvstore.block.identity import Prompt
 from kvstore.client.handle import Lease, Match, NamespaceHandle
@@ -45,8 +46,9 @@ class PrefixLookup:
         *,
         match_deadline_ms: float,
         lease_deadline_ms: float,
+        trace: RequestTrace = NO_TRACE,
     ) -> None:
-        """Asks at once. clock: monotonic seconds."""
+        """Asks at once. clock: monotonic seconds. trace: told when the look-up and the lease were answered."""
         self.namespace = namespace
         self.prompt = prompt
         self.request = request
@@ -56,6 +58,7 @@ class PrefixLookup:
         self._clock = clock
         self._match_seconds = match_deadline_ms / 1000
         self._lease_seconds = lease_deadline_ms / 1000
+        self._trace, self._begun_at = trace, clock()
         self._asked_at = 0.0
         self._leased_at = 0.0
         self._match: Match | None = None
@@ -124,8 +127,10 @@ class PrefixLookup:
         if match is None:
             self.detail = f"no answer within {1000 * self._match_seconds:g} ms"
             self._miss(MissReason.DEADLINE)
+            self._trace.looked_up(now - self._begun_at, self.account)
             return
         self._match, self.account, self.detail = match, match.account, match.detail
+        self._trace.looked_up(now - self._begun_at, match.account)
         if not match.tokens:
             self._is_over = True
 
@@ -147,6 +152,7 @@ class PrefixLookup:
         while not self._is_good(first_token):
             self._release()
             if self._pending_lease is None:
+                self._begun_at = self._clock()
                 self._pending_lease = self.namespace.submit_lease(
                     wanted, first_token, 1000 * self._lease_seconds, self.request
                 )
@@ -156,6 +162,7 @@ class PrefixLookup:
             # It may have been asked for when the engine had more of its own than it has now.
             self._pending_lease = None
             self.lease, self._leased_at = lease, self._clock()
+            self._trace.leased(self._leased_at - self._begun_at, lease.account)
             if lease.reason is not None:
                 self.detail = lease.detail or self.detail
         assert self.lease is not None

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from engine_adapter.audit.audits import AuditResult, HitSaving
 from engine_adapter.paged.load_choice import LoadChoice
 from engine_adapter.paged.lookup import PrefixLookup
+from engine_adapter.paged.spans import NO_TRACE, RequestTrace
 from engine_adapter.paged.step_plan import AuditOrder, LoadOrder, NamespaceSpec
 from kvstore.block.account import Account, HitTier, MissReason
 from kvstore.block.identity import ExtraKey, Prompt
@@ -53,7 +54,7 @@ class EngineRequest(Protocol):
 class RequestSpec:
     """What a request's KV depends on besides its tokens, and what its user wants. refused: why it is not looked up and
     not saved, else None. ttl, priority: None where nothing was said. ignored: of what its user asked for, what was not
-    understood."""
+    understood. trace: is told what the store does for it."""
 
     extra_keys: tuple[ExtraKey, ...] = ()
     refused: MissReason | None = None
@@ -63,6 +64,7 @@ class RequestSpec:
     ttl: float | None = None
     priority: int | None = None
     ignored: tuple[str, ...] = ()
+    trace: RequestTrace = NO_TRACE
 
     @property
     def is_kept(self) -> bool:

@@ -403,10 +403,9 @@ class PagedScheduler:
     # Looking up ------------------------------------------------------------------------------------------------------
 
     def _look_up(self, state: RequestState) -> None:
-        request, facts = state.request, state.facts
+        request, facts, tokens = state.request, state.facts, state.request.num_tokens
         self._let_go(state)
         state.chosen_for, state.late_at = -1, 0
-        tokens = request.num_tokens
         namespace = self._namespace.now() if self._refused is None else None
         if facts.refused is not None:
             reason, detail = facts.refused, facts.detail
@@ -418,8 +417,7 @@ class PagedScheduler:
             reason, detail = MissReason.DISABLED, "the request is not to read what is cached"
         if not state.is_admitted:
             is_asked = self._refused is None and facts.refused is None  # a tail is no block's, whatever becomes of them
-            state.account = Account.missed(reason, tokens, self.block_tokens if is_asked else 0)
-            state.detail = detail
+            state.account, state.detail = Account.missed(reason, tokens, self.block_tokens if is_asked else 0), detail
         if namespace is None or facts.refused is not None or self._facts is None:
             return
         known = state.prompt if state.number == self._facts.number else Prompt(0, [])
@@ -435,6 +433,7 @@ class PagedScheduler:
                 self._clock,
                 match_deadline_ms=self.settings.match_deadline_ms,
                 lease_deadline_ms=self.settings.lease_deadline_ms,
+                trace=facts.trace,
             )
 
     def _promised(self, state: RequestState, lookup: PrefixLookup, local_tokens: int) -> int | None:
@@ -581,6 +580,7 @@ class PagedScheduler:
             load.lease.release()
         order, tokens, is_whole = load.order, load.end, load.is_whole
         self._counts.load_ended(load.seconds, is_whole=is_whole)
+        load.state.facts.trace.loaded(load.seconds, tokens - order.first_token)
         if self.choice is not None:
             seconds = load.seconds if order.waits else None
             self.choice.ended(order.request, seconds, tokens - order.first_token, self._clock())
