@@ -6,15 +6,16 @@ an extra key here, or the request is refused: what is not understood is not cach
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
 from engine_adapter.adapter_digests import AdapterDigests
 from engine_adapter.paged.requests import RequestSpec
-from engine_adapter.paged.spans import NO_TRACE, SpanQueue
 from kvstore.block.account import MissReason
 from kvstore.block.identity import ExtraKey
+from kvstore.client.spans import NO_TRACE, SpanQueue
 
 CONVERSATION_PRIORITY = 100
 """Of a turn of a conversation, of which nothing else is said."""
@@ -28,7 +29,7 @@ class RequestReader:
     def __init__(self, adapters: AdapterDigests, traced: Any = None) -> None:
         """traced: the engine's model, where requests that bring a `traceparent` are traced."""
         self._adapters = adapters
-        self._spans = SpanQueue(str(traced.served_model_name)) if traced is not None else None
+        self._spans = SpanQueue(str(traced.served_model_name), time.time_ns) if traced is not None else None
 
     def facts(self, request: Any) -> RequestSpec:
         """Of a new request."""

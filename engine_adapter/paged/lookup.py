@@ -13,11 +13,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from logging import getLogger
 
-from engine_adapter.paged.spans import NO_TRACE, RequestTrace
 from kvstore.block.account import Account, MissReason, reason_of
 from kvstore.block.identity import Prompt
 from kvstore.client.handle import Lease, Match, NamespaceHandle
 from kvstore.client.pending import PendingReply
+from kvstore.client.spans import NO_TRACE, RequestTrace
 from kvstore.protocol.told import told_name
 
 _log = getLogger(__name__)

@@ -10,12 +10,12 @@ from typing import Any, Protocol
 from engine_adapter.audit.audits import AuditResult, HitSaving
 from engine_adapter.paged.load_choice import LoadChoice
 from engine_adapter.paged.lookup import PrefixLookup
-from engine_adapter.paged.spans import NO_TRACE, RequestTrace
 from engine_adapter.paged.step_plan import AuditOrder, LoadOrder, NamespaceSpec
 from kvstore.block.account import Account, HitTier, MissReason
 from kvstore.block.identity import ExtraKey, Prompt
 from kvstore.client.handle import Lease, NamespaceHandle
 from kvstore.client.pending import PendingReply
+from kvstore.client.spans import NO_TRACE, RequestTrace
 from kvstore.prefixes.sampler import PromptSampler
 from kvstore.protocol.told import MAX_TOLD_REQUESTS, MAX_TOLD_TEXT, RequestTold, SavingsTold, told_name
 

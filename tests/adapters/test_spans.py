@@ -16,10 +16,10 @@ import pytest
 from engine_adapter.adapter_digests import AdapterDigests
 from engine_adapter.paged.lookup import PrefixLookup
 from engine_adapter.paged.settings import ConnectorSettings
-from engine_adapter.paged.spans import MOST_WAITING, NO_TRACE, SpanQueue
 from engine_adapter.vllm_requests import RequestReader
 from kvstore.block.account import MissReason
 from kvstore.block.errors import BadInput
+from kvstore.client.spans import MOST_WAITING, NO_TRACE, SpanQueue
 from service.sidecar import Sidecar
 from service.test_serve import PATHS
 from waiting import wait_until
@@ -41,7 +41,7 @@ class Exported:
         self.exporter = memory.InMemorySpanExporter()
         provider = sdk.TracerProvider()
         provider.add_span_processor(export.SimpleSpanProcessor(self.exporter))
-        self.queue = SpanQueue("small model", lambda: provider.get_tracer("kvstore"))
+        self.queue = SpanQueue("small model", time.time_ns, lambda: provider.get_tracer("kvstore"))
 
     def spans(self, count: int) -> list[Any]:
         wait_until(lambda: len(self.exporter.get_finished_spans()) >= count)
@@ -127,7 +127,7 @@ def test_the_parents_choice_not_to_be_sampled_is_kept() -> None:
     ids=lambda one: repr(one)[:30],
 )
 def test_without_a_parent_there_is_no_span(headers: object) -> None:
-    queue = SpanQueue("m")
+    queue = SpanQueue("m", time.time_ns)
     trace = queue.trace(headers)
     trace.loaded(1.0, 1)
     assert trace is NO_TRACE and not queue._waiting and queue._thread is None
@@ -149,7 +149,7 @@ def test_what_cannot_be_exported_in_time_is_dropped_and_counted() -> None:
             return SimpleNamespace(end=lambda _: None)
 
     pytest.importorskip("opentelemetry.trace")
-    queue = SpanQueue("m", Tracer)
+    queue = SpanQueue("m", time.time_ns, Tracer)
     trace = queue.trace(HEADERS)
     for _ in range(MOST_WAITING + 500):
         trace.loaded(0.1, 1)
@@ -169,7 +169,7 @@ def test_an_exporter_that_fails_costs_its_span_alone() -> None:
         def start_span(self, *_: Any, **__: Any) -> Any:
             raise RuntimeError("no")
 
-    queue = SpanQueue("m", Tracer)
+    queue = SpanQueue("m", time.time_ns, Tracer)
     for number in range(1, 4):
         queue.trace(HEADERS).loaded(0.1, 1)
         wait_until(lambda number=number: queue.dropped == number)
@@ -179,7 +179,7 @@ def test_where_opentelemetry_is_absent_that_is_one_line_and_no_fault(caplog: pyt
     def tracer() -> Any:
         raise ImportError("No module named 'opentelemetry.sdk'")
 
-    queue = SpanQueue("m", tracer)
+    queue = SpanQueue("m", time.time_ns, tracer)
     for _ in range(3):
         queue.trace(HEADERS).loaded(0.1, 1)
     wait_until(lambda: queue.dropped == 3)
@@ -188,8 +188,9 @@ def test_where_opentelemetry_is_absent_that_is_one_line_and_no_fault(caplog: pyt
 
 def test_nothing_of_opentelemetry_is_imported_by_the_adapter() -> None:
     program = (
-        "import sys, engine_adapter.paged.scheduler, engine_adapter.vllm_requests, engine_adapter.paged.spans as s; "
-        f"s.SpanQueue('m').trace({HEADERS!r}); print([one for one in sys.modules if one.startswith('opentelemetry')])"
+        "import sys, engine_adapter.paged.scheduler, engine_adapter.vllm_requests, kvstore.client.spans as s; "
+        f"s.SpanQueue('m', int).trace({HEADERS!r}); "
+        "print([one for one in sys.modules if one.startswith('opentelemetry')])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env={**PATHS}, timeout=120)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr

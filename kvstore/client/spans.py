@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import re
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from logging import getLogger
@@ -76,9 +75,11 @@ def _of_account(account: Account) -> dict[str, str | int | float]:
 class SpanQueue:
     """Of one engine's scheduler, which alone adds to it."""
 
-    def __init__(self, model: str, make_tracer: Callable[[], Any] | None = None) -> None:
-        """model: as the engine calls it. make_tracer: in place of the process's own."""
+    def __init__(self, model: str, wall_ns: Callable[[], int], make_tracer: Callable[[], Any] | None = None) -> None:
+        """model: as the engine calls it. wall_ns: a clock, nanoseconds since 1970. make_tracer: in place of the
+        process's own."""
         self._model = model
+        self._wall_ns = wall_ns
         self._make_tracer = make_tracer or _tracer
         self._waiting: deque[EndedSpan] = deque()
         self._wakes, self._ends = Event(), False
@@ -102,7 +103,7 @@ class SpanQueue:
         if len(self._waiting) >= MOST_WAITING:
             self.dropped += 1
             return
-        now = time.time_ns()
+        now = self._wall_ns()
         attributes |= {"gen_ai.request.model": self._model, "kvstore.wait_seconds": seconds}
         self._waiting.append(EndedSpan(name, headers, now - int(1e9 * max(0.0, seconds)), now, attributes))
         self._wakes.set()
