@@ -3,6 +3,7 @@ loads from, and that evicts. KVSTORE_PICTURES=docs/images writes them there, aft
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import time
@@ -35,11 +36,13 @@ pytestmark = [
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = os.environ.get("KVSTORE_PICTURES", "")
 SECONDS = 70.0 if FOLDER else 3.0
-WIDTH, HEIGHT = 1000, 800
-MOST_BYTES = 90_000
-COLOURS = 32
+WIDTH, HEIGHT = 1160, 700
+MOST_BYTES = 100_000
+COLOURS = 64
 TOKEN = "correct-horse-battery"
 CONVERSATIONS = 40
+LARGER = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6}
+"""So that computing takes longer than loading, as with real models."""
 QUERIES = {
     "/plan": "?model=llama-3.1-8b&gpu_memory=80GB&weights=16GB&users=8&context_tokens=16384&dram=256GiB&nvme=2TiB"
     "&new_tokens_per_second=5000"
@@ -80,9 +83,10 @@ def test_each_page_has_a_picture(tmp_path: Path) -> None:
     (tmp_path / "token").write_text(TOKEN)
     folder = ROOT / FOLDER if FOLDER else tmp_path / "small"
     folder.mkdir(exist_ok=True)
-    with Sidecar(tmp_path, dram="1MiB", nvme="2MiB", indexes=LmdbMaker) as sidecar, Browser(tmp_path / "p") as browser:
+    with Sidecar(tmp_path, dram="6MiB", nvme="10MiB", indexes=LmdbMaker) as sidecar, Browser(tmp_path / "p") as browser:
         assert sidecar.store.warmed(20)
         flags = ["--token-file", str(tmp_path / "token"), "--operator", str(sidecar.admin_path)]
+        flags += ["--tenant-socket", f"default={sidecar.path}"]
         store = open_sidecar(
             str(sidecar.path), codecs=codec_named, clock=SystemClock(), session="aa" * 16, engine="transformers"
         )
@@ -92,17 +96,23 @@ def test_each_page_has_a_picture(tmp_path: Path) -> None:
             browser.until("location.pathname === '/login' && document.getElementById('token')")
             browser.value(f"document.getElementById('token').value = '{TOKEN}'; document.forms[0].submit()")
             browser.until("location.pathname === '/' && document.getElementById('health')")
-            cache = PrefixCache(small_model("llama"), store, chunk_tokens=128, deadline_ms=5000)
+            cache = PrefixCache(small_model("llama", **LARGER), store, chunk_tokens=128, deadline_ms=5000)
             last = ask_for_a_while(sidecar, cache)
             asked = sidecar.admin.facts().looked.asked_tokens
             bearer = {"authorization": f"Bearer {TOKEN}"}
             shown.until("/api/series?window=15m", lambda one: one["sums"].get("asked") == asked, **bearer)
             wait_until(lambda: ask.why(str(sidecar.admin_path), SystemClock(), last).found[0].told is not None)
+            space = sidecar.admin.facts().namespaces[0].id
+            order = {"tenant": "default", "namespace": space, "confirm": space, "prompts": json.dumps(conversation(0))}
+            order["ticket"] = shown.ask("/api/operator", **bearer).json["ticket"]
+            sent = json.dumps(order).encode()
+            done = shown.ask("/api/operator/warm", "POST", sent, content_type="application/json", **bearer)
+            assert done.status == 200, done.body
             for page in PAGES:
                 query = f"?id={last}" if page == "/request" else QUERIES.get(page, "")
                 browser.open(f"{shown.url.rstrip('/')}{page}{query}")
                 browser.until("!document.querySelector('.wait')")
-                browser.until("document.querySelector('#main table, #main .events')")
+                browser.until("document.querySelector('#main section:not(.wait)')")
                 name = f"console-{page.strip('/') or 'overview'}.png"
                 browser.picture(tmp_path / name)
                 save_small(tmp_path / name, folder / name)
