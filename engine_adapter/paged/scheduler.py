@@ -105,8 +105,7 @@ class PagedScheduler:
         self._is_exact, self._is_broken = True, False
         self._refused: tuple[MissReason, str] | None = (MissReason.DISABLED, "the workers have said nothing yet")
         self._states: dict[str, RequestState] = {}
-        self._loads = LoadPlan(1, 1)
-        self._plan = SavePlan((0,), 1, 1)
+        self._loads, self._plan = LoadPlan(1, 1), SavePlan((0,), 1, 1)
         self._audits: AuditPlan | None = None
         self._former_audits: dict[int, set[int]] = {}
         """Comparisons that are not wanted any more, each with the ranks that have not reported."""
@@ -134,8 +133,7 @@ class PagedScheduler:
         self._facts, self._ranks = facts, tuple(ranks)
         if not self._is_broken:
             self._refused = None  # also what had drifted: these are other weights, or other words for them
-        self._is_exact = codec.is_exact
-        self._plan = SavePlan(ranks, layout.page_tokens, layout.block_tokens)
+        self._is_exact, self._plan = codec.is_exact, SavePlan(ranks, layout.page_tokens, layout.block_tokens)
         self.choice = LoadChoice(
             payload_bytes / layout.block_tokens,
             is_on=settings.cost_model,
