@@ -48,6 +48,7 @@ from kvstore.protocol.told import PromptTold, RequestTold, SavingsTold
 from tiering.frame import HEADER_BYTES, digest
 
 A = TypeVar("A")
+ExtraKeys = Sequence[ExtraKey | bytes | str]
 DURABILITIES = ("volatile", "disk")
 DURABLE_SECONDS = 30.0
 """How long a put waits for the disk before it says that it was too slow."""
@@ -169,9 +170,7 @@ class NamespaceHandle:
         """Under which prompts of the tenant's are sketched: from its identity key, and telling nothing of that."""
         return blake2b(digest_size=32, key=self._grant.identity_key, person=b"kv-sketch-key-v1").digest()
 
-    def hashed(
-        self, token_ids: Any, extra_keys: Sequence[ExtraKey | bytes | str] = (), after: Prompt | None = None
-    ) -> Prompt:
+    def hashed(self, token_ids: Any, extra_keys: ExtraKeys = (), after: Prompt | None = None) -> Prompt:
         """A prompt's keys, to be used by several verbs, or by another process of the engine.
 
         after: what an earlier call made of the beginning of this prompt; token_ids are then those behind its last full
@@ -182,7 +181,7 @@ class NamespaceHandle:
         keys = self._hasher.keys(raw, as_extra_keys(extra_keys), known)
         return Prompt(len(known) * self.block_tokens + len(raw) // 4, keys)
 
-    def match(self, token_ids: Any, extra_keys: Sequence[ExtraKey | bytes | str] = (), request: str = "") -> Match:
+    def match(self, token_ids: Any, extra_keys: ExtraKeys = (), request: str = "") -> Match:
         """The longest stored prefix of a prompt, and why it ends there. Pins nothing and changes nothing.
 
         token_ids: list, array, numpy array or torch tensor of ids, or their uint32 little-endian bytes; or a `Prompt`.
@@ -191,8 +190,7 @@ class NamespaceHandle:
         """
         check_request(request)
         tokens, keys = self._hashed(token_ids, extra_keys)
-        wanted = m.MatchPrefix(self.number, keys, request=request)
-        return self._matched(tokens, keys, self._door.call(wanted, m.Matched))
+        return self._matched(tokens, keys, self._door.call(m.MatchPrefix(self.number, keys, True, request), m.Matched))
 
     def submit_changes(self, after: int, deadline_ms: float = 1000) -> PendingReply[m.Changed]:
         """What became of this namespace's blocks, in order, from the change of that number on, or from now on for 0:
@@ -209,11 +207,7 @@ class NamespaceHandle:
         self._door.submit(m.Tell(list(requests), savings, list(prompts)), m.Done, 0.0)
 
     def submit_match(
-        self,
-        token_ids: Any,
-        extra_keys: Sequence[ExtraKey | bytes | str] = (),
-        deadline_ms: float = 50,
-        request: str = "",
+        self, token_ids: Any, extra_keys: ExtraKeys = (), deadline_ms: float = 50, request: str = ""
     ) -> PendingReply[Match]:
         """`match` for a thread that must not wait: `poll` returns it once it is there, or a miss once it is late.
 
@@ -222,12 +216,10 @@ class NamespaceHandle:
         _check_deadline(deadline_ms)
         check_request(request)
         tokens, keys = self._hashed(token_ids, extra_keys)
-        wanted = m.MatchPrefix(self.number, keys, request=request)
-        submitted = self._door.submit(wanted, m.Matched, float(deadline_ms) / 1000)
+        submitted = self._door.submit(m.MatchPrefix(self.number, keys, True, request), m.Matched, deadline_ms / 1000)
         cancelled = m.Matched(MatchReply(0, reason=MissReason.DISABLED, detail="it was cancelled"))
-        return PendingReply(
-            submitted, partial(self._matched, tokens, keys), partial(self._matched, tokens, keys, cancelled)
-        )
+        matched = partial(self._matched, tokens, keys)
+        return PendingReply(submitted, matched, partial(matched, cancelled))
 
     def lease(self, match: Match, first_token: int = 0, deadline_ms: float = 50, request: str = "") -> Lease:
         """Pin what `match` found, or less: what was evicted meanwhile, or would pin too much, is cut off with a reason.
@@ -325,7 +317,7 @@ class NamespaceHandle:
         durability: str = "volatile",
         ttl: float | None = None,
         priority: int = 0,
-        extra_keys: Sequence[ExtraKey | bytes | str] = (),
+        extra_keys: ExtraKeys = (),
         reading: Reading | None = None,
         collective: str = "",
         deadline_ms: float | None = None,
@@ -416,7 +408,7 @@ class NamespaceHandle:
 
     # Inside --------------------------------------------------------------------------------------------------------
 
-    def _hashed(self, token_ids: Any, extra_keys: Sequence[ExtraKey | bytes | str]) -> tuple[int, list[bytes]]:
+    def _hashed(self, token_ids: Any, extra_keys: ExtraKeys) -> tuple[int, list[bytes]]:
         """Tokens asked for, and the keys of their full blocks."""
         prompt = token_ids if isinstance(token_ids, Prompt) else self.hashed(token_ids, extra_keys)
         if prompt is token_ids and (extra_keys or len(prompt.keys) > prompt.tokens // self.block_tokens):

@@ -93,7 +93,7 @@ def test_loads_of_one_tier_say_how_fast_it_is(tmp_path: Path) -> None:
             handle.tell([told_of("cmpl-3", hits={"dram": (1 << 53) - 1}, load_ms=load_ms)])
         wait_until(lambda: rates()["dram"] == 1e12)
         assert ask.stat(str(sidecar.admin_path), CLOCK).namespaces[0].load_tokens_per_second == rates()
-        sidecar.told.forget(sidecar.store.tenant_keys("default").tenant)
+        sidecar.told.forget(sidecar.store.tenant_keys("default").tenant, "default")
         assert rates() == {}
 
 
