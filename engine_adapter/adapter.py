@@ -91,7 +91,8 @@ class Report:
     detail: why the match ended, where there is more to say than a reason. lookup_ms: match and lease. restored_ms:
     copying and verifying blocks. save_ms: all saving, behind the first token. saved_blocks: newly stored.
     put_reasons: saves that stored less than was offered, by reason. faults: errors of the store, with the last one's
-    text. ttft_ms: from the call to this request's first token. itl_ms: every gap between two of its tokens.
+    text. ttft_ms: from the call to this request's first token. itl_ms: every gap between two of its tokens. request:
+    its name, for `kvstore why`; "" where it has none.
     """
 
     prompt_tokens: int
@@ -108,6 +109,7 @@ class Report:
     new_tokens: int = 0
     ttft_ms: float = 0.0
     itl_ms: list[float] = field(default_factory=list)
+    request: str = ""
 
     @property
     def restored_tokens(self) -> int:
@@ -134,6 +136,7 @@ class Report:
     def to_dict(self) -> dict[str, object]:
         """For `--json`."""
         return {
+            "request": self.request,
             "prompt_tokens": self.prompt_tokens,
             "new_tokens": self.new_tokens,
             "chunk_tokens": self.chunk_tokens,
@@ -291,7 +294,8 @@ class StoreRequest:
     def _look_up(self, namespace: NamespaceHandle, token_ids: Sequence[int]) -> Account:
         prompt = namespace.hashed(token_ids, self._extra_keys)
         waited = wait_for_blocks(namespace, prompt, self._ticket, self._clock) if self._ticket else None
-        match = namespace.match(prompt)
+        request = self.report.request
+        match = namespace.match(prompt, request=request)
         self.report.detail = match.detail
         if waited is not None:
             match = replace(match, account=waited.account(match.account))
@@ -305,7 +309,8 @@ class StoreRequest:
         usable = cut_to_grid(account, self.report.chunk_tokens).hit_tokens
         self._pooled_tokens = min(found, usable)
         if usable > self._pooled_tokens:
-            self._lease = namespace.lease(match, first_token=self._pooled_tokens, deadline_ms=self._deadline_ms)
+            first_token = self._pooled_tokens
+            self._lease = namespace.lease(match, first_token, deadline_ms=self._deadline_ms, request=request)
             account = self._lease.account.behind(HitTier.HBM, found)
         account = cut_to_grid(account, self.report.chunk_tokens)
         self._pooled_tokens = min(found, account.hit_tokens)

@@ -32,6 +32,7 @@ from engine_adapter.hf.model import check_model, layout_of
 from engine_adapter.hf.sampling import Sampling
 from engine_adapter.hf.settings import Chooser, choose_for, chooser_of
 from engine_adapter.hf.watch import ModelIdentity, ModelWatch
+from engine_adapter.hf_news import CacheNews
 from kvstore.block.errors import BadInput, LayoutMismatch, StoreClosed, StoreError
 from kvstore.block.identity import ExtraKey, Namespace, as_extra_keys
 from kvstore.client.handle import NamespaceHandle, OpenStore
@@ -146,6 +147,7 @@ class PrefixCache:
         self._is_unopened = False
         self._open_again_at = 0.0
         self.namespace = self._namespace_of(self._identity)
+        self._news = CacheNews()
         self._pool_bytes = parse_size(hbm, "hbm")
         self.pool = self._new_pool()
 
@@ -275,7 +277,7 @@ class PrefixCache:
         self._look_at_model()
         rows = []
         for number, (tokens, chooser) in enumerate(zip(prompts, choosers, strict=True)):
-            report = Report(len(tokens), self.chunk_tokens)
+            report = Report(len(tokens), self.chunk_tokens, request=self._news.new_request())
             more: dict[str, Any] = dict(pool=self.pool, deadline_ms=self._deadline_ms, extra_keys=extra_keys)
             request = StoreRequest(self.namespace, report, ticket=ticket, **more)
             rows.append(_PromptRow(number, tokens, request, chooser, self._watch.generation))
@@ -289,8 +291,9 @@ class PrefixCache:
         try:
             for row in rows:
                 self._save_what_is_shared(row, rows[: row.number], buffers)
-                logits = self._prefill(row, buffers)
-                token = row.accept(choose_for([row], logits)[0], stop_tokens, watch.now())
+                first = choose_for([row], self._prefill(row, buffers))[0]
+                self._news.pass_ends(time.perf_counter())
+                token = row.accept(first, stop_tokens, watch.now())
                 yield from watch.hand_out([token])
             decoder = _Decoder(self, rows, buffers)
             for _ in range(max_new_tokens - 1):
@@ -313,6 +316,7 @@ class PrefixCache:
                 self._save(row, buffers, row.with_kv)
                 row.request.release()
             self._free.give(buffers)
+            self._news.requests_end(self.namespace, [row.request.report for row in rows])
 
     def _prefill(self, row: _PromptRow, buffers: BufferSet, *, saves: bool = False) -> torch.Tensor:
         """Restore what the store has, compute the rest; returns the logits of the last token, [1, vocabulary]. saves:
@@ -326,7 +330,10 @@ class PrefixCache:
         logits = token_ids
         for begin, end in grid_chunks(start, len(row.tokens), self.chunk_tokens):
             mask = self._watch.mask.of(end - begin, end) if self._watch.mask is not None else None
+            self._news.pass_begins(begin, end, time.perf_counter())
             logits = self.call(token_ids[:, begin:end], cache, mask)
+            if self.device.type == "cpu":  # elsewhere it is not computed yet
+                self._news.pass_ends(time.perf_counter())
             row.with_kv = end
             if saves:
                 self._save(row, buffers, end)

@@ -389,7 +389,8 @@ class _SchedulerSide:
         self.half = PagedScheduler(
             settings, lambda: _open_store(settings.url, session), time.monotonic, random.Random().random, time.sleep
         )
-        self.reader = RequestReader(AdapterDigests(adapter_digest), str(config.kv_transfer_config.kv_role))
+        traced = config.model_config if settings.traces else None
+        self.reader = RequestReader(AdapterDigests(adapter_digest), str(config.kv_transfer_config.kv_role), traced)
         self._config = config
         self._groups = groups
         self._settings = settings

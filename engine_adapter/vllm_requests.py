@@ -6,6 +6,7 @@ an extra key here, or the request is refused: what is not understood is not cach
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
@@ -14,6 +15,7 @@ from engine_adapter.adapter_digests import AdapterDigests
 from engine_adapter.paged.requests import RequestSpec
 from kvstore.block.account import MissReason
 from kvstore.block.identity import ExtraKey
+from kvstore.client.spans import NO_TRACE, SpanQueue
 
 CONVERSATION_PRIORITY = 100
 """Of a turn of a conversation, of which nothing else is said."""
@@ -30,11 +32,13 @@ PRODUCER, CONSUMER = "kv_producer", "kv_consumer"
 class RequestReader:
     """One engine's."""
 
-    def __init__(self, adapters: AdapterDigests, role: str = "kv_both") -> None:
+    def __init__(self, adapters: AdapterDigests, role: str = "kv_both", traced: Any = None) -> None:
         """role: vLLM's `kv_role`. A producer hands all of its prompts over and waits for none; a consumer hands none
-        over; one that is both hands those over of which the request says so."""
+        over; one that is both hands those over of which the request says so. traced: the engine's model, where requests
+        that bring a `traceparent` are traced."""
         self._adapters = adapters
         self._role = role
+        self._spans = SpanQueue(str(traced.served_model_name), time.time_ns) if traced is not None else None
 
     def facts(self, request: Any) -> RequestSpec:
         """Of a new request."""
@@ -62,7 +66,9 @@ class RequestReader:
             position = feature.mm_position
             extra.append(ExtraKey(b"content:%d:%s" % (position.length, content.encode()), position.offset))
         reads = not getattr(request, "skip_reading_prefix_cache", False)
-        return self._handed(hinted(RequestSpec(tuple(extra), reads=reads), request.kv_transfer_params), request)
+        trace = self._spans.trace(getattr(request, "trace_headers", None)) if self._spans is not None else NO_TRACE
+        facts = hinted(RequestSpec(tuple(extra), reads=reads, trace=trace), request.kv_transfer_params)
+        return self._handed(facts, request)
 
     def _handed(self, facts: RequestSpec, request: Any) -> RequestSpec:
         params = request.kv_transfer_params

@@ -19,6 +19,8 @@ from kvstore.block.account import Account, MissReason, reason_of
 from kvstore.block.identity import Prompt
 from kvstore.client.handle import Lease, Match, NamespaceHandle
 from kvstore.client.pending import PendingReply
+from kvstore.client.spans import NO_TRACE, RequestTrace
+from kvstore.protocol.told import told_name
 
 _log = getLogger(__name__)
 
@@ -47,8 +49,10 @@ class PrefixLookup:
         match_deadline_ms: float,
         lease_deadline_ms: float,
         wait: BlockWait | None = None,
+        trace: RequestTrace = NO_TRACE,
     ) -> None:
-        """Asks at once. clock: monotonic seconds. wait: for what another engine stores."""
+        """Asks at once. clock: monotonic seconds. wait: for what another engine stores. trace: told when the look-up
+        and the lease were answered."""
         self.namespace = namespace
         self.prompt = prompt
         self.request = request
@@ -58,6 +62,7 @@ class PrefixLookup:
         self._clock = clock
         self._match_seconds = max(match_deadline_ms, OPEN_MS if wait is not None else 0.0) / 1000
         self._lease_seconds = lease_deadline_ms / 1000
+        self._trace, self._begun_at = trace, clock()
         self._asked_at = 0.0
         self._leased_at = 0.0
         self._match: Match | None = None
@@ -124,7 +129,10 @@ class PrefixLookup:
         """What a wait looks at is no look-up of the request's: the one that ends it is."""
         self._asked_at, self._is_counted = 0.0, self._wait is None or self._wait.policy.is_over
         self._pending_match = self.namespace.submit_match(
-            self.prompt, deadline_ms=1000 * self._match_seconds, counts=self._is_counted
+            self.prompt,
+            deadline_ms=1000 * self._match_seconds,
+            counts=self._is_counted,
+            request=told_name(self.request),
         )
 
     def _poll_match(self) -> None:
@@ -143,6 +151,7 @@ class PrefixLookup:
         if match is None:
             self.detail = f"no answer within {1000 * self._match_seconds:g} ms"
             self._miss(MissReason.DEADLINE)
+            self._trace.looked_up(now - self._begun_at, self.account)
             return
         if self._wait is not None:
             policy = self._wait.policy
@@ -152,6 +161,7 @@ class PrefixLookup:
                 return
             match = replace(match, account=policy.account(match.account), detail=policy.detail or match.detail)
         self._match, self.account, self.detail = match, match.account, match.detail
+        self._trace.looked_up(now - self._begun_at, match.account)
         if not match.tokens:
             self._is_over = True
 
@@ -173,6 +183,7 @@ class PrefixLookup:
         while not self._is_good(first_token):
             self._release()
             if self._pending_lease is None:
+                self._begun_at = self._clock()
                 self._pending_lease = self.namespace.submit_lease(
                     wanted, first_token, 1000 * self._lease_seconds, self.request
                 )
@@ -182,6 +193,7 @@ class PrefixLookup:
             # It may have been asked for when the engine had more of its own than it has now.
             self._pending_lease = None
             self.lease, self._leased_at = lease, self._clock()
+            self._trace.leased(self._leased_at - self._begun_at, lease.account)
             if lease.reason is not None:
                 self.detail = lease.detail or self.detail
         assert self.lease is not None

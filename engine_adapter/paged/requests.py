@@ -16,10 +16,10 @@ from kvstore.block.account import Account, HitTier, MissReason
 from kvstore.block.identity import ExtraKey, Prompt
 from kvstore.client.handle import Lease, NamespaceHandle
 from kvstore.client.pending import PendingReply
+from kvstore.client.spans import NO_TRACE, RequestTrace
 from kvstore.prefixes.sampler import PromptSampler
 from kvstore.protocol.messages import Sealed
-from kvstore.protocol.requests import MAX_REQUEST_CHARACTERS
-from kvstore.protocol.told import MAX_TOLD_REQUESTS, MAX_TOLD_TEXT, RequestTold, SavingsTold
+from kvstore.protocol.told import MAX_TOLD_REQUESTS, MAX_TOLD_TEXT, RequestTold, SavingsTold, told_name
 
 TELL_SECONDS = 1.0
 NEVER = 1 << 62
@@ -83,7 +83,7 @@ class RequestSpec:
     """What a request's KV depends on besides its tokens, and what its user wants. refused: why it is not looked up and
     not saved, else None. ttl, priority: None where nothing was said. ignored: of what its user asked for, what was not
     understood. ticket: of the engine that computes its prompt; awaits: another one does, and it has none. hands_over:
-    another engine goes on with it, which gets a ticket."""
+    another engine goes on with it, which gets a ticket. trace: is told what the store does for it."""
 
     extra_keys: tuple[ExtraKey, ...] = ()
     refused: MissReason | None = None
@@ -96,6 +96,7 @@ class RequestSpec:
     ticket: str = ""
     awaits: bool = False
     hands_over: bool = False
+    trace: RequestTrace = NO_TRACE
 
     def kept_seconds(self, usual: float | None, handed_over: float) -> float | None:
         """For which its blocks are kept before others. usual: where it says nothing; handed_over: at least, where it is
@@ -267,17 +268,15 @@ class RequestNews:
     def add(
         self, state: RequestState, facts: NamespaceSpec | None, namespace: NamespaceHandle | None
     ) -> dict[str, Any]:
-        """A request is over. facts, namespace: that are in use, if any. Returns what its user is told. A client may
-        have given it a name that is no text."""
+        """A request is over. facts, namespace: that are in use, if any. Returns what its user is told."""
         request, told = state.request, state.told()
         is_of_it = namespace is not None and facts is not None and state.number == facts.number
         if namespace is not None and is_of_it and state.is_admitted and state.facts.saves:
             stop = request.num_prompt_tokens
             self.sampler.offer(namespace, state.account, state.facts.extra_keys, lambda: request.token_ids(0, stop))
-        name = request.request_id.encode("utf-8", "replace").decode()
         self._waiting.append(
             RequestTold(
-                name[:MAX_REQUEST_CHARACTERS],
+                told_name(request.request_id),
                 told["asked"],
                 told["hits"],
                 told["misses"],

@@ -91,8 +91,7 @@ class PagedScheduler:
         self._is_exact, self._is_broken = True, False
         self._refused: tuple[MissReason, str] | None = (MissReason.DISABLED, "the workers have said nothing yet")
         self._states: dict[str, RequestState] = {}
-        self._loads = LoadPlan(1, 1)
-        self._plan = SavePlan((0,), 1, 1)
+        self._loads, self._plan = LoadPlan(1, 1), SavePlan((0,), 1, 1)
         self._audits: AuditPlan | None = None
         self._former_audits: dict[int, set[int]] = {}
         """Comparisons that are not wanted any more, each with the ranks that have not reported."""
@@ -121,8 +120,7 @@ class PagedScheduler:
         self._facts, self._ranks = facts, tuple(ranks)
         if not self._is_broken:
             self._refused = None  # also what had drifted: these are other weights, or other words for them
-        self._is_exact = codec.is_exact
-        self._plan = SavePlan(ranks, layout.page_tokens, layout.block_tokens)
+        self._is_exact, self._plan = codec.is_exact, SavePlan(ranks, layout.page_tokens, layout.block_tokens)
         self.choice = LoadChoice(
             payload_bytes / layout.block_tokens,
             is_on=settings.cost_model,
@@ -388,10 +386,9 @@ class PagedScheduler:
     # Looking up ------------------------------------------------------------------------------------------------------
 
     def _look_up(self, state: RequestState) -> None:
-        request, facts = state.request, state.facts
+        request, facts, tokens = state.request, state.facts, state.request.num_tokens
         self._let_go(state)
         state.chosen_for, state.late_at = -1, 0
-        tokens = request.num_tokens
         namespace = self._namespace.now() if self._refused is None else None
         if facts.refused is not None:
             reason, detail = facts.refused, facts.detail
@@ -403,8 +400,7 @@ class PagedScheduler:
             reason, detail = MissReason.DISABLED, "the request is not to read what is cached"
         if not state.is_admitted:
             is_asked = self._refused is None and facts.refused is None  # a tail is no block's, whatever becomes of them
-            state.account = Account.missed(reason, tokens, self.block_tokens if is_asked else 0)
-            state.detail = detail
+            state.account, state.detail = Account.missed(reason, tokens, self.block_tokens if is_asked else 0), detail
         if namespace is None or facts.refused is not None or self._facts is None:
             return
         known = state.prompt if state.number == self._facts.number else Prompt(0, [])
@@ -423,6 +419,7 @@ class PagedScheduler:
                 match_deadline_ms=self.settings.match_deadline_ms,
                 lease_deadline_ms=self.settings.lease_deadline_ms,
                 wait=self._wait_of(state, namespace),
+                trace=facts.trace,
             )
 
     def _wait_of(self, state: RequestState, namespace: NamespaceHandle) -> BlockWait | None:
@@ -580,6 +577,7 @@ class PagedScheduler:
             load.lease.release()
         order, tokens, is_whole = load.order, load.end, load.is_whole
         self._counts.load_ended(load.seconds, is_whole=is_whole)
+        load.state.facts.trace.loaded(load.seconds, tokens - order.first_token)
         if self.choice is not None:
             seconds = load.seconds if order.waits else None
             self.choice.ended(order.request, seconds, tokens - order.first_token, self._clock())

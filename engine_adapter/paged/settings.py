@@ -48,6 +48,7 @@ class ConnectorSettings:
     without_prefix_caching: whether an engine whose own prefix caching is off is served all the same.
     sketch_every: one of so many prompts that missed more than 1,024 tokens is sketched, for the console's page on
     prefixes; 0: none.
+    traces: whether requests that bring a traceparent get OpenTelemetry spans of look-ups, leases and loads.
     ttl: seconds for which saved blocks are kept before others. priority: of saved blocks, -100 .. 100; above 0 they are
     kept for as many times nine seconds since they were used last.
     """
@@ -68,6 +69,7 @@ class ConnectorSettings:
     audit: float = 0.001
     without_prefix_caching: bool = False
     sketch_every: int = 100
+    traces: bool = False
     ttl: float | None = None
     priority: int = 0
 
@@ -113,7 +115,7 @@ class ConnectorSettings:
             _wanted(name, value, whole, f"a whole number from {lowest} to {highest}")
         is_blocks = self.block_tokens % 64 == 0
         _wanted("block_tokens", self.block_tokens, is_blocks, "a multiple of 64, or 0 for the smallest that fits")
-        for name in ("cost_model", "without_prefix_caching"):
+        for name in ("cost_model", "without_prefix_caching", "traces"):
             _wanted(name, getattr(self, name), isinstance(getattr(self, name), bool), "true or false")
         _wanted("audit", self.audit, _is_number(self.audit, 0, 1), "a share from 0 to 1")
         is_ttl = self.ttl is None or (_is_number(self.ttl, 0, 1 << 40) and self.ttl > 0)

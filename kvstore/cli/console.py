@@ -12,6 +12,7 @@ import kvstore
 from kvstore.cli.operate import Data
 from kvstore.cli.standard_streams import say
 from kvstore.cli.terminal import OK, Json, app, expanded_path, typer
+from kvstore.config import AUDIT_FILE, DEFAULT_TENANT
 
 LISTEN = "127.0.0.1:9798"
 _MOST_TOKEN_BYTES = 1 << 20
@@ -38,17 +39,42 @@ def console(
             "alone. Needed where other hosts can come in.",
         ),
     ] = None,
+    operator: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH",
+            callback=expanded_path,
+            help="The operator's socket: who has the first token may drop, purge and warm then. Needs --token-file.",
+        ),
+    ] = None,
+    audit_file: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            callback=expanded_path,
+            help=f"Where it is written down what an operator did.  [default: DIR/{AUDIT_FILE}]",
+        ),
+    ] = None,
+    tenant_socket: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=PATH",
+            help="A tenant whose prefixes may be warmed, and its socket; as often as there are tenants.  "
+            "[default: default=DIR/kvstore.sock]",
+        ),
+    ] = None,
     keeper: Annotated[int | None, typer.Option(hidden=True, help="For the keeper alone: its process.")] = None,
     as_json: Json = False,
 ) -> int:
     """Show a running sidecar in a browser: hits, misses and why, tiers, tenants, engines, events; until SIGTERM.
 
     It asks at a socket where nothing can be changed, so it may crash or be flooded and no engine notices. It waits for
-    a sidecar that is not there yet.
+    a sidecar that is not there yet. With --operator it has a page that drops, purges and warms.
     """
+    from kvstore.cli.console_operator import AuditFile, OperatorCommands
     from kvstore.console.access import checked_tokens
     from kvstore.console.serve import ConsoleParts, serve_console
-    from kvstore.service.settings import OBSERVE_SOCKET, default_socket, host_and_port
+    from kvstore.service.settings import OBSERVE_SOCKET, TENANT_SOCKET, default_socket, host_and_port
     from tiering.clock import SystemClock
 
     address = host_and_port(listen, "--listen")
@@ -62,15 +88,32 @@ def console(
         url = f"http://{host}:{port}/"
         say(json.dumps({"console": url, "pid": os.getpid()}) if as_json else f"console on {url}", sys.stdout)
 
+    acts = None
+    if operator is not None:
+        sockets = _tenant_sockets(tenant_socket or [f"{DEFAULT_TENANT}={default_socket(data, TENANT_SOCKET)}"])
+        log = AuditFile(Path(audit_file or default_socket(data, AUDIT_FILE)))
+        acts = OperatorCommands(operator, sockets, SystemClock()), log
+    elif audit_file or tenant_socket:
+        raise typer.BadParameter("--audit-file and --tenant-socket are for a console that is given --operator")
     parts = ConsoleParts(
         SystemClock(),
         secrets.token_bytes,
         static_files(),
         kvstore.__version__,
         lambda: keeper is None or os.getppid() == keeper,
+        acts,
     )
     serve_console(socket or default_socket(data, OBSERVE_SOCKET), address, tokens, parts, started)
     return OK
+
+
+def _tenant_sockets(given: list[str]) -> dict[str, str]:
+    """By the tenants' names."""
+    pairs = [one.partition("=") for one in given]
+    wrong = next((one for one, (name, _, path) in zip(given, pairs, strict=True) if not name or not path), None)
+    if wrong is not None:
+        raise typer.BadParameter(f"--tenant-socket {wrong}: give NAME=PATH")
+    return {name: path for name, _, path in pairs}
 
 
 def static_files() -> dict[str, bytes]:

@@ -301,6 +301,9 @@ def _beside(settings: Any) -> dict[str, list[str]]:
     program, chosen, observe = [sys.executable, "-m", "kvstore"], settings.console, settings.observe_socket
     if chosen.listen is not None:
         flags = ["--listen", chosen.listen, *(["--token-file", chosen.token_file] if chosen.token_file else [])]
+        if chosen.operator:
+            flags += ["--operator", settings.admin_socket, "--audit-file", settings.audit_file]
+            flags += [f"--tenant-socket={name}={one.socket}" for name, one in settings.sockets().items()]
         found[CONSOLE] = [*program, "console", "--socket", observe, *flags]
     chosen = settings.network
     if chosen.listen is not None:

@@ -15,11 +15,12 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from kvstore.block.account import MissReason
 from kvstore.cli.ask import RecordSummary, Warmed
 from kvstore.config import format_size
 from kvstore.protocol.messages import WhyReply
 from kvstore.protocol.status import LookupCounts, NamespaceStatus, SidecarStatus, TenantStatus, TierStatus
-from kvstore.protocol.told import PrefixFigures, RequestRecord
+from kvstore.protocol.told import LeaseNote, LookupNote, PrefixFigures, RequestRecord
 
 _SHOWN = 20
 """Rows of a table for people; the others are counted."""
@@ -79,16 +80,25 @@ class PrefixReport:
 
 
 def _timeline(record: RequestRecord) -> Iterator[str]:
-    for one in record.leases:
+    if record.purged_at is not None:
+        yield f"{_moment(record.purged_at)}  its tenant was purged: what was stored before is gone"
+    notes: list[LookupNote | LeaseNote] = [*record.looked, *record.leases]
+    for one in sorted(notes, key=lambda note: note.at):
         tiers = ", ".join(f"{tier} {count:,}" for tier, count in one.tiers.items() if count)
-        words = f"leased {one.blocks:,} of {one.wanted:,} blocks from block {one.first_block:,} on"
+        is_lease = isinstance(one, LeaseNote)
+        words = f"{'leased' if is_lease else 'looked up: found'} {one.blocks:,} of {one.wanted:,} blocks"
+        words += f" from block {one.first_block:,} on" if isinstance(one, LeaseNote) else ""
         words += f" ({tiers})" if tiers else ""
         words += f" in {1000 * one.seconds:,.1f} ms"
         if one.reason:
             words += f"; the others: {one.reason}" + (f" ({one.detail})" if one.detail else "")
         yield f"{_moment(one.at)}  {words}"
-    if not record.leases:
-        yield "no lease was taken for it, or it was forgotten"
+        if one.reason == MissReason.EVICTED:
+            yield f"    {_gone(one)}"
+    if not notes:
+        yield "nothing was looked up or leased for it, or it was forgotten"
+    if record.reported:
+        yield f"{_count(record.reported, 'block')} failed its check when it was read, and was not used"
     told = record.told
     if told is None or record.told_at is None:
         yield "its engine has not told what became of it"
@@ -103,6 +113,20 @@ def _timeline(record: RequestRecord) -> Iterator[str]:
     if told.saved_blocks or told.put_reasons:
         refused = ", ".join(f"{name} {count:,}" for name, count in told.put_reasons.items())
         yield f"    saved {_count(told.saved_blocks, 'block')}" + (f"; not all: {refused}" if refused else "")
+
+
+def _gone(note: LookupNote | LeaseNote) -> str:
+    """How the first block that is not there went."""
+    if note.gone is None:
+        return "when and why the first of them went is not known any more"
+    gone = note.gone
+    why = {
+        "room": f"from {gone.tier}, for room",
+        "declined": "from dram, for room; nvme was not to have it (store.nvme_writes)",
+        "ttl": f"from {gone.tier}, for room: its ttl was over, or more was to be kept than may be",
+        "drop": "as its namespace was dropped",
+    }.get(gone.cause, gone.cause)
+    return f"the first of them went {_span(max(0.0, note.at - gone.at))} before, at {_moment(gone.at)[:8]}, {why}"
 
 
 def _moment(at: float) -> str:

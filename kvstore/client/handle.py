@@ -49,6 +49,7 @@ from tiering.counts.awaits import MAX_AWAIT_SECONDS, AwaitEnd
 from tiering.frame import HEADER_BYTES, digest
 
 A = TypeVar("A")
+ExtraKeys = Sequence[ExtraKey | bytes | str]
 DURABILITIES = ("volatile", "disk")
 DURABLE_SECONDS = 30.0
 """How long a put waits for the disk before it says that it was too slow."""
@@ -170,9 +171,7 @@ class NamespaceHandle:
         """Under which prompts of the tenant's are sketched: from its identity key, and telling nothing of that."""
         return blake2b(digest_size=32, key=self._grant.identity_key, person=b"kv-sketch-key-v1").digest()
 
-    def hashed(
-        self, token_ids: Any, extra_keys: Sequence[ExtraKey | bytes | str] = (), after: Prompt | None = None
-    ) -> Prompt:
+    def hashed(self, token_ids: Any, extra_keys: ExtraKeys = (), after: Prompt | None = None) -> Prompt:
         """A prompt's keys, to be used by several verbs, or by another process of the engine.
 
         after: what an earlier call made of the beginning of this prompt; token_ids are then those behind its last full
@@ -183,15 +182,18 @@ class NamespaceHandle:
         keys = self._hasher.keys(raw, as_extra_keys(extra_keys), known)
         return Prompt(len(known) * self.block_tokens + len(raw) // 4, keys)
 
-    def match(self, token_ids: Any, extra_keys: Sequence[ExtraKey | bytes | str] = (), counts: bool = True) -> Match:
+    def match(self, token_ids: Any, extra_keys: ExtraKeys = (), counts: bool = True, request: str = "") -> Match:
         """The longest stored prefix of a prompt, and why it ends there. Pins nothing and changes nothing.
 
         token_ids: list, array, numpy array or torch tensor of ids, or their uint32 little-endian bytes; or a `Prompt`.
         extra_keys: what else the KV depends on (adapter digest, image hashes, salt), in an order of the caller's; a
-        `Prompt` has them already. counts: whether people are to see it counted as a look-up.
+        `Prompt` has them already. counts: whether people are to see it counted as a look-up. request: the engine's name
+        for what it is for, for people.
         """
+        check_request(request)
         tokens, keys = self._hashed(token_ids, extra_keys)
-        return self._matched(tokens, keys, self._door.call(m.MatchPrefix(self.number, keys, counts), m.Matched))
+        asked = m.MatchPrefix(self.number, keys, counts, request)
+        return self._matched(tokens, keys, self._door.call(asked, m.Matched))
 
     def submit_changes(self, after: int, deadline_ms: float = 1000) -> PendingReply[m.Changed]:
         """What became of this namespace's blocks, in order, from the change of that number on, or from now on for 0:
@@ -210,21 +212,23 @@ class NamespaceHandle:
     def submit_match(
         self,
         token_ids: Any,
-        extra_keys: Sequence[ExtraKey | bytes | str] = (),
+        extra_keys: ExtraKeys = (),
         deadline_ms: float = 50,
         counts: bool = True,
+        request: str = "",
     ) -> PendingReply[Match]:
         """`match` for a thread that must not wait: `poll` returns it once it is there, or a miss once it is late.
 
         The prompt is hashed here, in the caller's thread: some 0.3 ms for 32,768 tokens given as an array.
         """
         check_deadline(deadline_ms)
+        check_request(request)
         tokens, keys = self._hashed(token_ids, extra_keys)
-        submitted = self._door.submit(m.MatchPrefix(self.number, keys, counts), m.Matched, float(deadline_ms) / 1000)
+        asked = m.MatchPrefix(self.number, keys, counts, request)
+        submitted = self._door.submit(asked, m.Matched, float(deadline_ms) / 1000)
         cancelled = m.Matched(MatchReply(0, reason=MissReason.DISABLED, detail="it was cancelled"))
-        return PendingReply(
-            submitted, partial(self._matched, tokens, keys), partial(self._matched, tokens, keys, cancelled)
-        )
+        matched = partial(self._matched, tokens, keys)
+        return PendingReply(submitted, matched, partial(matched, cancelled))
 
     def await_block(self, prompt: Prompt, block: int, deadline_ms: float) -> m.Awaited:
         """Wait until a block of a prompt can be read, also one never heard of, at most that long and 30 s."""
@@ -349,7 +353,7 @@ class NamespaceHandle:
         durability: str = "volatile",
         ttl: float | None = None,
         priority: int = 0,
-        extra_keys: Sequence[ExtraKey | bytes | str] = (),
+        extra_keys: ExtraKeys = (),
         reading: Reading | None = None,
         collective: str = "",
         deadline_ms: float | None = None,
@@ -440,7 +444,7 @@ class NamespaceHandle:
 
     # Inside --------------------------------------------------------------------------------------------------------
 
-    def _hashed(self, token_ids: Any, extra_keys: Sequence[ExtraKey | bytes | str]) -> tuple[int, list[bytes]]:
+    def _hashed(self, token_ids: Any, extra_keys: ExtraKeys) -> tuple[int, list[bytes]]:
         """Tokens asked for, and the keys of their full blocks."""
         prompt = token_ids if isinstance(token_ids, Prompt) else self.hashed(token_ids, extra_keys)
         if prompt is token_ids and (extra_keys or len(prompt.keys) > prompt.tokens // self.block_tokens):

@@ -68,7 +68,8 @@ class IntegrityFigures(msgspec.Struct, frozen=True):
 
 class ConsoleStatus(msgspec.Struct, frozen=True):
     """`/api/status`. at: the console's clock. Figures are None before the sidecar has answered once, and to a tenant,
-    who sees what it asked for and got, `looked`. tenant: who that is, None for who sees everything."""
+    who sees what it asked for and got, `looked`. tenant: who that is, None for who sees everything. acts: whether this
+    console may drop, purge and warm for its operator."""
 
     version: str
     at: float
@@ -95,6 +96,7 @@ class ConsoleStatus(msgspec.Struct, frozen=True):
     events: list[ConsoleEvent] = []
     savings: SavingsStatus | None = None
     tenant: str | None = None
+    acts: bool = False
 
 
 class MissFigures(msgspec.Struct, frozen=True):

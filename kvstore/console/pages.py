@@ -1,4 +1,5 @@
-"""The console over HTTP: pages, the JSON API behind them, and the stream. It reads; a login alone changes anything.
+"""The console over HTTP: pages, the JSON API behind them, and the stream. It reads; what changes anything is a login,
+and what `kvstore.console.operate` does for an operator.
 
     request > a known host > our own origin > a token, where there is one > page or API > headers
 
@@ -20,10 +21,12 @@ from fastapi import FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import RedirectResponse, StreamingResponse
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
 from kvstore.block.errors import BadInput, StoreError
 from kvstore.console.access import COOKIE, LOGIN_SECONDS, ConsoleReader, Guard
+from kvstore.console.audit import AuditEntry
 from kvstore.console.events import ConsoleEvent
 from kvstore.console.figures import (
     MOST_LISTED,
@@ -40,6 +43,14 @@ from kvstore.console.figures import (
     schemas_of,
     tenants_of,
     whatif_of,
+)
+from kvstore.console.operate import (
+    MOST_ORDER_BYTES,
+    ORDERS,
+    ActionAnswer,
+    ActionUnderWay,
+    OperatorActions,
+    TicketAnswer,
 )
 from kvstore.console.planning import PlanAnswer, PlannedModel, PlanQuestion, models_of_table, planned
 from kvstore.console.rings import WINDOWS, RingWindow
@@ -66,8 +77,10 @@ TYPES = {
     "svg": "image/svg+xml",
     "txt": "text/plain; charset=utf-8",
 }
-PAGES = ("/", "/misses", "/prefixes", "/tenants", "/moves", "/engines", "/request", "/plan", "/events")
+PAGES = ("/", "/misses", "/prefixes", "/tenants", "/moves", "/engines", "/request", "/plan", "/operate", "/events")
 MOST_FORM_BYTES = 8192
+ACTIONS = {f"/api/operator/{what}": order for what, order in ORDERS.items()}
+"""Asked with POST, where the console acts for an operator."""
 TENANT_PATHS = tuple(
     f"/api/{one}"
     for one in ("status", "series", "misses", "prefixes", "tenants", "namespaces", "request", "models", "plan")
@@ -75,6 +88,8 @@ TENANT_PATHS = tuple(
 """Of the API, what a tenant may ask."""
 TENANT = "kvstore.tenant"
 """In a request's scope: who alone may be shown; None for all."""
+WHO = "kvstore.who"
+"""In a request's scope: who asks, for the audit log."""
 OPEN_PATHS = ("/login", "/static/style.css", "/static/favicon.svg")
 """What may be seen before a login."""
 
@@ -143,16 +158,25 @@ class StaticFile:
         return StaticFile(body, TYPES.get(ending, TYPES["txt"]), f'"{sha256(body).hexdigest()[:16]}"')
 
 
-def make_app(watch: SidecarWatch, guard: Guard, hub: Broadcast, files: Mapping[str, bytes], version: str) -> App:
-    """files: name below static/ -> contents."""
+def make_app(
+    watch: SidecarWatch,
+    guard: Guard,
+    hub: Broadcast,
+    files: Mapping[str, bytes],
+    version: str,
+    actions: OperatorActions | None = None,
+) -> App:
+    """files: name below static/ -> contents. actions: None where the console changes nothing."""
     app = FastAPI(title="kvstore console", version=version, docs_url=None, redoc_url=None, openapi_url=None)
     static = {name: StaticFile.of(name, body) for name, body in files.items()}
     if guard.has_token:
         shown = files["index.html"].replace(b'action="/logout" hidden', b'action="/logout"')
         static["index.html"] = StaticFile.of("index.html", shown)
     _add_api(app, watch, hub)
+    if actions is not None:
+        _add_actions(app, actions)
     _add_pages(app, guard, static)
-    _add_document(app, version)
+    _add_document(app, version, acts=actions is not None)
 
     @app.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> Response:
@@ -164,15 +188,17 @@ def make_app(watch: SidecarWatch, guard: Guard, hub: Broadcast, files: Mapping[s
         name = ".".join(str(one) for one in first.get("loc", ())[1:])
         return _json(ApiError(f"{name}: {first.get('msg', 'not understood')}"), 422)
 
-    return Gate(app, guard)
+    return Gate(app, guard, () if actions is None else tuple(ACTIONS))
 
 
 class Gate:
     """Before every request: is it for this server, from its own pages, and may its sender read. Behind it: headers."""
 
-    def __init__(self, app: App, guard: Guard) -> None:
+    def __init__(self, app: App, guard: Guard, actions: tuple[str, ...] = ()) -> None:
+        """actions: paths that change something, for who has the operator's token."""
         self._app = app
         self._guard = guard
+        self._actions = actions
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """As ASGI has it."""
@@ -202,15 +228,18 @@ class Gate:
         if origin is not None and not all(self._guard.is_own_origin(one, host[0]) for one in origin):
             return _json(ApiError("a page of another site asks; open the console itself"), 403)
         path = scope["path"]
-        if scope["method"] not in ("GET", "HEAD") and path not in ("/login", "/logout"):
-            return _json(ApiError("the console changes nothing: ask with GET"), 405)
         authorization = headers.get("authorization", [None])[0]
         cookie = "; ".join(headers.get("cookie", []))
         reader = ConsoleReader() if path in OPEN_PATHS else self._guard.reader(authorization, cookie)
         if reader is not None:
             if reader.tenant is not None and path.startswith("/api/") and path not in TENANT_PATHS:
                 return _json(ApiError(f"a tenant's token shows that tenant alone: {', '.join(TENANT_PATHS)}"), 403)
+            if scope["method"] not in ("GET", "HEAD") and path not in ("/login", "/logout", *self._actions):
+                return _json(ApiError("this changes nothing: ask with GET"), 405)
+            if path in self._actions and authorization is None and origin is None:
+                return _json(ApiError("an action is asked for with the token, or from a page of the console"), 403)
             scope[TENANT] = reader.tenant
+            scope[WHO] = f"operator's {'login' if authorization is None else 'token'} at {(scope['client'] or '-')[0]}"
             return None
         if path in PAGES:
             return RedirectResponse("/login", 303)
@@ -349,6 +378,47 @@ def _add_api(app: FastAPI, watch: SidecarWatch, hub: Broadcast) -> None:
         return StreamingResponse(hub.listen(), media_type="text/event-stream", headers=headers)
 
 
+def _add_actions(app: FastAPI, actions: OperatorActions) -> None:
+    """The gate has seen to it that the operator asks, and from where."""
+
+    @app.get("/api/operator", summary="A ticket, good for one action")
+    async def ticket() -> Response:
+        return _json(actions.ticket())
+
+    @app.get("/api/audit", summary="What operators did here, the newest first")
+    async def audit() -> Response:
+        return _json(actions.audit.entries())
+
+    async def act(request: Request) -> Response:
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise HTTPException(415, "give application/json")
+        body = await _body(request, MOST_ORDER_BYTES)
+        if body is None:
+            raise HTTPException(413, f"more than {MOST_ORDER_BYTES} bytes")
+        try:
+            order = msgspec.json.decode(body, type=ACTIONS[request.url.path])
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            raise HTTPException(422, " ".join(str(error).split())) from None
+        try:
+            return _json(await run_in_threadpool(actions.act, order, request.scope[WHO]))
+        except (BadInput, StoreError) as error:
+            status = 422 if isinstance(error, BadInput) else 409 if isinstance(error, ActionUnderWay) else 503
+            raise HTTPException(status, " ".join(str(error).split())) from None
+
+    for path, what in zip(ACTIONS, ("Drop a namespace", "Purge a tenant", "Warm prefixes"), strict=True):
+        app.add_api_route(path, act, methods=["POST"], summary=what, operation_id=path)
+
+
+async def _body(request: Request, most: int) -> bytes | None:
+    """All of it; None where that is more than may be."""
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > most:
+            return None
+    return bytes(body)
+
+
 def _hidden_sessions(facts: SidecarStatus) -> int:
     return facts.hidden_sessions + max(0, len(facts.sessions) - MOST_LISTED)
 
@@ -377,11 +447,9 @@ def _add_pages(app: FastAPI, guard: Guard, static: Mapping[str, StaticFile]) -> 
     async def log_in(request: Request) -> Response:
         if guard.is_paused:
             return _json(ApiError("too many wrong tokens came; wait a minute"), 429)
-        body = b""
-        async for piece in request.stream():
-            body += piece
-            if len(body) > MOST_FORM_BYTES:
-                return _json(ApiError(f"a form of more than {MOST_FORM_BYTES} bytes"), 413)
+        body = await _body(request, MOST_FORM_BYTES)
+        if body is None:
+            return _json(ApiError(f"a form of more than {MOST_FORM_BYTES} bytes"), 413)
         given = parse_qs(body.decode("latin-1"), max_num_fields=8).get("token", [""])[0]
         name = guard.log_in(given)
         if name is None:
@@ -399,7 +467,7 @@ def _add_pages(app: FastAPI, guard: Guard, static: Mapping[str, StaticFile]) -> 
         return answer
 
 
-def _add_document(app: FastAPI, version: str) -> None:
+def _add_document(app: FastAPI, version: str, acts: bool) -> None:
     """`/openapi.json`, with the schemas of what the API answers."""
     kinds: dict[str, Any] = {
         "/api/status": ConsoleStatus,
@@ -415,17 +483,29 @@ def _add_document(app: FastAPI, version: str) -> None:
         "/api/plan": PlanAnswer,
         "/api/events": list[ConsoleEvent],
     }
-    (error, *schemas), components = schemas_of([ApiError, *kinds.values()])
+    posted = ACTIONS if acts else {}
+    kinds |= {"/api/operator": TicketAnswer, "/api/audit": list[AuditEntry]} if acts else {}
+    kinds |= dict.fromkeys(posted, ActionAnswer)
+    (error, *schemas), components = schemas_of([ApiError, *kinds.values(), *posted.values()])
     document = get_openapi(title="kvstore console", version=version, routes=app.routes)
     document.setdefault("components", {})["schemas"] = components
-    for path, schema in zip(kinds, schemas, strict=True):
-        answers = document["paths"][path]["get"]["responses"] = {"200": _content("What was asked for", schema)}
+    for (path, order), schema in zip(posted.items(), schemas[len(kinds) :], strict=True):
+        operation = document["paths"][path]["post"]
+        operation["requestBody"] = {"required": True, **_content(str(order.__doc__), schema)}
+    for path, schema in zip(kinds, schemas, strict=False):
+        operation = document["paths"][path]["post" if path in posted else "get"]
+        answers = operation["responses"] = {"200": _content("What was asked for, or done", schema)}
         for status, text in (
             ("401", "The token is missing or wrong"),
             ("403", "A page of another site asked, or a tenant asked for what is of all"),
             ("421", "Another host was asked for"),
             ("422", "A parameter that cannot be"),
             ("503", "No sidecar has answered yet"),
+            *(
+                (("409", "Another action is under way"), ("413", "Too long"), ("415", "Not JSON"))
+                if path in posted
+                else ()
+            ),
         ):
             answers[status] = _content(text, error)
     body = msgspec.json.encode(document)

@@ -1,6 +1,7 @@
 """Each reason for a miss in words: what it means, what usually causes it, and what an operator can do. Pure text.
 
-Total over `MissReason`: a test walks over every member. docs/console.md has the same reasons under the same names.
+Total over `MissReason`: a test walks over every member. docs/dashboard.md has the same words, each at an anchor of its
+reason's name.
 """
 
 from __future__ import annotations

@@ -14,6 +14,8 @@ import uvicorn
 
 from kvstore.block.errors import BadInput
 from kvstore.console.access import ConsoleTokens, Guard
+from kvstore.console.audit import AuditLines, AuditLog
+from kvstore.console.operate import OperatorActions, OperatorVerbs
 from kvstore.console.pages import make_app
 from kvstore.console.stream import Broadcast
 from kvstore.console.watch import SidecarWatch
@@ -29,13 +31,15 @@ NO_RUN = "none"
 @dataclass(frozen=True, slots=True)
 class ConsoleParts:
     """What a console is handed. files: of the package, by their name below static/. new_token: random bytes, that many.
-    is_wanted: asked now and then, whether the process that started it is still there."""
+    is_wanted: asked now and then, whether the process that started it is still there. operator: what its operator may
+    do, and where that is written down; none where the console changes nothing."""
 
     clock: Clock
     new_token: Callable[[int], bytes]
     files: Mapping[str, bytes]
     version: str
     is_wanted: Callable[[], bool] = lambda: True
+    operator: tuple[OperatorVerbs, AuditLines] | None = None
 
 
 def serve_console(
@@ -47,11 +51,17 @@ def serve_console(
 ) -> None:
     """Until SIGTERM or SIGINT. started: told the port once it listens. Raises `BadInput`."""
     host, port = address
+    if parts.operator is not None and tokens is None:
+        raise BadInput("an operator's console drops and purges for who has its token; give --token-file")
     guard = Guard(host, tokens, parts.clock, parts.new_token)
     listening = _listening(host, port)
-    watch = SidecarWatch(sidecar, parts.version, parts.clock)
+    watch = SidecarWatch(sidecar, parts.version, parts.clock, acts=parts.operator is not None)
     hub = Broadcast()
-    app = make_app(watch, guard, hub, parts.files, parts.version)
+    actions = None
+    if parts.operator is not None:
+        verbs, lines = parts.operator
+        actions = OperatorActions(verbs, AuditLog(lines), parts.clock, parts.new_token)
+    app = make_app(watch, guard, hub, parts.files, parts.version, actions)
     config = uvicorn.Config(
         app,
         log_config=None,

@@ -36,12 +36,15 @@ MOST_EVENTS, EVENTS_TOLD = 500, 8
 class SidecarWatch:
     """Start it, read it from any thread, close it."""
 
-    def __init__(self, socket: str, version: str, clock: Clock, poll_seconds: float = POLL_SECONDS) -> None:
-        """socket: the observers' (or the operator's). version: of this program, for `/api/status`."""
+    def __init__(
+        self, socket: str, version: str, clock: Clock, poll_seconds: float = POLL_SECONDS, acts: bool = False
+    ) -> None:
+        """socket: the observers' (or the operator's). version: of this program, for `/api/status`; acts: as there."""
         self._path = socket
         self._version = version
         self._clock = clock
         self._poll_seconds = poll_seconds
+        self._acts = acts
         self._lock = threading.Lock()
         self._rings = Rings()
         self._facts: SidecarStatus | None = None
@@ -73,7 +76,8 @@ class SidecarWatch:
         """The overview's figures."""
         with self._lock:
             told = self._newest_first()[:EVENTS_TOLD]
-            return status_of(self._version, self._clock.wall_seconds(), self._contact, self._facts, told)
+            one = status_of(self._version, self._clock.wall_seconds(), self._contact, self._facts, told)
+            return msgspec.structs.replace(one, acts=self._acts)
 
     def status_of_tenant(self, tenant: str) -> ConsoleStatus:
         """What a tenant is shown in its place."""

@@ -82,8 +82,8 @@ class PrefixIndex:
         self.has_hints = False  # whether anything was ever said of how long a block is to be kept
         self._free_rows = array("i")
         self._next_row = 0
-        # By tenant, in ordered dictionaries: a dict would walk over what went from its front. What they lead to is the
-        # stamp of each eviction, 0 once the block was asked for again.
+        # By tenant, in ordered dictionaries: a dict would walk over what went from its front. What they lead to is
+        # twice the stamp of each eviction, and 1 more where the block had a ttl; negative once it was asked for again.
         self._forgotten: dict[bytes, OrderedDict[bytes, int]] = {}
         self._forgotten_limit = forgotten_limit
         self.changes = BlockChanges()
@@ -140,10 +140,17 @@ class PrefixIndex:
         """The stamp that `remove` was given with an evicted key, the first time that it is asked for; 0 then."""
         names = self._names[namespace]
         name = key[:_REMEMBERED_BYTES] + names.mark
-        stamp = names.forgotten.get(name, 0)
-        if stamp:
-            names.forgotten[name] = 0  # its place in the order stays
-        return stamp
+        known = names.forgotten.get(name, 0)
+        if known <= 0:
+            return 0
+        names.forgotten[name] = -known  # its place in the order stays
+        return known >> 1
+
+    def eviction(self, namespace: int, key: bytes) -> tuple[int, bool]:
+        """The stamp that `remove` was given with an evicted key, 0 where none is remembered; whether it had a ttl."""
+        names = self._names[namespace]
+        known = abs(names.forgotten.get(key[:_REMEMBERED_BYTES] + names.mark, 0))
+        return known >> 1, bool(known & 1)
 
     def elsewhere(self, namespace: int, key: bytes) -> int:
         """Another namespace of the same tenant where this key is visible, or -1. Never another tenant's."""
@@ -352,7 +359,7 @@ class PrefixIndex:
         if parent != NO_ROW:
             self._children[parent] -= 1
         if remember:
-            names.forgotten[key[:_REMEMBERED_BYTES] + names.mark] = stamp
+            names.forgotten[key[:_REMEMBERED_BYTES] + names.mark] = stamp << 1 | (self._expires[row] > 0)
             if len(names.forgotten) > self._forgotten_limit:
                 names.forgotten.popitem(last=False)
         return parent

@@ -64,7 +64,7 @@ from kvstore.protocol.replies import Grant, LeaseReply, MatchReply, ReserveReply
 from kvstore.protocol.status import TenantStatus
 from tiering.clock import Clock
 from tiering.counts.awaits import AwaitEnd
-from tiering.counts.tally import CheckedAt
+from tiering.counts.tally import CheckedAt, Eviction
 from tiering.dram.extents import Extent
 from tiering.dram.mover import FrameCopy, MoveDone, MoveOutcome, Mover
 from tiering.errors import BlockMissing, TierFull, TierUnavailable
@@ -163,8 +163,7 @@ class Store:
         self._drops: set[int] = set()  # namespaces that are being dropped
         self._unfound: set[int] = set()  # of them, those of which some blocks are gone and no block is found
         self._lifting: list[tuple[int, list[int]]] = []  # pinned for leases that wait for blocks on their way up
-        # Long chains that were used, as `BlockTable.refreshed`.
-        self._refreshing: deque[tuple[list[int], int]] = deque()
+        self._refreshing: deque[tuple[list[int], int]] = deque()  # long chains that were used; `BlockTable.refreshed`
         self._levels: Levels | None = None
         self._nvme_recovery: NvmeRecovery | None = None
         self._dram_recovery: DramRecovery | None = None
@@ -1291,34 +1290,35 @@ class Store:
             self._blocks.check(pins, demoting)
             self._collective.check(self._reservations)
 
+    def eviction_of(self, number: int, key: bytes) -> tuple[Eviction | None, bool]:
+        """What is known of how a block went that cannot be found, and whether it had a ttl. Takes no lock."""
+        stamp, had_ttl = self._blocks.index.eviction(number, key)
+        return self._blocks.tally.eviction(stamp), had_ttl
+
     # Inside: looking up --------------------------------------------------------------------------------------------
 
     def _why(self, number: int, keys: Sequence[bytes], blocks: int) -> tuple[MissReason | None, str]:
         if blocks == len(keys):
             return None, ""
-        key = keys[blocks]
-        parent = self._blocks.index.find(number, keys[blocks - 1]) if blocks else NO_ROW
-        finding = self._blocks.index.why_not(number, key, parent)
+        key, index, spaces = keys[blocks], self._blocks.index, self._blocks.spaces
+        parent = index.find(number, keys[blocks - 1]) if blocks else NO_ROW
+        finding = index.why_not(number, key, parent)
         reason = MissReason.DIVERGED if finding is None else REASON_OF_FINDING[finding]
         if reason is MissReason.EVICTED:
-            self._blocks.tally.asked_again(self._blocks.index.stamp_of_eviction(number, key))
-        if reason in (MissReason.DIVERGED, MissReason.ABSENT, MissReason.EVICTED):
-            if self._is_recovering:
-                return MissReason.WARMING, "what was there before a restart is still being taken in"
+            self._blocks.tally.asked_again(index.stamp_of_eviction(number, key))
+        if reason in (MissReason.DIVERGED, MissReason.ABSENT, MissReason.EVICTED) and self._is_recovering:
+            return MissReason.WARMING, "what was there before a restart is still being taken in"
         if reason in (MissReason.DIVERGED, MissReason.ABSENT):
             if self._nvme_recovery is not None and self._nvme_recovery.failed:
                 return MissReason.TIER_DOWN, "some of what is on disk could not be taken in at the start"
-            other = self._blocks.index.elsewhere(number, key)
+            other = index.elsewhere(number, key)
             if other >= 0:
-                spaces = self._blocks.spaces
                 return MissReason.OTHER_NAMESPACE, spaces[number].namespace.difference(spaces[other].namespace)
         return reason, ""
 
     def _find_space(self, tenant: bytes, wanted: bytes) -> OpenedNamespace | None:
-        for space in self._blocks.spaces:
-            if space.tenant == tenant and space.classes[0].namespace == wanted:
-                return space
-        return None
+        mine = (one for one in self._blocks.spaces if one.tenant == tenant and one.classes[0].namespace == wanted)
+        return next(mine, None)
 
     # Inside: leases ------------------------------------------------------------------------------------------------
 

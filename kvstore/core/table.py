@@ -22,7 +22,7 @@ from kvstore.block.identity import Namespace, TenantKeys
 from kvstore.core.dirty import DirtyBlocks
 from kvstore.core.index import NO_ROW, Column, PrefixIndex, RowState
 from kvstore.core.reclaim import ExtentReclaim, SlabReclaim
-from tiering.counts.tally import CopyKind, EvictedTo, Tally, TierName
+from tiering.counts.tally import CAUSE_OF, CopyKind, EvictedTo, EvictionCause, Tally, TierName
 from tiering.dram.extents import Extent
 from tiering.dram.tier import DramTier
 from tiering.errors import BlockCorrupt
@@ -332,7 +332,7 @@ class BlockTable:
             if stays:
                 self.index.moved_below(row)
             else:
-                self.index.remove(row, remember=True, stamp=self.tally.stamp(TierName.DRAM))
+                self.index.remove(row, remember=True, stamp=self.tally.stamp(TierName.DRAM, CAUSE_OF[to]))
                 evicted += 1
             gone += 1
             if gone == blocks:
@@ -346,7 +346,7 @@ class BlockTable:
     def give_up(self, row: int) -> None:
         """A block that was never published ends here; its children were given up before."""
         self._free(self.residency.forget(row))
-        self._remove(row, remember=False)
+        self._remove(row)
 
     def unfill(self, row: int) -> None:
         """A lost row that was to be filled again stays lost."""
@@ -355,7 +355,7 @@ class BlockTable:
     def orphan(self, row: int) -> list[int]:
         """A pending row goes while its producer still writes: the places are returned, still taken."""
         places = self.residency.forget(row)
-        self._remove(row, remember=False)
+        self._remove(row)
         return places
 
     def free_abandoned_slots(self, places: Sequence[int]) -> None:
@@ -369,10 +369,10 @@ class BlockTable:
         self._free(self.residency.forget(row))
         if self.is_below(row):
             self._leave_below(row)
-        if self.residency.is_listed(row):
-            self._remove(row, remember=True)
-        else:
-            self.index.remove(row, remember=True)
+        if is_listed := self.residency.is_listed(row):
+            self.residency.unlisted(row)
+        parent = self.index.remove(row, remember=True, stamp=self.tally.stamp(TierName.DRAM, EvictionCause.DROP))
+        self._child_went(parent if is_listed else NO_ROW)
 
     def quarantine(self, row: int) -> bool:
         """A check failed: the frames of all parts are never used again, and the row stays, lost, so that its children
@@ -795,9 +795,9 @@ class BlockTable:
         self.residency.unlisted(row)
         self._child_went(self.index.parent(row))
 
-    def _remove(self, row: int, *, remember: bool) -> None:
+    def _remove(self, row: int) -> None:
         self.residency.unlisted(row)
-        self._child_went(self.index.remove(row, remember=remember))
+        self._child_went(self.index.remove(row))
 
     def _child_came(self, parent: int) -> None:
         if parent != NO_ROW:

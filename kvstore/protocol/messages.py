@@ -118,11 +118,13 @@ class OpenNamespace(msgspec.Struct, array_like=True, frozen=True, tag="namespace
 
 
 class MatchPrefix(msgspec.Struct, array_like=True, frozen=True, tag="match"):
-    """As `Door.match`. counts: whether it is a look-up for an engine's request, which people want to see counted."""
+    """As `Door.match`. counts: whether it is a look-up for an engine's request, which people want to see counted.
+    request: the engine's name for that, for people."""
 
     namespace: int
     keys: Keys
     counts: bool = True
+    request: str = ""
 
 
 class LeasePrefix(msgspec.Struct, array_like=True, frozen=True, tag="lease"):

@@ -84,9 +84,38 @@ class PromptTold(msgspec.Struct, array_like=True, frozen=True):
     parted: PromptParted | None = None
 
 
+def told_name(request: str) -> str:
+    """An engine's name of a request as it can be told. A client may have given it one that is long, or no text."""
+    return request.encode("utf-8", "replace").decode()[:MAX_REQUEST_CHARACTERS]
+
+
+class GoneNote(msgspec.Struct, frozen=True):
+    """How the first block that was missed had gone. at: Unix time, to a second. tier: the last one that had it. cause:
+    room, in that tier; declined (room in DRAM, and NVMe was not to have it); ttl (room, once its ttl was over or as
+    more was retained than may be); drop."""
+
+    at: float
+    tier: str
+    cause: str
+
+
+class LookupNote(msgspec.Struct, frozen=True):
+    """A look-up for a request, as `LeaseNote`: `blocks` were found of `wanted`."""
+
+    at: float
+    seconds: float
+    wanted: int
+    blocks: int
+    tiers: dict[str, int]
+    reason: str
+    detail: str
+    gone: GoneNote | None = None
+
+
 class LeaseNote(msgspec.Struct, frozen=True):
     """A lease that was taken for a request. at: Unix time, when it was answered; seconds: that the store took. blocks:
-    granted, behind `first_block`; of `wanted`. tiers: where these lay. reason, detail: why it is not all, else ""."""
+    granted, behind `first_block`; of `wanted`. tiers: where these lay: what was not in DRAM was promoted for it.
+    reason, detail: why it is not all, else "". gone: where the reason is evicted, and it is still known."""
 
     at: float
     seconds: float
@@ -96,10 +125,12 @@ class LeaseNote(msgspec.Struct, frozen=True):
     tiers: dict[str, int]
     reason: str
     detail: str
+    gone: GoneNote | None = None
 
 
 class RequestRecord(msgspec.Struct, frozen=True):
-    """What is known of a request. told_at: when its engine told what became of it, None where it has not."""
+    """What is known of a request. told_at: when its engine told what became of it, None where it has not. reported: of
+    its blocks, those that failed their reader's check. purged_at: when the tenant was purged last, in this run."""
 
     request: str
     tenant: str
@@ -108,6 +139,9 @@ class RequestRecord(msgspec.Struct, frozen=True):
     leases: list[LeaseNote]
     told_at: float | None = None
     told: RequestTold | None = None
+    looked: list[LookupNote] = []
+    reported: int = 0
+    purged_at: float | None = None
 
 
 class HotPrefix(msgspec.Struct, frozen=True):

@@ -143,7 +143,7 @@ class Admin:
         keys, blocks = self._store.purge(verb.tenant, checked_seconds(verb.seconds))
         self._door.disconnect(keys.tenant)
         if self._told is not None:
-            self._told.forget(keys.tenant)
+            self._told.forget(keys.tenant, verb.tenant)
         if self._prefixes is not None:
             self._prefixes.forget(keys.tenant)
         return blocks

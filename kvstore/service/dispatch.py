@@ -27,14 +27,15 @@ from kvstore.prefixes.book import PrefixBook, checked_prompt
 from kvstore.protocol import messages as m
 from kvstore.protocol.door import MAX_COLLECTIVE_CHARACTERS, MAX_PRIORITY, WINDOW_CHARACTERS, TenantClient
 from kvstore.protocol.handing_over import MAX_TICKET_SECONDS
-from kvstore.protocol.replies import LeaseReply
-from kvstore.protocol.requests import MAX_REQUEST_CHARACTERS
+from kvstore.protocol.replies import LeaseReply, MatchReply
+from kvstore.protocol.requests import check_request
 from kvstore.protocol.status import printable
 from kvstore.service.accounting import Counting, Lasting, NamespaceInfo
 from kvstore.service.descriptors import SlowExtents
 from kvstore.service.sessions import MAX_LEASED_PLACES, ClientState, ReservationProgress, Sessions
 from kvstore.service.told import ToldRequests
 from tiering.counts.awaits import ParkedAwait
+from tiering.counts.tally import Eviction
 from tiering.errors import BlockMissing, TierError, TierUnavailable
 from tiering.frame import DIGEST_BYTES, KEY_BYTES, frame_bytes
 
@@ -247,12 +248,17 @@ class Handlers:
 
     def _match(self, caller: ClientState, verb: m.MatchPrefix) -> m.Answer:
         number, _ = _check_asked(caller, verb.namespace, verb.keys)
+        check_request(verb.request)
         began_at = self._store.clock.monotonic_seconds()
         matched = self._store.handle(caller, verb)
         assert isinstance(matched, m.Matched)
         if verb.counts:
             seconds = self._store.clock.monotonic_seconds() - began_at
             self._counting.looked_up(number, verb.keys, matched.reply, seconds)
+            if verb.request:
+                self._told.looked_up(
+                    caller, verb, number, matched.reply, seconds, self._gone(number, verb, matched.reply)
+                )
             if self._recording.token:
                 self._recording.looked_up(number, verb.keys)
             if self._whatif is not None:
@@ -307,8 +313,7 @@ class Handlers:
             raise BadInput(
                 f"first_block={verb.first_block}, deadline_ms={verb.deadline_ms}: give a block of the chain, 0 or more"
             )
-        if len(verb.request) > MAX_REQUEST_CHARACTERS:
-            raise BadInput(f"a request's name of {len(verb.request)} characters; at most {MAX_REQUEST_CHARACTERS}")
+        check_request(verb.request)
         held = self._sessions.leased_blocks(caller)
         if len(caller.session.leases) >= MAX_LEASES or held + len(verb.keys) > MAX_LEASED_BLOCKS:
             text = f"the session holds {len(caller.session.leases)} leases of {held} blocks; release some first"
@@ -324,11 +329,20 @@ class Handlers:
             self._counting.leased(number, verb.keys, reply, seconds)
             self._prefixes.granted(caller.keys.tenant, number, verb.keys, verb.first_block, reply.blocks)
             if verb.request:
-                self._told.leased(caller, verb, number, reply, seconds)
+                self._told.leased(caller, verb, number, reply, seconds, self._gone(number, verb, reply))
         if reply.lease:
             parts = len(caller.namespaces[number])
             self._sessions.took(caller, reply.lease, verb.request, len(reply.generations), parts)
         return m.Leased(reply)
+
+    def _gone(
+        self, number: int, verb: m.MatchPrefix | m.LeasePrefix, reply: MatchReply | LeaseReply
+    ) -> tuple[Eviction, bool] | None:
+        """How the first block that was missed went, and whether it had a ttl."""
+        if reply.reason is not MissReason.EVICTED or not 0 <= reply.blocks < len(verb.keys):
+            return None
+        eviction, had_ttl = self._store.eviction_of(number, verb.keys[reply.blocks])
+        return (eviction, had_ttl) if eviction is not None else None
 
     def _attach(self, caller: ClientState, verb: m.Attach) -> m.Answer:
         return m.Attached(self._sessions.attach(caller, verb.leases))
@@ -342,8 +356,10 @@ class Handlers:
         return m.Done()
 
     def _report(self, caller: ClientState, verb: m.ReportFrame) -> m.Answer:
-        if self._sessions.holds(caller, verb.lease):
+        request = self._sessions.request_of(caller, verb.lease)
+        if request is not None:
             self._counting.reported(verb.lease, verb.block)
+            self._told.reported(caller, request)
             self._store.handle(caller, verb)
         return m.Done()
 

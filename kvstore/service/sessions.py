@@ -223,11 +223,11 @@ class Sessions:
                 caller.session.leases[lease].holders.add(caller.number)
             return held
 
-    def holds(self, caller: ClientState, lease: int) -> bool:
-        """Whether the connection is one of a lease's holders."""
+    def request_of(self, caller: ClientState, lease: int) -> str | None:
+        """What the lease is for; None where the connection is none of its holders."""
         with self._lock:
             held = caller.session.leases.get(lease)
-            return held is not None and caller.number in held.holders
+            return held.request if held is not None and caller.number in held.holders else None
 
     def release(self, caller: ClientState, leases: Iterable[int]) -> None:
         """The connection lets go of leases; those that it does not hold are ignored."""

@@ -7,7 +7,7 @@ above both.
     [tenants.NAME]  socket users share weight
     [admin]    socket                                    [http]    listen token_file
     [observe]  socket mode users                         [log]     level format
-    [console]  listen token_file                         [keys]    directory cold_start
+    [console]  listen token_file operator audit_file     [keys]    directory cold_start
     [network]  listen http token_file certificate key client_ca
 
 Every key but `tenants.NAME.socket` has a default, and none has two names. What is wrong is said at the start, with the
@@ -28,6 +28,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from kvstore.block.errors import BadInput, shown
 from kvstore.config import (
+    AUDIT_FILE,
     AUTO,
     DEFAULT_TENANT,
     DEFAULT_WRITES,
@@ -155,10 +156,14 @@ class HttpSettings:
 @dataclass(frozen=True, slots=True)
 class ConsoleSettings:
     """listen: HOST:PORT of the console, a process that the keeper runs beside the sidecar; none if not given.
-    token_file: of one line; needed where other hosts can come in."""
+    token_file: of one line; needed where other hosts can come in. operator: whether it is handed the operator's socket,
+    so that who gives that line may drop, purge and warm there. audit_file: where it writes what was done; beside the
+    data if not given."""
 
     listen: str | None = None
     token_file: str | None = None
+    operator: bool = False
+    audit_file: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +209,11 @@ class Settings:
     def admin_socket(self) -> str:
         """Of the operator."""
         return self.admin.socket or default_socket(self.store.data, ADMIN_SOCKET)
+
+    @property
+    def audit_file(self) -> str:
+        """Of what operators did at the console."""
+        return self.console.audit_file or default_socket(self.store.data, AUDIT_FILE)
 
     @property
     def observe_socket(self) -> str:
@@ -361,6 +371,7 @@ def _value(text: str) -> Any:
 def _expand_paths(given: dict[str, Any]) -> None:
     """Wherever ~ may stand for a home. What is no table, or no text, is refused later."""
     tables = [(given, "store", "data"), (given, "http", "token_file"), (given, "console", "token_file")]
+    tables += [(given, "console", "audit_file")]
     tables += [(given, section, "socket") for section in ("door", "admin", "observe")]
     tables += [(given, "network", key) for key in ("token_file", "certificate", "key", "client_ca")]
     tables.append((given, "keys", "directory"))
@@ -416,7 +427,12 @@ def _check(settings: Settings) -> None:
 
 
 def _check_console(settings: Settings) -> None:
-    listen, token_file = settings.console.listen, settings.console.token_file
+    listen, token_file, operator = settings.console.listen, settings.console.token_file, settings.console.operator
+    if operator and (listen is None or token_file is None):
+        missing = "listen" if listen is None else "token_file"
+        raise BadInput(f"console.operator = true lets who has its token drop and purge; give console.{missing} too")
+    if settings.console.audit_file is not None and not operator:
+        raise BadInput("console.audit_file is of what an operator does there; give console.operator = true too")
     if listen is None:
         return
     host, _ = host_and_port(listen, "console.listen")

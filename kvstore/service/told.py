@@ -12,24 +12,32 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 
 import msgspec
 
+from kvstore.block.account import HitTier
 from kvstore.block.errors import BadInput
 from kvstore.protocol import messages as m
-from kvstore.protocol.replies import LeaseReply
+from kvstore.protocol.replies import LeaseReply, MatchReply
 from kvstore.protocol.status import SavingsStatus, printable
-from kvstore.protocol.told import LeaseNote, RequestRecord, RequestTold, SavingsTold
+from kvstore.protocol.told import GoneNote, LeaseNote, LookupNote, RequestRecord, RequestTold, SavingsTold
 from kvstore.service.sessions import ClientState
 from tiering.clock import Clock
+from tiering.counts.tally import Eviction, EvictionCause
+
+Gone = tuple[Eviction, bool] | None
+"""How a block went, and whether it had a ttl."""
+TTL = "ttl"
 
 MOST_REQUESTS = 1024
 """Of a tenant, the last ones."""
 MOST_LEASES = 8
-"""Of a request, the first ones: more are counted by its engine alone."""
+"""Of a request, the first ones, and as many look-ups: more are counted by its engine alone."""
+MOST_PURGES = 1024
+"""Tenants' names whose last purge is remembered."""
 MOST_SECONDS = 1e9
 """That an engine may say to have saved at once."""
 MOST_MS = 1e9
@@ -46,14 +54,16 @@ MOST_ENGINES = 1024
 class _KnownRequest:
     engine: str
     namespace: int = -1
+    looked: list[LookupNote] = field(default_factory=list)
     leases: list[LeaseNote] = field(default_factory=list)
+    reported: int = 0
     told_at: float | None = None
     told: RequestTold | None = None
 
     @property
     def noted_at(self) -> float:
         """When anything was noted of it last."""
-        return max([self.told_at or 0.0, *(one.at for one in self.leases)])
+        return max([self.told_at or 0.0, *(one.at for one in self.looked), *(one.at for one in self.leases)])
 
 
 class ToldRequests:
@@ -67,30 +77,42 @@ class ToldRequests:
         self._saved = self._regretted = 0.0
         self._tellers: OrderedDict[bytes, SavingsTold] = OrderedDict()  # by session
         self._loads: dict[bytes, dict[int, dict[str, tuple[float, float]]]] = {}  # tokens, ms: tenant, namespace, tier
+        self._purged: OrderedDict[str, float] = OrderedDict()  # by tenant's name: when
 
-    def leased(self, caller: ClientState, verb: m.LeasePrefix, number: int, reply: LeaseReply, seconds: float) -> None:
-        """A lease for a request was answered, after so many seconds of the store. number: of the namespace, in it."""
-        tiers: dict[str, int] = {}
-        for tier, blocks in reply.tiers:
-            tiers[str(tier)] = tiers.get(str(tier), 0) + blocks
+    def looked_up(
+        self, caller: ClientState, verb: m.MatchPrefix, number: int, reply: MatchReply, seconds: float, gone: Gone
+    ) -> None:
+        """A look-up for a request was answered, after so many seconds of the store. number: of the namespace, in it.
+        gone: how the first block that it missed went."""
         now = self._clock.wall_seconds()
-        wanted = len(verb.keys) - verb.first_block
-        reason = str(reply.reason) if reply.reason is not None else ""
-        record = LeaseNote(
-            now,
-            seconds,
-            verb.first_block,
-            wanted,
-            max(0, reply.blocks - verb.first_block),
-            tiers,
-            reason,
-            printable(reply.detail),
-        )
+        counts = seconds, len(verb.keys), reply.blocks, _by_tier(reply.tiers)
+        record = LookupNote(now, *counts, str(reply.reason or ""), printable(reply.detail), _gone_note(gone, now))
+        with self._lock:
+            noted = self._noted(caller, verb.request)
+            noted.namespace = number
+            if len(noted.looked) < MOST_LEASES:
+                noted.looked.append(record)
+
+    def leased(
+        self, caller: ClientState, verb: m.LeasePrefix, number: int, reply: LeaseReply, seconds: float, gone: Gone
+    ) -> None:
+        """The same of a lease."""
+        now = self._clock.wall_seconds()
+        blocks = max(0, reply.blocks - verb.first_block)
+        counts = seconds, verb.first_block, len(verb.keys) - verb.first_block, blocks, _by_tier(reply.tiers)
+        record = LeaseNote(now, *counts, str(reply.reason or ""), printable(reply.detail), _gone_note(gone, now))
         with self._lock:
             noted = self._noted(caller, verb.request)
             noted.namespace = number
             if len(noted.leases) < MOST_LEASES:
                 noted.leases.append(record)
+
+    def reported(self, caller: ClientState, request: str) -> None:
+        """A block that was leased for a request failed its reader's check."""
+        with self._lock:
+            noted = self._requests.get(caller.keys.tenant, OrderedDict()).get((caller.session.token, request))
+            if noted is not None:
+                noted.reported += 1
 
     def tell(self, caller: ClientState, verb: m.Tell) -> None:
         """An engine says what became of its requests. Raises `BadInput` for numbers that cannot be."""
@@ -134,6 +156,9 @@ class ToldRequests:
                 list(one.leases),
                 one.told_at,
                 one.told,
+                list(one.looked),
+                one.reported,
+                self._purged.get(name),
             )
             for _, own, name, one in found[: m.MAX_RECORDS]
         ]
@@ -167,11 +192,15 @@ class ToldRequests:
             loads = self._loads.get(tenant, {}).get(number, {})
             return {tier: min(1000 * tokens / ms, MOST_RATE) for tier, (tokens, ms) in loads.items()}
 
-    def forget(self, tenant: bytes) -> None:
-        """A tenant is gone."""
+    def forget(self, tenant: bytes, name: str) -> None:
+        """A tenant was purged."""
         with self._lock:
             self._requests.pop(tenant, None)
             self._loads.pop(tenant, None)
+            self._purged[name] = self._clock.wall_seconds()
+            self._purged.move_to_end(name)
+            if len(self._purged) > MOST_PURGES:
+                self._purged.popitem(last=False)
 
     def _took(self, tenant: bytes, number: int, told: RequestTold) -> None:
         """A load that its request waited for, where one tier had all of it. Under the lock."""
@@ -193,6 +222,21 @@ class ToldRequests:
                 mine.popitem(last=False)
         mine.move_to_end(name)
         return noted
+
+
+def _by_tier(runs: Sequence[tuple[HitTier, int]]) -> dict[str, int]:
+    tiers: dict[str, int] = {}
+    for tier, blocks in runs:
+        tiers[str(tier)] = tiers.get(str(tier), 0) + blocks
+    return tiers
+
+
+def _gone_note(gone: Gone, now: float) -> GoneNote | None:
+    if gone is None:
+        return None
+    eviction, had_ttl = gone
+    cause = TTL if had_ttl and eviction.cause is not EvictionCause.DROP else str(eviction.cause)
+    return GoneNote(now - eviction.seconds_ago, str(eviction.tier), cause)
 
 
 def _check(savings: SavingsTold) -> None:

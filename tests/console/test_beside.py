@@ -27,13 +27,14 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def status_at(port: int) -> Any:
+def status_at(port: int, token: str = "") -> Any:
     """What the console says, once there is one that has an answer of the sidecar's."""
+    asks = urllib.request.Request(f"http://127.0.0.1:{port}/api/status", headers={"Authorization": f"Bearer {token}"})
     told: list[Any] = []
 
     def is_connected() -> bool:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/status", timeout=5) as answer:
+            with urllib.request.urlopen(asks, timeout=5) as answer:
                 told.append(json.loads(answer.read()))
         except OSError:
             return False

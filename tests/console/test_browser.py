@@ -11,6 +11,7 @@ import pytest
 
 from console.browser import CHROMIUM, Browser
 from console.running import LAYOUT, RunningConsole, console, serve_traffic, tell_prompts
+from kvstore.block.account import MissReason
 from kvstore.protocol.told import RequestTold
 from service.sidecar import Sidecar
 from tiering.nvme.lmdb_index import LmdbMaker
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.skipif(
     CHROMIUM is None,
     reason="there is no chromium here: apt-get install --no-install-recommends chromium fonts-dejavu-core",
 )
-PAGES = ("/", "/misses", "/prefixes", "/tenants", "/moves", "/engines", "/request", "/plan", "/events")
+PAGES = ("/", "/misses", "/prefixes", "/tenants", "/moves", "/engines", "/request", "/plan", "/operate", "/events")
 LOOKS = (("light", 1280, 900), ("dark", 1280, 900), ("light", 360, 740), ("dark", 360, 740))
 
 
@@ -121,6 +122,8 @@ def test_a_requests_page_has_what_its_engine_told(served: tuple[Sidecar, Running
         handle = store.namespace(model=MODEL, layout=LAYOUT, name="small model")
         handle.put(ids(320, 77_000_000), random_pages(LAYOUT, 5))
         handle.lease(handle.match(ids(400, 77_000_000)), deadline_ms=5000, request="cmpl-7").release()
+        evicted = next(at for at in range(1000) if handle.match(ids(640, 100_000 * at)).reason is MissReason.EVICTED)
+        handle.match(ids(640, 100_000 * evicted), request="cmpl-8")
         handle.tell([RequestTold("cmpl-7", 400, {"dram": 320}, {"partial_block": 80}, "as it is", 2.5, 1)])
         shown.until("/api/request?id=cmpl-7", lambda one: bool(one["found"] and one["found"][0]["told"]))
     browser.open(f"{shown.url}request?id=cmpl-7")
@@ -130,6 +133,10 @@ def test_a_requests_page_has_what_its_engine_told(served: tuple[Sidecar, Running
     text = browser.value("document.getElementById('main').textContent")
     for words in ("cmpl-7", "small model", "leased 5 of 5 blocks", "400 tokens", "waited 2.50 ms", "as it is"):
         assert words in text, text
+    browser.open(f"{shown.url}request?id=cmpl-8")
+    browser.until("document.querySelector('table')")
+    text = browser.value("document.querySelector('table').textContent")
+    assert "looked up: found" in text and "The first of them went" in text and "for room" in text, text
     browser.open(f"{shown.url}request?id=unknown")
     browser.until("document.getElementById('problem')")
     assert "Nothing is known" in browser.value("document.getElementById('problem').textContent")

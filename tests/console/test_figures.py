@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import isnan
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -186,6 +187,13 @@ def test_every_reason_has_words() -> None:
     for reason, words in REASONS.items():
         for text in (words.meaning, words.cause, words.remedy):
             assert text[0].isupper() and text.endswith("."), reason
+
+
+def test_the_docs_have_each_reasons_words_at_an_anchor_of_its_name() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "dashboard.md").read_text()
+    for reason, words in REASONS.items():
+        row = f'| <a id="{reason}"></a>`{reason}` | {words.meaning} | {words.cause} | {words.remedy} |'
+        assert page.count(row) == 1, reason
 
 
 def test_a_reason_of_a_newer_sidecar_is_shown_by_its_name() -> None:

@@ -26,7 +26,13 @@ from transformers import (
 ROOT = Path(__file__).resolve().parents[2]
 
 
-PATIENT: dict[str, Any] = {"audit": 0, "cost_model": False, "match_deadline_ms": 10_000, "lease_deadline_ms": 10_000}
+PATIENT: dict[str, Any] = {
+    "audit": 0,
+    "cost_model": False,
+    "match_deadline_ms": 10_000,
+    "lease_deadline_ms": 10_000,
+    "traces": True,  # nothing comes of it where no request has a parent
+}
 """Settings with which what is found is loaded, on a machine that is busy with something else as well."""
 
 

@@ -14,6 +14,8 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,7 @@ class Session:
         self.started_seconds = time.perf_counter() - started
         self.asked: dict[str, list[list[int]]] = {}
         self._listener: Any = None
+        self._exporter: Any = None
         self._before: dict[str, float] = {}
 
     def begin_again(self) -> None:
@@ -100,7 +103,8 @@ class Session:
             if step.get("reset_before_each"):
                 self.reset({})
             part = [self._prompt(step, ids) for ids in given[first : first + at_once]]
-            answers = self.llm.generate(part, params, use_tqdm=False, **more)
+            with self._traced(step.get("trace_headers")):
+                answers = self.llm.generate(part, params, use_tqdm=False, **more)
             for ids, answer in zip(given[first:], answers, strict=False):
                 made = answer.outputs[0]
                 told.append(
@@ -122,6 +126,47 @@ class Session:
         if "as" in step:
             self.asked[step["as"]] = [ids + one["tokens"] for ids, one in zip(given, told, strict=True)]
         return told
+
+    @contextmanager
+    def _traced(self, headers: dict[str, str] | None) -> Iterator[None]:
+        """What is asked for meanwhile comes with these, as over HTTP."""
+        engine, ask = self.llm.llm_engine, self.llm.llm_engine.add_request
+        if headers is not None:
+            engine.add_request = lambda *args, **named: ask(*args, **{**named, "trace_headers": headers})
+        yield
+        engine.add_request = ask
+
+    def trace(self, step: dict[str, Any]) -> bool:
+        """Spans of this process are kept from here on."""
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+        from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+        from opentelemetry.trace import set_tracer_provider
+
+        provider = TracerProvider()
+        self._exporter = InMemorySpanExporter()
+        provider.add_span_processor(SimpleSpanProcessor(self._exporter))
+        set_tracer_provider(provider)
+        return True
+
+    def spans(self, step: dict[str, Any]) -> list[dict[str, Any]]:
+        """The connector's, once there are so many."""
+        give_up_at = time.monotonic() + SAVE_SECONDS
+        while True:
+            ours = [one for one in self._exporter.get_finished_spans() if one.name.startswith("kvstore ")]
+            if len(ours) >= step["count"]:
+                break
+            assert time.monotonic() < give_up_at, [one.name for one in ours]
+            time.sleep(0.05)
+        return [
+            {
+                "name": one.name,
+                "trace": f"{one.context.trace_id:032x}",
+                "parent": f"{one.parent.span_id:016x}",
+                "attributes": dict(one.attributes),
+            }
+            for one in ours
+        ]
 
     def _params(self, step: dict[str, Any]) -> Any:
         from vllm import SamplingParams

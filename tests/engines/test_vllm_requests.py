@@ -29,7 +29,10 @@ def apart(count: int, tokens: int) -> list[list[int]]:
     return [[rng.randrange(999) for _ in range(tokens)] for _ in range(count)]
 
 
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+HEADERS = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
 SALTED = apart(1, 500)[0]
+TRACED = apart(1, 403)[0]
 LONG, KEPT, REFUSED, WRONG = apart(1, 700)[0], apart(1, 400)[0], apart(1, 401)[0], apart(1, 402)[0]
 TELLS = {"kvstore": {"ttl": 3600.5, "priority": 7, "conversation": "mine"}}
 NOT_SAVED = {"kvstore": {"store": False}}
@@ -67,6 +70,11 @@ def told(pair: Any) -> dict[str, Any]:
         {"do": "generate", "prompts": [WRONG], "hints": {"kvstore": 7}, "as": "wrong"},
         {"do": "generate", "prompts": [[4, 5, 6]], "hints": {"somebody": "else"}, "as": "others"},
         {"do": "counted", "as": "counted"},
+        {"do": "trace"},
+        {"do": "generate", "prompts": [TRACED], "as": "traced_first"},
+        *wait,
+        {"do": "generate", "prompts": [TRACED], "trace_headers": HEADERS, "as": "traced"},
+        {"do": "spans", "count": 3, "as": "spans"},
         {"do": "reset", "connector": True},
         {"do": "settle"},
         {"do": "generate", "prompts": [KEPT], "as": "renamed_first"},
@@ -74,6 +82,19 @@ def told(pair: Any) -> dict[str, Any]:
         {"do": "generate", "prompts": [KEPT], "as": "renamed"},
     ]
     return named(steps, pair.with_store(steps))
+
+
+def test_a_request_with_a_parent_has_spans_below_it_and_one_without_has_none(told: dict[str, Any]) -> None:
+    account, spans = one(told["traced"]), told["spans"]
+    assert [span["name"] for span in spans] == ["kvstore match", "kvstore lease", "kvstore load"]
+    assert {(span["trace"], span["parent"]) for span in spans} == {(TRACE, PARENT)}
+    match, lease, load = (span["attributes"] for span in spans)
+    assert match["kvstore.tokens.asked"] == lease["kvstore.tokens.asked"] == 403
+    assert match["kvstore.tokens.hit.dram"] == lease["kvstore.tokens.hit.dram"] == account["hits"]["dram"] == 384
+    assert load["gen_ai.usage.cache_read.input_tokens"] == 384 and load["kvstore.wait_seconds"] > 0
+    assert {span["attributes"]["gen_ai.request.model"] for span in spans} == {match["gen_ai.request.model"]}
+    allowed = ("gen_ai.request.model", "gen_ai.usage.", "kvstore.tokens.", "kvstore.miss.", "kvstore.wait_seconds")
+    assert all(name.startswith(allowed) for span in spans for name in span["attributes"])
 
 
 def one(told: list[dict[str, Any]]) -> dict[str, Any]:

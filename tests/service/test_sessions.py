@@ -48,7 +48,7 @@ def test_a_token_leads_to_no_other_tenants_session(a: Bench, sessions: Sessions)
     assert sessions.attach(theirs, [lease]) == [] and sessions.attach(again, [lease]) == [lease]
     sessions.release_request(theirs, "r")
     sessions.release(theirs, [lease])
-    assert a.store.is_leased(lease) and not sessions.holds(theirs, lease)
+    assert a.store.is_leased(lease) and sessions.request_of(theirs, lease) is None
     assert sessions.leased_blocks(theirs) == 0 and sessions.leased_blocks(again) == BLOCKS
     assert len(list(sessions.sessions())) == 2
 

@@ -12,15 +12,18 @@ from typing import Any
 
 import pytest
 
+from kvstore.block.account import MissReason
 from kvstore.block.errors import BadInput
 from kvstore.cli import ask
 from kvstore.client.handle import NamespaceHandle
+from kvstore.config import Limits
 from kvstore.node import SystemClock
 from kvstore.protocol import messages as m
 from kvstore.protocol.told import MAX_TOLD_REQUESTS, MAX_TOLD_WORDS, RequestTold, SavingsTold
 from kvstore.service.told import MOST_LEASES, MOST_REQUESTS
-from service.sidecar import Sidecar
+from service.sidecar import Sidecar, number_of
 from service.test_serve import PATHS
+from tiering.nvme.lmdb_index import LmdbMaker
 from torture.peer import Peer
 from waiting import wait_until
 from workbench import MODEL, ids, random_pages, small_layout
@@ -90,7 +93,7 @@ def test_loads_of_one_tier_say_how_fast_it_is(tmp_path: Path) -> None:
             handle.tell([told_of("cmpl-3", hits={"dram": (1 << 53) - 1}, load_ms=load_ms)])
         wait_until(lambda: rates()["dram"] == 1e12)
         assert ask.stat(str(sidecar.admin_path), CLOCK).namespaces[0].load_tokens_per_second == rates()
-        sidecar.told.forget(sidecar.store.tenant_keys("default").tenant)
+        sidecar.told.forget(sidecar.store.tenant_keys("default").tenant, "default")
         assert rates() == {}
 
 
@@ -118,6 +121,102 @@ def test_the_command_prints_a_timeline_and_an_object(tmp_path: Path) -> None:
         assert json.loads(read.stdout)["requests"][0]["told"]["saved_blocks"] == 1
         none = subprocess.run([*command[:4], "unknown", *command[5:]], capture_output=True, text=True, env=environment)
         assert none.returncode == 2 and none.stderr.count("\n") == 1 and "nothing is known" in none.stderr
+
+
+def evicted_note(sidecar: Sidecar, handle: NamespaceHandle, prompt: Any, request: str) -> Any:
+    """What is told of how the first missed block of a prompt went, of its look-up, and of a lease for it."""
+    match = handle.match(prompt, request=request)
+    assert match.reason is MissReason.EVICTED, match
+    (one,) = why(sidecar, request)
+    assert [(note.blocks, note.wanted, note.reason) for note in one.looked] == [(match.blocks, 5, "evicted")]
+    return one.looked[0].gone
+
+
+@pytest.mark.parametrize(
+    ("options", "hints", "tier", "cause"),
+    [
+        ({"nvme": None}, {}, "dram", "room"),
+        ({"nvme": None}, {"ttl": 0.001}, "dram", "ttl"),
+        ({"nvme": "1MiB", "indexes": LmdbMaker}, {}, "nvme", "room"),
+        ({"nvme": "8MiB", "indexes": LmdbMaker, "nvme_writes": 0.001}, {}, "dram", "declined"),
+    ],
+    ids=("dram", "ttl", "nvme", "declined"),
+)
+def test_a_miss_says_how_its_block_went(
+    tmp_path: Path, options: dict[str, Any], hints: dict[str, Any], tier: str, cause: str
+) -> None:
+    with Sidecar(tmp_path, dram="1MiB", **options) as sidecar, sidecar.client() as store:
+        assert sidecar.store.warmed(20)
+        handle = opened(store)
+        handle.put(ids(320), random_pages(LAYOUT, 5), **hints)
+        began = CLOCK.wall_seconds()
+        for number in range(1, 1000):
+            handle.put(ids(640, 10_000 * number), random_pages(LAYOUT, 10, seed=number))
+            if handle.match(ids(320)).blocks < 5:
+                break
+        gone = evicted_note(sidecar, handle, ids(320), "cmpl-1")
+        assert (gone.tier, gone.cause) == (tier, cause)
+        assert began - 2 <= gone.at <= CLOCK.wall_seconds()
+        again = evicted_note(sidecar, handle, ids(320), "cmpl-2")
+        assert abs(again.at - gone.at) < 1.5 and again.cause == cause, "it is not forgotten by being asked"
+
+
+def test_a_miss_behind_a_drop_says_so_and_what_nobody_remembers_is_not_made_up(tmp_path: Path) -> None:
+    with Sidecar(tmp_path, limits=Limits(forgotten=3)) as sidecar, sidecar.client() as store:
+        handle = opened(store)
+        handle.put(ids(320), random_pages(LAYOUT, 5))
+        assert ask.drop(str(sidecar.admin_path), CLOCK, sidecar.admin.facts().namespaces[0].id, "", 30.0) == 5
+        gone = evicted_note(sidecar, handle, ids(320), "cmpl-1")
+        assert gone.cause == "drop"
+        command = [sys.executable, "-m", "kvstore", "why", "cmpl-1", "--admin-socket", str(sidecar.admin_path)]
+        shown = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **PATHS})
+        assert "looked up: found 0 of 5 blocks" in shown.stdout and "as its namespace was dropped" in shown.stdout
+        for number in range(1, 3):  # what is remembered is bounded, and these take its place
+            handle.put(ids(320, 10_000 * number), random_pages(LAYOUT, 5))
+        ask.drop(str(sidecar.admin_path), CLOCK, sidecar.admin.facts().namespaces[0].id, "", 30.0)
+        assert handle.match(ids(320), request="cmpl-2").reason is MissReason.ABSENT
+        (one,) = why(sidecar, "cmpl-2")
+        assert one.looked[0].gone is None and one.looked[0].reason == "absent"
+
+
+def test_a_purge_is_told_to_who_comes_after_it_under_that_name(tmp_path: Path) -> None:
+    with Sidecar(tmp_path) as sidecar:
+        with sidecar.client() as store:
+            opened(store).put(ids(320), random_pages(LAYOUT, 5))
+        ask.purge(str(sidecar.admin_path), CLOCK, "default", 30.0)
+        with sidecar.client() as store:
+            opened(store).match(ids(320), request="cmpl-1")
+            (one,) = why(sidecar, "cmpl-1")
+            assert one.purged_at is not None and abs(one.purged_at - CLOCK.wall_seconds()) < 60
+            assert one.looked[0].gone is None and one.looked[0].reason == "absent"
+
+
+def test_a_block_that_fails_its_readers_check_is_in_the_requests_record(tmp_path: Path) -> None:
+    with Sidecar(tmp_path) as sidecar, sidecar.client() as store:
+        handle = opened(store)
+        handle.put(ids(320), random_pages(LAYOUT, 5))
+        with handle.lease(handle.match(ids(320)), deadline_ms=5000, request="cmpl-1") as lease:
+            peer = Peer(str(sidecar.path))
+            assert isinstance(peer.ask(m.Hello(1, 2, "test")), m.Welcome)
+            assert isinstance(peer.ask(m.ReportFrame(number_of(lease), 0, 0)), m.Done), (
+                "who does not hold it says nothing"
+            )
+            peer.close()
+            assert why(sidecar, "cmpl-1")[0].reported == 0
+            store._door.call(m.ReportFrame(lease.reply.lease, 0, 0), m.Done)
+            wait_until(lambda: why(sidecar, "cmpl-1")[0].reported == 1)
+
+
+def test_a_name_that_is_too_long_costs_that_look_up_alone(tmp_path: Path) -> None:
+    with Sidecar(tmp_path) as sidecar, sidecar.client() as store:
+        handle = opened(store)
+        with pytest.raises(BadInput, match="256 characters"):
+            handle.match(ids(320), request="x" * 300)
+        peer = Peer(str(sidecar.path))
+        assert isinstance(peer.ask(m.Hello(1, 2, "test")), m.Welcome)
+        assert isinstance(peer.ask(m.MatchPrefix(1, [b"k" * 32], request="x" * 300)), m.Failed)
+        assert isinstance(peer.ask(m.Ping()), m.Done), "the connection goes on"
+        peer.close()
 
 
 def test_savings_are_summed_over_engines_and_stay_when_one_goes(tmp_path: Path) -> None:
@@ -180,8 +279,9 @@ def test_what_is_remembered_is_bounded_and_the_last_ones_stay(tmp_path: Path) ->
         handle = opened(store)
         handle.put(ids(64), random_pages(LAYOUT, 1))
         for _ in range(MOST_LEASES + 3):
-            handle.lease(handle.match(ids(70)), deadline_ms=5000, request="many").release()
-        assert len(why(sidecar, "many")[0].leases) == MOST_LEASES
+            handle.lease(handle.match(ids(70), request="many"), deadline_ms=5000, request="many").release()
+        (many,) = why(sidecar, "many")
+        assert len(many.leases) == len(many.looked) == MOST_LEASES
         for first in range(0, MOST_REQUESTS + 64, 64):
             handle.tell([told_of(f"r{number:05}") for number in range(first, first + 64)])
         last = f"r{MOST_REQUESTS + 63:05}"

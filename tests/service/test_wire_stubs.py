@@ -83,6 +83,7 @@ PUBLISHED: dict[type, tuple[str, ...]] = {
 NOT_PUBLISHED = {
     "MatchPrefix.keys": "they are in `prompt`, beside which token ids may be given",
     "MatchPrefix.counts": "a match from another host serves no engine's request here, so it is not counted",
+    "MatchPrefix.request": "nor is it shown beside one",
     "Opened.packed": "the fields of `Namespace` are published one by one, for those who do not read the packed form",
     "SidecarStatus.awaits": "of engines on the host; in `kvstore stat --json` and in the metrics",
     "WarmPrompt.line": "the line of a file, which the caller has",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvstore.core.index import NO_ROW, PrefixIndex
 from tiering.counts.histogram import AGE_SECONDS, Histogram, HistogramCounts
-from tiering.counts.tally import EVICTIONS, CheckedAt, EvictedTo, Tally, TierName
+from tiering.counts.tally import EVICTIONS, CheckedAt, EvictedTo, Eviction, EvictionCause, Tally, TierName
 
 TENANT = b"t" * 16
 
@@ -79,6 +79,15 @@ def test_what_was_evicted_and_is_asked_for_counts_once() -> None:
     assert ages(now.wanted_again[TierName.DRAM]) == {60.0: 1} and ages(now.wanted_again[TierName.NVME]) == {60.0: 1}
     assert (now.wanted_again[TierName.DRAM].sum, now.wanted_again[TierName.NVME].sum) == (20, 40)
     assert index.remembered == {TENANT: 2}
+    for at, key in enumerate(keys):  # how it went is known for as long as that it did
+        eviction = tally.eviction(index.eviction(number, key)[0])
+        tier = TierName.NVME if at == 1 else TierName.DRAM
+        assert eviction == (Eviction(tier, EvictionCause.ROOM, 60.0 - 20 * at) if at else None)
+    clock.advance(1000)
+    stamp = tally.stamp(TierName.DRAM, EvictionCause.DROP)
+    tally.asked_again(stamp)
+    assert tally.eviction(stamp) == Eviction(TierName.DRAM, EvictionCause.DROP, 0.0)
+    assert ages(tally.now().wanted_again[TierName.DRAM]) == {60.0: 1}, "what was dropped is not waited for"
 
 
 def test_without_a_clock_events_count_and_ages_do_not() -> None:

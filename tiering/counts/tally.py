@@ -63,6 +63,27 @@ class CopyKind(StrEnum):
     COMPACT = "compact"
 
 
+class EvictionCause(StrEnum):
+    """Why a block cannot be read any more. `DECLINED`: it had to make room in DRAM, and was not to be written to
+    NVMe."""
+
+    ROOM = "room"
+    DECLINED = "declined"
+    DROP = "drop"
+
+
+CAUSE_OF = {EvictedTo.NOTHING: EvictionCause.ROOM, EvictedTo.DECLINED: EvictionCause.DECLINED}
+_CAUSES = tuple(EvictionCause)
+
+
+class Eviction(NamedTuple):
+    """How a block went from the last tier that had it. seconds_ago: to a second."""
+
+    tier: TierName
+    cause: EvictionCause
+    seconds_ago: float
+
+
 class TallyCounts(NamedTuple):
     """A tally at one moment; every event that can happen is among the keys. Histograms are of seconds."""
 
@@ -120,18 +141,26 @@ class Tally:
         if self._seconds is not None and row >= 0 and self._used_at[row] != _UNKNOWN:
             self._idle[tier].add(self._seconds() - self._began_at - self._used_at[row])
 
-    def stamp(self, tier: TierName) -> int:
-        """Of a block that is evicted from the last tier that had it: above 0, to be given to `asked_again`; 0 without a
-        clock."""
+    def stamp(self, tier: TierName, cause: EvictionCause = EvictionCause.ROOM) -> int:
+        """Of a block that goes from the last tier that had it: above 0, to be given to `asked_again` and `eviction`; 0
+        without a clock."""
         if self._seconds is None:
             return 0
-        return (1 + int(self._seconds() - self._began_at)) << 1 | (tier is TierName.NVME)
+        return (1 + int(self._seconds() - self._began_at)) << 3 | _CAUSES.index(cause) << 1 | (tier is TierName.NVME)
+
+    def eviction(self, stamp: int) -> Eviction | None:
+        """What a stamp says; None for 0."""
+        if self._seconds is None or not stamp:
+            return None
+        tier = TierName.NVME if stamp & 1 else TierName.DRAM
+        ago = self._seconds() - self._began_at - ((stamp >> 3) - 1)
+        return Eviction(tier, _CAUSES[stamp >> 1 & 3], max(0.0, ago))
 
     def asked_again(self, stamp: int) -> None:
         """A request came for a block that was evicted, for the first time since then."""
-        if self._seconds is not None and stamp:
-            tier = TierName.NVME if stamp & 1 else TierName.DRAM
-            self._wanted_again[tier].add(self._seconds() - self._began_at - ((stamp >> 1) - 1))
+        eviction = self.eviction(stamp)
+        if eviction is not None and eviction.cause is not EvictionCause.DROP:
+            self._wanted_again[eviction.tier].add(eviction.seconds_ago)
 
     def checked(self, at: CheckedAt, size_bytes: int, *, is_sound: bool) -> None:
         """Frames were verified up to the first bad one, which counts as damaged."""

@@ -1,6 +1,7 @@
 // One shell for all pages: which page, which time, what was asked, what listens, and what is said when nothing answers.
 import { endCharts } from "./charts.js";
 import { clock, make, moment, span } from "./format.js";
+import { operate } from "./operate.js";
 import { overview } from "./overview.js";
 import * as pages from "./pages.js";
 import { prefixes } from "./prefixes.js";
@@ -13,7 +14,8 @@ const PAGES = [
   ["/moves", "Moves and disk", pages.moves, { engines: "/api/engines" }], ["/engines", "Engines", pages.engines, { engines: "/api/engines" }],
   ["/request", "Request", pages.request, filled.has("id") ? { answer: `/api/request?${new URLSearchParams({ id: filled.get("id") })}` } : {}],
   ["/plan", "Plan", pages.plan, { models: "/api/models", planned: `/api/plan?${filled}` }],
-  ["/events", "Events", pages.events, { events: "/api/events" }],
+  ["/operate", "Operate", operate, (status) => (status.acts ? { namespaces: "/api/namespaces", tenants: "/api/tenants" } : {})],
+  ["/events", "Events", pages.events, (status) => ({ events: "/api/events", ...(status.acts ? { audit: "/api/audit" } : {}) })],
 ];
 const WINDOWS = { run: "since start", "15m": "15 min", "1h": "1 h", "6h": "6 h", "24h": "24 h", "7d": "7 d" };
 const WORDS = { run: "since the sidecar began", "15m": "in the last 15 minutes", "1h": "in the last hour", "6h": "in the last 6 hours", "24h": "in the last 24 hours", "7d": "in the last 7 days" };
@@ -47,9 +49,9 @@ async function draw() {
   try {
     const ring = chosenRing();
     if (status.run === null) { say(status.health.text); ready(); return; }
-    const keys = Object.keys(wanted);
+    const asked = typeof wanted === "function" ? wanted(status) : wanted, keys = Object.keys(asked);
     const found = await Promise.all([get(`/api/series?window=${ring}`), ...keys.map((key) => {
-      const answer = get(wanted[key].endsWith("=") ? wanted[key] + ring : wanted[key]);
+      const answer = get(asked[key].endsWith("=") ? asked[key] + ring : asked[key]);
       return ["planned", "answer", "prefixes"].includes(key) ? answer.catch((error) => ({ error: error.message })) : answer;  // what was written in a form is wrong, or the sidecar is asked in vain
     })]);
     const series = found[0];
@@ -85,6 +87,7 @@ function tell() {
 function take(next) {
   status = next; heardAt = Date.now();
   if (next.tenant) document.querySelectorAll("#nav a").forEach((one) => { one.hidden = !["/misses", "/prefixes", "/tenants", "/request", "/plan"].includes(new URL(one.href).pathname); });
+  document.querySelector('#nav a[href^="/operate"]').hidden = !next.acts;
   if (next.tenant && path === "/") { location.replace("/tenants"); return; }
   const isNew = run !== null && next.run !== run;
   run = next.run;

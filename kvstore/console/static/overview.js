@@ -82,7 +82,7 @@ function whatIfPanel({ estimate, dram_bytes, own_hit_rate, sizes }, status) {
     make("p.quiet", {}, `From ${span(Math.min(3600, estimate.seconds))} of look-ups; ${estimate.words}. It counts what would be found if everything was kept and the least recently used went first.${known(own_hit_rate) ? ` The store itself found ${percent(own_hit_rate, 1)} in the last hour: declined writes, deadlines and pins lower that, a policy that learns may raise it.` : ""}`));
 }
 function savingsPanel(savings) {
-  if (!savings) return panel("Saved", make("p.quiet", {}, "No engine has told yet what hits saved it. vLLM's connector does, a second after its first requests end; the adapter of transformers does not."));
+  if (!savings) return panel("Saved", make("p.quiet", {}, "No engine has told yet what hits saved it. The adapters of vLLM and transformers do once they know how fast prompts are computed: after some eight of 128 tokens or more."));
   const hours = (seconds) => (seconds >= 7200 ? `${(seconds / 3600).toFixed(1)} GPU hours` : `${seconds >= 100 ? whole(seconds) : seconds.toFixed(2)} GPU seconds`);
   return panel("Saved", make("dl", {}, ...[["not computed", `${hours(savings.saved_seconds)}, estimated by the speeds that engines learned`], ["loads that took longer", `${hours(savings.regret_seconds)}, estimated`],
     ["time to first token", known(savings.ttft_saved_ms) ? `${savings.ttft_saved_ms.toFixed(0)} ms sooner with a hit (standard error ${savings.ttft_saved_error_ms.toFixed(0)} ms), measured` : "- (too few hits were computed all the same to compare)"], ["engines that told", whole(savings.engines)]].flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)])),

@@ -1,6 +1,7 @@
 // The other pages.
 import { bar, chart, piecesOf, missHatch, missHue } from "./charts.js";
 import { bytes, eventList, known, make, moment, ms, panel, percent, span, table, tokens, whole, wide } from "./format.js";
+import { auditPanel } from "./operate.js";
 import { account, empty, rates, stackOf } from "./overview.js";
 
 const sum = (counts) => Object.values(counts).reduce((all, one) => all + one, 0);
@@ -17,7 +18,7 @@ export function misses({ status, series, window, windows, words, misses: reasons
     wide(`Misses, ${series.words}`, lines.length ? chart("Missed tokens a second by reason", series.times, rates(series, lines), { stacked: true, unit: " tokens/s", restarts: series.restarts, step: series.step, note: series.note }) : make("p.quiet", {}, `No misses in this time. ${series.note}`)),
     ...listed.map((reason, at) => {
       const card = panel(`${reason.reason.replaceAll("_", " ")}: ${percent(of(reason), one.asked)} of all tokens asked for (${whole(of(reason))})`,
-        make("dl", {}, make("dt", {}, "what it means"), make("dd", {}, reason.meaning), make("dt", {}, "usual cause"), make("dd", {}, reason.cause), make("dt", {}, "what to do"), make("dd", {}, reason.remedy)));
+        make("dl", {}, make("dt", {}, "what it means"), make("dd", {}, reason.meaning), make("dt", {}, "usual cause"), make("dd", {}, reason.cause), make("dt", {}, "what to do"), make("dd", {}, reason.remedy), make("dt", {}, "more"), make("dd", {}, make("code", {}, `docs/dashboard.md#${reason.reason}`))));
       card.classList.add("reason", `hue-${missHue(at)}`);
       card.id = reason.reason;
       card.dataset.tokens = of(reason);
@@ -65,8 +66,15 @@ export function engines({ status, series, engines: told }) {
   ];
 }
 const counted = (counts) => Object.entries(counts).filter(([, count]) => count > 0).map(([name, count]) => `${name.replaceAll("_", " ")} ${whole(count)}`).join(", ") || "none";
+function gone({ at, gone: went }) {
+  if (!went) return "When and why the first of them went is not known any more.";
+  const why = { room: `from ${went.tier}, for room`, declined: "from dram, for room; nvme was not to have it (store.nvme_writes)", ttl: `from ${went.tier}, for room: its ttl was over, or more was to be kept than may be`, drop: "as its namespace was dropped" };
+  return `The first of them went ${span(Math.max(0, at - went.at))} before, at ${moment(went.at)}, ${why[went.cause] ?? went.cause}.`;
+}
 function timeline(one) {
-  const rows = one.leases.map((lease) => [moment(lease.at), `leased ${whole(lease.blocks)} of ${whole(lease.wanted)} blocks from block ${whole(lease.first_block)} on (${counted(lease.tiers)}) in ${ms(1000 * lease.seconds)}${lease.reason ? `; the others: ${lease.reason.replaceAll("_", " ")}${lease.detail ? ` (${lease.detail})` : ""}` : ""}`]);
+  const rows = [...one.looked, ...one.leases].sort((a, b) => a.at - b.at).map((note) => [moment(note.at), `${known(note.first_block) ? "leased" : "looked up: found"} ${whole(note.blocks)} of ${whole(note.wanted)} blocks${known(note.first_block) ? ` from block ${whole(note.first_block)} on` : ""} (${counted(note.tiers)}) in ${ms(1000 * note.seconds)}${note.reason ? `; the others: ${note.reason.replaceAll("_", " ")}${note.detail ? ` (${note.detail})` : ""}` : ""}${note.reason === "evicted" ? `. ${gone(note)}` : ""}`]);
+  if (known(one.purged_at)) rows.unshift([moment(one.purged_at), "its tenant was purged: what was stored before is gone"]);
+  if (one.reported) rows.push(["-", `${whole(one.reported)} blocks failed their check when they were read, and were not used`]);
   const told = one.told;
   if (told) rows.push([moment(one.told_at), `its engine: ${whole(told.asked)} tokens; hits: ${counted(told.hits)}; misses: ${counted(told.misses)}${told.load_ms ? `; it waited ${ms(told.load_ms)} for its load` : ""}; ${whole(told.saved_blocks)} blocks saved${Object.keys(told.put_reasons).length ? `, not all: ${counted(told.put_reasons)}` : ""}${told.detail ? `. ${told.detail}` : ""}`]);
   return wide(`${one.request}, ${one.engine || "an engine"} of ${one.tenant}${one.model ? `, ${one.model}` : ""}`,
@@ -114,6 +122,6 @@ function figuresOf(planned) {
     wide("What to know beside it", make("p", {}, `${planned.model}: ${planned.source}; codec ${planned.codec}.`), ...planned.notes.map((one) => make("p.quiet", {}, `${one}.`))),
   ].filter(Boolean);
 }
-export function events({ events: told }) {
-  return [wide("Events, the newest first", eventList(told, "Nothing has happened since the console began."), make("p.quiet", {}, "The last 500 that the console saw since it began; the sidecar's log has more."))];
+export function events({ events: told, audit }) {
+  return [audit ? auditPanel(audit) : null, wide("Events, the newest first", eventList(told, "Nothing has happened since the console began."), make("p.quiet", {}, "The last 500 that the console saw since it began; the sidecar's log has more."))].filter(Boolean);
 }

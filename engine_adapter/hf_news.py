@@ -1,0 +1,80 @@
+"""What became of a cache's requests, and what their hits saved: told to the sidecar, for `kvstore why` and the console.
+
+    a prompt is computed > its speed is learned > a prompt is loaded > what that saved > told behind its last token
+
+Nothing waits for it, and nothing is told where no sidecar answers. Must never import an engine.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from itertools import count
+
+from engine_adapter.adapter import Report
+from engine_adapter.cost.speeds import PrefillSpeed
+from kvstore.client.handle import NamespaceHandle
+from kvstore.protocol.told import MAX_TOLD_REQUESTS, MAX_TOLD_TEXT, RequestTold, SavingsTold
+
+
+class CacheNews:
+    """Of one cache. One thread."""
+
+    def __init__(self) -> None:
+        self.speed = PrefillSpeed()
+        self._name = f"hf-{secrets.token_hex(4)}"
+        self._numbers = count(1)
+        self._passes: list[tuple[int, int, float]] = []
+
+    def new_request(self) -> str:
+        """A name for the next request, unlike those of other caches."""
+        return f"{self._name}-{next(self._numbers)}"
+
+    def pass_begins(self, start: int, stop: int, now: float) -> None:
+        """These tokens of a prompt are about to be computed."""
+        self._passes.append((start, stop, now))
+
+    def pass_ends(self, now: float) -> None:
+        """All that was begun is computed. Of several passes it is not known what each took."""
+        if len(self._passes) == 1:
+            start, stop, began = self._passes[0]
+            self.speed.observe([(start, stop - start)], 0, now - began)
+        self._passes.clear()
+
+    def requests_end(self, namespace: NamespaceHandle | None, reports: Sequence[Report]) -> None:
+        """Requests are over. One that was not begun has no account, and is not told."""
+        asked = [one for one in reports if one.account.asked]
+        if namespace is None or not asked:
+            return
+        saved = regretted = 0.0
+        for one in asked:
+            gain = self._gain(one)
+            saved, regretted = saved + max(0.0, gain), regretted - min(0.0, gain)
+        savings = SavingsTold(saved, regretted) if self.speed.is_learned else None
+        for first in range(0, len(asked), MAX_TOLD_REQUESTS):
+            namespace.tell([_told(one) for one in asked[first : first + MAX_TOLD_REQUESTS]], savings)
+            savings = None
+
+    def _gain(self, report: Report) -> float:
+        """Seconds by which look-up and load took less than computing the same; 0 until the speed is known."""
+        computing = self.speed.more_seconds(0, report.account.hit_tokens)
+        return computing - _load_seconds(report) if computing else 0.0
+
+
+def _load_seconds(report: Report) -> float:
+    return (report.lookup_ms + report.restored_ms) / 1000
+
+
+def _told(report: Report) -> RequestTold:
+    hits = {str(tier): tokens for tier, tokens in report.account.hits.items()}
+    misses = {str(reason): tokens for reason, tokens in report.account.misses.items()}
+    return RequestTold(
+        report.request,
+        report.account.asked,
+        hits,
+        misses,
+        (report.detail or report.fault)[:MAX_TOLD_TEXT],
+        1000 * _load_seconds(report) if report.account.hit_tokens else 0.0,
+        report.saved_blocks,
+        {str(reason): times for reason, times in report.put_reasons.items()},
+    )

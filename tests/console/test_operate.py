@@ -1,0 +1,408 @@
+"""What an operator does at the console, with a real sidecar: it is done and written down; and every way to have it done
+without the operator's token, page, confirmation or ticket is refused and does nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from console.browser import CHROMIUM, Browser
+from console.running import Answered, RunningConsole, console
+from console.test_beside import free_port, status_at
+from kvstore.block.errors import BadInput, StoreError
+from kvstore.cli.console_operator import AuditFile
+from kvstore.cli.main import _beside
+from kvstore.console.audit import MOST_SHOWN, AuditEntry, AuditLog
+from kvstore.console.operate import MOST_ORDER_BYTES, MOST_TICKETS, TICKET_SECONDS, OperatorActions, PurgeOrder
+from kvstore.service.keeper import CONSOLE
+from kvstore.service.settings import read_settings
+from service.sidecar import Sidecar, patient
+from service.test_serve import serving
+from tiering.clock import SystemClock
+from tiering.nvme.lmdb_index import LmdbMaker
+from waiting import wait_until
+from workbench import MODEL, ids, random_pages, small_layout
+
+TOKENS = {"": "operator-" + "o" * 16, "red": "red-" + "r" * 24}
+LAYOUT = small_layout()
+
+
+class Desk:
+    """A sidecar with ten blocks of one namespace, and an operator's console at it."""
+
+    def __init__(self, directory: Path, sidecar: Sidecar, shown: RunningConsole, handle: Any) -> None:
+        self.directory, self.sidecar, self.shown, self.handle = directory, sidecar, shown, handle
+        self.namespace = sidecar.admin.facts().namespaces[0].id
+
+    def get(self, path: str, who: str = "") -> Answered:
+        return self.shown.ask(path, authorization=f"Bearer {TOKENS[who]}")
+
+    def post(self, what: str, order: dict[str, Any], **headers: str) -> Answered:
+        given = {"authorization": f"Bearer {TOKENS['']}", "content_type": "application/json", **headers}
+        sent = {name: value for name, value in given.items() if value}
+        return self.shown.ask(f"/api/operator/{what}", "POST", json.dumps(order).encode(), **sent)
+
+    def ticket(self) -> str:
+        return str(self.get("/api/operator").json["ticket"])
+
+    def order(self, **changed: Any) -> dict[str, Any]:
+        given = {"ticket": self.ticket(), "tenant": "default", "namespace": self.namespace, "confirm": self.namespace}
+        return {**given, **changed}
+
+    def audit(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.get("/api/audit").json
+        return found
+
+    @property
+    def blocks(self) -> int:
+        return self.sidecar.admin.facts().blocks
+
+
+@contextmanager
+def desk_at(directory: Path, **options: Any) -> Iterator[Desk]:
+    (directory / "tokens").write_text(f"{TOKENS['']}\nred {TOKENS['red']}\n")
+    with Sidecar(directory, **options) as sidecar, sidecar.client() as store:
+        assert sidecar.store.warmed(20)
+        handle = store.namespace(model=MODEL, layout=LAYOUT, name="small model")
+        handle.put(ids(640), random_pages(LAYOUT, 10))
+        flags = [
+            *("--token-file", str(directory / "tokens"), "--operator", str(sidecar.admin_path)),
+            *("--audit-file", str(directory / "audit"), "--tenant-socket", f"default={sidecar.path}"),
+        ]
+        with console(sidecar.observe_path, *flags) as shown:
+            wait_until(
+                lambda: shown.ask("/api/status", authorization=f"Bearer {TOKENS['']}").json.get("blocks") is not None
+            )
+            yield Desk(directory, sidecar, shown, handle)
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    with desk_at(tmp_path) as desk:
+        yield desk
+
+
+# What is done ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_namespace_is_dropped_and_a_tenant_purged_and_both_are_written_down(desk: Desk) -> None:
+    assert desk.get("/api/status").json["acts"]
+    done = desk.post("drop", desk.order())
+    assert done.status == 200 and done.json["blocks"] == 10 and desk.blocks == 0, done.body
+    desk.handle.put(ids(128), random_pages(LAYOUT, 2))
+    assert desk.blocks == 2
+    purged = desk.post("purge", {"ticket": desk.ticket(), "tenant": "default", "confirm": "default"})
+    assert purged.status == 200 and purged.json["blocks"] == 2 and desk.blocks == 0, purged.body
+    newest, older = desk.audit()
+    assert [(one["what"], one["result"], one["namespace"]) for one in (older, newest)] == [
+        ("drop", "done", desk.namespace),
+        ("purge", "done", ""),
+    ]
+    assert older["number"] == done.json["number"] and older["who"] == "operator's token at 127.0.0.1"
+    assert "10 readable blocks" in older["text"] and abs(older["at"] - newest["at"]) < 60
+    lines = [json.loads(one) for one in (desk.directory / "audit").read_text().splitlines()]
+    assert [one["result"] for one in lines] == ["begun", "done", "begun", "done"]
+    assert stat.S_IMODE(os.stat(desk.directory / "audit").st_mode) == 0o600
+
+
+def test_prefixes_are_warmed_from_the_disk(tmp_path: Path) -> None:
+    with desk_at(tmp_path, dram="1MiB", nvme="8MiB", indexes=LmdbMaker) as desk:
+        for number in range(1, 200):  # until what came first is on the disk alone
+            desk.handle.put(ids(640, 10_000 * number), random_pages(LAYOUT, 10, seed=number))
+            found = desk.handle.match(ids(640))
+            if found.blocks == 10 and "dram" not in {str(tier) for tier, _ in found.tiers}:
+                break
+        else:
+            raise AssertionError(found)
+        prompts = json.dumps(list(ids(640))) + "\n" + json.dumps(list(ids(64, 99_000_000)))
+        done = desk.post("warm", desk.order(prompts=prompts))
+        assert done.status == 200 and done.json["blocks"] == 10, done.body
+        assert "2 prompts, 11 blocks" in done.json["text"] and "1 absent" in done.json["text"]
+        assert {str(tier) for tier, _ in desk.handle.match(ids(640)).tiers} == {"dram"}
+        wrong = desk.post("warm", desk.order(prompts="nonsense"))
+        assert wrong.status == 422 and "prompts line 1" in wrong.json["error"]
+        other = desk.post("warm", desk.order(tenant="red", prompts="[1]"))
+        assert other.status == 422 and "no socket of tenant" in other.json["error"]
+
+
+# What is not ----------------------------------------------------------------------------------------------------------
+
+
+def test_whatever_lacks_the_token_the_page_the_name_or_the_ticket_does_nothing(desk: Desk) -> None:
+    own, order = desk.shown.url.rstrip("/"), desk.order()
+    login = desk.shown.ask("/login", "POST", f"token={TOKENS['']}".encode(), Origin=own)
+    cookie = str(login.headers["set-cookie"]).partition(";")[0]
+    tries: list[tuple[int, dict[str, Any], dict[str, str]]] = [
+        (401, order, {"authorization": ""}),
+        (401, order, {"authorization": "Bearer wrong-wrong-wrong-wrong"}),
+        (403, order, {"authorization": f"Bearer {TOKENS['red']}"}),
+        (403, order, {"Origin": "http://evil.example"}),
+        (403, order, {"Origin": "null"}),
+        (403, order, {"authorization": "", "Cookie": cookie}),  # what a form on another page could have sent
+        (403, order, {"authorization": "", "Cookie": cookie, "Origin": "http://evil.example"}),
+        (415, order, {"content_type": "text/plain"}),
+        (415, order, {"content_type": "application/x-www-form-urlencoded"}),
+        (422, {name: value for name, value in order.items() if name != "confirm"}, {}),
+        (422, {name: value for name, value in order.items() if name != "ticket"}, {}),
+        (422, {**order, "more": 1}, {}),
+        (422, {**order, "ticket": "0" * 32}, {}),
+        (422, {**order, "namespace": desk.namespace[:4], "confirm": desk.namespace[:4]}, {}),
+        (422, {**order, "tenant": "x" * 200}, {}),
+        (422, {**order, "prompts": "[1]"}, {}),
+        (413, {**order, "tenant": "x" * MOST_ORDER_BYTES}, {}),
+        (422, desk.order(confirm="default"), {}),
+        (422, desk.order(confirm=desk.namespace.upper()), {}),
+        (422, desk.order(confirm=desk.namespace + "0"), {}),
+        (422, desk.order(tenant="blue"), {}),
+        (422, desk.order(namespace="0" * 12, confirm="0" * 12), {}),
+    ]
+    for status, sent, headers in tries:
+        answer = desk.post("drop", sent, **headers)
+        assert answer.status == status and list(answer.json) == ["error"], (status, headers, answer.body)
+        assert "\n" not in answer.json["error"] and TOKENS[""] not in answer.json["error"]
+    for body in (b"", b"[]", b"null", b"{" * 5000, b"\xff\xfe", b'{"ticket": 1e999}', b"\0" * 100):
+        answer = desk.shown.ask(
+            "/api/operator/drop", "POST", body, authorization=f"Bearer {TOKENS['']}", content_type="application/json"
+        )
+        assert answer.status == 422, body
+    assert desk.blocks == 10, "and nothing was dropped"
+    assert {one["result"] for one in desk.audit()} == {"refused"} and len(desk.audit()) == 5
+    done = desk.post("drop", order, authorization="", Cookie=cookie, Origin=own)
+    assert done.status == 200 and desk.audit()[0]["who"].startswith("operator's login")
+
+
+def test_the_same_request_a_second_time_does_nothing(desk: Desk) -> None:
+    order = {"ticket": desk.ticket(), "tenant": "default", "confirm": "default"}
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda _: desk.post("purge", order).status, range(4)))
+    assert sorted(answers) == [200, 422, 422, 422]
+    assert len(desk.audit()) == 1
+    spent = desk.order(confirm="wrong")
+    assert desk.post("drop", spent).status == 422
+    assert desk.post("drop", {**spent, "confirm": desk.namespace}).status == 422, "an attempt takes its ticket"
+
+
+def test_a_tenant_is_told_the_same_of_what_is_there_and_what_is_not(desk: Desk) -> None:
+    bodies = {
+        desk.shown.ask(path, method, b"{}" if method == "POST" else None, authorization=f"Bearer {TOKENS['red']}").body
+        for path in ("/api/operator", "/api/audit", "/api/operator/drop", "/api/operator/nothing", "/api/nothing")
+        for method in ("GET", "POST", "DELETE")
+    }
+    assert len(bodies) == 1
+    status = desk.get("/api/status", "red").json
+    assert status["acts"] is False and desk.blocks == 10
+
+
+def test_a_console_that_only_reads_has_no_such_route(tmp_path: Path) -> None:
+    with Sidecar(tmp_path) as sidecar, console(sidecar.observe_path) as shown:
+        assert shown.ask("/api/operator").status == 404 and shown.ask("/api/audit").status == 404
+        assert shown.ask("/api/operator/drop", "POST", b"{}", content_type="application/json").status == 405
+        assert not [one for one in shown.ask("/openapi.json").json["paths"] if "operator" in one]
+        assert shown.until("/api/status", lambda one: one["run"])["acts"] is False
+
+
+def test_where_the_sidecar_is_gone_it_says_so_and_writes_it_down(desk: Desk) -> None:
+    order = desk.order()
+    desk.sidecar.door.close(5)
+    gone = desk.post("drop", order)
+    assert gone.status == 503 and "no sidecar" in gone.json["error"], gone.body
+    assert desk.audit()[0]["result"] == "failed" and "no sidecar" in desk.audit()[0]["text"]
+
+
+def test_what_cannot_be_written_down_is_not_done(desk: Desk) -> None:
+    os.rename(desk.directory / "audit", desk.directory / "moved")
+    os.mkdir(desk.directory / "audit")
+    answer = desk.post("drop", desk.order())
+    assert answer.status == 503 and "audit log" in answer.json["error"] and desk.blocks == 10
+    os.rmdir(desk.directory / "audit")
+    assert desk.post("drop", desk.order()).status == 200 and desk.blocks == 0
+
+
+# Tickets and the file -------------------------------------------------------------------------------------------------
+
+
+class _Clock(SystemClock):
+    now = 0.0
+
+    def monotonic_seconds(self) -> float:
+        return self.now
+
+
+class _Verbs:
+    def __init__(self) -> None:
+        self.purged: list[str] = []
+
+    def drop(self, tenant: str, namespace: str) -> int:
+        raise OSError("the disk is on fire")
+
+    def purge(self, tenant: str) -> int:
+        self.purged.append(tenant)
+        return 7
+
+    def warm(self, tenant: str, namespace: str, prompts: str) -> tuple[int, str]:
+        return 0, ""
+
+
+def test_tickets_are_good_once_for_a_while_and_few(tmp_path: Path) -> None:
+    clock, verbs = _Clock(), _Verbs()
+    actions = OperatorActions(verbs, AuditLog(AuditFile(tmp_path / "audit")), clock, os.urandom)
+    first = actions.ticket().ticket
+    tickets = [actions.ticket().ticket for _ in range(MOST_TICKETS)]
+    with pytest.raises(BadInput, match="ticket"):
+        actions.act(PurgeOrder(first, "a", "a"), "me")
+    clock.now = TICKET_SECONDS - 1
+    assert actions.act(PurgeOrder(tickets[0], "a", "a"), "me").blocks == 7
+    with pytest.raises(BadInput, match="ticket"):
+        actions.act(PurgeOrder(tickets[0], "a", "a"), "me")
+    clock.now = TICKET_SECONDS
+    with pytest.raises(BadInput, match="ticket"):
+        actions.act(PurgeOrder(tickets[1], "a", "a"), "me")
+    assert verbs.purged == ["a"]
+
+
+def test_the_file_is_bounded_and_what_is_in_it_comes_back(tmp_path: Path) -> None:
+    path = tmp_path / "audit"
+    log = AuditLog(AuditFile(path, most_bytes=2000))
+    entries = [
+        AuditEntry(f"{number:x}", float(number), "me", "drop", "t", "ab", text="x" * 50) for number in range(300)
+    ]
+    for entry in entries:
+        log.write(entry)
+    assert {one.name for one in tmp_path.iterdir()} == {"audit", "audit.1"}
+    assert all(one.stat().st_size <= 2000 for one in tmp_path.iterdir())
+    assert log.entries() == entries[::-1][:MOST_SHOWN]
+    with open(path, "ab") as file:
+        file.write(b'{"number": "half a li')
+    again = AuditLog(AuditFile(path, most_bytes=2000))
+    kept = len(again.entries())
+    assert 10 < kept < MOST_SHOWN and again.entries() == entries[::-1][:kept]
+    again.write(AuditEntry("new", 1.0, "me", "drop", "t", "ab"))
+    assert AuditLog(AuditFile(path, most_bytes=2000)).entries()[0].number == "new", (
+        "half a line takes no other one along"
+    )
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    os.symlink(tmp_path / "elsewhere", tmp_path / "link")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("link", "pipe", "nowhere/audit", "."):
+        with pytest.raises(BadInput, match="audit-file"):
+            AuditFile(tmp_path / name)
+    assert not (tmp_path / "elsewhere").exists()
+    lines = AuditFile(tmp_path / "audit")
+    os.remove(tmp_path / "audit")
+    os.mkdir(tmp_path / "audit")
+    with pytest.raises(StoreError, match="cannot be written"):
+        AuditLog(lines).write(AuditEntry("1", 1.0, "me", "drop", "t", "ab"))
+
+
+# Settings -------------------------------------------------------------------------------------------------------------
+
+LISTENS = "[console]\nlisten = '127.0.0.1:1'\n"
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        (f"{LISTENS}operator = true\n", "console.token_file"),
+        ("[console]\noperator = true\ntoken_file = '/t'\n", "console.listen"),
+        (f"{LISTENS}audit_file = '/a'\n", "console.operator"),
+        (f"{LISTENS}operator = 'yes'\n", "true or false"),
+    ],
+)
+def test_settings_that_cannot_be_are_said_before_anything_is_served(text: str, words: str) -> None:
+    with pytest.raises(BadInput) as refused:
+        read_settings(text)
+    assert words in str(refused.value)
+
+
+def test_the_console_is_handed_the_operators_socket_only_where_it_is_set() -> None:
+    text = f"{LISTENS}token_file = '/t'\n[store]\ndata = '/d'\n[tenants.red]\nsocket = '/red.sock'\n"
+    assert "--operator" not in _beside(read_settings(text))[CONSOLE]
+    given = {"KVSTORE_CONSOLE_OPERATOR": "true", "KVSTORE_CONSOLE_AUDIT_FILE": "/a"}
+    command = _beside(read_settings(text, environment=given))[CONSOLE]
+    assert command[command.index("--operator") + 1] == "/d/admin.sock"
+    assert command[command.index("--audit-file") + 1] == "/a"
+    assert {"--tenant-socket=default=/d/kvstore.sock", "--tenant-socket=red=/red.sock"} <= set(command)
+    own = read_settings(text, environment={"KVSTORE_CONSOLE_OPERATOR": "true"})
+    assert own.audit_file == "/d/console-audit.jsonl"
+
+
+@pytest.mark.slow
+def test_the_keepers_console_acts_for_the_operator(tmp_path: Path) -> None:
+    port = free_port()
+    (tmp_path / "tokens").write_text(f"{TOKENS['']}\n")
+    config = tmp_path / "c.toml"
+    text = f"[console]\nlisten = '127.0.0.1:{port}'\noperator = true\ntoken_file = '{tmp_path / 'tokens'}'\n"
+    config.write_text(text)
+    with serving(tmp_path, "--config", str(config), "--nvme", "off") as (_, said):
+        import kvstore
+
+        with patient(kvstore.open(f"unix:{said['serving'][0]}")) as store:
+            store.namespace(model=MODEL, layout=LAYOUT).put(ids(640), random_pages(LAYOUT, 10))
+            status_at(port, TOKENS[""])
+            shown = RunningConsole(f"http://127.0.0.1:{port}/", 0, None)  # type: ignore[arg-type]
+            authorization = {"authorization": f"Bearer {TOKENS['']}"}
+            shown.until("/api/status", lambda one: one["blocks"] == 10, **authorization)
+            ticket = shown.ask("/api/operator", **authorization).json["ticket"]
+            order = {"ticket": ticket, "tenant": "default", "confirm": "default"}
+            sent = json.dumps(order).encode()
+            done = shown.ask("/api/operator/purge", "POST", sent, content_type="application/json", **authorization)
+            assert done.status == 200 and done.json["blocks"] == 10, done.body
+    assert (tmp_path / "kv" / "console-audit.jsonl").exists()
+
+
+# The page -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium here: see test_browser.py")
+def test_the_page_asks_for_the_name_and_says_what_was_done(desk: Desk, tmp_path: Path) -> None:
+    with Browser(tmp_path / "profile") as browser:
+        browser.looks(1280, 900, "light")
+        browser.call("Page.navigate", url=desk.shown.url)
+        browser.until("location.pathname === '/login' && document.getElementById('token')")
+        browser.value(f"document.getElementById('token').value = '{TOKENS['']}'; document.forms[0].submit()")
+        browser.until("location.pathname === '/' && document.getElementById('health')")
+        browser.logged.clear()  # of the form: that it has no field for a user's name
+        for page in ("operate", "events"):
+            assert f'href="/{page}"' in browser.value("document.getElementById('nav').innerHTML")
+        browser.open(f"{desk.shown.url}operate")
+        browser.until("document.getElementById('drop-confirm')")
+        fill = (
+            "(id, text) => { const one = document.getElementById(id); one.value = text; "
+            "one.dispatchEvent(new Event('input')); }"
+        )
+        button = "document.getElementById('drop-confirm').form.querySelector('button')"
+        assert browser.value(f"{button}.disabled")
+        browser.value(f"({fill})('drop-confirm', '{desk.namespace[:-1]}')")
+        assert browser.value(f"{button}.disabled"), "not the whole name"
+        browser.value(f"({fill})('prompts', '[1, 2]'); ({fill})('warm-confirm', '{desk.namespace}')")
+        browser.value("document.getElementById('warm-confirm').form.requestSubmit()")
+        browser.until("document.getElementById('warm-result').textContent.startsWith('Done: 1 prompts')")
+        browser.value(f"({fill})('drop-confirm', '{desk.namespace}')")
+        assert not browser.value(f"{button}.disabled") and desk.blocks == 10
+        browser.picture(tmp_path / "operate.png")
+        browser.value(f"{button}.click()")
+        browser.until("document.getElementById('drop-result').textContent.includes('10 readable blocks')")
+        assert desk.blocks == 0 and browser.value(f"{button}.disabled")
+        browser.looks(360, 740, "dark")
+        browser.picture(tmp_path / "operate-dark-360.png")
+        widths = browser.value("[document.documentElement.scrollWidth, innerWidth]")
+        assert widths[0] <= widths[1], widths
+        browser.open(f"{desk.shown.url}events")
+        browser.until("document.querySelectorAll('table tbody tr').length === 2")
+        text = browser.value("document.querySelector('table').textContent")
+        assert "operator's login" in text and "drop" in text and desk.namespace in text
+        browser.looks(1280, 900, "light")
+        browser.picture(tmp_path / "events.png")
+        print(tmp_path)
+        assert browser.logged == []
