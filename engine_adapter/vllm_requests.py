@@ -74,7 +74,7 @@ class RequestReader:
         params = request.kv_transfer_params
         is_asked = isinstance(params, dict) and params.get("do_remote_decode") is True
         hands_over = facts.saves and (self._role == PRODUCER or (is_asked and self._role != CONSUMER))
-        if hands_over or self._role == PRODUCER:  # nobody computes it but this engine
+        if hands_over or self._role == PRODUCER:  # this engine computes it
             return replace(facts, hands_over=hands_over, ticket="", awaits=False)
         return facts
 

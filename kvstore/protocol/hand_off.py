@@ -3,7 +3,7 @@
     text    "kv1." > urlsafe base64 of: body, MessagePack > MAC, 16 bytes
 
 The MAC is keyed with the tenant's identity key, and is made and checked by sidecars alone. The head commits to every
-token before it, so whoever opens a ticket that is stale, forged or another prompt's can only miss: no ticket leads to
+token before it, so who opens a ticket that is stale, forged or another prompt's can only miss: no ticket leads to
 KV that its prompt does not have. Whatever does not open is a named miss. No token, place or generation is in it.
 """
 

@@ -3,7 +3,7 @@
     register > look > parked > the last key can be read      readable
                              > a put of it is given up       short      aborted, or its writer is gone
                              > its time is over              deadline
-                             > nobody wants it any more      cancelled  or its client hung up
+                             > it is not wanted any more    cancelled  or its client hung up
                              > its namespace is dropped      gone       or the store closed
              > as many of its tenant are parked as may be    full
 
