@@ -391,8 +391,7 @@ class _SchedulerSide:
         )
         traced = config.model_config if settings.traces else None
         self.reader = RequestReader(AdapterDigests(adapter_digest), str(config.kv_transfer_config.kv_role), traced)
-        self._config = config
-        self._groups = groups
+        self._config, self._groups = config, groups
         self._settings = settings
         self._session = session
         self._page_tokens = groups.kv_cache_groups[0].kv_cache_spec.block_size

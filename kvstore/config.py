@@ -451,3 +451,9 @@ def expanded(path: str | bytes | os.PathLike[str], name: str = "") -> str:
     if found.startswith("~"):
         raise BadInput(f"{said}: {given.split('/')[0]} is nobody's home here; give the whole path, or ./{given}")
     return found
+
+
+def check_deadline(deadline_ms: float) -> None:
+    """Raise `BadInput` unless that can be milliseconds to wait."""
+    if not isinstance(deadline_ms, Real) or not deadline_ms >= 0:
+        raise BadInput(f"deadline_ms={deadline_ms!r}; give milliseconds, 0 or more")

@@ -27,25 +27,25 @@ from kvstore.block.identity import ExtraKey, Namespace, PrefixHasher, Prompt, as
 from kvstore.block.layout import Layout
 from kvstore.block.pages import Codec, Coder, Digest, Pages, cut
 from kvstore.client.get import GetOperation, GetSource, Loaded
+from kvstore.client.handing_over import HandOffVerbs
 from kvstore.client.lease import Lease
-from kvstore.client.pending import AWAIT_GRACE_SECONDS, DoorTime, PendingReply, check_deadline
-from kvstore.config import MAX_SECONDS
+from kvstore.client.pending import PendingReply
+from kvstore.config import MAX_SECONDS, check_deadline
 from kvstore.protocol import messages as m
 from kvstore.protocol.door import (
     MAX_PRIORITY,
     AttachLease,
     Door,
     NamedLease,
+    Request,
     ReservationLost,
     check_collective,
     window_name,
 )
-from kvstore.protocol.handing_over import MAX_TICKET_CHARACTERS
 from kvstore.protocol.replies import Grant, LeaseReply, MatchReply, ReserveReply
 from kvstore.protocol.requests import check_request
 from kvstore.protocol.ticket import LeaseTicket
 from kvstore.protocol.told import PromptTold, RequestTold, SavingsTold
-from tiering.counts.awaits import MAX_AWAIT_SECONDS, AwaitEnd
 from tiering.frame import HEADER_BYTES, digest
 
 A = TypeVar("A")
@@ -120,7 +120,7 @@ class Reading(Protocol):
         ...
 
 
-class NamespaceHandle:
+class NamespaceHandle(HandOffVerbs):
     """The five verbs in one namespace. Thread-safe; pages and leases belong to whoever passes them."""
 
     def __init__(
@@ -190,7 +190,8 @@ class NamespaceHandle:
         `Prompt` has them already. counts: whether people are to see it counted as a look-up. request: the engine's name
         for what it is for, for people.
         """
-        check_request(request)
+        if request:
+            check_request(request)
         tokens, keys = self._hashed(token_ids, extra_keys)
         asked = m.MatchPrefix(self.number, keys, counts, request)
         return self._matched(tokens, keys, self._door.call(asked, m.Matched))
@@ -222,40 +223,14 @@ class NamespaceHandle:
         The prompt is hashed here, in the caller's thread: some 0.3 ms for 32,768 tokens given as an array.
         """
         check_deadline(deadline_ms)
-        check_request(request)
+        if request:
+            check_request(request)
         tokens, keys = self._hashed(token_ids, extra_keys)
         asked = m.MatchPrefix(self.number, keys, counts, request)
         submitted = self._door.submit(asked, m.Matched, float(deadline_ms) / 1000)
         cancelled = m.Matched(MatchReply(0, reason=MissReason.DISABLED, detail="it was cancelled"))
         matched = partial(self._matched, tokens, keys)
         return PendingReply(submitted, matched, partial(matched, cancelled))
-
-    def await_block(self, prompt: Prompt, block: int, deadline_ms: float) -> m.Awaited:
-        """Wait until a block of a prompt can be read, also one never heard of, at most that long and 30 s."""
-        return self._door.call(self._waiting(prompt, block, deadline_ms), m.Awaited)
-
-    def submit_await(self, prompt: Prompt, block: int, deadline_ms: float) -> PendingReply[m.Awaited]:
-        """`await_block` for a thread that must not wait."""
-        waiting = self._waiting(prompt, block, deadline_ms)
-        submitted = self._door.submit(waiting, m.Awaited, waiting.seconds + AWAIT_GRACE_SECONDS)
-        return PendingReply(submitted, lambda told: told, lambda: m.Awaited(0, AwaitEnd.CANCELLED))
-
-    def submit_seal(self, prompt: Prompt, seconds: float, deadline_ms: float = 1000) -> PendingReply[m.Sealed]:
-        """A ticket for another engine to wait for this prompt's blocks; those stored are kept for so many seconds."""
-        submitted = self._door.submit(m.SealTicket(self.number, prompt.keys, seconds), m.Sealed, deadline_ms / 1000)
-        return PendingReply(submitted, lambda told: told, lambda: m.Sealed(""))
-
-    def submit_open(self, ticket: str, deadline_ms: float = 1000) -> PendingReply[m.TicketOpened]:
-        """What a ticket promises here; or, with its reason, that it promises nothing."""
-        request = m.OpenTicket(self.number, ticket[: MAX_TICKET_CHARACTERS + 1])
-        submitted = self._door.submit(request, m.TicketOpened, deadline_ms / 1000)
-        return PendingReply(submitted, lambda told: told, lambda: m.TicketOpened(b"", 0, 0.0, MissReason.DISABLED))
-
-    def _waiting(self, prompt: Prompt, block: int, deadline_ms: float) -> m.Await:
-        check_deadline(deadline_ms)
-        if not 0 <= block < len(prompt.keys):
-            raise BadInput(f"block={block}; give one of the prompt's {len(prompt.keys)} full blocks, from 0 on")
-        return m.Await(self.number, prompt.keys[block : block + 1], min(deadline_ms / 1000, MAX_AWAIT_SECONDS))
 
     def lease(self, match: Match, first_token: int = 0, deadline_ms: float = 50, request: str = "") -> Lease:
         """Pin what `match` found, or less: what was evicted meanwhile, or would pin too much, is cut off with a reason.
@@ -466,7 +441,8 @@ class NamespaceHandle:
         if first_token < 0:
             raise BadInput(f"first_token={first_token}; give 0 or more")
         check_deadline(deadline_ms)
-        check_request(request)
+        if request:
+            check_request(request)
         first_block = min(first_token // self.block_tokens, match.blocks)
         wait_ms = min(float(deadline_ms), 1000 * MAX_SECONDS)
         return m.LeasePrefix(self.number, match.keys[: match.blocks], first_block, wait_ms, request)
@@ -488,7 +464,7 @@ class NamespaceHandle:
         """These blocks are held; with `disk` that counts only once they are on disk."""
         if durability != "disk":
             return result
-        left = wait.left()
+        left = wait.left
         seconds = DURABLE_SECONDS if left is None else min(DURABLE_SECONDS, left)
         kept = self._door.call(m.Persist(self.number, list(keys), seconds), m.Persisted)
         if kept.reason is None:
@@ -602,3 +578,23 @@ class OpenStore(Protocol):
         """The namespace of these weights, this layout and this codec; of one rank's heads where `shard` says which.
         name: of the model, for people."""
         ...
+
+
+class DoorTime:
+    """How long a put may still wait. left: seconds; None without a deadline: the store says how long answers may take."""
+
+    def __init__(self, door: Door, deadline_ms: float | None) -> None:
+        if deadline_ms is not None:
+            check_deadline(deadline_ms)
+        self._door = door
+        self.left = min(float(deadline_ms) / 1000, MAX_SECONDS) if deadline_ms is not None else None
+
+    def of(self, request: Request, kind: type[A]) -> A:
+        """The answer, in the time that is left."""
+        if self.left is None:
+            return self._door.call(request, kind)
+        now, asked_at = self._door.clock.monotonic_seconds, self._door.clock.monotonic_seconds()
+        try:
+            return self._door.call(request, kind, self.left)
+        finally:
+            self.left = max(0.0, self.left - (now() - asked_at))

@@ -13,15 +13,12 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from numbers import Real
 from typing import Generic, TypeVar
 
 from kvstore.block.account import MissReason
-from kvstore.block.errors import BadInput
 from kvstore.client.lease import Lease
-from kvstore.config import MAX_SECONDS
 from kvstore.protocol import messages as m
-from kvstore.protocol.door import Door, NamedLease, Request, Submitted
+from kvstore.protocol.door import NamedLease, Submitted
 from kvstore.protocol.replies import LeaseReply
 from tiering.clock import Clock
 from tiering.counts.awaits import AwaitEnd, Awaits, ParkedAwait
@@ -253,35 +250,3 @@ class ParkedReply:
 
 def _no_lease(request: m.LeasePrefix, reason: MissReason, detail: str) -> NamedLease:
     return NamedLease(LeaseReply(0, request.first_block, 0, reason=reason, detail=detail))
-
-
-class DoorTime:
-    """How long a put may still wait for its store. Without a deadline the store says how long each answer may take."""
-
-    def __init__(self, door: Door, deadline_ms: float | None) -> None:
-        """Raises `BadInput`."""
-        if deadline_ms is not None:
-            check_deadline(deadline_ms)
-        self._door = door
-        self._left = min(float(deadline_ms) / 1000, MAX_SECONDS) if deadline_ms is not None else None
-
-    def left(self) -> float | None:
-        """Seconds; None where nothing was said."""
-        return self._left
-
-    def of(self, request: Request, kind: type[A]) -> A:
-        """The answer, in the time that is left."""
-        if self._left is None:
-            return self._door.call(request, kind)
-        now = self._door.clock.monotonic_seconds
-        asked_at = now()
-        try:
-            return self._door.call(request, kind, self._left)
-        finally:
-            self._left = max(0.0, self._left - (now() - asked_at))
-
-
-def check_deadline(deadline_ms: float) -> None:
-    """Raise `BadInput` unless that can be milliseconds to wait."""
-    if not isinstance(deadline_ms, Real) or not deadline_ms >= 0:
-        raise BadInput(f"deadline_ms={deadline_ms!r}; give milliseconds, 0 or more")

@@ -248,7 +248,8 @@ class Handlers:
 
     def _match(self, caller: ClientState, verb: m.MatchPrefix) -> m.Answer:
         number, _ = _check_asked(caller, verb.namespace, verb.keys)
-        check_request(verb.request)
+        if verb.request:
+            check_request(verb.request)
         began_at = self._store.clock.monotonic_seconds()
         matched = self._store.handle(caller, verb)
         assert isinstance(matched, m.Matched)
@@ -313,7 +314,8 @@ class Handlers:
             raise BadInput(
                 f"first_block={verb.first_block}, deadline_ms={verb.deadline_ms}: give a block of the chain, 0 or more"
             )
-        check_request(verb.request)
+        if verb.request:
+            check_request(verb.request)
         held = self._sessions.leased_blocks(caller)
         if len(caller.session.leases) >= MAX_LEASES or held + len(verb.keys) > MAX_LEASED_BLOCKS:
             text = f"the session holds {len(caller.session.leases)} leases of {held} blocks; release some first"

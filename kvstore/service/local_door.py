@@ -553,7 +553,7 @@ class LocalDoor:
             self._waited(connection, self._clock.monotonic_seconds() - asked.since)
             self._awaits.take(connection, connection.caller, request.number, verb)
             return
-        wanted = descriptors_for(verb)
+        wanted = descriptors_for(verb) if isinstance(verb, m.Extents | m.Ping) else 0
         if wanted:
             connection.pay(LOOK_COST * len(connection.listener.unread))
         if wanted and connection.listener.unread.count() + wanted > self._most_unread():

@@ -1,0 +1,51 @@
+"""What a namespace's handle offers to an engine that hands a prompt over to another one, and to that one: tickets, and
+waits for blocks that somebody else stores."""
+
+from __future__ import annotations
+
+from kvstore.block.account import MissReason
+from kvstore.block.errors import BadInput
+from kvstore.block.identity import Prompt
+from kvstore.client.pending import AWAIT_GRACE_SECONDS, PendingReply
+from kvstore.config import check_deadline
+from kvstore.protocol import messages as m
+from kvstore.protocol.door import Door
+from kvstore.protocol.handing_over import MAX_TICKET_CHARACTERS
+from kvstore.protocol.replies import Grant
+from tiering.counts.awaits import MAX_AWAIT_SECONDS, AwaitEnd
+
+
+class HandOffVerbs:
+    """A part of `NamespaceHandle`."""
+
+    _door: Door
+    _grant: Grant
+
+    def await_block(self, prompt: Prompt, block: int, deadline_ms: float) -> m.Awaited:
+        """Wait until a block of a prompt can be read, also one never heard of, at most that long and 30 s."""
+        return self._door.call(self._waiting(prompt, block, deadline_ms), m.Awaited)
+
+    def submit_await(self, prompt: Prompt, block: int, deadline_ms: float) -> PendingReply[m.Awaited]:
+        """`await_block` for a thread that must not wait."""
+        waiting = self._waiting(prompt, block, deadline_ms)
+        submitted = self._door.submit(waiting, m.Awaited, waiting.seconds + AWAIT_GRACE_SECONDS)
+        return PendingReply(submitted, lambda told: told, lambda: m.Awaited(0, AwaitEnd.CANCELLED))
+
+    def submit_seal(self, prompt: Prompt, seconds: float, deadline_ms: float = 1000) -> PendingReply[m.Sealed]:
+        """A ticket for another engine to wait for this prompt's blocks; those stored are kept for so many seconds."""
+        submitted = self._door.submit(
+            m.SealTicket(self._grant.number, prompt.keys, seconds), m.Sealed, deadline_ms / 1000
+        )
+        return PendingReply(submitted, lambda told: told, lambda: m.Sealed(""))
+
+    def submit_open(self, ticket: str, deadline_ms: float = 1000) -> PendingReply[m.TicketOpened]:
+        """What a ticket promises here; or, with its reason, that it promises nothing."""
+        request = m.OpenTicket(self._grant.number, ticket[: MAX_TICKET_CHARACTERS + 1])
+        submitted = self._door.submit(request, m.TicketOpened, deadline_ms / 1000)
+        return PendingReply(submitted, lambda told: told, lambda: m.TicketOpened(b"", 0, 0.0, MissReason.DISABLED))
+
+    def _waiting(self, prompt: Prompt, block: int, deadline_ms: float) -> m.Await:
+        check_deadline(deadline_ms)
+        if not 0 <= block < len(prompt.keys):
+            raise BadInput(f"block={block}; give one of the prompt's {len(prompt.keys)} full blocks, from 0 on")
+        return m.Await(self._grant.number, prompt.keys[block : block + 1], min(deadline_ms / 1000, MAX_AWAIT_SECONDS))
