@@ -96,6 +96,12 @@ DRAWN_FILES = (
     "kvstore/test_groups.py",
     "kvstore/test_joint.py",
     "model/",
+    "network/test_cannot_tell.py",
+    "network/test_certificates.py",
+    "network/test_traps.py",
+    "openai_api/test_pd_proxy.py",
+    "openai_api/test_pd_proxy_score.py",
+    "openai_api/test_prime.py",
     "service/test_tensor_parallel.py",
     "simulation/",
     "tiering/test_adaptive.py",
@@ -104,6 +110,7 @@ DRAWN_FILES = (
 
 SLOW_FILES = (
     "adapters/test_audit_blocks.py",
+    "adapters/test_hf_hand_over.py",
     "adapters/test_hf_matrix.py",
     "adapters/test_hf_state.py",
     "adapters/test_paged_engine.py",
@@ -119,6 +126,7 @@ SLOW_FILES = (
     "bench/test_network_bench.py",
     "bench/test_restart.py",
     "bench/test_restart_sidecar.py",
+    "bench/test_traffic.py",
     "bench/test_ttft.py",
     "console/test_browser.py",
     "demo/",

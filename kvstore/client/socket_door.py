@@ -45,7 +45,7 @@ from kvstore.protocol.requests import Requests
 from tiering.after_fork import close_in_children
 from tiering.clock import Clock
 from tiering.counts.awaits import MAX_AWAIT_SECONDS
-from tiering.frame import epoch_in
+from tiering.frame import HEADER_BYTES, epoch_in
 from tiering.tier import FrameSpan
 
 A = TypeVar("A")
@@ -75,8 +75,9 @@ class _OpenedHere:
 
     @property
     def fingerprint(self) -> bytes:
-        """Of the keys that it hashes with."""
-        return epoch_in(memoryview(self.grant.stamps[0]))[0]
+        """Of the keys that it hashes with; empty where the sidecar granted no stamp that could name them."""
+        stamp = self.grant.stamps[0] if self.grant.stamps else b""
+        return epoch_in(memoryview(stamp))[0] if len(stamp) >= HEADER_BYTES else b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -212,7 +212,7 @@ def test_it_is_off_until_it_is_set() -> None:
     )
     digests = AdapterDigests(lambda path: ("", ""))
     assert RequestReader(digests).facts(request).trace is NO_TRACE
-    traced = RequestReader(digests, SimpleNamespace(served_model_name="m")).facts(request)
+    traced = RequestReader(digests, traced=SimpleNamespace(served_model_name="m")).facts(request)
     assert traced.trace is not NO_TRACE
     request.trace_headers = None
-    assert RequestReader(digests, SimpleNamespace(served_model_name="m")).facts(request).trace is NO_TRACE
+    assert RequestReader(digests, traced=SimpleNamespace(served_model_name="m")).facts(request).trace is NO_TRACE

