@@ -581,7 +581,7 @@ class OpenStore(Protocol):
 
 
 class DoorTime:
-    """How long a put may still wait. left: seconds; None without a deadline: the store says how long each answer has."""
+    """How long a put may still wait. left: seconds; None without a deadline: the store says how long answers have."""
 
     def __init__(self, door: Door, deadline_ms: float | None) -> None:
         if deadline_ms is not None:

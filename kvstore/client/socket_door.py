@@ -12,6 +12,7 @@ pings it in the background. Must import without torch, and quickly.
 
 from __future__ import annotations
 
+import struct
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -45,7 +46,7 @@ from kvstore.protocol.requests import Requests
 from tiering.after_fork import close_in_children
 from tiering.clock import Clock
 from tiering.counts.awaits import MAX_AWAIT_SECONDS
-from tiering.frame import HEADER_BYTES, epoch_in
+from tiering.frame import epoch_in
 from tiering.tier import FrameSpan
 
 A = TypeVar("A")
@@ -76,8 +77,10 @@ class _OpenedHere:
     @property
     def fingerprint(self) -> bytes:
         """Of the keys that it hashes with; empty where the sidecar granted no stamp that could name them."""
-        stamp = self.grant.stamps[0] if self.grant.stamps else b""
-        return epoch_in(memoryview(stamp))[0] if len(stamp) >= HEADER_BYTES else b""
+        try:
+            return epoch_in(memoryview(self.grant.stamps[0]))[0]
+        except (IndexError, struct.error):
+            return b""
 
 
 @dataclass(frozen=True, slots=True)

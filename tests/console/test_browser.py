@@ -15,6 +15,7 @@ from kvstore.block.account import MissReason
 from kvstore.protocol.told import RequestTold
 from service.sidecar import Sidecar
 from tiering.nvme.lmdb_index import LmdbMaker
+from waiting import wait_until
 from workbench import MODEL, ids, random_pages
 
 pytestmark = pytest.mark.skipif(
@@ -145,7 +146,13 @@ def test_a_requests_page_has_what_its_engine_told(served: tuple[Sidecar, Running
 def test_prefixes_are_those_of_the_api_and_a_sentence_says_what_to_do(
     served: tuple[Sidecar, RunningConsole], browser: Browser
 ) -> None:
-    _, shown = served
+    sidecar, shown = served
+    with sidecar.client() as store:
+        handle = store.namespace(model=MODEL, layout=LAYOUT, name="small model")
+        handle.put(ids(320, 88_000_000), random_pages(LAYOUT, 5))
+        for _ in range(40):
+            assert handle.match(ids(320, 88_000_000)).blocks == 5
+    wait_until(lambda: sidecar.prefixes.step() >= 0 and shown.ask("/api/prefixes").json["hottest"])
     told = shown.ask("/api/prefixes").json
     (parting,) = told["partings"]
     assert parting["prompts"] == 19 and "an hour part at token 40, differ for 6 tokens, and" in parting["sentence"]
