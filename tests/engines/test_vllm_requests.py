@@ -116,6 +116,7 @@ def test_a_request_is_told_what_became_of_it(told: dict[str, Any]) -> None:
         "load_ms": 0.0,
         "saved_blocks": first["saved_blocks"],
         "put_reasons": {},
+        "block_tokens": BLOCK,
     }
     assert again["hits"] == {"dram": 384} and again["misses"] == {"partial_block": 16}
     assert again["load_ms"] > 0 and again["saved_blocks"] == 0
@@ -156,7 +157,7 @@ def test_hints_that_are_wrong_are_named_and_have_no_effect(told: dict[str, Any])
     ignored = [line.partition("=")[0].partition(";")[0] for line in first["ignored"]]
     assert ignored == ["stroe", "store", "ttl", "priority", "conversation"], first["ignored"]
     assert again["hits"] == {"dram": 384}, "it was stored"
-    assert again["ignored"] == ["kvstore=7; give an object with store, ttl, priority, conversation"]
+    assert again["ignored"] == ["kvstore=7; give an object with store, ttl, priority, conversation, ticket, await"]
     assert "ignored" not in one(told["others"])
 
 
