@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from console.browser import CHROMIUM, Browser
-from console.running import console
+from console.running import console, tell_prompts
 from hf_models import small_model
 from kvstore.block.account import HitTier, MissReason
 from kvstore.block.codec import codec_named
@@ -65,6 +65,7 @@ def ask_for_a_while(sidecar: Sidecar, cache: PrefixCache) -> str:
         report = cache.generate(conversation(number), max_new_tokens=2).report
         while sidecar.whatif.step():  # no thread does it here
             pass
+        sidecar.prefixes.step()
         if time.monotonic() > ends_at and {MissReason.EVICTED, HitTier.DRAM} <= {
             one.origin for one in report.account.segments
         }:
@@ -97,6 +98,7 @@ def test_each_page_has_a_picture(tmp_path: Path) -> None:
             browser.value(f"document.getElementById('token').value = '{TOKEN}'; document.forms[0].submit()")
             browser.until("location.pathname === '/' && document.getElementById('health')")
             cache = PrefixCache(small_model("llama", **LARGER), store, chunk_tokens=128, deadline_ms=5000)
+            tell_prompts(sidecar)
             last = ask_for_a_while(sidecar, cache)
             asked = sidecar.admin.facts().looked.asked_tokens
             bearer = {"authorization": f"Bearer {TOKEN}"}
