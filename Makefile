@@ -124,10 +124,10 @@ test-rest: $(STAMP)
 	$(PYTEST) $(TOGETHER) -m 'process and not alone' $(addprefix --ignore=,$(KERNEL_TESTS) $(ENGINE_TESTS)) $(ARGS)
 	$(PYTEST) -m alone --ignore=$(ENGINE_TESTS) $(ARGS)
 
-# What `make test` leaves out; with SHARE=K/N the Kth of N shares of it.
+# What `make test` leaves out; with SHARE=K/N the Kth of N shares of it, which may have none that looks at a clock (5).
 test-slow: $(STAMP)
 	$(PYTEST) $(TOGETHER) -m 'slow and not alone' --ignore=$(ENGINE_TESTS) $(if $(SHARE),--share $(SHARE)) $(ARGS)
-	$(PYTEST) -m 'slow and alone' --ignore=$(ENGINE_TESTS) $(if $(SHARE),--share $(SHARE)) $(ARGS) || [ $$? -eq 5 ]  # none
+	$(PYTEST) -m 'slow and alone' --ignore=$(ENGINE_TESTS) $(if $(SHARE),--share $(SHARE)) $(ARGS) || [ $$? -eq 5 ]
 
 test-engines: $(STAMP) $(ENGINE_STAMP)
 	$(ENGINES)/bin/python -m pytest -rs -p no:cacheprovider --timeout $(ENGINE_LIMIT_SECONDS) -m 'not slow' $(ENGINE_TESTS) $(ARGS)

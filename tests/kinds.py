@@ -36,15 +36,11 @@ PURE_FILES = frozenset(
     bench/test_traffic_workload.py
     console/test_figures.py
     metrics/test_exposition.py
-    openai_api/test_api.py
     metrics/test_pages.py
     insight/test_divergence.py
     insight/test_models.py
     insight/test_plan.py
     insight/test_prompts.py
-    prefixes/test_book.py
-    prefixes/test_hottest.py
-    prefixes/test_partings.py
     kvstore/test_catalogue.py
     kvstore/test_door.py
     kvstore/test_lease.py
@@ -54,6 +50,10 @@ PURE_FILES = frozenset(
     kvstore/test_ticket.py
     kvstore/test_unmapped.py
     kvstore/test_unwritten.py
+    openai_api/test_api.py
+    prefixes/test_book.py
+    prefixes/test_hottest.py
+    prefixes/test_partings.py
     service/test_breaker.py
     service/test_lasting.py
     service/test_rate_limited.py
@@ -96,12 +96,6 @@ DRAWN_FILES = (
     "kvstore/test_groups.py",
     "kvstore/test_joint.py",
     "model/",
-    "network/test_cannot_tell.py",
-    "network/test_certificates.py",
-    "network/test_traps.py",
-    "openai_api/test_pd_proxy.py",
-    "openai_api/test_pd_proxy_score.py",
-    "openai_api/test_prime.py",
     "service/test_tensor_parallel.py",
     "simulation/",
     "tiering/test_adaptive.py",
@@ -135,6 +129,12 @@ SLOW_FILES = (
     "kernels/test_ahead_of_time.py",
     "kernels/test_device_copy.py",
     "model/",
+    "network/test_cannot_tell.py",
+    "network/test_certificates.py",
+    "network/test_traps.py",
+    "openai_api/test_pd_proxy.py",
+    "openai_api/test_pd_proxy_score.py",
+    "openai_api/test_prime.py",
     "service/test_tensor_parallel.py",
     "tiering/test_adaptive.py",
 )
