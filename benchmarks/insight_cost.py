@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -32,10 +31,13 @@ import numpy as np
 
 from kvstore.bench.lookup_client import MODEL, shape_of
 from kvstore.bench.rig import LookupOptions, PagePool
-from kvstore.bench.sidecar import open_patiently
+from kvstore.bench.sidecar import Sidecar
+from kvstore.cli import ask
 from kvstore.client.handle import NamespaceHandle
+from kvstore.node import SystemClock
 
 SECONDS = 60.0
+"""For whatever is waited for."""
 ALLOWED = 1.02
 WITHOUT_ESTIMATES = """
 import kvstore.insight.whatif as whatif
@@ -44,24 +46,25 @@ whatif.WhatIf.run = lambda *_: None
 import kvstore.prefixes.book as book
 book.PrefixBook.looked_up = book.PrefixBook.granted = book.PrefixBook.run = lambda *_: None
 """
+"""What a Python that starts with it does first (`sitecustomize`)."""
 PROMPTS, BLOCKS = 1024, 64
 WARM_UP_SECONDS = 60.0
 """After which it is known how many names may be sampled at that rate of look-ups."""
 SCRAPE_SECONDS = 5.0
 
 
-@dataclass
+@dataclass(frozen=True)
 class Served:
-    """A sidecar under measurement. processes: its own, and the console's where it has one."""
+    """A sidecar under measurement: a handle of its one client, its process, and its console's where it has one."""
 
     handle: NamespaceHandle
-    sidecar: int
+    process: int
     console: int | None
 
     def cpu(self) -> dict[int, float]:
         """Seconds of each thread so far (/proc/PID/task/TID/schedstat)."""
         took = dict[int, float]()
-        for thread in Path(f"/proc/{self.sidecar}/task").iterdir():
+        for thread in Path(f"/proc/{self.process}/task").iterdir():
             with suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
                 took[int(thread.name)] = int((thread / "schedstat").read_text().split()[0]) / 1e9
         return took
@@ -70,17 +73,6 @@ class Served:
 def cpu_seconds(process: int) -> float:
     """Of all threads of a process so far (clock_getcpuclockid(3) of Linux)."""
     return time.clock_gettime(~process << 3 | 2)
-
-
-def child(process: int, holding: str) -> int:
-    """The child whose command line has that word."""
-    give_up_at = time.monotonic() + SECONDS
-    while time.monotonic() < give_up_at:
-        for one in Path(f"/proc/{process}/task/{process}/children").read_text().split():
-            if holding.encode() in Path(f"/proc/{one}/cmdline").read_bytes().split(b"\0"):
-                return int(one)
-        time.sleep(0.05)
-    raise SystemExit(f"no child of {process} is a {holding}")
 
 
 @contextmanager
@@ -103,77 +95,54 @@ def scraped(address: str) -> Iterator[None]:
 
 
 @contextmanager
-def viewed(address: str) -> Iterator[None]:
-    """A page's stream is read meanwhile."""
-    give_up_at = time.monotonic() + SECONDS
-    while True:
+def viewed(observe_socket: str) -> Iterator[int]:
+    """A console shows the sidecar, and a page's stream is read; yields the console's process."""
+    command = [
+        sys.executable,
+        "-m",
+        "kvstore",
+        "console",
+        "--socket",
+        observe_socket,
+        "--listen",
+        "127.0.0.1:0",
+        "--json",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as console:
         try:
-            stream = urllib.request.urlopen(address, timeout=SECONDS)
-            break
-        except OSError:
-            if time.monotonic() > give_up_at:
-                raise
-            time.sleep(0.2)
-    command = [sys.executable, "-c", "import sys\nwhile sys.stdin.buffer.read1(1 << 16): pass"]
-    reader = subprocess.Popen(command, stdin=stream.fileno())
-    try:
-        yield
-    finally:
-        reader.kill()
-        reader.wait()
-        stream.close()
+            assert console.stdout is not None
+            url = json.loads(console.stdout.readline())["console"]
+            with urllib.request.urlopen(f"{url}api/stream", timeout=SECONDS) as stream:
+                reading = [sys.executable, "-c", "import sys\nwhile sys.stdin.buffer.read1(1 << 16): pass"]
+                with subprocess.Popen(reading, stdin=stream.fileno()) as page:
+                    yield console.pid
+                    page.kill()
+        finally:
+            console.terminate()
 
 
 @contextmanager
-def served(scratch: Path, has_insight: bool, options: LookupOptions) -> Iterator[Served]:
+def served(has_insight: bool, options: LookupOptions) -> Iterator[Served]:
     """A sidecar with the prompts in it."""
-    scratch.mkdir()
-    environment, given = dict(os.environ), list[str]()
-    if has_insight:
-        given = ["--http", "127.0.0.1:0"]
-        (scratch / "config.toml").write_text('[console]\nlisten = "127.0.0.1:0"\n')
-        given += ["--config", str(scratch / "config.toml")]
-    else:
-        (scratch / "sitecustomize.py").write_text(WITHOUT_ESTIMATES)
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(scratch), environment.get("PYTHONPATH")]))
-    command = [sys.executable, "-m", "kvstore", "serve", "--data", str(scratch / "kv"), "--dram", "1GiB"]
-    command += ["--nvme", "off", "--socket", str(scratch / "door"), "--json", *given]
-    log = (scratch / "log").open("wb")
-    keeper = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, env=environment, text=True)
-    with ExitStack() as stack:
-        stack.callback(log.close)
-        stack.callback(keeper.wait)
-        stack.callback(keeper.send_signal, signal.SIGTERM)
-        assert keeper.stdout is not None
-        said = json.loads(keeper.stdout.readline() or "{}")
-        if "pid" not in said:
-            raise SystemExit((scratch / "log").read_text())
-        console = None
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        if not has_insight:
+            Path(folder, "sitecustomize.py").write_text(WITHOUT_ESTIMATES)
+        before = os.environ.get("PYTHONPATH", "")
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, before]))
+        sidecar = stack.enter_context(Sidecar({"dram": "1GiB", "nvme": "off"}, has_health=has_insight))
+        os.environ["PYTHONPATH"] = before
+        store = stack.enter_context(sidecar.client())
         if has_insight:
-            console = child(keeper.pid, "console")
-            stack.enter_context(scraped(f"http://127.0.0.1:{said['http_port']}/metrics"))
-            stack.enter_context(viewed(f"http://127.0.0.1:{port_of(console)}/api/stream"))
-        store = stack.enter_context(open_patiently(str(scratch / "door")))
+            sidecar.ready()
+            stack.enter_context(scraped(f"http://127.0.0.1:{sidecar.http_port}/metrics"))
         shape = shape_of(options)
         handle = store.namespace(model=MODEL, layout=shape.layout)
         pages = PagePool(shape, options.prompt_blocks, 0, 1).take()
         for prompt in prompts(options):
             assert handle.put(prompt, pages).stored == options.prompt_blocks
-        yield Served(handle, said["pid"], console)
-
-
-def port_of(process: int) -> int:
-    """Where a process listens for TCP."""
-    give_up_at = time.monotonic() + SECONDS
-    while time.monotonic() < give_up_at:
-        links = [os.readlink(one) for one in Path(f"/proc/{process}/fd").iterdir() if one.is_symlink()]
-        inodes = {link[8:-1] for link in links if link.startswith("socket:[")}
-        for line in Path(f"/proc/{process}/net/tcp").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and fields[9] in inodes:
-                return int(fields[1].partition(":")[2], 16)
-        time.sleep(0.1)
-    raise SystemExit("the console does not listen")
+        data = sidecar.folder / "kv"
+        console = stack.enter_context(viewed(str(data / "observe.sock"))) if has_insight else None
+        yield Served(handle, ask.stat(str(data / "admin.sock"), SystemClock()).pid, console)
 
 
 def prompts(options: LookupOptions) -> list[np.ndarray]:
@@ -192,13 +161,12 @@ def look_ups(handle: NamespaceHandle, asked: list[np.ndarray], seconds: float) -
 
 def leased_blocks(handle: NamespaceHandle, asked: list[np.ndarray], seconds: float) -> int:
     """How many were leased, each look-up with its lease."""
-    number, blocks, end = 0, 0, time.perf_counter() + seconds
+    number, end = 0, time.perf_counter() + seconds
     while time.perf_counter() < end:
-        with handle.lease(handle.match(asked[number % PROMPTS]), deadline_ms=1000) as lease:
-            blocks += lease.blocks
+        with handle.lease(handle.match(asked[number % PROMPTS]), deadline_ms=1e3 * SECONDS) as lease:
+            assert lease.blocks == BLOCKS, lease.account
         number += 1
-    assert blocks >= 0.95 * number * BLOCKS, (blocks, number)
-    return blocks
+    return number * BLOCKS
 
 
 def main() -> None:
@@ -209,16 +177,13 @@ def main() -> None:
     given = parser.parse_args()
     options = LookupOptions(prompt_tokens=64 * BLOCKS)
     asked, rows = prompts(options), []
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        on, off = (
-            stack.enter_context(served(Path(folder, name), has_insight, options))
-            for name, has_insight in (("on", True), ("off", False))
-        )
+    with served(True, options) as on, served(False, options) as off:
+        assert on.console is not None
         look_ups(on.handle, asked, WARM_UP_SECONDS)
         for name, work in (("look-up", look_ups), ("leased block", leased_blocks)):
             us = dict[bool, list[float]]({True: [], False: []})
             beside = dict[bool, float]({True: 0.0, False: 0.0})
-            console, began = cpu_seconds(on.console or 0), time.monotonic()
+            console, began = cpu_seconds(on.console), time.monotonic()
             for pair in range(given.pairs + 1):
                 for has_insight in (True, False) if pair % 2 else (False, True):
                     one = on if has_insight else off
@@ -228,7 +193,7 @@ def main() -> None:
                     if pair:  # the first one warms up
                         us[has_insight].append(1e6 * took[-1] / count)
                         beside[has_insight] += sum(took[:-1]) / (given.pairs * given.seconds)
-            share = (cpu_seconds(on.console or 0) - console) / (time.monotonic() - began)
+            share = (cpu_seconds(on.console) - console) / (time.monotonic() - began)
             low, middle, high = statistics.quantiles(map(truediv, us[True], us[False]), n=4)
             rows.append(
                 {

@@ -2,7 +2,7 @@
 
     .venv-engines/bin/python benchmarks/vllm_savings.py [--pairs 20] [--tokens 512] [--json]
 
-A pair is one prompt that nobody has seen: an engine without a store computes it, another one computes and stores it,
+A pair is one new prompt: an engine without a store computes it, another one computes and stores it,
 forgets it, and is asked again, when it comes from the sidecar. Saved by the clock: time to the first token without the
 store less that with a hit. Saved as told: what `kvstore stat` and the dashboard show (`savings.saved_seconds` less
 `regret_seconds`), by the speeds that the engine's connector has learned. It has to be inside the 95 % interval of the
@@ -45,7 +45,7 @@ def main() -> None:
         bench = ttft_vllm._Bench(options, Path(folder), lambda what: print(what, file=sys.stderr))
         bench.save_model()
         sidecar = stack.enter_context(bench._sidecar((given.pairs + LEARNING + 4) * given.tokens))
-        admin = str(Path(sidecar.socket).parent / "kv" / "admin.sock")
+        admin = str(sidecar.folder / "kv" / "admin.sock")
         settings = {**PATIENT, "cost_model": True}  # as shipped, but that late is not a miss, and no hit is audited
         transfers = {PLAIN: None, RAW: ttft_vllm._connector(sidecar.socket, RAW, settings)}
         engines = bench._started(stack, transfers)
