@@ -402,7 +402,7 @@ def _check(settings: Settings) -> None:
         host_and_port(settings.http.listen)
     _check_console(settings)
     _check_network(settings)
-    if not _FINGERPRINT.fullmatch(settings.keys.cold_start or "0" * FINGERPRINT_DIGITS):
+    if settings.keys.cold_start is not None and not _FINGERPRINT.fullmatch(settings.keys.cold_start):
         raise BadInput(
             f"keys.cold_start={shown(settings.keys.cold_start)}; give the fingerprint of the identity to begin anew "
             f"with, {FINGERPRINT_DIGITS} hexadecimal digits that kvstore keys show prints"

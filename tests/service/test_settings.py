@@ -55,6 +55,8 @@ from workbench import one_line
         ("[http]\nlisten = '127.0.0.1:\u00b2'\n", ("http.listen=", "HOST:PORT")),
         ("[http]\nlisten = '127.0.0.1:65536'\n", ("http.listen='127.0.0.1:65536'", "65535")),
         ('[http]\nlisten = "a\\u0000:1"\n', ("http.listen=",)),
+        ("[keys]\ncold_start = ''\n", ("keys.cold_start=''",)),
+        ("[keys]\ncold_start = '0123'\n", ("keys.cold_start='0123'", "16 hexadecimal digits")),
     ],
 )
 def test_what_cannot_be_meant_is_refused_by_its_full_name(text: str | bytes, fragments: tuple[str, ...]) -> None:
