@@ -57,9 +57,7 @@ def stand_in_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel_of_this_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    absent = [folder for folder in PACKAGES.values() if not (ROOT / folder / "__init__.py").exists()]
-    if absent:
-        pytest.skip(f"not written yet: {', '.join(absent)}")
+    assert [folder for folder in PACKAGES.values() if not (ROOT / folder / "__init__.py").exists()] == []
     tree = tmp_path_factory.mktemp("this_tree")
     _copy_files(tree)
     for folder in FOLDERS:
