@@ -16,7 +16,7 @@ from typing import Annotated
 import kvstore
 from kvstore.block.errors import BadInput
 from kvstore.cli import ask
-from kvstore.cli.operate import Data
+from kvstore.cli.operate import Data, ObserveSocket
 from kvstore.cli.standard_streams import say
 from kvstore.cli.terminal import OK, Json, app, expanded_path, typer
 from kvstore.config import AUDIT_FILE, DEFAULT_TENANT
@@ -30,12 +30,7 @@ _MOST_TOKEN_BYTES = 1 << 20
 @app.command()
 def console(
     data: Data = "./kv",
-    socket: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PATH", callback=expanded_path, help="The observers' socket.  [default: DIR/observe.sock]"
-        ),
-    ] = None,
+    socket: ObserveSocket = None,
     listen: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Where pages are served; port 0 is any free one.")
     ] = LISTEN,

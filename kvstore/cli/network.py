@@ -7,7 +7,7 @@ import secrets
 import sys
 from typing import Annotated
 
-from kvstore.cli.operate import Data
+from kvstore.cli.operate import Data, ObserveSocket
 from kvstore.cli.standard_streams import say
 from kvstore.cli.terminal import OK, Json, app, expanded_path, typer
 
@@ -26,12 +26,7 @@ def network(
             "DIR/kvstore.sock]",
         ),
     ] = None,
-    observe_socket: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PATH", callback=expanded_path, help="The observers' socket.  [default: DIR/observe.sock]"
-        ),
-    ] = None,
+    observe_socket: ObserveSocket = None,
     listen: Annotated[
         str, typer.Option(metavar="ADDRESS", help="Of gRPC: HOST:PORT (port 0 is any free one) or unix:PATH.")
     ] = LISTEN,

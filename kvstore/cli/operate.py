@@ -48,6 +48,11 @@ AdminSocket = Annotated[
 ]
 
 
+ObserveSocket = Annotated[
+    str | None,
+    typer.Option(metavar="PATH", callback=expanded_path, help="The observers' socket.  [default: DIR/observe.sock]"),
+]
+
 Seconds = Annotated[float, typer.Option("--seconds", metavar="N", help="How long it may take.")]
 
 

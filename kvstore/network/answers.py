@@ -1,4 +1,4 @@
-"""Between the messages of the wire and what a sidecar says: prompts to keys, replies to messages. Asks nobody."""
+"""Between the messages of the wire and what a sidecar says: prompts to keys, replies to messages. Asks no sidecar."""
 
 from __future__ import annotations
 

@@ -98,10 +98,9 @@ class Tokens:
         self._key = key
         self._callers = {self._digest(token): caller for token, caller in callers.items()}
 
-    def caller(self, authorization: str | bytes | None) -> DoorCaller | None:
-        """Whose it is; None for nobody's. authorization: as the header has it."""
-        text = authorization.decode("latin-1") if isinstance(authorization, bytes) else authorization or ""
-        kind, _, token = text.partition(" ")
+    def caller(self, authorization: str) -> DoorCaller | None:
+        """Whose it is; None where it is no tenant's and not the operator's. authorization: as the header has it."""
+        kind, _, token = authorization.partition(" ")
         if kind.lower() != "bearer" or len(token) > MOST_TOKEN:
             return None
         return self._callers.get(self._digest(token.strip()))

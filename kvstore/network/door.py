@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2
 
-from kvstore.block.errors import BadInput, StoreError, Unreachable
+from kvstore.block.errors import BadInput, StoreError
 from kvstore.client.framing import TimedOut
 from kvstore.network.credentials import Rotated, Tokens, caller_of_uris
 from kvstore.network.lanes import AtOnce, CallerLanes, Delayed, Lane
@@ -57,6 +57,8 @@ FLOODS = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAUTHENTICATED)
 REFUSED_SECONDS, MOST_REFUSED = 0.5, 4096
 """After which calls of these codes are told so: who asks again at once, 128 at a time, has the time of others."""
 LONG = ("Drop", "Warm", "DropAny")
+Identifies = Callable[[Any], DoorCaller | None]
+"""Tells who calls from a call's context; None for an unknown caller."""
 _Send = Callable[[Any], None]
 
 _log = logging.getLogger(__name__)
@@ -68,12 +70,6 @@ class Refused(Exception):
     def __init__(self, code: grpc.StatusCode, text: str) -> None:
         super().__init__(text)
         self.code = code
-
-
-class Identifies(Protocol):
-    """Tells who calls from a call's context; None for nobody."""
-
-    def __call__(self, context: Any) -> DoorCaller | None: ...
 
 
 def by_certificate(context: Any) -> DoorCaller | None:
@@ -101,7 +97,6 @@ class GrpcDoor:
         identify: Identifies,
         lanes: CallerLanes,
         clock: Clock,
-        options: list[tuple[str, int]] | None = None,
     ) -> None:
         self._links = links
         self._watch = watch
@@ -114,7 +109,7 @@ class GrpcDoor:
         self._server = grpc.server(
             AtOnce(1),  # `begin` waits for nothing
             interceptors=[_Entrance(self)],
-            options=OPTIONS if options is None else options,
+            options=OPTIONS,
             maximum_concurrent_rpcs=256,
         )
         add_StoreServicer_to_server(StoreService(), self._server)
@@ -271,7 +266,7 @@ def _status_of(error: Exception) -> tuple[grpc.StatusCode, str]:
             return grpc.StatusCode.DEADLINE_EXCEEDED, "the call's deadline passed first"
         case SidecarBusy():
             return grpc.StatusCode.RESOURCE_EXHAUSTED, f"{error}; ask again later"
-        case Unreachable() | StoreError():
+        case StoreError():
             return grpc.StatusCode.UNAVAILABLE, str(error)
         case _:
             return grpc.StatusCode.INTERNAL, "a fault of the server; it is in its log"

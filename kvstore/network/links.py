@@ -1,6 +1,6 @@
 """A tenant's socket, as callers behind the network's door use it: which namespaces there are, and what is stored.
 
-Each tenant has a connection of its own, so that what one asks for waits behind nobody else's; what takes long has one
+Each tenant has a connection of its own, so that no tenant waits behind another one's calls; what takes long has one
 for itself. Nothing here counts as a request: look-ups bear `counts=False`. Blocks never come this way, only keys.
 """
 
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -25,9 +26,9 @@ from tiering.clock import Clock
 A = TypeVar("A")
 ENGINE = "kvstore network"
 ANSWER_SECONDS = 5.0
-"""For a sidecar that runs: whoever gives it longer is told `UNAVAILABLE` then."""
+"""For a sidecar that runs: a caller whose deadline is later is told `UNAVAILABLE` then."""
 CONNECT_SECONDS, PAUSE_SECONDS = 2.0, 0.2
-"""To be let in; and after one that was not, nobody tries again for so long."""
+"""To be let in; and the pause after one that was not, before the next call tries again."""
 LISTED_SECONDS = 1.0
 """For which a list of namespaces is taken to be what there is."""
 MOST_PAGES = 1024
@@ -108,9 +109,11 @@ class TenantLink:
                 raise
             return work()
 
-    def run_of(self, time: CallTime) -> str:
-        """Names the run of the sidecar that answers here."""
-        return self._connected(time).wire.welcome.run.hex()
+    def node(self, time: CallTime) -> str:
+        """The id of the node that answers here, the same after a restart. A sidecar of an earlier version names its run
+        alone."""
+        welcome = self._connected(time).wire.welcome
+        return (welcome.node or welcome.run).hex()
 
     def spaces(self, time: CallTime) -> list[ListedSpace]:
         """All that the tenant has, at most `LISTED_SECONDS` old. Raises `StoreError`, `TimedOut`."""
@@ -175,7 +178,10 @@ class TenantLink:
             space = self._open(run, self._chosen(run, wanted, time), time)
             chains = keys_of(space)
             reserve = min(1.0, time.left() / 5)  # for the answer
-            ask = _Patient(self, run, time)
+
+            def ask(verb: m.Verb, kind: type[A], seconds: float) -> A:
+                return self._ask(run, verb, kind, time, seconds)
+
             warming = Warming(ask, space.number, self._clock, time.ends_at - reserve)
             for keys in chains:
                 warming.take(keys)
@@ -189,8 +195,13 @@ class TenantLink:
 
     # Asking --------------------------------------------------------------------------------------------------------
 
-    def _own_connection(self, time: CallTime) -> _Closing:
-        return _Closing(_LinkRun(self._call_up(time)))
+    @contextmanager
+    def _own_connection(self, time: CallTime) -> Iterator[_LinkRun]:
+        run = _LinkRun(self._call_up(time))
+        try:
+            yield run
+        finally:
+            run.wire.close()
 
     def _connected(self, time: CallTime) -> _LinkRun:
         run = self._run
@@ -283,29 +294,6 @@ class TenantLink:
         opened = OpenSpace(run, space.id, grant.number, tokens, PrefixHasher(grant.identity_key, tokens))
         run.opened[space.id] = opened
         return opened
-
-
-@dataclass(frozen=True, slots=True)
-class _Patient:
-    """Asks on a connection of its own, each question for as long as it may take."""
-
-    link: TenantLink
-    run: _LinkRun
-    time: CallTime
-
-    def __call__(self, verb: m.Verb, kind: type[A], seconds: float) -> A:
-        return self.link._ask(self.run, verb, kind, self.time, seconds)
-
-
-@dataclass(frozen=True, slots=True)
-class _Closing:
-    run: _LinkRun
-
-    def __enter__(self) -> _LinkRun:
-        return self.run
-
-    def __exit__(self, *_: object) -> None:
-        self.run.wire.close()
 
 
 def described(space: ListedSpace) -> str:

@@ -53,7 +53,7 @@ class HttpQuery(msgspec.Struct):
     """What is asked. block_size: of the router; the answer is in tokens, whatever it is. block_hashes: prefix keys in
     hexadecimal, for clients that hold their tenant's identity key."""
 
-    model: Annotated[str, Meta(max_length=512)]
+    model: Annotated[str, Meta(min_length=1, max_length=512)]
     token_ids: list[Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]] = []
     block_hashes: list[Annotated[str, Meta(max_length=2 * KEY_BYTES)]] = []
     block_size: int | None = None
@@ -98,11 +98,12 @@ class QueryPages:
         call = DoorCall(caller, CallTime(self._clock, self._clock.monotonic_seconds() + ANSWER_SECONDS), link)
         try:
             query = _queries.decode(body)
-            return {caller.tenant: link.again(lambda: self._instances(path, query, call))}
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise QueryRefused(400, f"not a query: {error}") from None
-        except (ValueError, RecursionError) as error:
-            raise QueryRefused(400, str(error) or "not a query") from None
+        try:
+            return {caller.tenant: link.again(lambda: self._instances(path, query, call))}
+        except BadInput as error:
+            raise QueryRefused(400, str(error)) from None
         except TimedOut:
             raise QueryRefused(504, "the sidecar did not answer in time") from None
         except SidecarBusy as error:
@@ -118,7 +119,7 @@ class QueryPages:
         by_hash = path == "/query_by_hash"
         if by_hash and query.cache_salt:
             raise BadInput("cache_salt beside block_hashes, which cover it; leave it out")
-        own = call.tenant.run_of(call.time)
+        own = call.tenant.node(call.time)
         if query.instance_id not in (None, "", own):
             return {}
         try:
@@ -176,7 +177,7 @@ class QueryServer:
         address: tuple[str, int],
         pages: QueryPages,
         lanes: CallerLanes,
-        by_header: Callable[[str | None], DoorCaller | None] | None,
+        by_header: Callable[[str], DoorCaller | None] | None,
         by_certificate: Callable[[list[str]], DoorCaller | None],
         contexts: Rotated[ssl.SSLContext] | None,
     ) -> None:
@@ -226,12 +227,14 @@ class QueryServer:
             except OSError:  # no descriptors left
                 await asyncio.sleep(0.1)
                 continue
-            idle = next((task for task, asks in self._tasks.items() if not asks), None)
+            await asyncio.sleep(0)  # those that are connected have a turn, also while the next ones are there already
+            idle = (task for task, asks in list(self._tasks.items()) if not asks)
+            while len(self._tasks) >= MOST_CONNECTIONS and (one := next(idle, None)) is not None:
+                one.cancel()  # in vain where its request has just come: then it is counted again, as one that asks
+                del self._tasks[one]
             if len(self._tasks) >= MOST_CONNECTIONS:
-                if idle is None:
-                    sock.close()
-                    continue
-                idle.cancel()
+                sock.close()
+                continue
             task = self._loop.create_task(self._connection(sock))
             self._tasks[task] = False
             task.add_done_callback(self._ended)
@@ -252,7 +255,7 @@ class QueryServer:
             transport, _ = await self._loop.connect_accepted_socket(lambda: protocol, sock, ssl=context, **more)
             writer = asyncio.StreamWriter(transport, protocol, reader, self._loop)
             await self._exchanges(h11.Connection(h11.SERVER, MOST_HEAD_BYTES), reader, writer)
-        except (OSError, ssl.SSLError, TimeoutError, h11.ProtocolError):
+        except (OSError, h11.ProtocolError):
             pass
         finally:
             if writer is not None:

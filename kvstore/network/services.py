@@ -1,4 +1,4 @@
-"""What the services answer, whoever asks: a tenant through its own socket, the operator what observers are told.
+"""What the services answer: to a tenant through its own socket, to the operator what observers are told.
 
 Messages come in and go out; who calls and until when is in a `DoorCall`, which its door made from the credential.
 """
@@ -147,7 +147,7 @@ class ScoreService:
 
         def answer() -> score_pb2.ScoreResponse:
             space = self._space(request, call)
-            own = call.tenant.run_of(call.time)
+            own = call.tenant.node(call.time)
             found = scored(call, space, keys_of(request.prompt, space), self._watch)
             wanted = nodes or ([own] if found.matched else [])
             listed = [

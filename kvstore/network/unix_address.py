@@ -1,5 +1,5 @@
-"""A UNIX socket's path for a server that binds it by itself: grpc takes a path away from whoever listens there, and
-leaves its mode to the umask."""
+"""A UNIX socket's path for a server that binds it by itself: grpc takes a path away from the process that
+listens there, and leaves its mode to the umask."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class UnixAddress:
         os.close(self._lock)
 
     def _remove_left(self) -> None:
-        """A socket on which nobody listens any more. Raises `OSError` where somebody does."""
+        """A socket that a process left which ended. Raises `OSError` where one listens there."""
         try:
             if not stat.S_ISSOCK(os.lstat(self.path).st_mode):
                 raise BadInput(f"unix:{self.path} is there and no socket; give another path, or remove it")
@@ -69,4 +69,4 @@ class UnixAddress:
             except ConnectionRefusedError:
                 os.unlink(self.path)
                 return
-        raise OSError("somebody listens there")
+        raise OSError("a process listens there")

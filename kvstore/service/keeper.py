@@ -77,8 +77,8 @@ class ProcessBeside:
         self._starts_at = self._began_at = 0.0
         self._pause = BESIDE_PAUSE_SECONDS
 
-    def look(self) -> dict[str, object] | None:
-        """Start it if it is to run and does not; what is to be logged of its end."""
+    def look(self) -> tuple[str, dict[str, object]] | None:
+        """Start it if it is to run and does not; what is to be logged of its end, and with which figures."""
         now = time.monotonic()
         if not self._command or now < self._starts_at:
             return None
@@ -87,14 +87,14 @@ class ProcessBeside:
             return None
         status = self._child.poll()
         if status is None:
-            return {} if self._is_silent(now) else None
+            return ("is silent and killed", {}) if self._is_silent(now) else None
         self._child = None
         self._close_pipe()
         if now - self._began_at >= LONGEST_BESIDE_PAUSE_SECONDS:
             self._pause = BESIDE_PAUSE_SECONDS
         pause, self._pause = self._pause, min(2 * self._pause, LONGEST_BESIDE_PAUSE_SECONDS)
         self._starts_at = now + pause
-        return {"status": status, "pause_seconds": pause}
+        return "ended and is started again", {"status": status, "pause_seconds": pause}
 
     def begin_again(self) -> None:
         """With what is installed by now."""
@@ -284,8 +284,8 @@ class Keeper:
                 for one in self._beside:
                     ended = one.look()
                     if ended is not None:
-                        what = "is silent and killed" if "pause_seconds" not in ended else "ended and is started again"
-                        self._say("warning", f"the {one.name} {what}", **ended)
+                        words, figures = ended
+                        self._say("warning", f"the {one.name} {words}", **figures)
             if self._kill_at is not None and time.monotonic() > self._kill_at:
                 self._say("error", "the sidecar did not end in time and is killed")
                 self._child.kill()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import select
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -19,6 +21,7 @@ pytest.importorskip("grpc_health", reason="grpcio-health-checking is not install
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # noqa: E402
 
+from kvstore.network.door import MOST_CONNECTIONS  # noqa: E402, F401
 from kvstore.wire import admin_pb2_grpc, score_pb2_grpc, store_pb2, store_pb2_grpc  # noqa: E402
 from service.test_serve import PATHS  # noqa: E402
 
@@ -52,12 +55,11 @@ def token_file(directory: Path, tenants: Sequence[str] = ("default",)) -> Path:
 class Stubs:
     """A caller: its channel, and the services with its credential."""
 
-    def __init__(self, target: str, token: str | None = None, credentials: Any = None, **more: Any) -> None:
-        options = [*CLIENT_OPTIONS, *more.get("options", ())]
+    def __init__(self, target: str, token: str | None = None, credentials: Any = None) -> None:
         self.channel = (
-            grpc.secure_channel(target, credentials, options)
+            grpc.secure_channel(target, credentials, CLIENT_OPTIONS)
             if credentials is not None
-            else grpc.insecure_channel(target, options)
+            else grpc.insecure_channel(target, CLIENT_OPTIONS)
         )
         self.metadata = bearer(token) if token is not None else []
         self.store = store_pb2_grpc.StoreStub(self.channel)
@@ -97,14 +99,22 @@ class RunningNetwork:
     pid: int
     process: subprocess.Popen[str]
 
-    def caller(self, token: str | None, **more: Any) -> Stubs:
-        return Stubs(self.target, token, **more)
+    def caller(self, token: str | None, credentials: Any = None) -> Stubs:
+        return Stubs(self.target, token, credentials)
 
     def of_tenant(self, tenant: str = "default") -> Stubs:
         return self.caller(token_of(tenant))
 
     def operator(self) -> Stubs:
         return self.caller(OPERATOR_TOKEN)
+
+
+def ended_by_peer(socks: Sequence[socket.socket]) -> int:
+    """How many of these connections the server has ended."""
+    poll = select.poll()
+    for one in socks:
+        poll.register(one, select.POLLRDHUP)
+    return len(poll.poll(0))
 
 
 def command_of(*flags: str) -> list[str]:
@@ -199,5 +209,5 @@ def certified(directory: Path, issuer: Issuer, *flags: str) -> Iterator[RunningN
     """A network process whose callers come with certificates."""
     certificate, key = issuer.server()
     given = ["--certificate", str(certificate), "--key", str(key), "--client-ca", str(issuer.ca)]
-    with network(*beside(directory, None, "127.0.0.1:0"), *given, *flags) as running:
+    with network(*beside(directory, None), *given, *flags) as running:
         yield running

@@ -89,7 +89,7 @@ def test_one_more_makes_the_oldest_give_up_where_all_wait_for_their_clients() ->
 
 
 def test_anybodys_lane_cannot_be_filled() -> None:
-    """As health's: whoever comes has room at once."""
+    """As health's: each caller who comes has room at once."""
     clock = FakeClock()
     lane = Lane("t", threads=4, most=64, clock=clock, room_seconds=0.0)
     clients: list[Client] = []

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
+import signal
 import socket
 import ssl
 import struct
@@ -20,8 +22,18 @@ from typing import Any
 import pytest
 
 from kvstore.block.identity import ExtraKey
-from kvstore.network.query import MOST_BODY_BYTES, MOST_CONNECTIONS
-from network.running import OPERATOR_TOKEN, Issuer, RunningNetwork, beside, certified, network, token_file, token_of
+from kvstore.network.query import IDLE_SECONDS, MOST_BODY_BYTES, MOST_CONNECTIONS
+from network.running import (
+    OPERATOR_TOKEN,
+    Issuer,
+    RunningNetwork,
+    beside,
+    certified,
+    ended_by_peer,
+    network,
+    token_file,
+    token_of,
+)
 from service.sidecar import Sidecar
 from waiting import wait_until
 from workbench import MODEL, ids, random_pages, small_layout
@@ -76,16 +88,16 @@ def test_a_router_is_told_tokens_by_tier_and_nothing_is_counted(
     for model in (MODEL, "org/small model"):
         asked = {"model": model, "token_ids": tokens(700), "block_size": 16, "lora_name": None, "unknown": [1]}
         wait_until(lambda asked=asked: post(running, "/query", asked)[1]["default"])
-        assert post(running, "/query", asked) == (200, {"default": {before.run: expected}})
+        assert post(running, "/query", asked) == (200, {"default": {before.node: expected}})
     asked = {"model": MODEL, "token_ids": tokens(700)}
     for more, found in (
-        ({"tenant_id": "default", "instance_id": before.run}, 640),
+        ({"tenant_id": "default", "instance_id": before.node}, 640),
         ({"cache_salt": "pepper"}, 320),
         ({"cache_salt": "other"}, 0),
         ({"token_ids": tokens(63)}, 0),
     ):
         _, answer = post(running, "/query", asked | more)
-        assert answer["default"][before.run]["longest_matched"] == found
+        assert answer["default"][before.node]["longest_matched"] == found
     assert post(running, "/query", asked | {"instance_id": "0" * 32}) == (200, {"default": {}})
     assert post(running, "/query", asked | {"model": "none"}) == (200, {"default": {}})
     _, other = post(running, "/query", asked, tenant="other")
@@ -100,10 +112,10 @@ def test_a_router_that_holds_the_identity_key_asks_by_hashes(
 ) -> None:
     with sidecars["default"].client() as store:
         keys = store.namespace(model=MODEL, layout=LAYOUT).hashed(ids(700)).keys
-    run = sidecars["default"].admin.facts().run
+    node = sidecars["default"].admin.facts().node
     asked = {"model": MODEL, "block_hashes": [one.hex() for one in keys]}
     _, answer = post(running, "/query_by_hash", asked)
-    assert answer["default"][run]["CPU"] == 640
+    assert answer["default"][node]["CPU"] == 640
     _, answer = post(running, "/query_by_hash", asked, tenant="other")
     assert [one["longest_matched"] for one in answer["other"].values()] == [0]
     for wrong in (["x"], ["00"], [keys[0].hex() + "0"], [7], [None], "x"):
@@ -117,6 +129,7 @@ def test_what_is_refused_is_said_in_a_line(running: RunningNetwork) -> None:
         ("/query", b"\xff", 400, "not a query"),
         ("/query", b"[" * 100_000, 400, "not a query"),
         ("/query", {}, 400, "model"),
+        ("/query", asked | {"model": ""}, 400, "model"),
         ("/query", asked | {"token_ids": [-1]}, 400, "token_ids"),
         ("/query", asked | {"token_ids": [1 << 32]}, 400, "token_ids"),
         ("/query", asked | {"token_ids": [1.5]}, 400, "token_ids"),
@@ -198,6 +211,25 @@ def test_clients_that_hang_make_room_and_lose_their_connection(running: RunningN
         for one in (*silent, *half):
             one.close()
     wait_until(lambda: post(running, "/query", {"model": MODEL, "token_ids": []})[0] == 200)
+
+
+def test_connections_that_come_all_at_once_make_room_for_as_many(running: RunningNetwork) -> None:
+    body = json.dumps({"model": MODEL, "token_ids": []})
+    more, began = 60, time.monotonic()
+    silent = [raw(running) for _ in range(MOST_CONNECTIONS)]
+    try:
+        assert post(running, "/query", {"model": MODEL, "token_ids": []})[0] == 200  # all of them were let in
+        os.kill(running.pid, signal.SIGSTOP)
+        silent += [raw(running) for _ in range(more)]
+        os.kill(running.pid, signal.SIGCONT)
+        silent[-1].sendall(f"{HEAD}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        assert b" 200 " in silent[-1].recv(1 << 16)
+        wait_until(lambda: ended_by_peer(silent) >= more)
+        assert time.monotonic() - began < IDLE_SECONDS, "all that are idle have ended by now"
+    finally:
+        os.kill(running.pid, signal.SIGCONT)
+        for one in silent:
+            one.close()
 
 
 def test_what_clients_send_is_in_no_log(sidecars: dict[str, Sidecar], tmp_path: Path) -> None:

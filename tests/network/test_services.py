@@ -102,7 +102,8 @@ def test_score_counts_nothing_and_knows_tiers_and_time(
 ) -> None:
     caller, space = running.of_tenant(), own_id(sidecar)
     before = sidecar.admin.facts()
-    node = before.run
+    node = before.node
+    assert len(node) == 32 and node != before.run
     for given in ({"namespace": space}, {"model": MODEL}, {"model": "small model"}):
         request = score_pb2.ScoreRequest(prompt=store_pb2.Prompt(token_ids=ids(700)), **given)
         answer = caller.ask(caller.score.Score, request)
@@ -235,6 +236,7 @@ def test_a_sidecar_that_begins_again_is_found_again(tmp_path: Path) -> None:
         code, text = refused(caller.namespaces)
         assert code is grpc.StatusCode.UNAVAILABLE and "sidecar" in text and str(tmp_path) not in text
         assert not anybody.is_serving()
+        nodes, runs = set(), set()
         for _ in range(2):
             with Sidecar(tmp_path) as sidecar, sidecar.client() as store:
                 handle = store.namespace(model=MODEL, layout=LAYOUT)
@@ -242,7 +244,11 @@ def test_a_sidecar_that_begins_again_is_found_again(tmp_path: Path) -> None:
                 wait_until(anybody.is_serving)
                 space = own_id(sidecar)
                 assert caller.match(space, token_ids=ids(640)).blocks == BLOCKS
+                request = score_pb2.ScoreRequest(namespace=space, prompt=store_pb2.Prompt(token_ids=ids(640)))
+                nodes |= {one.node for one in caller.ask(caller.score.Score, request).nodes}
+                runs.add(sidecar.admin.facts().run)
             assert (
                 refused(lambda space=space: caller.match(space, token_ids=ids(640)))[0] is grpc.StatusCode.UNAVAILABLE
             )
             wait_until(lambda: not anybody.is_serving())
+        assert (len(nodes), len(runs)) == (1, 2)

@@ -6,6 +6,7 @@ Two tenants share a network process; what one does must leave the other one's ca
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import struct
@@ -21,15 +22,16 @@ from pathlib import Path
 import pytest
 
 from console.test_beside import free_port
-from kvstore.network.lanes import CLIENT_SECONDS
 from kvstore.wire import store_pb2
 from network.running import (
     ENVIRONMENT,
+    MOST_CONNECTIONS,
     OPERATOR_TOKEN,
     RunningNetwork,
     Stubs,
     bearer,
     beside,
+    ended_by_peer,
     fails,
     grpc,
     network,
@@ -88,14 +90,14 @@ def test_a_call_needs_a_deadline_of_an_hour_at_most_and_a_credential(running: Ru
     assert len(caller.namespaces(3600.0)) == 1
     request = store_pb2.NamespacesRequest()
     good = f"Bearer {token_of('default')}"
-    wrong = [[], bearer("x"), bearer(""), bearer(token_of("nobody")), bearer("x" * 10_000), bearer("\u00e9".encode())]
+    wrong = [[], bearer("x"), bearer(""), bearer(token_of("nobody")), bearer("x" * 10_000)]
     wrong += [[("authorization", good), ("authorization", good)], [("authorization", token_of("default"))]]
     wrong += [
         [("authorization-bin", good.encode())],
         bearer(f"{token_of('default')}x"),
         bearer(token_of("default")[:-1]),
     ]
-    for metadata in wrong[:5] + wrong[6:]:
+    for metadata in wrong:
         code, text = refused(lambda metadata=metadata: caller.store.Namespaces(request, timeout=60, metadata=metadata))
         assert (code, text) == (CODE.UNAUTHENTICATED, "unknown credential")
     assert caller.store.Namespaces(request, timeout=60, metadata=[("authorization", good.replace("Bearer", "bearer"))])
@@ -131,12 +133,13 @@ def test_a_token_file_is_exchanged_while_calls_go_on(flags: list[str], tmp_path:
 
         wait_until(lambda: is_known(fresh))
         tokens.write_text("short")  # unusable: the last good ones stay
-        time.sleep(1.5)
+        errors = running.process.stderr
+        assert errors is not None
+        wait_until(lambda: bool(caller.namespaces() and fresh.namespaces() and select.select([errors], [], [], 0)[0]))
+        assert "cannot be used" in errors.readline()
         assert caller.namespaces() and fresh.namespaces()
         tokens.write_text(f"{OPERATOR_TOKEN}\ndefault another-0123456789abcdef\n")
         wait_until(lambda: not is_known(caller))
-        running.process.terminate()
-        assert "cannot be used" in running.process.communicate(timeout=60)[1]
 
 
 # Where it listens -----------------------------------------------------------------------------------------------------
@@ -300,7 +303,6 @@ def test_calls_without_a_message_hold_up_their_own_tenant_alone_and_not_for_long
         ends.wait(120)
         yield from ()
 
-    began = time.monotonic()
     open_calls = [
         caller.channel.stream_unary(MATCH, None, None).future(never(), timeout=3600, metadata=caller.metadata)
         for _ in range(64)
@@ -314,8 +316,8 @@ def test_calls_without_a_message_hold_up_their_own_tenant_alone_and_not_for_long
         wait_until(lambda: works_in_time(running))
         assert works(running)
         assert all(one.code() is not CODE.OK for one in open_calls if one.done())
-        wait_until(lambda: sum(one.done() for one in open_calls[:4]) == 4)
-        assert time.monotonic() - began >= CLIENT_SECONDS or any(one.done() for one in open_calls)
+        wait_until(lambda: all(one.done() for one in open_calls[:4]))
+        assert {one.code() for one in open_calls[:4]} == {CODE.CANCELLED}
     finally:
         ends.set()
         for one in open_calls:
@@ -357,13 +359,17 @@ def test_idle_connections_are_bounded(running: RunningNetwork) -> None:
     host, _, port = running.target.rpartition(":")
     caller = running.of_tenant()
     assert caller.namespaces()
-    idle = []
+    idle, held = [], []
+
+    def are_too_many_ended() -> bool:
+        held.append(len(os.listdir(f"/proc/{running.pid}/fd")))
+        return ended_by_peer(idle) >= 1 + len(idle) - MOST_CONNECTIONS  # with the caller's
+
     try:
         for _ in range(1100):
             idle.append(socket.create_connection((host, int(port))))
-        wait_until(lambda: len(os.listdir(f"/proc/{running.pid}/fd")) >= 1000)
-        time.sleep(1)
-        assert len(os.listdir(f"/proc/{running.pid}/fd")) < 1100
+        wait_until(are_too_many_ended)
+        assert 1000 <= max(held) < 1100
         assert caller.namespaces()
     finally:
         for one in idle:
