@@ -351,12 +351,14 @@ def bench_traffic(
     anywhere: Annotated[
         bool, typer.Option("--anywhere", help="Endpoints may be on other hosts: it is load for them.")
     ] = False,
+    check: Check = False,
     as_json: Json = False,
 ) -> int:
     """Replay recorded requests against engines as they came: TTFT, ITL, tokens per second, goodput, and hits by tier.
 
     Arrivals, lengths and shared prefixes are the trace's; the tokens are made up. Each endpoint gets the same in a
-    turn, and all of it anew in the next, so that figures have a spread. Status 1: all requests of a turn failed.
+    turn, and all of it anew in the next, so that figures have a spread. Status 1: all requests of a turn failed; with
+    --check: one failed.
     """
     from kvstore.bench.traffic import engines as starts
     from kvstore.bench.traffic import run as traffic
@@ -397,7 +399,7 @@ def bench_traffic(
         with lines_of(Path(trace)) as lines:
             read = read_trace(Path(trace).name, lines, block_tokens)
         result = traffic.run(read, endpoints, options, show)
-    return judge([result], result.faults, as_json, check=False)
+    return judge([result], result.faults, as_json, check)
 
 
 _MS = "give milliseconds, such as 200,500"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -74,12 +73,13 @@ def serve_console(
         limit_concurrency=MOST_CONNECTIONS,
         timeout_graceful_shutdown=END_SECONDS,
     )
-    server = _Server(config)
+    server = uvicorn.Server(config)
 
     async def run() -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, server.end)
+            # Before it serves as while it does; and behind its end, where uvicorn raises the signal once more.
+            signal.signal(number, server.handle_exit)
 
         def publish() -> None:
             one = watch.status()
@@ -87,7 +87,7 @@ def serve_console(
 
         def told() -> None:
             if not parts.is_wanted():
-                loop.call_soon_threadsafe(server.end)
+                server.should_exit = True
             loop.call_soon_threadsafe(publish)
 
         watch.start(told)
@@ -99,19 +99,6 @@ def serve_console(
     finally:
         watch.close()
         listening.close()
-
-
-class _Server(uvicorn.Server):
-    """One whose end in order is status 0: uvicorn's own raises the signal once more behind it."""
-
-    def end(self) -> None:
-        """Take no more requests, and end those that there are."""
-        self.should_exit = True
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """None: the loop has them."""
-        yield
 
 
 def _listening(host: str, port: int) -> socket.socket:

@@ -15,6 +15,7 @@ from types import TracebackType
 from urllib.parse import urlsplit
 
 import httpx2
+import msgspec
 
 from kvstore.block.errors import BadInput, StoreError
 from kvstore.config import is_loopback
@@ -23,8 +24,10 @@ CONNECT_SECONDS = 2.0
 WRITE_SECONDS = 30.0
 """Without a byte of a request taken."""
 IDLE_SECONDS = 2.0
-"""A connection that nobody used for so long is closed; engines close theirs after five."""
+"""An unused connection is closed after so long; engines close theirs after five."""
 MOST_ANSWER_BYTES = 64 << 20
+MODELS_SECONDS = 10.0
+MOST_SHOWN_MODELS = 8
 _MOST_IDLE = 64
 JSON_HEADERS = {"content-type": "application/json"}
 
@@ -144,6 +147,35 @@ class EngineClient:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+
+class EngineModel(msgspec.Struct):
+    """max_model_len: tokens of a prompt and its answer, where an engine says how many it takes."""
+
+    id: str
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[EngineModel]
+
+
+async def model_of(client: EngineClient, headers: Mapping[str, str], name: str | None) -> EngineModel:
+    """The one of that name; the first one that the engine has, where none is given. Raises `EngineFault`, and
+    `BadInput` where it has others."""
+    answer = await client.ask("GET", "/v1/models", None, headers, seconds=MODELS_SECONDS, most_bytes=1 << 20)
+    try:
+        listed = msgspec.json.decode(answer.body, type=_Models).data
+    except (msgspec.DecodeError, RecursionError):
+        listed = []
+    for one in listed:
+        if name in (None, one.id):
+            return one
+    if not listed:
+        what = f"{client.url} names no model at /v1/models (status {answer.status})"
+        raise EngineFault(f"{what}; give an engine with OpenAI's API, and its --api-key-file", has_begun=False)
+    named = ", ".join(repr(one.id[:80]) for one in listed[:MOST_SHOWN_MODELS])
+    raise BadInput(f"--model {name!r}; {client.url} has {named}")
 
 
 def checked_url(given: str, flag: str, *, is_anywhere: bool = True) -> str:

@@ -19,7 +19,7 @@ import msgspec
 from rich.table import Table
 
 from kvstore.block.errors import BadInput
-from kvstore.openai.client import JSON_HEADERS, EngineClient, EngineFault
+from kvstore.openai.client import JSON_HEADERS, EngineClient, EngineFault, model_of
 from kvstore.openai.metrics import page_of, samples_of
 
 MOST_PROMPTS = 100_000
@@ -208,7 +208,7 @@ async def prime(
     loop, result = asyncio.get_running_loop(), PrimeResult()
     began, waiting = loop.time(), iter(enumerate(prompts, 1))
     async with EngineClient(engine) as client:
-        model = options.model or await first_model(client, options.headers)
+        model = options.model or (await model_of(client, options.headers, None)).id
         before = await _saved_blocks(client)
 
         async def worker() -> None:
@@ -230,15 +230,6 @@ async def prime(
             result.blocks = after - before if after is not None else None
     result.seconds = loop.time() - began
     return result
-
-
-async def first_model(client: EngineClient, headers: dict[str, str]) -> str:
-    """That an engine has. Raises `EngineFault`."""
-    answer = await client.ask("GET", "/v1/models", None, headers, seconds=10, most_bytes=1 << 20)
-    try:
-        return str(msgspec.json.decode(answer.body, type=dict[str, Any])["data"][0]["id"])
-    except (msgspec.DecodeError, KeyError, TypeError, IndexError):
-        raise EngineFault(f"{client.url} names no model at /v1/models; give --model", has_begun=False) from None
 
 
 async def _computed(

@@ -73,7 +73,7 @@ class Exchange:
     headers: dict[str, str]
     send: Send
     unread_seconds: float
-    prefilled: str = "skipped"
+    prefilled: str = ""
     decoded_by: str = ""
     has_started: bool = False
     told: dict[str, str] = field(default_factory=dict)
@@ -235,13 +235,11 @@ class PdProxy:
         sent = prefill_body(body, self._legs, name, self._prefiller is not None)
         choosing = asyncio.create_task(self._fleet.order(exchange.path, body, content, exchange.headers))
         prefilling = asyncio.create_task(self._prefilled(sent, exchange))
+        # Nothing comes of a prefill engine that is down: what decode awaited of it, it would await in vain.
+        legs = self._legs if self._fleet.prefill.is_up else Legs.SHARED_STORAGE
         try:
-            if self._legs is Legs.AT_ONCE:
-                exchange.prefilled = "at once"
-                parameters = None
-            else:
-                parameters = await prefilling
-            told = decode_body(body, self._legs, parameters, name, self._prefiller)
+            exchange.prefilled, parameters = ("at once", None) if legs is Legs.AT_ONCE else await prefilling
+            told = decode_body(body, legs, parameters, name, self._prefiller)
             await self._decoded(told, exchange, await choosing)
         except EngineFault as fault:
             await self._ended(exchange, ApiRefusal(502, str(fault)))
@@ -253,13 +251,12 @@ class PdProxy:
                 task.cancel()
             await asyncio.gather(choosing, prefilling, return_exceptions=True)
 
-    async def _prefilled(self, sent: bytes, exchange: Exchange) -> Raw | None:
-        """What prefill says of its blocks; None where decode has to do without. Raises `ApiRefusal` for a request that
-        the engine refuses: the other one would, too."""
+    async def _prefilled(self, sent: bytes, exchange: Exchange) -> tuple[str, Raw | None]:
+        """What came of it, and what prefill says of its blocks; None where decode has to do without. Raises
+        `ApiRefusal` for a request that the engine refuses: the other one would, too."""
         engine, limits = self._fleet.prefill, self._limits
-        exchange.prefilled = "down"
         if not engine.is_up:
-            return None
+            return "down", None
         try:
             with engine.lent():
                 answer = await engine.client.ask(
@@ -274,12 +271,10 @@ class PdProxy:
         except (EngineFault, ValueError) as error:
             fault = error if isinstance(error, EngineFault) else EngineFault(str(error), has_begun=True)
             engine.unreached(fault)
-            exchange.prefilled = "failed"
-            return None
+            return "failed", None
         if answer.status != 200 and 400 <= answer.status < 500 and answer.status not in (408, *BUSY):
             raise _Passed(answer)
-        exchange.prefilled = "done" if answer.status == 200 else "failed"
-        return parameters
+        return "done" if answer.status == 200 else "failed", parameters
 
     async def _decoded(self, told: bytes, exchange: Exchange, order: list[ProxiedEngine]) -> None:
         """By the first engine that takes it."""

@@ -10,8 +10,7 @@ import asyncio
 import logging
 import signal
 import socket
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,7 +69,7 @@ def serve_proxy(
         prefill = ProxiedEngine("prefill", options.prefill, None, say)
         fleet = Fleet(prefill, decodes, options.score_token, options.score_model)
         app = PdProxy(fleet, options.legs, new_id, prefiller=options.prefiller, limits=options.limits)
-        server = _ProxyServer(
+        server = uvicorn.Server(
             uvicorn.Config(
                 app,
                 http=_BoundedProtocol,
@@ -84,9 +83,9 @@ def serve_proxy(
                 timeout_graceful_shutdown=END_SECONDS,
             )
         )
-        loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, server.end)
+            # Before it serves as while it does; and behind its end, where uvicorn raises the signal once more.
+            signal.signal(number, server.handle_exit)
         watching = asyncio.create_task(fleet.watch())
         try:
             started(listening.getsockname()[1])
@@ -101,19 +100,6 @@ def serve_proxy(
         asyncio.run(run())
     finally:
         listening.close()
-
-
-class _ProxyServer(uvicorn.Server):
-    """One whose end in order is status 0."""
-
-    def end(self) -> None:
-        """Take no more requests, and end those that there are."""
-        self.should_exit = True
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """None: the loop has them."""
-        yield
 
 
 class _FewLines(logging.Filter):

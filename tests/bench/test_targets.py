@@ -61,7 +61,5 @@ def test_a_codec_s_rate_is_held_against_its_target(found: float, target: float |
 
 def test_every_bench_with_a_target_takes_check() -> None:
     for command in commands.registered_commands:
-        if command.name == "traffic":  # its endpoints are held against each other
-            continue
         assert command.callback is not None
         assert "check" in command.callback.__annotations__, command.name

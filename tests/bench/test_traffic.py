@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,9 @@ class SmallEngine(SmallOpenAi):
         await asked.raw(page.encode())
 
     async def _complete(self, asked: Asked) -> None:
-        self.came.append(time.monotonic())
         body = asked.body
+        if body["stream"]:
+            self.came.append(time.monotonic())
         tokens, count = body["prompt"], body["max_tokens"]
         head = tuple(tokens[:64])
         cached = 64 if head in self._seen and len(tokens) >= 64 else 0
@@ -111,11 +113,13 @@ def test_two_endpoints_take_turns(engines: list[SmallEngine], trace: str) -> Non
             assert figures["hit, as answers say"] == pytest.approx(4 * 64 / sum(96 + at for at in range(5)))
             assert turn["seconds"] >= 0.8
         bodies = [one.body for one in engine.of("/v1/completions") if one.body["stream"]]
-        assert len(bodies) >= 3 * 5
-        assert all(body["model"] == "small" and body["max_tokens"] in (1, 4) for body in bodies)
+        assert len(bodies) == 3 * 5
+        assert all(body["model"] == "small" and body["max_tokens"] == 4 for body in bodies)
     ratio = found["figures"]["TTFT p50, ms"]
     assert ratio["a"]["ratio"] is None and ratio["b"]["ratio"] > 0
-    assert first.came[-1] > second.came[4] and second.came[-1] > first.came[-1] - 60, "in turn"
+    came = sorted([(at, "a") for at in first.came] + [(at, "b") for at in second.came])
+    turns = [(name, len(list(group))) for name, group in groupby(name for _, name in came)]
+    assert turns == [("a", 5), ("b", 10), ("a", 10), ("b", 5)], "in turn, and each turn begins with the next one"
 
 
 def test_requests_come_when_they_are_due_whatever_becomes_of_those_before(
@@ -160,13 +164,17 @@ def test_each_fault_of_an_endpoint_is_one_requests(engines: list[SmallEngine], t
             await whole(asked)
 
     engine.answers["/v1/completions"] = fails
-    done = run_cli(
-        "bench", "traffic", trace, "--endpoint", f"a={engine.url}", "--turns", "1", "--block-tokens", "64", "--json"
-    )
+    command = ("bench", "traffic", trace, "--endpoint", f"a={engine.url}", "--turns", "1", "--block-tokens", "64")
+    done = run_cli(*command, "--json")
     found = json.loads(done.stdout)
     (turn,) = found["endpoints"][0]["turns"]
     assert done.returncode == 0, done.stderr
     assert turn["failed"] == 4 and len(turn["errors"]) == 3, turn["errors"]
+    assert run_cli(*command, "--check").returncode == 0, "none fails any more"
+    faults = iter(["status"])
+    done = run_cli(*command, "--check")
+    assert done.returncode == 1
+    assert done.stderr == "kvstore: target missed: what failed requests of a, measured 1, at_most 0\n"
 
 
 def test_chats_begin_with_what_they_say(engines: list[SmallEngine], trace: str) -> None:
@@ -175,6 +183,18 @@ def test_chats_begin_with_what_they_say(engines: list[SmallEngine], trace: str) 
     (message,) = asked["messages"]
     assert message["role"] == "user" and set(word[0] for word in message["content"].split()) == {"w"}
     assert found["endpoints"][0]["turns"][0]["failed"] == 0
+
+
+def test_a_model_that_an_endpoint_has_not_is_one_line(engines: list[SmallEngine], trace: str) -> None:
+    engine = engines[0]
+    command = ("bench", "traffic", trace, "--endpoint", f"a={engine.url}", "--block-tokens", "64", "--model", "large")
+    assert f"--model 'large'; {engine.url} has 'small'" in error_line(run_cli(*command))
+
+    async def wants_a_key(asked: Asked) -> None:
+        await asked.json({"error": "Unauthorized"}, 401)
+
+    engine.answers["/v1/models"] = wants_a_key
+    assert "(status 401)" in error_line(run_cli(*command)) and not engine.of("/v1/completions")
 
 
 @pytest.mark.parametrize(

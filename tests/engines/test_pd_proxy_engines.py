@@ -8,9 +8,8 @@ import os
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,11 +28,12 @@ from kvstore.bench.traffic.engines import Endpoint
 from kvstore.bench.traffic.result import Slo
 from kvstore.insight.trace import read_trace
 from kvstore.openai.client import EngineClient
-from kvstore.openai.metrics import page_of
+from kvstore.openai.metrics import page_of, samples_of
+from waiting import wait_until
 
 pytestmark = pytest.mark.slow
 SECONDS = 120.0
-PROMPTS = int(os.environ.get("PD_PROMPTS", "6"))
+PROMPTS = 6
 
 
 @dataclass
@@ -53,21 +53,31 @@ class Pair:
             said = answer.read().decode()
             return said if body.get("stream") else json.loads(said), answer.headers
 
-    def counted(self, url: str) -> dict[str, float]:
+    def page(self, url: str) -> str:
+        """An engine's metrics."""
+
         async def read() -> str:
             async with EngineClient(url) as client:
                 return await page_of(client)
 
-        return engine_tokens(asyncio.run(read()))
+        return asyncio.run(read())
+
+    def metric(self, url: str, name: str) -> float:
+        """Of an engine, so far."""
+        return sum(one.value for one in samples_of(self.page(url)) if one.name == name)
+
+    def saved(self) -> float:
+        """Blocks of the prefill engine, which counts as it computes: it is given a token to do so."""
+        self.ask(self.prefill, "/v1/completions", {"prompt": [5], "max_tokens": 1})
+        return self.metric(self.prefill, "kvstore_vllm_saved_blocks_total")
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     scratch = tmp_path_factory.mktemp("pd")
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("ENGINE_PATH", "")])
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = path
     with ExitStack() as stack:
+        stack.enter_context(pytest.MonkeyPatch.context()).setenv("PYTHONPATH", path)
         sidecar = stack.enter_context(started("pd"))
         model = scratch / "model"
         engines.save_model("tiny", model)
@@ -80,9 +90,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         proxy = stack.enter_context(engines.proxy_server(servers["prefill"].url, [servers["decode"].url], scratch))
         proxy.wait()
         yield Pair(sidecar, servers["prefill"].url, servers["decode"].url, proxy.url)
-    os.environ.pop("PYTHONPATH")
-    if before is not None:
-        os.environ["PYTHONPATH"] = before
 
 
 def prompts(count: int, seed: int) -> list[list[int]]:
@@ -90,16 +97,9 @@ def prompts(count: int, seed: int) -> list[list[int]]:
     return [[random.randrange(5, 999) for _ in range(random.randrange(300, 1500))] for _ in range(count)]
 
 
-def eventually(holds: Callable[[], bool]) -> bool:
-    give_up_at = time.monotonic() + SECONDS
-    while not holds() and time.monotonic() < give_up_at:
-        time.sleep(0.1)
-    return holds()
-
-
 def test_what_prefill_computed_decode_loads_and_says_the_same(pair: Pair) -> None:
     given = prompts(PROMPTS, 1)
-    before = pair.counted(pair.decode)
+    before = engine_tokens(pair.page(pair.decode))
     said = []
     for prompt in given:
         answer, headers = pair.ask(pair.proxy, "/v1/completions", {"prompt": prompt, "max_tokens": 8})
@@ -112,7 +112,7 @@ def test_what_prefill_computed_decode_loads_and_says_the_same(pair: Pair) -> Non
         for prompt in given
     ]
     assert said == alone, "raw blocks, and the same tokens as of one engine"
-    after = pair.counted(pair.decode)
+    after = engine_tokens(pair.page(pair.decode))
     hits = after.get("dram", 0) - before.get("dram", 0)
     print(f"{hits:.0f} of {sum(map(len, given))} tokens were loaded")
     assert hits >= 0.5 * sum(len(prompt) // 128 * 128 for prompt in given)
@@ -129,24 +129,19 @@ def test_streams_and_chats_go_through(pair: Pair) -> None:
     assert headers["content-type"].startswith("text/event-stream")
 
 
-def running(pair: Pair, url: str) -> float:
-    with urllib.request.urlopen(url + "/metrics", timeout=SECONDS) as answer:
-        page = answer.read().decode()
-    return sum(
-        float(line.rpartition(" ")[2]) for line in page.splitlines() if line.startswith("vllm:num_requests_running{")
-    )
-
-
 def test_a_client_that_hangs_up_ends_its_request_in_vllm(pair: Pair) -> None:
     (prompt,) = prompts(1, 2)
+    before, saved = pair.metric(pair.decode, "vllm:generation_tokens_total"), pair.saved()
     body = {"model": engines.MODEL, "prompt": prompt, "max_tokens": 2000, "ignore_eos": True, "stream": True}
     content = json.dumps(body).encode()
     host, port = pair.proxy.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=SECONDS) as wire:
         wire.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(content) + content)
         assert wire.recv(1 << 16).startswith(b"HTTP/1.1 200")
-        assert eventually(lambda: running(pair, pair.decode) == 1)
-    assert eventually(lambda: running(pair, pair.decode) == 0), "it would have gone on for 2,000 tokens"
+        wait_until(lambda: pair.metric(pair.decode, "vllm:num_requests_running") == 1)
+    wait_until(lambda: pair.metric(pair.decode, "vllm:num_requests_running") == 0)
+    assert 0 < pair.metric(pair.decode, "vllm:generation_tokens_total") - before < 2000
+    wait_until(lambda: pair.saved() >= saved + len(prompt) // 128)  # what is primed next is counted by itself
 
 
 def test_what_is_primed_is_kept_and_found(pair: Pair, tmp_path: Path) -> None:

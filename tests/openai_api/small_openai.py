@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -89,6 +88,7 @@ class SmallOpenAi:
     def __init__(self, answers: dict[str, Answer] | None = None) -> None:
         self.answers: dict[str, Answer] = {"/health": healthy, **(answers or {})}
         self.asked: list[Asked] = []
+        self._came = threading.Condition()
         self.loop = asyncio.new_event_loop()
         started = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(started,), daemon=True)
@@ -108,10 +108,9 @@ class SmallOpenAi:
 
     def wait(self, path: str, count: int = 1) -> Asked:
         """The last request once so many have come."""
-        give_up_at = time.monotonic() + SECONDS
-        while len(self.of(path)) < count:
-            assert time.monotonic() < give_up_at, f"{path}: {len(self.of(path))} requests"
-            time.sleep(0.005)
+        with self._came:
+            has_come = self._came.wait_for(lambda: len(self.of(path)) >= count, SECONDS)
+        assert has_come, f"{path}: {len(self.of(path))} requests"
         return self.of(path)[count - 1]
 
     def close(self) -> None:
@@ -138,7 +137,9 @@ class SmallOpenAi:
             headers = {name.lower(): value for name, _, value in (one.partition(": ") for one in head[1:] if one)}
             content = await reader.readexactly(int(headers.get("content-length", "0")))
             asked = Asked(method, path, headers, content, reader, writer)
-            self.asked.append(asked)
+            with self._came:
+                self.asked.append(asked)
+                self._came.notify_all()
             if path in self.answers:
                 await self.answers[path](asked)
             else:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 
 from openai_api.running import RunningProxy, events_of
 from openai_api.small_openai import SECONDS, Answer, Asked, SmallOpenAi, text_chunk
+from waiting import wait_until
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 NIXL = {
@@ -150,7 +150,9 @@ def test_both_legs_at_once(small: Callable[..., SmallOpenAi], is_bound: bool) ->
     more = ("--legs", "at-once", *(("--prefiller", "10.0.0.7:5600") if is_bound else ()))
     body = {**PROMPT, "kv_transfer_params": {"kvstore": {"ttl": 5}, "own": 1}}
     with before(prefill, decode, more=more) as proxy:
-        assert proxy.ask(COMPLETIONS, body, x_request_id="pair-1")[0] == 200
+        connection, answer = proxy.asked(COMPLETIONS, body, x_request_id="pair-1")
+        assert (answer.status, answer.getheader("x-kvstore-prefill")) == (200, "at once")
+        connection.close()
     told = [one.of(COMPLETIONS)[0].body["kv_transfer_params"] for one in (prefill, decode)]
     p, d = {"kvstore": {"ttl": 5}, "own": 1}, {"kvstore": {"ttl": 5, "await": True}, "own": 1}
     if is_bound:
@@ -158,6 +160,17 @@ def test_both_legs_at_once(small: Callable[..., SmallOpenAi], is_bound: bool) ->
         place = {"kv_request_id": "pair-1", "remote_host": "10.0.0.7", "remote_port": 5600}
         d |= {"remote_prefiller": place}
     assert told == [p, d]
+
+
+def test_nothing_is_awaited_of_a_prefill_engine_that_is_down(small: Callable[..., SmallOpenAi]) -> None:
+    prefill, decode = small(prefills), small(decodes)
+    prefill.close()
+    with before(prefill, decode, more=("--legs", "at-once")) as proxy:
+        wait_until(lambda: json.loads(proxy.ask("/health", method="GET")[1])["status"] == "degraded")
+        connection, answer = proxy.asked(COMPLETIONS, PROMPT)
+        assert (answer.status, answer.getheader("x-kvstore-prefill")) == (200, "down")
+        connection.close()
+    assert [one.body for one in decode.of(COMPLETIONS)] == [PROMPT]
 
 
 def test_events_are_passed_on_when_they_come(small: Callable[..., SmallOpenAi]) -> None:
@@ -507,10 +520,7 @@ def test_health_follows_the_engines_and_models_are_decodes(small: Callable[..., 
     with before(prefill, decode, http_proxy="http://127.0.0.1:9", HTTP_PROXY="http://127.0.0.1:9") as proxy:
         assert json.loads(proxy.ask("/v1/models", method="GET")[1])["data"] == [{"id": "m"}]
         decode.answers["/health"] = is_full
-        give_up_at = time.monotonic() + SECONDS
-        while proxy.ask("/health", method="GET")[0] == 200:
-            assert time.monotonic() < give_up_at
-            time.sleep(0.05)
+        wait_until(lambda: proxy.ask("/health", method="GET")[0] == 503)
         told = json.loads(proxy.ask("/health", method="GET")[1])
         assert told["status"] == "down" and told["decode"][0]["up"] is False
     assert "decode-0 is down: its health is 503" in proxy.said

@@ -269,12 +269,12 @@ def vllm_server(
     return ServerProcess(name, command, port, scratch, SETTINGS)
 
 
-def proxy_server(prefill: str, decodes: Sequence[str], scratch: Path, flags: Sequence[str] = ()) -> ServerProcess:
+def proxy_server(prefill: str, decodes: Sequence[str], scratch: Path) -> ServerProcess:
     """`kvstore pd-proxy` before these engines."""
     port = free_port()
     command = [sys.executable, "-m", "kvstore", "pd-proxy", "--prefill", prefill, "--listen", f"{HOST}:{port}"]
     command += [word for one in decodes for word in ("--decode", one)]
-    return ServerProcess("pd-proxy", [*command, *flags], port, scratch)
+    return ServerProcess("pd-proxy", command, port, scratch)
 
 
 def free_port() -> int:

@@ -183,10 +183,6 @@ def _noted(outcome: RequestOutcome, data: bytes, at: float) -> None:
 
 def _has_token(choice: _Choice) -> bool:
     """The first event of a chat has a role and no text."""
-    return (
-        choice.text is not None if choice.delta is None else bool(set(choice.delta) - {"role"} and _said(choice.delta))
-    )
-
-
-def _said(delta: dict[str, Any]) -> bool:
-    return any(value for name, value in delta.items() if name != "role")
+    if choice.delta is None:
+        return choice.text is not None
+    return any(value for name, value in choice.delta.items() if name != "role")

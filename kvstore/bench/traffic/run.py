@@ -14,23 +14,19 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import msgspec
 
 from kvstore.bench.traffic.counters import engine_tokens, grown, sidecar_tokens
 from kvstore.bench.traffic.engines import Endpoint, EngineOptions, started
 from kvstore.bench.traffic.replay import PromptForm, SendOptions, path_of, replay, request_body
 from kvstore.bench.traffic.result import Slo, TrafficResult, TurnFigures
 from kvstore.bench.traffic.workload import TrafficRequest, Workload
-from kvstore.block.errors import BadInput, StoreError
+from kvstore.block.errors import StoreError
 from kvstore.insight.trace import Trace
-from kvstore.openai.client import JSON_HEADERS, EngineClient, EngineFault
+from kvstore.openai.client import JSON_HEADERS, EngineClient, EngineFault, EngineModel, model_of
 from kvstore.openai.metrics import page_of
 
 LONGEST_TOKENS = 8192
 """Of a prompt and its answer, where an endpoint does not say what it takes."""
-MODELS_SECONDS = 10.0
 WARM_UP_REQUESTS = 4
 WARM_UP_SALT = 1 << 40
 Progress = Callable[[str, int, int], None]
@@ -59,11 +55,8 @@ class TrafficOptions:
 def run(trace: Trace, endpoints: Sequence[Endpoint], options: TrafficOptions, progress: Progress) -> TrafficResult:
     """Raises `BadInput`, and `StoreError` where an engine does not start or no endpoint answers."""
     with ExitStack() as stack:
-        if options.engines is None:
-            models = asyncio.run(_models(endpoints, options))
-        else:
-            models = {}
-        longest = min((one.longest for one in models.values()), default=LONGEST_TOKENS)
+        models = {} if options.engines is not None else asyncio.run(_models(endpoints, options))
+        longest = min((one.max_model_len or LONGEST_TOKENS for one in models.values()), default=LONGEST_TOKENS)
         workload = Workload.of(
             trace,
             longest=longest,
@@ -84,33 +77,18 @@ def run(trace: Trace, endpoints: Sequence[Endpoint], options: TrafficOptions, pr
     return result
 
 
-@dataclass(frozen=True, slots=True)
-class _Model:
-    """As an endpoint has it. longest: tokens of a prompt and its answer."""
-
-    name: str
-    longest: int
-
-
-async def _models(endpoints: Sequence[Endpoint], options: TrafficOptions) -> dict[str, _Model]:
+async def _models(endpoints: Sequence[Endpoint], options: TrafficOptions) -> dict[str, EngineModel]:
+    """Each endpoint's. Raises `BadInput` and `EngineFault`."""
     found = {}
     for one in endpoints:
         async with EngineClient(one.url, one.name) as client:
-            answer = await client.ask("GET", "/v1/models", None, options.headers, seconds=MODELS_SECONDS)
-        try:
-            listed: list[dict[str, Any]] = msgspec.json.decode(answer.body, type=dict[str, Any])["data"]
-            chosen = next(one for one in listed if options.model in (None, one["id"]))
-            longest = chosen.get("max_model_len") or LONGEST_TOKENS
-            found[one.name] = _Model(str(chosen["id"]), int(longest))
-        except (msgspec.DecodeError, KeyError, TypeError, ValueError, StopIteration):
-            wanted = f"the model {options.model!r}" if options.model else "a model"
-            raise BadInput(f"{one.url} has not {wanted} at /v1/models (status {answer.status})") from None
+            found[one.name] = await model_of(client, options.headers, options.model)
     return found
 
 
 async def _turns(
     endpoints: Sequence[Endpoint],
-    models: dict[str, _Model],
+    models: dict[str, EngineModel],
     workload: Workload,
     options: TrafficOptions,
     result: TrafficResult,
@@ -119,7 +97,7 @@ async def _turns(
     async with AsyncExitStack() as stack:
         clients = {one.name: await stack.enter_async_context(EngineClient(one.url, one.name)) for one in endpoints}
         replays = {
-            one.name: SendOptions(models[one.name].name, options.form, options.request_seconds, options.headers)
+            one.name: SendOptions(models[one.name].id, options.form, options.request_seconds, options.headers)
             for one in endpoints
         }
         result.turns = {one.name: [] for one in endpoints}
