@@ -324,7 +324,6 @@ class StoreOptions:
     tenant: str = DEFAULT_TENANT
     limits: Limits = Limits()
     shares: Mapping[str, Share] = field(default_factory=dict)
-    keys: KeysOptions = KeysOptions()
 
     def __post_init__(self) -> None:
         self.tiers.check()

@@ -30,6 +30,7 @@ from kvstore.client.pending import LeaseThreads, ParkedReply, ReadyReply
 from kvstore.config import (
     DEFAULT_TENANT,
     DramConfig,
+    KeysOptions,
     Limits,
     NvmeConfig,
     StoreOptions,
@@ -338,10 +339,10 @@ class StoreParts:
     longest ago. indexes: makes the index of an NVMe tier; needed with one only. files: makes what holds its slabs.
     before_close: ends what the codecs have going with this store's memory. keeper: holds DRAM for the next process.
     kept: what it held of the one before, and guard: holders below that may be clients of that one
-    (`DramTier.take_over`). numbers_key: of the permutations by which extents, leases and reservations are numbered, so
-    that tenants cannot count each other's, and what a client of an earlier run remembers names nothing in this one;
-    random if not given. scrub_limits: all bounds of the scrub, in place of the rate in the options. gone: told of every
-    block that NVMe gives up (see `BlockTable`). reach: told of failpoints.
+    (`DramTier.take_over`). numbers_key: of the permutations that number extents, leases and reservations, so that
+    tenants cannot count each other's, and a number of an earlier run names nothing; random if not given. scrub_limits:
+    all bounds of the scrub, in place of the rate in the options. gone: told of every block that NVMe gives up (see
+    `BlockTable`). keys: of a pool's tenants; the caller has them followed (`rotation`). reach: told of failpoints.
     """
 
     codecs: Callable[[str], Codec] = _no_codec
@@ -355,6 +356,7 @@ class StoreParts:
     numbers_key: bytes | None = None
     scrub_limits: ScrubLimits | None = None
     gone: Callable[[int, bytes], None] | None = None
+    keys: KeysOptions | None = None
     reach: Reach = go_on
 
 
@@ -382,12 +384,10 @@ def open_embedded(directory: str, options: StoreOptions, parts: StoreParts) -> E
         if not own.is_there:
             refuse_new_keys(path)
         node = node_of(path / "node", parts.reach)
-        keys, ring = StoreKeys(own, options.keys), KeyRing()
+        keys, ring = StoreKeys(own, parts.keys), KeyRing()
         keys.find(options.tenant)  # which makes it, or says why it cannot be served
         keys.fill(ring)
-        known = keys.tenants()
-        dram_pieces = dram_config.budget_bytes // dram_config.extent_bytes
-        check_pieces(shares, dram_pieces, dram_config.extent_bytes, "dram")
+        check_pieces(shares, dram_config.budget_bytes // dram_config.extent_bytes, dram_config.extent_bytes, "dram")
         store = build_store(
             dram_config,
             options.limits,
@@ -399,7 +399,7 @@ def open_embedded(directory: str, options: StoreOptions, parts: StoreParts) -> E
             faults=faults,
             node=node,
         )
-        store.start_loading({one.tenant: one for one in known})
+        store.start_loading({one.tenant: one for one in keys.tenants()})
     except BaseException:
         lock.release()
         raise

@@ -404,22 +404,22 @@ def read_secret_file(path: Path, most_bytes: int) -> bytes | None:
     """The contents, or None where there is no such file. Raises `PermissionError` if others could read it, and
     `Unfit` where it is no file or longer."""
     try:
-        descriptor = _open_regular(path, os.O_RDONLY)
+        return read_file(path, most_bytes, _refuse_shared)
     except FileNotFoundError:
         return None
-    try:
-        mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
-        if mode & 0o077:
-            raise PermissionError(f"mode {mode:04o}")
-        return _read_whole(descriptor, most_bytes)
-    finally:
-        os.close(descriptor)
 
 
-def read_file(path: Path, most_bytes: int) -> bytes:
-    """The contents of a file that is no secret. Raises `OSError`, and `Unfit` where it is no file or longer."""
+def _refuse_shared(status: os.stat_result) -> None:
+    if status.st_mode & 0o077:
+        raise PermissionError(f"mode {stat.S_IMODE(status.st_mode):04o}")
+
+
+def read_file(path: Path, most_bytes: int, check: Callable[[os.stat_result], None] = lambda status: None) -> bytes:
+    """The contents of a file. check: raises where it must not be read. Raises `OSError`, and `Unfit` where it is no
+    file or longer."""
     descriptor = _open_regular(path, os.O_RDONLY)
     try:
+        check(os.fstat(descriptor))
         return _read_whole(descriptor, most_bytes)
     finally:
         os.close(descriptor)

@@ -45,6 +45,7 @@ VERSION = 1
 _STAMP = struct.Struct("<8sHH8sI16s32s16sHHIIQ")
 # prefix key, parent, block index, priority, generation, expires at (Unix seconds, 0 for never)
 _IDENTITY = struct.Struct("<32s32sIiQQ")
+STAMP_BYTES = _STAMP.size
 _FIXED_BYTES = _STAMP.size + _IDENTITY.size
 _PREFIX_KEY_AT = _STAMP.size
 _KEY = struct.Struct("<8sI")

@@ -92,7 +92,7 @@ class KeyFile:
             version = contents["version"]
             is_known = version in (KEY_FILE_VERSION, POOL_VERSION)
             for name, entry in contents["tenants"].items() if is_known else ():
-                if not is_tenant_name(name) or len(self.names()) + len(self.pooled) >= MAX_TENANTS:
+                if not is_tenant_name(name) or len(self._tenants) + len(self.pooled) >= MAX_TENANTS:
                     raise ValueError("a name that no tenant has, or too many of them")
                 if "fingerprint" in entry and version == POOL_VERSION:
                     self.pooled[name] = PooledTenant.read(entry)
@@ -116,10 +116,10 @@ class KeyFile:
                 f"{path} has version {shown(version)}; this program knows version {KEY_FILE_VERSION} and {POOL_VERSION}"
             )
 
-    def tenants(self) -> list[TenantKeys]:
+    def by_name(self) -> dict[str, TenantKeys]:
         """The keys of every tenant that has a secret here."""
         with self._lock:
-            return list(self._tenants.values())
+            return dict(self._tenants)
 
     def secrets(self) -> dict[str, tuple[int, bytes]]:
         """Their epochs and secrets, by name."""
@@ -133,22 +133,9 @@ class KeyFile:
             if name in self.pooled:
                 raise KeysUnusable(
                     f"tenant {name} has keys of a pool ({self.pooled[name].fingerprint}), and {self._path} has no "
-                    "secret of it; give the pool's directory as keys.directory"
+                    "secret of it; give kvstore serve the pool's directory as keys.directory"
                 )
             return self._tenants.get(name) or self._new_tenant(name)
-
-    def names(self) -> dict[bytes, str]:
-        """Names by the ids of tenants that have a secret here."""
-        with self._lock:
-            return {keys.tenant: name for name, keys in self._tenants.items()}
-
-    def known(self, name: str) -> TenantKeys:
-        """The keys of a tenant that has some. Raises `BadInput`."""
-        with self._lock:
-            keys = self._tenants.get(name)
-            if keys is None:
-                raise BadInput(f"tenant {name!r} has no keys here; there are: {', '.join(sorted(self._tenants))}")
-            return keys
 
     def retire(self, name: str) -> None:
         """A tenant's secret is gone when this returns; if it ever comes again it gets a new one. One of a pool is not
@@ -209,8 +196,14 @@ class KeyFile:
         if pooled or purged:
             tenants = {**own, **{name: one.told() for name, one in pooled.items()}}
             contents = {"version": POOL_VERSION, "tenants": tenants, "purged": dict(purged)}
+        raw = json.dumps(contents, indent=1).encode()
+        if len(raw) > MOST_KEYS_BYTES:
+            raise KeysUnusable(
+                f"{self._path} would have more than {MOST_KEYS_BYTES} bytes, and {why}; revive purged tenants, or "
+                "retire epochs"
+            )
         try:
-            write_secret_file(self._path, json.dumps(contents, indent=1).encode(), self._reach)
+            write_secret_file(self._path, raw, self._reach)
         except OSError as error:
             raise KeysUnusable(
                 f"{self._path} cannot be written ({error.strerror}), and {why}; make room on that disk, or make the "

@@ -30,7 +30,7 @@ from kvstore.protocol.status import SidecarStatus
 from tiering.clock import Clock
 from tiering.dram.extents import MappedExtent
 from tiering.errors import TierError
-from tiering.frame import DIGEST_BYTES, KEY_BYTES, frame_bytes
+from tiering.frame import DIGEST_BYTES, KEY_BYTES, STAMP_BYTES, frame_bytes
 from tiering.tier import SLOT_BITS, FrameSpan
 
 A = TypeVar("A")
@@ -463,6 +463,7 @@ def check_answer(verb: m.Verb, answer: m.Answer, parts: int | None) -> None:
             count = len(verb.payload_bytes)
             _hold(len(grant.identity_key) == KEY_BYTES, "a key of another length")
             _hold(len(grant.stamps) == len(grant.payload_bytes) == count, "another number of parts")
+            _hold(all(len(stamp) == STAMP_BYTES for stamp in grant.stamps), "a stamp of another length")
         case m.MatchPrefix(), m.Matched():
             _check_match(answer.reply, len(verb.keys))
         case m.LeasePrefix(), m.Leased():

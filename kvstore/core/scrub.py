@@ -374,7 +374,7 @@ class Retirement:
         header = private_pages(HEADER_BYTES).view
         try:
             self._lower.tier.read(place, header)
-        except TierError:  # it went meanwhile, or cannot be read, and whoever reads it later is told
+        except TierError:  # it went meanwhile, or cannot be read, and its next reader is told
             return False
         return epoch_in(header) in epochs
 

@@ -58,7 +58,7 @@ def quiet(doing: str, done: int = 0, steps: int = 0) -> None:
 def check(
     directory: str | Path, show: ShowProgress = quiet, clock: Clock | None = None, pool: str | None = None
 ) -> FsckResult:
-    """Verify every frame of a store's directory that nobody uses. Writes nothing. pool: the directory of its tenants'
+    """Verify every frame of a store's directory that is not in use. Writes nothing. pool: the directory of its tenants'
     keys, where these are a pool's.
 
     Raises `BadInput` for what is no store's directory, `DirectoryInUse`, and `KeysUnusable` for a damaged key file.

@@ -2,7 +2,7 @@
 
 A copy of a directory has the same ones. Two of them that run would take each other's place in a pool, so the second one
 is told from the first as far as one host can: both bind the node's name, which the kernel gives once in each network
-namespace and takes back with the process. Whoever has it not is a clone, and says so.
+namespace and takes back with the process. A store that has it not is a clone, and says so.
 """
 
 from __future__ import annotations

@@ -54,6 +54,8 @@ class KeyRotation:
         """Take in what changed, and go on with what is to go."""
         for name in self._keys.reload():
             accepted, retired = self._keys.accepted(name), self._keys.retired(name)
+            if not accepted:  # purged since
+                continue
             for one in accepted:
                 self._ring.add(one)
             self._store.rotate(accepted[-1])
@@ -67,16 +69,14 @@ class KeyRotation:
                 self._take_out(name)
 
     def _take_out(self, name: str) -> None:
-        retired = self._keys.retired(name)
-        if not retired:  # all is gone, they are accepted again, or the tenant was purged
+        accepted, retired = self._keys.accepted(name), self._keys.retired(name)
+        if not accepted or not retired:  # all is gone, they are accepted again, or the tenant was purged
             self._left.pop(name, None)
             self._retiring.discard(name)
             return
         epochs, rows = self._left.get(name, ((), None))
         try:
-            left = self._store.retire(
-                self._keys.accepted(name)[-1].tenant, frozenset(retired), rows if epochs == retired else None
-            )
+            left = self._store.retire(accepted[-1].tenant, frozenset(retired), rows if epochs == retired else None)
             self._left[name] = retired, left
             if not left:
                 self._keys.gone(name, retired)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from kvstore.block.errors import BadInput
 from tiering.failpoint import Reach, go_on
-from tiering.files import Unfit, make_directory, what_stands_at, write_secret_file
+from tiering.files import Unfit, make_directory, read_file, write_secret_file
 
 SUFFIX = ".key"
 MODE = 0o400
@@ -45,22 +45,7 @@ class SecretDirectory:
     def read(self, name: str) -> bytes:
         """A file's contents. Raises `OSError`; `PermissionError` where others could read it or change it, and `Unfit`
         where it is no file, or longer than one may be."""
-        descriptor = os.open(self.path / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise Unfit(f"it is {what_stands_at(self.path / name)}, where a file is to be")
-            # A secret that Kubernetes mounts is root's, and its group may read it where the pod has an fsGroup.
-            if status.st_mode & (0o037 if status.st_uid == 0 else 0o077):
-                raise PermissionError(0, f"its mode is {stat.S_IMODE(status.st_mode):04o}, and not {MODE:04o}")
-            found = b""
-            while len(found) <= MOST_FILE_BYTES and (piece := os.read(descriptor, MOST_FILE_BYTES + 1)):
-                found += piece
-        finally:
-            os.close(descriptor)
-        if len(found) > MOST_FILE_BYTES:
-            raise Unfit(f"it has more than the {MOST_FILE_BYTES} bytes that it may have")
-        return found
+        return read_file(self.path / name, MOST_FILE_BYTES, _refuse_shared)
 
     def stamp(self) -> object:
         """Another one once a file came, went or was replaced."""
@@ -78,7 +63,7 @@ class SecretDirectory:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Whoever changes files here does so alone. The directory is made if need be. Raises `BadInput`, `OSError`."""
+        """One operator at a time changes files here. The directory is made if need be. Raises `BadInput`, `OSError`."""
         make_directory(self.path)
         if os.path.lexists(self.path / "..data"):
             raise BadInput(f"{self.path} is a mounted secret; change that one, and it changes in every pod")
@@ -95,3 +80,9 @@ class SecretDirectory:
         """Replace a file, durably, or leave it as it is. The directory is locked. Raises `OSError`."""
         assert len(contents) <= MOST_FILE_BYTES
         write_secret_file(self.path / name, contents, self._reach, MODE)
+
+
+def _refuse_shared(status: os.stat_result) -> None:
+    # A secret that Kubernetes mounts is root's, and its group may read it where the pod has an fsGroup.
+    if status.st_mode & (0o037 if status.st_uid == 0 else 0o077):
+        raise PermissionError(0, f"its mode is {stat.S_IMODE(status.st_mode):04o}, and not {MODE:04o}")

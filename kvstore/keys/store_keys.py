@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore.block.errors import BadInput, DirectoryInUse, KeysUnusable, TenantPurged
@@ -38,7 +38,7 @@ class KeysOfTenant:
     tenant: str
     fingerprint: str
     epoch: int
-    accepted: list[int] = field(default_factory=list)
+    accepted: list[int]
 
 
 class StoreKeys:
@@ -50,14 +50,14 @@ class StoreKeys:
         self._directory = SecretDirectory(Path(options.directory)) if options.directory is not None else None
         self._cold_start = (options.cold_start or "").lower()
         self._lock = threading.RLock()
-        self._served: dict[str, TenantSecrets] = {}
-        self._trouble: dict[str, KeysUnusable] = {}  # by tenant, file or directory
+        self._served: dict[str, list[TenantKeys]] = {}  # in every epoch that is accepted; the last ones sign
+        self._trouble: dict[str, KeysUnusable] = {}  # by the name of a file; of the directory itself, by no name
         self._stamp: object = None
         self._is_followed = self._is_full = False
         self.reload()
         self._is_followed = True
-        if self._directory is not None and str(self._directory.path) in self._trouble:
-            raise self._trouble[str(self._directory.path)]
+        if "" in self._trouble:
+            raise self._trouble[""]
 
     # What a store asks ---------------------------------------------------------------------------------------------
 
@@ -68,8 +68,8 @@ class StoreKeys:
             return self._own.tenant(name)
         with self._lock:
             if name in self._served:
-                return self._served[name].in_epochs()[-1]
-            raise self._trouble.get(name) or self._trouble.get(file_name(name)) or self._absent(name)
+                return self._served[name][-1]
+            raise self._trouble.get(file_name(name)) or self._trouble.get("") or self._absent(name)
 
     def find(self, name: str) -> TenantKeys | None:
         """The same; None for a tenant that is not served since it was purged."""
@@ -81,24 +81,20 @@ class StoreKeys:
     def tenants(self) -> list[TenantKeys]:
         """Of all that are known, in the epoch that signs."""
         with self._lock:
-            return [one.in_epochs()[-1] for one in self._served.values()] + self._own.tenants()
+            return [keys[-1] for keys in self._by_name().values()]
 
     def names(self) -> dict[bytes, str]:
         """Names by tenants' ids."""
         with self._lock:
-            return {**self._own.names(), **{one.in_epochs()[-1].tenant: name for name, one in self._served.items()}}
+            return {keys[-1].tenant: name for name, keys in self._by_name().items()}
 
     def known(self, name: str) -> TenantKeys:
         """The keys of a tenant that has some. Raises `BadInput`."""
         with self._lock:
-            if name in self._served:
-                return self._served[name].in_epochs()[-1]
-            if self._directory is None:
-                return self._own.known(name)
-            there = ", ".join(sorted({*self._served, *self._own.names().values()}))
-            if name not in self._own.names().values():
-                raise BadInput(f"tenant {name!r} has no keys here; there are: {there}")
-            return self._own.known(name)
+            by_name = self._by_name()
+            if name not in by_name:
+                raise BadInput(f"tenant {name!r} has no keys here; there are: {', '.join(sorted(by_name))}")
+            return by_name[name][-1]
 
     def retire(self, name: str) -> None:
         """A tenant was purged: its own secret is gone when this returns, and one of a pool is not served before it is
@@ -107,16 +103,13 @@ class StoreKeys:
             self._own.retire(name)
             served = self._served.pop(name, None)
             if served is not None:
-                self._trouble[name] = self._purged(name, served.fingerprint)
+                self._trouble[file_name(name)] = self._purged(name, served[-1].fingerprint.hex())
                 self._stamp = None  # perhaps it has others for the tenant already
 
     def fill(self, ring: KeyRing) -> None:
         """Have a ring know every epoch of every tenant: accepted, or retired."""
-        for one in self._own.tenants():
-            ring.add(one)
         with self._lock:
-            for name, secrets in self._served.items():
-                accepted = secrets.in_epochs()
+            for name, accepted in self._by_name().items():
                 for one in accepted:
                     ring.add(one)
                 for key_id, epoch in self.retired(name):
@@ -125,19 +118,23 @@ class StoreKeys:
     # Following a directory -----------------------------------------------------------------------------------------
 
     def reload(self) -> list[str]:
-        """Look at the directory, if anything changed there; returns the tenants whose epochs are others now."""
+        """Look at the directory, if anything changed there; returns the tenants whose epochs are others now. Called by
+        one thread; others are not kept waiting while a mount is slow."""
         if self._directory is None:
             return []
+        stamp = self._directory.stamp()
+        if stamp == self._stamp:
+            return []
+        there: PoolKeys | KeysUnusable
+        try:
+            there = PoolKeys.read(self._directory)
+        except KeysUnusable as error:
+            there = error
         with self._lock:
-            stamp = self._directory.stamp()
-            if stamp == self._stamp:
-                return []
             before, trouble_before, self._is_full = dict(self._served), self._trouble, False
             self._trouble = {}
-            try:
-                there = PoolKeys.read(self._directory)
-            except KeysUnusable as error:
-                self._trouble[str(self._directory.path)] = error
+            if isinstance(there, KeysUnusable):
+                self._trouble[""] = there
             else:
                 self._take(there)
             self._stamp = stamp if not self._is_full else None  # room may come without a change there
@@ -154,24 +151,25 @@ class StoreKeys:
             try:
                 self._admit(name, one)
             except KeysUnusable as error:
-                self._trouble[name] = error
+                self._trouble[file_name(name)] = error
         for name in self._served.keys() - there.tenants.keys():
             if file_name(name) not in there.faults:
                 path = self._directory.path
-                self._trouble[name] = KeysUnusable(
+                self._trouble[file_name(name)] = KeysUnusable(
                     f"the keys of tenant {name} are gone from {path}, and serve until the next start; bring them back"
                 )
 
     def _admit(self, name: str, new: TenantSecrets) -> None:
         assert self._directory is not None
-        where, fingerprint = f"of tenant {name} in {self._directory.path}", new.fingerprint
+        where, accepted = f"of tenant {name} in {self._directory.path}", new.in_epochs()
+        fingerprint = accepted[-1].fingerprint.hex()
         if fingerprint in self._own.purged:
             raise self._purged(name, fingerprint)
-        serving = self._served.get(name)
-        if serving is not None and serving.fingerprint != fingerprint:
+        serving = self._served[name][-1].fingerprint.hex() if name in self._served else fingerprint
+        if serving != fingerprint:
             raise KeysUnusable(
                 f"the keys {where} are of another identity ({fingerprint}) than those that are served "
-                f"({serving.fingerprint}); bring these back, or start again with keys.cold_start={fingerprint}"
+                f"({serving}); bring these back, or start again with keys.cold_start={fingerprint}"
             )
         had = self._had(name)
         if had is not None and had.fingerprint != fingerprint:
@@ -183,20 +181,20 @@ class StoreKeys:
                 )
             _log.warning("tenant %s begins cold: its identity is %s, and was %s", name, fingerprint, had.fingerprint)
             had = None
-        epochs = {keys.key_id.hex(): keys.epoch for keys in new.in_epochs()}
+        epochs = {keys.key_id.hex(): keys.epoch for keys in accepted}
         # What was retired stays on record until nothing is left of it.
         try:
             self._own.adopt(name, PooledTenant(fingerprint, {**(had.epochs if had is not None else {}), **epochs}))
         except KeysUnusable:
             self._is_full = True
             raise
-        self._served[name] = new
+        self._served[name] = accepted
 
     def _had(self, name: str) -> PooledTenant | None:
         """Under which keys a tenant was served here before."""
         if name in self._own.pooled:
             return self._own.pooled[name]
-        own = next((one for one in self._own.tenants() if self._own.names()[one.tenant] == name), None)
+        own = self._own.by_name().get(name)
         return PooledTenant(own.fingerprint.hex(), {own.key_id.hex(): own.epoch}) if own is not None else None
 
     def retired(self, name: str) -> Epochs:
@@ -204,14 +202,14 @@ class StoreKeys:
         with self._lock:
             if name not in self._served or name not in self._own.pooled:
                 return []
-            accepted = {keys.key_id.hex() for keys in self._served[name].in_epochs()}
+            accepted = {keys.key_id.hex() for keys in self._served[name]}
             on_record = self._own.pooled[name].epochs.items()
             return [(bytes.fromhex(key_id), epoch) for key_id, epoch in on_record if key_id not in accepted]
 
     def accepted(self, name: str) -> list[TenantKeys]:
-        """A served tenant's keys in every epoch; the last ones sign."""
+        """A served tenant's keys in every epoch; the last ones sign. None of one that was purged."""
         with self._lock:
-            return self._served[name].in_epochs()
+            return self._served.get(name, [])
 
     def served(self) -> list[str]:
         """Tenants whose keys are a pool's."""
@@ -237,15 +235,13 @@ class StoreKeys:
     def told(self) -> list[KeysOfTenant]:
         """Of every tenant."""
         with self._lock:
-            return [_told(name, keys) for name, keys in self._by_name()]
+            return [
+                KeysOfTenant(name, keys[-1].fingerprint.hex(), keys[-1].epoch, [one.epoch for one in keys])
+                for name, keys in sorted(self._by_name().items())
+            ]
 
-    def _by_name(self) -> Iterator[tuple[str, list[TenantKeys]]]:
-        names = self._own.names()
-        by_name: Mapping[str, list[TenantKeys]] = {
-            **{names[one.tenant]: [one] for one in self._own.tenants()},
-            **{name: one.in_epochs() for name, one in self._served.items()},
-        }
-        yield from sorted(by_name.items())
+    def _by_name(self) -> dict[str, list[TenantKeys]]:
+        return {**{name: [one] for name, one in self._own.by_name().items()}, **self._served}
 
     def _purged(self, name: str, fingerprint: str) -> TenantPurged:
         assert self._directory is not None
@@ -263,14 +259,11 @@ class StoreKeys:
         )
 
 
-def _told(name: str, keys: list[TenantKeys]) -> KeysOfTenant:
-    return KeysOfTenant(name, keys[-1].fingerprint.hex(), keys[-1].epoch, [one.epoch for one in keys])
-
-
 def ring_of(own: KeyFile, directory: str | None = None) -> tuple[KeyRing, dict[bytes, str]]:
     """What can be verified with DATA/keys and a pool's directory, and names by tenants' ids. Writes nothing. Raises
     `KeysUnusable`."""
-    ring, names = KeyRing(own.tenants()), own.names()
+    own_keys = own.by_name()
+    ring, names = KeyRing(own_keys.values()), {one.tenant: name for name, one in own_keys.items()}
     pool = PoolKeys.read(SecretDirectory(Path(directory))).tenants if directory is not None else {}
     for name, secrets in pool.items():
         accepted, had = secrets.in_epochs(), own.pooled.get(name)

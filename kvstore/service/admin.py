@@ -192,7 +192,7 @@ class Admin:
         """Which prefixes are hot, and where prompts part: of one tenant, as it is shown, or of all."""
         if self._prefixes is None:
             raise BadInput("this sidecar does not follow prefixes")
-        with self._naming:  # whoever comes meanwhile is told the same: the store walks over all namespaces for it
+        with self._naming:  # a caller meanwhile is told the same: the store walks over all namespaces for it
             now = self._store.core.clock.monotonic_seconds()
             if now - self._named_at >= FRESH_SECONDS:
                 self._named_at = now
@@ -203,8 +203,10 @@ class Admin:
         return self._prefixes.figures(self._shown(tenant), self._named, self._standing, of_all=not tenant)
 
     def _called(self, usage: NamespaceUsage) -> str:
-        name = self._store.names.get(usage.tenant, usage.digest) if self._store.names is not None else ""
-        return name or usage.namespace.model
+        return self._name(usage.tenant, usage.digest) or usage.namespace.model
+
+    def _name(self, tenant: bytes, digest: bytes) -> str:
+        return self._store.names.get(tenant, digest) if self._store.names is not None else ""
 
     def _standing(self, number: int, keys: Sequence[bytes]) -> Standing:
         core, tiers = self._store.core, dict[str, int]()
@@ -218,8 +220,7 @@ class Admin:
         """What the model of a namespace is called."""
         namespace = self._store.core.namespace_of(number)
         tenant = next((one.tenant for one in self._store.core.namespaces() if one.number == number), b"")
-        name = self._store.names.get(tenant, namespace.digest()) if self._store.names is not None else ""
-        return name or namespace.model
+        return self._name(tenant, namespace.digest()) or namespace.model
 
     # Facts ---------------------------------------------------------------------------------------------------------
 
@@ -306,7 +307,7 @@ class Admin:
             usage.nvme_bytes,
             counts.last_used if counts is not None else None,
             looked([counts] if counts is not None else []),
-            self._store.names.get(usage.tenant, usage.digest) if self._store.names is not None else "",
+            self._name(usage.tenant, usage.digest),
             self._told.load_rates(usage.tenant, usage.number) if self._told is not None else {},
         )
 

@@ -186,13 +186,14 @@ def _open(settings: Settings, outside: Outside, policy: PolicyMaker) -> Embedded
     limits, keeper = settings.limits.shared_by(len(settings.sockets())), outside.keeper
     return open_embedded(
         settings.store.data,
-        StoreOptions(tiers, limits=limits, shares=shares_of(settings), keys=settings.keys),
+        StoreOptions(tiers, limits=limits, shares=shares_of(settings)),
         StoreParts(
             dram_policy=policy,
             indexes=outside.indexes,
             keeper=keeper,
             kept=keeper.receive() if keeper is not None else (),
             guard=outside.first_number,
+            keys=settings.keys,
         ),
     )
 

@@ -13,16 +13,10 @@ import pytest
 
 from kvstore.block.errors import KeysUnusable
 from kvstore.keys.node_file import NodeLock, node_of
+from workbench import one_line
 
 ROOT = Path(__file__).resolve().parents[2]
 PATHS = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
-
-
-def one_line(error: BaseException, *fragments: str) -> bool:
-    message = str(error)
-    missing = [one for one in fragments if one not in message]
-    assert message and "\n" not in message and not missing, (message, missing)
-    return True
 
 
 def test_the_node_stays_and_each_run_is_another_incarnation(tmp_path: Path) -> None:

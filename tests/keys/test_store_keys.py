@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import secrets
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,13 +23,7 @@ from kvstore.keys.pool_keys import PoolKeys, file_name
 from kvstore.keys.rotation import KeyRotation
 from kvstore.keys.secret_dir import SecretDirectory
 from kvstore.keys.store_keys import StoreKeys, revive, ring_of
-
-
-def one_line(error: BaseException, *fragments: str) -> bool:
-    message = str(error)
-    missing = [one for one in fragments if one not in message]
-    assert message and "\n" not in message and not missing, (message, missing)
-    return True
+from workbench import one_line
 
 
 @dataclass
@@ -148,11 +143,7 @@ def test_what_goes_wrong_while_it_runs_changes_nothing_but_what_is_said(world: W
     assert keys.reload() == [] and keys.tenant("default") == served
     assert len(keys.warnings()) == 1 and "damaged" in keys.warnings()[0]
     file.unlink()
-    now = (
-        world.replace()
-        if file.exists()
-        else pool_keys.init(world.pool, ["default"], secrets.token_bytes)[0].fingerprint
-    )
+    now = pool_keys.init(world.pool, ["default"], secrets.token_bytes)[0].fingerprint
     assert keys.reload() == [] and keys.tenant("default") == served
     assert len(keys.warnings()) == 1 and now in keys.warnings()[0] and served.fingerprint.hex() in keys.warnings()[0]
     file.unlink()
@@ -217,6 +208,54 @@ def test_a_ring_for_looking_writes_nothing(world: World) -> None:
     assert (world.path / "keys").read_bytes() == raw
 
 
+def test_a_slow_mount_keeps_no_tenant_waiting(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, answered = world.opened(), []
+    read = SecretDirectory.read
+
+    def slow(directory: SecretDirectory, name: str) -> bytes:
+        door = threading.Thread(target=lambda: answered.append((keys.tenant("default"), keys.warnings(), keys.told())))
+        door.start()
+        door.join(10)
+        assert not door.is_alive(), "it waits for the mount"
+        return read(directory, name)
+
+    pool_keys.rotate(world.pool, "default", secrets.token_bytes)
+    monkeypatch.setattr(SecretDirectory, "read", slow)
+    assert keys.reload() == ["default"] and len(answered) == 2
+
+
+def test_what_is_wrong_is_told_of_the_right_tenant(world: World) -> None:
+    """Whatever a tenant is called: as a file there, or as the directory."""
+    names = ["default.key", str(world.pool.path)[-64:]]
+    pool_keys.init(world.pool, names, secrets.token_bytes)
+    world.opened()
+    now = [world.replace(name) for name in names]
+    (world.pool.path / "default.key").chmod(0o644)
+    keys = world.opened()
+    assert len(keys.warnings()) == 3
+    for name, fragment in zip(("default", *names), ("0644", *now), strict=True):
+        with pytest.raises(KeysUnusable) as caught:
+            keys.tenant(name)
+        assert one_line(caught.value, fragment)
+    assert keys.tenant("b").fingerprint.hex() == world.fingerprint("b")
+
+
+def test_what_could_not_be_read_again_is_not_written(world: World) -> None:
+    """Characters that JSON writes in twelve bytes: the file would be longer than one is read."""
+    name, path = "\U0001d54f" * 60, world.path / "keys"
+    epochs = {f"{number:016x}": number for number in range(1, 65)}
+    tenants = {f"{name}{number}": {"fingerprint": f"{number:016x}", "epochs": epochs} for number in range(700)}
+    purged = {f"{number:016x}": f"{name}{number}" for number in range(1000, 5000)}
+    contents = {"version": 2, "tenants": tenants, "purged": purged}
+    path.write_text(json.dumps(contents, ensure_ascii=False, separators=(",", ":")))
+    path.chmod(0o600)
+    before, own = path.read_bytes(), KeyFile(path)
+    with pytest.raises(KeysUnusable) as caught:
+        own.tenant("default")
+    assert one_line(caught.value, str(path), "4194304 bytes")
+    assert path.read_bytes() == before and not KeyFile(path).by_name()
+
+
 # Against a model ------------------------------------------------------------------------------------------------------
 
 
@@ -234,6 +273,22 @@ class Emptied:
 
     def retire(self, tenant: bytes, epochs: object, rows: object = None) -> dict[int, list[int]]:
         return {0: [1]} if self.in_use else {}
+
+
+def test_a_tenant_that_is_purged_while_its_keys_are_followed(world: World) -> None:
+    class Purging(Emptied):
+        def rotate(self, keys: object) -> None:
+            super().rotate(keys)
+            if len(self.signs) == 1:
+                followed.retire("b" if followed.known("default") == keys else "default")
+
+    followed, ring, store = world.opened(), KeyRing(), Purging()
+    followed.fill(ring)
+    rotation = KeyRotation(followed, ring, store)  # type: ignore[arg-type]
+    for name in ("default", "b"):
+        pool_keys.rotate(world.pool, name, secrets.token_bytes)
+    rotation.step()
+    assert len(store.signs) == len(followed.served()) == 1 and [one.epoch for one in followed.tenants()] == [2]
 
 
 class KeysMachine(RuleBasedStateMachine):

@@ -217,8 +217,7 @@ def test_limits_stand_at_every_level_of_a_group() -> None:
 def test_whoever_opens_a_store_gives_the_options_of_the_tree(opener: Callable[..., Any]) -> None:
     defaults = {name: one.default for name, one in signature(opener).parameters.items()}
     assert {one.name: one.default for one in fields(TierOptions)}.items() <= defaults.items()
-    pooled = {"keys"}  # a sidecar's: tenants of a pool come in by its sockets
-    assert {one.name for one in fields(StoreOptions)} - {"tiers"} - pooled <= defaults.keys()
+    assert {one.name for one in fields(StoreOptions)} - {"tiers"} <= defaults.keys()
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def kv(stock: Path, tmp_path: Path) -> Path:
 
 
 def slab_header(kv: Path, name: str) -> SlabHeader:
-    ring = KeyRing(KeyFile(kv / "keys").tenants())
+    ring = KeyRing(KeyFile(kv / "keys").by_name().values())
     return read_slab_header((kv / "nvme" / name).read_bytes()[:PAGE_BYTES], ring)
 
 

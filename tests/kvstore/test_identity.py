@@ -334,7 +334,7 @@ def test_a_ring_knows_a_mac_key_by_tenant_key_and_epoch_together() -> None:
     ring.forget(first.tenant)
     ring.forget(first.tenant)
     for one in (first, second):
-        assert ring.mac_key(one.tenant, one.key_id, one.epoch) is None, "what it signed is nobody's any more"
+        assert ring.mac_key(one.tenant, one.key_id, one.epoch) is None, "what it signed is accepted no more"
         assert ring.slab_key(one.tenant, one.key_id, one.epoch) is None
     assert ring.mac_key(third.tenant, third.key_id, 1) == third.mac == ring.slab_key(third.tenant, third.key_id, 1)
 

@@ -17,6 +17,7 @@ from kvstore.protocol.replies import Grant, LeaseReply, MatchReply, ReserveReply
 from service.sidecar import patient
 from tiering.dram.extents import Extent, MappedExtent
 from tiering.faults import MachineFault
+from tiering.frame import STAMP_BYTES
 from tiering.tier import place_of
 from torture.nested import FACTS
 from torture.nested_door import EXTENT_BYTES, FRAME_BYTES, LAYOUT, OddSidecar
@@ -24,7 +25,7 @@ from workbench import ids, random_pages
 
 KEYS = [bytes([n]) * 32 for n in range(3)]
 DIGESTS = [b"d" * 16] * 2
-GRANT = Grant(0, b"i" * 32, (b"s", b"t"), (8192, 8192))
+GRANT = Grant(0, b"i" * 32, (b"s" * STAMP_BYTES, b"t" * STAMP_BYTES), (8192, 8192))
 MATCH = MatchReply(2, ((HitTier.DRAM, 2),), MissReason.ABSENT)
 LEASE = LeaseReply(9, 1, 3, ([5, 6], [7, 8]), (DIGESTS, DIGESTS), [1, 1], ((HitTier.DRAM, 2),))
 RESERVED = ReserveReply(4, 1, [1, 2], ([5, 6], []))
@@ -49,7 +50,9 @@ def test_a_right_answer_is_believed(name: str) -> None:
     [
         ("grant", {"identity_key": b""}),
         ("grant", {"identity_key": b"i" * 65}),
-        ("grant", {"stamps": (b"s",)}),
+        ("grant", {"stamps": GRANT.stamps[:1]}),
+        ("grant", {"stamps": (GRANT.stamps[0], b"t" * (STAMP_BYTES - 1))}),
+        ("grant", {"stamps": (b"", b"")}),
         ("grant", {"payload_bytes": ()}),
         ("match", {"blocks": 4}),
         ("match", {"blocks": -1}),

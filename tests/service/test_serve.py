@@ -22,9 +22,11 @@ import pytest
 
 import kvstore
 from kvstore.block.account import HitTier, MissReason
+from kvstore.cli import ask
 from kvstore.service.serve import TextLines
 from kvstore.service.settings import TenantSettings, read_settings
 from service.sidecar import patient
+from tiering.clock import SystemClock
 from workbench import MODEL, blank_pages, ids, random_pages, same_tokens, small_layout
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -267,7 +269,9 @@ def test_it_says_that_it_lives_and_when_it_is_ready(tmp_path: Path) -> None:
         deadline = time.monotonic() + 20
         while (ready := page(said["http_port"], "readyz"))[0] != 200:
             assert time.monotonic() < deadline, ready
-        assert (ready[1]["ready"], ready[1]["state"]) == (True, "ready")
+        facts = ask.stat(f"{tmp_path}/kv/admin.sock", SystemClock())
+        here = {"node": facts.node, "incarnation": facts.incarnation}
+        assert ready == (200, {"ready": True, "state": "ready", **here})
         assert ended(process)[0] == 0
 
 

@@ -119,8 +119,10 @@ def test_a_full_disk_is_said_while_it_lasts_and_that_it_is_over(disk: Path) -> N
         assert "health: degraded (disk full: " in shown.stdout
         filler.unlink()
         until(lambda: put(handle, 50) is None and stat(disk).state == "ready")
-        assert stat(disk).health == "ok"
-        assert page(said["http_port"], "readyz")[1].items() >= {"ready": True, "state": "ready"}.items()
+        facts = stat(disk)
+        assert facts.health == "ok"
+        ready = {"ready": True, "state": "ready", "node": facts.node, "incarnation": facts.incarnation}
+        assert page(said["http_port"], "readyz")[1] == ready
         status, log = ended(process)
     assert status == 0
     lines = fault_lines(log)

@@ -513,7 +513,7 @@ def key_file(random: Random) -> str:
             keys = KeyFile(path)
         except KeysUnusable as error:
             return refused(error)
-        msgspec.msgpack.encode(list(keys.names().values()))
+        msgspec.msgpack.encode(list(keys.by_name()))
         return "taken"
 
 

@@ -94,7 +94,6 @@ class BlockChanges:
             return ChangesTold(told, after + len(told))
 
     def _end(self, number: int) -> None:
-        self._unused = max(
-            self._unused, self._watched.pop(number).next + 1
-        )  # an engine that stands at its end lost something
+        # An engine that stands at its end lost something.
+        self._unused = max(self._unused, self._watched.pop(number).next + 1)
         self.is_watching = bool(self._watched)
