@@ -22,7 +22,6 @@ from kvstore.block.identity import ExtraKey
 from kvstore.block.layout import Layout
 from kvstore.block.pages import Pages
 from kvstore.client.handle import Lease, NamespaceHandle
-from kvstore.protocol import messages as m
 
 SAVE_DEADLINE_MS = 1000.0
 """How long a save waits for the store. A store that runs makes room in less, and a request may be waiting behind it."""
@@ -210,12 +209,11 @@ class StoreRequest:
 
     def sealed(self, token_ids: Sequence[int], seconds: float) -> str:
         """A ticket by which another engine waits for the prompt's full blocks; "" where there is none to be had."""
+        if self._namespace is None:
+            return ""
         try:
-            keys = self._namespace.hashed(token_ids, self._extra_keys).keys if self._namespace is not None else []
-            if self._namespace is None or not keys:
-                return ""
-            request = m.SealTicket(self._namespace.number, keys, seconds)
-            return self._namespace.door.call(request, m.Sealed).ticket
+            prompt = self._namespace.hashed(token_ids, self._extra_keys)
+            return self._namespace.seal(prompt, seconds).ticket if prompt.keys else ""
         except StoreError as error:
             self._fail(error)
             return ""

@@ -22,7 +22,6 @@ from kvstore.block.identity import Prompt
 from kvstore.client.handle import NamespaceHandle
 from kvstore.client.pending import PendingReply
 from kvstore.protocol import messages as m
-from kvstore.protocol.handing_over import MAX_TICKET_CHARACTERS
 from tiering.counts.awaits import MAX_AWAIT_SECONDS, AwaitEnd
 
 FIRST_SHARE = 0.25
@@ -109,8 +108,7 @@ class WaitPolicy:
 def wait_for_blocks(namespace: NamespaceHandle, prompt: Prompt, ticket: str, clock: Callable[[], float]) -> WaitPolicy:
     """In a thread that may wait: until what a ticket promises can be read, or will not come soon."""
     policy = WaitPolicy(prompt, namespace.block_tokens, lambda *_: None, clock, 0.0)
-    opening = m.OpenTicket(namespace.number, ticket[: MAX_TICKET_CHARACTERS + 1])
-    policy.opened(namespace.door.call(opening, m.TicketOpened))
+    policy.opened(namespace.open_ticket(ticket))
     while left := policy.seconds_left(blocks := namespace.match(prompt, counts=False).blocks):
         policy.ended(namespace.await_block(prompt, blocks, 1000 * left).end)
     return policy

@@ -227,7 +227,7 @@ class RequestState:
 
     @property
     def is_to_renew(self) -> bool:
-        """Whether what is stored of it already is to be kept as it wants, and nobody has said so yet."""
+        """Whether what is stored of it already is to be kept as it wants, and the store was not told so yet."""
         return self.facts.is_kept and not self.is_renewed
 
     def take_renewal(self, computed: int) -> int:

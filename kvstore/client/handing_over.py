@@ -1,5 +1,5 @@
 """What a namespace's handle offers to an engine that hands a prompt over to another one, and to that one: tickets, and
-waits for blocks that somebody else stores."""
+waits for blocks that another engine stores."""
 
 from __future__ import annotations
 
@@ -31,18 +31,28 @@ class HandOffVerbs:
         submitted = self._door.submit(waiting, m.Awaited, waiting.seconds + AWAIT_GRACE_SECONDS)
         return PendingReply(submitted, lambda told: told, lambda: m.Awaited(0, AwaitEnd.CANCELLED))
 
+    def seal(self, prompt: Prompt, seconds: float) -> m.Sealed:
+        """A ticket for another engine to wait for this prompt's blocks, of which it needs one; those stored are kept
+        for so many seconds."""
+        return self._door.call(m.SealTicket(self._grant.number, prompt.keys, seconds), m.Sealed)
+
     def submit_seal(self, prompt: Prompt, seconds: float, deadline_ms: float = 1000) -> PendingReply[m.Sealed]:
-        """A ticket for another engine to wait for this prompt's blocks; those stored are kept for so many seconds."""
-        submitted = self._door.submit(
-            m.SealTicket(self._grant.number, prompt.keys, seconds), m.Sealed, deadline_ms / 1000
-        )
+        """`seal` for a thread that must not wait."""
+        sealing = m.SealTicket(self._grant.number, prompt.keys, seconds)
+        submitted = self._door.submit(sealing, m.Sealed, deadline_ms / 1000)
         return PendingReply(submitted, lambda told: told, lambda: m.Sealed(""))
 
-    def submit_open(self, ticket: str, deadline_ms: float = 1000) -> PendingReply[m.TicketOpened]:
+    def open_ticket(self, ticket: str) -> m.TicketOpened:
         """What a ticket promises here; or, with its reason, that it promises nothing."""
-        request = m.OpenTicket(self._grant.number, ticket[: MAX_TICKET_CHARACTERS + 1])
-        submitted = self._door.submit(request, m.TicketOpened, deadline_ms / 1000)
+        return self._door.call(self._opening(ticket), m.TicketOpened)
+
+    def submit_open(self, ticket: str, deadline_ms: float = 1000) -> PendingReply[m.TicketOpened]:
+        """`open_ticket` for a thread that must not wait."""
+        submitted = self._door.submit(self._opening(ticket), m.TicketOpened, deadline_ms / 1000)
         return PendingReply(submitted, lambda told: told, lambda: m.TicketOpened(b"", 0, 0.0, MissReason.DISABLED))
+
+    def _opening(self, ticket: str) -> m.OpenTicket:
+        return m.OpenTicket(self._grant.number, ticket[: MAX_TICKET_CHARACTERS + 1])
 
     def _waiting(self, prompt: Prompt, block: int, deadline_ms: float) -> m.Await:
         check_deadline(deadline_ms)

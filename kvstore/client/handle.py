@@ -190,11 +190,8 @@ class NamespaceHandle(HandOffVerbs):
         `Prompt` has them already. counts: whether people are to see it counted as a look-up. request: the engine's name
         for what it is for, for people.
         """
-        if request:
-            check_request(request)
-        tokens, keys = self._hashed(token_ids, extra_keys)
-        asked = m.MatchPrefix(self.number, keys, counts, request)
-        return self._matched(tokens, keys, self._door.call(asked, m.Matched))
+        tokens, asked = self._asked(token_ids, extra_keys, counts, request)
+        return self._matched(tokens, asked.keys, self._door.call(asked, m.Matched))
 
     def submit_changes(self, after: int, deadline_ms: float = 1000) -> PendingReply[m.Changed]:
         """What became of this namespace's blocks, in order, from the change of that number on, or from now on for 0:
@@ -223,13 +220,10 @@ class NamespaceHandle(HandOffVerbs):
         The prompt is hashed here, in the caller's thread: some 0.3 ms for 32,768 tokens given as an array.
         """
         check_deadline(deadline_ms)
-        if request:
-            check_request(request)
-        tokens, keys = self._hashed(token_ids, extra_keys)
-        asked = m.MatchPrefix(self.number, keys, counts, request)
+        tokens, asked = self._asked(token_ids, extra_keys, counts, request)
         submitted = self._door.submit(asked, m.Matched, float(deadline_ms) / 1000)
         cancelled = m.Matched(MatchReply(0, reason=MissReason.DISABLED, detail="it was cancelled"))
-        matched = partial(self._matched, tokens, keys)
+        matched = partial(self._matched, tokens, asked.keys)
         return PendingReply(submitted, matched, partial(matched, cancelled))
 
     def lease(self, match: Match, first_token: int = 0, deadline_ms: float = 50, request: str = "") -> Lease:
@@ -429,6 +423,13 @@ class NamespaceHandle(HandOffVerbs):
             )
         return prompt.tokens, prompt.keys
 
+    def _asked(self, token_ids: Any, extra_keys: ExtraKeys, counts: bool, request: str) -> tuple[int, m.MatchPrefix]:
+        """Tokens asked for, and what a look-up of them asks. Raises `BadInput`."""
+        if request != "":
+            check_request(request)
+        tokens, keys = self._hashed(token_ids, extra_keys)
+        return tokens, m.MatchPrefix(self.number, keys, counts, request)
+
     def _matched(self, tokens: int, keys: list[bytes], matched: m.Matched) -> Match:
         reply = matched.reply
         account = self._account(tokens, len(keys), reply)
@@ -441,8 +442,7 @@ class NamespaceHandle(HandOffVerbs):
         if first_token < 0:
             raise BadInput(f"first_token={first_token}; give 0 or more")
         check_deadline(deadline_ms)
-        if request:
-            check_request(request)
+        check_request(request)
         first_block = min(first_token // self.block_tokens, match.blocks)
         wait_ms = min(float(deadline_ms), 1000 * MAX_SECONDS)
         return m.LeasePrefix(self.number, match.keys[: match.blocks], first_block, wait_ms, request)

@@ -1300,7 +1300,7 @@ class Store:
     def _why(self, number: int, keys: Sequence[bytes], blocks: int) -> tuple[MissReason | None, str]:
         if blocks == len(keys):
             return None, ""
-        key, index, spaces = keys[blocks], self._blocks.index, self._blocks.spaces
+        key, index = keys[blocks], self._blocks.index
         parent = index.find(number, keys[blocks - 1]) if blocks else NO_ROW
         finding = index.why_not(number, key, parent)
         reason = MissReason.DIVERGED if finding is None else REASON_OF_FINDING[finding]
@@ -1313,7 +1313,7 @@ class Store:
                 return MissReason.TIER_DOWN, "some of what is on disk could not be taken in at the start"
             other = index.elsewhere(number, key)
             if other >= 0:
-                return MissReason.OTHER_NAMESPACE, spaces[number].namespace.difference(spaces[other].namespace)
+                return MissReason.OTHER_NAMESPACE, self.difference(number, other)
         return reason, ""
 
     def _find_space(self, tenant: bytes, wanted: bytes) -> OpenedNamespace | None:

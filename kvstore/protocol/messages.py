@@ -526,6 +526,13 @@ def name_of(verb: Verb) -> str:
     return str(verb.__struct_config__.tag)
 
 
+def descriptors_for(verb: Verb) -> int:
+    """How many are sent beside its answer, at most."""
+    if isinstance(verb, Extents):
+        return len(verb.numbers)
+    return int(isinstance(verb, Ping) and verb.wants_bell)
+
+
 _encoder = msgspec.msgpack.Encoder()
 _requests = msgspec.msgpack.Decoder(Request)
 _replies = msgspec.msgpack.Decoder(Reply)

@@ -431,6 +431,8 @@ class DoorAwaits:
 
     def rest_seconds(self, most: float) -> float:
         """Until one is due, or so long."""
+        if not self._of:
+            return most
         return max(0.0, min(most, self._handlers.awaits.due_at - self._clock.monotonic_seconds()))
 
     def deliver(self) -> None:

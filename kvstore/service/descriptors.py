@@ -22,8 +22,6 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
-from kvstore.protocol import messages as m
-
 SO_PASSRIGHTS = 83
 """Of `SOL_SOCKET`; the `socket` module does not have it yet."""
 MOST_UNCLOSED = 32
@@ -302,10 +300,3 @@ class SlowExtents:
             return False
         self._not_before[tenant] = self._now() + RARELY * took
         return True
-
-
-def descriptors_for(verb: m.Verb) -> int:
-    """How many are sent beside its answer, at most."""
-    if isinstance(verb, m.Extents):
-        return len(verb.numbers)
-    return int(isinstance(verb, m.Ping) and verb.wants_bell)

@@ -28,7 +28,7 @@ from kvstore.protocol import messages as m
 from kvstore.protocol.door import MAX_COLLECTIVE_CHARACTERS, MAX_PRIORITY, WINDOW_CHARACTERS, TenantClient
 from kvstore.protocol.handing_over import MAX_TICKET_SECONDS
 from kvstore.protocol.replies import LeaseReply, MatchReply
-from kvstore.protocol.requests import check_request
+from kvstore.protocol.requests import MAX_REQUEST_CHARACTERS
 from kvstore.protocol.status import printable
 from kvstore.service.accounting import Counting, Lasting, NamespaceInfo
 from kvstore.service.descriptors import SlowExtents
@@ -61,7 +61,7 @@ _CHECKED_AT_ONCE = 4096
 MAX_LISTED, MAX_LISTED_BYTES = 64, 256 << 10
 """Namespaces in one answer: it ends with the first that makes it as long."""
 
-_SLOW = m.LeasePrefix | m.Reserve | m.ReportFrame | m.Persist | m.Drop | m.Namespaces
+_SLOW = m.LeasePrefix | m.Reserve | m.ReportFrame | m.Persist | m.Drop | m.Namespaces | m.SealTicket
 
 _log = logging.getLogger(__name__)
 
@@ -149,9 +149,7 @@ class Handlers:
 
     def is_slow(self, verb: m.Verb) -> bool:
         """Whether a request may wait for memory, for a disk or for others."""
-        return isinstance(
-            verb, m.LeasePrefix | m.Reserve | m.ReportFrame | m.Persist | m.Drop | m.Namespaces | m.SealTicket
-        )
+        return isinstance(verb, _SLOW)
 
     def cost(self, caller: ClientState, verb: m.Verb) -> float:
         """Messages that one counts for beyond its length, against the rate."""
@@ -247,9 +245,7 @@ class Handlers:
         return granted
 
     def _match(self, caller: ClientState, verb: m.MatchPrefix) -> m.Answer:
-        number, _ = _check_asked(caller, verb.namespace, verb.keys)
-        if verb.request:
-            check_request(verb.request)
+        number, _ = _check_asked(caller, verb.namespace, verb.keys, verb.request)
         began_at = self._store.clock.monotonic_seconds()
         matched = self._store.handle(caller, verb)
         assert isinstance(matched, m.Matched)
@@ -290,7 +286,7 @@ class Handlers:
         lease: Callable[[ClientState, m.LeasePrefix], LeaseReply | None],
     ) -> m.Answer | None:
         """lease: asks the store; None is passed on. Raises `BadInput`."""
-        number, slices = _check_asked(caller, verb.namespace, verb.keys)
+        number, slices = _check_asked(caller, verb.namespace, verb.keys, verb.request)
         refused = self._check_lease(caller, number, verb)
         if refused is not None:
             return refused
@@ -314,8 +310,6 @@ class Handlers:
             raise BadInput(
                 f"first_block={verb.first_block}, deadline_ms={verb.deadline_ms}: give a block of the chain, 0 or more"
             )
-        if verb.request:
-            check_request(verb.request)
         held = self._sessions.leased_blocks(caller)
         if len(caller.session.leases) >= MAX_LEASES or held + len(verb.keys) > MAX_LEASED_BLOCKS:
             text = f"the session holds {len(caller.session.leases)} leases of {held} blocks; release some first"
@@ -570,12 +564,16 @@ def _ended_by(reply: LeaseReply, detail: str) -> LeaseReply:
     return msgspec.structs.replace(reply, reason=MissReason.PINNED_FULL, detail=detail)
 
 
-def _check_asked(caller: ClientState, namespace: int, keys: Sequence[bytes]) -> tuple[int, tuple[int, ...]]:
-    """namespace: by the client's number. Returns the store's number and the layer slices of each part. Raises
-    `BadInput`."""
+def _check_asked(
+    caller: ClientState, namespace: int, keys: Sequence[bytes], request: str = ""
+) -> tuple[int, tuple[int, ...]]:
+    """namespace: by the client's number. request: for which it is asked. Returns the store's number and the layer
+    slices of each part. Raises `BadInput`."""
     number = caller.named.get(namespace)
     if number is None:
         raise BadInput(f"namespace {namespace} was not opened on this connection; open it first")
+    if len(request) > MAX_REQUEST_CHARACTERS:
+        raise BadInput(f"a request's name of {len(request)} characters; at most {MAX_REQUEST_CHARACTERS}")
     distinct: set[bytes] = set()
     for first in range(0, len(keys), _CHECKED_AT_ONCE):
         some = keys[first : first + _CHECKED_AT_ONCE]

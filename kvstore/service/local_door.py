@@ -46,7 +46,7 @@ from kvstore.service.connections import (
     close_all,
     read_request,
 )
-from kvstore.service.descriptors import MOST_UNCLOSED, DescriptorsSent, descriptors_for, share_of
+from kvstore.service.descriptors import MOST_UNCLOSED, DescriptorsSent, share_of
 from kvstore.service.dispatch import Handlers, Response
 from kvstore.service.sessions import ClientState, Sessions
 from tiering.clock import Clock
@@ -553,7 +553,7 @@ class LocalDoor:
             self._waited(connection, self._clock.monotonic_seconds() - asked.since)
             self._awaits.take(connection, connection.caller, request.number, verb)
             return
-        wanted = descriptors_for(verb) if isinstance(verb, m.Extents | m.Ping) else 0
+        wanted = m.descriptors_for(verb)
         if wanted:
             connection.pay(LOOK_COST * len(connection.listener.unread))
         if wanted and connection.listener.unread.count() + wanted > self._most_unread():

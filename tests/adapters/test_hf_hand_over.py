@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,8 @@ from engine_adapter.hf_cache import PrefixCache, SavedBlocks
 from hf_models import plain_answer, small_model, some_prompt
 from kvstore.block.account import HitTier, MissReason
 from service.sidecar import Sidecar
+from tiering.counts.awaits import AwaitEnd
+from waiting import wait_until
 from workbench import open_at
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,12 +98,10 @@ def test_a_prefill_that_dies_between_two_chunks_costs_what_is_missing(
     prompt, cache = some_prompt(900), cache_of(sidecar)
     right = plain_answer(cache.model, prompt, NEW_TOKENS)
     prefill = Prefill(sidecar, 900, stops_after=4)
-    hashed = cache.namespace.hashed(prompt) if cache.namespace is not None else None
-    assert cache.namespace is not None and hashed is not None
-    deadline = time.monotonic() + 60
-    while cache.namespace.match(hashed).blocks < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    namespace = cache.namespace
+    assert namespace is not None
+    hashed = namespace.hashed(prompt)
+    wait_until(lambda: namespace.await_block(hashed, 1, 30_000).end is AwaitEnd.READABLE)
     prefill.end()
     answer = cache.generate(prompt, max_new_tokens=NEW_TOKENS, ticket=prefill.ticket)
     assert answer.token_ids == right

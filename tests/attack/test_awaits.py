@@ -6,9 +6,8 @@ import random
 import secrets
 import socket
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from kvstore.service.local_door import LocalDoor
 from service.sidecar import Sidecar
 from tiering.counts.awaits import MOST_PARKED, AwaitEnd
 from torture.peer import Peer, packed_namespace
+from waiting import wait_until
 from workbench import MODEL, ids, plausible_pages, small_layout
 
 PAYLOAD = [8192]
@@ -33,13 +33,6 @@ def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
     with Sidecar(tmp_path, DoorLimits(connections=64), dram="4MiB") as sidecar:
         yield sidecar
         wait_until(lambda: sidecar.core.awaits.counts().parked == 0)
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 class Attacker(Peer):
@@ -222,8 +215,8 @@ def test_clients_that_come_park_and_go_leave_nothing(sidecar: Sidecar, seed: int
         thread.start()
     for thread in threads:
         thread.join(60)
-    wait_until(lambda: sidecar.core.awaits.counts().parked == 0 and not sidecar.sessions.departed)
-    assert not sidecar.door._awaits._of
+    awaits = sidecar.core.awaits
+    wait_until(lambda: not sidecar.door._awaits._of and not awaits.counts().parked and not sidecar.sessions.departed)
     with sidecar.client() as store:
         handle = store.namespace(model=MODEL, layout=small_layout())
         assert handle.put(ids(64), plausible_pages(small_layout(), 1)).stored == 1

@@ -348,12 +348,14 @@ class EngineVerbs:
     def test_a_request_that_is_no_name(self, engine: Engine) -> None:
         match = engine.mine.match(ids(512))
         calls: list[Callable[[Any], Any]] = [
+            lambda name: engine.mine.match(ids(512), request=name),
+            lambda name: engine.mine.submit_match(ids(512), request=name),
             lambda name: engine.mine.lease(match, request=name),
             lambda name: engine.mine.submit_lease(match, request=name),
             lambda name: engine.scheduler.release_request(name),
         ]
         for call in calls:
-            for name in (7, "x" * 257):
+            for name in (7, 0, None, "x" * 257):
                 with pytest.raises(BadInput) as raised:
                     call(name)
                 assert one_line(raised.value, "request=", "256")

@@ -23,6 +23,7 @@ import patience
 from engine_adapter.paged.settings import LoadMode
 from engines import models
 from engines.nursery import wanted_version
+from waiting import wait_until
 
 SAVE_SECONDS = 60.0
 OURS = "kvstore:"
@@ -133,8 +134,10 @@ class Session:
         engine, ask = self.llm.llm_engine, self.llm.llm_engine.add_request
         if headers is not None:
             engine.add_request = lambda *args, **named: ask(*args, **{**named, "trace_headers": headers})
-        yield
-        engine.add_request = ask
+        try:
+            yield
+        finally:
+            engine.add_request = ask
 
     def trace(self, step: dict[str, Any]) -> bool:
         """Spans of this process are kept from here on."""
@@ -151,13 +154,11 @@ class Session:
 
     def spans(self, step: dict[str, Any]) -> list[dict[str, Any]]:
         """The connector's, once there are so many."""
-        give_up_at = time.monotonic() + SAVE_SECONDS
-        while True:
-            ours = [one for one in self._exporter.get_finished_spans() if one.name.startswith("kvstore ")]
-            if len(ours) >= step["count"]:
-                break
-            assert time.monotonic() < give_up_at, [one.name for one in ours]
-            time.sleep(0.05)
+
+        def ours() -> list[Any]:
+            return [one for one in self._exporter.get_finished_spans() if one.name.startswith("kvstore ")]
+
+        wait_until(lambda: len(ours()) >= step["count"])
         return [
             {
                 "name": one.name,
@@ -165,7 +166,7 @@ class Session:
                 "parent": f"{one.parent.span_id:016x}",
                 "attributes": dict(one.attributes),
             }
-            for one in ours
+            for one in ours()
         ]
 
     def _params(self, step: dict[str, Any]) -> Any:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,10 @@ pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engine
 
 from engines import models
 from engines.conftest import Nursery, Sidecar, started
+from kvstore.cli import ask
+from kvstore.node import SystemClock
+from kvstore.protocol.status import SidecarStatus
+from waiting import wait_until
 
 COUNT = int(os.environ.get("HAND_OVER_PROMPTS", "40"))
 """1,000 of up to 4,000 tokens is the long form."""
@@ -72,6 +75,10 @@ class Engines:
         alone = {**ask, "prompts": prompts, "skip_reading": True, "hints": {"kvstore": {"store": False}}}
         *told, truth = self.ask("kv_consumer", [*steps, alone])
         return [(one[0], right) for one, right in zip(told, truth, strict=True)]
+
+    def facts(self) -> SidecarStatus:
+        """Of the sidecar."""
+        return ask.stat(f"{self.sidecar.directory}/admin.sock", SystemClock())
 
     def end(self, role: str = "") -> None:
         """Kill it, or all."""
@@ -134,7 +141,7 @@ def test_both_legs_at_once_and_decode_first(engines: Engines) -> None:
             )
         )
         decoding.start()
-        time.sleep(1.0)  # it asks first
+        wait_until(lambda: engines.facts().awaits.parked == 1)  # it asks first
         engines.prefill([ids])
         decoding.join(120)
         ((told, truth),) = found
@@ -187,9 +194,10 @@ def test_a_prefill_that_is_killed_costs_time_and_nothing_else(engines: Engines) 
     found: list[Any] = []
     decoding = threading.Thread(target=lambda: found.extend(engines.decode([ids], [{"kvstore": {"await": True}}])))
     decoding.start()
-    time.sleep(0.5)
+    wait_until(lambda: engines.facts().awaits.parked == 1)
+    before = engines.facts().awaits.ended
     prefilling.start()
-    time.sleep(0.3)
+    wait_until(lambda: engines.facts().awaits.ended != before)  # the first block came
     engines.end("kv_producer")
     decoding.join(150)
     prefilling.join(150)

@@ -18,6 +18,7 @@ from kvstore.core.store import Store
 from kvstore.node import EmbeddedStore
 from kvstore.protocol import messages as m
 from tiering.counts.awaits import MAX_AWAIT_SECONDS, MOST_PARKED, AwaitEnd, Awaits, ParkedAwait
+from waiting import wait_until
 from workbench import MODEL, FakeClock, ids, open_at, plausible_pages, random_pages, small_layout
 
 SEEDS = range(40)
@@ -214,8 +215,7 @@ def test_a_thread_that_may_wait_and_one_that_must_not(store: EmbeddedStore) -> N
     found: list[m.Awaited] = []
     thread = threading.Thread(target=lambda: found.append(handle.await_block(prompt, 1, 30_000)))
     thread.start()
-    while store._store.awaits.counts().parked < 3:
-        time.sleep(0.001)
+    wait_until(lambda: store._store.awaits.counts().parked == 3)
     unwanted.cancel()
     handle.put(ids(128), plausible_pages(LAYOUT, 2))
     thread.join(20)

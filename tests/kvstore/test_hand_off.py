@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import random
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
@@ -23,6 +22,7 @@ from kvstore.protocol import messages as m
 from kvstore.protocol.hand_off import PREFIX, HandOff, opened
 from service.sidecar import Sidecar
 from torture.peer import Peer, packed_namespace
+from waiting import wait_until
 from workbench import MODEL, ids, open_at, plausible_pages, small_layout
 
 A = TypeVar("A")
@@ -192,10 +192,9 @@ def test_a_sidecar_seals_and_opens_for_its_tenants_clients(tmp_path: Path) -> No
 
 
 def wait_for(pending: PendingReply[A]) -> A:
-    deadline = time.monotonic() + 20
-    while (answer := pending.poll()) is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    wait_until(lambda: pending.poll() is not None)
+    answer = pending.poll()
+    assert answer is not None
     return answer
 
 
