@@ -425,8 +425,7 @@ class NamespaceHandle(HandOffVerbs):
 
     def _asked(self, token_ids: Any, extra_keys: ExtraKeys, counts: bool, request: str) -> tuple[int, m.MatchPrefix]:
         """Tokens asked for, and what a look-up of them asks. Raises `BadInput`."""
-        if request != "":
-            check_request(request)
+        check_request(request)
         tokens, keys = self._hashed(token_ids, extra_keys)
         return tokens, m.MatchPrefix(self.number, keys, counts, request)
 

@@ -28,7 +28,7 @@ from kvstore.protocol import messages as m
 from kvstore.protocol.door import MAX_COLLECTIVE_CHARACTERS, MAX_PRIORITY, WINDOW_CHARACTERS, TenantClient
 from kvstore.protocol.handing_over import MAX_TICKET_SECONDS
 from kvstore.protocol.replies import LeaseReply, MatchReply
-from kvstore.protocol.requests import MAX_REQUEST_CHARACTERS
+from kvstore.protocol.requests import check_request
 from kvstore.protocol.status import printable
 from kvstore.service.accounting import Counting, Lasting, NamespaceInfo
 from kvstore.service.descriptors import SlowExtents
@@ -572,8 +572,7 @@ def _check_asked(
     number = caller.named.get(namespace)
     if number is None:
         raise BadInput(f"namespace {namespace} was not opened on this connection; open it first")
-    if len(request) > MAX_REQUEST_CHARACTERS:
-        raise BadInput(f"a request's name of {len(request)} characters; at most {MAX_REQUEST_CHARACTERS}")
+    check_request(request)
     distinct: set[bytes] = set()
     for first in range(0, len(keys), _CHECKED_AT_ONCE):
         some = keys[first : first + _CHECKED_AT_ONCE]
