@@ -57,8 +57,7 @@ class PrefixReport:
 
     def to_dict(self) -> dict[str, object]:
         """For `--json`."""
-        found: dict[str, object] = msgspec.to_builtins(self.figures)
-        return found
+        return _built(self.figures)
 
     def render(self, console: Any) -> None:
         """For people."""
@@ -141,8 +140,7 @@ class StatReport:
 
     def to_dict(self) -> dict[str, object]:
         """For `--json`."""
-        found: dict[str, object] = msgspec.to_builtins(self.facts)
-        return found
+        return _built(self.facts)
 
     def render(self, console: Any) -> None:
         """For people."""
@@ -441,6 +439,11 @@ def _kept_row(one: TenantStatus) -> tuple[object, ...]:
         one.nvme_retained_budget_bytes,
     )
     return (one.tenant, *("-" if size is None else format_size(size) for size in sizes))
+
+
+def _built(told: msgspec.Struct) -> dict[str, object]:
+    found: dict[str, object] = msgspec.to_builtins(told)
+    return found
 
 
 def _table(head: str, rows: Iterable[Sequence[object]]) -> Table:

@@ -85,7 +85,7 @@ class SpanQueue:
         self._wakes, self._ends = Event(), False
         self._thread: Thread | None = None
         self.dropped = 0
-        """Spans since the start that nobody will see: too many waited, or none could be made."""
+        """Spans since the start that are not exported: too many waited, or none could be made."""
 
     def trace(self, headers: object) -> RequestTrace:
         """Of a request that came with these headers; what is no `traceparent` among them is as if there was none."""

@@ -34,7 +34,7 @@ Digits = Annotated[str, Meta(pattern=f"^[0-9a-f]{{{ID_DIGITS},64}}$")]
 
 
 class OperatorVerbs(Protocol):
-    """What is done, by whoever holds the sockets for it. All wait, and raise `BadInput` and `StoreError`."""
+    """What is done by the part of the process that has the sockets. All wait, and raise `BadInput` and `StoreError`."""
 
     def drop(self, tenant: str, namespace: str) -> int:
         """Evict a namespace from every tier; returns how many blocks it had."""

@@ -20,9 +20,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import chain
 from math import expm1, inf, log
-from operator import itemgetter
 from typing import Any, Protocol
 
 import numpy as np
@@ -65,7 +64,6 @@ _Kind = tuple[int, int, int]
 """Of look-ups that are worked through together: namespace, bytes and tokens of a block."""
 _Offered = tuple[Sequence[bytes], int, _Kind]
 """A look-up that waits: its keys, how many, and its kind."""
-_kind = itemgetter(2)
 
 
 class MonotonicClock(Protocol):
@@ -142,7 +140,7 @@ class WhatIf:
         return sizes is not None and self.offer(namespace, keys, *sizes)
 
     def offer(self, namespace: int, keys: Sequence[bytes], block_bytes: int, block_tokens: int) -> bool:
-        """A look-up of these keys, `KEY_BYTES` each, the first block's first; nobody changes them later.
+        """A look-up of these keys, `KEY_BYTES` each, the first block's first; the caller never changes them.
         block_bytes: that a block of the namespace takes in a tier, more than 0. Never waits for work: where the queue
         is full, or the look-up longer than it, returns `False` and counts it as dropped."""
         count = len(keys)
@@ -164,9 +162,11 @@ class WhatIf:
         batch = self._take()
         with self._lock:
             self._pass_time()
-            for kind, alike in groupby(sorted(batch, key=_kind), _kind):
-                namespace, block_bytes, block_tokens = kind
-                lists, lengths, _ = zip(*alike, strict=True)
+            alike: dict[_Kind, list[Sequence[bytes]]] = {}  # in the order in which each kind came first
+            for keys, _, kind in batch:
+                alike.setdefault(kind, []).append(keys)
+            for (namespace, block_bytes, block_tokens), lists in alike.items():
+                lengths = [len(keys) for keys in lists]
                 marks = marks_of(b"".join(chain.from_iterable(lists)), self._salt, namespace)
                 for turn in self._turns:
                     turn.curve.requests(marks, lengths, float(block_bytes), float(block_tokens))

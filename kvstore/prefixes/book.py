@@ -90,15 +90,29 @@ class _Chain(NamedTuple):
 
 
 @dataclass(slots=True)
+class _Sampling:
+    """Of look-ups, or of leases. free: to be followed yet in this second."""
+
+    came: int = 0
+    free: int = FREE_A_SECOND
+
+    def weight(self) -> int:
+        """One more came: for how many like it it stands, 0 where it is not followed."""
+        self.came += 1
+        if self.free > 0:
+            self.free -= 1
+            return 1
+        return 0 if self.came % ONE_IN else ONE_IN
+
+
+@dataclass(slots=True)
 class _Tenant:
     partings: Partings
-    lookups: int = 0
-    leases: int = 0
+    lookups: _Sampling = field(default_factory=_Sampling)
+    leases: _Sampling = field(default_factory=_Sampling)
     sampled: int = 0
     dropped: int = 0
     prompts: int = 0
-    free: int = FREE_A_SECOND
-    free_leases: int = FREE_A_SECOND
     prompts_left: float = MOST_PROMPTS_AT_ONCE
     chains: deque[_Chain] = field(default_factory=deque)
     sketches: deque[tuple[SketchedPrompt, PromptSketch]] = field(default_factory=deque)
@@ -142,23 +156,13 @@ class PrefixBook:
     def looked_up(self, tenant: bytes, namespace: int, keys: Sequence[bytes], blocks: int) -> None:
         """A look-up found so many of these."""
         mine = self._tenants.get(tenant)
-        if mine is None:
-            return
-        mine.lookups += 1
-        if mine.free > 0 or mine.lookups % ONE_IN == 0:
-            weight = 1 if mine.free > 0 else ONE_IN
-            mine.free -= 1
+        if mine is not None and (weight := mine.lookups.weight()):
             self._offer(mine, _Chain(namespace, b"".join(keys[:blocks]), None, weight))
 
     def granted(self, tenant: bytes, namespace: int, keys: Sequence[bytes], first_block: int, blocks: int) -> None:
         """A lease granted these from first_block up to so many."""
         mine = self._tenants.get(tenant)
-        if mine is None:
-            return
-        mine.leases += 1
-        if mine.free_leases > 0 or mine.leases % ONE_IN == 0:
-            weight = 1 if mine.free_leases > 0 else ONE_IN
-            mine.free_leases -= 1
+        if mine is not None and (weight := mine.leases.weight()):
             self._offer(mine, _Chain(namespace, b"".join(keys[:blocks]), first_block, weight))
 
     def told(self, tenant: bytes, verb: m.Tell, prompts: Sequence[tuple[SketchedPrompt, PromptSketch]]) -> None:
@@ -243,7 +247,7 @@ class PrefixBook:
         if now - self._paid_at >= WAIT_SECONDS:
             with self._queue_lock:
                 for mine in self._tenants.values():
-                    mine.free = mine.free_leases = FREE_A_SECOND
+                    mine.lookups.free = mine.leases.free = FREE_A_SECOND
                     more = PROMPTS_A_SECOND * (now - self._paid_at)
                     mine.prompts_left = min(MOST_PROMPTS_AT_ONCE, mine.prompts_left + more)
             self._paid_at = now
@@ -290,7 +294,7 @@ class PrefixBook:
             [_row(one, named, standing, per_hour) for one in hot[:most]],  # the store is asked outside of our lock
             partings[:most],
             now - self._began_at,
-            sum(one.lookups for one in tenants),
+            sum(one.lookups.came for one in tenants),
             sum(one.sampled for one in tenants),
             sum(one.dropped for one in tenants),
             sum(one.prompts for one in tenants),

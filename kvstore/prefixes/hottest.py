@@ -134,7 +134,7 @@ class PrefixTree:
                 child = self._new(node, keys[at:])
                 node.children[first] = child
             elif not keys.startswith(child.edge, at):
-                child = self._split(node, child, _equal(child.edge, keys, at))
+                child = self._split(node, child, equal_start(child.edge, keys[at : at + len(child.edge)], KEY_BYTES))
             yield child
             node, at = child, at + len(child.edge)
 
@@ -156,13 +156,13 @@ class PrefixTree:
         return upper
 
 
-def _equal(edge: bytes, keys: bytes, at: int) -> int:
-    """Bytes of whole keys that are equal: at least one key is, and not all."""
-    low, high = 1, min(len(edge), len(keys) - at) // KEY_BYTES
+def equal_start(one: bytes, other: bytes, size: int) -> int:
+    """Bytes of items of so many bytes that are equal from the first one on."""
+    low, high = 0, min(len(one), len(other)) // size
     while low < high:
         middle = (low + high + 1) // 2
-        if edge.startswith(keys[at : at + middle * KEY_BYTES]):
+        if one[: middle * size] == other[: middle * size]:
             low = middle
         else:
             high = middle - 1
-    return low * KEY_BYTES
+    return low * size

@@ -26,6 +26,7 @@ from kvstore.insight.divergence import (
     shared_sketch_start,
     tokens_in_words,
 )
+from kvstore.prefixes.hottest import equal_start
 from kvstore.prefixes.sketches import SketchTable
 from kvstore.protocol.told import LINK_BYTES
 
@@ -198,7 +199,8 @@ class Partings:
                 what = self._difference(prompt.namespace, earlier.namespace)
             kind = PromptChange.NAMESPACE if what else PromptChange.SALTED
             return Divergence(kind, 0, None, None, lost, what=what)
-        return compare_sketches(kept, sketch, _equal_blocks(earlier.chain, prompt.chain) * block, stored)
+        equal_blocks = equal_start(earlier.chain, prompt.chain, LINK_BYTES) // LINK_BYTES
+        return compare_sketches(kept, sketch, equal_blocks * block, stored)
 
     def _group(self, prompt: SketchedPrompt, found: Divergence) -> PartingGroup:
         """Where it belongs; one that lost least gives way where there are too many."""
@@ -214,14 +216,3 @@ class Partings:
         new = PartingGroup(prompt.namespace, prompt.block_tokens, found.kind, found.what, start, place, place, exact)
         self.groups.append(new)
         return new
-
-
-def _equal_blocks(one: bytes, other: bytes) -> int:
-    low, high = 0, min(len(one), len(other)) // LINK_BYTES
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[: middle * LINK_BYTES] == other[: middle * LINK_BYTES]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

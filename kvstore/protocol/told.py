@@ -149,7 +149,7 @@ class HotPrefix(msgspec.Struct, frozen=True):
     tokens, bytes: of it. requests_per_hour: look-ups that ended at it, or behind it at what few asked for;
     saved_tokens_per_hour: that leases granted of it, saved_seconds_per_hour: by what its engines told, None where they
     told nothing. stored_tokens, tiers: of it that can be read now, blocks by tier. used_at: about; retained_until: None
-    where nobody asked for that."""
+    where no client asked for that."""
 
     id: str
     tenant: str

@@ -12,6 +12,7 @@ import pytest
 from console.browser import CHROMIUM, Browser
 from console.running import LAYOUT, RunningConsole, console, serve_traffic, tell_prompts
 from kvstore.block.account import MissReason
+from kvstore.console.pages import PAGES
 from kvstore.protocol.told import RequestTold
 from service.sidecar import Sidecar
 from tiering.nvme.lmdb_index import LmdbMaker
@@ -22,7 +23,6 @@ pytestmark = pytest.mark.skipif(
     CHROMIUM is None,
     reason="there is no chromium here: apt-get install --no-install-recommends chromium fonts-dejavu-core",
 )
-PAGES = ("/", "/misses", "/prefixes", "/tenants", "/moves", "/engines", "/request", "/plan", "/operate", "/events")
 LOOKS = (("light", 1280, 900), ("dark", 1280, 900), ("light", 360, 740), ("dark", 360, 740))
 
 

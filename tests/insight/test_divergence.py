@@ -103,6 +103,17 @@ def test_documents_in_another_order(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+def test_a_short_document_in_another_order(seed: int) -> None:
+    """By sketches it is, if a single run of it is in them: without one they have nothing of it."""
+    generator, rest = drawn(seed, 4000)
+    short = planted(generator, 64 + 8 * seed)
+    held = SHINGLER.sketch(short).places
+    seen = compare_sketches(SHINGLER.sketch(joined(short, rest)), SHINGLER.sketch(joined(rest, short)), 0)
+    kind = PromptChange.REORDERED if len(held) else PromptChange.INSERTED
+    assert seen is not None and seen.kind is kind
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_salt_and_another_namespace(seed: int) -> None:
     generator, first = drawn(seed)
     second = joined(first[: int(generator.integers(BLOCK, 9000))], planted(generator, 100))

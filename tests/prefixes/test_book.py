@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from timeit import repeat
 
 import msgspec
@@ -127,7 +126,7 @@ def test_what_counted_half_an_hour_ago_counts_half() -> None:
     assert after == pytest.approx(before / 2) and before == pytest.approx(20 * 3600 * math.log(2) / HALF_LIFE_SECONDS)
     time.now += 40 * HALF_LIFE_SECONDS
     book.step()
-    assert shown(book).hottest == [] or shown(book).hottest[0].requests_per_hour < 1e-9
+    assert shown(book).hottest == []
 
 
 def test_queues_and_trees_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,4 +340,3 @@ def test_sketches_are_no_part_of_what_is_kept_twice() -> None:
     assert isinstance(sketch, PromptSketch) and not any(
         isinstance(getattr(kept, one), PromptSketch) for one in kept.__slots__
     )
-    assert replace(kept, start=b"").start == b""

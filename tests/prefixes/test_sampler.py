@@ -18,7 +18,7 @@ import pytest
 from kvstore.block.account import Account, MissReason
 from kvstore.block.identity import ExtraKey
 from kvstore.client.handle import NamespaceHandle
-from kvstore.insight.divergence import Divergence, PromptChange, compare_sketches
+from kvstore.insight.divergence import SHINGLE_TOKENS, SKETCH_EVERY, Divergence, PromptChange, compare_sketches
 from kvstore.insight.trace import Column
 from kvstore.node import EmbeddedStore
 from kvstore.prefixes.book import checked_prompt
@@ -43,10 +43,13 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedStore]:
 
 
 class Pair(NamedTuple):
+    """swapped: of the first one, where the tokens begin, part and end whose two sides change places in the second."""
+
     first: Column
     second: Column
     place: int
     lengths: tuple[int | None, int | None] = (None, None)
+    swapped: tuple[int, int, int] | None = None
 
 
 def drawn(draw: np.random.Generator, tokens: int, first: int = 0) -> Column:
@@ -72,11 +75,14 @@ def reorder(seed: int) -> Pair:
     draw = np.random.default_rng(seed)
     system = drawn(draw, int(draw.integers(0, 500)))
     documents = [drawn(draw, int(size)) for size in draw.integers(400, 2000, 5)]
-    order = np.roll(np.arange(5), int(draw.integers(1, 5)))
+    shift = int(draw.integers(1, 5))
+    order = np.roll(np.arange(5), shift)
     for number, one in enumerate(documents):
         one[0] = OTHER + number
     first = np.concatenate([system, *documents])
-    return Pair(first, np.concatenate([system, *(documents[one] for one in order)]), len(system))
+    swapped = len(system), len(first) - sum(map(len, documents[-shift:])), len(first)
+    second = np.concatenate([system, *(documents[one] for one in order)])
+    return Pair(first, second, len(system), swapped=swapped)
 
 
 def short(seed: int) -> Pair:
@@ -140,10 +146,21 @@ def test_a_planted_change_is_named_at_its_place(
         assert groups == []
         return
     (group,) = groups
-    # A sketch has one of 64 runs of tokens, by a key that each store draws: it may miss the order of one document.
-    by_sketch = {kind, PromptChange.INSERTED} if kind is PromptChange.REORDERED else {kind}
-    assert group.kind in by_sketch and (group.place, group.is_exact) == (pair.place // BLOCK * BLOCK, False)
-    assert group.equal_tokens == pytest.approx(found.equal_tokens, rel=0.35)
+    # A sketch has one of 64 runs, by the store's key: an order shows where it has one of each side that changed places.
+    old, new = (checked_prompt(one, 0, BLOCK)[1] for one in (first, second))
+    if pair.swapped is not None:
+        start, middle, stop = pair.swapped
+        sides = [
+            (old.places >= at) & (old.places + SHINGLE_TOKENS <= end) for at, end in ((start, middle), (middle, stop))
+        ]
+        kind = PromptChange.REORDERED if all(one.any() for one in sides) else PromptChange.INSERTED
+    fork = pair.place // BLOCK * BLOCK
+    assert (group.kind, group.place, group.is_exact) == (kind, fork, False)
+    shared = np.intersect1d(*(one.fingerprints[one.places >= fork] for one in (old, new)))
+    assert group.equal_tokens == min(SKETCH_EVERY * len(shared), len(pair.second) - fork)
+    # Each equal run is in it by a chance of 1 in 64, and ends of what is equal have none: six deviations of that.
+    strays = 6 * (SKETCH_EVERY * found.equal_tokens) ** 0.5 + 2 * SHINGLE_TOKENS + BLOCK
+    assert abs(group.equal_tokens - found.equal_tokens) <= strays
 
 
 @pytest.mark.parametrize("seed", SEEDS)
