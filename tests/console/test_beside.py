@@ -46,7 +46,14 @@ def status_at(port: int, token: str = "") -> Any:
 
 def consoles_of(keeper: int) -> list[int]:
     children = Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()
-    return [int(one) for one in children if b"console\0" in Path(f"/proc/{one}/cmdline").read_bytes()]
+    return [int(one) for one in children if b"console\0" in command_of(one)]
+
+
+def command_of(process: str) -> bytes:
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):  # it was reaped since it was listed
+        return b""
 
 
 @pytest.mark.slow
