@@ -425,14 +425,14 @@ class NamespaceHandle(HandOffVerbs):
 
     def _asked(self, token_ids: Any, extra_keys: ExtraKeys, counts: bool, request: str) -> tuple[int, m.MatchPrefix]:
         """Tokens asked for, and what a look-up of them asks. Raises `BadInput`."""
-        check_request(request)
+        if request != "":
+            check_request(request)
         tokens, keys = self._hashed(token_ids, extra_keys)
         return tokens, m.MatchPrefix(self.number, keys, counts, request)
 
     def _matched(self, tokens: int, keys: list[bytes], matched: m.Matched) -> Match:
-        reply = matched.reply
+        reply, found = matched.reply, matched.reply.blocks * self.block_tokens
         account = self._account(tokens, len(keys), reply)
-        found = reply.blocks * self.block_tokens
         return Match(keys, reply.blocks, found, reply.tiers, account, reply.reason, reply.detail)
 
     def _wanted(self, match: Match, first_token: int, deadline_ms: float, request: str) -> m.LeasePrefix:
@@ -441,7 +441,8 @@ class NamespaceHandle(HandOffVerbs):
         if first_token < 0:
             raise BadInput(f"first_token={first_token}; give 0 or more")
         check_deadline(deadline_ms)
-        check_request(request)
+        if request != "":
+            check_request(request)
         first_block = min(first_token // self.block_tokens, match.blocks)
         wait_ms = min(float(deadline_ms), 1000 * MAX_SECONDS)
         return m.LeasePrefix(self.number, match.keys[: match.blocks], first_block, wait_ms, request)

@@ -572,7 +572,8 @@ def _check_asked(
     number = caller.named.get(namespace)
     if number is None:
         raise BadInput(f"namespace {namespace} was not opened on this connection; open it first")
-    check_request(request)
+    if request != "":
+        check_request(request)
     distinct: set[bytes] = set()
     for first in range(0, len(keys), _CHECKED_AT_ONCE):
         some = keys[first : first + _CHECKED_AT_ONCE]
