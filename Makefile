@@ -25,6 +25,8 @@ STAGE  ?=
 # Tests share the cores, one worker for each; those that look at a clock run by themselves behind them. A test that hangs is
 # ended and named after this time. tests/kinds.py says which file is of which kind.
 TEST_LIMIT_SECONDS := 600
+# Tests start hundreds of processes: where the environment forbids it to be kept, each would compile the product anew.
+export PYTHONDONTWRITEBYTECODE :=
 PYTEST := $(VENV)/bin/python -m pytest -rs --timeout $(TEST_LIMIT_SECONDS)
 TOGETHER := -n auto --dist loadfile
 

@@ -63,6 +63,7 @@ def test_the_first_line_is_one_line_and_says_what_was_put_in_order(
     )
 
 
+@pytest.mark.slow
 def test_curves_are_drawn(trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     picture = trace.with_name("curves.png")

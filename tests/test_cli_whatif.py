@@ -51,6 +51,7 @@ def test_without_sizes_it_takes_some_and_compares_with_nothing(
     assert "exact" not in shown and "distinct; adaptive" in shown
 
 
+@pytest.mark.slow
 def test_a_curve_is_drawn(trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     picture = trace.with_name("curve.svg")

@@ -76,6 +76,7 @@ def test_the_wheel_holds_the_four_packages_and_nothing_else(built: str, request:
         assert f"{package}/__init__.py" in names
 
 
+@pytest.mark.slow
 def test_every_module_of_this_tree_is_in_the_wheel(wheel_of_this_tree: Path) -> None:
     modules = {
         f"{package}/{path.relative_to(ROOT / folder).as_posix()}"
@@ -95,6 +96,7 @@ def test_the_stubs_of_the_published_protocol_are_in_the_wheel(wheel_of_this_tree
     assert {"kvstore/wire/__init__.py", "kvstore/wire/store_pb2.pyi", *stubs} <= _names_in(wheel_of_this_tree)
 
 
+@pytest.mark.slow
 def test_data_files_travel_in_the_wheel(stand_in_wheel: Path) -> None:
     names = _names_in(stand_in_wheel)
     assert {

@@ -157,6 +157,7 @@ DRAWS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(APPLIED_TO_DRAWS))
 def test_draws_are_those_of_transformers(name: str) -> None:
     """From the same random numbers: a batch of one draws one number per token in both."""

@@ -186,6 +186,7 @@ def test_where_opentelemetry_is_absent_that_is_one_line_and_no_fault(caplog: pyt
     assert [one for one in caplog.messages if "prefix-kvstore[otel]" in one and "\n" not in one] == caplog.messages
 
 
+@pytest.mark.slow
 def test_nothing_of_opentelemetry_is_imported_by_the_adapter() -> None:
     program = (
         "import sys, engine_adapter.paged.scheduler, engine_adapter.vllm_requests, kvstore.client.spans as s; "

@@ -31,6 +31,7 @@ def test_a_sidecar_under_odd_requests_serves_another_tenant() -> None:
     assert told["refused"] > 100 and told["answered"] > 10 and told["pings"] > 0
 
 
+@pytest.mark.slow
 def test_a_client_of_an_odd_sidecar_has_misses() -> None:
     counts = clients(310, SEED)
     assert (

@@ -159,6 +159,7 @@ def test_a_fault_of_a_process_is_noticed(witness: Witness) -> None:
         witness.hear(b"", ["opening", "fault it did not work"])
 
 
+@pytest.mark.slow
 def test_a_failpoint_that_is_not_reached_is_noticed(children: Nursery, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torture.campaign.REACHED_WITHIN_SECONDS", 0)
     with pytest.raises(AssertionError, match="'slabs closed' was not reached"):

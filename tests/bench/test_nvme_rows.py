@@ -61,6 +61,7 @@ def test_every_path_has_a_row(measured: tuple[tiers.TiersResult, list[str]]) -> 
     assert any("filling" in line for line in said) and any("durable" in line for line in said)
 
 
+@pytest.mark.slow
 def test_what_cold_turns_delivered_is_counted(measured: tuple[tiers.TiersResult, list[str]]) -> None:
     disk = measured[0].disk
     assert disk is not None

@@ -153,6 +153,7 @@ def test_a_request_is_shown_as_the_command_shows_it(served: tuple[Sidecar, Runni
     assert shown.ask("/api/request").status == 422 and shown.ask(f"/api/request?id={'x' * 300}").status == 422
 
 
+@pytest.mark.slow
 def test_an_engine_that_comes_and_goes_is_told(served: tuple[Sidecar, RunningConsole]) -> None:
     sidecar, shown = served
     with sidecar.client() as store:
@@ -257,6 +258,7 @@ def test_bytes_that_are_no_http_end_no_more_than_their_connection(served: tuple[
     assert shown.ask("/api/status").status == 200 and shown.process.poll() is None
 
 
+@pytest.mark.slow
 def test_streams_are_bounded_and_have_the_same_bytes(served: tuple[Sidecar, RunningConsole]) -> None:
     _, shown = served
     port = int(shown.url.rstrip("/").rpartition(":")[2])
@@ -305,6 +307,7 @@ def test_without_the_token_nothing_is_told(locked: RunningConsole) -> None:
     assert page.status == 200 and TOKEN.encode() not in page.body
 
 
+@pytest.mark.slow
 def test_the_token_opens_the_api_and_the_form_gives_a_cookie(locked: RunningConsole) -> None:
     assert locked.ask("/api/status", Authorization=f"Bearer {TOKEN}").status == 200
     origin = locked.url.rstrip("/")
@@ -321,6 +324,7 @@ def test_the_token_opens_the_api_and_the_form_gives_a_cookie(locked: RunningCons
     assert locked.ask("/api/status", Cookie=name).status == 401
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags, words",
     [
@@ -349,6 +353,7 @@ def test_what_is_wrong_at_the_start_is_one_line(tmp_path: Path, flags: list[str]
 # Beside a sidecar -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_console_that_is_stopped_or_killed_changes_no_answer(tmp_path: Path) -> None:
     with Sidecar(tmp_path) as sidecar, sidecar.client() as store:
         handle = store.namespace(model=MODEL, layout=small_layout())
@@ -363,6 +368,7 @@ def test_a_console_that_is_stopped_or_killed_changes_no_answer(tmp_path: Path) -
                 assert facts.state == "ready" and facts.door.refused == facts.door.malformed == 0
 
 
+@pytest.mark.slow
 def test_it_waits_for_a_sidecar_and_finds_the_next_one(tmp_path: Path) -> None:
     with console(tmp_path / "observe.sock") as shown:
         status = shown.until("/api/status", lambda one: one["contact"]["error"])
@@ -379,6 +385,7 @@ def test_it_waits_for_a_sidecar_and_finds_the_next_one(tmp_path: Path) -> None:
         assert len(shown.ask("/api/series").json["restarts"]) == 1
 
 
+@pytest.mark.slow
 def test_it_ends_soon_although_a_page_listens(served: tuple[Sidecar, RunningConsole]) -> None:
     sidecar, _ = served
     with console(sidecar.observe_path) as shown:

@@ -73,6 +73,7 @@ def asked(shown: RunningConsole, path: str, who: str) -> Any:
     return shown.ask(path, authorization=f"Bearer {TOKENS[who]}").json
 
 
+@pytest.mark.slow
 def test_a_tenant_sees_its_own_figures(shown: RunningConsole) -> None:
     (tenant,) = asked(shown, "/api/tenants", "red")
     assert tenant["tenant"] == "red" and tenant["asked_tokens"] == 192 and tenant["share"] == 0.25
@@ -191,6 +192,7 @@ def test_names_with_spaces_have_tokens_too() -> None:
     assert tokens.operator == TOKENS[""] and tokens.tenants == {TOKENS["red"]: "the red team"}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium here: see test_browser.py")
 def test_its_pages_show_it_alone(shown: RunningConsole, tmp_path: Path) -> None:
     with Browser(tmp_path) as browser:

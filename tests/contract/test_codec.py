@@ -382,12 +382,13 @@ class TestRawOnDevice(OnDevice, TestRawCodec):
         return codec_named("raw", self.route())
 
 
+@pytest.mark.slow  # `make test` has raw blocks, and the schemes' kernels
 class TestInt8Kc64OnDevice(OnDevice, Int8Contract):
     def make(self) -> Codec:
         return codec_named("int8-kc64", self.route())
 
 
-@pytest.mark.slow  # `make test` has the other scheme's
+@pytest.mark.slow
 class TestInt8ThOnDevice(OnDevice, Int8Contract):
     def make(self) -> Codec:
         return codec_named("int8-th", self.route())

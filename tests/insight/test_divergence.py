@@ -140,6 +140,7 @@ def test_a_start_that_fills_no_block(seed: int) -> None:
     assert compare_prompts(SeenPrompt(first), SeenPrompt(is_filled), BLOCK, SHINGLER) is None
 
 
+@pytest.mark.slow
 def test_nothing_is_found_in_a_thousand_random_prompts() -> None:
     generator = np.random.default_rng(7)
     index = SketchIndex(1024)

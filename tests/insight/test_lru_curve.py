@@ -97,6 +97,7 @@ def test_batches_change_nothing(prompts: list[tuple[list[int], int]], cuts: int)
     assert several.hit_rates(sizes) == pytest.approx(one.hit_rates(sizes), rel=1e-2, abs=1e-9)
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 1 << 30), fade=st.floats(0.1, 1))
 @settings(max_examples=15, deadline=None)
 def test_it_is_bounded_whatever_comes(seed: int, fade: float) -> None:
@@ -149,6 +150,7 @@ def test_what_is_hot_is_always_taken_and_is_as_others_later() -> None:
     assert curve.hot_names == 0
 
 
+@pytest.mark.slow
 def test_the_sample_stands_for_all() -> None:
     """Of a made up load: documents that are asked for evenly, behind one prompt, with questions of their own."""
     random = np.random.default_rng(4)
@@ -167,6 +169,7 @@ def test_the_sample_stands_for_all() -> None:
         assert curve.sample_ratio < 0.2 and off.mean() <= 0.03
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_a_long_prompt_of_every_second_request_bends_nothing(seed: int) -> None:
     """As an agent's: 200 blocks, 80 % of all references. Hot names are looked for in requests that are not all of one

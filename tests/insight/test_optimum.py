@@ -19,6 +19,7 @@ MEASURED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "blocks"), [(name, size) for name, sizes in MEASURED.items() for size in sizes])
 def test_it_has_the_figures_that_were_measured(name: str, blocks: int) -> None:
     trace = recorded(name)

@@ -157,6 +157,7 @@ def requests(draw: st.DrawFn) -> PlanRequest:
     )
 
 
+@pytest.mark.slow
 @given(requests(), st.integers(0, 10**12))
 def test_more_memory_means_never_fewer_users(request: PlanRequest, more: int) -> None:
     larger = replace(request, gpu_memory_bytes=request.gpu_memory_bytes + more)
@@ -164,6 +165,7 @@ def test_more_memory_means_never_fewer_users(request: PlanRequest, more: int) ->
         assert value(larger, key) >= value(request, key)
 
 
+@pytest.mark.slow
 @given(requests(), st.integers(0, 1 << 20))
 def test_longer_contexts_mean_never_more_users(request: PlanRequest, more: int) -> None:
     longer = replace(request, context_tokens=request.context_tokens + more)

@@ -36,6 +36,7 @@ MEASURED = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "blocks"),
     [

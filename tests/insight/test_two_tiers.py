@@ -120,6 +120,7 @@ ADMISSIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", kvstore.config.POLICIES)
 @pytest.mark.parametrize("admission", ADMISSIONS)
 @given(prompts=PROMPTS, above=st.integers(1, 8), below=st.integers(1, 12), seed=st.integers(0, 3))

@@ -205,6 +205,7 @@ def test_the_words_say_how_far_to_trust_it() -> None:
     assert words.startswith("estimated for LRU from 16 names") and "sampled references only" in words
 
 
+@pytest.mark.slow
 def test_where_sampling_takes_much_of_the_work_fewer_names_are_sampled_and_later_more_again() -> None:
     clock = HandClock()
     whatif = WhatIf(clock, SALT, 2_048)
@@ -259,6 +260,7 @@ def test_a_namespace_has_to_be_opened_first() -> None:
     assert told.points[-1].token_hit_rate == pytest.approx(1 / 3)
 
 
+@pytest.mark.slow
 def test_memory_is_bounded_with_two_estimators_and_a_full_queue() -> None:
     random = np.random.default_rng(1)
     clock = HandClock()

@@ -140,6 +140,7 @@ def errors_at(name: str, size: int, told_part: float, seeds: Sequence[int]) -> f
     return float(np.abs(np.array(rates) - whole).mean())
 
 
+@pytest.mark.slow
 def test_adaptive_of_the_shorter_trace_is_met_at_one_size() -> None:
     assert errors_at("mooncake_synthetic", 2_000, part_for(2_000), (0,)) <= 0.015
 

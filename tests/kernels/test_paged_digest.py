@@ -38,6 +38,7 @@ def wanted_of(payload: torch.Tensor, at: int, slice_bytes: int, slices: int) -> 
 EDGES = [248, 256, 264, 320, 1016, 1024, 1032, 1080, 1088, 1096, 2040, 2048, 2056, 3072, 5000, 10240]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slice_bytes", EDGES)
 def test_lengths_at_the_edges(slice_bytes: int) -> None:
     payload = payload_of(2, 4096 + 2 * slice_bytes + 24, slice_bytes)

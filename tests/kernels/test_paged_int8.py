@@ -112,6 +112,7 @@ def block_of(plane: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
     return plane[pages.long()].flatten(0, 1).transpose(0, 1)
 
 
+@pytest.mark.slow
 @cases
 def test_quantizing_is_the_twin_bit_for_bit(codec: str, case: Case) -> None:
     """With header, tail and the layers that were not asked for as they were."""

@@ -413,6 +413,7 @@ class KeysMachine(RuleBasedStateMachine):
             assert all(secret.hex() not in text for _, secret in (one.first, *one.epochs))
 
 
+@pytest.mark.slow
 def test_any_order_of_rotations_retirements_and_purges(tmp_path: Path) -> None:
     KeysMachine.path = tmp_path
     checks = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]

@@ -227,6 +227,7 @@ def test_a_thread_that_may_wait_and_one_that_must_not(store: EmbeddedStore) -> N
 # Threads --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_threads_do_at_a_time_each_wait_is_told_once(tmp_path: Path, seed: int) -> None:
     """Puts, aborts, evictions, drops, cancels and awaits of the same chains."""

@@ -112,6 +112,7 @@ def answer(handle: NamespaceHandle, after: int) -> m.Changed:
     return told[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nvme", ["off", "2MiB"])
 def test_who_follows_ends_with_what_the_store_holds(tmp_path: Path, nvme: str) -> None:
     seed = secrets.randbits(32)

@@ -285,6 +285,7 @@ SLOTS: list[tuple[str, Callable[[Path], None], tuple[str, str, int], str]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("damage", "want", "words"), [one[1:] for one in SLOTS], ids=[one[0] for one in SLOTS])
 def test_damage_to_a_slot(kv: Path, damage: Callable[[Path], None], want: tuple[str, str, int], words: str) -> None:
     damage(kv)
@@ -333,6 +334,7 @@ def test_what_people_read(kv: Path) -> None:
     assert "Repaired: frames in the index 47, given up 1, slots emptied 0, slab headers written again 0" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("page", "word"), [(0, "first"), (-PAGE_BYTES, "last")])
 @pytest.mark.parametrize("damage", ["a bit", "a bit of its key's name", "zeros"])
 def test_one_header_of_a_slab(kv: Path, page: int, word: str, damage: str) -> None:
@@ -384,6 +386,7 @@ UNUSABLE: list[tuple[str, Callable[[Path], None], str, str]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("damage", "name", "words"), [one[1:] for one in UNUSABLE], ids=[one[0] for one in UNUSABLE])
 def test_a_slab_that_cannot_be_used_is_told_and_never_touched(
     kv: Path, damage: Callable[[Path], None], name: str, words: str
@@ -432,6 +435,7 @@ STAMPS: list[tuple[str, Callable[[Path], None], str, bool]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("damage", "words", "index_too"), [one[1:] for one in STAMPS], ids=[one[0] for one in STAMPS])
 def test_damage_to_the_stamp(kv: Path, damage: Callable[[Path], None], words: str, index_too: bool) -> None:
     damage(kv)
@@ -480,6 +484,7 @@ INDEXES: list[tuple[str, Callable[[Path], None], IndexState, str]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("damage", "state", "words"), [one[1:] for one in INDEXES], ids=[one[0] for one in INDEXES])
 def test_an_index_that_the_next_start_builds_again(
     kv: Path, damage: Callable[[Path], None], state: IndexState, words: str
@@ -863,6 +868,7 @@ for number, (sort, at) in enumerate(chosen):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1])
 def test_a_repair_that_is_killed_leaves_a_directory_that_opens(dropped: Path, tmp_path: Path, seed: int) -> None:
     flip_slot(dropped, FIRST, slot_of_block(dropped, FIRST, BLOCKS - 1), 5000)

@@ -66,6 +66,7 @@ def test_every_path_of_the_settings_may_begin_with_a_tilde(home: Path) -> None:
         read_settings('[door]\nsocket = "~nobody-of-this-name/s"\n')
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command", [["stat"], ["fsck", "~/none"], ["replay", "~/none"], ["warm", "~/none", "--namespace", "a"]]
 )

@@ -36,6 +36,7 @@ def prompts(random: Random, count: int) -> list[list[int]]:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*POLICIES, "by worth"])
 def test_a_replay_tells_what_the_store_does(name: str, tmp_path: Path) -> None:
     """The same prompts through a store with leases, puts and real pages, and through its tables alone."""

@@ -11,6 +11,8 @@ import urllib.request
 from collections import deque
 from pathlib import Path
 
+import pytest
+
 import kvstore
 from metrics.scraped import Scrape
 from service.sidecar import patient
@@ -105,6 +107,7 @@ HOSTILE = (
 )
 
 
+@pytest.mark.slow
 def test_hostile_clients_never_stall_the_door(tmp_path: Path) -> None:
     """As many at a time as threads can make, for as long as an engine stores and loads."""
     over, made, layout = threading.Event(), [0] * len(HOSTILE), small_layout()

@@ -94,6 +94,7 @@ kvstore.cli.main.main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["grpc", "grpc_health", "google.protobuf", "h11"])
 def test_without_its_packages_it_says_which_one_is_missing(module: str) -> None:
     code = WITHOUT.format(before=f"sys.modules[{module!r}] = None")

@@ -95,6 +95,7 @@ def test_what_few_ask_for_is_counted_exactly() -> None:
     book.check()
 
 
+@pytest.mark.slow
 def test_what_many_ask_for_is_sampled_without_a_bias() -> None:
     book, time = a_book()
     seconds, rate = 100, 2000
@@ -129,6 +130,7 @@ def test_what_counted_half_an_hour_ago_counts_half() -> None:
     assert shown(book).hottest == []
 
 
+@pytest.mark.slow
 def test_queues_and_trees_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_NODES", 256)
     book, time = a_book(RED, BLUE)
@@ -245,6 +247,7 @@ def test_sketches_that_come_too_fast_are_left_out() -> None:
     assert shown(book).prompts == 2000 and shown(book).sketches == module.MOST_PROMPTS_AT_ONCE + 20
 
 
+@pytest.mark.slow
 def test_all_that_a_message_can_hold_is_bounded_in_bytes() -> None:
     book, time = a_book()
     draw = np.random.default_rng(1)

@@ -93,6 +93,7 @@ def test_a_tree_is_bounded_and_keeps_what_is_hot() -> None:
     tree.check()
 
 
+@pytest.mark.slow
 def test_a_chain_of_many_ends_is_walked_without_recursion() -> None:
     tree = PrefixTree(BLOCK, 1000)
     keys = chain(*range(3000))

@@ -189,6 +189,7 @@ def test_a_salt_and_another_namespace_are_named(store: EmbeddedStore, seed: int)
     assert (group.kind, group.what) == (PromptChange.NAMESPACE, "adapter")
 
 
+@pytest.mark.slow
 def test_nothing_is_told_of_a_thousand_random_prompts(store: EmbeddedStore) -> None:
     draw, handle = np.random.default_rng(7), store.namespace(model=MODEL, layout=LAYOUT)
     sampler, partings = PromptSampler(1, lambda: 0.0), Partings(lambda one, other: "")

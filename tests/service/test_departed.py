@@ -99,6 +99,7 @@ def swept(sidecar: Sidecar) -> int:
     return sidecar.sessions.looks - before
 
 
+@pytest.mark.slow
 def test_a_client_that_leaves_thousands_of_times_and_keeps_its_memory(tmp_path: Path) -> None:
     """It is turned away from some point on, and told why; a sweep costs no more for it; nobody else is the worse."""
     limits = DoorLimits(connections=96, sweep_seconds=10.0)

@@ -342,6 +342,7 @@ def test_a_purge_asks_at_a_terminal(sidecar: Running, answer: bytes, is_purged: 
     assert (secret in (Path(data) / "keys").read_text()) is not is_purged
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments", [("stat",), ("namespaces",), ("drop", "ab"), ("purge", "a", "--yes"), ("stat", "--watch", "--json")]
 )

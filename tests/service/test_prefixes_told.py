@@ -154,6 +154,7 @@ def test_the_hottest_prefix_is_shown_as_it_is_stored(tmp_path: Path) -> None:
         assert (row.stored_tokens, row.tiers, row.retained_until) == (0, {}, None)
 
 
+@pytest.mark.slow
 def test_the_command_prints_sentences_and_an_object(tmp_path: Path) -> None:
     with Sidecar(tmp_path) as sidecar, sidecar.client() as store:
         handle = opened(store)

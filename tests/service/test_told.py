@@ -97,6 +97,7 @@ def test_loads_of_one_tier_say_how_fast_it_is(tmp_path: Path) -> None:
         assert rates() == {}
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_timeline_and_an_object(tmp_path: Path) -> None:
     with Sidecar(tmp_path) as sidecar, sidecar.client() as store:
         handle = opened(store)

@@ -570,6 +570,7 @@ def failing_calls() -> list[Any]:
     return [pytest.param(call, error, id=f"{call}, {error.args[0]}") for call, error in errors]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("call", "error"), failing_calls())
 def test_any_one_call_fails(call: str, error: Any) -> None:
     """Every call of a kind in its turn; afterwards the disk works again."""

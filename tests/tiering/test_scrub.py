@@ -94,6 +94,7 @@ def run_pass(scrub: Scrub, clock: FakeClock, verdicts: dict[int, CheckResult] | 
 # The walk -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(SEED, SEED + 12))
 def test_every_frame_is_visited_once_in_a_pass_whatever_comes_and_goes(seed: int) -> None:
     print("seed", seed)
