@@ -139,6 +139,7 @@ def test_chunk_by_chunk_while_the_other_one_computes(tmp_path: Path) -> None:
         seen: Counter[int] = Counter()
         while prefilled.told is None:
             both.prefill.step()
+            wait_until(lambda: not any(one._saves or one._saving for one in both.prefill.workers))
             both.decode.step()
             seen[stored(both, prompt)] += 1
         both.decode.run()
