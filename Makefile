@@ -132,7 +132,7 @@ test-slow: $(STAMP)
 	$(PYTEST) -m 'slow and alone' --ignore=$(ENGINE_TESTS) $(if $(SHARE),--share $(SHARE)) $(ARGS) || [ $$? -eq 5 ]
 
 test-engines: $(STAMP) $(ENGINE_STAMP)
-	$(ENGINES)/bin/python -m pytest -rs -p no:cacheprovider --timeout $(ENGINE_LIMIT_SECONDS) -m 'not slow' $(ENGINE_TESTS) $(ARGS)
+	$(ENGINES)/bin/python -m pytest -rs -p no:cacheprovider -n 2 --dist loadfile --timeout $(ENGINE_LIMIT_SECONDS) -m 'not slow' $(ENGINE_TESTS) $(ARGS)
 
 browser: $(STAMP)
 	$(PYTEST) tests/console/test_browser.py $(ARGS)

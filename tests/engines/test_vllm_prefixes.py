@@ -29,8 +29,8 @@ def test_prompts_that_part_are_told_and_what_is_hot(
 ) -> None:
     wait = [{"do": "settle"}, {"do": "generate", "prompts": [[1, 2, 3]]}]
     steps = [
-        {"do": "generate", "prompts": [timed(number) for number in range(6)], "as": "timed"},
-        {"do": "generate", "prompts": [timed(0)], "salt": "mine", "as": "salted"},
+        *({"do": "generate", "prompts": [timed(number)], "as": f"timed {number}"} for number in range(6)),
+        *({"do": "generate", "prompts": [timed(0)], "salt": f"{number}"} for number in range(6)),
         *wait,
         {"do": "reset"},
         {"do": "generate", "prompts": [timed(0), [*timed(0)[:1400], 5, 6, 7], timed(0)[:1300]], "as": "again"},
@@ -39,13 +39,14 @@ def test_prompts_that_part_are_told_and_what_is_hot(
     transfer = models.connector(sidecar.url, codec="raw", sketch_every=1, **models.PATIENT)
     options = {"dtype": "float32", "max_model_len": 2048}
     told = named(steps, run({"model": saved(), "transfer": transfer, "options": options, "steps": steps}))
-    assert all(one["kvstore"]["misses"] for one in told["timed"])
+    assert all(told[f"timed {number}"][0]["kvstore"]["misses"] for number in range(6))
     admin, clock = f"{sidecar.directory}/admin.sock", SystemClock()
-    wait_until(lambda: ask.prefixes(admin, clock, "").prompts >= 7 and bool(ask.prefixes(admin, clock, "").partings))
+    # A sketch is lost where another one is still compared, or the sidecar is late: of six of a kind, some come.
+    wait_until(lambda: {"changed", "other salt"} <= {one.kind for one in ask.prefixes(admin, clock, "").partings})
+    wait_until(lambda: any(one.saved_tokens_per_hour > 0 for one in ask.prefixes(admin, clock, "").hottest))
     figures = ask.prefixes(admin, clock, "")
     found = {one.kind: one for one in figures.partings}
     changed = found["changed"]
     assert (changed.place, changed.last_place, changed.earlier_tokens, changed.tokens) == (PLACE, PLACE, 3, 3)
-    assert changed.is_exact and changed.prompts == 5 and changed.equal_tokens == TOKENS - PLACE - 3
-    assert found["other salt"].place == 0 and figures.prompts == 7
-    assert any(one.saved_tokens_per_hour > 0 for one in figures.hottest), "what the last prompts loaded"
+    assert changed.is_exact and changed.prompts <= 5 and changed.equal_tokens == TOKENS - PLACE - 3
+    assert found["other salt"].place == 0 and changed.prompts + found["other salt"].prompts < figures.prompts <= 12
