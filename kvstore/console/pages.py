@@ -44,6 +44,7 @@ from kvstore.console.figures import (
     tenants_of,
     whatif_of,
 )
+from kvstore.console.help import help_page
 from kvstore.console.operate import (
     MOST_ORDER_BYTES,
     ORDERS,
@@ -78,6 +79,8 @@ TYPES = {
     "txt": "text/plain; charset=utf-8",
 }
 PAGES = ("/", "/misses", "/prefixes", "/tenants", "/moves", "/engines", "/request", "/plan", "/operate", "/events")
+HELP = "/help"
+"""A page without numbers: what all panels, reasons and alerts mean."""
 MOST_FORM_BYTES = 8192
 ACTIONS = {f"/api/operator/{what}": order for what, order in ORDERS.items()}
 """Asked with POST, where the console acts for an operator."""
@@ -172,6 +175,8 @@ def make_app(
     if guard.has_token:
         shown = files["index.html"].replace(b'action="/logout" hidden', b'action="/logout"')
         static["index.html"] = StaticFile.of("index.html", shown)
+    written = help_page(files["dashboard.md"].decode(), static["index.html"].body)
+    static["help.html"] = StaticFile.of("help.html", written)
     _add_api(app, watch, hub)
     if actions is not None:
         _add_actions(app, actions)
@@ -241,7 +246,7 @@ class Gate:
             scope[TENANT] = reader.tenant
             scope[WHO] = f"operator's {'login' if authorization is None else 'token'} at {(scope['client'] or '-')[0]}"
             return None
-        if path in PAGES:
+        if path in PAGES or path == HELP:
             return RedirectResponse("/login", 303)
         answer = _json(ApiError("give the token: Authorization: Bearer ..., or log in at /login"), 401)
         answer.headers["www-authenticate"] = "Bearer"
@@ -432,6 +437,10 @@ def _add_pages(app: FastAPI, guard: Guard, static: Mapping[str, StaticFile]) -> 
 
     for path in PAGES:
         app.add_api_route(path, page, methods=["GET", "HEAD"], include_in_schema=False)
+
+    @app.api_route(HELP, methods=["GET", "HEAD"], include_in_schema=False)
+    async def help_(request: Request) -> Response:
+        return _file(static["help.html"], request.headers.get("if-none-match"))
 
     @app.api_route("/static/{name:path}", methods=["GET", "HEAD"], include_in_schema=False)
     async def static_file(request: Request, name: str) -> Response:

@@ -12,7 +12,7 @@ import pytest
 from console.browser import CHROMIUM, Browser
 from console.running import LAYOUT, RunningConsole, console, serve_traffic, tell_prompts
 from kvstore.block.account import MissReason
-from kvstore.console.pages import PAGES
+from kvstore.console.pages import HELP, PAGES
 from kvstore.protocol.told import RequestTold
 from service.sidecar import Sidecar
 from tiering.nvme.lmdb_index import LmdbMaker
@@ -57,7 +57,7 @@ def test_every_page_is_whole_and_quiet(
     browser.asked.clear()
     with sidecar.client() as store:
         assert store is not None
-        for page in PAGES:
+        for page in (*PAGES, HELP):
             browser.open(shown.url.rstrip("/") + page)
             browser.until("!document.querySelector('.wait')")
             path = tmp_path / f"{page.strip('/') or 'overview'}-{theme}-{width}.png"
@@ -93,6 +93,25 @@ def test_the_bar_has_the_tokens_of_the_api_and_the_sidecar(
     reasons = "Object.fromEntries([...document.querySelectorAll('.reason')].map(one => [one.id, +one.dataset.tokens]))"
     browser.until("document.querySelector('.reason')")
     assert browser.value(reasons) == looked.miss_tokens
+
+
+def test_a_reasons_link_leads_to_its_words_on_this_host(
+    served: tuple[Sidecar, RunningConsole], browser: Browser
+) -> None:
+    _, shown = served
+    browser.looks(1280, 900, "light")
+    browser.open(f"{shown.url}misses")
+    browser.until("document.querySelector('#evicted.reason a')")
+    meaning = browser.value("document.querySelector('#evicted dd').textContent")
+    browser.asked.clear()
+    browser.value("document.querySelector('#evicted.reason a').click()")
+    browser.until("location.pathname === '/help' && document.body && document.body.dataset.ready === '1'")
+    assert browser.value("location.hash") == "#evicted"
+    row = "document.getElementById('evicted').closest('tr')"
+    assert meaning in browser.value(f"{row}.textContent")
+    browser.until(f"{row}.getBoundingClientRect().top >= 0 && {row}.getBoundingClientRect().bottom <= innerHeight")
+    assert {urlsplit(url).netloc for url in browser.asked} == {urlsplit(shown.url).netloc}
+    assert browser.logged == []
 
 
 def test_the_plan_has_the_apis_figures_and_says_what_cannot_be_planned(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from html import unescape
 from math import isnan
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ from kvstore.console.figures import (
     tenants_of,
     whatif_of,
 )
+from kvstore.console.help import help_page
 from kvstore.console.reasons import REASONS
 from kvstore.console.rings import MOST_SERIES, STEPS, WINDOWS, Rings, SidecarReading
 from kvstore.protocol.status import (
@@ -194,6 +197,27 @@ def test_the_docs_have_each_reasons_words_at_an_anchor_of_its_name() -> None:
     for reason, words in REASONS.items():
         row = f'| <a id="{reason}"></a>`{reason}` | {words.meaning} | {words.cause} | {words.remedy} |'
         assert page.count(row) == 1, reason
+
+
+def test_the_consoles_help_has_all_of_that_page_and_its_links_lead_somewhere() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "dashboard.md").read_text()
+    shell = (Path(__file__).resolve().parents[2] / "kvstore" / "console" / "static" / "index.html").read_bytes()
+    shown = help_page(page, shell).decode()
+    anchors, links = re.findall(r'id="([^"]+)"', shown), re.findall(r'href="#([^"]+)"', shown)
+    assert len(set(anchors)) == len(anchors) and set(links) <= set(anchors) >= set(REASONS) and len(links) > 5
+    assert shown.startswith("<!doctype html>") and "Asking the console" not in shown
+    words = unescape(re.sub(r"<[^>]+>", "", shown))
+    for reason, text in REASONS.items():
+        assert f"{reason}{text.meaning}{text.cause}{text.remedy}" in words, reason
+    for text in re.findall(r"^#+ (.+)$", page, re.MULTILINE):
+        assert text in words
+    assert not re.search(r"\]\(|`|\*|\|", words), "a form that is not read"
+
+
+def test_what_a_document_says_is_text_in_the_help() -> None:
+    shell = b'<main id="main">old</main>'
+    shown = help_page('# <b>&\n`<i>` *<u>* [<s>](#x"y) [z](other.md#<a>)\n', shell).decode()
+    assert not re.search(r"<[bisu]>|<a>|old", shown) and 'x"y' not in shown
 
 
 def test_a_reason_of_a_newer_sidecar_is_shown_by_its_name() -> None:

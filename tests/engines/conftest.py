@@ -68,10 +68,10 @@ class Sidecar:
 
 
 @contextmanager
-def started(name: str) -> Iterator[Sidecar]:
+def started(name: str, *options: str) -> Iterator[Sidecar]:
     """One that has nothing yet. In a folder with a short name, since sockets' names are short."""
     directory = Path("/tmp") / f"kv-{os.getpid()}-{name[-12:]}"
-    made = Sidecar(directory)
+    made = Sidecar(directory, *options)
     try:
         yield made
     finally:

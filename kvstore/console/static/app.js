@@ -16,6 +16,7 @@ const PAGES = [
   ["/plan", "Plan", pages.plan, { models: "/api/models", planned: `/api/plan?${filled}` }],
   ["/operate", "Operate", operate, (status) => (status.acts ? { namespaces: "/api/namespaces", tenants: "/api/tenants" } : {})],
   ["/events", "Events", pages.events, (status) => ({ events: "/api/events", ...(status.acts ? { audit: "/api/audit" } : {}) })],
+  ["/help", "Help", null, {}],  // the console wrote it already
 ];
 const WINDOWS = { run: "since start", "15m": "15 min", "1h": "1 h", "6h": "6 h", "24h": "24 h", "7d": "7 d" };
 const WORDS = { run: "since the sidecar began", "15m": "in the last 15 minutes", "1h": "in the last hour", "6h": "in the last 6 hours", "24h": "in the last 24 hours", "7d": "in the last 7 days" };
@@ -44,6 +45,7 @@ function chosenRing() {
   return up <= 900 ? "15m" : up <= 3600 ? "1h" : up <= 21600 ? "6h" : up <= 86400 ? "24h" : "7d";
 }
 async function draw() {
+  if (!render) { ready(); return; }
   if (isDrawing || !status) return;
   isDrawing = true;
   try {
@@ -71,7 +73,7 @@ async function draw() {
     ready();
   } finally { isDrawing = false; }
 }
-function say(text) { endCharts(); main.replaceChildren(make("section.panel.wide.health.error", { id: "health" }, text)); }
+function say(text) { if (!render) return; endCharts(); main.replaceChildren(make("section.panel.wide.health.error", { id: "health" }, text)); }
 function ready() { document.body.dataset.ready = "1"; }
 function tell() {
   const silent = (Date.now() - heardAt) / 1000;
@@ -86,7 +88,7 @@ function tell() {
 }
 function take(next) {
   status = next; heardAt = Date.now();
-  if (next.tenant) document.querySelectorAll("#nav a").forEach((one) => { one.hidden = !["/misses", "/prefixes", "/tenants", "/request", "/plan"].includes(new URL(one.href).pathname); });
+  if (next.tenant) document.querySelectorAll("#nav a").forEach((one) => { one.hidden = !["/misses", "/prefixes", "/tenants", "/request", "/plan", "/help"].includes(new URL(one.href).pathname); });
   document.querySelector('#nav a[href^="/operate"]').hidden = !next.acts;
   if (next.tenant && path === "/") { location.replace("/tenants"); return; }
   const isNew = run !== null && next.run !== run;

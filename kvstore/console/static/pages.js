@@ -18,7 +18,7 @@ export function misses({ status, series, window, windows, words, misses: reasons
     wide(`Misses, ${series.words}`, lines.length ? chart("Missed tokens a second by reason", series.times, rates(series, lines), { stacked: true, unit: " tokens/s", restarts: series.restarts, step: series.step, note: series.note }) : make("p.quiet", {}, `No misses in this time. ${series.note}`)),
     ...listed.map((reason, at) => {
       const card = panel(`${reason.reason.replaceAll("_", " ")}: ${percent(of(reason), one.asked)} of all tokens asked for (${whole(of(reason))})`,
-        make("dl", {}, make("dt", {}, "what it means"), make("dd", {}, reason.meaning), make("dt", {}, "usual cause"), make("dd", {}, reason.cause), make("dt", {}, "what to do"), make("dd", {}, reason.remedy), make("dt", {}, "more"), make("dd", {}, make("code", {}, `docs/dashboard.md#${reason.reason}`))));
+        make("dl", {}, make("dt", {}, "what it means"), make("dd", {}, reason.meaning), make("dt", {}, "usual cause"), make("dd", {}, reason.cause), make("dt", {}, "what to do"), make("dd", {}, reason.remedy), make("dt", {}, "more"), make("dd", {}, make("a", { href: `/help#${reason.reason}` }, `Help: ${reason.reason}`))));
       card.classList.add("reason", `hue-${missHue(at)}`);
       card.id = reason.reason;
       card.dataset.tokens = of(reason);

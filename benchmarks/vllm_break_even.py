@@ -1,0 +1,199 @@
+"""From which prefix on loading is sooner than computing: as `kvstore plan` says, and as measured on a vLLM for CPUs.
+
+    .venv-engines/bin/python benchmarks/vllm_break_even.py [--turns 4] [--json]
+
+A vLLM on a CPU computes so slowly that a prefix of one block is already worth its load: the first row. So loads go
+through links of known speed (`throttled_link.py`), chosen so that both ways cross at some blocks' length: 0.7 of what
+computing so many tokens takes is the link's overhead, 0.3 are its bytes. What the plan is told: the prefill rate, from
+prompts of 1, 3 and 5 blocks before the turns, and the link's speed and overhead. What is measured: times to the first
+token of new prompts, and of stored ones that the engine forgot, by turns; they cross where their medians do, between
+two lengths of whole blocks. At most 10 % apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+from throttled_link import FRAME_BYTES, LINK_FILE
+
+from kvstore.bench.engines import ttft_vllm
+from kvstore.bench.engines.ttft_vllm import PAGE_TOKENS, PATIENT, RAW
+from kvstore.bench.engines.vllm_rows import LLAMAS, VllmOptions
+from kvstore.insight.models import described
+from kvstore.insight.plan import Plan, PlanRequest, TierSpeed, plan
+from kvstore.insight.replays import QUADRATIC_TOKENS
+
+ALLOWED = 0.1
+CROSSINGS = (1.5, 2.5, 3.5)
+"""In blocks: where links are chosen to have them."""
+OVERHEAD_SHARE = 0.7
+LEARNED_AT = (1, 3, 5)
+LEARNING_TURNS = 2
+UNTHROTTLED = (1e15, 0.0)
+MODEL = described(
+    LLAMAS["mid"]["num_hidden_layers"], LLAMAS["mid"]["num_key_value_heads"], LLAMAS["mid"]["head_dim"], "bfloat16"
+)
+Times = Mapping[int, Sequence[float]]
+"""Seconds to the first token, by blocks of the prefix."""
+
+
+def planned(rate: float, speed: float, overhead: float) -> Plan:
+    """One way to load."""
+    tier = TierSpeed("link", speed, overhead)
+    return plan(PlanRequest(MODEL, codec="raw", block_tokens=PAGE_TOKENS, prefill_rate=rate, tiers=(tier,)))
+
+
+def rate_of(computed: Times, fixed: float) -> float:
+    """Of a short prompt: the plan's n / rate * (1 + n / Q), through what was measured."""
+    tokens = {blocks: blocks * PAGE_TOKENS for blocks in computed}
+    return statistics.median(
+        tokens[blocks] * (1 + tokens[blocks] / QUADRATIC_TOKENS) / (statistics.median(times) - fixed)
+        for blocks, times in computed.items()
+    )
+
+
+def crossing(computed: Times, loaded: Times) -> float | None:
+    """Tokens at which both take as long; None where they do not cross between the lengths that were tried."""
+    lengths = sorted(loaded)
+    more = [statistics.median(loaded[one]) - statistics.median(computed[one]) for one in lengths]
+    for at in range(len(lengths) - 1):
+        if more[at] > 0 >= more[at + 1]:
+            share = more[at] / (more[at] - more[at + 1])
+            return PAGE_TOKENS * (lengths[at] + share * (lengths[at + 1] - lengths[at]))
+    return None
+
+
+class Measured:
+    """An engine behind a link, and prompts of each length that its sidecar has."""
+
+    def __init__(self, bench: ttft_vllm._Bench, engine: ttft_vllm.EngineProcess, link: Path) -> None:
+        self._bench, self._engine, self._link = bench, engine, link
+        self._stored: dict[int, list[int]] = {}
+
+    def compute(self, blocks: int) -> float:
+        """A new prompt."""
+        answer = self._bench._ask(self._engine, self._bench._tokens(blocks * PAGE_TOKENS))
+        self._bench._check(self._engine.name, "cold", answer, 0)
+        self._engine.do("settle")
+        return float(answer["ttft_ms"]) / 1e3
+
+    def load(self, blocks: int, speed: float, overhead: float) -> float:
+        """One that is stored, which the engine forgot."""
+        if blocks not in self._stored:
+            prompt = self._stored[blocks] = self._bench._tokens(blocks * PAGE_TOKENS)
+            self._bench._ask(self._engine, prompt)
+            self._engine.do("settle")
+        self._link.write_text(f"{speed} {overhead}")
+        self._engine.do("forget")
+        answer = self._bench._ask(self._engine, self._stored[blocks])
+        self._bench._check(self._engine.name, "external hit", answer, blocks * PAGE_TOKENS)
+        return float(answer["ttft_ms"]) / 1e3
+
+    def reuse(self, blocks: int) -> float:
+        """The engine has it: what a request takes besides."""
+        return float(self._bench._ask(self._engine, self._stored[blocks])["ttft_ms"]) / 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    token_bytes = planned(1e3, 1e9, 0.0).figure("stored_bytes_per_token").value
+    assert token_bytes is not None
+    rows: list[dict[str, object]] = []
+    with tempfile.TemporaryDirectory(prefix="kvstore-break-even-") as folder, ExitStack() as stack:
+        link = Path(folder, "link")
+        os.environ |= {LINK_FILE: str(link), FRAME_BYTES: str(token_bytes)}
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+        options = VllmOptions(prefix_tokens=2 * PAGE_TOKENS)
+        bench = ttft_vllm._Bench(options, Path(folder), lambda what: print(what, file=sys.stderr))
+        bench.save_model()
+        sidecar = stack.enter_context(bench._sidecar((given.turns + LEARNING_TURNS) * 50 * PAGE_TOKENS))
+        transfer = ttft_vllm._connector(sidecar.socket, RAW, {**PATIENT, "load": "sync"})
+        transfer |= {"kv_connector": "LinkedConnector", "kv_connector_module_path": "throttled_link"}
+        link.write_text(" ".join(map(str, UNTHROTTLED)))
+        engine = bench._started(stack, {RAW: transfer})[RAW]
+        bench._warm_up(engine)
+        one = Measured(bench, engine, link)
+        first = {"computed": defaultdict[int, list[float]](list), "loaded": defaultdict[int, list[float]](list)}
+        fixed = []
+        for turn in range(LEARNING_TURNS + 1):
+            for blocks in LEARNED_AT:
+                times = one.compute(blocks), one.load(blocks, *UNTHROTTLED), one.reuse(blocks)
+                if turn:  # the first one warms up
+                    first["computed"][blocks].append(times[0])
+                    first["loaded"][blocks].append(times[1])
+                    fixed.append(times[2])
+        besides = statistics.median(fixed)
+        rate = rate_of(first["computed"], besides)
+        overheads = [statistics.median(times) - besides for times in first["loaded"].values()]
+        spent = {blocks: statistics.median(times) - besides for blocks, times in first["computed"].items()}
+        print(f"prefill {rate:.1f} tokens/s; {spent}; loads take {overheads}, {besides:.4f} s besides", file=sys.stderr)
+        links = []
+        for blocks in CROSSINGS:
+            seconds = blocks * PAGE_TOKENS / rate
+            speed = token_bytes * rate / (1 - OVERHEAD_SHARE)
+            links.append((float(f"{speed:.2g}"), float(f"{OVERHEAD_SHARE * seconds:.2g}"), int(blocks)))
+        computed = defaultdict[int, list[float]](list)
+        loaded = [defaultdict[int, list[float]](list) for _ in links]
+        lengths = range(1, max(at for *_, at in links) + 3)
+        for turn in range(given.turns):
+            for blocks in lengths if turn % 2 else reversed(lengths):
+                print(f"turn {turn + 1} of {given.turns}, {blocks} blocks", file=sys.stderr)
+                computed[blocks].append(one.compute(blocks))
+                for number, (speed, overhead, at) in enumerate(links):
+                    if at <= blocks <= at + 1 or blocks == at - 1 or blocks == at + 2:
+                        loaded[number][blocks].append(one.load(blocks, speed, overhead))
+        for (speed, overhead, _), times in zip(links, loaded, strict=True):
+            told = planned(rate, speed, overhead).figure("link_shortest_prefix").value
+            found = crossing(computed, times)
+            rows.append(
+                {
+                    "link_bytes_per_second": speed,
+                    "link_overhead_seconds": overhead,
+                    "planned_tokens": told,
+                    "measured_tokens": None if found is None else round(found, 1),
+                    "planned_over_measured": None if found is None or told is None else round(told / found, 3),
+                }
+            )
+        faults = bench.result.faults
+    direct = planned(rate, token_bytes * PAGE_TOKENS / max(1e-6, np.ptp(overheads) / 4), min(overheads))
+    result = {
+        "prefill_tokens_per_second": round(rate, 1),
+        "one_block": {
+            "computed_seconds": round(statistics.median(first["computed"][1]), 4),
+            "loaded_seconds": round(statistics.median(first["loaded"][1]), 4),
+            "planned_shortest_tokens": direct.figure("link_shortest_prefix").value,
+        },
+        "computed_seconds": {one * PAGE_TOKENS: round(statistics.median(computed[one]), 4) for one in computed},
+        "links": rows,
+        "faults": faults,
+    }
+    near = [row["planned_over_measured"] for row in rows]
+    is_near = all(isinstance(one, float) and abs(one - 1) <= ALLOWED for one in near)
+    if given.json:
+        print(json.dumps(result))
+    else:
+        print(f"prefill {rate:.1f} tokens/s; one block of {PAGE_TOKENS} tokens: {result['one_block']}")
+        for row in rows:
+            print(
+                "link {link_bytes_per_second:g} B/s, {link_overhead_seconds:g} s: planned {planned_tokens} tokens, "
+                "measured {measured_tokens}: {planned_over_measured}".format(**row)
+            )
+        print(f"{'all within' if is_near else 'NOT all within'} {ALLOWED:.0%}", *faults, sep="\n")
+    raise SystemExit(not is_near or bool(faults))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,247 @@
+"""A router that hears an engine's KV events through vLLM's own publisher, loses one message in a hundred and asks for
+it again, ends with what the store holds: 10,000 operations at random, and the sidecar killed in their midst."""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines has an environment of its own")
+
+import msgspec
+import zmq
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch, ZmqEventPublisher
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256_cbor
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, maybe_convert_block_hash
+from vllm.v1.request import Request
+
+import kvstore
+from engine_adapter.paged.announcements import Announcements
+from engine_adapter.vllm_events import MEDIA, BlockEvents, EventBlock
+from engine_adapter.vllm_requests import EngineView
+from engines.conftest import Sidecar, started
+from kvstore.block.account import MissReason
+from kvstore.cli import ask
+from kvstore.client.handle import NamespaceHandle
+from kvstore.client.sidecar_store import SidecarStore
+from kvstore.node import SystemClock
+from service.sidecar import patient
+from waiting import wait_until
+from workbench import MODEL, ids, random_pages, small_layout
+
+OPERATIONS = int(os.environ.get("EVENT_OPERATIONS", "10000"))
+LOSS = 0.01
+MOST_LAG_SECONDS = 0.1
+PROMPTS, BLOCK, HASH = 400, 64, 16
+LAYOUT = small_layout()
+TIERS = {"KVSTORE_STORE_EXTENT": "1MiB", "KVSTORE_STORE_SLAB": "1MiB"}
+NO_STORE = {MissReason.UNREACHABLE, MissReason.WARMING, MissReason.DISABLED}
+SIZES = ("--dram", "4MiB", "--nvme", "8MiB")
+"""Some 340 and 680 blocks, of 1,200 that are put."""
+
+
+class LossyRouter(threading.Thread):
+    """Believes what it hears. A number that is left out it asks for, as vLLM's publisher has it."""
+
+    def __init__(self, heard_at: str, asked_at: str, seed: int) -> None:
+        super().__init__(daemon=True)
+        self.believed: dict[Any, set[str]] = {}
+        self.lags: list[float] = []
+        """Seconds from the engine's step to what is believed, of each event."""
+        self.lost = self.replays = 0
+        self.false: list[str] = []
+        self._draw = random.Random(seed)
+        self._next = 0
+        context = zmq.Context.instance()
+        self._heard, self._asked = context.socket(zmq.SUB), context.socket(zmq.DEALER)
+        self._heard.connect(heard_at)
+        self._heard.subscribe("")
+        self._asked.connect(asked_at)
+        self._over = threading.Event()
+
+    def run(self) -> None:
+        while not self._over.is_set():
+            if not self._heard.poll(200):
+                if self._next:
+                    self._replay()  # the last ones may be lost
+                continue
+            _, number, payload = self._heard.recv_multipart()
+            if self._draw.random() < LOSS:
+                self.lost += 1
+            elif int.from_bytes(number, "big") > self._next:
+                self._replay()
+                self._take(number, payload)
+            else:
+                self._take(number, payload)
+
+    def end(self) -> None:
+        self._over.set()
+        self.join(10)
+        self._heard.close(0)
+        self._asked.close(0)
+
+    @property
+    def next(self) -> int:
+        return self._next
+
+    def _replay(self) -> None:
+        self.replays += 1
+        self._asked.send_multipart((b"", self._next.to_bytes(8, "big")))
+        while self._asked.poll(5000):
+            *_, number, payload = self._asked.recv_multipart()
+            if number == ZmqEventPublisher.END_SEQ:
+                return
+            self._take(number, payload)
+        raise AssertionError("the publisher does not answer")
+
+    def _take(self, number: bytes, payload: bytes) -> None:
+        if int.from_bytes(number, "big") != self._next:
+            return  # it came before
+        self._next += 1
+        batch = msgspec.msgpack.decode(payload, type=KVEventBatch)
+        for event in batch.events:
+            assert isinstance(event, BlockStored | BlockRemoved) and event.medium and event.locality == "LOCAL"
+            for name in event.block_hashes:
+                media = self.believed.setdefault(name, set())
+                if isinstance(event, BlockStored):
+                    assert len(event.token_ids) == HASH * len(event.block_hashes) and not media
+                    media.add(event.medium)
+                else:
+                    media.remove(event.medium)
+            self.lags.append(time.time() - batch.ts)
+
+
+class Engine:
+    """The scheduler's half of a connector as far as it tells of blocks: it saves, and takes a step now and then."""
+
+    def __init__(self, publisher: ZmqEventPublisher) -> None:
+        self.handle: NamespaceHandle | None = None
+        self.published = 0
+        self._publisher = publisher
+        self._events = BlockEvents(
+            BlockStored, BlockRemoved, maybe_convert_block_hash, lambda *_: None, "full_attention"
+        )
+        self.announced: Announcements[EventBlock] = Announcements(time.monotonic, self._described, lambda: self.handle)
+
+    def _described(self, view: Any, number: int) -> EventBlock | None:
+        return self._events.described(view, number, BLOCK, HASH)
+
+    def step(self) -> None:
+        self.announced.step()
+        events = self._events.of(self.announced.take(), HASH)
+        if events:
+            self._publisher.publish(KVEventBatch(ts=time.time(), events=events))
+            self.published += 1
+
+
+def requested(tokens: Any, hasher: Callable[[Request], list[Any]]) -> EngineView:
+    return EngineView(Request("r", tokens, SamplingParams(max_tokens=1), None, block_hasher=hasher))
+
+
+@pytest.fixture
+def sidecar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sidecar]:
+    for name, size in TIERS.items():
+        monkeypatch.setenv(name, size)
+    with started(tmp_path.name, *SIZES) as made:
+        yield made
+
+
+@pytest.mark.slow
+def test_a_router_that_loses_messages_ends_with_what_the_store_holds(sidecar: Sidecar) -> None:
+    seed = random.SystemRandom().randrange(1 << 30)
+    print(f"\nseed {seed}")
+    draw, clock, admin = random.Random(seed), SystemClock(), f"{sidecar.directory}/admin.sock"
+    init_none_hash(sha256_cbor)
+    hasher = get_request_block_hasher(HASH, sha256_cbor)
+    prompts = [ids(BLOCK * (1 + number % 5), 10_000 * number) for number in range(PROMPTS)]
+    views = [requested(tokens, hasher) for tokens in prompts]
+    pages = {blocks: random_pages(LAYOUT, blocks, seed=blocks) for blocks in range(1, 6)}
+    heard_at, asked_at = (f"ipc://{sidecar.directory}/{name}" for name in ("events", "replay"))
+    publisher = ZmqEventPublisher(0, heard_at, asked_at, buffer_steps=1000)
+    router = LossyRouter(heard_at, asked_at, seed)
+    with ExitStack() as stack:
+        stack.callback(publisher.shutdown)
+        stores = []
+        for _ in range(2):
+            store = stack.enter_context(kvstore.open(sidecar.url))
+            assert isinstance(store, SidecarStore)
+            stores.append(patient(store))
+        engine = Engine(publisher)
+        time.sleep(0.5)  # a publisher drops what it has no subscriber for
+        router.start()
+        stack.callback(router.end)
+        engine.handle, others = (store.namespace(model=MODEL, layout=LAYOUT) for store in stores)
+        wait_until(lambda: (engine.step(), engine.announced._run)[1] != b"")
+        mine: set[int] = set()
+        resets = drops = kills = 0
+        for operation in range(OPERATIONS):
+            if operation == OPERATIONS // 2:
+                sidecar.kill()
+                kills += 1
+                wait_until(lambda: engine.handle.match(prompts[0]).reason not in NO_STORE)  # type: ignore[union-attr]
+            number, chance = draw.randrange(PROMPTS), draw.random()
+            tokens, blocks = prompts[number], 1 + number % 5
+            if chance < 0.5:
+                keys = engine.handle.hashed(tokens).keys
+                engine.announced.expect(views[number], keys, 0)
+                if draw.random() < 0.5:
+                    engine.step()
+                result = engine.handle.put(tokens, pages[blocks])
+                mine.add(number)
+                if draw.random() < 0.5:
+                    engine.step()
+                held = result.present + result.stored if result.stopped_at is None else 0
+                engine.announced.saved(b"".join(keys), 0, held)
+            elif chance < 0.85:
+                others.put(tokens, pages[blocks])
+            elif chance < 0.999:
+                engine.handle.lease(engine.handle.match(tokens), deadline_ms=1000).release()
+            else:
+                for one in ask.stat(admin, clock).namespaces:
+                    drops += ask.drop(admin, clock, one.digest, one.tenant, 30.0)
+                engine.handle, others = (store.namespace(model=MODEL, layout=LAYOUT) for store in stores)
+            engine.step()
+            if engine.announced.resets != resets:  # of what was stored before nothing is told any more
+                resets = engine.announced.resets
+                mine.clear()
+        after = -1
+
+        def is_quiet() -> bool:
+            nonlocal after
+            before, after = after, engine.announced._after
+            engine.step()
+            return before == after and engine.announced._pending is not None and router.next == engine.published
+
+        wait_until(is_quiet)
+        engine.step()
+        wait_until(lambda: router.next == engine.published)
+        believed = {name: media for name, media in router.believed.items() if media}
+        held: dict[Any, set[str]] = {}
+        of_mine = set()
+        for number, view in enumerate(views):
+            found = engine.handle.match(prompts[number])
+            for at, tier in enumerate(found.tier_of_block):
+                names = [maybe_convert_block_hash(one) for one in view.request.block_hashes[4 * at : 4 * at + 4]]
+                held |= {name: {MEDIA[tier]} for name in names}
+                of_mine.update(names if number in mine else ())
+        false = [name for name, media in believed.items() if held.get(name) != media]
+        lag = statistics.quantiles(router.lags, n=100)[98]
+        print(f"{OPERATIONS} operations, {drops} blocks dropped, {kills} kill, {resets} times all taken back")
+        print(f"{engine.published} messages, {len(router.lags)} events, {router.lost} lost, {router.replays} replays")
+        print(f"believed {len(believed)} of {len(held)} hashes, {len(false)} of them falsely")
+        print(f"lag p50 {1e3 * statistics.median(router.lags):.1f} ms, p99 {1e3 * lag:.1f} ms")
+        assert router.is_alive() and router.lost and router.replays >= router.lost // 2
+        assert false == [], "nothing is believed that is not there"
+        assert believed.keys() >= of_mine, "and all that the engine stored since the last time"
+        assert kills and resets >= 1 and len(of_mine) > 100
+        assert lag < MOST_LAG_SECONDS
