@@ -30,7 +30,7 @@ from kvstore.bench.engines import ttft_vllm
 from kvstore.bench.engines.ttft_vllm import PAGE_TOKENS, PATIENT, RAW
 from kvstore.bench.engines.vllm_rows import LLAMAS, VllmOptions
 from kvstore.insight.models import described
-from kvstore.insight.plan import Plan, PlanRequest, TierSpeed, plan
+from kvstore.insight.plan import PlanRequest, SizePlan, TierSpeed, plan
 from kvstore.insight.replays import QUADRATIC_TOKENS
 
 ALLOWED = 0.1
@@ -47,7 +47,7 @@ Times = Mapping[int, Sequence[float]]
 """Seconds to the first token, by blocks of the prefix."""
 
 
-def planned(rate: float, speed: float, overhead: float) -> Plan:
+def planned(rate: float, speed: float, overhead: float) -> SizePlan:
     """One way to load."""
     tier = TierSpeed("link", speed, overhead)
     return plan(PlanRequest(MODEL, codec="raw", block_tokens=PAGE_TOKENS, prefill_rate=rate, tiers=(tier,)))
@@ -126,19 +126,19 @@ def main() -> None:
         engine = bench._started(stack, {RAW: transfer})[RAW]
         bench._warm_up(engine)
         one = Measured(bench, engine, link)
-        first = {"computed": defaultdict[int, list[float]](list), "loaded": defaultdict[int, list[float]](list)}
+        first_computed, first_loaded = defaultdict[int, list[float]](list), defaultdict[int, list[float]](list)
         fixed = []
         for turn in range(LEARNING_TURNS + 1):
             for blocks in LEARNED_AT:
                 times = one.compute(blocks), one.load(blocks, *UNTHROTTLED), one.reuse(blocks)
                 if turn:  # the first one warms up
-                    first["computed"][blocks].append(times[0])
-                    first["loaded"][blocks].append(times[1])
+                    first_computed[blocks].append(times[0])
+                    first_loaded[blocks].append(times[1])
                     fixed.append(times[2])
         besides = statistics.median(fixed)
-        rate = rate_of(first["computed"], besides)
-        overheads = [statistics.median(times) - besides for times in first["loaded"].values()]
-        spent = {blocks: statistics.median(times) - besides for blocks, times in first["computed"].items()}
+        rate = rate_of(first_computed, besides)
+        overheads = [statistics.median(times) - besides for times in first_loaded.values()]
+        spent = {blocks: statistics.median(times) - besides for blocks, times in first_computed.items()}
         print(f"prefill {rate:.1f} tokens/s; {spent}; loads take {overheads}, {besides:.4f} s besides", file=sys.stderr)
         links = []
         for blocks in CROSSINGS:
@@ -155,9 +155,9 @@ def main() -> None:
                 for number, (speed, overhead, at) in enumerate(links):
                     if at <= blocks <= at + 1 or blocks == at - 1 or blocks == at + 2:
                         loaded[number][blocks].append(one.load(blocks, speed, overhead))
-        for (speed, overhead, _), times in zip(links, loaded, strict=True):
+        for (speed, overhead, _), of_link in zip(links, loaded, strict=True):
             told = planned(rate, speed, overhead).figure("link_shortest_prefix").value
-            found = crossing(computed, times)
+            found = crossing(computed, of_link)
             rows.append(
                 {
                     "link_bytes_per_second": speed,
@@ -172,8 +172,8 @@ def main() -> None:
     result = {
         "prefill_tokens_per_second": round(rate, 1),
         "one_block": {
-            "computed_seconds": round(statistics.median(first["computed"][1]), 4),
-            "loaded_seconds": round(statistics.median(first["loaded"][1]), 4),
+            "computed_seconds": round(statistics.median(first_computed[1]), 4),
+            "loaded_seconds": round(statistics.median(first_loaded[1]), 4),
             "planned_shortest_tokens": direct.figure("link_shortest_prefix").value,
         },
         "computed_seconds": {one * PAGE_TOKENS: round(statistics.median(computed[one]), 4) for one in computed},

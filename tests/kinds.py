@@ -123,6 +123,7 @@ SLOW_FILES = (
     "bench/test_traffic.py",
     "bench/test_ttft.py",
     "console/test_browser.py",
+    "console/test_cost.py",
     "console/test_schema.py",
     "demo/",
     "insight/test_replay_plot.py",
@@ -144,6 +145,7 @@ SLOW_FILES = (
 """With all of their tests: `make test` does not even read them."""
 ALONE_FILES = (
     "attack/test_door_attack.py",
+    "console/test_cost.py",
     "kvstore/test_entries.py",
     "kvstore/test_slow_disk.py",
     "service/test_long_prompts.py",

@@ -77,6 +77,9 @@ def test_text_and_pieces_stand_out_from_what_is_behind_them(theme: str) -> None:
             assert contrast(known[name], known[behind]) >= 4.5, (name, behind)
     for name in PIECES:
         assert contrast(known[name], known["panel"]) >= 3, name
+    least = min(contrast(known[name], known[behind]) for name in TEXTS for behind in ("panel", "page"))
+    of_pieces = min(contrast(known[name], known["panel"]) for name in PIECES)
+    print(f"{theme}: least contrast of text {least:.2f}, of pieces {of_pieces:.2f}")
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
