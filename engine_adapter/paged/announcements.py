@@ -137,9 +137,8 @@ class Announcements(Generic[B]):
         if not told.run:  # no sidecar answered: nothing is known, and nothing is lost yet
             return
         if told.is_lost or (self._run and told.run != self._run):
-            is_other = told.run != self._run
             self._take_back()
-            self._run, self._after = (b"", 0) if is_other else (told.run, told.next)
+            self._run, self._after = told.run, told.next  # what is saved from here on changes behind that
             return
         self._run, self._after = told.run, told.next
         for key, number in told.changes:
