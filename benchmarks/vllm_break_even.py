@@ -1,6 +1,6 @@
 """From which prefix on loading is sooner than computing: as `kvstore plan` says, and as measured on a vLLM for CPUs.
 
-    .venv-engines/bin/python benchmarks/vllm_break_even.py [--turns 4] [--json]
+    .venv-engines/bin/python benchmarks/vllm_break_even.py [--turns 3] [--json]
 
 A vLLM on a CPU computes so slowly that a prefix of one block is already worth its load: the first row. So loads go
 through links of known speed (`throttled_link.py`), chosen so that both ways cross at some blocks' length: 0.7 of what
@@ -106,7 +106,7 @@ class Measured:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     token_bytes = planned(1e3, 1e9, 0.0).figure("stored_bytes_per_token").value
