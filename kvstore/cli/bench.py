@@ -224,10 +224,13 @@ def bench_ttft(
     only: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="PART", help="vllm: this alone: ttft, itl, hooks or overhead. May be given again. All if left out."
+            metavar="PART",
+            help="vllm: this alone: ttft, itl, hooks, overhead or hand-over. May be given again. All if left out.",
         ),
     ] = None,
-    turns: Annotated[int | None, typer.Option(metavar="N", min=1, help="vllm: turns of each TTFT; 7.")] = None,
+    turns: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="vllm: turns of each TTFT; 7, of hand-overs 12.")
+    ] = None,
     arrivals: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="vllm: hits of each kind among running streams; 24.")
     ] = None,
@@ -243,8 +246,8 @@ def bench_ttft(
     The cold run's share of the device's matrix rate (MFU) stands beside each speed-up.
 
     With --engine vllm a real vLLM on this machine's CPU: TTFT cold, from its own cache and from a sidecar in another
-    process; what running streams notice of a load; what the connector's hooks take of a step; and what the store costs
-    where it has nothing. It runs with the Python that has vLLM.
+    process; what running streams notice of a load; what the connector's hooks take of a step; what the store costs
+    where it has nothing; and decode's first token where another engine prefills. It runs with the Python that has vLLM.
     """
     of_hf = {"--chunk": chunk, "--device": device, "--laps": laps, "--seconds": seconds}
     of_vllm = {"--only": only, "--turns": turns, "--arrivals": arrivals, "--pairs": pairs}

@@ -18,16 +18,20 @@ from kvstore.bench.engines.vllm_rows import (
     COLD,
     DEFAULT,
     EXTERNAL,
+    HAND_OVER,
     LLAMAS,
     MID,
     OWN,
     PLAIN,
     RAW,
+    TICKET,
     TINY,
+    HandOver,
     Sample,
     Target,
     VllmOptions,
     VllmResult,
+    hand_over_row,
     hooks_row,
     interval_of_median,
     itl_rows,
@@ -109,6 +113,19 @@ def test_a_slowdown_is_judged_by_the_upper_end_of_its_interval() -> None:
     assert at_once.what.endswith(AT_ONCE) and at_once.met is None, "it is told beside the other"
 
 
+def test_a_hand_over_is_held_against_its_own_request() -> None:
+    """Prefill's end, the load and three steps, on a machine that is twice as slow later."""
+    found = [
+        HandOver(slow * ttft, slow * 1000, slow * 10, slow * 30) for slow, ttft in ((1, 1050), (2, 1100), (1, 1200))
+    ]
+    row = hand_over_row(TICKET, found)
+    assert (row.part, row.count, row.value) == (HAND_OVER, 3, 1200) and row.limit == 1100
+    assert row.ratio == pytest.approx(1.0) and row.met is True
+    assert row.details["load_ms"] == 10 and row.details["step_ms"] == 30 and row.details["ttft p99, ms"] == 2200
+    assert row.details["behind prefill's end, ms"] == 200 and row.details["ratio p99"] == pytest.approx(1200 / 1100)
+    assert hand_over_row(TICKET, [HandOver(1101, 1000, 10, 30)]).met is False
+
+
 @pytest.mark.parametrize(("count", "rank"), [(1, 0), (2, 0), (5, 0), (6, 0), (9, 1), (40, 13), (100, 39)])
 def test_the_interval_is_that_of_order_statistics(count: int, rank: int) -> None:
     values = [float(number) for number in range(count)]
@@ -135,13 +152,14 @@ def test_as_json_and_as_text() -> None:
     one = [Sample(1.0)]
     rows = ttft_rows(samples()) + itl_rows({"none": [1.0], OWN: [1.0], EXTERNAL: [1.0]}, {OWN: one, EXTERNAL: one})
     rows += [hooks_row(10, 1.0, {"wait_for_save": (0.001, 10)}), overhead_row([1.0] * 6, [1.0] * 6)]
+    rows.append(hand_over_row(TICKET, [HandOver(1.0, 1.0, 0.1, 0.1)]))
     result = VllmResult(VllmOptions(), {"vllm": "0.32.0", "threads": 2}, rows, ["something failed"])
     plain = json.loads(json.dumps(result.to_dict()))
-    assert plain["bench"] == "ttft" and plain["engine"] == "vllm" and len(plain["rows"]) == 13
+    assert plain["bench"] == "ttft" and plain["engine"] == "vllm" and len(plain["rows"]) == 14
     assert plain["faults"] == ["something failed"] and plain["options"]["prefix_tokens"] == 4096
     assert {row["part"] for row in plain["rows"]} == set(vllm_rows.PARTS)
     judged = [row for row in plain["rows"] if row["target"]]
-    assert [row["target"]["value"] for row in judged] == [30.0, 1.03, 1.25, 1.35, 1.3, 1.1, 0.015, 0.05]
+    assert [row["target"]["value"] for row in judged] == [30.0, 1.03, 1.25, 1.35, 1.3, 1.1, 0.015, 0.05, 1.0]
     assert all(row["met"] in (True, False) for row in judged)
     console = Console(file=io.StringIO(), width=200)
     result.render(console)
@@ -172,7 +190,7 @@ def test_options_take_what_was_given() -> None:
 def test_what_cannot_be_is_one_line() -> None:
     for given, named in (
         ({"shape": "8b"}, "allowed with --engine vllm: tiny, mid"),
-        ({"parts": ["speed"]}, "allowed: ttft, itl, hooks, overhead"),
+        ({"parts": ["speed"]}, "allowed: ttft, itl, hooks, overhead, hand-over"),
         ({"context": "4100"}, "use 4096"),
         ({"context": "64k"}, "use 8064"),
     ):

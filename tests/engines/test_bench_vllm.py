@@ -15,6 +15,8 @@ from kvstore.bench.engines.vllm_rows import (
     COLD,
     DEFAULT,
     EXTERNAL,
+    HAND_OVER,
+    HAND_OVERS,
     HOOKS,
     ITL,
     OVERHEAD,
@@ -74,3 +76,11 @@ def test_pairs_are_of_the_same_new_prompts() -> None:
     assert (shipped.target is None, at_once.target is None) == (False, True)
     for row in (shipped, at_once):
         assert row.count == 3 and row.low <= row.value <= row.high and row.limit is not None and row.limit > 0
+
+
+def test_decode_loads_all_that_prefill_stored_both_ways() -> None:
+    rows = measured(HAND_OVER, hand_overs=3, prefix_tokens=1024).rows
+    assert [row.what for row in rows] == [f"decode's TTFT, {way}" for way in HAND_OVERS]
+    for row in rows:
+        assert row.count == 3 and row.limit is not None and row.limit > row.details["prefill_ms"] > 0
+        assert row.details["load_ms"] > 0 and row.details["step_ms"] > 0

@@ -5,6 +5,7 @@
     itl       eight streams decode, hits arrive: gaps between tokens while the hit is an external one, and an own one
     hooks     eight streams decode, new prompts are prefilled in chunks: the share of our hooks in the steps' time
     overhead  prompts that nobody has ever seen, with the store and without
+    hand-over one engine prefills and another one decodes, over one sidecar: decode's first token beside prefill's end
 
 Engines and the sidecar are processes of their own, started here and taking turns. Times come from the engines, which
 step as they are told. This process imports neither vLLM nor torch.
@@ -36,6 +37,8 @@ from kvstore.bench.engines.vllm_rows import (
     COLD,
     DEFAULT,
     EXTERNAL,
+    HAND_OVER,
+    HAND_OVERS,
     HOOKS,
     ITL,
     LLAMAS,
@@ -45,11 +48,14 @@ from kvstore.bench.engines.vllm_rows import (
     PLAIN,
     RAW,
     SMALL,
+    TICKET,
     TINY,
     TTFT,
+    HandOver,
     Sample,
     VllmOptions,
     VllmResult,
+    hand_over_row,
     hooks_row,
     itl_rows,
     kv_bytes_per_token,
@@ -68,6 +74,9 @@ HEADROOM = 1.25
 SPARE_BYTES = 256 << 20
 PREPARATIONS = 20
 """How often a prefix is asked for until it comes out of the store: the first ones are there before the store is."""
+PREFILL, DECODE = "prefill", "decode"
+DECODED_TOKENS = 17
+"""Of an answer behind a hand-over: its steps are measured."""
 PATIENT = {"match_deadline_ms": 10_000, "lease_deadline_ms": 10_000, "cost_model": False, "audit": 0.0}
 """What is late is slow here and not a miss, and every hit is loaded: none is judged too dear, and none is audited."""
 AS_SHIPPED: dict[str, Any] = {}
@@ -94,7 +103,7 @@ def options_for(
             raise BadInput(f"only={part!r}; allowed: {', '.join(PARTS)}")
     usual = SMALL if shape == TINY else VllmOptions()
     prefix_tokens = None if context is None else parse_tokens(context)
-    given = {"prefix_tokens": prefix_tokens, "turns": turns, "arrivals": arrivals, "pairs": pairs}
+    given = {"prefix_tokens": prefix_tokens, "turns": turns, "hand_overs": turns, "arrivals": arrivals, "pairs": pairs}
     chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     options = replace(usual, **chosen, parts=tuple(part for part in PARTS if not parts or part in parts))
     longest = options.longest_tokens - options.suffix_tokens - 1
@@ -118,6 +127,7 @@ def run(options: VllmOptions | None = None, progress: Progress = None) -> VllmRe
         bench = _Bench(options, Path(scratch), partial(_tell, progress))
         bench.save_model()
         steps = {TTFT: bench.ttft, ITL: bench.itl, HOOKS: bench.hooks, OVERHEAD: bench.overhead}
+        steps[HAND_OVER] = bench.hand_over
         for part in options.parts:
             try:
                 steps[part]()
@@ -270,6 +280,45 @@ class _Bench:
             for name in (DEFAULT, AT_ONCE):
                 self._check_saved(engines[name], prompts[0])
                 self.result.rows.append(overhead_row(times[PLAIN], times[name], name))
+
+    def hand_over(self) -> None:
+        """New prompts, one at a time; both ways in turn. Each engine has a role of its own."""
+        options = self._options
+        samples: dict[str, list[HandOver]] = {way: [] for way in HAND_OVERS}
+        with ExitStack() as stack:
+            sidecar = stack.enter_context(
+                self._sidecar(2 * (options.hand_overs + PREPARATIONS) * options.prefix_tokens)
+            )
+            roles = {PREFILL: "kv_producer", DECODE: "kv_consumer"}
+            transfers = {
+                name: _connector(sidecar.socket, RAW, PATIENT) | {"kv_role": role} for name, role in roles.items()
+            }
+            engines = self._started(stack, transfers, max_num_batched_tokens=options.chunk_tokens)
+            for engine in engines.values():
+                self._warm_up(engine)
+            for turn in range(-1, options.hand_overs):
+                self._say(f"hand-over, turn {turn + 1} of {options.hand_overs}")
+                for way in HAND_OVERS if turn % 2 else reversed(HAND_OVERS):
+                    found = self._handed_over(engines[PREFILL], engines[DECODE], way)
+                    if turn >= 0:
+                        samples[way].append(found)
+        self.result.rows += [hand_over_row(way, samples[way]) for way in HAND_OVERS]
+
+    def _handed_over(self, prefill: EngineProcess, decode: EngineProcess, way: str) -> HandOver:
+        prompts = [self._with_suffix(self._tokens(self._options.prefix_tokens))]
+        hints: dict[str, Any] = {"kvstore": {"await": True}}
+        prefill.begin("ask", prompts=prompts, max_tokens=1, hints={"do_remote_decode": True})
+        if way == TICKET:
+            (prefilled,) = prefill.ended()
+            hints = {"kvstore": prefilled["kvstore"]}
+        decode.begin("ask", prompts=prompts, max_tokens=DECODED_TOKENS, hints=hints)
+        (decoded,) = decode.ended()
+        if way != TICKET:
+            (prefilled,) = prefill.ended()
+        self._check(DECODE, EXTERNAL, decoded, self._options.prefix_tokens)
+        behind_ms = 1e3 * (decoded["began"] - prefilled["began"])
+        step_ms = (decoded["total_ms"] - decoded["ttft_ms"]) / (decoded["generated"] - 1)
+        return HandOver(behind_ms + decoded["ttft_ms"], prefilled["total_ms"], _sample(decoded).load_ms, step_ms)
 
     # Engines ---------------------------------------------------------------------------------------------------------
 
@@ -462,7 +511,15 @@ class EngineProcess:
 
     def do(self, verb: str, **given: Any) -> Any:
         """Its answer. Raises `StoreError` where it fails or takes too long."""
+        self.begin(verb, **given)
+        return self.ended()
+
+    def begin(self, verb: str, **given: Any) -> None:
+        """Do not wait for its answer."""
         self._send({"do": verb, **given})
+
+    def ended(self) -> Any:
+        """The answer to what was begun. Raises `StoreError` where it fails or takes too long."""
         return self._answer(LONGEST_SECONDS)
 
     def __enter__(self) -> EngineProcess:

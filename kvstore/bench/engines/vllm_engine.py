@@ -32,16 +32,20 @@ SETTLED_SHARE = 0.05
 """Of a core: what does nothing takes less."""
 LONGEST_SECONDS = 300.0
 """That is waited for anything: a machine that others use may be ten times as slow."""
+WAITING_SECONDS = 0.001
+"""Between two steps that compute nothing, as vLLM's own loop has it: another engine computes meanwhile."""
 FIRST_STEPS = 10
 """Of streams, before they are looked at."""
 
 
 @dataclass
 class Answer:
-    """One request: milliseconds to its first token and to its end, and where its prompt came from. `kvstore`: what the
-    connector said of it. The last four are of our connector alone; load_ms: of loads that their step waited for;
-    saved_ms: by how much they were over sooner than computing, as it reckons, below 0 where they were not."""
+    """One request: began, by the clock that all processes of a host share, in seconds; milliseconds to its first token
+    and to its end, and where its prompt came from. `kvstore`: what the connector said of it. The last four are of our
+    connector alone; load_ms: of loads that their step waited for; saved_ms: by how much they were over sooner than
+    computing, as it reckons, below 0 where they were not."""
 
+    began: float = 0.0
     ttft_ms: float = 0.0
     total_ms: float = 0.0
     prompt_tokens: int = 0
@@ -89,8 +93,9 @@ class Driver:
     # Verbs -----------------------------------------------------------------------------------------------------------
 
     def ask(self, step: dict[str, Any]) -> list[dict[str, Any]]:
-        """One prompt after the other, alone in the engine."""
-        return [asdict(self._answer(prompt, step["max_tokens"])) for prompt in step["prompts"]]
+        """One prompt after the other, alone in the engine. hints: the requests' `kv_transfer_params`."""
+        parameters = _parameters(step["max_tokens"], step.get("hints"))
+        return [asdict(self._answer(prompt, parameters)) for prompt in step["prompts"]]
 
     def forget(self, step: dict[str, Any]) -> bool:
         """The engine's own cache. What was stored elsewhere stays."""
@@ -115,7 +120,7 @@ class Driver:
             for _ in range(step["steps_between"]):
                 self._step(alone)
             window = ArrivalWindow(arrival["kind"])
-            self._answer(arrival["prompt"], 1, window)
+            self._answer(arrival["prompt"], _parameters(1), window)
             windows.append(asdict(window))
         return {"alone": asdict(alone), "arrivals": windows, "streams": self._end_streams()}
 
@@ -152,18 +157,21 @@ class Driver:
         self._engine.add_request(name, {"prompt_token_ids": list(prompt)}, parameters)
         return name
 
-    def _answer(self, prompt: Sequence[int], max_tokens: int, window: ArrivalWindow | None = None) -> Answer:
+    def _answer(self, prompt: Sequence[int], parameters: SamplingParams, window: ArrivalWindow | None = None) -> Answer:
         """Ask, and step until it is answered. window: where steps meanwhile are noted."""
         answer = window.answer if window is not None else Answer()
-        parameters = _parameters(max_tokens)
+        is_handed_over = parameters.extra_args is not None
         halves = self._connectors()
         loading_before, saved_before = _loading_seconds(halves), _saved_ms(halves)
-        start = perf_counter()
+        start = answer.began = perf_counter()
         name = self._add(prompt, parameters)
         while not answer.total_ms:
-            for output in self._outputs(window):
+            outputs = self._outputs(window)
+            for output in outputs:
                 if output.request_id == name:
                     _note(answer, output, 1e3 * (perf_counter() - start))
+            if is_handed_over and not outputs:
+                sleep(WAITING_SECONDS)
             if perf_counter() - start > LONGEST_SECONDS:
                 raise TimeoutError(f"a request was not answered in {LONGEST_SECONDS:.0f} s")
         for half in halves[:1]:  # the scheduler's
@@ -245,9 +253,14 @@ def _saved_ms(halves: Sequence[Any]) -> float:
     return 0.0
 
 
-def _parameters(max_tokens: int) -> SamplingParams:
+def _parameters(max_tokens: int, hints: dict[str, Any] | None = None) -> SamplingParams:
     return SamplingParams(
-        temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
+        temperature=0,
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+        extra_args=None if hints is None else {"kv_transfer_params": hints},
     )
 
 

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from kvstore.bench.measure import machine, quantile
 
-TTFT, ITL, HOOKS, OVERHEAD = PARTS = ("ttft", "itl", "hooks", "overhead")
+TTFT, ITL, HOOKS, OVERHEAD, HAND_OVER = PARTS = ("ttft", "itl", "hooks", "overhead", "hand-over")
 TINY, MID = "tiny", "mid"
 LLAMAS: Mapping[str, Mapping[str, Any]] = {
     TINY: {  # 3.5 million parameters
@@ -42,12 +42,16 @@ LLAMAS: Mapping[str, Mapping[str, Any]] = {
 PLAIN, RAW, DEFAULT, BARE, AT_ONCE = ENGINES = ("no connector", "raw", "default codec", "bare copies", "saves at once")
 COLD, OWN, EXTERNAL = PATHS = ("cold", "own hit", "external hit")
 
+TICKET, TOGETHER = HAND_OVERS = ("with a ticket", "both legs at once")
+"""How decode gets at what prefill stores: it is asked behind prefill, with its ticket, or together with it."""
+
 MS, SHARE = "ms", "share"
 
 OWN_TO_OWN, RAW_TO_OWN, DEFAULT_TO_OWN, BARE_TO_OWN, COLD_TO_EXTERNAL = 1.03, 1.25, 1.35, 1.3, 30.0
 EXTERNAL_ITL_TO_OWN = 1.1
 HOOKS_SHARE = 0.015
 SLOWDOWN = 0.05
+DECODE_STEPS, HAND_OVER_TO_LIMIT = 3, 1.0
 CONFIDENCE = 0.95
 
 
@@ -56,8 +60,8 @@ class VllmOptions:
     """shape: of the model. prefix_tokens: that is kept; suffix_tokens: behind it, new in each request. turns: of each
     median. streams: that decode, of stream_tokens each at first. arrivals: of each kind, so many steps_between.
     load_prompts: that come in while hooks are timed, of load_tokens, prefilled in chunks of chunk_tokens. pairs: with
-    and without a store, each of pair_prompts new prompts of pair_tokens with answer_tokens. kv_gib: of an engine's own
-    pages.
+    and without a store, each of pair_prompts new prompts of pair_tokens with answer_tokens. hand_overs: of each of
+    both ways. kv_gib: of an engine's own pages.
     """
 
     shape: str = MID
@@ -78,6 +82,7 @@ class VllmOptions:
     pair_prompts: int = 2
     pair_tokens: int = 1024
     answer_tokens: int = 16
+    hand_overs: int = 12
     kv_gib: int = 2
     longest_tokens: int = 8192
     seed: int = 0
@@ -92,6 +97,7 @@ SMALL = VllmOptions(
     load_prompts=3,
     pairs=2,
     pair_tokens=300,
+    hand_overs=2,
     kv_gib=1,
 )
 """To see that it runs."""
@@ -195,7 +201,8 @@ WORDS = (
     "from an arrival to its first token; low and high are the median and the longest. hooks: time in all hooks to time "
     "of all steps. overhead: new prompts, slowdown with its 95 % interval, whose upper end the target is held against. "
     "As shipped a save waits for an engine that computes on the same processors; saves at once is what it costs one "
-    "that always has something to do."
+    "that always has something to do. hand-over: from the request to decode's first token, beside prefill's end, the "
+    f"load and {DECODE_STEPS} of decode's own steps together, all of the same request."
 )
 
 
@@ -311,6 +318,49 @@ def overhead_row(without: Sequence[float], with_store: Sequence[float], engine: 
         Target(SLOWDOWN) if engine == DEFAULT else None,
         high,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class HandOver:
+    """One request, in milliseconds: from its arrival at prefill to decode's first token and to prefill's end; the load,
+    and one of decode's steps behind its first token."""
+
+    ttft_ms: float
+    prefill_ms: float
+    load_ms: float
+    step_ms: float
+
+    @property
+    def limit_ms(self) -> float:
+        """What the first token is held against."""
+        return self.prefill_ms + self.load_ms + DECODE_STEPS * self.step_ms
+
+
+def hand_over_row(way: str, found: Sequence[HandOver]) -> VllmRow:
+    """way: of `HAND_OVERS`. ratio: of the first token's time to its own request's limit, the median."""
+    times = [one.ttft_ms for one in found]
+    names = ("prefill_ms", "load_ms", "step_ms")
+    details = {name: median(getattr(one, name) for one in found) for name in names}
+    behind = [one.ttft_ms - one.prefill_ms for one in found]
+    details |= {"behind prefill's end, ms": median(behind), "p99 of it, ms": quantile(behind, 0.99)}
+    details |= {"ttft p99, ms": quantile(times, 0.99), "ratio p99": quantile(_quotients(found), 0.99)}
+    return VllmRow(
+        HAND_OVER,
+        f"decode's TTFT, {way}",
+        len(times),
+        median(times),
+        quantile(times, 0.25),
+        quantile(times, 0.75),
+        limit_of=f"prefill, load, {DECODE_STEPS} steps",
+        limit=median(one.limit_ms for one in found),
+        ratio=median(_quotients(found)),
+        target=Target(HAND_OVER_TO_LIMIT),
+        details=details,
+    )
+
+
+def _quotients(found: Sequence[HandOver]) -> list[float]:
+    return [one.ttft_ms / one.limit_ms for one in found]
 
 
 def interval_of_median(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float]:
