@@ -103,6 +103,7 @@ CLOSED_ROOMS = {
             "kvstore/wire/score_pb2_grpc.py",
         ),
         "grpc_health": ("kvstore/network/door.py",),
+        "grpc_reflection": ("kvstore/network/reflection.py",),
         "google": (
             "kvstore/network/answers.py",
             "kvstore/wire/store_pb2.py",

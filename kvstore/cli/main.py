@@ -311,6 +311,7 @@ def _beside(settings: Any) -> dict[str, list[str]]:
         for key in ("http", "token_file", "certificate", "key", "client_ca"):
             value = getattr(chosen, key)
             flags += [f"--{key.replace('_', '-')}={value}"] if value is not None else []
+        flags += ["--reflection"] if chosen.reflection else []
         found[NETWORK] = [*program, "network", "--observe-socket", observe, "--listen", chosen.listen, *flags]
     return found
 

@@ -5,7 +5,7 @@ import os
 import resource
 import secrets
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 from kvstore.cli.operate import Data, ObserveSocket
 from kvstore.cli.standard_streams import say
@@ -51,6 +51,9 @@ def network(
     client_ca: Annotated[
         str | None, typer.Option(metavar="FILE", callback=expanded_path, help="The CA that signs callers.")
     ] = None,
+    reflection: Annotated[
+        bool, typer.Option("--reflection", help="Tell callers with a credential which services and messages there are.")
+    ] = False,
     keeper: Annotated[int | None, typer.Option(hidden=True, help="For the keeper alone: its process.")] = None,
     beats: Annotated[int | None, typer.Option(hidden=True, help="For the keeper alone: a pipe of it.")] = None,
     sockets: Annotated[str | None, typer.Option(hidden=True, help="For the keeper alone: sockets by tenant.")] = None,
@@ -124,9 +127,22 @@ def network(
         tokens,
         beat,
         lambda: keeper is None or os.getppid() == keeper,
+        _reflection() if reflection else None,
     )
     serve_network(options, parts, started)
     return OK
+
+
+def _reflection() -> Any:
+    from kvstore.block.errors import BadInput
+
+    try:
+        from kvstore.network.reflection import reflection_of
+    except ImportError as error:
+        raise BadInput(
+            f"--reflection needs grpcio-reflection ({error}); install prefix-kvstore[server], or leave it out"
+        ) from None
+    return reflection_of
 
 
 class ExchangedFile:

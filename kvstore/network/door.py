@@ -3,13 +3,13 @@
     headers > credential, right, deadline > a lane of the caller's > the message > the service > the answer
 
 A call that is refused is refused by its headers: nothing is waited for, and no thread is held. Calls are unary; a
-stream would hold a thread for its life.
+stream would hold a thread for its life. That of reflection, where it is served, does so for some seconds.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import grpc
@@ -53,10 +53,14 @@ OPTIONS = [
 ]
 STORE, ADMIN, SCORE, HEALTH = "kvstore.v1.Store", "kvstore.v1.Admin", "kvstore.v1.Score", "grpc.health.v1.Health"
 SERVICES = (STORE, ADMIN, SCORE)
+REFLECTIONS = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
+"""Its messages are the same in both."""
 FLOODS = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAUTHENTICATED)
 REFUSED_SECONDS, MOST_REFUSED = 0.5, 4096
 """After which calls of these codes are told so: who asks again at once, 128 at a time, has the time of others."""
 LONG = ("Drop", "Warm", "DropAny")
+Answers = Callable[[Iterator[Any], Any], Iterable[Any]]
+"""Those to the messages of a stream, one to one."""
 Identifies = Callable[[Any], DoorCaller | None]
 """Tells who calls from a call's context; None for an unknown caller."""
 _Send = Callable[[Any], None]
@@ -120,6 +124,12 @@ class GrpcDoor:
         )
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(HEALTH, {"Check": check}),))
 
+    def reflect(self, answers: Answers, unpack: Callable[[bytes], Any], pack: Callable[[Any], bytes]) -> None:
+        """Serve reflection; before `start`."""
+        methods = {"ServerReflectionInfo": grpc.stream_stream_rpc_method_handler(answers, unpack, pack)}
+        handlers = [grpc.method_handlers_generic_handler(name, methods) for name in REFLECTIONS]
+        self._server.add_generic_rpc_handlers(handlers)
+
     def bind(self, address: str, certificates: Rotated[Any] | None = None) -> int:
         """Listen there; the port. certificates: `certificate_configuration`s, where callers come with certificates.
         Raises `BadInput`."""
@@ -164,7 +174,8 @@ class GrpcDoor:
             else:
                 call = self._call(service, context)
                 lane = self._lanes.of(call.caller, name in LONG)
-            if not lane.submit(lambda: self._serve(lane, behaviour, requests, context, send, call)):
+            serve = self._reflect if service in REFLECTIONS else self._serve
+            if not lane.submit(lambda: serve(lane, behaviour, requests, context, send, call)):
                 raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls are in flight; ask again later")
         except Refused as refused:
             code, text = refused.code, str(refused)
@@ -178,7 +189,7 @@ class GrpcDoor:
         if caller is None:
             raise Refused(grpc.StatusCode.UNAUTHENTICATED, "unknown credential")
         is_operator = caller.tenant is None
-        if is_operator != (service == ADMIN):
+        if is_operator != (service == ADMIN) and service not in REFLECTIONS:
             whose = "a tenant's" if is_operator else "the operator's"
             raise Refused(grpc.StatusCode.PERMISSION_DENIED, f"{service} needs {whose} credential")
         link = self._links.get(caller.tenant) if caller.tenant is not None else None
@@ -216,6 +227,23 @@ class GrpcDoor:
             send(answer)
             send(None)
 
+    def _reflect(
+        self, lane: Lane, answers: Answers, requests: Iterator[Any], context: Any, send: _Send, call: DoorCall | None
+    ) -> None:
+        """The whole stream takes no longer than a call waits for its client."""
+        has_ended = False
+        try:
+            with lane.waiting(context.cancel):
+                for answer in answers(requests, context):
+                    send(answer)
+                send(None)
+            has_ended = True
+        except grpc.RpcError:  # it was cancelled, or a message is none: grpc has said so
+            has_ended = True
+        finally:
+            if not has_ended:
+                _end(context, send, grpc.StatusCode.INTERNAL, "a fault of the server")
+
     def _check(self, request: Any, call: None) -> Any:
         if request.service not in ("", *SERVICES):
             raise Refused(grpc.StatusCode.NOT_FOUND, "no such service")
@@ -233,11 +261,12 @@ class _Entrance(grpc.ServerInterceptor):
     def intercept_service(self, continuation: Any, details: Any) -> Any:
         """As grpc has it."""
         handler = continuation(details)
-        if handler is None or handler.unary_unary is None:
+        behaviour = handler and (handler.unary_unary or handler.stream_stream)
+        if behaviour is None:
             return None  # UNIMPLEMENTED
 
         def begin(requests: Iterator[Any], context: Any, send: _Send) -> None:
-            self._door.begin(details.method, handler.unary_unary, requests, context, send)
+            self._door.begin(details.method, behaviour, requests, context, send)
 
         # grpc's way to end a call from another thread; on the wire a unary call and a stream of one are the same.
         begin.experimental_non_blocking = True  # type: ignore[attr-defined]

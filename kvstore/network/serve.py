@@ -6,14 +6,23 @@ import logging
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 from kvstore.block.errors import BadInput
 from kvstore.config import is_loopback
 from kvstore.network.credentials import Certificates, Rotated, SourceFile, Tokens, caller_of_uris, server_context
-from kvstore.network.door import GrpcDoor, by_certificate, by_token, certificate_configuration
+from kvstore.network.door import (
+    HEALTH,
+    SERVICES,
+    Answers,
+    GrpcDoor,
+    by_certificate,
+    by_token,
+    certificate_configuration,
+)
 from kvstore.network.lanes import CallerLanes
 from kvstore.network.links import TenantLink
 from kvstore.network.query import QueryPages, QueryServer
@@ -32,6 +41,8 @@ END_SECONDS = 2.0
 _log = logging.getLogger(__name__)
 
 Address = tuple[str, int]
+Reflection = tuple[Answers, Callable[[bytes], Any], Callable[[Any], bytes]]
+"""Its answers, and what unpacks a request and packs an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +61,8 @@ class NetworkOptions:
 @dataclass(frozen=True, slots=True)
 class NetworkParts:
     """What the process is handed. tokens: of the text of a token file, whose name is for messages. beat: says that it
-    lives. is_wanted: whether the process that started it is still there."""
+    lives. is_wanted: whether the process that started it is still there. reflection: of these services,
+    where it is to be served."""
 
     clock: Clock
     new_token: Callable[[int], bytes]
@@ -58,6 +70,7 @@ class NetworkParts:
     tokens: Callable[[bytes, str], Mapping[str, DoorCaller]]
     beat: Callable[[], None] = lambda: None
     is_wanted: Callable[[], bool] = lambda: True
+    reflection: Callable[[Sequence[str]], Reflection] | None = None
 
 
 def serve_network(options: NetworkOptions, parts: NetworkParts, started: Callable[[str, int | None], None]) -> None:
@@ -88,6 +101,8 @@ def serve_network(options: NetworkOptions, parts: NetworkParts, started: Callabl
         is_unix = isinstance(options.listen, str)
         identify = by_certificate if configurations is not None and not is_unix else by_token(_given(tokens))
         door = GrpcDoor(links, watch, identify, lanes, clock)
+        if parts.reflection is not None:
+            door.reflect(*parts.reflection((*SERVICES, HEALTH)))
         stack.callback(lambda: door.close(END_SECONDS))
         if isinstance(options.listen, str):
             address = UnixAddress(options.listen.removeprefix(UNIX))

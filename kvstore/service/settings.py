@@ -8,7 +8,7 @@ above both.
     [admin]    socket                                    [http]    listen token_file
     [observe]  socket mode users                         [log]     level format
     [console]  listen token_file operator audit_file     [keys]    directory cold_start
-    [network]  listen http token_file certificate key client_ca
+    [network]  listen http token_file certificate key client_ca reflection
 
 Every key but `tenants.NAME.socket` has a default, and none has two names. What is wrong is said at the start, with the
 key's full name, what was given and what is allowed. The environment is handed in.
@@ -171,7 +171,7 @@ class NetworkSettings:
     """listen: HOST:PORT or unix:PATH of gRPC, in a process that the keeper runs beside the sidecar; none if not given.
     http: HOST:PORT of a router's queries, in the same process. token_file: of the operator's token, and a line NAME
     TOKEN for each tenant, for callers on this host. certificate, key, client_ca: files in PEM, for callers with
-    certificates."""
+    certificates. reflection: whether gRPC's server reflection is served."""
 
     listen: str | None = None
     http: str | None = None
@@ -179,6 +179,7 @@ class NetworkSettings:
     certificate: str | None = None
     key: str | None = None
     client_ca: str | None = None
+    reflection: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -447,7 +448,7 @@ def _check_console(settings: Settings) -> None:
 def _check_network(settings: Settings) -> None:
     chosen = settings.network
     if chosen.listen is None:
-        if any(getattr(chosen, one.name) is not None for one in fields(NetworkSettings)):
+        if chosen != NetworkSettings():
             raise BadInput("network.listen is missing, and other keys of [network] are there; give HOST:PORT of gRPC")
         return
     pems = (chosen.certificate, chosen.key, chosen.client_ca)

@@ -1,0 +1,26 @@
+"""Server reflection: callers without the .proto files ask which services there are and what their messages hold.
+
+For trying a door out. It is off unless `network.reflection` is set, and this file is imported only then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from grpc_reflection.v1alpha import reflection, reflection_pb2
+
+NAME = reflection.SERVICE_NAME
+
+
+def reflection_of(
+    services: Sequence[str],
+) -> tuple[Callable[[Iterator[Any], Any], Iterable[Any]], Callable[[bytes], Any], Callable[[Any], bytes]]:
+    """The answers to a stream's requests, of these services and of itself; what unpacks those and packs these."""
+    servicer = reflection.ReflectionServicer([*services, NAME])
+    kinds = reflection_pb2
+    return (
+        servicer.ServerReflectionInfo,
+        kinds.ServerReflectionRequest.FromString,
+        kinds.ServerReflectionResponse.SerializeToString,
+    )
