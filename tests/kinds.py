@@ -136,6 +136,7 @@ SLOW_FILES = (
     "network/test_page.py",
     "network/test_query.py",
     "network/test_reflection.py",
+    "network/test_rotation_under_load.py",
     "network/test_services.py",
     "network/test_traps.py",
     "openai_api/test_pd_proxy.py",
