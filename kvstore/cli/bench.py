@@ -86,7 +86,8 @@ def bench_network(
     as_json: Json = False,
 ) -> int:
     """What a match of 512 keys takes through gRPC beside an empty call and the local match, and what an engine at the
-    local door notices while another tenant floods gRPC with 256 calls at a time, from one core."""
+    local door notices while another tenant floods gRPC with 256 calls at a time, from one core, and while another one
+    waits for as many blocks as it may."""
     with shown_progress() as show:
         show("loading torch")
         from kvstore.bench.network import rows

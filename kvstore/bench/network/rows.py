@@ -2,7 +2,7 @@
 
 A sidecar and its network process run as the keeper runs them. A match of 512 keys through gRPC takes at least an empty
 call and the local match; they are measured in turn. Then an engine matches at the local door, in quiet turns and in
-turns in which another tenant keeps 256 calls under way.
+turns in which another tenant keeps 256 calls under way; and in turns in which that one has all its awaits parked.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from kvstore.client.framing import FramedSocket
 from kvstore.node import SystemClock
 from kvstore.protocol import messages as m
 from kvstore.wire.store_pb2 import MatchRequest, NamespacesRequest, Prompt
+from tiering.counts.awaits import MAX_AWAIT_SECONDS, MOST_PARKED, AwaitEnd
 
-CALL_TARGET, FLOOD_TARGET, OTHERS_TARGET = 1.3, 1.5, 2.0
+CALL_TARGET, FLOOD_TARGET, OTHERS_TARGET, PARKED_TARGET = 1.3, 1.5, 2.0, 1.1
 TOKEN, FLOODS = "a-token-of-the-bench", "flood"
 FLOOD_TOKEN = "a-token-of-the-flood"
 CALL_SECONDS = 30.0
@@ -52,7 +53,8 @@ class NetworkBenchResult:
     """Medians in milliseconds, and over laps. ratio: of a match to an empty call and a local match together.
     quiet_ms_p99, flooded_ms_p99: of a local match; flood_ratio: of the two, the median over laps. others_ms_p99,
     others_flooded_ms_p99, others_ratio: the same of a match through gRPC by a tenant that does not flood. good_calls,
-    other_calls: of the flood, a second."""
+    other_calls: of the flood, a second. unparked_ms_p99, parked_ms_p99, parked_ratio: of a local match while another
+    tenant waits for nothing, and for as many blocks as it may."""
 
     blocks: int
     match_ms: float
@@ -67,6 +69,9 @@ class NetworkBenchResult:
     others_ratio: float
     good_calls: float
     other_calls: float
+    unparked_ms_p99: float
+    parked_ms_p99: float
+    parked_ratio: float
 
     def targets(self) -> list[tuple[str, float, float]]:
         """(what, measured, at most)."""
@@ -74,6 +79,7 @@ class NetworkBenchResult:
             ("gRPC match / (empty call + local match)", self.ratio, CALL_TARGET),
             ("local door, p99 beside a flood / quiet", self.flood_ratio, FLOOD_TARGET),
             ("gRPC of another tenant, p99 beside a flood / quiet", self.others_ratio, OTHERS_TARGET),
+            (f"local door, p99 beside {MOST_PARKED:,} parked awaits / quiet", self.parked_ratio, PARKED_TARGET),
         ]
 
     def to_dict(self) -> dict[str, object]:
@@ -98,6 +104,13 @@ class NetworkBenchResult:
             table.add_row(what, f"{quiet:.3f} ms", f"{flooded:.3f} ms", f"{ratio:.2f}", word)
         told = f"the flood: {self.good_calls:,.0f} answers a second, {self.other_calls:,.0f} sent away"
         console.print(table, told, sep="\n")
+        table = Table(
+            f"while another tenant has {MOST_PARKED:,} awaits parked", "quiet p99", "beside them", "ratio", "target"
+        )
+        times = [f"{one:.3f} ms" for one in (self.unparked_ms_p99, self.parked_ms_p99)]
+        word = f"{PARKED_TARGET} {_word(self.parked_ratio, PARKED_TARGET)}"
+        table.add_row("a match at the local door", *times, f"{self.parked_ratio:.2f}", word)
+        console.print(table)
 
 
 def _word(found: float, most: float) -> str:
@@ -153,6 +166,7 @@ def run(options: NetworkBenchOptions, say: Callable[[str], None]) -> NetworkBenc
             finally:
                 flood.stdin.close()
         seconds = 2 * options.seconds * options.flood_laps
+        parked = _beside_awaits(options, sidecar, shape, works[0], say)
         ratio = median(m / (e + o) for m, e, o in zip(match, empty, local, strict=True))
         return NetworkBenchResult(
             options.blocks,
@@ -164,6 +178,7 @@ def run(options: NetworkBenchOptions, say: Callable[[str], None]) -> NetworkBenc
             *_beside(quiet[1], flooded[1]),
             good / seconds,
             others / seconds,
+            *_beside(*parked),
         )
 
 
@@ -206,6 +221,31 @@ def _calls(
         return laps[0], laps[1], laps[2]
     finally:
         wire.close()
+
+
+def _beside_awaits(
+    options: NetworkBenchOptions,
+    sidecar: Sidecar,
+    shape: BlockShape,
+    work: Callable[[], Any],
+    say: Callable[[str], None],
+) -> tuple[list[float], list[float]]:
+    """99th percentiles of each lap, in quiet turns and in turns in which another tenant has its awaits parked."""
+    seconds, quiet, parked = min(options.seconds, MAX_AWAIT_SECONDS / 3), [], []
+    with open_patiently(str(sidecar.folder / FLOODS)) as client:
+        handle = client.namespace(model=MODEL, layout=shape.layout)
+        for lap in range(options.flood_laps):
+            say(f"beside parked awaits, lap {lap + 1} of {options.flood_laps}")
+            quiet.append(_p99(work, seconds))
+            prompts = [handle.hashed([lap * MOST_PARKED + one] * 64) for one in range(MOST_PARKED)]
+            waits = [handle.submit_await(one, 0, 1e3 * MAX_AWAIT_SECONDS) for one in prompts]
+            # An answer to one that is too many says that all of them are parked.
+            assert handle.await_block(prompts[0], 0, 1e3 * LONGEST_SECONDS).end is AwaitEnd.FULL
+            parked.append(_p99(work, seconds))
+            assert not any(one.is_ready() for one in waits), "they were to wait until the turn is over"
+            for one in waits:
+                one.cancel()
+    return quiet, parked
 
 
 def _beside(quiet: list[float], flooded: list[float]) -> tuple[float, float, float]:
