@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import platform
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import fields
 from hashlib import blake2b
 from logging import getLogger
@@ -44,13 +44,13 @@ except ImportError as error:
         "0.31 and 0.32. KvStoreConnector (engine_adapter.vllm_connector) may serve this version"
     ) from None
 
-import kvstore
-from engine_adapter.chunks.layout import chunk_layout
+from engine_adapter.chunks.layout import ChunkRun, chunk_layout
+from engine_adapter.chunks.space import ChunkOutcomes, ChunkSpace, open_twice
 from engine_adapter.chunks.store import ChunkLimits, ChunkState, ChunkStore
 from engine_adapter.model_files import model_fingerprint, snapshot_directory
+from engine_adapter.paged.step_plan import NamespaceSpec
 from engine_adapter.vllm_config import draft_fingerprint, model_settings, plain
 from kvstore.block.errors import BadInput
-from kvstore.client.handle import NamespaceHandle
 
 PINNED_VERSIONS = ("0.28", "0.31", "0.32")
 HASHES = ("sha256", "sha256_cbor")
@@ -77,8 +77,8 @@ class KvStoreTier(SecondaryTierManager):
     Parameters, in the tier's JSON. url: of the store, "unix:PATH". model_dir: where the weights are, if not where vLLM
     loads them from. weights_epoch: raised by hand when weights are changed in a way that their files do not show.
     hash_seed: for vLLM 0.28 what PYTHONHASHSEED is set to. deadline_ms: how long a chunk may take to come up from disk.
-    load_threads, store_threads: that copy. queued_chunks: that wait to be stored; at most half of the primary
-    tier's. enable_kv_events: whether stored chunks are published, where vLLM publishes events.
+    load_threads: that copy. queued_chunks: that wait to be stored; at most half of the primary tier's.
+    enable_kv_events: whether stored chunks are published, where vLLM publishes events.
 
     Raises `BadInput`, one line, for an engine that it cannot serve without a doubt.
     """
@@ -98,7 +98,6 @@ class KvStoreTier(SecondaryTierManager):
         hash_seed: str | None = None,
         deadline_ms: float = 50,
         load_threads: int = 2,
-        store_threads: int = 2,
         queued_chunks: int = 1024,
         enable_kv_events: bool = False,
         **unknown: Any,
@@ -120,38 +119,27 @@ class KvStoreTier(SecondaryTierManager):
         model = model_fingerprint(model_dir or weights_directory(config))
         groups = group_numbers(offloading_spec)
         layouts = [
-            chunk_layout(f"group {number}", tokens * offloading_spec.blocks_per_chunk, memory.shape[1])
+            chunk_layout(f"group {number}", tokens * offloading_spec.blocks_per_chunk, [memory.shape[1]])
             for number, tokens in groups.items()
         ]
         facts = engine_facts(config, offloading_spec, memory.shape[1])
         limits = ChunkLimits(
             queued_stores=max(1, min(int(queued_chunks), len(memory) // 2)),
             load_threads=max(1, int(load_threads)),
-            store_threads=max(1, int(store_threads)),
             lease_ms=float(deadline_ms),
         )
-        self._opened = _opened_twice(url)
-
-        def spaces_in(store: kvstore.SidecarStore | kvstore.EmbeddedStore) -> list[NamespaceHandle]:
-            return [
-                store.namespace(
-                    model=model,
-                    layout=layout,
-                    weights_epoch=int(weights_epoch),
-                    config={**facts, "group": str(number)},
-                    name=str(config.model_config.model),
-                )
-                for number, layout in zip(groups, layouts, strict=True)
-            ]
-
-        def open_spaces() -> tuple[list[NamespaceHandle], list[NamespaceHandle]]:
-            return spaces_in(self._opened[0]), spaces_in(self._opened[1])
-
-        spaces = {number: position for position, number in enumerate(groups)}
-        self._chunks = ChunkStore(open_spaces, lambda name: spaces.get(_group_of(name), -1), memory, limits)
+        runs = [ChunkRun(memory.ctypes.data, memory.strides[0], memory.shape[1])]
+        self._stores, self._outcomes = open_twice(url, f"vllm {vllm.__version__}"), ChunkOutcomes()
+        epoch, name = int(weights_epoch), str(config.model_config.model)
+        specs = [
+            NamespaceSpec(1, "", model, layout, "raw", epoch, {**facts, "group": str(number)}, name)
+            for number, layout in zip(groups, layouts, strict=True)
+        ]
+        spaces = [ChunkSpace(spec, runs, len(memory), self._stores, self._outcomes) for spec in specs]
+        places = {number: position for position, number in enumerate(groups)}
+        self._chunks = ChunkStore(spaces, lambda key: places.get(_group_of(key), -1), limits, self._outcomes)
         has_events = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
         self._events: list[OffloadingEvent] | None = [] if has_events else None
-        self._stores: set[int] = set()
 
     # What vLLM's scheduler calls -------------------------------------------------------------------------------------
 
@@ -175,35 +163,33 @@ class KvStoreTier(SecondaryTierManager):
 
     def submit_load(self, job_metadata: Any) -> None:
         """Copy what `lookup` promised into the primary tier's slots, verified."""
-        job = job_metadata
-        self._chunks.load(job.job_id, job.req_context.req_id, _names(job.keys), getattr(job, _SLOTS_FIELD))
+        names, slots = map(bytes, job_metadata.keys), getattr(job_metadata, _SLOTS_FIELD)
+        self._chunks.load(job_metadata.job_id, job_metadata.req_context.req_id, list(names), slots)
 
     def submit_store(self, job_metadata: Any) -> None:
         """Copy slots of the primary tier into the store."""
-        job = job_metadata
-        self._stores.add(job.job_id)
-        pairs = list(zip(_names(job.keys), getattr(job, _SLOTS_FIELD), strict=True)) if self._is_root_right else []
-        position = getattr(job.req_context, "get_offload_key_position", None)
+        pairs = list(zip(map(bytes, job_metadata.keys), getattr(job_metadata, _SLOTS_FIELD), strict=True))
+        position = getattr(job_metadata.req_context, "get_offload_key_position", None)
         if position is not None:  # 0.28 does not tell which chunk comes first
             pairs.sort(key=lambda pair: position(pair[0]) or 0)
-        self._chunks.store(job.job_id, [name for name, _ in pairs], [int(slot) for _, slot in pairs])
+        pairs = pairs if self._is_root_right else []
+        self._chunks.store(job_metadata.job_id, [name for name, _ in pairs], [int(slot) for _, slot in pairs])
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Jobs that ended, each once. Of a load that failed in part the good keys are named; vLLM computes the rest."""
+        self._chunks.proceed()
         jobs = self._chunks.finished()
-        if not jobs and self._chunks.is_awaited():
-            self._chunks.wait_briefly(WAIT_SECONDS)
-            jobs = self._chunks.finished()
+        if not jobs:
+            self._chunks.proceed(WAIT_SECONDS)
         results = []
         for job in jobs:
-            is_store = job.job in self._stores
-            self._stores.discard(job.job)
-            if is_store and self._events is not None and job.good:
+            if not job.is_load and self._events is not None and job.good:
                 self._events.append(OffloadingEvent(keys=list(job.good), medium=self.medium, removed=False))
-            named: dict[str, Any] = {} if is_store or not job.failed else {"successful_keys": job.good or None}
+            named: dict[str, Any] = {} if not job.is_load or not job.failed else {"successful_keys": job.good or None}
             if "transfer_bytes" in _RESULT_FIELDS:
                 named["transfer_bytes"] = job.size_bytes
-            results.append(JobResult(job.job, bool(job.good) and not job.failed, transfer_time=job.seconds, **named))
+            is_good = bool(job.good) and not job.failed
+            results.append(JobResult(job.number, is_good, transfer_time=job.seconds, **named))
         return results
 
     def take_events(self) -> Iterable[OffloadingEvent]:
@@ -219,21 +205,16 @@ class KvStoreTier(SecondaryTierManager):
     def shutdown(self) -> None:
         """End all threads and hang up. Safe to call again."""
         self._chunks.close()
-        for store in self._opened:
-            try:
-                store.close()
-            except Exception as error:  # the edge: vLLM keeps its memory mapped if a tier raises here
-                _log.warning("the store could not be closed: %s", error)
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
-        """One counter, by outcome; see `ChunkStore.take_counts`."""
+        """One counter, by outcome; see `ChunkSpace`."""
         text = "Chunks by what became of them in the store, and faults of the store, labeled by outcome."
         return {CHUNKS_METRIC: OffloadingCounterMetadata(documentation=text, labelnames=("outcome",))}
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """Counts since the last call."""
-        counts = self._chunks.take_counts()
+        counts = self._outcomes.take()
         if not counts:
             return None
         stats = OffloadingConnectorStats()
@@ -362,16 +343,6 @@ def engine_facts(config: Any, spec: Any, chunk_bytes: int) -> dict[str, str]:
 # Inside ------------------------------------------------------------------------------------------------------------
 
 
-def _opened_twice(url: str) -> tuple[kvstore.SidecarStore | kvstore.EmbeddedStore, ...]:
-    """For look-ups and loads, and for stores: one engine, of two connections. A store in this process needs no second.
-    Nothing is asked of a sidecar yet. Raises `BadInput`."""
-    engine = f"vllm {vllm.__version__}"
-    first = kvstore.open(url, engine=engine)
-    if not isinstance(first, kvstore.SidecarStore):
-        return first, first
-    return first, kvstore.open(url, engine=engine, session=first.session)
-
-
 def _platform() -> str:
     """Kernels pack pages as it suits the device: on CPUs with AMX otherwise than on those without."""
     device = str(current_platform.device_type)
@@ -383,7 +354,3 @@ def _platform() -> str:
 
 def _group_of(name: bytes) -> int:
     return int.from_bytes(name[-4:], "big") if len(name) == KEY_BYTES else -1
-
-
-def _names(keys: Collection[Any]) -> list[bytes]:
-    return [bytes(key) for key in keys]

@@ -26,7 +26,6 @@ PURE, DRAWN, PROCESS, SLOW, ALONE = "pure", "drawn", "process", "slow", "alone"
 PURE_FILES = frozenset(
     """
     adapters/test_audit.py
-    adapters/test_chunk_layout.py
     adapters/test_costmodel.py
     adapters/test_load_choice.py
     adapters/test_model_files.py

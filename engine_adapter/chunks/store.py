@@ -1,47 +1,37 @@
-"""Opaque chunks of an engine's host memory, kept in the store under the engine's own names.
+"""Chunks for an engine whose thread must not wait: asked for, loaded and stored in the background.
 
-For engines whose offloading hands out (name, slot) pairs and never a token. Each chunk is a block by itself (see
-`chunk_layout`): its prefix key depends on the tenant's secret as all others do, and accounts count tokens as ever.
+For engines whose offloading hands out (name, slot) pairs, one by one. Each chunk is a block by itself.
 
-    engine's thread     ask > PENDING, PENDING, HELD > load            store            finished
-    asking thread           match > lease (pins, verified)
-    load threads                                     get > release
-    store threads                                                      put
-                        forget: what an owner asked for and did not load is released
+    engine's thread              ask > PENDING, PENDING, HELD > load           store         finished
+                                 match > lease (pins, verified)
+    threads of a `PagedWorker`                                  get            put
+                                 forget: what an owner asked for and did not load is released
 
-Nothing that the engine's thread calls waits for the store, but `drain` and `close`, and nothing raises because of it:
-this is the edge at which any fault becomes a miss, or a failed job. Must never import an engine.
+Nothing waits for the store but `drain` and `close`, and nothing raises because of it: this is the edge at which any
+fault becomes a miss, or a failed job. Must never import an engine.
 """
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from logging import getLogger
-from queue import SimpleQueue
-from typing import Any
+from itertools import count
 
-import numpy as np
-
-from engine_adapter.chunks.layout import chunk_planes, chunk_prompt
-from kvstore.block.account import MissReason
-from kvstore.block.pages import Pages
+from engine_adapter.chunks.space import ChunkOutcomes, ChunkSpace
+from engine_adapter.paged.pages import EnginePages
+from engine_adapter.paged.step_plan import LeaseHere, LoadOrder, PageRun, SaveOrder, StepPlan, StepReports, WorkerSpec
+from engine_adapter.paged.worker import PagedWorker
 from kvstore.client.handle import Lease, Match, NamespaceHandle
 from kvstore.client.pending import PendingReply
 
-POLL_SECONDS = 0.0005
+POLL_SECONDS = 0.0002
 """Between two looks at what was submitted."""
 IN_FLIGHT = 48
 """Look-ups and leases submitted at a time; a connection may have 64 requests that are not answered."""
-FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 10.0
-"""Between two attempts to open the namespaces."""
-JOIN_SECONDS = 1.0
-
-_log = getLogger(__name__)
+CLOSE_SECONDS = 5.0
 
 
 class ChunkState(Enum):
@@ -56,48 +46,24 @@ class ChunkState(Enum):
 class ChunkLimits:
     """Named upper bounds. asked: chunks asked for or held at a time; beyond that they are missing. queued_stores:
     chunks that wait to be stored, whose slots the engine cannot use meanwhile; beyond that they fail at once.
-    lease_ms: how long a chunk may take to come up from a lower tier. ask_seconds: beyond that, how long an answer may
-    take; then a chunk is missing. hold_seconds: how long one is held that is not loaded. drain_seconds: after which
-    `drain` gives up what has not begun."""
+    load_threads: that copy, of each space. lease_ms: how long a chunk may take to come up from a lower tier.
+    ask_seconds: beyond that, how long an answer may take; then a chunk is missing. hold_seconds: how long one is held
+    that is not loaded. drain_seconds: after which `drain` gives up what has not begun."""
 
     asked: int = 4096
     queued_stores: int = 1024
     load_threads: int = 2
-    store_threads: int = 2
     lease_ms: float = 50.0
     ask_seconds: float = 0.5
     hold_seconds: float = 10.0
     drain_seconds: float = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class FinishedJob:
+@dataclass(eq=False, slots=True)
+class ChunkJob:
     """good: the names of the chunks that were copied and verified, or stored; failed: all others. size_bytes: of the
-    good ones. seconds: from the submission on."""
+    good ones. left: those that are neither yet. since, seconds: when it was submitted, and how long it took."""
 
-    job: int
-    good: tuple[bytes, ...]
-    failed: tuple[bytes, ...]
-    size_bytes: int
-    seconds: float
-
-
-@dataclass(eq=False, slots=True)
-class _Asked:
-    """A chunk that somebody waits for. The asking thread writes `verdict` last."""
-
-    name: bytes
-    since: float
-    owners: set[str]
-    verdict: ChunkState = ChunkState.PENDING
-    lease: Lease | None = None
-    unwanted: bool = False
-    match: PendingReply[Match] | None = None
-    leasing: PendingReply[Lease] | None = None
-
-
-@dataclass(eq=False, slots=True)
-class _Job:
     number: int
     owner: str
     is_load: bool
@@ -105,67 +71,51 @@ class _Job:
     left: int
     good: list[bytes] = field(default_factory=list)
     failed: list[bytes] = field(default_factory=list)
+    size_bytes: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(eq=False, slots=True)
-class _ChunkTask:
-    job: _Job
+class _Asked:
+    """A chunk that somebody waits for."""
+
     name: bytes
-    slot: int
-    lease: Lease | None
+    space: ChunkSpace
+    handle: NamespaceHandle
+    since: float
+    owners: set[str] = field(default_factory=set)
+    state: ChunkState = ChunkState.PENDING
+    match: PendingReply[Match] | None = None
+    leasing: PendingReply[Lease] | None = None
+    lease: Lease | None = None
+
+
+_Ordered = tuple[ChunkJob, ChunkSpace | None, bytes, Lease | None]
 
 
 class ChunkStore:
-    """Chunks in the store, for one engine. `ask`, `forget`, `load`, `store`, `finished`, `wait_briefly`, `drain` and
-    `close` are called by one thread of the engine's."""
+    """Chunks in the store, for one engine. One thread of the engine's calls everything."""
 
     def __init__(
         self,
-        open_spaces: Callable[[], tuple[Sequence[NamespaceHandle], Sequence[NamespaceHandle]]],
+        spaces: Sequence[ChunkSpace],
         space_of: Callable[[bytes], int],
-        memory: np.ndarray[Any, Any],
         limits: ChunkLimits,
+        outcomes: ChunkOutcomes,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """open_spaces: opens the namespaces, for asking and loading and once more for storing: over a connection of
-        their own stores do not hold up look-ups. It may wait, and is called again after it raised. space_of: which of
-        them a chunk's name belongs to; -1 for none. memory: uint8 [slots, chunk bytes], which jobs read and write."""
+        """space_of: which of the spaces a chunk's name belongs to; -1 for none. They are closed with this."""
         self.limits = limits
-        self._open_spaces, self._space_of, self._clock = open_spaces, space_of, clock
-        self._memory: np.ndarray[Any, Any] | None = memory
-        self._chunk_bytes = memory.shape[1]
+        self._spaces, self._space_of, self._outcomes, self._clock = spaces, space_of, outcomes, clock
         self._unmap_wait = limits.ask_seconds + limits.lease_ms / 1000
-        self._spaces: Sequence[NamespaceHandle] = ()
-        self._storing: Sequence[NamespaceHandle] = ()
-        self._planes: list[dict[int, tuple[np.ndarray[Any, Any]]]] = []
         self._asked: dict[bytes, _Asked] = {}
         self._of_owner: dict[str, set[bytes]] = {}
         self._missing: dict[str, set[bytes]] = {}
-        self._inbox: deque[_Asked] = deque()
-        self._wake, self._news = threading.Event(), threading.Event()
-        self._guard = threading.Condition()
-        self._loads: SimpleQueue[_ChunkTask | None] = SimpleQueue()
-        self._stores: SimpleQueue[_ChunkTask | None] = SimpleQueue()
-        self._done: deque[tuple[_Job, FinishedJob]] = deque()
-        self._open_loads = self._open_stores = 0  # jobs
-        self._unanswered = self._queued_stores = 0  # chunks
-        self._is_giving_up = self._is_closed = False
-        self._is_away: bool | None = None
-        self._counts: Counter[str] = Counter()
-        self._swept = clock()
-        self._asking = threading.Thread(target=self._ask_all, name="kv-chunk-ask", daemon=True)
-        self._threads = [
-            threading.Thread(target=self._work, args=(queue, act), name=name, daemon=True)
-            for queue, act, name, count in (
-                (self._loads, self._load, "kv-chunk-load", limits.load_threads),
-                (self._stores, self._store, "kv-chunk-store", limits.store_threads),
-            )
-            for _ in range(count)
-        ]
-        for thread in (self._asking, *self._threads):
-            thread.start()
-
-    # The engine's thread ---------------------------------------------------------------------------------------------
+        self._waiting, self._under_way = deque[_Asked](), list[_Asked]()
+        self._jobs: list[ChunkJob] = []
+        self._numbers, self._orders = count(1), dict[int, _Ordered]()
+        self._is_closed, self._swept = False, clock()
+        self._workers = {space: _worker_of(space, limits, clock) for space in spaces}
 
     def ask(self, owner: str, name: bytes) -> ChunkState:
         """Whether a chunk can be loaded now. The first call asks the store; what is missing stays so for its owner."""
@@ -173,26 +123,25 @@ class ChunkStore:
             return ChunkState.MISSING
         asked = self._asked.get(name)
         if asked is None:
-            if not self._spaces or not 0 <= self._space_of(name) < len(self._spaces):
+            place = self._space_of(name)
+            space = self._spaces[place] if 0 <= place < len(self._spaces) and not self._is_closed else None
+            handle = space.handle if space is not None else None
+            if space is None or handle is None:
                 return ChunkState.MISSING
             if len(self._asked) >= self.limits.asked:
-                self._count("refused_asks")
+                self._outcomes.count(refused_asks=1)
                 return ChunkState.MISSING
-            self._asked[name] = asked = _Asked(name, self._clock(), set())
-            with self._guard:
-                self._unanswered += 1
-            self._inbox.append(asked)
-            self._wake.set()
+            self._asked[name] = asked = _Asked(name, space, handle, self._clock())
+            self._waiting.append(asked)
         asked.owners.add(owner)
         self._of_owner.setdefault(owner, set()).add(name)
-        verdict = asked.verdict
-        if verdict is ChunkState.PENDING and self._clock() > asked.since + self._unmap_wait:
-            verdict = ChunkState.MISSING
-        if verdict is ChunkState.MISSING:
+        if asked.state is ChunkState.PENDING and self._clock() > asked.since + self._unmap_wait:
+            self._answer(asked, None)
+        if asked.state is ChunkState.MISSING:
             self._let_go(asked)
             for each in asked.owners:
                 self._missing.setdefault(each, set()).add(name)
-        return verdict
+        return asked.state
 
     def forget(self, owner: str) -> None:
         """An owner asks no more: what only it asked for is released."""
@@ -204,265 +153,175 @@ class ChunkStore:
                 if not asked.owners:
                     self._let_go(asked)
 
-    def load(self, job: int, owner: str, names: Sequence[bytes], slots: Sequence[int]) -> None:
-        """Copy chunks into slots, each verified. What is not held fails."""
-        work = _Job(job, owner, True, self._clock(), len(names))
-        tasks = [_ChunkTask(work, name, int(slot), self._taken(name)) for name, slot in zip(names, slots, strict=True)]
-        self._begin(work, tasks, self._loads)
-
-    def store(self, job: int, names: Sequence[bytes], slots: Sequence[int]) -> None:
-        """Put the chunks in these slots, a prefix in its order; those that are there already are skipped. Where there
-        is no room for all in the queue, the first ones are taken. The last of these go first: what was used last is
-        evicted last, and a prefix is of use without its end, but not without its beginning."""
-        with self._guard:
-            room = (
-                max(0, self.limits.queued_stores - self._queued_stores) if self._spaces and not self._is_closed else 0
-            )
-            count = min(room, len(names))
-            self._queued_stores += count
-        work = _Job(job, "", False, self._clock(), count, failed=list(names[count:]))
-        tasks = [_ChunkTask(work, name, int(slot), None) for name, slot in zip(names, slots, strict=True)][:count]
-        if work.failed:
-            self._count("refused_stores", len(work.failed))
-        self._begin(work, tasks[::-1], self._stores)
-
-    def finished(self) -> list[FinishedJob]:
-        """Jobs that ended since the last call. What could not be loaded is missing for its owner from now on."""
-        self._sweep()
-        jobs = []
-        while self._done:
-            work, job = self._done.popleft()
-            if work.is_load and work.owner in self._of_owner:
-                self._missing.setdefault(work.owner, set()).update(job.failed)
-            jobs.append(job)
-        return jobs
-
-    def is_awaited(self) -> bool:
-        """Whether somebody waits: for an answer, or for a load."""
-        return self._open_loads > 0 or self._unanswered > 0
-
-    def wait_briefly(self, seconds: float) -> None:
-        """At most this long, until all that was asked is answered or a load ended. An engine that has nothing else to
-        do calls so often that other threads hardly get the interpreter."""
-        self._news.clear()
-        if self.is_awaited() and not self._done:
-            self._news.wait(seconds)
-
-    def take_counts(self) -> dict[str, int]:
-        """What was counted since the last call, in chunks: `loaded`, `failed_loads`, `stored`, `failed_stores`, `held`,
-        `missing`, `refused_asks`, `refused_stores`; and `faults` of the store."""
-        with self._guard:
-            counts, self._counts = self._counts, Counter()
-        return dict(counts)
-
-    def drain(self) -> None:
-        """Return when no job is left and nothing touches the memory. A copy that has begun is never broken off; what
-        has not begun after `drain_seconds` fails."""
-        deadline = self._clock() + self.limits.drain_seconds
-        with self._guard:
-            while self._open_loads or self._open_stores:
-                self._guard.wait(0.1)
-                self._is_giving_up = self._is_giving_up or self._clock() >= deadline
-            self._is_giving_up = False
-
-    def close(self) -> None:
-        """End all threads that touch the memory, and let go of it and of all that is held. What has not begun fails."""
-        if self._is_closed:
-            return
-        self._is_closed = self._is_giving_up = True
-        self._wake.set()
-        for thread in self._threads:
-            (self._loads if thread.name == "kv-chunk-load" else self._stores).put(None)
-        for thread in self._threads:
-            thread.join()
-        self._asking.join(JOIN_SECONDS)  # it touches no memory, and may be waiting for a sidecar that is away
-        for asked in list(self._asked.values()):
-            self._let_go(asked)
-        self._planes, self._memory = [], None
-
-    # Inside, of the engine's thread ----------------------------------------------------------------------------------
-
-    def _taken(self, name: bytes) -> Lease | None:
-        asked = self._asked.get(name)
-        if asked is None or asked.verdict is not ChunkState.HELD:
-            return None
-        del self._asked[name]
-        return asked.lease
-
-    def _begin(self, work: _Job, tasks: Sequence[_ChunkTask], queue: SimpleQueue[_ChunkTask | None]) -> None:
-        if not tasks or self._is_closed:
-            failed = (*work.failed, *(task.name for task in tasks))
-            self._done.append((work, FinishedJob(work.number, (), failed, 0, 0.0)))
-            return
-        with self._guard:
-            self._open_loads += work.is_load
-            self._open_stores += not work.is_load
-        for task in tasks:
-            queue.put(task)
-
-    def _sweep(self) -> None:
-        """Give back what nobody came for: a request that was held up, or whose engine had no slot for it."""
-        now = self._clock()
-        if now - self._swept < 1.0:
-            return
-        self._swept = now
-        for asked in [it for it in self._asked.values() if now - it.since > self.limits.hold_seconds]:
-            self._let_go(asked)
-
-    def _let_go(self, asked: _Asked) -> None:
-        self._asked.pop(asked.name, None)
-        asked.unwanted = True
-        if asked.lease is not None:
-            self._release(asked.lease)
-
-    # The asking thread -----------------------------------------------------------------------------------------------
-
-    def _ask_all(self) -> None:
-        self._open()
-        waiting: deque[_Asked] = deque()
-        under_way: list[_Asked] = []
-        while not self._is_closed:
-            if not under_way and not waiting and not self._inbox:
-                self._wake.wait()
-            self._wake.clear()
-            burst = [self._inbox.popleft() for _ in range(len(self._inbox))]
-            waiting.extend(reversed(burst))  # from a prefix's end, so that its beginning is used last, more or less
-            while waiting and len(under_way) < IN_FLIGHT:
-                under_way.append(waiting.popleft())
-            still = [asked for asked in under_way if not self._is_answered(asked)]
-            with self._guard:
-                self._unanswered -= len(under_way) - len(still)
-            if not self._unanswered:
-                self._news.set()
-            under_way = still
-            if under_way:
-                time.sleep(POLL_SECONDS)
-
-    def _open(self) -> None:
-        pause = FIRST_PAUSE_SECONDS
-        while not self._is_closed and not self._spaces:
-            try:
-                spaces, self._storing = self._open_spaces()
-                assert self._memory is not None and len(spaces) == len(self._storing)
-                self._planes = [chunk_planes(space, self._memory) for space in spaces]
-                self._spaces = spaces
-                self._say(is_away=False)
-            except Exception as error:
-                if self._is_closed:
-                    return
-                self._fault(error)
-                self._say(is_away=True, why=str(error))
-                self._wake.wait(pause)
-                self._wake.clear()
-                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+    def proceed(self, seconds: float = 0.0) -> None:
+        """Go on with what was asked, and wait at most so long for answers. An engine that has nothing else to do calls
+        so often that other threads hardly get the interpreter."""
+        for _ in range(1 + int(seconds / POLL_SECONDS)):
+            room = min(IN_FLIGHT - len(self._under_way), len(self._waiting))
+            burst = [self._waiting.popleft() for _ in range(room)]
+            self._under_way += reversed(burst)  # from a prefix's end, so that its beginning is used last, more or less
+            self._under_way = [asked for asked in self._under_way if not self._is_answered(asked)]
+            if not seconds or not (self._under_way or self._waiting):
+                return
+            time.sleep(POLL_SECONDS)
 
     def _is_answered(self, asked: _Asked) -> bool:
         """One step further with a chunk: submitted, found, pinned."""
-        try:
-            space = self._spaces[self._space_of(asked.name)]
-            if asked.unwanted:
-                for pending in (asked.match, asked.leasing):
-                    if pending is not None:
-                        pending.cancel()
-                return True
+        if asked.state is not ChunkState.PENDING:
+            return True
+        handle, lease = asked.handle, None
+        with self._outcomes.caught():
             if asked.match is None:
-                asked.match = space.submit_match(*chunk_prompt(space, asked.name))
+                asked.match = handle.submit_match(asked.space.prompt(handle, [asked.name]))
+            match = asked.match.poll()
+            if match is None:
+                return False
             if asked.leasing is None:
-                match = asked.match.poll()
-                if match is None:
+                self._outcomes.told(match.reason)
+            if match.blocks:
+                asked.leasing = asked.leasing or handle.submit_lease(match, deadline_ms=self.limits.lease_ms)
+                lease = asked.leasing.poll()
+                if lease is None:
                     return False
-                if not match.blocks:
-                    self._say(is_away=match.reason is MissReason.UNREACHABLE)
-                    return self._settle(asked, None)
-                asked.leasing = space.submit_lease(match, deadline_ms=self.limits.lease_ms)
-            lease = asked.leasing.poll()
-            return lease is not None and self._settle(asked, lease)
-        except Exception as error:
-            self._fault(error)
-            return self._settle(asked, None)
-
-    def _settle(self, asked: _Asked, lease: Lease | None) -> bool:
-        held = lease is not None and lease.blocks > 0
-        self._count("held" if held else "missing")
-        asked.lease = lease if held else None
-        asked.verdict = ChunkState.HELD if held else ChunkState.MISSING
-        if lease is not None and (asked.unwanted or not held):
-            self._release(lease)
+        self._answer(asked, lease)
         return True
 
-    # The threads that copy -------------------------------------------------------------------------------------------
+    def _answer(self, asked: _Asked, lease: Lease | None) -> None:
+        asked.lease = lease
+        asked.state = ChunkState.HELD if lease is not None and lease.blocks else ChunkState.MISSING
+        self._outcomes.count(**{asked.state.name.lower(): 1})
 
-    def _work(self, queue: SimpleQueue[_ChunkTask | None], act: Callable[[_ChunkTask], bool]) -> None:
-        while (task := queue.get()) is not None:
-            is_good = False
-            if not self._is_giving_up:
-                try:
-                    is_good = act(task)
-                except Exception as error:
-                    self._fault(error)
-            if task.lease is not None:
-                self._release(task.lease)
-            self._end(task, is_good=is_good)
+    def _let_go(self, asked: _Asked) -> None:
+        self._asked.pop(asked.name, None)
+        if asked.state is ChunkState.PENDING:
+            asked.state = ChunkState.MISSING
+        for pending in (asked.match, asked.leasing):
+            if pending is not None:
+                pending.cancel()
+        self._release(asked.lease)
 
-    def _load(self, task: _ChunkTask) -> bool:
-        if task.lease is None:
-            return False
-        space, pages = self._place(task, self._spaces)
-        return space.get(task.lease, into=pages).tokens == space.block_tokens
+    def load(self, number: int, owner: str, names: Sequence[bytes], slots: Sequence[int]) -> None:
+        """Copy chunks into slots, each verified. What is not held fails."""
+        self._jobs.append(job := ChunkJob(number, owner, True, self._clock(), len(names)))
+        for name, slot in zip(names, slots, strict=True):
+            asked = self._asked.get(name)
+            if asked is None or asked.state is not ChunkState.HELD or asked.lease is None:
+                self._end((job, None, name, None), is_good=False)
+                continue
+            del self._asked[name]
+            space, order, here = asked.space, next(self._numbers), LeaseHere(asked.lease, asked.handle)
+            self._orders[order] = (job, space, name, asked.lease)
+            stop, tables = space.block_tokens, _tables(space, slot)
+            loads = [LoadOrder(order, owner, 1, b"", 0, stop, tables, waits=False, here=here)]
+            self._workers[space].begin(StepPlan(loads=loads))
+            self._workers[space].start_loads()
 
-    def _store(self, task: _ChunkTask) -> bool:
-        space, pages = self._place(task, self._storing)
-        tokens, extra_keys = chunk_prompt(space, task.name)
-        result = space.put(tokens, pages, extra_keys=extra_keys)
-        self._say(is_away=result.reason is MissReason.UNREACHABLE)
-        return result.stopped_at is None
+    def store(self, number: int, names: Sequence[bytes], slots: Sequence[int]) -> None:
+        """Put the chunks in these slots, a prefix in its order; those that are there already are skipped. Where there
+        is no room for all in the queue, the first ones are taken. The last of these go first: what was used last is
+        evicted last, and a prefix is of use without its end, but not without its beginning."""
+        queued = sum(not job.is_load for job, *_ in self._orders.values())
+        handles = [space.handle for space in self._spaces if not self._is_closed]
+        taken = min(max(0, self.limits.queued_stores - queued), len(names)) if handles and all(handles) else 0
+        self._outcomes.count(refused_stores=len(names) - taken)
+        self._jobs.append(job := ChunkJob(number, "", False, self._clock(), taken, failed=list(names[taken:])))
+        for name, slot in reversed(list(zip(names, slots, strict=True))[:taken]):
+            order, place = next(self._numbers), self._space_of(name)
+            space, handle = self._spaces[place], handles[place]
+            assert handle is not None
+            self._orders[order], keys = (job, space, name, None), list[bytes]()
+            with self._outcomes.caught():
+                keys = space.prompt(handle, [name]).keys
+            if not keys:
+                self._end(self._orders.pop(order), is_good=False)
+                continue
+            saves = [SaveOrder(order, "", 1, keys[0], 0, _tables(space, slot), None, 0)]
+            self._workers[space].begin(StepPlan(saves=saves))
+            self._workers[space].start_saves()
 
-    def _place(self, task: _ChunkTask, spaces: Sequence[NamespaceHandle]) -> tuple[NamespaceHandle, Pages]:
-        number = self._space_of(task.name)
-        space = spaces[number]
-        return space, Pages(self._planes[number], [task.slot], space.block_tokens)
+    def finished(self) -> list[ChunkJob]:
+        """Jobs that ended since the last call. What could not be loaded is missing for its owner from now on. While
+        loads are under way, and none is over, it waits a moment for one (`PagedWorker.finished`)."""
+        now = self._clock()
+        if now - self._swept >= 1.0:  # a request was held up, or its engine had no slot for it
+            self._swept = now
+            for asked in [it for it in self._asked.values() if now - it.since > self.limits.hold_seconds]:
+                self._let_go(asked)
+        self._collect()
+        jobs = [job for job in self._jobs if not job.left]
+        self._jobs = [job for job in self._jobs if job.left]
+        for job in jobs:
+            job.seconds = now - job.since
+            if job.is_load and job.owner in self._of_owner:
+                self._missing.setdefault(job.owner, set()).update(job.failed)
+        return jobs
 
-    def _end(self, task: _ChunkTask, *, is_good: bool) -> None:
-        job = task.job
-        outcomes = ("loaded", "failed_loads") if job.is_load else ("stored", "failed_stores")
-        with self._guard:
-            (job.good if is_good else job.failed).append(task.name)
-            self._counts[outcomes[not is_good]] += 1
-            self._queued_stores -= not job.is_load
-            job.left -= 1
-            if job.left:
-                return
-            size, seconds = len(job.good) * self._chunk_bytes, self._clock() - job.since
-            self._done.append((job, FinishedJob(job.number, tuple(job.good), tuple(job.failed), size, seconds)))
-            self._open_loads -= job.is_load
-            self._open_stores -= not job.is_load
-            self._guard.notify_all()
-        if job.is_load:
-            self._news.set()
+    def drain(self) -> None:
+        """Return when no job is left and nothing touches the memory. A copy that has begun is never broken off; a store
+        that has not begun after `drain_seconds` fails."""
+        for worker in self._workers.values():
+            worker.settle(self.limits.drain_seconds)
+        self._give_up_stores()
+        while self._orders:
+            self._collect()
+            for worker in self._workers.values():
+                worker.settle(0.1)
 
-    # Everywhere ------------------------------------------------------------------------------------------------------
+    def close(self) -> None:
+        """End all threads that touch the memory, and let go of all that is held. What has not begun fails."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._give_up_stores()
+        for worker in self._workers.values():
+            worker.close(CLOSE_SECONDS)
+        self._collect()
+        for number in list(self._orders):
+            self._end(self._orders.pop(number), is_good=False)
+        for asked in list(self._asked.values()):
+            self._let_go(asked)
+        for space in self._spaces:
+            space.close()
 
-    def _release(self, lease: Lease) -> None:
-        try:
-            lease.release()
-        except Exception as error:
-            self._fault(error)
+    # Inside ----------------------------------------------------------------------------------------------------------
 
-    def _count(self, what: str, chunks: int = 1) -> None:
-        with self._guard:
-            self._counts[what] += chunks
+    def _collect(self) -> None:
+        for space, worker in self._workers.items():
+            worker.finished()
+            reports = worker.take_reports() or StepReports()
+            for load in reports.loads:
+                self._end(self._orders.pop(load.number), is_good=load.tokens >= space.block_tokens)
+            for save in reports.saves:
+                self._outcomes.told(save.reason)
+                self._end(self._orders.pop(save.number), is_good=save.reason is None and not save.dropped)
 
-    def _fault(self, error: Exception) -> None:
-        self._count("faults")
-        _log.debug("a fault of the store: %s: %s", type(error).__name__, error)
+    def _end(self, ordered: _Ordered, *, is_good: bool) -> None:
+        job, space, name, lease = ordered
+        self._release(lease)
+        (job.good if is_good else job.failed).append(name)
+        job.size_bytes += space.chunk_bytes if is_good and space is not None else 0
+        outcomes = ("failed_loads", "loaded") if job.is_load else ("failed_stores", "stored")
+        self._outcomes.count(**{outcomes[is_good]: 1})
+        job.left -= 1
 
-    def _say(self, *, is_away: bool, why: str = "it does not answer") -> None:
-        """One line for each change of state."""
-        with self._guard:
-            if is_away is self._is_away:
-                return
-            self._is_away = is_away
-        if is_away:
-            _log.warning("chunks are computed, not loaded: the store cannot be asked (%s)", why)
-        else:
-            _log.info("chunks are kept in the store")
+    def _give_up_stores(self) -> None:
+        stores = [number for number, (job, *_) in self._orders.items() if not job.is_load]
+        for worker in self._workers.values():
+            worker.begin(StepPlan(cancelled_saves=stores))
+
+    def _release(self, lease: Lease | None) -> None:
+        with self._outcomes.caught():
+            if lease is not None:
+                lease.release()
+
+
+def _tables(space: ChunkSpace, slot: int) -> tuple[PageRun, ...]:
+    return (PageRun(0, [int(slot)]),) * len(space.spec.layout.groups)
+
+
+def _worker_of(space: ChunkSpace, limits: ChunkLimits, clock: Callable[[], float]) -> PagedWorker:
+    """A chunk is a page of the worker's, which stores over a connection of its own."""
+    pages = EnginePages(WorkerSpec(0, space.block_tokens, (), "", "", "cpu", space.chunk_bytes), space.planes, 1)
+    worker = PagedWorker(pages, lambda _: space.stores[1], clock, load_threads=limits.load_threads, save_bytes=1 << 62)
+    worker.begin(StepPlan(namespace=space.spec))
+    return worker

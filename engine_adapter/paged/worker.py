@@ -233,6 +233,14 @@ class PagedWorker:
             self._reports, self._save_reports, self._audit_reports = [], [], []
             return taken
 
+    def settle(self, seconds: float) -> bool:
+        """Wait at most this long for all loads and saves that were begun; whether none is left. Any thread."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: self._closed or not (self._saves or self._saving or len(self._done_loads) < self._loading),
+                seconds,
+            )
+
     def close(self, seconds: float = 5.0) -> None:
         """Save what waits, as far as that goes in the time; then hang up. Safe to call again."""
         give_up_at = self._clock() + seconds

@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 
 import kvstore
-from engine_adapter.chunks.layout import chunk_layout
-from engine_adapter.chunks.store import ChunkLimits, ChunkState, ChunkStore, FinishedJob
+from engine_adapter.chunks.layout import ChunkRun, chunk_layout
+from engine_adapter.chunks.space import ChunkOutcomes, ChunkSpace
+from engine_adapter.chunks.store import ChunkJob, ChunkLimits, ChunkState, ChunkStore
+from engine_adapter.paged.step_plan import NamespaceSpec
 from kvstore.block.account import MissReason
 from kvstore.block.errors import Unreachable
 from kvstore.client.handle import NamespaceHandle
-from kvstore.client.sidecar_store import SidecarStore
 from service.sidecar import Sidecar, number_of, patient
 from tiering.frame import HEADER_BYTES
 
@@ -46,34 +47,42 @@ def wait_until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
-def spaces_of(store: SidecarStore, groups: int = 1) -> list[NamespaceHandle]:
-    layout = chunk_layout("group", CHUNK_TOKENS, CHUNK_BYTES)
-    return [store.namespace(model="m", layout=layout, config={"group": str(group)}) for group in range(groups)]
+class Wrapped:
+    """A store whose namespaces a test gets at first. Closing it is the test's affair."""
 
+    def __init__(self, store: Any, wrap: Callable[[NamespaceHandle], Any] = lambda handle: handle) -> None:
+        self._store, self._wrap = store, wrap
 
-def twice(spaces: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-    return spaces, spaces
+    def namespace(self, **more: Any) -> Any:
+        return self._wrap(self._store.namespace(**more))
+
+    def close(self) -> None:
+        pass
 
 
 class Engine:
     """What an engine does with chunks: asks until there is an answer, and waits for its jobs."""
 
-    def __init__(
-        self, spaces: Callable[[], Sequence[NamespaceHandle]], limits: ChunkLimits = LIMITS, seed: int = 1, **more: Any
-    ) -> None:
+    def __init__(self, store: Any, limits: ChunkLimits = LIMITS, seed: int = 1, groups: int = 1, **more: Any) -> None:
         self.memory = memory_of(seed)
-        self.chunks = ChunkStore(lambda: twice(spaces()), group_of, self.memory, limits, **more)
+        self.outcomes = ChunkOutcomes()
+        layout = chunk_layout("group", CHUNK_TOKENS, [CHUNK_BYTES])
+        runs = [ChunkRun(self.memory.ctypes.data, CHUNK_BYTES, CHUNK_BYTES)]
+        given = store if isinstance(store, Wrapped) else Wrapped(store)
+        specs = [NamespaceSpec(1, "", "m", layout, "raw", 0, {"group": str(group)}) for group in range(groups)]
+        self.spaces = [ChunkSpace(spec, runs, SLOTS, (given, given), self.outcomes) for spec in specs]
+        self.chunks = ChunkStore(self.spaces, group_of, limits, self.outcomes, **more)
         self.jobs = 0
 
     def opened(self) -> Engine:
-        wait_until(lambda: bool(self.chunks._spaces))
+        wait_until(lambda: all(space.handle is not None for space in self.spaces))
         return self
 
     def ask(self, names: Sequence[bytes], owner: str = "a") -> list[ChunkState]:
         deadline = time.monotonic() + SECONDS
         while ChunkState.PENDING in (verdicts := [self.chunks.ask(owner, name) for name in names]):
             assert time.monotonic() < deadline
-            self.chunks.wait_briefly(0.001)
+            self.chunks.proceed(0.001)
         return verdicts
 
     def begin_store(self, names: Sequence[bytes], slots: Sequence[int]) -> int:
@@ -86,16 +95,16 @@ class Engine:
         self.chunks.load(self.jobs, owner, names, slots)
         return self.jobs
 
-    def ended(self, job: int) -> FinishedJob:
-        found: list[FinishedJob] = []
+    def ended(self, job: int) -> ChunkJob:
+        found: list[ChunkJob] = []
         wait_until(lambda: bool(found.extend(self.chunks.finished()) or found))
-        assert [it.job for it in found] == [job]
+        assert [it.number for it in found] == [job]
         return found[0]
 
-    def store(self, names: Sequence[bytes], slots: Sequence[int]) -> FinishedJob:
+    def store(self, names: Sequence[bytes], slots: Sequence[int]) -> ChunkJob:
         return self.ended(self.begin_store(names, slots))
 
-    def load(self, names: Sequence[bytes], slots: Sequence[int], owner: str = "a") -> FinishedJob:
+    def load(self, names: Sequence[bytes], slots: Sequence[int], owner: str = "a") -> ChunkJob:
         return self.ended(self.begin_load(names, slots, owner))
 
     def __enter__(self) -> Engine:
@@ -113,7 +122,7 @@ def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
 
 @pytest.fixture
 def engine(sidecar: Sidecar) -> Iterator[Engine]:
-    with sidecar.client() as store, Engine(lambda: spaces_of(store)) as engine:
+    with sidecar.client() as store, Engine(store) as engine:
         yield engine.opened()
 
 
@@ -127,18 +136,18 @@ NAMES = [name_of(number) for number in range(5)]
 def test_what_was_stored_is_loaded_bit_for_bit(engine: Engine, sidecar: Sidecar) -> None:
     before = engine.memory.copy()
     stored = engine.store(NAMES, [3, 1, 4, 0, 2])
-    assert set(stored.good) == set(NAMES) and stored.failed == () and stored.size_bytes == 5 * CHUNK_BYTES
+    assert set(stored.good) == set(NAMES) and stored.failed == [] and stored.size_bytes == 5 * CHUNK_BYTES
     assert engine.ask([*NAMES, name_of(99)]) == [ChunkState.HELD] * 5 + [ChunkState.MISSING]
     assert leases(sidecar) == 5, "what is held is pinned"
     loaded = engine.load(NAMES[:4], [10, 11, 12, 13])
-    assert set(loaded.good) == set(NAMES[:4]) and loaded.failed == ()
+    assert set(loaded.good) == set(NAMES[:4]) and loaded.failed == []
     assert np.array_equal(engine.memory[10:14], before[[3, 1, 4, 0]])
     untouched = [*range(10), 14, 15]
     assert np.array_equal(engine.memory[untouched], before[untouched])
     engine.chunks.forget("a")
     wait_until(lambda: leases(sidecar) == 0)
-    assert engine.chunks.take_counts() == {"stored": 5, "held": 5, "missing": 1, "loaded": 4}
-    assert engine.chunks.take_counts() == {}
+    assert engine.outcomes.take() == {"stored": 5, "held": 5, "missing": 1, "loaded": 4}
+    assert engine.outcomes.take() == {}
 
 
 def test_accounts_are_in_the_chunks_tokens(engine: Engine, sidecar: Sidecar) -> None:
@@ -151,7 +160,7 @@ def test_accounts_are_in_the_chunks_tokens(engine: Engine, sidecar: Sidecar) -> 
 
 def test_another_process_finds_them_and_another_group_does_not(engine: Engine, sidecar: Sidecar) -> None:
     engine.store(NAMES, range(5))
-    with sidecar.client() as store, Engine(lambda: spaces_of(store, 2), seed=7) as other:
+    with sidecar.client() as store, Engine(store, seed=7, groups=2) as other:
         other.opened()
         same_in_another_group = [name_of(number, 1) for number in range(5)]
         in_no_group = [name_of(0, 2)]
@@ -159,7 +168,7 @@ def test_another_process_finds_them_and_another_group_does_not(engine: Engine, s
             other.ask([*NAMES, *same_in_another_group, *in_no_group])
             == [ChunkState.HELD] * 5 + [ChunkState.MISSING] * 6
         )
-        assert other.load(NAMES, range(5)).failed == ()
+        assert other.load(NAMES, range(5)).failed == []
         assert np.array_equal(other.memory[:5], engine.memory[:5])
 
 
@@ -193,19 +202,19 @@ def test_what_nobody_wants_any_more_is_released(engine: Engine, sidecar: Sidecar
         for name in NAMES:
             engine.chunks.ask("c", name)
         engine.chunks.forget("c")
-    wait_until(lambda: leases(sidecar) == 0 and not engine.chunks._inbox)
+    wait_until(lambda: engine.chunks.proceed() is None and leases(sidecar) == 0)
     assert not engine.chunks._asked and not engine.chunks._of_owner and not engine.chunks._missing
 
 
 def test_what_nobody_comes_for_is_released(sidecar: Sidecar) -> None:
     now = [0.0]
-    with sidecar.client() as store, Engine(lambda: spaces_of(store), clock=lambda: now[0]) as engine:
+    with sidecar.client() as store, Engine(store, clock=lambda: now[0]) as engine:
         engine.opened().store(NAMES, range(5))
         engine.ask(NAMES)
         now[0] = LIMITS.hold_seconds + 2
         assert engine.chunks.finished() == []
         wait_until(lambda: leases(sidecar) == 0)
-        assert engine.load(NAMES, range(5)).failed == tuple(NAMES), "what is not held is not loaded"
+        assert engine.load(NAMES, range(5)).failed == NAMES, "what is not held is not loaded"
 
 
 def test_a_flipped_bit_fails_that_chunk_alone(engine: Engine, sidecar: Sidecar) -> None:
@@ -215,7 +224,7 @@ def test_a_flipped_bit_fails_that_chunk_alone(engine: Engine, sidecar: Sidecar) 
     assert lease is not None and number_of(lease)
     sidecar.core.spans([lease.reply.places[0][0]])[0].view[HEADER_BYTES + CHUNK_BYTES - 9] ^= 4
     loaded = engine.load(NAMES, range(10, 15))
-    assert loaded.failed == (NAMES[2],) and len(loaded.good) == 4
+    assert loaded.failed == [NAMES[2]] and len(loaded.good) == 4
     good = [0, 1, 3, 4]
     assert np.array_equal(engine.memory[[10 + n for n in good]], engine.memory[good])
     assert engine.ask([NAMES[2]]) == [ChunkState.MISSING], "and is not promised to that request again"
@@ -228,8 +237,8 @@ def test_a_flipped_bit_fails_that_chunk_alone(engine: Engine, sidecar: Sidecar) 
 def test_the_end_of_a_prefix_is_evicted_before_its_beginning(tmp_path: Path) -> None:
     all_pinned = kvstore.Limits(pinned_fraction=1.0)
     with Sidecar(tmp_path, dram="4MiB", extent="2MiB", limits=all_pinned) as sidecar, sidecar.client() as store:
-        limits = replace(LIMITS, store_threads=1, load_threads=1)
-        with Engine(lambda: spaces_of(store), limits) as engine:
+        limits = replace(LIMITS, load_threads=1)
+        with Engine(store, limits) as engine:
             engine.opened()
             while not sidecar.store.usage().counters.get("evicted_blocks"):
                 engine.store([name_of(1000 + engine.jobs)], [0])
@@ -242,11 +251,11 @@ def test_the_end_of_a_prefix_is_evicted_before_its_beginning(tmp_path: Path) -> 
 
 def test_a_store_that_is_away_is_missing_chunks_and_failed_jobs(tmp_path: Path) -> None:
     path = f"unix:{tmp_path / 'kvstore.sock'}"
-    with patient(kvstore.open(path)) as store, Engine(lambda: spaces_of(store)) as engine:
+    with patient(kvstore.open(path)) as store, Engine(store) as engine:
         assert engine.ask(NAMES) == [ChunkState.MISSING] * 5
-        assert engine.store(NAMES, range(5)).failed == tuple(NAMES)
-        assert engine.load(NAMES, range(5)).failed == tuple(NAMES)
-        assert engine.chunks.take_counts()["refused_stores"] == 5
+        assert engine.store(NAMES, range(5)).failed == NAMES
+        assert engine.load(NAMES, range(5)).failed == NAMES
+        assert engine.outcomes.take()["refused_stores"] == 5
         engine.chunks.forget("a")
         with Sidecar(tmp_path):
             engine.opened()
@@ -263,38 +272,44 @@ def test_a_store_that_is_away_is_missing_chunks_and_failed_jobs(tmp_path: Path) 
             wait_until(lambda: bool(engine.store(NAMES, range(5)).good))
             assert len(engine.store(NAMES, range(5)).good) == 5
             assert engine.ask(NAMES, "later") == [ChunkState.HELD] * 5
-            assert engine.load(NAMES, range(10, 15), "later").failed == ()
+            assert engine.load(NAMES, range(10, 15), "later").failed == []
             assert np.array_equal(engine.memory[10:15], engine.memory[:5])
+
+
+class Silent:
+    """A namespace that never answers."""
+
+    def __init__(self, space: NamespaceHandle) -> None:
+        self._space = space
+        self.submitted = self.cancelled = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._space, name)
+
+    def submit_match(self, *_: Any) -> Any:
+        self.submitted += 1
+        return self
+
+    def poll(self) -> None:
+        return None
+
+    def cancel(self) -> None:
+        self.cancelled += 1
 
 
 def test_an_answer_that_does_not_come_is_a_miss(sidecar: Sidecar) -> None:
     now = [0.0]
-    with sidecar.client() as store:
-        (space,) = spaces_of(store)
-
-        class Silent:
-            layout, block_tokens = space.layout, space.block_tokens
-            submitted, cancelled = threading.Semaphore(0), threading.Semaphore(0)
-
-            def submit_match(self, *_: Any) -> Any:
-                self.submitted.release()
-                return self
-
-            def poll(self) -> None:
-                return None
-
-            def cancel(self) -> None:
-                self.cancelled.release()
-
-        with Engine(lambda: [Silent()], clock=lambda: now[0]) as engine:  # type: ignore[list-item]
-            engine.opened()
-            assert [engine.chunks.ask("a", name) for name in NAMES] == [ChunkState.PENDING] * 5
-            assert engine.chunks.is_awaited()
-            assert all(Silent.submitted.acquire(timeout=SECONDS) for _ in NAMES)
-            now[0] = LIMITS.lease_ms / 1000 + LIMITS.ask_seconds + 0.001
-            assert [engine.chunks.ask("a", name) for name in NAMES] == [ChunkState.MISSING] * 5
-            assert all(Silent.cancelled.acquire(timeout=SECONDS) for _ in NAMES)
-            wait_until(lambda: not engine.chunks.is_awaited())
+    with sidecar.client() as store, Engine(Wrapped(store, Silent), clock=lambda: now[0]) as engine:
+        silent: Any = engine.opened().spaces[0].handle
+        assert [engine.chunks.ask("a", name) for name in NAMES] == [ChunkState.PENDING] * 5
+        engine.chunks.proceed(0.001)
+        assert [engine.chunks.ask("a", name) for name in NAMES] == [ChunkState.PENDING] * 5
+        assert (silent.submitted, silent.cancelled) == (5, 0)
+        now[0] = LIMITS.lease_ms / 1000 + LIMITS.ask_seconds + 0.001
+        assert [engine.chunks.ask("a", name) for name in NAMES] == [ChunkState.MISSING] * 5
+        assert silent.cancelled == 5
+        engine.chunks.proceed()
+        assert not engine.chunks._under_way and not engine.chunks._waiting
 
 
 class Held:
@@ -321,12 +336,12 @@ class Held:
 
 @pytest.fixture
 def held(sidecar: Sidecar) -> Iterator[tuple[Engine, Held]]:
-    with sidecar.client() as store:
-        space = Held(spaces_of(store)[0])
-        limits = replace(LIMITS, store_threads=1, load_threads=1, drain_seconds=0.05, queued_stores=6)
-        with Engine(lambda: [space], limits) as engine:  # type: ignore[list-item]
-            yield engine.opened(), space
-            space.go.set()
+    limits = replace(LIMITS, load_threads=1, drain_seconds=0.05, queued_stores=6)
+    with sidecar.client() as store, Engine(Wrapped(store, Held), limits) as engine:
+        (worker,) = engine.opened().chunks._workers.values()
+        storing: Any = worker._opened(1, SECONDS)
+        yield engine, storing
+        storing.go.set()
 
 
 def test_a_drain_waits_for_what_has_begun_and_fails_the_rest(held: tuple[Engine, Held]) -> None:
@@ -336,7 +351,7 @@ def test_a_drain_waits_for_what_has_begun_and_fails_the_rest(held: tuple[Engine,
     threading.Timer(0.3, space.go.set).start()
     engine.chunks.drain()
     (finished,) = engine.chunks.finished()
-    assert finished.job == job and finished.good == (NAMES[4],) and set(finished.failed) == set(NAMES[:4])
+    assert finished.number == job and set(finished.failed) == set(NAMES), "none of them had begun to be read"
     assert len(engine.store(NAMES, range(5)).good) == 5, "and it goes on after that"
     engine.chunks.drain()
 
@@ -346,85 +361,87 @@ def test_stores_that_wait_are_bounded(held: tuple[Engine, Held]) -> None:
     first = engine.begin_store(NAMES, range(5))
     refused = engine.begin_store([name_of(8), name_of(9)], [8, 9])
     assert engine.begin_store([name_of(7)], [7]) > refused
-    assert engine.ended(refused + 1).failed == (name_of(7),)
+    assert engine.ended(refused + 1).failed == [name_of(7)]
     space.go.set()
-    engine.chunks.drain()
-    jobs = {job.job: job for job in engine.chunks.finished()}
+    jobs: dict[int, ChunkJob] = {}
+    wait_until(lambda: jobs.update({job.number: job for job in engine.chunks.finished()}) or len(jobs) == 2)
     assert len(jobs[first].good) == 5
-    assert (jobs[refused].good, jobs[refused].failed) == ((name_of(8),), (name_of(9),)), "the beginning is taken"
-    assert engine.chunks.take_counts()["refused_stores"] == 2
+    assert (jobs[refused].good, jobs[refused].failed) == ([name_of(8)], [name_of(9)]), "the beginning is taken"
+    assert engine.outcomes.take()["refused_stores"] == 2
 
 
-def test_closing_waits_for_a_copy_and_lets_go_of_the_memory(sidecar: Sidecar) -> None:
-    with sidecar.client() as store:
-        space = Held(spaces_of(store)[0])
-        space.go.set()
-        raw = bytearray(SLOTS * CHUNK_BYTES)
-        view = memoryview(raw).cast("B", (SLOTS, CHUNK_BYTES))
-        chunks = ChunkStore(lambda: twice([space]), group_of, np.asarray(view), LIMITS)
-        wait_until(lambda: bool(chunks._spaces))
-        chunks.store(1, NAMES, range(5))
-        chunks.drain()
-        wait_until(lambda: {chunks.ask("a", name) for name in NAMES} == {ChunkState.HELD})
-        space.go.clear()
-        while space.begun.acquire(blocking=False):
-            pass
-        chunks.load(2, "a", NAMES, range(5, 10))
-        assert space.begun.acquire(timeout=SECONDS)
-        threading.Timer(0.2, space.go.set).start()
-        chunks.close()
-        chunks.close()
-        (job,) = [it for it in chunks.finished() if it.job == 2]
-        assert set(job.good) | set(job.failed) == set(NAMES) and job.good, "what had begun was finished"
-        assert chunks.ask("a", NAMES[0]) is not ChunkState.HELD
-        chunks.store(3, NAMES, range(5))
-        chunks.load(4, "a", NAMES, range(5))
-        assert [(it.good, set(it.failed)) for it in chunks.finished()] == [((), set(NAMES))] * 2
-        view.release()  # raises while anything still has a view of it
+def test_closing_waits_for_a_copy_and_lets_go_of_what_is_held(sidecar: Sidecar) -> None:
+    made: list[Held] = []
+
+    def held_one(handle: NamespaceHandle) -> Any:
+        made.append(Held(handle))
+        made[-1].go.set()
+        return made[-1]
+
+    with sidecar.client() as store, Engine(Wrapped(store, held_one), replace(LIMITS, load_threads=1)) as engine:
+        engine.opened().store(NAMES, range(5))
+        assert engine.ask(NAMES) == [ChunkState.HELD] * 5
+        for space in made:
+            space.go.clear()
+            while space.begun.acquire(blocking=False):
+                pass
+        job = engine.begin_load(NAMES, range(5, 10))
+        reading: Any = engine.spaces[0].handle
+        assert reading.begun.acquire(timeout=SECONDS)
+        threading.Timer(0.2, reading.go.set).start()
+        engine.chunks.close()
+        after = engine.memory.copy()
+        engine.chunks.close()
+        (loaded,) = [it for it in engine.chunks.finished() if it.number == job]
+        assert set(loaded.good) | set(loaded.failed) == set(NAMES) and loaded.good, "what had begun was finished"
+        assert engine.chunks.ask("a", NAMES[0]) is not ChunkState.HELD
+        refused, unloaded = engine.begin_store(NAMES, range(5)), engine.begin_load(NAMES, range(5))
+        ended = {it.number: it for it in engine.chunks.finished()}
+        assert [(ended[one].good, ended[one].failed) for one in (refused, unloaded)] == [([], NAMES)] * 2
         wait_until(lambda: leases(sidecar) == 0)
-    assert not [thread for thread in threading.enumerate() if thread.name in ("kv-chunk-load", "kv-chunk-store")]
+        assert np.array_equal(engine.memory, after), "nothing touches it any more"
+        ours = {thread for worker in engine.chunks._workers.values() for thread in worker._threads}
+        assert not any(thread.is_alive() for thread in ours)
 
 
 def test_while_a_store_is_being_opened_nothing_waits(sidecar: Sidecar) -> None:
     go, tries = threading.Event(), []
-    with sidecar.client() as store:
 
-        def spaces() -> Sequence[NamespaceHandle]:
-            tries.append(1)
-            if len(tries) == 1:
-                assert go.wait(SECONDS)
-                raise Unreachable("not yet")
-            return spaces_of(store)
+    def wrap(handle: NamespaceHandle) -> NamespaceHandle:
+        tries.append(1)
+        if len(tries) <= 2:  # for look-ups, and for stores
+            assert go.wait(SECONDS)
+            raise Unreachable("not yet")
+        return handle
 
-        with Engine(spaces) as engine:
-            assert engine.ask(NAMES) == [ChunkState.MISSING] * 5
-            assert len(engine.store(NAMES, range(5)).failed) == 5
-            engine.chunks.drain()
-            go.set()
-            engine.opened()
-            assert len(tries) == 2 and len(engine.store(NAMES, range(5)).good) == 5
+    with sidecar.client() as store, Engine(Wrapped(store, wrap)) as engine:
+        assert engine.ask(NAMES) == [ChunkState.MISSING] * 5
+        assert len(engine.store(NAMES, range(5)).failed) == 5
+        engine.chunks.drain()
+        go.set()
+        engine.opened()
+        assert len(engine.store(NAMES, range(5)).good) == 5
+
+
+class Faulty:
+    def __init__(self, space: NamespaceHandle) -> None:
+        self.layout, self.block_tokens, self.shard = space.layout, space.block_tokens, None
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("a fault")
 
 
 def test_a_fault_is_a_miss_and_is_counted(sidecar: Sidecar) -> None:
-    with sidecar.client() as store:
-        (space,) = spaces_of(store)
-
-        class Faulty:
-            layout, block_tokens = space.layout, space.block_tokens
-
-            def __getattr__(self, name: str) -> Any:
-                raise RuntimeError("a fault")
-
-        with Engine(lambda: [Faulty()]) as engine:  # type: ignore[list-item]
-            engine.opened()
-            assert engine.ask(NAMES) == [ChunkState.MISSING] * 5
-            assert len(engine.store(NAMES, range(5)).failed) == 5
-            assert engine.chunks.take_counts() == {"missing": 5, "failed_stores": 5, "faults": 10}
+    with sidecar.client() as store, Engine(Wrapped(store, Faulty)) as engine:
+        engine.opened()
+        assert engine.ask(NAMES) == [ChunkState.MISSING] * 5
+        assert len(engine.store(NAMES, range(5)).failed) == 5
+        assert engine.outcomes.take() == {"missing": 5, "failed_stores": 5, "faults": 10}
 
 
 def test_what_may_be_asked_at_a_time_is_bounded(sidecar: Sidecar) -> None:
-    with sidecar.client() as store, Engine(lambda: spaces_of(store), replace(LIMITS, asked=3)) as engine:
+    with sidecar.client() as store, Engine(store, replace(LIMITS, asked=3)) as engine:
         engine.opened().store(NAMES, range(5))
         assert engine.ask(NAMES) == [ChunkState.HELD] * 3 + [ChunkState.MISSING] * 2
-        assert engine.load(NAMES[:3], range(3)).failed == ()
+        assert engine.load(NAMES[:3], range(3)).failed == []
         assert engine.ask(NAMES[3:], "b") == [ChunkState.HELD] * 2

@@ -1,0 +1,190 @@
+"""Chunks of one kind, found, loaded and stored by threads that may wait: an engine's own I/O threads.
+
+A namespace is opened in the background, over two connections, so that what stores does not hold up what looks up. This
+is the edge at which any fault becomes a miss, or a chunk that is not stored; nothing raises because of the store. Must
+never import an engine.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from logging import getLogger
+
+import torch
+
+import kvstore
+from engine_adapter.chunks.layout import ChunkRun, chunk_key, chunk_planes
+from engine_adapter.paged.namespace_opener import ClosableStore, NamespaceOpener
+from engine_adapter.paged.step_plan import NamespaceSpec
+from kvstore.block.account import MissReason
+from kvstore.block.identity import Prompt
+from kvstore.block.pages import Pages
+from kvstore.client.handle import NamespaceHandle
+from kvstore.protocol import messages as m
+
+KNOWN_KEYS = 1 << 14
+"""Names whose keys are remembered: those before a batch are hashed with every batch."""
+CLOSE_SECONDS = 1.0
+
+_NO_CHAIN = frozenset(
+    {MissReason.DIVERGED, MissReason.ABSENT, MissReason.EVICTED, MissReason.CORRUPT, MissReason.OTHER_NAMESPACE}
+)
+"""Why chunks cannot be stored behind what comes before: it is not there, or they stand somewhere else."""
+
+OpenedStore = kvstore.SidecarStore | kvstore.EmbeddedStore
+_log = getLogger(__name__)
+
+
+def open_twice(url: str, engine: str) -> tuple[OpenedStore, OpenedStore]:
+    """For look-ups and loads, and for stores: one engine, of two connections. A store in this process needs no second.
+    Nothing is asked of a sidecar yet. Raises `BadInput`."""
+    first = kvstore.open(url, engine=engine)
+    if not isinstance(first, kvstore.SidecarStore):
+        return first, first
+    return first, kvstore.open(url, engine=engine, session=first.session)
+
+
+class ChunkOutcomes:
+    """What became of chunks, counted by outcome, and whether the store can be asked. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._is_away = False
+
+    def count(self, **chunks: int) -> None:
+        """So many, of each outcome."""
+        with self._lock:
+            self._counts.update({outcome: number for outcome, number in chunks.items() if number})
+
+    @contextmanager
+    def caught(self) -> Iterator[None]:
+        """A fault of the store ends what is within, and nothing else."""
+        try:
+            yield
+        except Exception as error:
+            self.count(faults=1)
+            _log.debug("a fault of the store: %s: %s", type(error).__name__, error)
+
+    def told(self, reason: MissReason | None) -> None:
+        """Why the last question found no more. One line for each change of state."""
+        is_away = reason is MissReason.UNREACHABLE
+        with self._lock:
+            was_away, self._is_away = self._is_away, is_away
+        if is_away is not was_away:
+            _log.warning("the store %s", "cannot be asked: chunks are computed, not loaded" if is_away else "answers")
+
+    def take(self) -> dict[str, int]:
+        """Since the last call."""
+        with self._lock:
+            counts, self._counts = self._counts, Counter()
+        return dict(counts)
+
+
+class ChunkSpace:
+    """Chunks of one kind in the store and in the engine's memory. Thread-safe. outcomes: `found`, `missing`; `loaded`,
+    `failed_loads`, of which `corrupt`; `stored`, `failed_stores`; and `faults`."""
+
+    def __init__(
+        self,
+        spec: NamespaceSpec,
+        runs: Sequence[ChunkRun],
+        slots: int,
+        stores: tuple[ClosableStore, ClosableStore],
+        outcomes: ChunkOutcomes,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """runs: where the chunk of each slot lies, as in `chunk_layout`; the caller keeps that memory until `close`.
+        stores: for look-ups and loads, and for stores; they are closed with this."""
+        self.spec, self.stores, self._outcomes, self._clock = spec, stores, outcomes, clock
+        self.block_tokens = spec.layout.block_tokens
+        self.planes: dict[int, tuple[torch.Tensor]] = chunk_planes(self.block_tokens, runs, slots)
+        self.slots, self.sizes, self.chunk_bytes = slots, [run.size for run in runs], sum(run.size for run in runs)
+        self._reading, self._writing = NamespaceOpener(lambda: stores[0]), NamespaceOpener(lambda: stores[1])
+        self._reading.want(spec)
+        self._key = lru_cache(KNOWN_KEYS)(chunk_key)
+
+    @property
+    def handle(self) -> NamespaceHandle | None:
+        """For look-ups and loads; None while the store was not reached yet. Waits for nothing."""
+        return self._reading.now()
+
+    def pages(self, slots: Sequence[int]) -> Pages:
+        """The chunks in these slots."""
+        return Pages(self.planes, slots, self.block_tokens)
+
+    def prompt(self, handle: NamespaceHandle, names: Sequence[bytes]) -> Prompt:
+        """Chunks by their keys, each of which tells nothing of the others."""
+        return Prompt(len(names) * self.block_tokens, [self._key(handle, name) for name in names])
+
+    def found(self, names: Sequence[bytes], *, counts: bool = True) -> int:
+        """How many, from the first on. counts: as a look-up, for people."""
+        blocks, handle = 0, self.handle
+        with self._outcomes.caught():
+            if handle is not None and names:
+                match = handle.match(self.prompt(handle, names), counts=counts)
+                blocks = match.blocks
+                self._outcomes.told(match.reason)
+        self._outcomes.count(found=blocks, missing=len(names) - blocks)
+        return blocks
+
+    def load(self, names: Sequence[bytes], pages: Pages, deadline_ms: float) -> int:
+        """How many chunks, from the first on, are in their pages now, verified. deadline_ms: for all of them to come up
+        from lower tiers."""
+        done, ends_at, reason, handle = 0, self._clock() + deadline_ms / 1000, None, self.handle
+        with self._outcomes.caught():
+            while handle is not None and done < len(names):  # a lease may be for fewer: what may be pinned is bounded
+                left_ms = max(0.0, 1000 * (ends_at - self._clock()))
+                match = handle.match(self.prompt(handle, names[done:]), counts=False)
+                with handle.lease(match, deadline_ms=left_ms) as lease:
+                    loaded = handle.get(lease, into=pages.cut(done, len(names)))
+                reason = loaded.reason or match.reason or lease.reason
+                if not loaded.tokens:
+                    break
+                done += loaded.tokens // self.block_tokens
+            self._outcomes.told(reason)
+        is_corrupt = done < len(names) and reason is MissReason.CORRUPT
+        self._outcomes.count(loaded=done, failed_loads=len(names) - done, corrupt=int(is_corrupt))
+        return done
+
+    def store(self, before: Sequence[bytes], names: Sequence[bytes], pages: Pages, deadline_ms: float) -> list[bool]:
+        """Which of these chunks are held now, those included that were there. before: what comes before them, from the
+        beginning on, as far as it is known. Where they do not fit behind that, each is stored by itself: the last ones
+        first, since what was used last is evicted last."""
+        held, ends_at = [False] * len(names), self._clock() + deadline_ms / 1000
+        with self._outcomes.caught():
+            if self._writing.now() is None:
+                self._writing.want(self.spec)
+            handle = self._writing.wait(self.spec.number, deadline_ms / 1000)
+            if handle is not None and names:
+                keys, known = self.prompt(handle, [*before, *names]).keys, len(before)
+                chain = Prompt(len(keys) * self.block_tokens, keys)
+                result = handle.put(chain, pages, known * self.block_tokens, deadline_ms=deadline_ms)
+                stopped = len(names) if result.stopped_at is None else max(0, result.stopped_at - known)
+                held[:stopped] = [True] * stopped
+                for at in range(len(names) - 1, stopped - 1, -1) if result.reason in _NO_CHAIN else ():
+                    left_ms = max(0.0, 1000 * (ends_at - self._clock()))
+                    alone = Prompt(self.block_tokens, [keys[known + at]])
+                    result = handle.put(alone, pages.cut(at, at + 1), deadline_ms=left_ms)
+                    held[at] = result.stopped_at is None
+                self._outcomes.told(result.reason)
+        self._outcomes.count(stored=sum(held), failed_stores=len(held) - sum(held))
+        return held
+
+    def clear(self) -> bool:
+        """Evict them all, from every tier and for whoever shares them; whether that was done."""
+        with self._outcomes.caught():
+            if (handle := self.handle) is not None:
+                handle.door.call(m.Drop(handle.number), m.Counted)
+                return True
+        return False
+
+    def close(self) -> None:
+        """Hang up. Safe to call again."""
+        for opener in (self._reading, self._writing):
+            opener.close(CLOSE_SECONDS)
