@@ -33,7 +33,7 @@ TOGETHER := -n auto --dist loadfile
 # Engines run in an environment of their own: they name versions of torch and of much else.
 ENGINE_TESTS := tests/engines
 ENGINE_LIMIT_SECONDS := 1200
-ENGINE_STAMP := $(ENGINES)/.installed-$(shell cat pyproject.toml engines.txt | cksum | tr ' ' '-')
+ENGINE_STAMP := $(ENGINES)/.installed-$(shell cat pyproject.toml engines.txt engines-alone.txt | cksum | tr ' ' '-')
 
 # What computes rather than talks: kernels in Triton's interpreter and in its compiler, codecs on a model, adapters.
 KERNEL_TESTS := tests/kernels tests/adapters tests/demo \
@@ -55,7 +55,8 @@ help:
 	@echo 'make test-all      every test but those in an engine: also the long ones, which draw histories and damage at random'
 	@echo '                   (in four parts: test-pure, test-kernels, test-drawn, test-rest)'
 	@echo 'make test-slow     what make test leaves out; SHARE=3/8 the third of eight shares of it'
-	@echo 'make test-engines  the adapters in a real vLLM on a CPU, in $(ENGINES) (3.5 GB), without the slow tests'
+	@echo 'make test-engines  the adapters in a real vLLM, and behind the caches of SGLang, on a CPU, in $(ENGINES) (3.7 GB),'
+	@echo '                   without the slow tests'
 	@echo 'make test-vllm-matrix  all of these, with 200 prompts for each configuration, on every vLLM that is served: hours'
 	@echo 'make browser the console'"'"'s pages in chromium (apt-get install --no-install-recommends chromium fonts-dejavu-core)'
 	@echo 'make check   run the linter, the formatter (reporting only) and the type checker'
@@ -97,6 +98,7 @@ engines: $(ENGINE_STAMP)
 $(ENGINE_STAMP): $(STAMP)
 	rm -rf $(ENGINES) && $(VENV)/bin/python -m venv $(ENGINES)
 	$(ENGINES)/bin/python -m pip --disable-pip-version-check install -r engines.txt
+	$(ENGINES)/bin/python -m pip --disable-pip-version-check install --no-deps -r engines-alone.txt
 	$(ENGINES)/bin/python -m pip --disable-pip-version-check uninstall -y torchvision torchaudio torchcodec
 	$(ENGINES)/bin/python -m pip --disable-pip-version-check install --no-deps -e .
 	@touch $@

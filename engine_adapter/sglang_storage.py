@@ -1,0 +1,320 @@
+"""The store behind SGLang's HiCache: `KvStoreHiCache`, a storage backend of its `dynamic` kind.
+
+SGLang copies pages between the GPU and host pools; this copies them between those pools and the store. It sees pages
+and their hashes: SHA-256 over the whole prefix, from a root that is the same in every process. All else that decides a
+page's bytes is in the namespace, of each pool and rank one. SGLang calls from threads of its own, which may wait. Must
+know nothing of how chunks are kept, and no fault of the store leaves it: it is a miss, or `False`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from hashlib import blake2b
+from importlib.metadata import version
+from itertools import accumulate
+from time import perf_counter
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
+)
+from sglang.srt.observability.metrics_collector import StorageMetrics
+from sglang.srt.runtime_context import get_server_args
+
+from engine_adapter.chunks.layout import ChunkRun, chunk_layout, chunk_planes
+from engine_adapter.chunks.space import ChunkOutcomes, ChunkSpace, open_twice
+from engine_adapter.model_files import model_fingerprint, snapshot_directory
+from engine_adapter.paged.step_plan import NamespaceSpec
+from kvstore.block.errors import BadInput
+from kvstore.block.pages import Pages
+
+HASH_DIGITS = 64
+"""Of a page's hash: SHA-256 as hexadecimal text."""
+OF_SGLANG = frozenset({"backend_name", "module_path", "class_name", "interface_v1"})
+"""Keys of the extra configuration that SGLang reads."""
+SETTINGS = (
+    "attention_backend context_length decode_attention_backend dtype json_model_override_args kv_cache_dtype "
+    "model_impl prefill_attention_backend qsa_indexer_dtype quantization quantization_param_path rl_quant_profile "
+    "speculative_algorithm speculative_draft_kv_cache_dtype"
+).split()
+"""What of SGLang's arguments decides KV, besides the weights."""
+KEPT_FIGURES = 1024
+"""Operations whose figures wait to be asked for."""
+Extra: TypeAlias = "HiCacheStorageExtraInfo | None"
+
+
+class KvStoreHiCache(HiCacheStorage):
+    """Pages of SGLang's host pools, kept in the store.
+
+    Parameters, in the extra configuration. url: of the store, "unix:PATH". model_dir: where the weights are, if not
+    where SGLang loads them from. weights_epoch: raised by hand when weights are changed in a way that files do not
+    show. deadline_ms: how long the pages of one call may take to come up from disk; save_deadline_ms: how long one call
+    waits for room. Raises `BadInput`, one line, for an engine or a pool that it cannot serve without a doubt.
+    """
+
+    def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None) -> None:
+        given = {name: value for name, value in (storage_config.extra_config or {}).items() if name not in OF_SGLANG}
+        url, model_dir = given.pop("url", ""), given.pop("model_dir", None)
+        self._epoch = int(given.pop("weights_epoch", 0))
+        self._deadline_ms = float(given.pop("deadline_ms", 500))
+        self._save_deadline_ms = float(given.pop("save_deadline_ms", 1000))
+        if given or not url:
+            raise BadInput(
+                f"KvStoreHiCache: {', '.join(map(repr, given))} is no parameter of it"
+                if given
+                else 'KvStoreHiCache: "url" is missing; give the address, e.g. "unix:/run/kvstore/kvstore.sock"'
+            )
+        self._config, args = storage_config, None
+        with suppress(ValueError):  # none were published in this process
+            args = get_server_args()
+        self._model, self._facts = engine_facts(args, model_dir)
+        self._stores = open_twice(str(url), self._facts["engine"])
+        self.outcomes = ChunkOutcomes()
+        """Pages of all pools by what became of them: see `ChunkSpace`."""
+        self._spaces: dict[str, ChunkSpace] = {}
+        self._metrics = StorageMetrics()
+        self.registered_pools: dict[str, Any] = {}
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """The pool of the KV itself."""
+        super().register_mem_pool_host(mem_pool_host)
+        self.register_mem_host_pool_v2(mem_pool_host, PoolName.KV)
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
+        """One pool more; its namespace is opened in the background. Raises `BadInput`."""
+        name = str(host_pool_name)
+        if self.registered_pools.get(name) is host_pool:
+            return
+        runs, slots = pool_runs(host_pool)
+        tokens = self.registered_pools.get("kv", host_pool).page_size
+        facts = {
+            **self._facts,
+            "pool": f"{name}, {type(host_pool).__name__} {host_pool.layout} {host_pool.storage_format_tag}",
+            "page": f"{tokens} tokens, {host_pool.dtype}",
+            "rank": rank_facts(self._config, host_pool, name),
+        }
+        try:
+            layout = chunk_layout(name, tokens, [run.size for run in runs])
+        except BadInput as error:
+            raise BadInput(f"KvStoreHiCache: {error}; start SGLang with --page-size 64, or a multiple of it") from None
+        spec = NamespaceSpec(1, "", self._model, layout, "raw", self._epoch, facts, str(self._config.model_name or ""))
+        self.registered_pools[name] = host_pool
+        self._spaces[name] = ChunkSpace(spec, runs, slots, self._stores, self.outcomes)
+
+    def close(self) -> None:
+        """Hang up. SGLang's threads are over then. Safe to call again."""
+        for space in self._spaces.values():
+            space.close()
+
+    def clear(self) -> bool:
+        """Evict every page of these namespaces, from all tiers and for all engines; whether that was done."""
+        return all([space.clear() for space in self._spaces.values()])
+
+    # What SGLang calls ------------------------------------------------------------------------------------------------
+
+    def batch_exists(self, keys: list[str], extra_info: Extra = None) -> int:
+        """How many of these pages, from the first on, are stored."""
+        space = self._spaces.get("kv")
+        return space.found(_names(keys)) if space is not None else 0
+
+    def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Extra = None) -> list[bool]:
+        """Load pages, verified; `False` from the first on that does not come."""
+        return self._load("kv", keys, host_indices)
+
+    def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Extra = None) -> list[bool]:
+        """Store pages; `True` for those that are held, also where they were before."""
+        return self._store("kv", keys, host_indices, extra_info)
+
+    def batch_exists_v2(
+        self, keys: list[str], pool_transfers: list[PoolTransfer] | None = None, extra_info: Extra = None
+    ) -> PoolTransferResult:
+        """The longest prefix of which every pool has what it needs, and all prefixes of which that is so."""
+        pages = self.batch_exists(keys, extra_info)
+        hits, restorable = {"kv": pages} if pages else {}, list(range(1, pages + 1))
+        for transfer in pool_transfers or ():
+            # Block groups never shorten a prefix, and of a pool that is not reported there is no verdict.
+            if restorable and transfer.hit_policy is not PoolHitPolicy.BLOCK_GROUPS:
+                good = self._restorable(transfer, _names(keys[:pages]))
+                hits.update({str(transfer.name): good[-1]} if good else {})
+                restorable = sorted({*restorable} & {*good})
+        return PoolTransferResult(restorable[-1] if restorable else 0, hits, restorable)
+
+    def batch_get_v2(self, transfers: list[PoolTransfer], extra_info: Extra = None) -> dict[str, list[bool]]:
+        """As `batch_get_v1`, of each pool."""
+        return {one.name: self._load(str(one.name), one.keys or [], one.host_indices) for one in transfers}
+
+    def batch_set_v2(self, transfers: list[PoolTransfer], extra_info: Extra = None) -> dict[str, list[bool]]:
+        """As `batch_set_v1`, of each pool. Of one that holds trailing pages only, what is before them is not there."""
+        stored = {}
+        for one in transfers:
+            info = extra_info if one.hit_policy is PoolHitPolicy.ALL_PAGES else None
+            stored[one.name] = self._store(str(one.name), one.keys or [], one.host_indices, info)
+        return stored
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
+        """One page into a flat tensor, verified; None where it does not come."""
+        found: torch.Tensor | None = self.batch_get([key], [target_location])[0]
+        return found
+
+    def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[Any]:
+        """As `get`, page by page; None from the first on that does not come."""
+        done, space = 0, self._spaces.get("kv")
+        for name, target in zip(_names(keys), target_locations or [], strict=False):
+            page = self._flat(target)
+            if space is None or page is None or not space.load([name], page, self._deadline_ms):
+                break
+            done += 1
+        return [*(target_locations or [])[:done], *[None] * (len(keys) - done)]
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        """One page out of a flat tensor."""
+        return self.batch_set([key], [value])
+
+    def batch_set(
+        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
+        """As `set`; the last page first, since what was used last is evicted last."""
+        space, names, pages = self._spaces.get("kv"), _names(keys), [self._flat(value) for value in values or []]
+        if space is None or not len(names) == len(keys) == len(pages):
+            return False
+        each = reversed(list(zip(names, pages, strict=True)))
+        return all([page and space.store([], [name], page, self._save_deadline_ms)[0] for name, page in each])
+
+    def exists(self, key: str) -> bool:
+        """Whether a page is stored."""
+        return self.batch_exists([key]) == 1
+
+    def get_stats(self) -> StorageMetrics:
+        """Pages and GB/s of each operation since the last call."""
+        told, self._metrics = self._metrics, StorageMetrics()
+        return told
+
+    # Inside -----------------------------------------------------------------------------------------------------------
+
+    def _load(self, pool: str, keys: Sequence[str], host_indices: torch.Tensor | None) -> list[bool]:
+        space, pages, began = self._spaces.get(pool), self._pages(pool, keys, host_indices), perf_counter()
+        done = space.load(_names(keys), pages, self._deadline_ms) if space is not None and pages is not None else 0
+        self._note(self._metrics.prefetch_pgs, self._metrics.prefetch_bandwidth, pool, done, began)
+        return [True] * done + [False] * (len(keys) - done)
+
+    def _store(
+        self, pool: str, keys: Sequence[str], host_indices: torch.Tensor | None, extra_info: Extra
+    ) -> list[bool]:
+        space, pages, began = self._spaces.get(pool), self._pages(pool, keys, host_indices), perf_counter()
+        if space is None or pages is None:
+            return [False] * len(keys)
+        if is_replicated(self._config, self.registered_pools[pool], pool) and not self._config.is_storage_writer:
+            return [True] * len(keys)  # another rank writes what all have
+        before: list[str] = (extra_info.prefix_keys if extra_info is not None else None) or []
+        chain = _names(before) if len(_names(before)) == len(before) else []
+        held = space.store(chain, _names(keys), pages, self._save_deadline_ms)
+        self._note(self._metrics.backup_pgs, self._metrics.backup_bandwidth, pool, sum(held), began)
+        return [*held, *[False] * (len(keys) - len(held))]
+
+    def _note(self, counts: list[int], speeds: list[float], pool: str, pages: int, began: float) -> None:
+        if pages and self._config.enable_storage_metrics and len(counts) < KEPT_FIGURES:
+            counts.append(pages)
+            speeds.append(pages * self._spaces[pool].chunk_bytes / 1e9 / max(1e-9, perf_counter() - began))
+
+    def _pages(self, pool: str, keys: Sequence[str], host_indices: torch.Tensor | None) -> Pages | None:
+        """The pool's pages that these tokens fill, for keys that are known; None where they fill no whole ones."""
+        space, page = self._spaces.get(pool), getattr(self.registered_pools.get(pool), "page_size", 1)
+        if space is None or host_indices is None or len(host_indices) != len(keys) * page:
+            return None
+        first = host_indices[::page].tolist()
+        is_good = all(0 <= index < space.slots * page and index % page == 0 for index in first)
+        return space.pages([index // page for index in first[: len(_names(keys))]]) if is_good else None
+
+    def _restorable(self, transfer: PoolTransfer, names: list[bytes]) -> list[int]:
+        """Lengths of a prefix, in pages, for which this pool has what it needs. Of trailing pages the longest lengths
+        are looked at first, and what is not known by the deadline is not there."""
+        space = self._spaces.get(str(transfer.name))
+        if space is None:
+            return []
+        if transfer.hit_policy is PoolHitPolicy.ALL_PAGES:
+            return list(range(1, space.found(names, counts=False) + 1))
+        there, ends_at = [False] * len(names), perf_counter() + self._deadline_ms / 1000
+        for page in range(len(names) - 1, -1, -1):
+            there[page] = perf_counter() < ends_at and space.found(names[page : page + 1], counts=False) == 1
+        trailing = max(1, len(transfer.keys or ()))
+        return [end for end in range(1, len(names) + 1) if all(there[max(0, end - trailing) : end])]
+
+    def _flat(self, tensor: Any) -> Pages | None:
+        """A tensor that holds one page of the KV as the pool would give it, as pages; None where it holds none."""
+        space = self._spaces.get("kv")
+        is_flat = isinstance(tensor, torch.Tensor) and tensor.is_cpu and tensor.is_contiguous()
+        if space is None or not is_flat or tensor.nbytes != space.chunk_bytes:
+            return None
+        ends = [0, *accumulate(space.sizes)]
+        runs = [ChunkRun(tensor.data_ptr() + at, size, size) for at, size in zip(ends, space.sizes, strict=False)]
+        return Pages(chunk_planes(space.block_tokens, runs, 1), [0], space.block_tokens)
+
+
+def pool_runs(pool: Any) -> tuple[list[ChunkRun], int]:
+    """Where a host pool keeps each page, and how many it has. Raises `BadInput` for a pool that has no pages, or whose
+    pages do not lie at equal distances."""
+    buffer, page, pages = pool.kv_buffer, pool.page_size, pool.size // pool.page_size
+    if pool.layout == "page_unified":
+        size = buffer[0].nbytes
+        return [ChunkRun(buffer.data_ptr(), size, size)], pages
+    wanted = (0, min(1, pages - 1), pages - 1)
+    told = pool.get_page_buffer_meta(torch.cat([torch.arange(at * page, (at + 1) * page) for at in wanted]))
+    starts = np.array(told[0] if told else [], np.int64).reshape(3, -1)
+    steps = np.maximum(starts[1] - starts[0], told[1][: starts.shape[1]] if told else [])
+    if not starts.size or (starts[0] + (pages - 1) * steps != starts[2]).any():
+        kind = f"{type(pool).__name__} in layout {pool.layout!r}"
+        raise BadInput(f"KvStoreHiCache: the pages of a host pool of kind {kind} cannot be told")
+    runs = [ChunkRun(*map(int, run)) for run in zip(starts[0], steps, told[1], strict=False)]
+    # Of one buffer in the order of `get_data_page`; where there are several, nothing says which comes first in memory.
+    return sorted(runs) if isinstance(buffer, torch.Tensor) else runs, pages
+
+
+def is_replicated(config: HiCacheStorageConfig, pool: Any, name: str) -> bool:
+    """Whether all tensor-parallel ranks have the same pages: latents, but neither heads nor states."""
+    return config.is_mla_model and not hasattr(pool, "head_num") and name != PoolName.MAMBA
+
+
+def rank_facts(config: HiCacheStorageConfig, pool: Any, name: str) -> str:
+    """Whose share of a page a pool has, as text."""
+    tp = "any" if is_replicated(config, pool, name) else f"{config.tp_rank} of {config.tp_size}"
+    others = f"cp {config.attn_cp_rank} of {config.attn_cp_size}, dcp {config.dcp_rank} of {config.dcp_size}"
+    pp = f"pp {config.pp_rank} of {config.pp_size}, layers {pool.start_layer} to {pool.end_layer}"
+    return f"tp {tp}, {others}, {pp}"
+
+
+def engine_facts(args: Any, model_dir: str | None) -> tuple[str, dict[str, str]]:
+    """A fingerprint of the weights, and what else decides a page's bytes besides prompt and pool. args: SGLang's own;
+    None where this process has none. Raises `BadInput` for an engine whose pages cannot be told apart."""
+    if getattr(args, "enable_lora", None) or getattr(args, "lora_paths", None):
+        raise BadInput("KvStoreHiCache: page hashes name a LoRA adapter, and not what is in it; serve without LoRA")
+    if getattr(args, "load_format", "") == "dummy":
+        raise BadInput("KvStoreHiCache: load_format=dummy makes weights up, which no file tells")
+    if args is None and model_dir is None:
+        raise BadInput("KvStoreHiCache: SGLang's arguments are not known here; give the weights as model_dir")
+    draft = getattr(args, "speculative_draft_model_path", None)
+    try:
+        weights = model_dir or snapshot_directory(args.model_path, args.revision, args.download_dir)
+        drafting = draft and snapshot_directory(draft, args.speculative_draft_model_revision, args.download_dir)
+    except BadInput as error:
+        raise BadInput(f"KvStoreHiCache: {error}; give its directory: as model_dir, or to SGLang as a draft") from None
+    settings = "\n".join(f"{name}={getattr(args, name, None)!r}" for name in SETTINGS)
+    return model_fingerprint(weights), {
+        "engine": f"sglang {version('sglang')}",
+        "draft": model_fingerprint(drafting) if drafting else "",
+        "settings": blake2b(settings.encode(), digest_size=32).hexdigest(),
+    }
+
+
+def _names(keys: Sequence[str]) -> list[bytes]:
+    """As bytes, up to the first that is no hash of the kind that is known."""
+    known = [len(key) == HASH_DIGITS and key.isascii() for key in keys]
+    return [key.encode() for key in keys[: [*known, False].index(False)]]

@@ -1,0 +1,566 @@
+"""SGLang's HiCache with the store behind it: its own storage factory, cache controllers and host pools, on a CPU.
+
+What runs on a GPU alone is not here: copies between the GPU and a host pool, the scheduler with its radix tree, and
+several ranks that agree over a network (`torch.distributed`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("engines.sglang_cpu", reason="it is not importable here")
+
+from engine_adapter.sglang_storage import KvStoreHiCache, engine_facts, is_replicated, pool_runs, rank_facts
+from engines.sglang_cpu import (
+    LAYERS,
+    MHA_LAYOUTS,
+    MLA_LAYOUTS,
+    PAGE,
+    SECONDS,
+    SGLANG,
+    HiCache,
+    device_pool,
+    hashes_of,
+    host_pool,
+    page_of,
+    prompt_of,
+    same,
+    save_weights,
+)
+from engines.tier_engine import SidecarProcess
+from kvstore.block.errors import BadInput
+from service.sidecar import Sidecar
+from tiering.frame import HEADER_BYTES
+
+HiCacheStorage = SGLANG["hicache_storage"].HiCacheStorage
+PoolName, PoolTransfer = SGLANG["hicache_storage"].PoolName, SGLANG["hicache_storage"].PoolTransfer
+PoolHitPolicy = SGLANG["hicache_storage"].PoolHitPolicy
+BATCH = SGLANG["hicache_storage"].STORAGE_BATCH_SIZE
+
+# --- the installed interface -----------------------------------------------------------------------------------------
+
+CALLED = {
+    "register_mem_pool_host": ["mem_pool_host"],
+    "register_mem_host_pool_v2": ["host_pool", "host_pool_name"],
+    "batch_exists": ["keys", "extra_info"],
+    "batch_exists_v2": ["keys", "pool_transfers", "extra_info"],
+    "batch_get_v1": ["keys", "host_indices", "extra_info"],
+    "batch_get_v2": ["transfers", "extra_info"],
+    "batch_set_v1": ["keys", "host_indices", "extra_info"],
+    "batch_set_v2": ["transfers", "extra_info"],
+    "get": ["key", "target_location", "target_sizes"],
+    "batch_get": ["keys", "target_locations", "target_sizes"],
+    "set": ["key", "value", "target_location", "target_sizes"],
+    "batch_set": ["keys", "values", "target_locations", "target_sizes"],
+    "exists": ["key"],
+    "clear": [],
+    "get_stats": [],
+}
+LEFT_ALONE = {"on_host_pools_registered"}  # each pool's namespace is opened when it is registered
+CONFIG_FIELDS = {
+    *("tp_rank", "tp_size", "pp_rank", "pp_size", "attn_cp_rank", "attn_cp_size", "is_mla_model", "dp_rank"),
+    *("enable_storage_metrics", "is_page_first_layout", "model_name", "tp_lcm_size", "should_split_heads"),
+    *("extra_config", "dcp_size", "dcp_rank", "logical_page_size"),
+}
+TRANSFER_FIELDS = {
+    *("name", "host_indices", "device_indices", "keys", "hit_policy", "nodes_to_load", "indices_from_pool"),
+    *("block_pages", "group_pages"),
+}
+
+
+def test_the_interface_is_the_one_that_is_known() -> None:
+    """What is new or gone in the installed SGLang is named."""
+    there = {
+        name: [one for one in inspect.signature(method).parameters if one != "self"]
+        for name, method in vars(HiCacheStorage).items()
+        if not name.startswith("_") and callable(method)
+    }
+    new = {name: there[name] for name in there.keys() - CALLED.keys() - LEFT_ALONE}
+    gone = {name: CALLED[name] for name in CALLED.keys() - there.keys()}
+    changed = {name: there[name] for name in CALLED.keys() & there.keys() if there[name] != CALLED[name]}
+    assert (new, gone, changed) == ({}, {}, {}), "SGLang asks storage backends for something else"
+    assert HiCacheStorage.__abstractmethods__ <= CALLED.keys() and not KvStoreHiCache.__abstractmethods__
+    ours = {name: [*inspect.signature(getattr(KvStoreHiCache, name)).parameters][1:] for name in CALLED}
+    assert ours == CALLED
+    hicache = SGLANG["hicache_storage"]
+    assert {*hicache.HiCacheStorageConfig.__dataclass_fields__} == CONFIG_FIELDS, (
+        "is there something that decides bytes?"
+    )
+    assert {*PoolTransfer.__dataclass_fields__} == TRANSFER_FIELDS
+    assert {*hicache.HiCacheStorageExtraInfo.__dataclass_fields__} == {"prefix_keys", "extra_info"}
+    assert {one.name for one in PoolHitPolicy} == {"ALL_PAGES", "TRAILING_PAGES", "BLOCK_GROUPS"}
+
+
+def test_it_is_the_factorys_own_way_to_make_one() -> None:
+    source = inspect.getsource(SGLANG["backend_factory"].StorageBackendFactory._create_dynamic_backend)
+    assert "return backend_class(storage_config, kwargs)" in source
+
+
+# --- round trips -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_weights(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
+    with Sidecar(tmp_path, dram="256MiB") as running:
+        yield running
+
+
+@pytest.fixture
+def opened(sidecar: Sidecar, weights: Path) -> Callable[..., HiCache]:
+    return lambda **more: HiCache(f"unix:{sidecar.path}", weights, **more)
+
+
+LAYOUTS = [*(("mha", layout) for layout in MHA_LAYOUTS), *(("mla", layout) for layout in MLA_LAYOUTS)]
+
+
+@pytest.mark.parametrize(("kind", "layout"), LAYOUTS)
+def test_pages_come_back_bit_for_bit(kind: str, layout: str, opened: Callable[..., HiCache]) -> None:
+    pages = BATCH + 22
+    prompt = prompt_of(pages + 50, seed=1)
+    with opened(kind=kind, layout=layout).opened() as engine:
+        assert engine.read(prompt) == (0, [])
+        stored, contents = engine.write(prompt[: pages * PAGE])
+        assert stored == pages, "in a batch of 128 and one of 22"
+        found, loaded = engine.read(prompt)
+        assert found == pages and same(loaded, contents)
+        assert engine.read(prompt_of(pages, seed=2)) == (0, [])
+        counts = engine.backend.outcomes.take()
+        assert (counts["stored"], counts["loaded"]) == (pages, pages) and not counts.keys() & {"faults", "failed_loads"}
+
+
+def test_another_engine_reads_what_one_wrote_and_other_weights_do_not(
+    opened: Callable[..., HiCache], sidecar: Sidecar, tmp_path: Path
+) -> None:
+    prompt = prompt_of(20, seed=1)
+    with opened().opened() as engine:
+        _, contents = engine.write(prompt)
+    with opened(seed=7).opened() as other:
+        found, loaded = other.read(prompt)
+        assert found == 20 and same(loaded, contents)
+    retrained = save_weights(tmp_path / "retrained", seed=1)
+    for strange in (
+        opened(layout="page_first_direct"),
+        opened(weights_epoch=1),
+        HiCache(f"unix:{sidecar.path}", retrained),
+    ):
+        with strange.opened() as other:
+            assert other.read(prompt) == (0, [])
+
+
+def test_what_is_there_is_not_stored_again_and_a_longer_prompt_goes_on(
+    opened: Callable[..., HiCache],
+) -> None:
+    prompt = prompt_of(40, seed=1)
+    with opened().opened() as engine:
+        _, first = engine.write(prompt[: 30 * PAGE])
+        stored, rest = engine.write(prompt, first=30)
+        assert stored == 10
+        assert engine.write(prompt, first=20)[0] == 20, "what is held is as good as stored, and keeps its first bytes"
+        found, loaded = engine.read(prompt)
+        assert found == 40 and same(loaded, [*first, *rest])
+
+
+def test_without_prefix_keys_pages_are_found_all_the_same(opened: Callable[..., HiCache]) -> None:
+    """SGLang tells what comes before a batch only where `hicache_storage_pass_prefix_keys` says so."""
+    prompt = prompt_of(BATCH + 40, seed=1)
+    with opened().opened() as engine:
+        stored, first = engine.write(prompt[: (BATCH + 20) * PAGE], tells_prefix=False)
+        more, rest = engine.write(prompt, first=BATCH + 20, tells_prefix=True)
+        assert (stored, more) == (BATCH + 20, 20)
+        found, loaded = engine.read(prompt)
+        assert found == BATCH + 40 and same(loaded, [*first, *rest])
+
+
+def test_a_page_that_is_missing_ends_the_prefix(opened: Callable[..., HiCache]) -> None:
+    prompt = prompt_of(40, seed=1)
+    with opened().opened() as engine:
+        _, first = engine.write(prompt[: 10 * PAGE])
+        assert engine.write(prompt, first=20)[0] == 20, "behind pages that are not there, each by itself"
+        found, loaded = engine.read(prompt)
+        assert found == 10 and same(loaded, first)
+        assert engine.backend.batch_exists(hashes_of(prompt)[20:]) == 20, "for who has those before"
+        indices = engine.pool.alloc(40 * PAGE)
+        assert engine.backend.batch_get_v1(hashes_of(prompt), indices) == [True] * 10 + [False] * 30
+
+
+def test_the_end_of_a_prefix_is_evicted_before_its_beginning(tmp_path: Path, weights: Path) -> None:
+    with Sidecar(tmp_path, dram="16MiB", extent="1MiB") as sidecar, HiCache(f"unix:{sidecar.path}", weights) as engine:
+        prompt = prompt_of(40, seed=1)
+        assert engine.opened().write(prompt)[0] == 40
+        number = 2
+        while engine.backend.batch_exists(hashes_of(prompt)) == 40:
+            assert engine.write(prompt_of(20, seed=number))[0] == 20
+            number += 1
+        hashes = hashes_of(prompt)
+        there = [engine.backend.exists(one) for one in hashes]
+        assert there == [True] * sum(there) + [False] * (40 - sum(there)) and 0 < sum(there) < 40
+
+
+# --- faults ----------------------------------------------------------------------------------------------------------
+
+
+def frame_of(sidecar: Sidecar, engine: HiCache, key: str) -> memoryview:
+    """A page's frame in the sidecar's memory."""
+    space = engine.backend._spaces["kv"]
+    handle = space.handle
+    match = handle.match(space.prompt(handle, [key.encode()]), counts=False)
+    with handle.lease(match) as lease:
+        view: memoryview = sidecar.core.spans([lease.reply.places[0][0]])[0].view
+    return view
+
+
+def test_a_corrupt_frame_is_a_miss_that_is_counted(opened: Callable[..., HiCache], sidecar: Sidecar) -> None:
+    prompt = prompt_of(30, seed=1)
+    with opened().opened() as engine:
+        _, contents = engine.write(prompt)
+        frame_of(sidecar, engine, hashes_of(prompt)[17])[HEADER_BYTES + 12345] ^= 8
+        engine.backend.outcomes.take()
+        found, loaded = engine.read(prompt)
+        assert found == 30, "nobody has read it yet"
+        assert same(loaded, contents[:17]), "all before it, and nothing behind"
+        counts = engine.backend.outcomes.take()
+        assert (counts["loaded"], counts["failed_loads"], counts["corrupt"]) == (17, 13, 1)
+        assert engine.read(prompt)[0] == 17, "it is quarantined"
+        assert engine.write(prompt)[0] == 30, "and stored anew"
+        found, loaded = engine.read(prompt)
+        assert found == 30 and not same(loaded[17:18], contents[17:18]), "the bytes of the second time"
+        assert same(loaded[:17], contents[:17]) and same(loaded[18:], contents[18:])
+
+
+def test_a_sidecar_that_is_killed_in_the_middle_is_a_miss(tmp_path: Path, weights: Path) -> None:
+    sidecar = SidecarProcess(tmp_path)
+    sidecar.start()
+    try:
+        with HiCache(sidecar.url, weights, deadline_ms=500, save_deadline_ms=500) as engine:
+            prompt = prompt_of(100, seed=1)
+            engine.opened()
+            _, contents = engine.write(prompt)
+            pages, stop = engine.pool.alloc(200 * PAGE), threading.Event()
+            answers: list[tuple[int, list[bool], list[bool]]] = []
+            hashes, others = hashes_of(prompt), hashes_of(prompt_of(100, seed=2))
+
+            def work() -> None:
+                while not stop.is_set():
+                    found = engine.backend.batch_exists(hashes)
+                    loaded = engine.backend.batch_get_v1(hashes, pages[: 100 * PAGE])
+                    good = [page_of(engine.pool, int(index) // PAGE) for index in pages[: sum(loaded) * PAGE : PAGE]]
+                    assert same(good, contents[: len(good)]), "what is said to be there is what was stored"
+                    answers.append((found, loaded, engine.backend.batch_set_v1(others, pages[100 * PAGE :])))
+
+            worker = threading.Thread(target=work)
+            worker.start()
+            wait_until(lambda: len(answers) >= 2)
+            sidecar.kill()
+            wait_until(lambda: answers[-1] == (0, [False] * 100, [False] * 100))
+            stop.set()
+            worker.join(SECONDS)
+            assert not worker.is_alive()
+            began = time.monotonic()
+            assert engine.read(prompt) == (0, []) and engine.write(prompt_of(5, seed=3))[0] == 0
+            assert time.monotonic() - began < SECONDS / 2
+            assert all(loaded == sorted(loaded, reverse=True) for _, loaded, _ in answers)
+            sidecar.start()
+            wait_until(lambda: engine.write(prompt)[0] == 100)
+            assert engine.read(prompt)[0] == 100
+    finally:
+        sidecar.kill()
+
+
+def test_without_a_sidecar_everything_is_a_miss(tmp_path: Path, weights: Path) -> None:
+    with HiCache(f"unix:{tmp_path}/nobody.sock", weights, save_deadline_ms=20) as engine:
+        prompt = prompt_of(5, seed=1)
+        assert engine.read(prompt) == (0, []) and engine.write(prompt)[0] == 0
+        assert engine.backend.clear() is False
+
+
+def test_calls_that_make_no_sense_are_false(opened: Callable[..., HiCache]) -> None:
+    prompt = prompt_of(4, seed=1)
+    hashes = hashes_of(prompt)
+    with opened().opened() as engine:
+        backend, indices = engine.backend, engine.pool.alloc(4 * PAGE)
+        assert backend.batch_set_v1(hashes, indices[:-1]) == backend.batch_get_v1(hashes, indices[1:]) == [False] * 4
+        assert backend.batch_set_v1(hashes, indices + 1) == [False] * 4, "no page begins there"
+        assert backend.batch_set_v1(hashes, indices + 400 * PAGE) == [False] * 4, "there are no such pages"
+        assert backend.batch_get_v1([], indices[:0]) == [] == backend.batch_set_v1([], indices[:0])
+        assert backend.batch_exists([]) == 0 == backend.batch_exists(["no hash"])
+        assert backend.batch_set_v1([hashes[0], "no hash", hashes[2]], indices[: 3 * PAGE]) == [True, False, False]
+        assert backend.batch_get_v2([PoolTransfer("strange", indices, keys=hashes)]) == {"strange": [False] * 4}
+        assert backend.get(hashes[0], torch.zeros(3)) is None and backend.get(hashes[0]) is None
+        assert backend.set(hashes[0]) is False
+
+
+# --- ranks -----------------------------------------------------------------------------------------------------------
+
+
+def test_each_rank_has_its_own_heads(opened: Callable[..., HiCache]) -> None:
+    prompt = prompt_of(20, seed=1)
+    with opened(rank=0, ranks=2, seed=1).opened() as first, opened(rank=1, ranks=2, seed=2).opened() as second:
+        _, of_first = first.write(prompt)
+        assert second.read(prompt) == (0, []), "the other half of the heads"
+        _, of_second = second.write(prompt)
+        assert same(first.read(prompt)[1], of_first) and same(second.read(prompt)[1], of_second)
+        assert not same(of_first, of_second)
+
+
+def test_latents_are_written_by_one_rank_and_read_by_all(opened: Callable[..., HiCache]) -> None:
+    prompt = prompt_of(20, seed=1)
+    with (
+        opened(kind="mla", rank=0, ranks=2).opened() as first,
+        opened(kind="mla", rank=1, ranks=2, seed=2).opened() as second,
+    ):
+        second.write(prompt)
+        assert first.read(prompt) == (0, []), "SGLang's second rank stores nothing"
+        pages = second.pool.alloc(20 * PAGE)
+        assert all(second.backend.batch_set_v1(hashes_of(prompt), pages)) and first.read(prompt) == (0, [])
+        _, contents = first.write(prompt)
+        found, loaded = second.read(prompt)
+        assert found == 20 and same(loaded, contents)
+
+
+# --- several pools ---------------------------------------------------------------------------------------------------
+
+
+def transfer(name: Any, keys: list[str], pool: Any, policy: Any = PoolHitPolicy.ALL_PAGES) -> Any:
+    return PoolTransfer(name, pool.alloc(len(keys) * PAGE), keys=keys, hit_policy=policy)
+
+
+def test_several_pools(opened: Callable[..., HiCache]) -> None:
+    hashes = hashes_of(prompt_of(12, seed=1))
+    with opened().opened() as engine:
+        backend = engine.backend
+        states, drafts = (host_pool(device_pool(kind), "page_first", 64, seed=3) for kind in ("mla", "mha"))
+        backend.register_mem_host_pool_v2(states, PoolName.SWA)
+        backend.register_mem_host_pool_v2(drafts, PoolName.DRAFT)
+        wait_until(lambda: all(space.handle is not None for space in backend._spaces.values()))
+        kv = transfer(PoolName.KV, hashes, engine.pool)
+        draft = transfer(PoolName.DRAFT, hashes[:9], drafts)
+        swa = [transfer(PoolName.SWA, hashes[at : at + 2], states, PoolHitPolicy.TRAILING_PAGES) for at in (2, 6)]
+        info = SGLANG["hicache_storage"].HiCacheStorageExtraInfo(prefix_keys=[])
+        for some in ([kv, draft, swa[0]], [swa[1]]):
+            stored = backend.batch_set_v2(some, info)
+            assert stored == {one.name: [True] * len(one.keys) for one in some}
+        asked = [
+            PoolTransfer(PoolName.DRAFT),
+            PoolTransfer(PoolName.SWA, keys=hashes[-2:], hit_policy=PoolHitPolicy.TRAILING_PAGES),
+        ]
+        assert backend.batch_exists_v2(hashes).kv_hit_pages == 12
+        result = backend.batch_exists_v2(hashes, asked)
+        assert (result.kv_hit_pages, result.restorable_prefix_pages) == (8, [4, 8]), "as far as all have what they need"
+        assert result.extra_pool_hit_pages == {"kv": 12, "draft": 9, "swa": 8}
+        into = transfer(PoolName.SWA, hashes[6:8], states, PoolHitPolicy.TRAILING_PAGES)
+        more = transfer(PoolName.DRAFT, hashes[7:11], drafts)
+        assert backend.batch_get_v2([into, more]) == {"swa": [True] * 2, "draft": [True, True, False, False]}
+        for one, other in zip(swa[1].host_indices[::PAGE], into.host_indices[::PAGE], strict=True):
+            assert torch.equal(page_of(states, int(one) // PAGE), page_of(states, int(other) // PAGE))
+        groups = PoolTransfer(PoolName.MAMBA, keys=hashes, hit_policy=PoolHitPolicy.BLOCK_GROUPS)
+        assert backend.batch_exists_v2(hashes, [groups]).kv_hit_pages == 12, "they never shorten a prefix"
+        assert backend.batch_exists_v2(hashes, [PoolTransfer(PoolName.MAMBA)]).kv_hit_pages == 0, "nobody registered it"
+
+
+def test_sglangs_controller_of_several_pools(opened: Callable[..., HiCache]) -> None:
+    """A draft model's KV beside that of the model: SGLang derives its pages from those of the KV."""
+    with opened() as engine:
+        drive_several_pools(engine)
+
+
+def drive_several_pools(engine: HiCache) -> None:
+    groups, hybrid = SGLANG["group"], SGLANG["hybrid_cache_controller"].HybridCacheController
+    drafting = device_pool("mha")
+    drafts = host_pool(drafting, "page_first", 400, seed=5)
+    entries = [
+        groups.PoolEntry(PoolName.KV, engine.pool, engine.device, lambda layer: layer, is_primary_index_anchor=True),
+        groups.PoolEntry(PoolName.DRAFT, drafts, drafting, lambda layer: layer),
+    ]
+    prompt = prompt_of(BATCH + 10, seed=1)
+    hashes, derived = hashes_of(prompt), PoolTransfer(PoolName.DRAFT, indices_from_pool=PoolName.KV)
+    with engine.parallel():
+        controller = hybrid(
+            engine,
+            groups.HostPoolGroup(entries),
+            PAGE,
+            None,
+            threading.Event(),
+            io_backend="direct",
+            storage_backend="dynamic",
+            storage_backend_extra_config=dict(engine._given),
+            model_name="m",
+        )
+    try:
+        backend = controller.storage_backend
+        assert backend.registered_pools == {"kv": engine.pool, "draft": drafts}
+        wait_until(lambda: all(space.handle is not None for space in backend._spaces.values()))
+        indices = engine.pool.alloc(len(prompt))
+        controller.write_storage(indices, prompt, hashes, [], extra_pools=[derived])
+        assert controller.ack_backup_queue.get(timeout=SECONDS).completed_tokens == len(prompt)
+        wanted = [[page_of(pool, int(at) // PAGE) for at in indices[::PAGE]] for pool in (engine.pool, drafts)]
+        controller.prefetch(SimpleNamespace(rid="request"), prompt, extra_pools=[derived])
+        operation = controller.prefetch_hit_queue.get(timeout=SECONDS)
+        assert operation.storage_hit_count == len(prompt)
+        operation.host_indices = into = engine.pool.alloc(len(prompt))
+        controller._resolve_sidecar_kv_derived_pool_transfers(operation)
+        controller.prefetch_buffer.put(operation)
+        loaded = 0
+        while not (told := controller.ack_prefetch_queue.get(timeout=SECONDS)).completed_req:
+            loaded = max(loaded, told.completed_tokens or 0)
+        assert loaded == len(prompt)
+        for pool, pages in zip((engine.pool, drafts), wanted, strict=True):
+            assert same([page_of(pool, int(at) // PAGE) for at in into[::PAGE]], pages)
+    finally:
+        controller.detach_storage_backend()
+
+
+# --- SGLang's other calls --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", [layout for layout in MHA_LAYOUTS if layout != "page_unified"])
+def test_pages_that_sglang_copies_itself_are_the_same_pages(layout: str, opened: Callable[..., HiCache]) -> None:
+    """Without `interface_v1`. A page that was stored in one way is loaded in the other."""
+    prompt = prompt_of(20, seed=1)
+    with opened(layout=layout, interface_v1=0).opened() as copying, opened(layout=layout, seed=2).opened() as engine:
+        stored, contents = copying.write(prompt[: 10 * PAGE])
+        assert stored == 10 and same(engine.read(prompt)[1], contents)
+        _, rest = engine.write(prompt, first=10)
+        found, loaded = copying.read(prompt)
+        assert found == 20 and same(loaded, [*contents, *rest])
+
+
+def test_figures_and_clearing(opened: Callable[..., HiCache]) -> None:
+    prompt = prompt_of(20, seed=1)
+    with opened().opened() as engine, opened(seed=2).opened() as other:
+        engine.backend._config.enable_storage_metrics = True
+        engine.write(prompt)
+        engine.read(prompt)
+        told = engine.backend.get_stats()
+        assert (told.backup_pgs, told.prefetch_pgs) == ([20], [20])
+        assert len(told.backup_bandwidth) == len(told.prefetch_bandwidth) == 1 and told.prefetch_bandwidth[0] > 0
+        assert engine.backend.get_stats().prefetch_pgs == []
+        assert engine.backend.clear() is True
+        assert engine.read(prompt) == other.read(prompt) == (0, [])
+        assert engine.write(prompt)[0] == 20, "and it goes on"
+
+
+def test_a_history_at_random_is_that_of_a_dictionary(opened: Callable[..., HiCache]) -> None:
+    seed = random.SystemRandom().randrange(1 << 32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    prompts = [prompt_of(30, seed=number) for number in range(4)]
+    model: dict[str, torch.Tensor] = {}
+    with opened(layout=rng.choice(MHA_LAYOUTS)).opened() as engine:
+        for _ in range(60):
+            hashes = hashes_of(rng.choice(prompts))
+            first = rng.randrange(30)
+            some = hashes[first : rng.randrange(first, 30) + 1]
+            pages = engine.pool.alloc(len(some) * PAGE)
+            if rng.random() < 0.5:
+                info = SGLANG["hicache_storage"].HiCacheStorageExtraInfo(prefix_keys=rng.choice([None, hashes[:first]]))
+                assert all(engine.backend.batch_set_v1(some, pages, info))
+                for key, index in zip(some, pages[::PAGE], strict=True):
+                    model.setdefault(key, page_of(engine.pool, int(index) // PAGE))
+            else:
+                known = next((at for at, key in enumerate(some) if key not in model), len(some))
+                assert engine.backend.batch_exists(some) == known
+                assert engine.backend.batch_get_v1(some, pages) == [True] * known + [False] * (len(some) - known)
+                for key, index in zip(some[:known], pages[::PAGE], strict=False):
+                    assert torch.equal(page_of(engine.pool, int(index) // PAGE), model[key])
+            engine.pool.free(pages)
+
+
+# --- what is refused, and what a namespace is of ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("extra", "what"),
+    [
+        ({"url": ""}, '"url" is missing'),
+        ({"url": "tcp:x"}, "not a store's address"),
+        ({"sise": 3}, "'sise' is no parameter"),
+        ({"model_dir": "/nowhere"}, "cannot be read"),
+        ({"model_dir": None}, "give the weights as model_dir"),
+    ],
+)
+def test_parameters_are_checked(extra: dict[str, Any], what: str, weights: Path) -> None:
+    given = {"url": "unix:x", "model_dir": str(weights), **extra}
+    config = SimpleNamespace(extra_config=given)
+    with pytest.raises(BadInput, match=what) as raised:
+        KvStoreHiCache(config, {})
+    assert "\n" not in str(raised.value)
+
+
+def test_pages_that_are_no_blocks_are_refused(weights: Path) -> None:
+    backend = KvStoreHiCache(config_of(extra_config={"url": "unix:x", "model_dir": str(weights)}), {})
+    pool = host_pool(device_pool("mha"), "page_first", 8)
+    pool.page_size = 16
+    with pytest.raises(BadInput, match="--page-size 64"):
+        backend.register_mem_pool_host(pool)
+    backend.close()
+    with pytest.raises(BadInput, match="cannot be told"):
+        logical = SimpleNamespace(kv_buffer=None, page_size=64, size=640, layout="layer_first")
+        logical.get_page_buffer_meta = lambda _: None
+        pool_runs(logical)
+
+
+def config_of(**more: Any) -> Any:
+    known = dict(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1, is_mla_model=False)
+    rest = dict(enable_storage_metrics=False, is_page_first_layout=True, model_name="m")
+    return SGLANG["hicache_storage"].HiCacheStorageConfig(**{**known, **rest, **more})
+
+
+def test_ranks_and_layers_are_in_the_namespace() -> None:
+    heads, latents = host_pool(device_pool("mha"), "page_first", 8), host_pool(device_pool("mla"), "page_first", 8)
+    two = [config_of(tp_rank=rank, tp_size=2) for rank in (0, 1)]
+    assert rank_facts(two[0], heads, "kv") != rank_facts(two[1], heads, "kv")
+    mla = [config_of(tp_rank=rank, tp_size=2, is_mla_model=True) for rank in (0, 1)]
+    assert rank_facts(mla[0], latents, "kv") == rank_facts(mla[1], latents, "kv")
+    assert rank_facts(mla[0], latents, PoolName.MAMBA) != rank_facts(mla[1], latents, PoolName.MAMBA)
+    assert rank_facts(mla[0], heads, "draft") != rank_facts(mla[1], heads, "draft"), "heads beside latents"
+    assert not is_replicated(two[0], latents, "kv")
+    second = config_of(pp_rank=1, pp_size=2)
+    assert rank_facts(second, heads, "kv") != rank_facts(config_of(pp_rank=0, pp_size=2), heads, "kv")
+    assert f"layers 0 to {LAYERS}" in rank_facts(second, heads, "kv")
+
+
+ARGS = dict(model_path="", revision=None, download_dir=None, load_format="auto", enable_lora=None, lora_paths=None)
+
+
+def test_arguments_that_decide_kv_are_in_the_namespace(weights: Path) -> None:
+    def facts(**more: Any) -> tuple[str, dict[str, str]]:
+        return engine_facts(SimpleNamespace(**{**ARGS, "model_path": str(weights), **more}), None)
+
+    plain = facts()
+    assert plain == facts(port=3) and plain[0] == engine_facts(None, str(weights))[0]
+    for change in (
+        {"kv_cache_dtype": "fp8_e5m2"},
+        {"quantization": "fp8"},
+        {"json_model_override_args": '{"rope": 1}'},
+    ):
+        assert facts(**change) != plain
+    drafted = facts(speculative_draft_model_path=str(weights), speculative_draft_model_revision=None)
+    assert drafted[1]["draft"] and not plain[1]["draft"]
+    for refused in ({"enable_lora": True}, {"lora_paths": ["x"]}, {"load_format": "dummy"}):
+        with pytest.raises(BadInput) as raised:
+            facts(**refused)
+        assert "\n" not in str(raised.value)
+    with pytest.raises(BadInput, match="model_dir"):
+        facts(model_path="nobody/has-this-model")
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
