@@ -55,10 +55,8 @@ Extra: TypeAlias = "HiCacheStorageExtraInfo | None"
 class KvStoreHiCache(HiCacheStorage):
     """Pages of SGLang's host pools, kept in the store.
 
-    Parameters, in the extra configuration. url: of the store, "unix:PATH". model_dir: where the weights are, if not
-    where SGLang loads them from. weights_epoch: raised by hand when weights are changed in a way that files do not
-    show. deadline_ms: how long the pages of one call may take to come up from disk; save_deadline_ms: how long one call
-    waits for room. Raises `BadInput`, one line, for an engine or a pool that it cannot serve without a doubt.
+    Its parameters, in the extra configuration, are those of docs/sglang.md. Raises `BadInput`, one line, for an engine
+    or a pool that it cannot serve without a doubt.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None) -> None:
@@ -119,8 +117,6 @@ class KvStoreHiCache(HiCacheStorage):
         """Evict every page of these namespaces, from all tiers and for all engines; whether that was done."""
         return all([space.clear() for space in self._spaces.values()])
 
-    # What SGLang calls ------------------------------------------------------------------------------------------------
-
     def batch_exists(self, keys: list[str], extra_info: Extra = None) -> int:
         """How many of these pages, from the first on, are stored."""
         space = self._spaces.get("kv")
@@ -160,10 +156,9 @@ class KvStoreHiCache(HiCacheStorage):
             stored[one.name] = self._store(str(one.name), one.keys or [], one.host_indices, info)
         return stored
 
-    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
         """One page into a flat tensor, verified; None where it does not come."""
-        found: torch.Tensor | None = self.batch_get([key], [target_location])[0]
-        return found
+        return self.batch_get([key], [target_location])[0]
 
     def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[Any]:
         """As `get`, page by page; None from the first on that does not come."""
@@ -197,8 +192,6 @@ class KvStoreHiCache(HiCacheStorage):
         """Pages and GB/s of each operation since the last call."""
         told, self._metrics = self._metrics, StorageMetrics()
         return told
-
-    # Inside -----------------------------------------------------------------------------------------------------------
 
     def _load(self, pool: str, keys: Sequence[str], host_indices: torch.Tensor | None) -> list[bool]:
         space, pages, began = self._spaces.get(pool), self._pages(pool, keys, host_indices), perf_counter()

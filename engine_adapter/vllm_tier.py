@@ -74,12 +74,7 @@ _log = getLogger(__name__)
 class KvStoreTier(SecondaryTierManager):
     """Chunks of vLLM's primary tier, kept in the store.
 
-    Parameters, in the tier's JSON. url: of the store, "unix:PATH". model_dir: where the weights are, if not where vLLM
-    loads them from. weights_epoch: raised by hand when weights are changed in a way that their files do not show.
-    hash_seed: for vLLM 0.28 what PYTHONHASHSEED is set to. deadline_ms: how long a chunk may take to come up from disk.
-    load_threads: that copy. queued_chunks: that wait to be stored; at most half of the primary tier's.
-    enable_kv_events: whether stored chunks are published, where vLLM publishes events.
-
+    Its parameters, in the tier's JSON, are those of docs/vllm-tier.md.
     Raises `BadInput`, one line, for an engine that it cannot serve without a doubt.
     """
 
@@ -141,8 +136,6 @@ class KvStoreTier(SecondaryTierManager):
         has_events = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
         self._events: list[OffloadingEvent] | None = [] if has_events else None
 
-    # What vLLM's scheduler calls -------------------------------------------------------------------------------------
-
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         """The usual policy: chunks are offered as they are computed."""
         self._check_root()
@@ -188,8 +181,7 @@ class KvStoreTier(SecondaryTierManager):
             named: dict[str, Any] = {} if not job.is_load or not job.failed else {"successful_keys": job.good or None}
             if "transfer_bytes" in _RESULT_FIELDS:
                 named["transfer_bytes"] = job.size_bytes
-            is_good = bool(job.good) and not job.failed
-            results.append(JobResult(job.number, is_good, transfer_time=job.seconds, **named))
+            results.append(JobResult(job.number, bool(job.good) and not job.failed, transfer_time=job.seconds, **named))
         return results
 
     def take_events(self) -> Iterable[OffloadingEvent]:
@@ -214,13 +206,10 @@ class KvStoreTier(SecondaryTierManager):
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """Counts since the last call."""
-        counts = self._outcomes.take()
-        if not counts:
-            return None
-        stats = OffloadingConnectorStats()
+        counts, stats = self._outcomes.take(), OffloadingConnectorStats()
         for outcome, chunks in counts.items():
             stats.increase_counter(CHUNKS_METRIC, chunks, (outcome,))
-        return stats
+        return stats if counts else None
 
     def _check_root(self) -> None:
         """Whether block hashes begin where they begin in every other process: decided with the first request, because
@@ -338,9 +327,6 @@ def engine_facts(config: Any, spec: Any, chunk_bytes: int) -> dict[str, str]:
         "speculative": f"{getattr(speculative, 'method', None)} {draft_fingerprint(config)}".strip(),
         "settings": blake2b(plain(settings).encode(), digest_size=32).hexdigest(),
     }
-
-
-# Inside ------------------------------------------------------------------------------------------------------------
 
 
 def _platform() -> str:

@@ -3,11 +3,8 @@
 A chunk is one block, and one page, of a namespace of its own kind. Its key is that of a prompt of zeros that is exactly
 one block long, with the engine's name for it as extra key. In the engine's memory it lies in one or more runs:
 
-    run      slot 0         slot 1         slot 2        slot n of a run: `size` bytes at address + n * stride
-      0     |=======|      |=======|      |=======|
-      1         |==|           |==|           |==|       chunk n: slot n of all runs
-
-Must never know what is in a chunk.
+    run 0    |=======|      |=======|      |=======|      slot n of a run: `size` bytes at address + n * stride
+    run 1        |==|           |==|           |==|       chunk n: slot n of all runs; what is in it is not known
 """
 
 from __future__ import annotations

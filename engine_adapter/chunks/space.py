@@ -144,12 +144,12 @@ class ChunkSpace:
                 with handle.lease(match, deadline_ms=left_ms) as lease:
                     loaded = handle.get(lease, into=pages.cut(done, len(names)))
                 reason = loaded.reason or match.reason or lease.reason
+                done += loaded.tokens // self.block_tokens
                 if not loaded.tokens:
                     break
-                done += loaded.tokens // self.block_tokens
             self._outcomes.told(reason)
-        is_corrupt = done < len(names) and reason is MissReason.CORRUPT
-        self._outcomes.count(loaded=done, failed_loads=len(names) - done, corrupt=int(is_corrupt))
+        failed, is_corrupt = len(names) - done, reason is MissReason.CORRUPT
+        self._outcomes.count(loaded=done, failed_loads=failed, corrupt=min(failed, int(is_corrupt)))
         return done
 
     def store(self, before: Sequence[bytes], names: Sequence[bytes], pages: Pages, deadline_ms: float) -> list[bool]:
@@ -162,15 +162,14 @@ class ChunkSpace:
                 self._writing.want(self.spec)
             handle = self._writing.wait(self.spec.number, deadline_ms / 1000)
             if handle is not None and names:
-                keys, known = self.prompt(handle, [*before, *names]).keys, len(before)
-                chain = Prompt(len(keys) * self.block_tokens, keys)
+                chain, known = self.prompt(handle, [*before, *names]), len(before)
                 result = handle.put(chain, pages, known * self.block_tokens, deadline_ms=deadline_ms)
                 stopped = len(names) if result.stopped_at is None else max(0, result.stopped_at - known)
                 held[:stopped] = [True] * stopped
                 for at in range(len(names) - 1, stopped - 1, -1) if result.reason in _NO_CHAIN else ():
                     left_ms = max(0.0, 1000 * (ends_at - self._clock()))
-                    alone = Prompt(self.block_tokens, [keys[known + at]])
-                    result = handle.put(alone, pages.cut(at, at + 1), deadline_ms=left_ms)
+                    alone = Prompt(self.block_tokens, chain.keys[known + at : known + at + 1]), pages.cut(at, at + 1)
+                    result = handle.put(*alone, deadline_ms=left_ms)
                     held[at] = result.stopped_at is None
                 self._outcomes.told(result.reason)
         self._outcomes.count(stored=sum(held), failed_stores=len(held) - sum(held))

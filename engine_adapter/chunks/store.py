@@ -283,8 +283,6 @@ class ChunkStore:
         for space in self._spaces:
             space.close()
 
-    # Inside ----------------------------------------------------------------------------------------------------------
-
     def _collect(self) -> None:
         for space, worker in self._workers.items():
             worker.finished()

@@ -124,6 +124,8 @@ class NamespaceOpener:
                     name=wanted.name,
                 )
             except Exception as error:  # the adapter's edge: there is no store, and that is all
+                if self._closed:
+                    return
                 text = str(error).partition("\n")[0]
                 self._failed = reason_of(error), text
                 if not is_told:

@@ -20,9 +20,10 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import kvstore
-from engine_adapter.chunks.layout import chunk_planes, chunk_prompt
+from engine_adapter.chunks.layout import ChunkRun, chunk_key, chunk_planes
 from engines.tier_engine import CHUNK_TOKENS, SECONDS, Engine, SidecarProcess, engine, tier_of
 from engines.tier_model import prompt_of, save_model
+from kvstore.block.identity import Prompt
 from kvstore.block.pages import Pages
 from kvstore.client.handle import NamespaceHandle
 
@@ -204,16 +205,16 @@ def test_counts_reach_the_engines_metrics(ready: Engine) -> None:
 def space_like(store: kvstore.SidecarStore | kvstore.EmbeddedStore, running: Engine) -> NamespaceHandle:
     """The tier's namespace, as another client of the same tenant."""
     (space,) = running.tier._chunks._spaces
-    named = space.namespace
+    named = space.handle.namespace
     return store.namespace(
         model=named.model, layout=named.layout, weights_epoch=named.weights_epoch, config=named.config
     )
 
 
 def put(handle: NamespaceHandle, name: bytes, payload: np.ndarray) -> None:
-    pages = Pages(chunk_planes(handle, payload.reshape(1, -1)), [0], handle.block_tokens)
-    tokens, extra_keys = chunk_prompt(handle, name)
-    assert handle.put(tokens, pages, extra_keys=extra_keys).stored == 1
+    run = ChunkRun(payload.ctypes.data, payload.nbytes, payload.nbytes)
+    pages = Pages(chunk_planes(handle.block_tokens, [run], 1), [0], handle.block_tokens)
+    assert handle.put(Prompt(handle.block_tokens, [chunk_key(handle, name)]), pages).stored == 1
 
 
 def damage(data: Path, payload: bytes) -> int:

@@ -324,7 +324,7 @@ def tier(config: Any, tmp_path: Path, root: None) -> Iterator[KvStoreTier]:
     with Sidecar(tmp_path, dram="16MiB") as sidecar:
         running = make_tier(config, f"unix:{sidecar.path}", enable_kv_events=True, deadline_ms=5000)
         be_patient(running)
-        wait_until(lambda: bool(running._chunks._spaces))
+        wait_until(lambda: all(space.handle is not None for space in running._chunks._spaces))
         yield running
         running.shutdown()
 

@@ -130,7 +130,7 @@ class Engine:
     def opened(self) -> None:
         """Return when the tier has its namespaces."""
         deadline = time.monotonic() + SECONDS
-        while not self.tier._chunks._spaces:
+        while any(space.handle is None for space in self.tier._chunks._spaces):
             assert time.monotonic() < deadline
             time.sleep(0.01)
 
@@ -176,7 +176,7 @@ def tier_of(url: str, **parameters: Any) -> dict[str, Any]:
 
 def be_patient(tier: Any) -> None:
     """Answers may be as late as a busy machine makes them: a late one would be a miss, which is not what is tested."""
-    for store in tier._opened:
+    for store in tier._stores:
         store._door._limits = CallLimits(match=10.0, lease=10.0)
     tier._chunks._unmap_wait = 30.0
 
