@@ -1,0 +1,183 @@
+"""Chunks in a real sidecar for threads that may wait: chains, what is there of them, and no fault gets out."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvstore
+from engine_adapter.chunks.layout import ChunkRun, chunk_layout
+from engine_adapter.chunks.space import ChunkOutcomes, ChunkSpace
+from engine_adapter.paged.step_plan import NamespaceSpec
+from kvstore.client.sidecar_store import SidecarStore
+from service.sidecar import Sidecar, patient
+from tiering.frame import HEADER_BYTES
+
+SECONDS = 30
+SLOTS, SIZES, TOKENS = 200, (64 << 10, 32 << 10, 4096), 64
+NAMES = [b"%064x" % number for number in range(150)]
+
+
+class Engine:
+    """A host pool whose chunks lie in three runs each, and what is done with them."""
+
+    def __init__(self, store: SidecarStore, seed: int = 1) -> None:
+        rng = np.random.default_rng(seed)
+        self.memory = [rng.integers(0, 256, (SLOTS, size), dtype=np.uint8) for size in SIZES]
+        runs = [ChunkRun(one.ctypes.data, size, size) for one, size in zip(self.memory, SIZES, strict=True)]
+        self.outcomes = ChunkOutcomes()
+        spec = NamespaceSpec(1, "", "m", chunk_layout("kv", TOKENS, SIZES), "raw", 0, {})
+        self.space = ChunkSpace(spec, runs, SLOTS, (store, store), self.outcomes)
+        deadline = time.monotonic() + SECONDS
+        while self.space.handle is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+
+    def chunk(self, slot: int) -> bytes:
+        return b"".join(one[slot].tobytes() for one in self.memory)
+
+    def store(self, names: Sequence[bytes], slots: Sequence[int], before: Sequence[bytes] = ()) -> list[bool]:
+        return self.space.store(before, names, self.space.pages(slots), 1000 * SECONDS)
+
+    def load(self, names: Sequence[bytes], slots: Sequence[int]) -> int:
+        return self.space.load(names, self.space.pages(slots), 1000 * SECONDS)
+
+
+@pytest.fixture
+def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
+    with Sidecar(tmp_path, dram="64MiB") as running:
+        yield running
+
+
+@pytest.fixture
+def engine(sidecar: Sidecar) -> Iterator[Engine]:
+    with sidecar.client() as store:
+        made = Engine(store)
+        yield made
+        made.space.close()
+
+
+def rows(sidecar: Sidecar, engine: Engine, names: Sequence[bytes]) -> list[int]:
+    """How deep in a chain each of these stands."""
+    handle: Any = engine.space.handle
+    index = sidecar.core._blocks.index
+    found = [index.find(0, key) for key in engine.space.prompt(handle, names).keys]
+    return [index.depth(row) for row in found]
+
+
+def test_a_chain_is_stored_found_and_loaded(engine: Engine, sidecar: Sidecar) -> None:
+    assert engine.space.found(NAMES) == 0
+    assert engine.store(NAMES[:100], range(100)) == [True] * 100
+    assert engine.store(NAMES[100:120], range(100, 120), before=NAMES[:100]) == [True] * 20
+    assert rows(sidecar, engine, NAMES[:120]) == list(range(120)), "each behind the one before"
+    assert engine.space.found(NAMES) == 120 and engine.space.found(NAMES[50:]) == 70
+    wanted, untouched = [engine.chunk(slot) for slot in range(40, 90)], engine.chunk(199)
+    assert engine.load(NAMES[40:90], range(149, 199)) == 50, "in the middle of a prompt, without what is before"
+    assert [engine.chunk(slot) for slot in range(149, 199)] == wanted and engine.chunk(199) == untouched
+    assert engine.load(NAMES[115:130], range(20)[:15]) == 5
+    counts = engine.outcomes.take()
+    assert (counts["stored"], counts["loaded"], counts["failed_loads"]) == (120, 55, 10) and "faults" not in counts
+
+
+def test_what_cannot_stand_behind_what_is_before_stands_by_itself(engine: Engine, sidecar: Sidecar) -> None:
+    assert engine.store(NAMES[50:60], range(10), before=NAMES[:50]) == [True] * 10, "which is not there"
+    assert rows(sidecar, engine, NAMES[50:60]) == [0] * 10
+    assert engine.store(NAMES[:50], range(10, 60)) == [True] * 50
+    assert engine.store(NAMES[60:70], range(60, 70), before=NAMES[:60]) == [True] * 10, "a row stands elsewhere"
+    assert engine.space.found(NAMES) == 70 and engine.load(NAMES[:70], range(100, 170)) == 70
+    order = [*range(10, 60), *range(10), *range(60, 70)]
+    assert [engine.chunk(slot) for slot in range(100, 170)] == [engine.chunk(slot) for slot in order]
+
+
+def test_a_batch_larger_than_may_be_pinned_is_loaded_in_pieces(tmp_path: Path) -> None:
+    limits = kvstore.Limits(pinned_fraction=0.1)
+    with Sidecar(tmp_path, dram="64MiB", limits=limits) as sidecar, sidecar.client() as store:
+        engine = Engine(store)
+        assert all(engine.store(NAMES, range(150)))
+        wanted = [engine.chunk(slot) for slot in range(100)]
+        assert engine.load(NAMES[:100], range(100, 200)) == 100
+        assert [engine.chunk(slot) for slot in range(100, 200)] == wanted
+        engine.space.close()
+
+
+def test_a_corrupt_chunk_ends_what_is_loaded(engine: Engine, sidecar: Sidecar) -> None:
+    engine.store(NAMES[:20], range(20))
+    handle: Any = engine.space.handle
+    with handle.lease(handle.match(engine.space.prompt(handle, NAMES[7:8]))) as lease:
+        sidecar.core.spans([lease.reply.places[1][0]])[0].view[HEADER_BYTES + 77] ^= 1
+    engine.outcomes.take()
+    assert engine.load(NAMES[:20], range(100, 120)) == 7
+    assert engine.outcomes.take() == {"loaded": 7, "failed_loads": 13, "corrupt": 1}
+    assert engine.space.found(NAMES[:20]) == 7
+    assert engine.store(NAMES[:20], range(20)) == [True] * 20, "it is filled again"
+    assert engine.load(NAMES[:20], range(100, 120)) == 20
+
+
+def test_clearing_evicts_for_all(engine: Engine, sidecar: Sidecar) -> None:
+    engine.store(NAMES[:20], range(20))
+    assert engine.space.clear() and engine.space.found(NAMES[:20]) == 0
+    assert engine.store(NAMES[:20], range(20)) == [True] * 20
+
+
+def test_without_a_sidecar_nothing_is_found_and_nothing_raises(tmp_path: Path) -> None:
+    with patient(kvstore.open(f"unix:{tmp_path / 'nobody.sock'}")) as store:
+        memory = np.zeros((2, 8192), np.uint8)
+        spec = NamespaceSpec(1, "", "m", chunk_layout("kv", TOKENS, [8192]), "raw", 0, {})
+        outcomes = ChunkOutcomes()
+        space = ChunkSpace(spec, [ChunkRun(memory.ctypes.data, 8192, 8192)], 2, (store, store), outcomes)
+        assert space.found(NAMES[:2]) == space.load(NAMES[:2], space.pages([0, 1]), 10) == 0
+        assert space.store([], NAMES[:2], space.pages([0, 1]), 10) == [False] * 2 and not space.clear()
+        assert outcomes.take() == {"missing": 2, "failed_loads": 2, "failed_stores": 2}
+        space.close()
+
+
+def test_a_fault_is_caught_and_counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("a fault")
+
+    engine.store(NAMES[:1], [0])
+    monkeypatch.setattr(engine.space, "prompt", fail)
+    engine.outcomes.take()
+    assert engine.space.found(NAMES[:2]) == engine.load(NAMES[:2], [0, 1]) == 0
+    assert engine.store(NAMES[:2], [0, 1]) == [False, False]
+    assert engine.outcomes.take() == {"missing": 2, "failed_loads": 2, "failed_stores": 2, "faults": 3}
+
+
+def test_threads_at_the_same_time(engine: Engine) -> None:
+    """As SGLang's: one looks up and loads, another stores."""
+    errors: list[BaseException] = []
+
+    def run(work: Callable[[], None]) -> threading.Thread:
+        def guarded() -> None:
+            try:
+                work()
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=guarded)
+        thread.start()
+        return thread
+
+    def store() -> None:
+        for first in range(0, 100, 10):
+            before, some = NAMES[:first], NAMES[first : first + 10]
+            assert engine.store(some, range(first, first + 10), before) == [True] * 10
+
+    def load() -> None:
+        for _ in range(30):
+            found = engine.space.found(NAMES[:50])
+            assert engine.load(NAMES[:50], range(120, 170)) >= found
+            assert [engine.chunk(slot) for slot in range(120, 120 + found)] == [
+                engine.chunk(slot) for slot in range(found)
+            ]
+
+    for thread in [run(store), run(load)]:
+        thread.join(SECONDS)
+        assert not thread.is_alive()
+    assert not errors
