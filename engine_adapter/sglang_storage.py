@@ -39,7 +39,10 @@ from kvstore.block.pages import Pages
 
 HASH_DIGITS = 64
 """Of a page's hash: SHA-256 as hexadecimal text."""
-OF_SGLANG = frozenset({"backend_name", "module_path", "class_name", "interface_v1"})
+OF_SGLANG = frozenset(
+    "backend_name module_path class_name interface_v1 prefetch_threshold prefetch_timeout_base tp_lcm_size "
+    "prefetch_timeout_per_ki_token hicache_storage_pass_prefix_keys file_storage_path".split()
+)
 """Keys of the extra configuration that SGLang reads."""
 SETTINGS = (
     "attention_backend context_length decode_attention_backend dtype json_model_override_args kv_cache_dtype "

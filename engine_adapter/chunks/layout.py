@@ -56,7 +56,7 @@ def chunk_layout(group: str, block_tokens: int, sizes: Sequence[int]) -> Layout:
         for width, numbers in layers.items()
         for first in range(0, len(numbers), MAX_SLICES)
     ]
-    names = [group, *(f"{group} +{number}" for number in range(1, len(cut)))]
+    names = (f"{group} +{number}" if number else group for number in range(len(cut)))
     groups = [KvGroup(name, tuple(some), 1, (width,), "uint8") for name, (width, some) in zip(names, cut, strict=True)]
     return Layout(tuple(groups), block_tokens, packing="opaque")
 

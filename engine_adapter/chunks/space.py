@@ -36,11 +36,10 @@ _NO_CHAIN = frozenset(
 )
 """Why chunks cannot be stored behind what comes before: it is not there, or they stand somewhere else."""
 
-OpenedStore = kvstore.SidecarStore | kvstore.EmbeddedStore
 _log = getLogger(__name__)
 
 
-def open_twice(url: str, engine: str) -> tuple[OpenedStore, OpenedStore]:
+def open_twice(url: str, engine: str) -> tuple[ClosableStore, ClosableStore]:
     """For look-ups and loads, and for stores: one engine, of two connections. A store in this process needs no second.
     Nothing is asked of a sidecar yet. Raises `BadInput`."""
     first = kvstore.open(url, engine=engine)

@@ -31,7 +31,6 @@ POLL_SECONDS = 0.0002
 """Between two looks at what was submitted."""
 IN_FLIGHT = 48
 """Look-ups and leases submitted at a time; a connection may have 64 requests that are not answered."""
-CLOSE_SECONDS = 5.0
 
 
 class ChunkState(Enum):
@@ -274,7 +273,7 @@ class ChunkStore:
         self._is_closed = True
         self._give_up_stores()
         for worker in self._workers.values():
-            worker.close(CLOSE_SECONDS)
+            worker.close()
         self._collect()
         for number in list(self._orders):
             self._end(self._orders.pop(number), is_good=False)
