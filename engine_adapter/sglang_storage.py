@@ -134,7 +134,7 @@ class KvStoreHiCache(HiCacheStorage):
         return self._store("kv", keys, host_indices, extra_info)
 
     def batch_exists_v2(
-        self, keys: list[str], pool_transfers: list[PoolTransfer] | None = None, extra_info: Extra = None
+        self, keys: list[str], pool_transfers: Any = None, extra_info: Extra = None
     ) -> PoolTransferResult:
         """The longest prefix of which every pool has what it needs, and all prefixes of which that is so."""
         pages = self.batch_exists(keys, extra_info)
@@ -202,9 +202,7 @@ class KvStoreHiCache(HiCacheStorage):
         self._note(self._metrics.prefetch_pgs, self._metrics.prefetch_bandwidth, pool, done, began)
         return [True] * done + [False] * (len(keys) - done)
 
-    def _store(
-        self, pool: str, keys: Sequence[str], host_indices: torch.Tensor | None, extra_info: Extra
-    ) -> list[bool]:
+    def _store(self, pool: str, keys: Sequence[str], host_indices: Any, extra_info: Extra) -> list[bool]:
         space, pages, began = self._spaces.get(pool), self._pages(pool, keys, host_indices), perf_counter()
         if space is None or pages is None:
             return [False] * len(keys)

@@ -6,7 +6,7 @@ whole prefix, from a root that is the same in every process, or this tier refuse
 chunk's bytes is in the namespace. The interface is vLLM's to change, and it does: versions are pinned, and what differs
 between them is written down here and nowhere else. The tier of vLLM; must know nothing of how chunks are kept.
 
-All methods run in vLLM's scheduler, return at once and never raise because of the store; see `chunk_store`.
+All methods run in vLLM's scheduler, return at once and never raise because of the store; see `chunks.store`.
 """
 
 from __future__ import annotations
@@ -57,8 +57,7 @@ HASHES = ("sha256", "sha256_cbor")
 KEY_BYTES = 36
 """Of an `OffloadKey`: 32 of the block's hash, 4 of the group's number (big-endian)."""
 WAIT_SECONDS = 0.001
-"""How long a step that finds nothing new may wait while a request waits for a look-up or a load. An engine that has
-nothing else to do makes thousands of steps a second, in which other threads hardly get the interpreter."""
+"""How long a step that finds nothing new may wait for answers: see `ChunkStore.proceed`."""
 CHUNKS_METRIC = "vllm:kv_offload_kvstore_chunks"
 
 _SLOTS_FIELD = next(it.name for it in fields(TransferJob) if it.name in ("chunk_ids", "block_ids"))

@@ -21,10 +21,10 @@ import kvstore
 from engine_adapter.chunks.layout import ChunkRun, chunk_key, chunk_planes
 from engine_adapter.paged.namespace_opener import ClosableStore, NamespaceOpener
 from engine_adapter.paged.step_plan import NamespaceSpec
-from kvstore.block.account import MissReason
+from kvstore.block.account import Account, MissReason
 from kvstore.block.identity import Prompt
 from kvstore.block.pages import Pages
-from kvstore.client.handle import NamespaceHandle
+from kvstore.client.handle import Match, NamespaceHandle
 from kvstore.protocol import messages as m
 
 KNOWN_KEYS = 1 << 14
@@ -134,15 +134,16 @@ class ChunkSpace:
 
     def load(self, names: Sequence[bytes], pages: Pages, deadline_ms: float) -> int:
         """How many chunks, from the first on, are in their pages now, verified. deadline_ms: for all of them to come up
-        from lower tiers."""
+        from lower tiers. What is there the leases say."""
         done, ends_at, reason, handle = 0, self._clock() + deadline_ms / 1000, None, self.handle
         with self._outcomes.caught():
             while handle is not None and done < len(names):  # a lease may be for fewer: what may be pinned is bounded
                 left_ms = max(0.0, 1000 * (ends_at - self._clock()))
-                match = handle.match(self.prompt(handle, names[done:]), counts=False)
-                with handle.lease(match, deadline_ms=left_ms) as lease:
+                wanted = self.prompt(handle, names[done:])
+                hoped = Match(wanted.keys, len(wanted.keys), wanted.tokens, (), Account.of([]), None, "")
+                with handle.lease(hoped, deadline_ms=left_ms) as lease:
                     loaded = handle.get(lease, into=pages.cut(done, len(names)))
-                reason = loaded.reason or match.reason or lease.reason
+                reason = loaded.reason or lease.reason
                 done += loaded.tokens // self.block_tokens
                 if not loaded.tokens:
                     break
