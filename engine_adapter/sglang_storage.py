@@ -30,6 +30,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.observability.metrics_collector import StorageMetrics
 from sglang.srt.runtime_context import get_server_args
 
+import kvstore
 from engine_adapter.chunks.layout import ChunkRun, chunk_layout, chunk_planes
 from engine_adapter.chunks.space import ChunkOutcomes, ChunkSpace, open_twice
 from engine_adapter.model_files import model_fingerprint, snapshot_directory
@@ -78,7 +79,7 @@ class KvStoreHiCache(HiCacheStorage):
         with suppress(ValueError):  # none were published in this process
             args = get_server_args()
         self._model, self._facts = engine_facts(args, model_dir)
-        self._stores = open_twice(str(url), self._facts["engine"])
+        self._stores = open_twice(kvstore.open, str(url), self._facts["engine"])
         self.outcomes = ChunkOutcomes()
         """Pages of all pools by what became of them: see `ChunkSpace`."""
         self._spaces: dict[str, ChunkSpace] = {}

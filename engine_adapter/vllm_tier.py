@@ -44,6 +44,7 @@ except ImportError as error:
         "0.31 and 0.32. KvStoreConnector (engine_adapter.vllm_connector) may serve this version"
     ) from None
 
+import kvstore
 from engine_adapter.chunks.layout import ChunkRun, chunk_layout
 from engine_adapter.chunks.space import ChunkOutcomes, ChunkSpace, open_twice
 from engine_adapter.chunks.store import ChunkLimits, ChunkState, ChunkStore
@@ -123,7 +124,7 @@ class KvStoreTier(SecondaryTierManager):
             lease_ms=float(deadline_ms),
         )
         runs = [ChunkRun(memory.ctypes.data, memory.strides[0], memory.shape[1])]
-        self._stores, self._outcomes = open_twice(url, f"vllm {vllm.__version__}"), ChunkOutcomes()
+        self._stores, self._outcomes = open_twice(kvstore.open, url, f"vllm {vllm.__version__}"), ChunkOutcomes()
         epoch, name = int(weights_epoch), str(config.model_config.model)
         specs = [
             NamespaceSpec(1, "", model, layout, "raw", epoch, {**facts, "group": str(number)}, name)

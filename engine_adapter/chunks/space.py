@@ -17,7 +17,6 @@ from logging import getLogger
 
 import torch
 
-import kvstore
 from engine_adapter.chunks.layout import ChunkRun, chunk_key, chunk_planes
 from engine_adapter.paged.namespace_opener import ClosableStore, NamespaceOpener
 from engine_adapter.paged.step_plan import NamespaceSpec
@@ -39,13 +38,12 @@ _NO_CHAIN = frozenset(
 _log = getLogger(__name__)
 
 
-def open_twice(url: str, engine: str) -> tuple[ClosableStore, ClosableStore]:
+def open_twice(opened: Callable[..., ClosableStore], url: str, engine: str) -> tuple[ClosableStore, ClosableStore]:
     """For look-ups and loads, and for stores: one engine, of two connections. A store in this process needs no second.
-    Nothing is asked of a sidecar yet. Raises `BadInput`."""
-    first = kvstore.open(url, engine=engine)
-    if not isinstance(first, kvstore.SidecarStore):
-        return first, first
-    return first, kvstore.open(url, engine=engine, session=first.session)
+    Nothing is asked of a sidecar yet. opened: `kvstore.open`. Raises `BadInput`."""
+    first = opened(url, engine=engine)
+    session = getattr(first, "session", None)
+    return first, opened(url, engine=engine, session=session) if session is not None else first
 
 
 class ChunkOutcomes:

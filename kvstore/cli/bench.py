@@ -58,19 +58,11 @@ def bench_tiers(
     """
     with shown_progress() as show:
         show("loading torch")
-        result = _tiers(show, data, only)
+        from kvstore.bench import nvme, tiers
+
+        options = tiers.TiersOptions(nvme=nvme.NvmeOptions(data=data, fio=shutil.which("fio")))
+        result = tiers.run(options, show, only)
     return judge([result], [], as_json, check)
-
-
-def _tiers(show: Show, data: str | None, only: str | None = None) -> Result:
-    from kvstore.bench import nvme, tiers
-    from kvstore.bench.engines import host_pool
-
-    options = tiers.TiersOptions(nvme=nvme.NvmeOptions(data=data, fio=shutil.which("fio")))
-    result = tiers.run(options, show, only)
-    for shape in host_pool.HOST_PAGES if only in (None, "door") else ():
-        result.rows.extend(host_pool.run(shape, options.door.laps, show))
-    return result
 
 
 @bench.command("lookup")
@@ -442,10 +434,10 @@ def bench_all(data: BenchData = None, check: Check = False, as_json: Json = Fals
     """Every bench that needs no GPU, one after the other: tiers, lookup, restart, codec."""
     with shown_progress() as show:
         show("loading torch")
-        from kvstore.bench import codec, lookup, restart
+        from kvstore.bench import codec, lookup, nvme, restart, tiers
 
         results: list[Result] = [
-            _tiers(show, data),
+            tiers.run(tiers.TiersOptions(nvme=nvme.NvmeOptions(data=data, fio=shutil.which("fio"))), show),
             lookup.run(progress=show),
             restart.run(restart.RestartOptions(data=data), show),
             codec.CodecResult(codec.size_rows(), _codec_speed(show), _codec_quality(None, show)),

@@ -18,7 +18,6 @@ from rich.console import Console
 from kvstore.bench import rig, sidecar, tiers
 from kvstore.bench import rig as door
 from kvstore.bench import rig as rows
-from kvstore.bench.engines import host_pool
 from kvstore.block.account import MissReason
 from kvstore.block.errors import BadInput, StoreError
 from tiering.frame import digest, frame_bytes
@@ -33,9 +32,7 @@ STORE = dict(zip(("dram", "extent"), door.memory_of(SHAPE, BLOCKS), strict=True)
 @pytest.fixture(scope="module")
 def measured() -> tuple[tiers.TiersResult, list[str]]:
     said: list[str] = []
-    result = tiers.run(tiers.TiersOptions(door=SMALL), said.append, "door")
-    result.rows.extend(host_pool.run(SHAPE, SMALL.laps, said.append))
-    return result, said
+    return tiers.run(tiers.TiersOptions(door=SMALL, host_pages=(SHAPE,)), said.append, "door"), said
 
 
 def test_both_paths_have_a_row_with_and_without_verification(measured: tuple[tiers.TiersResult, list[str]]) -> None:
@@ -45,8 +42,8 @@ def test_both_paths_have_a_row_with_and_without_verification(measured: tuple[tie
         ("put", True),
         ("get", False),
         ("put", False),
-        (host_pool.HOST_POOL, True),
-        (host_pool.HOST_POOL, False),
+        (tiers.HOST_POOL, True),
+        (tiers.HOST_POOL, False),
     ]
     for row in result.rows[:4]:
         assert (row.tier, row.limit, row.threads, row.page_order) == ("door", "memcpy", 1, rows.HEAD_MAJOR)
@@ -55,11 +52,8 @@ def test_both_paths_have_a_row_with_and_without_verification(measured: tuple[tie
         assert row.gb_per_second > 0 and row.limit_gb_per_second > 0
         assert row.target is None and row.met is None, "targets are for frames of 2 MiB and above"
     for row in result.rows[4:]:
-        assert (row.tier, row.limit, row.threads, row.page_order) == ("door", "memcpy", 1, host_pool.HOST_POOL)
-        assert (row.payload_bytes, row.prompt_tokens) == (
-            SHAPE.payload_bytes,
-            host_pool.BATCH_PAGES * SHAPE.block_tokens,
-        )
+        assert (row.tier, row.limit, row.threads, row.page_order) == ("door", "memcpy", 1, tiers.HOST_POOL)
+        assert (row.payload_bytes, row.prompt_tokens) == (SHAPE.payload_bytes, tiers.BATCH_PAGES * SHAPE.block_tokens)
         assert 0 < row.ratio_low <= row.ratio <= row.ratio_high and row.gb_per_second > 0
         assert row.target is None, "targets are for pages of 1 MiB and above"
     assert any("sidecar" in line for line in said) and any("put" in line for line in said)
@@ -84,8 +78,8 @@ def test_the_targets_of_the_door(path: str, verified: bool, target: float) -> No
     assert rows.TARGETS["door", path, verified, 1] == target
     assert {shape.payload_bytes for shape in door.DoorOptions().shapes} == {2 << 20, 8 << 20}
     assert door.DoorOptions().prompt_tokens == 32768
-    assert host_pool.HOST_POOL_TARGETS == {True: 0.68, False: 0.88}
-    assert {shape.payload_bytes for shape in host_pool.HOST_PAGES} == {1 << 20, 4 << 20}
+    assert tiers.HOST_POOL_TARGETS == {True: 0.68, False: 0.88}
+    assert {shape.payload_bytes for shape in tiers.TiersOptions().host_pages} == {1 << 20, 4 << 20}
 
 
 # One side ---------------------------------------------------------------------------------------------------------
