@@ -22,7 +22,7 @@ from kvstore.block.layout import BLOCK_TOKENS_UNIT, MAX_BLOCK_TOKENS, KvGroup, L
 from kvstore.client.handle import NamespaceHandle
 from tiering.frame import MAX_SLICES
 
-SLICE_BYTES = 128 << 10
+SLICE_BYTES = 512 << 10
 """Runs are cut into slices of at least this size, each with a digest: copied and checked while it is in a cache."""
 MAX_RUN_SLICES = 32
 
