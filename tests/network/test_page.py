@@ -31,7 +31,8 @@ pytestmark = pytest.mark.skipif(
 
 def commands_with(word: str) -> str:
     """The one block of commands in which it stands."""
-    (found,) = [one for one in re.findall(r"^```\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE) if word in one]
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    (found,) = [text for language, text in blocks if not language and word in text]
     return str(found)
 
 
