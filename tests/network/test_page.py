@@ -74,7 +74,8 @@ def test_two_commands_a_match_and_a_query(tmp_path: Path) -> None:
     tokens, serve, network = commands_with("kvstore serve").splitlines()
     shell(tmp_path, tokens)
     assert (tmp_path / "tokens").stat().st_mode & 0o77 == 0
-    with in_background(tmp_path, f"{serve} --dram 16MiB --nvme off"), in_background(tmp_path, here(network)):
+    network = f"{here(network).partition('#')[0]} --listen 127.0.0.1:{grpc_port}"  # the page's is the default
+    with in_background(tmp_path, f"{serve} --dram 16MiB --nvme off"), in_background(tmp_path, network):
         layout, door = small_layout(), tmp_path / "kv/kvstore.sock"
         wait_until(door.exists)
         with patient(kvstore.open(f"unix:{door}")) as store:
