@@ -33,12 +33,11 @@ FLOORS = {
     "kvstore.network": 4,
 }
 
-# People's entrances, and who may import them besides themselves: the command line starts the other two, and the bench
-# of the codecs needs a trained model and its text, which are the demo's.
+# People's entrances, and who may import them besides themselves: the command line starts the others.
 ENTRANCES = {
     "kvstore.cli": ("kvstore.__main__",),
     "kvstore.__main__": (),
-    "kvstore.demo": ("kvstore.cli", "kvstore.bench.engines.codec_quality"),
+    "kvstore.demo": ("kvstore.cli",),
     "kvstore.bench": ("kvstore.cli",),
     "kvstore.console": ("kvstore.cli",),
     "kvstore.openai": ("kvstore.cli", "kvstore.bench"),

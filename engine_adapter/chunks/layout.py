@@ -28,7 +28,7 @@ MAX_RUN_SLICES = 32
 
 
 class ChunkRun(NamedTuple):
-    """One run of every chunk, in memory that whoever made this keeps."""
+    """One run of every chunk, in memory that its engine keeps."""
 
     address: int
     stride: int

@@ -174,7 +174,7 @@ class ChunkSpace:
         return held
 
     def clear(self) -> bool:
-        """Evict them all, from every tier and for whoever shares them; whether that was done."""
+        """Evict them all, from every tier and for all engines; whether that was done."""
         with self._outcomes.caught():
             if (handle := self.handle) is not None:
                 handle.door.call(m.Drop(handle.number), m.Counted)

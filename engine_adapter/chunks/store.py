@@ -122,9 +122,7 @@ class ChunkStore:
             return ChunkState.MISSING
         asked = self._asked.get(name)
         if asked is None:
-            place = self._space_of(name)
-            space = self._spaces[place] if 0 <= place < len(self._spaces) and not self._is_closed else None
-            handle = space.handle if space is not None else None
+            handle = space.handle if (space := self._space(name)) is not None else None
             if space is None or handle is None:
                 return ChunkState.MISSING
             if len(self._asked) >= self.limits.asked:
@@ -220,23 +218,26 @@ class ChunkStore:
         is no room for all in the queue, the first ones are taken. The last of these go first: what was used last is
         evicted last, and a prefix is of use without its end, but not without its beginning."""
         queued = sum(not job.is_load for job, *_ in self._orders.values())
-        handles = [space.handle for space in self._spaces if not self._is_closed]
-        taken = min(max(0, self.limits.queued_stores - queued), len(names)) if handles and all(handles) else 0
+        is_open = not self._is_closed and all(space.handle is not None for space in self._spaces)
+        taken = min(max(0, self.limits.queued_stores - queued), len(names)) if is_open else 0
         self._outcomes.count(refused_stores=len(names) - taken)
         self._jobs.append(job := ChunkJob(number, "", False, self._clock(), taken, failed=list(names[taken:])))
         for name, slot in reversed(list(zip(names, slots, strict=True))[:taken]):
-            order, place = next(self._numbers), self._space_of(name)
-            space, handle = self._spaces[place], handles[place]
-            assert handle is not None
-            self._orders[order], keys = (job, space, name, None), list[bytes]()
+            space, keys = self._space(name), list[bytes]()
             with self._outcomes.caught():
-                keys = space.prompt(handle, [name]).keys
-            if not keys:
-                self._end(self._orders.pop(order), is_good=False)
+                if space is not None and (handle := space.handle) is not None:
+                    keys = space.prompt(handle, [name]).keys
+            if space is None or not keys:
+                self._end((job, space, name, None), is_good=False)
                 continue
+            self._orders[order := next(self._numbers)] = (job, space, name, None)
             saves = [SaveOrder(order, "", 1, keys[0], 0, _tables(space, slot), None, 0)]
             self._workers[space].begin(StepPlan(saves=saves))
             self._workers[space].start_saves()
+
+    def _space(self, name: bytes) -> ChunkSpace | None:
+        place = self._space_of(name)
+        return self._spaces[place] if 0 <= place < len(self._spaces) and not self._is_closed else None
 
     def finished(self) -> list[ChunkJob]:
         """Jobs that ended since the last call. What could not be loaded is missing for its owner from now on. While

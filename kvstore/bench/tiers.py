@@ -49,7 +49,7 @@ from kvstore.bench.rig import (
 )
 from kvstore.bench.sidecar import LOOK_SECONDS, Sidecar
 from kvstore.block.codec import RawCodec
-from kvstore.block.errors import BadInput
+from kvstore.block.errors import BadInput, StoreError
 from kvstore.block.identity import Namespace
 from kvstore.block.layout import Layout
 from kvstore.block.pages import Digest
@@ -227,8 +227,11 @@ class HostPool:
         self._turns = count()
         held = self._space.store([], self._names, self._space.pages(range(self.pages)), 1000 * OPEN_SECONDS)
         assert all(held), "a sidecar did not take them"
-        while self._space.handle is None:
+        for _ in range(int(OPEN_SECONDS / LOOK_SECONDS)):
+            if self._space.handle is not None:
+                return
             sleep(LOOK_SECONDS)
+        raise StoreError(f"a namespace of the sidecar was not opened in {OPEN_SECONDS:.0f} s")
 
     def get(self, _: int) -> None:
         """Load the next batch."""

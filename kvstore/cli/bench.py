@@ -153,7 +153,7 @@ def _codec_speed(show: Show) -> Any:
 
 def _codec_quality(windows: int | None, show: Show) -> Any:
     show("loading transformers")
-    from kvstore.bench.engines import codec_quality
+    from kvstore.demo import codec_quality
 
     options = codec_quality.QualityOptions() if windows is None else codec_quality.QualityOptions(windows)
     return codec_quality.run(options, show)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvstore
-from engine_adapter.chunks.layout import ChunkRun, chunk_key, chunk_layout, chunk_planes
+from engine_adapter.chunks.layout import SLICE_BYTES, ChunkRun, chunk_key, chunk_layout, chunk_planes
 from kvstore.block.codec import RawCodec
 from kvstore.block.errors import BadInput
 from kvstore.block.pages import Pages
@@ -24,7 +24,7 @@ def test_layouts_hold_all_bytes_in_slices(tokens: int, size: int) -> None:
     layout = chunk_layout("g", tokens, [size])
     (part,) = layout.parts
     assert part.raw_bytes == size and layout.block_tokens == tokens
-    assert len(part.layers) <= 32 and (len(part.layers) == 1 or part.slice_bytes >= 128 << 10)
+    assert len(part.layers) <= 32 and (len(part.layers) == 1 or part.slice_bytes >= SLICE_BYTES)
 
 
 @pytest.mark.parametrize(("tokens", "size"), [(16, 4096), (0, 4096), (8192, 8192), (100, 4000), (192, 4096), (64, 0)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from engine_adapter.paged.step_plan import NamespaceSpec
 from kvstore.client.sidecar_store import SidecarStore
 from service.sidecar import Sidecar, patient
 from tiering.frame import HEADER_BYTES
+from waiting import wait_until
 
 SECONDS = 30
 SLOTS, SIZES, TOKENS = 200, (64 << 10, 32 << 10, 4096), 64
@@ -34,10 +34,7 @@ class Engine:
         self.outcomes = ChunkOutcomes()
         spec = NamespaceSpec(1, "", "m", chunk_layout("kv", TOKENS, SIZES), "raw", 0, {})
         self.space = ChunkSpace(spec, runs, SLOTS, (store, store), self.outcomes)
-        deadline = time.monotonic() + SECONDS
-        while self.space.handle is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
+        wait_until(lambda: self.space.handle is not None)
 
     def chunk(self, slot: int) -> bytes:
         return b"".join(one[slot].tobytes() for one in self.memory)
@@ -126,7 +123,7 @@ def test_clearing_evicts_for_all(engine: Engine, sidecar: Sidecar) -> None:
 
 
 def test_without_a_sidecar_nothing_is_found_and_nothing_raises(tmp_path: Path) -> None:
-    with patient(kvstore.open(f"unix:{tmp_path / 'nobody.sock'}")) as store:
+    with patient(kvstore.open(f"unix:{tmp_path / 'absent.sock'}")) as store:
         memory = np.zeros((2, 8192), np.uint8)
         spec = NamespaceSpec(1, "", "m", chunk_layout("kv", TOKENS, [8192]), "raw", 0, {})
         outcomes = ChunkOutcomes()

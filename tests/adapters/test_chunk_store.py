@@ -22,6 +22,7 @@ from kvstore.block.errors import Unreachable
 from kvstore.client.handle import NamespaceHandle
 from service.sidecar import Sidecar, number_of, patient
 from tiering.frame import HEADER_BYTES
+from waiting import wait_until
 
 SECONDS = 30
 SLOTS, CHUNK_BYTES, CHUNK_TOKENS = 16, 3 * (128 << 10), 64
@@ -38,13 +39,6 @@ def group_of(name: bytes) -> int:
 
 def memory_of(seed: int) -> np.ndarray[Any, Any]:
     return np.random.default_rng(seed).integers(0, 256, (SLOTS, CHUNK_BYTES), dtype=np.uint8)
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 class Wrapped:
@@ -170,6 +164,15 @@ def test_another_process_finds_them_and_another_group_does_not(engine: Engine, s
         )
         assert other.load(NAMES, range(5)).failed == []
         assert np.array_equal(other.memory[:5], engine.memory[:5])
+
+
+def test_a_chunk_of_a_group_that_is_unknown_is_not_stored(sidecar: Sidecar) -> None:
+    names = [name_of(number) for number in range(3)]
+    with sidecar.client() as store, Engine(store) as engine:
+        engine.opened().chunks._space_of = lambda name: {names[1]: -1, names[2]: 1}.get(name, 0)
+        assert engine.store(names, range(3)).failed == [names[2], names[1]]
+        assert engine.ask(names) == [ChunkState.HELD, ChunkState.MISSING, ChunkState.MISSING]
+        assert sidecar.store.usage().counters["stored_blocks"] == 1
 
 
 def test_what_is_there_is_not_stored_again(engine: Engine) -> None:

@@ -19,8 +19,9 @@ from rich.console import Console
 from kv_kernels.int8 import KC64, TH, Axis, dequantize, quantize
 from kvstore.bench import codec, codec_speed
 from kvstore.bench.codec import RAW
-from kvstore.bench.engines import codec_quality
-from kvstore.bench.engines.codec_quality import (
+from kvstore.block.errors import BadInput
+from kvstore.demo import codec_quality
+from kvstore.demo.codec_quality import (
     BIAS,
     CODECS,
     CONTINUATION,
@@ -33,7 +34,6 @@ from kvstore.bench.engines.codec_quality import (
     key_rms,
     measure,
 )
-from kvstore.block.errors import BadInput
 from kvstore.demo.corpus import read_sources, windows
 from kvstore.demo.model import load_trained
 

@@ -9,6 +9,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -39,19 +40,18 @@ def test_pages_are_painted_soon_and_are_small(shown: RunningConsole, tmp_path: P
         browser.looks(1280, 900, "light")
         browser.call("Network.setCacheDisabled", cacheDisabled=True)
         browser.open(shown.url)  # starts a process for pages of this host
-        soonest, sizes = dict[str, float](), dict[str, int]()
+        usual, sizes = dict[str, float](), dict[str, int]()
         for page in (*PAGES, HELP):
             times = []
             for _ in range(LOADS):
                 browser.open(shown.url.rstrip("/") + page)
                 browser.until(PAINTED)
                 times.append(browser.value(f"{PAINTED}.startTime"))
-            soonest[page] = min(times)  # of several: others use the machine
+            usual[page] = median(times)
             sizes[page] = browser.value(f"{LOADED}.reduce((all, one) => all + one.encodedBodySize, 0)")
-            print(
-                f"{page}: first paint {min(times):.0f} to {max(times):.0f} ms, {sizes[page]:,} bytes with its numbers"
-            )
-    assert max(soonest.values()) < MOST_PAINT_MS and max(sizes.values()) < MOST_BYTES
+            paint = f"{usual[page]:.0f} ms ({min(times):.0f} to {max(times):.0f})"
+            print(f"{page}: first paint {paint}, {sizes[page]:,} bytes with its numbers")
+    assert max(usual.values()) < MOST_PAINT_MS and max(sizes.values()) < MOST_BYTES
 
 
 def test_four_pages_that_listen_take_less_than_a_hundredth_of_a_core(shown: RunningConsole) -> None:

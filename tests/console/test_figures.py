@@ -206,7 +206,7 @@ def test_the_consoles_help_has_all_of_that_page_and_its_links_lead_somewhere() -
     anchors, links = re.findall(r'id="([^"]+)"', shown), re.findall(r'href="#([^"]+)"', shown)
     assert len(set(anchors)) == len(anchors) and set(links) <= set(anchors) >= set(REASONS) and len(links) > 5
     assert shown.startswith("<!doctype html>") and "Asking the console" not in shown
-    words = unescape(re.sub(r"<[^>]+>", "", shown))
+    words = unescape(re.sub(r"(?<=</td>)\n|<[^>]+>", "", shown))  # cells of a row without what is between them
     for reason, text in REASONS.items():
         assert f"{reason}{text.meaning}{text.cause}{text.remedy}" in words, reason
     for text in re.findall(r"^#+ (.+)$", page, re.MULTILINE):

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -22,6 +21,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engine
 
 from engines.conftest import ROOT, WAITS_ASLEEP, Sidecar, sidecar_python
 from kvstore.bench.traffic.engines import SETTINGS, free_port, save_model
+from waiting import wait_until
 
 pytestmark = [
     pytest.mark.slow,
@@ -81,16 +81,14 @@ class Walk:
                 start_new_session=True,
             )  # fmt: skip
         try:
-            give_up_at = time.monotonic() + SECONDS
-            while not all(self._is_healthy(port) for port in ports):
-                assert process.poll() is None and time.monotonic() < give_up_at, log.read_text(errors="replace")[-5000:]
-                time.sleep(0.25)
+            wait_until(lambda: process.poll() is not None or all(map(self._is_healthy, ports)))
+            assert process.poll() is None, log.read_text(errors="replace")[-5000:]
             yield
         finally:
             for number in (signal.SIGTERM, signal.SIGKILL):  # also to what they have started
-                with suppress(ProcessLookupError):
+                with suppress(ProcessLookupError, subprocess.TimeoutExpired):
                     os.killpg(process.pid, number)
-                process.wait(30)
+                    process.wait(30)
 
     def _is_healthy(self, port: str) -> bool:
         try:

@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("engines.sglang_cpu", reason="it is not importable here")
-
+import engines.sglang_cpu  # noqa: F401  prepares what the others import, or skips where there is no SGLang
 from engine_adapter.sglang_storage import KvStoreHiCache, engine_facts, is_replicated, pool_runs, rank_facts
 from engines.sglang_cpu import (
     LAYERS,
@@ -41,6 +40,7 @@ from engines.tier_engine import SidecarProcess
 from kvstore.block.errors import BadInput
 from service.sidecar import Sidecar
 from tiering.frame import HEADER_BYTES
+from waiting import wait_until
 
 HiCacheStorage = SGLANG["hicache_storage"].HiCacheStorage
 PoolName, PoolTransfer = SGLANG["hicache_storage"].PoolName, SGLANG["hicache_storage"].PoolTransfer
@@ -231,7 +231,7 @@ def test_a_corrupt_frame_is_a_miss_that_is_counted(opened: Callable[..., HiCache
         frame_of(sidecar, engine, hashes_of(prompt)[17])[HEADER_BYTES + 12345] ^= 8
         engine.backend.outcomes.take()
         found, loaded = engine.read(prompt)
-        assert found == 30, "nobody has read it yet"
+        assert found == 30, "no engine has read it yet"
         assert same(loaded, contents[:17]), "all before it, and nothing behind"
         counts = engine.backend.outcomes.take()
         assert (counts["loaded"], counts["failed_loads"], counts["corrupt"]) == (17, 13, 1)
@@ -282,7 +282,7 @@ def test_a_sidecar_that_is_killed_in_the_middle_is_a_miss(tmp_path: Path, weight
 
 
 def test_without_a_sidecar_everything_is_a_miss(tmp_path: Path, weights: Path) -> None:
-    with HiCache(f"unix:{tmp_path}/nobody.sock", weights, save_deadline_ms=20) as engine:
+    with HiCache(f"unix:{tmp_path}/absent.sock", weights, save_deadline_ms=20) as engine:
         prompt = prompt_of(5, seed=1)
         assert engine.read(prompt) == (0, []) and engine.write(prompt)[0] == 0
         assert engine.backend.clear() is False
@@ -369,7 +369,9 @@ def test_several_pools(opened: Callable[..., HiCache]) -> None:
             assert torch.equal(page_of(states, int(one) // PAGE), page_of(states, int(other) // PAGE))
         groups = PoolTransfer(PoolName.MAMBA, keys=hashes, hit_policy=PoolHitPolicy.BLOCK_GROUPS)
         assert backend.batch_exists_v2(hashes, [groups]).kv_hit_pages == 12, "they never shorten a prefix"
-        assert backend.batch_exists_v2(hashes, [PoolTransfer(PoolName.MAMBA)]).kv_hit_pages == 0, "nobody registered it"
+        assert backend.batch_exists_v2(hashes, [PoolTransfer(PoolName.MAMBA)]).kv_hit_pages == 0, (
+            "there is no such pool"
+        )
 
 
 def test_sglangs_controller_of_several_pools(opened: Callable[..., HiCache]) -> None:
@@ -556,11 +558,4 @@ def test_arguments_that_decide_kv_are_in_the_namespace(weights: Path) -> None:
             facts(**refused)
         assert "\n" not in str(raised.value)
     with pytest.raises(BadInput, match="model_dir"):
-        facts(model_path="nobody/has-this-model")
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+        facts(model_path="no-hub/has-this-model")

@@ -141,8 +141,11 @@ class Engine:
         self.announced.step()
         events = self._events.of(self.announced.take(), HASH)
         if events:
-            self._publisher.publish(KVEventBatch(ts=time.time(), events=events))
-            self.published += 1
+            self.publish(events)
+
+    def publish(self, events: list[Any]) -> None:
+        self._publisher.publish(KVEventBatch(ts=time.time(), events=events))
+        self.published += 1
 
 
 def requested(tokens: Any, hasher: Callable[[Request], list[Any]]) -> EngineView:
@@ -178,9 +181,9 @@ def test_a_router_that_loses_messages_ends_with_what_the_store_holds(sidecar: Si
             assert isinstance(store, SidecarStore)
             stores.append(patient(store))
         engine = Engine(publisher)
-        time.sleep(0.5)  # a publisher drops what it has no subscriber for
         router.start()
         stack.callback(router.end)
+        wait_until(lambda: engine.publish([]) is None and router.next > 0)  # without a subscriber messages are dropped
         engine.handle, others = (store.namespace(model=MODEL, layout=LAYOUT) for store in stores)
         wait_until(lambda: (engine.step(), engine.announced._run)[1] != b"")
         mine: set[Any] = set()

@@ -97,7 +97,7 @@ def test_a_caller_that_knows_no_message_matches_a_prompt(running: RunningNetwork
 
 
 def test_it_takes_a_credential_and_a_deadline_as_every_call(running: RunningNetwork) -> None:
-    for caller in (running.caller(None), running.caller("nobody-0123456789abcdef")):
+    for caller in (running.caller(None), running.caller("stranger-0123456789abcdef")):
         assert refused(lambda caller=caller: told(caller, Ask(list_services="")))[0] is CODE.UNAUTHENTICATED
     caller = running.of_tenant()
     endless = info(caller)(iter([Ask(list_services="")]), metadata=caller.metadata)

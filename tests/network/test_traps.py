@@ -90,7 +90,7 @@ def test_a_call_needs_a_deadline_of_an_hour_at_most_and_a_credential(running: Ru
     assert len(caller.namespaces(3600.0)) == 1
     request = store_pb2.NamespacesRequest()
     good = f"Bearer {token_of('default')}"
-    wrong = [[], bearer("x"), bearer(""), bearer(token_of("nobody")), bearer("x" * 10_000)]
+    wrong = [[], bearer("x"), bearer(""), bearer(token_of("stranger")), bearer("x" * 10_000)]
     wrong += [[("authorization", good), ("authorization", good)], [("authorization", token_of("default"))]]
     wrong += [
         [("authorization-bin", good.encode())],

@@ -126,8 +126,13 @@ def run(options: VllmOptions | None = None, progress: Progress = None) -> VllmRe
     with tempfile.TemporaryDirectory(prefix="kvstore-bench-") as scratch:
         bench = _Bench(options, Path(scratch), partial(_tell, progress))
         bench.save_model()
-        steps = {TTFT: bench.ttft, ITL: bench.itl, HOOKS: bench.hooks, OVERHEAD: bench.overhead}
-        steps[HAND_OVER] = bench.hand_over
+        steps = {
+            TTFT: bench.ttft,
+            ITL: bench.itl,
+            HOOKS: bench.hooks,
+            OVERHEAD: bench.overhead,
+            HAND_OVER: bench.hand_over,
+        }
         for part in options.parts:
             try:
                 steps[part]()

@@ -23,12 +23,13 @@ from transformers import AttentionInterface, Cache
 from engine_adapter.hf.attention import ChunkMask, attend
 from engine_adapter.hf.layers import BufferLayer
 from kv_kernels.int8 import KC64, TH, Axis, dequantize, quantize
-from kvstore.bench.codec import POOL_DTYPE, RAW
-from kvstore.bench.measure import Progress
+from kvstore.block.codec import RawCodec
 from kvstore.block.errors import BadInput
 from kvstore.demo.corpus import read_sources, windows
 from kvstore.demo.model import describe_model, load_trained, trained_origin
 
+POOL_DTYPE = torch.bfloat16
+"""Of an engine's pages."""
 MAX_WINDOWS = 64
 LARGEST_ATTENTION_PERCENT = 1.2
 """A codec holds on a variant where the attention's error is at most this."""
@@ -91,7 +92,7 @@ class QualityResult:
 
     def verdicts(self) -> list[str]:
         """A sentence for each codec."""
-        return [self._verdict(one.codec) for one in self.variants[0].codecs if one.codec != RAW]
+        return [self._verdict(one.codec) for one in self.variants[0].codecs if one.codec != RawCodec.name]
 
     def to_dict(self) -> dict[str, object]:
         """Plain values for JSON."""
@@ -166,7 +167,7 @@ def holds(quality: Quality) -> bool:
     return quality.attention_percent <= LARGEST_ATTENTION_PERCENT
 
 
-def run(options: QualityOptions | None = None, progress: Progress = None) -> QualityResult:
+def run(options: QualityOptions | None = None, progress: Callable[[str], None] | None = None) -> QualityResult:
     """Every prefix and variant. Raises `BadInput` where this machine has no text to judge on."""
     options = options or QualityOptions()
     start = perf_counter()
@@ -240,7 +241,7 @@ def _there_and_back(numbers: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 CODECS: dict[str, RoundTrip] = {
-    RAW: lambda k, v: (k, v),
+    RawCodec.name: lambda k, v: (k, v),
     KC64: lambda k, v: (_there_and_back(k, Axis.CHANNEL), _there_and_back(v, Axis.TOKEN)),
     TH: lambda k, v: (_there_and_back(k, Axis.TOKEN), _there_and_back(v, Axis.TOKEN)),
 }
