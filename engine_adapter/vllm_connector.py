@@ -80,6 +80,11 @@ from kvstore.block.errors import BadInput
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is below its own name
 
 START_SECONDS = 10.0
+_SOURCES = (
+    {HitTier.NVME: CacheHitSource.DISK, HitTier.PEER: CacheHitSource.P2P, HitTier.REMOTE: CacheHitSource.P2P}
+    if CacheHitSource is not None
+    else {}
+)
 """An engine that starts waits so long for its store, once."""
 
 
@@ -337,9 +342,7 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
         sources: dict[Any, int] = {}
         tiers = self._scheduler.half.hit_tiers(request.request_id, num_external_tokens) if self._scheduler else {}
         for tier, tokens in (tiers or {HitTier.DRAM: num_external_tokens}).items():
-            source = {HitTier.NVME: CacheHitSource.DISK, HitTier.REMOTE: CacheHitSource.P2P}.get(
-                tier, CacheHitSource.HOST
-            )
+            source = _SOURCES.get(tier, CacheHitSource.HOST)
             sources[source] = sources.get(source, 0) + tokens
         return {source: tokens for source, tokens in sources.items() if tokens}
 

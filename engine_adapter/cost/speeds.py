@@ -226,6 +226,7 @@ PRIORS: Mapping[HitTier, TierPrior] = {
     HitTier.HBM: TierPrior(0.1e-3, 500e9),
     HitTier.DRAM: TierPrior(0.3e-3, 20e9),
     HitTier.NVME: TierPrior(0.5e-3, 7e9),
+    HitTier.PEER: TierPrior(1e-3, 5e9),
     HitTier.REMOTE: TierPrior(1e-3, 3e9),
 }
 """Of good machines: who hopes too much of a tier finds out with the first load, who hopes too little never asks."""

@@ -23,7 +23,8 @@ class HitTier(StrEnum):
     HBM = "hbm"
     DRAM = "dram"
     NVME = "nvme"
-    REMOTE = "remote"
+    PEER = "peer"  # another node's
+    REMOTE = "remote"  # a remote engine
 
 
 class MissReason(StrEnum):

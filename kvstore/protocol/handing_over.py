@@ -24,12 +24,13 @@ MAX_TICKET_SECONDS = 3600.0
 
 class Await(msgspec.Struct, array_like=True, frozen=True, tag="await"):
     """Answer when the last of these keys can be read, or cannot be for now: see `tiering.counts.awaits`. They follow
-    each other in a chain; one is enough. Costs the connection none of its requests under way. seconds: at most 30. From
-    version 3 on."""
+    each other in a chain; one is enough. Costs the connection none of its requests under way. seconds: at most 30.
+    located: of a `Located`, whose blocks up to the last of these keys are fetched meanwhile. From version 3 on."""
 
     namespace: int
     keys: Annotated[list[Annotated[bytes, Meta(max_length=32)]], Meta(min_length=1, max_length=MAX_AWAITED_KEYS)]
     seconds: float
+    located: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
 
 
 class Cancel(msgspec.Struct, array_like=True, frozen=True, tag="cancel"):
@@ -55,10 +56,13 @@ class OpenTicket(msgspec.Struct, array_like=True, frozen=True, tag="open_ticket"
 
 
 class Awaited(msgspec.Struct, array_like=True, frozen=True, tag="awaited"):
-    """To `Await`. blocks: how many of its keys can be read now, from the first on. end: why it does not wait on."""
+    """To `Await`. blocks: how many of its keys can be read now, from the first on. end: why it does not wait on. reason:
+    as what miss what was fetched and did not come counts, where that is known."""
 
     blocks: int
     end: AwaitEnd
+    reason: MissReason | None = None
+    detail: str = ""
 
 
 class Sealed(msgspec.Struct, array_like=True, frozen=True, tag="sealed"):

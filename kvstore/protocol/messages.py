@@ -22,6 +22,11 @@ from msgspec import Meta
 
 from kvstore.block.account import MissReason
 from kvstore.block.layout import MAX_PARTS
+from kvstore.protocol.courier import Adopt as Adopt
+from kvstore.protocol.courier import Locate as Locate
+from kvstore.protocol.courier import Located as Located
+from kvstore.protocol.courier import Questions as Questions
+from kvstore.protocol.courier import QuestionsReply as QuestionsReply
 from kvstore.protocol.handing_over import MAX_KEYS as MAX_KEYS
 from kvstore.protocol.handing_over import Await as Await
 from kvstore.protocol.handing_over import Awaited as Awaited
@@ -44,11 +49,13 @@ from kvstore.protocol.told import (
 )
 from tiering.frame import KEY_ID_BYTES
 
-OLDEST_VERSION, NEWEST_VERSION = 1, 3
+OLDEST_VERSION, NEWEST_VERSION = 1, 4
 CHANGES_VERSION = 2
 """From which on there are `Changes` and `Tell`."""
 AWAIT_VERSION = 3
 """From which on there are `Await`, `Cancel`, `SealTicket` and `OpenTicket`."""
+LOCATE_VERSION = 4
+"""From which on there are `Locate`, `Await.located`, and a courier's verbs."""
 MAX_RECORDS = 16
 
 LENGTH_BYTES = 4
@@ -95,13 +102,15 @@ class RequestFault(StrEnum):
 class Hello(msgspec.Struct, array_like=True, frozen=True, tag="hello"):
     """The first message. session: a token of the engine's making, 16 to 64 random bytes, by which all its connections
     are one session, whoever comes first; without it the connection is a session of its own. engine: name and version,
-    for people. fingerprint: of the keys that its open namespaces hash with; nothing while none is open."""
+    for people. fingerprint: of the keys that its open namespaces hash with; nothing while none is open. tenant: for whom
+    a courier works; nothing on any other socket than its own."""
 
     oldest: int
     newest: int
     engine: str = ""
     session: bytes = b""
     fingerprint: Annotated[bytes, Meta(max_length=KEY_ID_BYTES)] = b""
+    tenant: Annotated[str, Meta(max_length=MAX_NAME)] = ""
 
 
 MAX_NAME_CHARACTERS = 4096
@@ -320,6 +329,9 @@ Verb = (
     | SealTicket
     | OpenTicket
     | Prefixes
+    | Locate
+    | Adopt
+    | Questions
 )
 
 
@@ -500,6 +512,8 @@ Answer = (
     | Sealed
     | TicketOpened
     | PrefixesReply
+    | Located
+    | QuestionsReply
 )
 
 

@@ -30,7 +30,7 @@ def origins(account: Account) -> list[HitTier | MissReason]:
 
 def test_the_reasons_and_their_order_are_frozen() -> None:
     assert [reason.value for reason in MissReason][: len(REASONS)] == REASONS
-    assert [tier.value for tier in HitTier] == ["engine", "hbm", "dram", "nvme", "remote"]
+    assert [tier.value for tier in HitTier] == ["engine", "hbm", "dram", "nvme", "peer", "remote"]
 
 
 def test_a_reason_is_its_name_in_lower_case() -> None:

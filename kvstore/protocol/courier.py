@@ -1,0 +1,177 @@
+"""The messages about blocks that are elsewhere: on other nodes, or in a remote engine. A part of `messages`.
+
+An engine asks how much of a chain is elsewhere, decides, and waits for what it wants:
+
+    Locate > Located      Await(located=...) > Awaited      then a lease, as ever
+
+A courier is a process of this host that fetches such blocks. It comes in at a socket of its own, where its `Hello` names
+the tenant that it works for, and has few verbs there: it reserves slots, fills them, and has the sidecar look at the
+headers that came with the payloads. It can lose bytes, never invent them.
+
+    Questions > QuestionsReply      Reserve > Reserved > (the slots are filled) > Adopt > Counted
+
+All from version 4 on.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from kvstore.block.account import HitTier, MissReason
+from kvstore.protocol.handing_over import MAX_KEYS, MAX_TICKET_CHARACTERS
+from tiering.frame import HEADER_BYTES, KEY_BYTES
+
+MAX_ADOPTED = 512
+"""Headers in one message."""
+MAX_QUESTIONS = 1024
+"""Of one tenant, open at a time; and answers to them in one message."""
+LOCATE_SECONDS = 0.005
+"""After which an engine is told that nothing is elsewhere."""
+MAX_WHERE_CHARACTERS = 256
+MAX_SOURCES = 256
+"""Nodes and engines that a courier tells of."""
+
+_Keys = Annotated[list[Annotated[bytes, Meta(max_length=KEY_BYTES)]], Meta(max_length=MAX_KEYS)]
+_Node = Annotated[bytes, Meta(max_length=16)]
+_Where = Annotated[str, Meta(max_length=MAX_WHERE_CHARACTERS)]
+_Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class Locate(msgspec.Struct, array_like=True, frozen=True, tag="locate"):
+    """How many blocks of a chain, from its first one on, could be here soon. ticket: of a hand-off, whose node has them
+    then. Answered after `LOCATE_SECONDS` at most."""
+
+    namespace: int
+    keys: _Keys
+    ticket: Annotated[str, Meta(max_length=MAX_TICKET_CHARACTERS)] = ""
+
+
+class Located(msgspec.Struct, array_like=True, frozen=True, tag="located"):
+    """To `Locate`. number: for `Await.located`, good for some seconds; 0 where no more is elsewhere than here. blocks:
+    from the first of the chain on, those that are here included. tier, where: of those that are not. milliseconds: that
+    fetching them is expected to take, infinite where nothing is known of it. reason: why there are none."""
+
+    number: int
+    blocks: int
+    tier: HitTier | None = None
+    milliseconds: float = 0.0
+    where: str = ""
+    reason: MissReason | None = None
+    detail: str = ""
+
+
+class Adopt(msgspec.Struct, array_like=True, frozen=True, tag="adopt"):
+    """As `Commit`, for payloads that lie in the slots of a reservation and were checked against the digests of their
+    headers. headers: of these frames as they came, of blocks of the part from `first` on. tier: where they came from,
+    `peer` or `remote`. Answered by `Counted`; where any header is not right, none is adopted."""
+
+    reservation: int
+    part: int
+    first: int
+    headers: Annotated[list[Annotated[bytes, Meta(max_length=HEADER_BYTES)]], Meta(max_length=MAX_ADOPTED)]
+    tier: HitTier
+
+
+class LocateQuestion(msgspec.Struct, array_like=True, frozen=True):
+    """How far does this chain lead elsewhere? number: for the answer. namespace: by the tenant's number. present:
+    blocks that are here. door, node, incarnation: of a ticket, or nothing."""
+
+    number: int
+    namespace: int
+    keys: list[bytes]
+    present: int
+    door: str = ""
+    node: bytes = b""
+    incarnation: bytes = b""
+
+
+class FetchQuestion(msgspec.Struct, array_like=True, frozen=True):
+    """Bring these blocks here: those of the chain behind the first `present`. located: the `LocateQuestion` that found
+    them, so that its places need not be looked for again. seconds: that somebody waits for them."""
+
+    number: int
+    located: int
+    namespace: int
+    keys: list[bytes]
+    present: int
+    seconds: float
+    door: str = ""
+    node: bytes = b""
+    incarnation: bytes = b""
+
+
+class Forget(msgspec.Struct, array_like=True, frozen=True):
+    """The operator drops a namespace, or purges the tenant (its digest is empty then): what is known of it elsewhere is
+    to be forgotten."""
+
+    number: int
+    namespace: bytes
+
+
+class QuestionAnswered(msgspec.Struct, array_like=True, frozen=True):
+    """By its number. blocks: of the chain, from the first on: that could be fetched (to a `LocateQuestion`), that are
+    here now (to a `FetchQuestion`), or that could not be forgotten (to a `Forget`). reason: why there are no more."""
+
+    number: int
+    blocks: _Count
+    tier: HitTier | None = None
+    milliseconds: float = 0.0
+    where: _Where = ""
+    reason: MissReason | None = None
+    detail: Annotated[str, Meta(max_length=2000)] = ""
+
+
+class SourceFigures(msgspec.Struct, array_like=True, frozen=True):
+    """Another node, a remote engine or the directory, as a courier sees it. kind: `peer`, `remote` or `directory`.
+    state: `up`, `down`, `banned` or `open` (its breaker). Since the start: blocks and bytes that came and went,
+    look-ups, hits, failures and refused frames, by what was wrong. gbps, p99_ms: of the last transfers of a megabyte
+    and more, or 0. hints: that are known or announced."""
+
+    kind: Annotated[str, Meta(max_length=16)]
+    name: _Where
+    state: Annotated[str, Meta(max_length=16)]
+    blocks_in: _Count = 0
+    blocks_out: _Count = 0
+    bytes_in: _Count = 0
+    bytes_out: _Count = 0
+    lookups: _Count = 0
+    found: _Count = 0
+    failures: _Count = 0
+    refused: Annotated[dict[Annotated[str, Meta(max_length=32)], _Count], Meta(max_length=16)] = {}
+    gbps: float = 0.0
+    p99_ms: float = 0.0
+    hints: _Count = 0
+    detail: _Where = ""
+
+
+class CourierFigures(msgspec.Struct, array_like=True, frozen=True):
+    """What a courier tells people of what is elsewhere. reasons: why it serves less than it has, a line each."""
+
+    sources: Annotated[list[SourceFigures], Meta(max_length=MAX_SOURCES)]
+    reasons: Annotated[list[_Where], Meta(max_length=16)] = []
+    fetching: _Count = 0
+    fetched_blocks: _Count = 0
+    fetched_bytes: _Count = 0
+    dropped_hints: _Count = 0
+
+
+class Questions(msgspec.Struct, array_like=True, frozen=True, tag="questions"):
+    """A courier answers, and asks what is wanted now. It is answered at once; its bell rings when there is more. told:
+    for people, now and then."""
+
+    answers: Annotated[list[QuestionAnswered], Meta(max_length=MAX_QUESTIONS)] = []
+    told: CourierFigures | None = None
+
+
+class QuestionsReply(msgspec.Struct, array_like=True, frozen=True, tag="questions"):
+    """To `Questions`: each question once. over: fetches that nobody waits for any more. more: whether to ask again at
+    once."""
+
+    locates: list[LocateQuestion] = []
+    fetches: list[FetchQuestion] = []
+    forgets: list[Forget] = []
+    over: list[int] = []
+    more: bool = False

