@@ -80,12 +80,12 @@ from kvstore.block.errors import BadInput
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is below its own name
 
 START_SECONDS = 10.0
+"""An engine that starts waits so long for its store, once."""
 _SOURCES = (
     {HitTier.NVME: CacheHitSource.DISK, HitTier.PEER: CacheHitSource.P2P, HitTier.REMOTE: CacheHitSource.P2P}
     if CacheHitSource is not None
     else {}
 )
-"""An engine that starts waits so long for its store, once."""
 
 
 @dataclass

@@ -28,7 +28,16 @@ class ValkeyServer:
         self.socket_path = str(folder / "valkey.sock")
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port = int(probe.getsockname()[1])
-        where = ["--port", str(self.port), "--bind", "127.0.0.1", "--unixsocket", self.socket_path, "--dir", str(folder)]
+        where = [
+            "--port",
+            str(self.port),
+            "--bind",
+            "127.0.0.1",
+            "--unixsocket",
+            self.socket_path,
+            "--dir",
+            str(folder),
+        ]
         self._command = [server_binary(), *where, "--save", "", "--appendonly", "no", *options]
         self._log = folder / "valkey.log"
         self.start()

@@ -4,9 +4,9 @@ An engine asks how much of a chain is elsewhere, decides, and waits for what it 
 
     Locate > Located      Await(located=...) > Awaited      then a lease, as ever
 
-A courier is a process of this host that fetches such blocks. It comes in at a socket of its own, where its `Hello` names
-the tenant that it works for, and has few verbs there: it reserves slots, fills them, and has the sidecar look at the
-headers that came with the payloads. It can lose bytes, never invent them.
+A courier is a process of this host that fetches such blocks. It comes in at a socket of its own, where its `Hello`
+names the tenant that it works for, and has few verbs there: it reserves slots, fills them, and has the sidecar look at
+the headers that came with the payloads. It can lose bytes, never invent them.
 
     Questions > QuestionsReply      Reserve > Reserved > (the slots are filled) > Adopt > Counted
 

@@ -56,8 +56,8 @@ class OpenTicket(msgspec.Struct, array_like=True, frozen=True, tag="open_ticket"
 
 
 class Awaited(msgspec.Struct, array_like=True, frozen=True, tag="awaited"):
-    """To `Await`. blocks: how many of its keys can be read now, from the first on. end: why it does not wait on. reason:
-    as what miss what was fetched and did not come counts, where that is known."""
+    """To `Await`. blocks: how many of its keys can be read now, from the first on. end: why it does not wait on.
+    reason: as what miss that counts which was fetched and did not come, where that is known."""
 
     blocks: int
     end: AwaitEnd

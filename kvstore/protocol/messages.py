@@ -102,8 +102,8 @@ class RequestFault(StrEnum):
 class Hello(msgspec.Struct, array_like=True, frozen=True, tag="hello"):
     """The first message. session: a token of the engine's making, 16 to 64 random bytes, by which all its connections
     are one session, whoever comes first; without it the connection is a session of its own. engine: name and version,
-    for people. fingerprint: of the keys that its open namespaces hash with; nothing while none is open. tenant: for whom
-    a courier works; nothing on any other socket than its own."""
+    for people. fingerprint: of the keys that its open namespaces hash with; nothing while none is open. tenant: for
+    whom a courier works; nothing on any other socket than its own."""
 
     oldest: int
     newest: int
