@@ -75,7 +75,7 @@ ROOMS_IMPORT_ONLY = {
     ),
     # Pure, so that a simulator runs it: what is elsewhere, and not how it is reached.
     "kvstore.pool": ("kvstore.block",),
-    "tiering.remote": ("tiering.frame", "tiering.errors"),
+    "tiering.remote": ("tiering.frame", "tiering.errors", "tiering.clock"),
     "tiering.counts": (),
 }
 
