@@ -73,9 +73,15 @@ ROOMS_IMPORT_ONLY = {
         "tiering.clock",
         "tiering.frame",
     ),
+<<<<<<< HEAD
     # Pure, so that a simulator runs it: what is elsewhere, and not how it is reached.
     "kvstore.pool": ("kvstore.block",),
     "tiering.remote": ("tiering.frame", "tiering.errors", "tiering.clock"),
+=======
+    # The bytes between hosts: frames that are pinned or checked, whatever they are for.
+    "kvstore.peers": ("kvstore.block", "tiering.clock", "tiering.errors", "tiering.frame"),
+    "tiering.remote": ("tiering.frame", "tiering.errors"),
+>>>>>>> d7dccc45ddf3df1b0736ea0d05a3bfa6ca284185
     "tiering.counts": (),
 }
 
@@ -112,6 +118,8 @@ CLOSED_ROOMS = {
             "kvstore/wire/score_pb2.py",
         ),
         "h11": ("kvstore/network/query.py",),
+        "cryptography": ("kvstore/peers/sealed.py",),
+        "ucxx": ("kvstore/peers/ucx.py",),
     },
     "engine_adapter": {"triton": ()},
     "tiering": {

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 from kvstore.block.errors import StoreError
 from kvstore.block.identity import INCARNATION_BYTES, NODE_BYTES, NodeIdentity
@@ -19,21 +18,26 @@ ASK_SECONDS = 1.5
 ANSWER_SECONDS = 1.0
 MOST_FINGERPRINTS = 64
 
-_log = logging.getLogger(__name__)
-
 
 class NamedPeers:
     """`network.peers`: asked who they are, again and again. Thread-safe."""
 
     def __init__(
-        self, addresses: Sequence[str], here: NodeIdentity, calls: PeerCalls, told: OncePerKind, clock: Clock
+        self,
+        addresses: Sequence[str],
+        here: NodeIdentity,
+        table: AliveTable,
+        calls: PeerCalls,
+        told: OncePerKind,
+        clock: Clock,
     ) -> None:
-        self._addresses = addresses
+        """table: into which they go, beside those that a directory names."""
+        self._named: dict[str, bytes] = {}
         self._here = here
         self._calls = calls
         self._told = told
         self._clock = clock
-        self._table = AliveTable(here)
+        self._table = table
         self._ends = threading.Event()
         self._threads = [
             threading.Thread(target=self._follow, args=(one,), name="kv-courier-peer", daemon=True) for one in addresses
@@ -44,9 +48,9 @@ class NamedPeers:
         for one in self._threads:
             one.start()
 
-    def alive(self) -> Mapping[bytes, NodeEntry]:
-        """Those that answered of late."""
-        return self._table.alive(self._clock.monotonic_seconds())
+    def nodes(self) -> set[bytes]:
+        """Those that answered."""
+        return set(self._named.values())
 
     def close(self) -> None:
         """Ask no more."""
@@ -60,6 +64,7 @@ class NamedPeers:
                 if entry is None:
                     self._told.say(kind, f"network.peers: {address} is this node itself; leave it out")
                 else:
+                    self._named[address] = entry.node
                     self._table.saw([entry], self._clock.monotonic_seconds(), NODE_SECONDS)
                     self._told.ended(kind, f"peer {address} answers")
             except (PeerAway, StoreError, ValueError) as error:
@@ -84,14 +89,3 @@ def entry_of(found: peer_pb2.WhoAreYouResponse, address: str) -> NodeEntry:
         raise ValueError(f"it speaks versions {list(found.versions)[:8]} of the protocol between nodes, not {VERSION}")
     fingerprints = tuple(found.fingerprints[:MOST_FINGERPRINTS])
     return NodeEntry(found.node, found.incarnation, address, fingerprints, (VERSION,), tuple(found.transports[:8]))
-
-
-Alive = Callable[[], Mapping[bytes, NodeEntry]]
-
-
-def all_alive(*sources: Alive) -> dict[bytes, NodeEntry]:
-    """By node; of the last one that knows it."""
-    found: dict[bytes, NodeEntry] = {}
-    for one in sources:
-        found.update(one())
-    return found

@@ -145,9 +145,12 @@ class PeerSource:
         except TimedOutPull as late:
             filled = self._failed(MissReason.DEADLINE, str(late))
         except PeerFault as fault:
-            if window.wrong:
-                ways.figures.refused(entry.node, window.wrong)
-            filled = self._failed(MissReason.CORRUPT if window.wrong else MissReason.UNREACHABLE, str(fault))
+            if window.refused:
+                ways.figures.refused(entry.node, "frame")
+            if window.failed is None and not stops.over.is_set():
+                filled = self._failed(MissReason.CORRUPT if window.refused else MissReason.UNREACHABLE, str(fault))
+            else:
+                filled = Filled(0, MissReason.DISABLED, "nobody waits for it any more")
         except BadInput as error:  # what the offer needs is not there, and the text says what
             ways.told.say("pull", str(error))
             filled = Filled(0, MissReason.UNSUPPORTED, str(error))

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from kvstore.block.account import HitTier, MissReason
 from kvstore.client.connection import Unavailable
 from kvstore.courier.link import ANSWER_SECONDS, CourierRun, CourierSpace
+from kvstore.peers.checks import FrameChecks
 from kvstore.protocol import messages as m
 from kvstore.protocol.courier import MAX_ADOPTED
 from kvstore.protocol.replies import ReserveReply
-from tiering.errors import BlockCorrupt
-from tiering.frame import HEADER_BYTES, names_block, parse_header, verify_payload
+from tiering.frame import HEADER_BYTES
 
 ADOPT_BYTES = 8 << 20
 """That come before they are adopted: a waiter reads these while the rest is on its way. The first block is adopted at
@@ -56,8 +56,9 @@ class ReservedWindow:
         self._headers: list[bytes] = []  # of frames that are checked and not adopted
         self._lock = threading.Lock()
         self._lent = 1  # by this window itself, until it is closed
-        self.wrong = ""
-        """What was wrong with the last frame that was refused."""
+        self._is_right = FrameChecks(space.grant.stamps, self.keys)
+        self.refused = False
+        """Whether a frame came that does not belong where it came."""
 
     @property
     def blocks(self) -> int:
@@ -66,22 +67,13 @@ class ReservedWindow:
 
     def check(self, at: int, frame: memoryview) -> bool:
         """Whether this is the frame that belongs into slot `at`; they come in their order. Adopts now and then."""
-        block, part = divmod(at, self._parts)
-        header = bytes(frame[:HEADER_BYTES])
-        if not names_block(header, self.space.grant.stamps[part], self.keys[block]):
-            self.wrong = "another block"
+        if not self._is_right(at, frame):
+            self.refused = True
             return False
-        try:
-            verify_payload(parse_header(header), frame[HEADER_BYTES:])
-        except BlockCorrupt:
-            self.wrong = "digest"
-            return False
-        self._headers.append(header)
-        whole = len(self._headers) // self._parts
-        is_first = self.adopted == 0 and whole
-        if part == self._parts - 1 and (
-            is_first or whole * self.space.block_bytes >= ADOPT_BYTES or whole >= MAX_ADOPTED
-        ):
+        self._headers.append(bytes(frame[:HEADER_BYTES]))
+        whole, further = divmod(len(self._headers), self._parts)
+        size = whole * self.space.block_bytes
+        if whole and not further and (not self.adopted or size >= ADOPT_BYTES or whole >= MAX_ADOPTED):
             self.adopt()
         return self.failed is None
 
