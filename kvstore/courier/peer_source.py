@@ -129,10 +129,10 @@ class PeerSource:
         """By which its speed is learned."""
         return self.entry.node
 
-    def has(self, run: CourierRun, space: CourierSpace, keys: Sequence[bytes], first: int, seconds: float) -> int:
-        """How many of these blocks it has now."""
+    def has(self, run: CourierRun, space: CourierSpace, keys: Sequence[bytes], first: int, seconds: float) -> int | None:
+        """How many of these blocks it has now; None where it does not say."""
         (found,) = self._ways.has(run, space, [self.entry], keys, first, seconds)
-        return found or 0
+        return found
 
     def fill(self, window: ReservedWindow, stops: Stops) -> Filled:
         """Pull what it has of the window."""
