@@ -178,6 +178,7 @@ class Fetcher:
             return
         gone = (MissReason.STALE_HINT, MissReason.BUSY)
         if isinstance(source, PeerSource) and source.publishes and filled.reason in gone:
+            job.stops.over.wait(min(AGAIN_SECONDS, max(0.0, self._left(job))))
             return
         sources.pop(0)
         job.misses(filled.reason, filled.detail)

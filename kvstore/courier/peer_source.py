@@ -30,12 +30,11 @@ MOST_ASKED_KEYS = 4096
 @dataclass(frozen=True, slots=True)
 class Filled:
     """What a source made of a window. blocks: that are readable now. reason: why there are no more; None where the
-    window is full. is_over: it is not asked again for this fetch."""
+    window is full."""
 
     blocks: int
     reason: MissReason | None = None
     detail: str = ""
-    is_over: bool = True
 
 
 class Stops:
@@ -163,7 +162,7 @@ class PeerSource:
             now, size = ways.clock.monotonic_seconds(), window.adopted * window.space.block_bytes
             ways.figures.came(entry.node, window.adopted, size)
             ways.figures.speeds.learn(entry.node, size, now - began_at, now)
-        return Filled(window.adopted, filled.reason, filled.detail, filled.is_over)
+        return Filled(window.adopted, filled.reason, filled.detail)
 
     def _failed(self, reason: MissReason, detail: str) -> Filled:
         ways, entry = self._ways, self.entry
@@ -211,7 +210,7 @@ class PeerSource:
         ways.choice.worked(entry.node, entry.incarnation)
         blocks = pulled // len(space.frames)
         if blocks == window.blocks:
-            return Filled(blocks, None, is_over=False)
+            return Filled(blocks, None)
         return Filled(blocks, MissReason.STALE_HINT, f"{self.name} has no more of it")
 
     def _not_offered(self, said: str, run: CourierRun) -> Filled:

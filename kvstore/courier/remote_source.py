@@ -104,7 +104,7 @@ class RemoteSource:
             ways.figures.came(ways.name, window.adopted, size)
             ways.figures.speeds.learn(ways.name, size, now - began_at, now, REMOTE_PRIOR)
             ways.told.ended(f"remote {ways.name}", f"the remote engine {ways.name} answers")
-        return Filled(window.adopted, filled.reason, filled.detail, filled.is_over)
+        return Filled(window.adopted, filled.reason, filled.detail)
 
     def _read(self, window: ReservedWindow, stops: Stops) -> Filled:
         ways, workers = self._ways, self._ways.workers
@@ -124,7 +124,7 @@ class RemoteSource:
                 if window.refused:
                     self._refuse(names[at])
                 return Filled(0, MissReason.CORRUPT, f"{ways.name}: a frame that is not what it should be")
-        return Filled(window.blocks, None, is_over=False)
+        return Filled(window.blocks, None)
 
     def _refuse(self, name: bytes) -> None:
         """It is counted, and deleted: the next write puts it back."""
