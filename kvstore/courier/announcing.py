@@ -12,14 +12,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 
 from kvstore.block.account import HitTier, MissReason
 from kvstore.client.connection import Unavailable
 from kvstore.courier.link import ANSWER_SECONDS, CourierRun, CourierSpace
 from kvstore.courier.remote_source import RemoteWays
-from kvstore.courier.uses import Uses
 from kvstore.pool.announcer import Announcer
 from kvstore.pool.directory import hint_name, is_head
 from kvstore.protocol import messages as m
@@ -41,11 +40,12 @@ _TIERS = {DRAM: HitTier.DRAM, NVME: HitTier.NVME}
 
 @dataclass(slots=True)
 class _Followed:
-    """A namespace. after: of `Changes`; 0 where nothing was asked yet."""
+    """A namespace. after: of `Changes`; 0 where nothing was asked yet. told: names of the chunks that are announced."""
 
     space: CourierSpace
     after: int = 0
     run: bytes = b""
+    told: set[bytes] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,6 @@ class Follower:
         run: CourierRun,
         announcer: Announcer | None,
         remote: RemoteWriting | None,
-        uses: Uses,
         clock: Clock,
         looked: Callable[[], None],
     ) -> None:
@@ -73,7 +72,6 @@ class Follower:
         self._run = run
         self._announcer = announcer
         self._remote = remote
-        self._uses = uses
         self._clock = clock
         self._looked = looked
         self._followed: dict[bytes, _Followed] = {}
@@ -128,52 +126,61 @@ class Follower:
             if is_new:
                 self._list(one)
             for (key, where), index in zip(changed.changes, changed.indexes, strict=False):
-                self._take(one.space, key, index, where, is_news=True)
+                self._take(one, key, index, where, is_news=True)
             if len(changed.changes) < 1024:
                 return
 
     def _list(self, one: _Followed) -> None:
-        after = 0
+        after, before, one.told = 0, one.told, set()
         while not self._ends.is_set():
             verb = m.Holdings(one.space.number, after)
             listed = self._run.connection.ask(verb, m.HoldingsReply, ANSWER_SECONDS)
             for key, index, where in listed.blocks:
-                self._take(one.space, key, index, where, is_news=False)
+                self._take(one, key, index, where, is_news=False)
             after = listed.next
             if not after:
-                return
+                break
+        if self._announcer is not None:
+            for name in before - one.told:
+                self._announcer.removed(name)
 
-    def _take(self, space: CourierSpace, key: bytes, index: int, where: int, *, is_news: bool) -> None:
+    def _take(self, one: _Followed, key: bytes, index: int, where: int, *, is_news: bool) -> None:
+        space = one.space
         if self._announcer is not None and is_head(index):
             name = hint_name(space.id, key)
             if where == NOWHERE:
+                one.told.discard(name)
                 self._announcer.removed(name)
-            elif is_news:
-                self._announcer.stored(name, _TIERS[where])
             else:
-                self._announcer.kept(name, _TIERS[where])
+                one.told.add(name)
+                tell = self._announcer.stored if is_news else self._announcer.kept
+                tell(name, _TIERS[where])
         if self._remote is None:
             return
         if where == NOWHERE:
             self._queue.forget((space.id, key))
-        elif where == DRAM and self._remote.writes.wants(self._uses.of(key), False):
+        elif (
+            where == DRAM
+            and self._remote.writes.wants(self._run.uses.of(key), False)
+            and not self._run.uses.has_come(key)
+        ):
             self._queue.offer((space.id, key), space.block_bytes)
 
     # To the remote engine --------------------------------------------------------------------------------------------
 
     def used(self, space: CourierSpace, keys: Sequence[bytes]) -> None:
         """A request named these blocks, which are here. Any thread: noted, and looked at in the next turn."""
-        self._uses.note(keys)
+        self._run.uses.note(keys)
         if self._remote is not None and self._remote.writes is RemoteWrites.LEARNED:
-            self._uses.wanted.extend((space.id, key) for key in keys if self._uses.of(key) == 2)
+            self._run.uses.wanted.extend((space.id, key) for key in keys if self._run.uses.of(key) == 2)
 
     def _write_some(self) -> bool:
         """Whether there is more to write."""
         remote = self._remote
         if remote is None or remote.writes is RemoteWrites.NONE:
             return False
-        while self._uses.wanted:
-            space_id, key = self._uses.wanted.popleft()
+        while self._run.uses.wanted:
+            space_id, key = self._run.uses.wanted.popleft()
             one = self._followed.get(space_id)
             if one is not None:
                 self._queue.offer((space_id, key), one.space.block_bytes)

@@ -207,5 +207,11 @@ def places_answer(number: int, places: Places, present: int) -> QuestionAnswered
     """To a `LocateQuestion`."""
     blocks = places.blocks if places.sources else present
     return QuestionAnswered(
-        number, max(present, blocks), places.tier, places.milliseconds, places.where, places.reason, places.detail[:1000]
+        number,
+        max(present, blocks),
+        places.tier,
+        places.milliseconds,
+        places.where,
+        places.reason,
+        places.detail[:1000],
     )

@@ -90,7 +90,9 @@ class Figures:
         with self._lock:
             self.fetching += fetches
 
-    def told(self, kind: str, source: Hashable, name: str, state: str, hints: int = 0, detail: str = "") -> SourceFigures:
+    def told(
+        self, kind: str, source: Hashable, name: str, state: str, hints: int = 0, detail: str = ""
+    ) -> SourceFigures:
         """A source as it is shown."""
         speed = self.speeds.speed(source)
         with self._lock:

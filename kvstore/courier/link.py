@@ -22,6 +22,7 @@ from kvstore.block.identity import Namespace
 from kvstore.client.connection import REASON_OF_FAULT, SidecarConnection, Unavailable, spans
 from kvstore.client.framing import FramedSocket, drained
 from kvstore.courier.told import OncePerKind
+from kvstore.courier.uses import Uses
 from kvstore.protocol import messages as m
 from kvstore.protocol.courier import MAX_QUESTIONS, CourierFigures, QuestionAnswered
 from kvstore.protocol.notify_pipe import NotifyPipeEnd
@@ -64,6 +65,7 @@ class CourierRun:
     connection: SidecarConnection
     by_number: dict[int, CourierSpace] = field(default_factory=dict)
     by_id: dict[bytes, CourierSpace] = field(default_factory=dict)
+    uses: Uses = field(default_factory=Uses)
     _listing: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -195,7 +197,13 @@ class CourierLink:
     """Start it, answer through it from any thread, close it."""
 
     def __init__(
-        self, tenant: str, path: str, errands: Errands, clock: Clock, new_token: Callable[[int], bytes], told: OncePerKind
+        self,
+        tenant: str,
+        path: str,
+        errands: Errands,
+        clock: Clock,
+        new_token: Callable[[int], bytes],
+        told: OncePerKind,
     ) -> None:
         """path: of `courier.sock`."""
         self.tenant = tenant

@@ -187,9 +187,7 @@ class Locator:
             places.sources.append(source)
 
     @staticmethod
-    def _ask_too(
-        asked: dict[bytes, NodeEntry], entry: NodeEntry, run: CourierRun, peers: PeerWays, now: float
-    ) -> None:
+    def _ask_too(asked: dict[bytes, NodeEntry], entry: NodeEntry, run: CourierRun, peers: PeerWays, now: float) -> None:
         if run.fingerprint not in entry.fingerprints:
             peers.mismatch(entry, run)
         elif not peers.choice.is_banned(entry.node, entry.incarnation, now):

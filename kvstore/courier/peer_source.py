@@ -75,7 +75,13 @@ class PeerWays:
     new_token: Callable[[int], bytes]
 
     def has(
-        self, run: CourierRun, space: CourierSpace, nodes: Sequence[NodeEntry], keys: Sequence[bytes], first: int, seconds: float
+        self,
+        run: CourierRun,
+        space: CourierSpace,
+        nodes: Sequence[NodeEntry],
+        keys: Sequence[bytes],
+        first: int,
+        seconds: float,
     ) -> list[int | None]:
         """How many of these blocks each of the nodes has, all asked at once; None of those that do not say."""
         asked = []
@@ -128,7 +134,9 @@ class PeerSource:
         """By which its speed is learned."""
         return self.entry.node
 
-    def has(self, run: CourierRun, space: CourierSpace, keys: Sequence[bytes], first: int, seconds: float) -> int | None:
+    def has(
+        self, run: CourierRun, space: CourierSpace, keys: Sequence[bytes], first: int, seconds: float
+    ) -> int | None:
         """How many of these blocks it has now; None where it does not say."""
         (found,) = self._ways.has(run, space, [self.entry], keys, first, seconds)
         return found
@@ -156,7 +164,9 @@ class PeerSource:
         window.adopt()
         if isinstance(window.failed, Forged):
             ways.figures.refused(entry.node, "header")
-            ways.told.say(f"forged {self.name}", f"{self.name} at {entry.address} sent what is not taken: {window.failed}")
+            ways.told.say(
+                f"forged {self.name}", f"{self.name} at {entry.address} sent what is not taken: {window.failed}"
+            )
             filled = self._failed(MissReason.CORRUPT, str(window.failed))
         if window.adopted:
             now, size = ways.clock.monotonic_seconds(), window.adopted * window.space.block_bytes

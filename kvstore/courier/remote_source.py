@@ -40,9 +40,7 @@ class RemoteWays:
         """By which its speed is learned, and for people."""
         return self.engine.name
 
-    def has(
-        self, run: CourierRun, space: CourierSpace, keys: Sequence[bytes], ends_at: float
-    ) -> Callable[[], int]:
+    def has(self, run: CourierRun, space: CourierSpace, keys: Sequence[bytes], ends_at: float) -> Callable[[], int]:
         """Ask how many of these blocks there are, from the first on. What is returned waits for the answer, and raises
         `RemoteFault`."""
         stamps, step = space.grant.stamps, max(1, -(-len(keys) // MOST_PROBED))
@@ -88,6 +86,7 @@ class RemoteSource:
         """Read what it has of the window, several frames at a time, checked in their order."""
         ways, clock = self._ways, self._ways.clock
         began_at = clock.monotonic_seconds()
+        window.run.uses.came(window.keys)
         try:
             filled = self._read(window, stops)
         except RemoteFault as fault:

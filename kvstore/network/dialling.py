@@ -60,11 +60,13 @@ class GrpcPeers:
         self, peer: Dialled, request: peer_pb2.WhoAreYouRequest, seconds: float
     ) -> peer_pb2.WhoAreYouResponse:
         """As `PeerCalls.who_are_you`."""
-        return _answer(lambda: self._stub(peer).WhoAreYou(request, timeout=seconds))
+        answer: peer_pb2.WhoAreYouResponse = _answer(lambda: self._stub(peer).WhoAreYou(request, timeout=seconds))
+        return answer
 
     def open_pull(self, peer: Dialled, request: peer_pb2.OpenPullRequest, seconds: float) -> peer_pb2.OpenPullResponse:
         """As `PeerCalls.open_pull`."""
-        return _answer(lambda: self._stub(peer).OpenPull(request, timeout=seconds))
+        answer: peer_pb2.OpenPullResponse = _answer(lambda: self._stub(peer).OpenPull(request, timeout=seconds))
+        return answer
 
     def has(
         self, asked: Sequence[tuple[Dialled, peer_pb2.HasRequest]], seconds: float
