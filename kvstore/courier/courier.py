@@ -1,7 +1,7 @@
 """The courier, put together: a link for each tenant, the other nodes, the data door, the remote engine.
 
-Which node this is, it learns from the sidecar. When the sidecar comes back as another run, the directory is entered anew,
-since hints are of a run. What is asked is done by a few threads of each tenant, so that one tenant waits for itself.
+Which node this is, it learns from the sidecar. When the sidecar comes back as another run, the directory is entered
+anew, since hints are of a run. What is asked is done by a few threads of each tenant, so that one tenant waits for itself.
 """
 
 from __future__ import annotations

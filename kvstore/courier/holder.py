@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from kvstore.block.account import MissReason
-from kvstore.block.errors import BadInput
+from kvstore.block.errors import BadInput, Unreachable
 from kvstore.client.connection import Unavailable
 from kvstore.courier.asking import VERSION, AskedBy, has_mac
 from kvstore.courier.figures import Figures
@@ -58,7 +58,7 @@ class PeerHolder:
         """Which node this is."""
         runs = self._runs()
         if not runs:
-            raise Unavailable(MissReason.UNREACHABLE, "the sidecar does not answer")
+            raise Unreachable("the sidecar does not answer")
         return peer_pb2.WhoAreYouResponse(
             node=runs[0].node,
             incarnation=runs[0].incarnation,

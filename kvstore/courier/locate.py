@@ -3,8 +3,8 @@
     hints of the directory > at most two nodes, and those of `network.peers` > Has, all at once > blocks by node
     the remote engine      > which names exist                                                  > blocks
 
-What is found is kept for the fetch that may follow. A ticket's node is asked first, where it is a node of the pool: what
-it promises counts as there, since it may still be publishing.
+What is found is kept for the fetch that may follow. A ticket's node is asked first, where it is a node of the pool:
+what it promises counts as there, since it may still be publishing.
 """
 
 from __future__ import annotations
