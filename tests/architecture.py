@@ -31,6 +31,7 @@ FLOORS = {
     "kvstore.console": 4,
     "kvstore.openai": 4,
     "kvstore.network": 4,
+    "kvstore.courier": 4,
 }
 
 # People's entrances, and who may import them besides themselves: the command line starts the others.
@@ -42,6 +43,7 @@ ENTRANCES = {
     "kvstore.console": ("kvstore.cli",),
     "kvstore.openai": ("kvstore.cli", "kvstore.bench"),
     "kvstore.network": ("kvstore.cli",),
+    "kvstore.courier": ("kvstore.cli", "kvstore.network"),
 }
 
 # What a room imports of this house at most, where that is less than what lies below it. A room is named by its folder.
@@ -73,15 +75,25 @@ ROOMS_IMPORT_ONLY = {
         "tiering.clock",
         "tiering.frame",
     ),
-<<<<<<< HEAD
     # Pure, so that a simulator runs it: what is elsewhere, and not how it is reached.
     "kvstore.pool": ("kvstore.block",),
     "tiering.remote": ("tiering.frame", "tiering.errors", "tiering.clock"),
-=======
     # The bytes between hosts: frames that are pinned or checked, whatever they are for.
     "kvstore.peers": ("kvstore.block", "tiering.clock", "tiering.errors", "tiering.frame"),
-    "tiering.remote": ("tiering.frame", "tiering.errors"),
->>>>>>> d7dccc45ddf3df1b0736ea0d05a3bfa6ca284185
+    # The part of the network process that speaks with other nodes; a client of the sidecar as well.
+    "kvstore.courier": (
+        "kvstore.block",
+        "kvstore.protocol",
+        "kvstore.client",
+        "kvstore.config",
+        "kvstore.wire",
+        "kvstore.pool",
+        "kvstore.peers",
+        "tiering.clock",
+        "tiering.frame",
+        "tiering.errors",
+        "tiering.remote",
+    ),
     "tiering.counts": (),
 }
 
@@ -120,6 +132,7 @@ CLOSED_ROOMS = {
         "h11": ("kvstore/network/query.py",),
         "cryptography": ("kvstore/peers/sealed.py",),
         "ucxx": ("kvstore/peers/ucx.py",),
+        "valkey": ("kvstore/courier/directory.py",),
     },
     "engine_adapter": {"triton": ()},
     "tiering": {
