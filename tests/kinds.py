@@ -55,6 +55,7 @@ PURE_FILES = frozenset(
     pool/test_members.py
     pool/test_model.py
     pool/test_speeds.py
+    peers/test_tokens.py
     prefixes/test_book.py
     prefixes/test_hottest.py
     prefixes/test_partings.py
@@ -102,6 +103,7 @@ DRAWN_FILES = (
     "model/",
     "pool/test_announcer.py",
     "pool/test_flights.py",
+    "peers/test_spoiled_links.py",
     "service/test_tensor_parallel.py",
     "simulation/",
     "tiering/test_adaptive.py",
@@ -157,6 +159,9 @@ ALONE_FILES = (
     "console/test_cost.py",
     "kvstore/test_entries.py",
     "kvstore/test_slow_disk.py",
+    "peers/test_data_door.py",
+    "peers/test_pull_contract.py",
+    "peers/test_spoiled_links.py",
     "service/test_long_prompts.py",
     "service/test_silent_sidecar.py",
     "service/test_slow_extents.py",
