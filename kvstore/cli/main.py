@@ -323,7 +323,7 @@ def _network_flags(settings: Any) -> list[str]:
     if remote.url is not None:
         given |= {"remote": remote.url, "remote_password_file": remote.password_file}
         given |= {"remote_writes": remote.writes, "remote_ttl": remote.ttl}
-    if settings.courier_socket is not None:
+    if settings.wants_courier:
         given["courier_socket"] = settings.courier_socket
     flags += [f"--{key.replace('_', '-')}={value}" for key, value in given.items() if value is not None]
     flags += [f"--peer={one}" for one in chosen.peers or ()]

@@ -205,12 +205,6 @@ class Settings:
         return self.admin.socket or default_socket(self.store.data, ADMIN_SOCKET)
 
     @property
-    def courier_socket(self) -> str | None:
-        """Of the courier; None where nothing is elsewhere, and then there is none."""
-        wants = self.network.wants_peers or self.remote.url is not None
-        return default_socket(self.store.data, COURIER_SOCKET) if wants else None
-
-    @property
     def audit_file(self) -> str:
         """Of what operators did at the console."""
         return self.console.audit_file or default_socket(self.store.data, AUDIT_FILE)
@@ -219,6 +213,21 @@ class Settings:
     def observe_socket(self) -> str:
         """Of observers."""
         return self.observe.socket or default_socket(self.store.data, OBSERVE_SOCKET)
+
+    @property
+    def wants_courier(self) -> bool:
+        """Whether blocks of other nodes, or of a remote engine, are brought here."""
+        return self.network.wants_peers or self.remote.url is not None
+
+    @property
+    def courier_socket(self) -> str:
+        """Of couriers, where they are wanted."""
+        return default_socket(self.store.data, COURIER_SOCKET)
+
+    @property
+    def peers_door(self) -> str:
+        """Where other nodes reach this one, as tickets name it; empty where they do not."""
+        return self.network.listen or "" if self.network.wants_peers else ""
 
     def sockets(self) -> dict[str, TenantSettings]:
         """Of every tenant. Raises `BadInput` where two have one, or where a path is too long."""
