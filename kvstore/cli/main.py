@@ -283,6 +283,7 @@ def serve(
         _http_server,
         kvstore.policy_named,
         wire,
+        _couriers() if settings.wants_courier else None,
     )
     keeper_pid = os.getppid() if wire is not None else None
     try:
@@ -328,6 +329,12 @@ def _network_flags(settings: Any) -> list[str]:
     flags += [f"--{key.replace('_', '-')}={value}" for key, value in given.items() if value is not None]
     flags += [f"--peer={one}" for one in chosen.peers or ()]
     return [*flags, *(["--reflection"] if chosen.reflection else [])]
+
+
+def _couriers() -> Any:
+    from kvstore.elsewhere.desk import desk_of
+
+    return desk_of
 
 
 def _http_server(host: str, port: int, daemon: Any) -> Any:

@@ -252,6 +252,8 @@ class Settings:
         if observe in taken or observe == admin:
             whose = f"tenant {taken[observe]}'s" if observe in taken else "the operator's"
             raise BadInput(f"observe.socket={observe} is {whose} socket too; give observers their own")
+        if self.wants_courier and self.courier_socket in {*taken, admin, observe}:
+            raise BadInput(f"{self.courier_socket} is the couriers' socket; give the other one of that path its own")
         return found
 
 
