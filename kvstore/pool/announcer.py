@@ -23,6 +23,8 @@ MAX_HELD = 1 << 20
 """Chunks that are told again, the last ones: of 16 million blocks."""
 AGAIN_SECONDS = 600.0
 AGAIN_PER_SECOND = 2000.0
+POOL_AGAIN_PER_SECOND = 100_000.0
+"""Of what was told before: by one node, and by all of a pool together, which a directory can take."""
 _NEVER = float("-inf")
 
 
@@ -42,6 +44,8 @@ class HintBatch:
 class _Held:
     tier: HitTier
     told_at: float
+    told_in: int
+    """Times that the directory had been emptied by then."""
 
 
 class Announcer:
@@ -54,8 +58,8 @@ class Announcer:
         """What is new, the oldest first; None: removed."""
         self._held: OrderedDict[bytes, _Held] = OrderedDict()
         """What is here, the one first that was told longest ago."""
-        self._lost_at = _NEVER
-        self._allowance, self._allowed_at = 0.0, _NEVER
+        self._emptied = 0
+        self._allowance, self._allowed_at, self._rate = 0.0, _NEVER, AGAIN_PER_SECOND
         self.dropped = 0
 
     @property
@@ -77,6 +81,7 @@ class Announcer:
     def kept(self, name: bytes, tier: HitTier) -> None:
         """A node that starts has it already: it is told after what is new, as what is told again."""
         with self._lock:
+            self._queue.pop(name, None)
             self._hold(name, tier)
 
     def removed(self, name: bytes) -> None:
@@ -86,10 +91,14 @@ class Announcer:
             if self._held.pop(name, None) is not None:
                 self._enqueue(name, None)
 
-    def lost(self, now: float) -> None:
+    def lost(self) -> None:
         """The directory was emptied: all is to be told again."""
         with self._lock:
-            self._lost_at = now
+            self._emptied += 1
+
+    def shares(self, nodes: int) -> None:
+        """The directory with so many nodes."""
+        self._rate = min(AGAIN_PER_SECOND, POOL_AGAIN_PER_SECOND / max(1, nodes))
 
     def batch(self, now: float) -> HintBatch:
         """What to tell now; nothing where there is nothing. Then `told`, or `failed`."""
@@ -124,7 +133,7 @@ class Announcer:
                     self.dropped += 1
 
     def _hold(self, name: bytes, tier: HitTier) -> None:
-        self._held[name] = _Held(tier, _NEVER)
+        self._held[name] = _Held(tier, _NEVER, self._emptied)
         self._held.move_to_end(name, last=False)
         if len(self._held) > self._most_held:
             self._queue.pop(self._held.popitem()[0], None)
@@ -140,21 +149,21 @@ class Announcer:
                 self._hold(oldest, was)
 
     def _note(self, name: bytes, now: float) -> None:
-        self._held[name].told_at = now
+        one = self._held[name]
+        one.told_at, one.told_in = now, self._emptied
         self._held.move_to_end(name)
 
     def _allowed(self, now: float) -> int:
         """By a token bucket that holds a batch."""
-        self._allowance = min(float(BATCH), self._allowance + AGAIN_PER_SECOND * max(0.0, now - self._allowed_at))
+        self._allowance = min(float(BATCH), self._allowance + self._rate * max(0.0, now - self._allowed_at))
         self._allowed_at = now
         return int(self._allowance)
 
     def _due(self, most: int, now: float) -> list[tuple[bytes, HitTier]]:
         due: list[tuple[bytes, HitTier]] = []
-        before = max(now - AGAIN_SECONDS, self._lost_at)
         while len(due) < most and self._held:
             name, one = next(iter(self._held.items()))
-            if one.told_at > before:
+            if one.told_in == self._emptied and one.told_at > now - AGAIN_SECONDS:
                 break
             due.append((name, one.tier))
             self._note(name, now)
