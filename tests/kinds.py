@@ -55,6 +55,7 @@ PURE_FILES = frozenset(
     pool/test_members.py
     pool/test_model.py
     pool/test_speeds.py
+    peers/test_sealed.py
     peers/test_tokens.py
     prefixes/test_book.py
     prefixes/test_hottest.py
@@ -130,6 +131,7 @@ SLOW_FILES = (
     "bench/test_kernels_bench.py",
     "bench/test_lookup_door.py",
     "bench/test_network_bench.py",
+    "bench/test_pull_rows.py",
     "bench/test_restart.py",
     "bench/test_restart_sidecar.py",
     "bench/test_traffic.py",

@@ -85,6 +85,7 @@ def bench_network(
     ] = 3.0,
     only: Annotated[
         str | None, typer.Option(metavar="ROWS", help="Measure these alone: grpc or valkey. All if left out.")
+        str | None, typer.Option(metavar="ROWS", help="Measure these alone: grpc or peers. All if left out.")
     ] = None,
     check: Check = False,
     as_json: Json = False,
@@ -99,6 +100,14 @@ def bench_network(
         ways: dict[str, Callable[[], Result]] = {
             "grpc": lambda: rows.run(rows.NetworkBenchOptions(seconds=seconds), show),
             "valkey": lambda: valkey_rows.run(valkey_rows.ValkeyBenchOptions(), show),
+    waits for as many blocks as it may. Then frames from node to node, by each transport, beside a raw stream."""
+    with shown_progress() as show:
+        show("loading torch")
+        from kvstore.bench.network import pull_rows, rows
+
+        ways: dict[str, Callable[[], Result]] = {
+            "grpc": lambda: rows.run(rows.NetworkBenchOptions(seconds=seconds), show),
+            "peers": lambda: pull_rows.run(pull_rows.PullBenchOptions(), show),
         }
         if only is not None and only not in ways:
             raise BadInput(f"--only {only}: the rows are {' and '.join(ways)}")
@@ -462,8 +471,11 @@ def bench_all(data: BenchData = None, check: Check = False, as_json: Json = Fals
 
 def judge(results: list[Result], faults: list[str], as_json: bool, check: bool) -> int:
     """Print, and say what is wrong with it."""
-    for result in results:
-        print_result(result, as_json)
+    if as_json and len(results) > 1:
+        print(json.dumps({"results": [result.to_dict() for result in results]}))
+    else:
+        for result in results:
+            print_result(result, as_json)
     return _faults([*faults, *(_missed(results) if check else [])])
 
 
