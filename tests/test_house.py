@@ -23,6 +23,9 @@ PEERS_ROOMS = ("kvstore/peers",)
 NETWORK_ROOMS = ("kvstore/network", "kvstore/bench/network")
 MOST_POOL_LINES, MOST_COURIER_LINES = 850, 4000
 """Of a pool of nodes, and of what speaks with them: budgets of their own as well."""
+MOST_NEW_LINES = 9000
+"""Of the rooms that came later, in all, but for those that have a budget of their own."""
+MOST_LINES_OF = {"kvstore/network": 2500, "kvstore/bench/network": 1000, "tiering/remote": 1300}
 MOST_FILES, MOST_KERNEL_FILES, MOST_FLAT_FILES = 15, 24, 4
 MOST_LINES = 600
 LONGER_FILES = {
@@ -71,6 +74,9 @@ def test_new_rooms_stay_small(house: House) -> None:
     assert of_pool <= MOST_POOL_LINES
     assert of_courier <= MOST_COURIER_LINES
     assert of_network <= MOST_NETWORK_LINES
+    own = {room: sum(n for path, n in lines.items() if path.rpartition("/")[0] == room) for room in MOST_LINES_OF}
+    assert sum(lines.values()) - sum(own.values()) <= MOST_NEW_LINES
+    assert {room: count for room, count in own.items() if count > MOST_LINES_OF[room]} == {}
 
 
 def test_no_folder_is_crowded(house: House) -> None:
