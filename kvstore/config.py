@@ -373,8 +373,6 @@ def check_network(network: NetworkSettings, remote: RemoteSettings, has_keeper: 
     if network.listen is None:
         if network != NetworkSettings():
             raise BadInput("network.listen is missing, and other keys of [network] are there; give HOST:PORT of gRPC")
-        if remote.url is not None and not has_keeper:
-            raise BadInput("remote.url needs store.keeper = true, which starts it; or run kvstore network by itself")
         return
     pems = (network.certificate, network.key, network.client_ca)
     if None in pems and any(pems):
@@ -392,7 +390,7 @@ def check_network(network: NetworkSettings, remote: RemoteSettings, has_keeper: 
             )
     if network.token_file is None and (None in pems or network.listen.startswith("unix:")):
         raise BadInput("network.listen needs network.token_file, or network.certificate, network.key and client_ca")
-    if not has_keeper:
+    if not has_keeper and not network.wants_peers:  # else it is run by itself, and the sidecar has to know of it
         raise BadInput("network.listen needs store.keeper = true, which starts it; or run kvstore network by itself")
     _check_peers(network, None in pems)
 
