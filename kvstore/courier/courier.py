@@ -1,7 +1,8 @@
 """The courier, put together: a link for each tenant, the other nodes, the data door, the remote engine.
 
 Which node this is, it learns from the sidecar. When the sidecar comes back as another run, the directory is entered
-anew, since hints are of a run. What is asked is done by a few threads of each tenant, so that one tenant waits for itself.
+anew, since hints are of a run. What is asked is done by a few threads of each tenant, so that one tenant waits
+for itself.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -20,13 +21,12 @@ from kvstore.client.connection import Unavailable
 from kvstore.courier.announcing import Follower, RemoteWriting
 from kvstore.courier.asking import VERSION, PeerCalls
 from kvstore.courier.fetch import Fetcher, FetchJob, places_answer
-from kvstore.courier.figures import BANNED, MOST_SHOWN, PEER, REMOTE, UP, Figures
+from kvstore.courier.figures import BANNED, MOST_SHOWN, PEER, REMOTE, UP, Figures, OncePerKind
 from kvstore.courier.holder import PeerHolder
 from kvstore.courier.link import CourierLink, CourierRun
 from kvstore.courier.locate import LOOK_SECONDS, Locator
 from kvstore.courier.members import NamedPeers
 from kvstore.courier.peer_source import PeerWays
-from kvstore.courier.told import OncePerKind
 from kvstore.peers.transport import FrameDoor, PullTransport
 from kvstore.pool.announcer import Announcer
 from kvstore.pool.choice import HolderChoice
@@ -188,17 +188,9 @@ class _TenantWork:
 
     def _do(self, pool: ThreadPoolExecutor, run: CourierRun, work: Callable[[], QuestionAnswered]) -> None:
         try:
-            pool.submit(self._answer, run, work)
+            pool.submit(lambda: self.link.answer(run, work())).add_done_callback(_log_fault)
         except RuntimeError:  # it is closed
             pass
-
-    def _answer(self, run: CourierRun, work: Callable[[], QuestionAnswered]) -> None:
-        try:
-            answer = work()
-        except Exception:
-            _log.exception("a question of the sidecar was not answered")
-            return
-        self.link.answer(run, answer)
 
     def _locate(self, run: CourierRun, question: LocateQuestion, ends_at: float) -> QuestionAnswered:
         number, present = question.number, question.present
@@ -254,6 +246,12 @@ class _TenantWork:
         if now - self._told_at >= TOLD_SECONDS:
             self._told_at = now
             self.link.exchange(run, self._courier.figures())
+
+
+def _log_fault(done: Future[None]) -> None:
+    fault = None if done.cancelled() else done.exception()
+    if fault is not None:
+        _log.error("a question of the sidecar was not answered", exc_info=fault)
 
 
 class Courier:

@@ -1,7 +1,8 @@
-"""What a courier counts of other nodes, engines and the directory, for people."""
+"""What a courier counts of other nodes, engines and the directory, for people; lines of log that say a thing once."""
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Hashable
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from kvstore.pool.speeds import SpeedBook
 from kvstore.protocol.courier import MAX_SOURCES, MAX_WHERE_CHARACTERS, SourceFigures
 from kvstore.protocol.status import printable
+from tiering.clock import Clock
 
 PEER, REMOTE, DIRECTORY = "peer", "remote", "directory"
 UP, DOWN, BANNED, OPEN = "up", "down", "banned", "open"
@@ -17,6 +19,10 @@ MOST_COUNTED = 1024
 """Sources, the last ones that anything was counted of; far more than are shown."""
 MOST_KINDS = 16
 """Of what was wrong with refused frames."""
+AGAIN_SECONDS = 60.0
+MOST_WRONG = 1024
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -118,3 +124,37 @@ class Figures:
 
 MOST_SHOWN = MAX_SOURCES - 8
 """Nodes; engines and the directory are shown beside them."""
+
+
+class OncePerKind:
+    """What is wrong at the moment, by kind. Thread-safe. A kind is logged when it begins, again after a minute in which
+    it went on, and when it ends."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._said: dict[str, tuple[float, str]] = {}
+
+    def say(self, kind: str, line: str) -> None:
+        """It is so now. line: for people."""
+        now = self._clock.monotonic_seconds()
+        with self._lock:
+            at, _ = self._said.get(kind, (float("-inf"), ""))
+            if kind not in self._said and len(self._said) >= MOST_WRONG:
+                return
+            is_due = now - at >= AGAIN_SECONDS
+            self._said[kind] = now if is_due else at, line
+        if is_due:
+            _log.warning("%s", line)
+
+    def ended(self, kind: str, line: str) -> None:
+        """It is so no more."""
+        with self._lock:
+            was_so = self._said.pop(kind, None) is not None
+        if was_so:
+            _log.info("%s", line)
+
+    def reasons(self) -> list[str]:
+        """What is wrong now."""
+        with self._lock:
+            return [line for _, line in self._said.values()]

@@ -21,7 +21,7 @@ from kvstore.block.errors import Rejected, Unreachable
 from kvstore.block.identity import Namespace
 from kvstore.client.connection import REASON_OF_FAULT, SidecarConnection, Unavailable, spans
 from kvstore.client.framing import FramedSocket, drained
-from kvstore.courier.told import OncePerKind
+from kvstore.courier.figures import OncePerKind
 from kvstore.courier.uses import Uses
 from kvstore.protocol import messages as m
 from kvstore.protocol.courier import MAX_QUESTIONS, CourierFigures, QuestionAnswered

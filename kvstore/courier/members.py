@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from kvstore.block.errors import StoreError
 from kvstore.block.identity import INCARNATION_BYTES, NODE_BYTES, NodeIdentity
 from kvstore.courier.asking import VERSION, Dialled, PeerAway, PeerCalls
-from kvstore.courier.told import OncePerKind
+from kvstore.courier.figures import OncePerKind
 from kvstore.pool.directory import NODE_SECONDS, NodeEntry
 from kvstore.pool.members import AliveTable
 from kvstore.wire import peer_pb2

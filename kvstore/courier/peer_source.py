@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from kvstore.block.account import HitTier, MissReason
 from kvstore.block.errors import BadInput
 from kvstore.courier.asking import Dialled, PeerAway, PeerCalls, has_mac
-from kvstore.courier.figures import Figures
+from kvstore.courier.figures import Figures, OncePerKind
 from kvstore.courier.link import CourierRun, CourierSpace
-from kvstore.courier.told import OncePerKind
 from kvstore.courier.window import Forged, ReservedWindow
 from kvstore.peers.tokens import NONCE_BYTES, PullTerms, ask_mac, pull_secret
 from kvstore.peers.transport import PeerFault, PullOffer, PullTransport, TimedOutPull

@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvstore.block.account import HitTier, MissReason
-from kvstore.courier.figures import Figures
+from kvstore.courier.figures import Figures, OncePerKind
 from kvstore.courier.link import CourierRun, CourierSpace
 from kvstore.courier.peer_source import Filled, Stops
-from kvstore.courier.told import OncePerKind
 from kvstore.courier.window import Forged, ReservedWindow
 from kvstore.pool.speeds import REMOTE_PRIOR
 from tiering.clock import Clock

@@ -12,9 +12,8 @@ from kvstore.config import host_and_port
 from kvstore.courier.announcing import RemoteWriting
 from kvstore.courier.courier import Courier, CourierParts
 from kvstore.courier.directory import DirectoryAddress, ValkeyDirectory
-from kvstore.courier.figures import Figures
+from kvstore.courier.figures import Figures, OncePerKind
 from kvstore.courier.remote_source import RemoteWays
-from kvstore.courier.told import OncePerKind
 from kvstore.network.credentials import Rotated, SourceFile
 from kvstore.network.dialling import GrpcPeers, channel_credentials
 from kvstore.peers.door import SocketFrameDoor

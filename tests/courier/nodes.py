@@ -13,12 +13,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import kvstore
-from kvstore.block.account import HitTier, MissReason
+from kvstore.block.account import HitTier
 from kvstore.block.identity import Prompt
 from kvstore.client.framing import FramedSocket
 from kvstore.protocol import messages as m
@@ -199,9 +198,11 @@ class Asker:
         self.handle = self.store.namespace(model=MODEL, layout=LAYOUT)
         self.wire = FramedSocket(str(node.socket), "test", os.urandom(16), SystemClock(), SOON)
         listed = self._ask(m.Namespaces(0), m.NamespacesReply).namespaces
-        (mine,) = [one for one in listed if one.id == self.handle.namespace.digest().hex()] if hasattr(
-            self.handle, "namespace"
-        ) else listed[:1]
+        (mine,) = (
+            [one for one in listed if one.id == self.handle.namespace.digest().hex()]
+            if hasattr(self.handle, "namespace")
+            else listed[:1]
+        )
         grant = self._ask(m.OpenNamespace(mine.packed, mine.payload_bytes), m.Granted).grant
         self.number = grant.number
 
@@ -297,5 +298,3 @@ def wait_for_peers(nodes: Sequence[Node], each_sees: int) -> None:
         return True
 
     wait_until(is_so)
-
-

@@ -17,11 +17,11 @@ import pytest
 pytest.importorskip("grpc", reason="grpcio is not installed (extra: server)")
 pytest.importorskip("valkey", reason="valkey is not installed (extra: valkey)")
 
-from courier.nodes import Asker, Node, pool, wait_for_peers  # noqa: E402
-from kvstore.block.account import MissReason  # noqa: E402
-from kvstore.protocol import messages as m  # noqa: E402
-from valkey_server import ValkeyServer, valkey_server  # noqa: E402
-from waiting import wait_until  # noqa: E402
+from courier.nodes import Asker, Node, pool, wait_for_peers
+from kvstore.block.account import MissReason
+from kvstore.protocol import messages as m
+from valkey_server import ValkeyServer, valkey_server
+from waiting import wait_until
 
 BLOCKS = 20
 LATE_SECONDS = 1.0
@@ -193,7 +193,8 @@ def test_a_courier_that_is_upgraded_before_and_after_its_sidecar(healed: list[No
 def test_nothing_is_imported_that_is_not_configured(tmp_path: Path) -> None:
     text = (
         "import sys, kvstore.network.serve, kvstore.cli.main, kvstore.service.serve, kvstore.metrics.server\n"
-        "rooms = ('kvstore.courier', 'kvstore.peers', 'kvstore.pool', 'kvstore.elsewhere', 'tiering.remote', 'valkey')\n"
+        "rooms = ('kvstore.courier', 'kvstore.peers', 'kvstore.pool', 'kvstore.elsewhere', 'tiering.remote',"
+        " 'valkey')\n"
         "print([one for one in sys.modules if one.startswith(rooms)])"
     )
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)

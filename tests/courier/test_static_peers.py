@@ -134,7 +134,9 @@ def test_nodes_know_each_other_by_certificates(two: list[Node], tmp_path: Path) 
         nodes[0].put(7)
         got = nodes[1].get(7)
         assert got.is_right and got.tiers == {"peer": BLOCKS}, got
-        stranger, key = issuer.issue("stranger", f"URI:kvstore:node:{'0' * 32},DNS:{'0' * 32}.node.kvstore,IP:127.0.0.1")
+        zero = "0" * 32
+        names = f"URI:kvstore:node:{zero},DNS:{zero}.node.kvstore,IP:127.0.0.1"
+        stranger, key = issuer.issue("stranger", names)
         nodes[0].kill_network()
         shutil.copy(stranger, tmp_path / "0.certificate")
         shutil.copy(key, tmp_path / "0.key")
@@ -169,5 +171,3 @@ def test_what_cannot_be_is_one_clear_line(tmp_path: Path, flags: list[str], word
     if "--listen" in flags:
         given = [one for at, one in enumerate(given) if "--listen" not in (one, given[at - 1])]
     assert words in fails(*given, *flags)
-
-
