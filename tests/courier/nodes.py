@@ -248,6 +248,15 @@ class Asker:
         return Got(got // BLOCK_TOKENS, tiers, located, awaited, took, is_right)
 
 
+def make_keys(folder: Path) -> Path:
+    """Secrets that nodes share."""
+    keys = folder / "keys"
+    command = [sys.executable, "-m", "kvstore", "keys", "init", str(keys), "default"]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr
+    return keys
+
+
 @contextmanager
 def pool(
     folder: Path,
@@ -258,14 +267,7 @@ def pool(
     **options: Any,
 ) -> Iterator[list[Node]]:
     """network: settings of all. static: each is told of the others."""
-    keys = folder / "keys"
-    done = subprocess.run(
-        [sys.executable, "-m", "kvstore", "keys", "init", str(keys), "default"],
-        capture_output=True,
-        text=True,
-        env=ENVIRONMENT,
-    )
-    assert done.returncode == 0, done.stderr
+    keys = make_keys(folder)
     ports = [free_port() for _ in range(nodes)]
     made = []
     for at, port in enumerate(ports):
