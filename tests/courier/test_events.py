@@ -1,4 +1,4 @@
-"""Three nodes in network namespaces, a directory and a remote tier in namespaces of their own, certificates and sealing:
+"""Three nodes in network namespaces, a directory and a remote tier in namespaces of their own, certificates, sealing,
 and random events. Nothing wrong is ever served, no wait is longer than its time, and in the end all is as before."""
 
 from __future__ import annotations
@@ -57,7 +57,10 @@ class Valkey:
         self.process.wait()
 
     def flush(self) -> None:
-        code = "import socket,sys; s=socket.create_connection((sys.argv[1],6379),2); s.sendall(b'FLUSHALL\\r\\n'); s.recv(9)"
+        code = (
+            "import socket, sys; wire = socket.create_connection((sys.argv[1], 6379), 2); "
+            "wire.sendall(b'FLUSHALL\\r\\n'); wire.recv(9)"
+        )
         subprocess.run([*self._cli, "python3", "-c", code, self.address], check=False, timeout=20, capture_output=True)
 
 
