@@ -90,9 +90,9 @@ CLOSED_ROOMS = {
     # The sidecar's process has no web framework and no grpc: console and network are processes of their own.
     "kvstore": {
         "triton": (),
-        "fastapi": ("kvstore/console/pages.py", "kvstore/service/health.py"),
+        "fastapi": ("kvstore/console/pages.py",),
         "starlette": ("kvstore/console/pages.py",),
-        "uvicorn": ("kvstore/console/serve.py", "kvstore/openai/serve.py", "kvstore/service/health.py"),
+        "uvicorn": ("kvstore/console/serve.py", "kvstore/openai/serve.py"),
         "pydantic": (),
         "grpc": (
             "kvstore/network/door.py",

@@ -41,18 +41,16 @@ from kvstore.protocol import messages as m
 from kvstore.protocol.hand_off import HandOff, hand_off_in
 from kvstore.protocol.replies import ReserveReply
 from kvstore.protocol.status import ElsewhereStatus, SourceStatus, printable
-from kvstore.service.dispatch import Handlers, ParkedLocate, Response
-from kvstore.service.sessions import ClientState, Sessions
+from kvstore.service.dispatch import Handlers
+from kvstore.service.parked import ParkedLocate, Response
+from kvstore.service.sessions import COURIERS, ClientState, Sessions
 from tiering.counts.awaits import MAX_AWAIT_SECONDS, AwaitEnd, ParkedAwait
 from tiering.faults import RateLimitedLog
-from tiering.frame import MacKeys
 
 MOST_OF_TENANT = 8
 """Couriers of one tenant, and as many that are gone while they may map memory."""
 FORGET_SECONDS = 1.0
 """That a drop or a purge waits for what couriers say."""
-_SESSION = b"courier"
-"""Before a courier's token: no engine's session has such a one."""
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +62,7 @@ def desk_of(store: EmbeddedStore, sessions: Sessions, handlers: Handlers, peers_
         store.keys.known(tenant)  # none is made for a name that a courier says
         return store.tenant_keys(tenant)
 
-    return CourierDesk(store.core, store.mac_keys, sessions, handlers, keys_of, peers_door)
+    return CourierDesk(store.core, sessions, handlers, keys_of, peers_door)
 
 
 class CourierDesk:
@@ -73,15 +71,14 @@ class CourierDesk:
     def __init__(
         self,
         store: Store,
-        keys: MacKeys,
         sessions: Sessions,
         handlers: Handlers,
         tenant_keys: Callable[[str], TenantKeys],
         door: str = "",
     ) -> None:
-        """keys: of header MACs. tenant_keys: by a tenant's name; raises `StoreError` where there are none. door: where
-        peers reach this node, for tickets."""
-        self._store, self._keys, self._sessions, self._handlers = store, keys, sessions, handlers
+        """tenant_keys: by a tenant's name; raises `StoreError` where there are none. door: where peers reach this node,
+        for tickets."""
+        self._store, self._sessions, self._handlers = store, sessions, handlers
         self._tenant_keys = tenant_keys
         self._clock = store.clock
         self._lock = threading.Lock()
@@ -98,8 +95,9 @@ class CourierDesk:
             made.append(FetchedBlocks(*shared))
             return made[0]
 
-        store.fetch_with(make, door, self.is_served)
+        store.fetch_with(make)
         self.fetched = made[0]
+        self.fetched.door, self.fetched.is_served = door, self.is_served
         shared = handlers.shared(
             m.OpenNamespace,
             m.Namespaces,
@@ -118,7 +116,7 @@ class CourierDesk:
             m.Questions: self._questions,
             m.Holdings: self._holdings,
         }
-        handlers.elsewhere = self
+        handlers.parking.elsewhere = self
 
     # Couriers --------------------------------------------------------------------------------------------------------
 
@@ -133,7 +131,7 @@ class CourierDesk:
         except StoreError as error:
             return None, m.failed(m.RequestFault.BAD_INPUT, str(error))
         mine = [one for one in self._sessions.callers() if one.is_courier and one.keys.tenant == keys.tenant]
-        if max(len(mine), self._sessions.departed_couriers(keys.tenant)) >= MOST_OF_TENANT:
+        if max(len(mine), self._sessions.departed_of(keys.tenant + COURIERS)) >= MOST_OF_TENANT:
             text = f"{MOST_OF_TENANT} couriers of this tenant are there, or are gone and map memory still; end some"
             return None, m.Failed(m.RequestFault.BUSY, text)
         return self._handlers.greet(keys, hello, is_courier=True)
@@ -196,7 +194,7 @@ class CourierDesk:
         wanted = self.fetched.wanted(verb.reservation, verb.part, verb.first, count)
         if wanted is None:  # its namespace is being dropped
             return 0
-        digests = digests_of(verb.headers, *wanted, self._keys)
+        digests = digests_of(verb.headers, *wanted, self.fetched.keys)
         if not self._sessions.claim(progress, verb.part, verb.first, count):
             raise order
         self.fetched.comes_from(verb.reservation, verb.tier)

@@ -28,7 +28,7 @@ from kvstore.cli.ask import Warmed, WarmPrompt
 from kvstore.protocol import messages as m
 from kvstore.protocol import status
 from kvstore.protocol.replies import MatchReply
-from kvstore.service.health import Readiness
+from kvstore.protocol.status import Readiness
 from tiering.faults import MachineFault
 from tiering.frame import KEY_BYTES
 from tiering.policies.admission import WriteBudget
