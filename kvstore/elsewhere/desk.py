@@ -49,6 +49,8 @@ from tiering.faults import RateLimitedLog
 
 MOST_OF_TENANT = 8
 """Couriers of one tenant, and as many that are gone while they may map memory."""
+GRACE_SECONDS = 10.0
+"""After which it is said that there is no courier."""
 FORGET_SECONDS = 1.0
 """That a drop or a purge waits for what couriers say."""
 
@@ -82,7 +84,8 @@ class CourierDesk:
         self._tenant_keys = tenant_keys
         self._clock = store.clock
         self._lock = threading.Lock()
-        self._books: dict[bytes, TenantQuestions] = {}
+        self._books: dict[bytes, TenantQuestions] = {}  # of tenants that have couriers
+        self._alone_since = self._clock.monotonic_seconds()  # where there are none
         self._due: deque[tuple[float, bytes]] = deque()  # of locates, which all have as much time
         self._over: deque[tuple[bytes, OpenQuestion]] = deque()  # fetches whose waiter is gone
         self._dropping: Counter[tuple[bytes, bytes]] = Counter()  # tenant, and namespace or all
@@ -153,6 +156,7 @@ class CourierDesk:
             heir = book.courier if book is not None and len(book) else None
             if book is not None and not book.couriers:
                 del self._books[tenant]
+                self._alone_since = self._clock.monotonic_seconds()
         self.told.left(caller)
         self._end(ended, NO_COURIER)
         self._ring(heir)
@@ -328,7 +332,9 @@ class CourierDesk:
         if found is None:
             reason = MissReason.DEADLINE if answer.end is AwaitEnd.DEADLINE else None
             return msgspec.structs.replace(answer, reason=reason)
-        return msgspec.structs.replace(answer, reason=found.reason or MissReason.STALE_HINT, detail=found.detail[:500])
+        return msgspec.structs.replace(
+            answer, reason=found.reason or MissReason.STALE_HINT, detail=printable(found.detail)
+        )
 
     def cancel(self, ones: Iterable[ParkedLocate]) -> None:
         """As `Elsewhere.cancel`."""
@@ -463,7 +469,11 @@ class CourierDesk:
 
     def reasons(self) -> list[str]:
         """Why less is served than there is elsewhere, a line each."""
-        return self.told.reasons()
+        with self._lock:
+            seconds = self._clock.monotonic_seconds() - self._alone_since if not self._books else 0.0
+        if seconds > GRACE_SECONDS:
+            return ["no courier is there: what other nodes and remote engines have is not fetched"]
+        return self.told.figures().reasons
 
     def status(self) -> ElsewhereStatus:
         """What is known of what is elsewhere."""

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
 from typing import Protocol
 
 from kvstore.block.errors import BadInput
-from tiering.frame import KEY_BYTES
 
 MAX_REQUEST_CHARACTERS = 256
 """Of a request's name."""
@@ -62,19 +60,3 @@ def check_request(request: str) -> None:
     """Raises `BadInput` for what is not the name of a request."""
     if not isinstance(request, str) or len(request) > MAX_REQUEST_CHARACTERS:
         raise BadInput(f"request={str(request)[:40]!r}; give text of at most {MAX_REQUEST_CHARACTERS} characters")
-
-
-_CHECKED_AT_ONCE = 4096
-"""Keys: other threads have the interpreter in between."""
-
-
-def check_keys(keys: Sequence[bytes]) -> None:
-    """Raises `BadInput` for what are not the prefix keys of one chain."""
-    distinct: set[bytes] = set()
-    for first in range(0, len(keys), _CHECKED_AT_ONCE):
-        some = keys[first : first + _CHECKED_AT_ONCE]
-        if not {KEY_BYTES}.issuperset(map(len, some)):
-            raise BadInput(f"a prefix key of another length; each has {KEY_BYTES} bytes")
-        distinct.update(some)
-    if len(distinct) != len(keys):
-        raise BadInput("a prefix key that is there twice; give the keys of one prompt, in their order")

@@ -464,7 +464,8 @@ class DoorAwaits:
 
     def deliver(self) -> None:
         """Answer those that are over, for a moment."""
-        self._handlers.parking.tell_couriers()
+        if (elsewhere := self._handlers.parking.elsewhere) is not None:
+            elsewhere.tell_couriers()
         if not self._of:
             self._over.clear()
             self._lines.clear()

@@ -24,10 +24,10 @@ from kvstore.insight.recording import Recording
 from kvstore.insight.whatif import WhatIf
 from kvstore.prefixes.book import PrefixBook, checked_prompt
 from kvstore.protocol import messages as m
-from kvstore.protocol.door import MAX_COLLECTIVE_CHARACTERS, MAX_PRIORITY, WINDOW_CHARACTERS, TenantClient
+from kvstore.protocol.door import MAX_PRIORITY, TenantClient, check_participant
 from kvstore.protocol.handing_over import MAX_TICKET_SECONDS
 from kvstore.protocol.replies import LeaseReply, MatchReply
-from kvstore.protocol.requests import check_keys, check_request
+from kvstore.protocol.requests import check_request
 from kvstore.protocol.status import printable
 from kvstore.service.accounting import Counting, Lasting, NamespaceInfo
 from kvstore.service.descriptors import SlowExtents
@@ -37,7 +37,7 @@ from kvstore.service.told import ToldRequests
 from tiering.counts.awaits import ParkedAwait
 from tiering.counts.tally import Eviction
 from tiering.errors import BlockMissing, TierError, TierUnavailable
-from tiering.frame import DIGEST_BYTES, frame_bytes
+from tiering.frame import DIGEST_BYTES, KEY_BYTES, frame_bytes
 
 MAX_ENGINE_CHARACTERS = 128
 MAX_LEASES = 4096
@@ -56,11 +56,13 @@ MAX_SHARES = 16
 MAX_DEADLINE_MS = 60_000.0
 MAX_SKIPPED = 1 << 30
 """Blocks of a chain."""
+_CHECKED_AT_ONCE = 4096
+"""Keys: other threads have the interpreter in between."""
 MAX_LISTED, MAX_LISTED_BYTES = 64, 256 << 10
 """Namespaces in one answer: it ends with the first that makes it as long."""
 
-COURIER_VERBS = (m.Adopt, m.Questions, m.Holdings)
-_SLOW = m.LeasePrefix | m.Reserve | m.ReportFrame | m.Persist | m.Drop | m.Namespaces | m.SealTicket | m.Adopt
+_OF_COURIERS = m.Adopt | m.Holdings
+_SLOW = m.LeasePrefix | m.Reserve | m.ReportFrame | m.Persist | m.Drop | m.Namespaces | m.SealTicket | _OF_COURIERS
 
 _log = logging.getLogger(__name__)
 
@@ -178,7 +180,7 @@ class Handlers:
         handler = verbs.get(type(verb))
         if handler is None:  # hello comes once, and the door sees to it
             text = "this is a tenant's socket; that is a verb of the admin socket, admin.sock in the sidecar's --data"
-            if isinstance(verb, COURIER_VERBS):
+            if isinstance(verb, m.Questions | _OF_COURIERS):
                 text = "this is a tenant's socket; that is a verb of couriers, at courier.sock in the sidecar's --data"
             if caller.is_courier:
                 text = f"couriers ask for {', '.join(sorted(one.__name__ for one in verbs))}; that is none of these"
@@ -255,9 +257,8 @@ class Handlers:
             seconds = self._store.clock.monotonic_seconds() - began_at
             self._counting.looked_up(number, verb.keys, matched.reply, seconds)
             if verb.request:
-                self._told.looked_up(
-                    caller, verb, number, matched.reply, seconds, self._gone(number, verb, matched.reply)
-                )
+                gone = self._gone(number, verb, matched.reply)
+                self._told.looked_up(caller, verb, number, matched.reply, seconds, gone)
             if self._recording.token:
                 self._recording.looked_up(number, verb.keys)
             if self._whatif is not None:
@@ -386,7 +387,7 @@ class Handlers:
             raise BadInput(f"ttl_seconds={ttl}; give seconds above 0 and below 2**40, or nothing")
         if len(caller.reservations) >= MAX_RESERVATIONS:
             return m.Failed(m.RequestFault.BUSY, f"{MAX_RESERVATIONS} reservations are under way, which is the limit")
-        _check_collective(verb, len(slices))
+        check_participant(verb, len(slices))
         began_at = self._store.clock.monotonic_seconds()
         if couriers:
             first = verb.first_block
@@ -558,15 +559,6 @@ def checked_seconds(seconds: float) -> float:
     return min(seconds, MAX_DEADLINE_MS / 1000)
 
 
-def _check_collective(verb: m.Reserve, parts: int) -> None:
-    """Of a put that several connections of a session make together. Raises `BadInput`."""
-    most = MAX_COLLECTIVE_CHARACTERS + WINDOW_CHARACTERS
-    if len(verb.collective) > most:
-        raise BadInput(f"a collective put's name of {len(verb.collective)} characters; at most {most}")
-    if verb.collective and (len(set(verb.parts)) != len(verb.parts) or not {*range(parts)}.issuperset(verb.parts)):
-        raise BadInput(f"{len(verb.parts)} parts to fill; give distinct ones, from 0 to {parts - 1}")
-
-
 def _as_fits_an_answer(verb: m.LeasePrefix, parts: int) -> tuple[m.LeasePrefix, str]:
     """A lease whose frames one answer has room for, waiting no longer than it may, and what to say where that is not
     all."""
@@ -596,5 +588,12 @@ def _check_asked(
         raise BadInput(f"namespace {namespace} was not opened on this connection; open it first")
     if request != "":
         check_request(request)
-    check_keys(keys)
+    distinct: set[bytes] = set()
+    for first in range(0, len(keys), _CHECKED_AT_ONCE):
+        some = keys[first : first + _CHECKED_AT_ONCE]
+        if not {KEY_BYTES}.issuperset(map(len, some)):
+            raise BadInput(f"a prefix key of another length; each has {KEY_BYTES} bytes")
+        distinct.update(some)
+    if len(distinct) != len(keys):
+        raise BadInput("a prefix key that is there twice; give the keys of one prompt, in their order")
     return number, caller.namespaces[number]

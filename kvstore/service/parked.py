@@ -125,11 +125,6 @@ class Parking:
         if self.elsewhere is not None:
             self.elsewhere.expire()
 
-    def tell_couriers(self) -> None:
-        """What is not wanted any more."""
-        if self.elsewhere is not None:
-            self.elsewhere.tell_couriers()
-
     def left(self, caller: ClientState) -> None:
         """A connection is gone."""
         if self.elsewhere is not None:
