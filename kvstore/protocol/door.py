@@ -184,6 +184,8 @@ def missed(request: Request, reason: MissReason, detail: str) -> object:
             return m.Sealed("")
         case m.OpenTicket():
             return m.TicketOpened(b"", 0, 0.0, reason, detail)
+        case m.Locate():
+            return m.Located(0, 0, reason=reason, detail=detail)
         case m.Commit():
             raise ReservationLost(reason, detail)
         case _:

@@ -264,7 +264,8 @@ class Handlers:
             if self._whatif is not None:
                 self._whatif.looked_up(number, verb.keys)
             self._prefixes.looked_up(caller.keys.tenant, number, verb.keys, matched.reply.blocks)
-        return matched
+        elsewhere = self.parking.elsewhere
+        return m.Matched(matched.reply, elsewhere.is_served(caller.keys.tenant)) if elsewhere is not None else matched
 
     def _lease(self, caller: ClientState, verb: m.LeasePrefix) -> m.Answer:
         answer = self._lease_by(caller, verb, self._lease_waiting)

@@ -49,6 +49,10 @@ class Elsewhere(Protocol):
         """When to call `expire` next."""
         ...
 
+    def is_served(self, tenant: bytes) -> bool:
+        """Whether a courier of a tenant's is there, whom `locate` asks."""
+        ...
+
     def locate(self, caller: ClientState, verb: m.Locate) -> Response | m.Answer:
         """Ask a courier. Raises `BadInput`."""
         ...
