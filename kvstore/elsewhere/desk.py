@@ -51,6 +51,8 @@ MOST_OF_TENANT = 8
 """Couriers of one tenant, and as many that are gone while they may map memory."""
 GRACE_SECONDS = 10.0
 """After which it is said that there is no courier."""
+RESERVED_SECONDS, LOOK_SECONDS = 60.0, 1.0
+"""That a courier may take to fill what it reserved, and how often it is looked at that."""
 FORGET_SECONDS = 1.0
 """That a drop or a purge waits for what couriers say."""
 
@@ -87,6 +89,7 @@ class CourierDesk:
         self._books: dict[bytes, TenantQuestions] = {}  # of tenants that have couriers
         self._alone_since = self._clock.monotonic_seconds()  # where there are none
         self._due: deque[tuple[float, bytes]] = deque()  # of locates, which all have as much time
+        self._looks_at = 0.0  # when reservations are looked at next
         self._over: deque[tuple[bytes, OpenQuestion]] = deque()  # fetches whose waiter is gone
         self._dropping: Counter[tuple[bytes, bytes]] = Counter()  # tenant, and namespace or all
         self._refusals: Counter[AdoptFault] = Counter()
@@ -376,6 +379,8 @@ class CourierDesk:
 
     def tell_couriers(self) -> None:
         """As `Elsewhere.tell_couriers`."""
+        if self._clock.monotonic_seconds() >= self._looks_at:
+            self._cancel_late()
         if not self._over:
             return
         couriers = set()
@@ -388,6 +393,15 @@ class CourierDesk:
                     couriers.add(one.courier if one.is_over else None)
         for courier in couriers:
             self._ring(courier)
+
+    def _cancel_late(self) -> None:
+        """Reservations that a courier neither fills nor aborts keep engines from storing the same blocks."""
+        now = self._clock.monotonic_seconds()
+        self._looks_at = now + LOOK_SECONDS
+        for caller in self._sessions.callers():
+            for number, progress in list(caller.reservations.items()) if caller.is_courier else ():
+                if progress.began_at + RESERVED_SECONDS <= now:
+                    self._store.cancel(number)
 
     # Giving up -------------------------------------------------------------------------------------------------------
 

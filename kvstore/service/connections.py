@@ -94,7 +94,7 @@ class DoorCounts(NamedTuple):
 
 CourierGreeting = Callable[[m.Hello], "tuple[ClientState | None, m.Answer]"]
 """The first message of a courier: for whom it works from now on, or why it may not come in."""
-ADMIN_CONNECTIONS, COURIER_CONNECTIONS = 8, 64
+ADMIN_CONNECTIONS, COURIER_CONNECTIONS = 8, 256
 COURIER_BYTES_PER_SECOND = 64 << 20
 """Of large messages of one courier: of headers, which are read as they are."""
 
