@@ -276,6 +276,23 @@ def test_couriers_that_hang_up_leave_no_waiter(sidecar: Sidecar) -> None:
         assert sidecar.core.usage().reservations == 0
 
 
+def test_what_a_courier_leaves_reserved_keeps_engines_from_storing_for_a_time_only(
+    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = chain(2)
+    with closing(Engine(sidecar.path)) as engine, closing(Fetcher(sidecar)) as courier:
+        assert len(courier.reserve(courier.space, keys).blocks) == 2
+        refused = engine.ask(m.Reserve(engine.space, keys, 0), 5)
+        assert isinstance(refused, m.Reserved) and refused.reply.reason is MissReason.IN_FLIGHT
+        monkeypatch.setattr("kvstore.elsewhere.desk.RESERVED_SECONDS", 0.0)
+
+        def is_free() -> bool:
+            answer = engine.ask(m.Reserve(engine.space, keys, 0), 6)
+            return isinstance(answer, m.Reserved) and len(answer.reply.blocks) == 2
+
+        wait_until(is_free)
+
+
 # The socket -----------------------------------------------------------------------------------------------------------
 
 

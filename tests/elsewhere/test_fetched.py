@@ -68,7 +68,7 @@ def bench_of(dram_bytes: int, **limits: float) -> Bench:
         made.append(FetchedBlocks(*shared))  # type: ignore[arg-type]
         return made[0]
 
-    store.fetch_with(make, "here:1", lambda tenant: True)
+    store.fetch_with(make)
     number = store.open_namespace(keys, SPACE, PAYLOAD).number
     return Bench(store, clock, number, made[0])
 
