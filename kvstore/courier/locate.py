@@ -12,7 +12,8 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import inf
 
 from kvstore.block.account import HitTier, MissReason
 from kvstore.courier.link import CourierRun, CourierSpace
@@ -32,6 +33,8 @@ DIRECTORY_SECONDS, HAS_SECONDS = 0.002, 0.0025
 MOST_NAMED = 8
 """Nodes of `network.peers` that are asked at once."""
 MOST_KEPT = 4096
+RECENT_SECONDS, MOST_RECENT = 1.0, 256
+"""For which what was found of a chain, perhaps too late for whoever asked, is told to the next one at once."""
 
 Source = PeerSource | RemoteSource
 
@@ -70,6 +73,7 @@ class Locator:
         self._clock = clock
         self._lock = threading.Lock()
         self._kept: OrderedDict[int, Places] = OrderedDict()
+        self._recent: OrderedDict[tuple[bytes, bytes, int], tuple[float, Places]] = OrderedDict()
 
     def keep(self, number: int, places: Places) -> None:
         """For the fetch that names that question."""
@@ -94,7 +98,11 @@ class Locator:
         seconds: float = LOOK_SECONDS,
     ) -> Places:
         """Who has what lies behind the first `present` blocks. node, incarnation: of a ticket."""
-        now = self._clock.monotonic_seconds()
+        now, chain = self._clock.monotonic_seconds(), (space.id, keys[-1], present)
+        with self._lock:
+            found_at, recent = self._recent.get(chain, (-inf, Places()))
+        if not node and now - found_at < RECENT_SECONDS:
+            return replace(recent, sources=list(recent.sources))
         ends_at = now + seconds
         from_remote = self._remote.has(run, space, keys[present:], ends_at) if self._remote is not None else None
         places = Places()
@@ -106,6 +114,10 @@ class Locator:
             self._find_remote(places, self._remote, from_remote, present, size, now)
         if places.sources:
             places.reason = None
+            with self._lock:
+                self._recent[chain] = self._clock.monotonic_seconds(), places
+                while len(self._recent) > MOST_RECENT:
+                    self._recent.popitem(last=False)
         return places
 
     def _find_remote(
