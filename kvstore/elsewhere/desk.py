@@ -308,13 +308,12 @@ class CourierDesk:
             tell(one)
 
         one = self._store.park(number, verb.keys, verb.seconds, ended)
-        fetch.asker = one
+        fetch.asker, one.note = one, fetch
         with self._lock:
             courier = book.courier
             is_asked = courier is not None and one.end is None and book.add(fetch)
             if is_asked and one.end is not None:  # meanwhile, and perhaps that was noted before it was asked
                 book.no_more(fetch)
-        one.note = fetch
         if not is_asked:
             reason = UNREACHABLE if courier is None else MissReason.BUSY
             text = NO_COURIER if courier is None else "as much is asked as may be"

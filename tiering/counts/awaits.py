@@ -134,10 +134,12 @@ class Awaits:
                 self._end(self._heads[name], AwaitEnd.READABLE)
 
     def gave_up(self, number: int, key: bytes) -> None:
-        """A put of that block ended before it could be read."""
+        """A put of that block ended before it could be read. Whoever waits for a fetch (`note`) waits on: another source
+        may have it, and who fetches says when there is none."""
         with self._lock:
             for table in (self._heads, self._follows):
-                self._end(table.get((number, key), ()), AwaitEnd.SHORT)
+                ones = table.get((number, key), ())
+                self._end([one for one in ones if one.note is None], AwaitEnd.SHORT)
 
     def end(self, ones: Iterable[ParkedAwait], why: AwaitEnd) -> None:
         """Those of these that are not over are."""
