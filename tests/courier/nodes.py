@@ -29,6 +29,7 @@ from workbench import MODEL, blank_pages, random_pages, same_tokens, small_layou
 
 LAYOUT = small_layout()
 BLOCK_TOKENS = 64
+MOST_BLOCKS = 48
 SOON = 60.0
 
 
@@ -42,9 +43,9 @@ def prompt(number: int, blocks: int = 20) -> list[int]:
     return list(range(number * 1_000_000, number * 1_000_000 + blocks * BLOCK_TOKENS))
 
 
-def pages_of(number: int, blocks: int = 20) -> Any:
-    """Its KV."""
-    return random_pages(LAYOUT, blocks, seed=number)
+def pages_of(number: int) -> Any:
+    """Its KV, of `MOST_BLOCKS` of it."""
+    return random_pages(LAYOUT, MOST_BLOCKS, seed=number)
 
 
 @dataclass
@@ -165,7 +166,7 @@ class Node:
     def put(self, number: int, blocks: int = 20) -> None:
         with self.open() as store:
             handle = store.namespace(model=MODEL, layout=LAYOUT)
-            result = handle.put(prompt(number, blocks), pages_of(number, blocks))
+            result = handle.put(prompt(number, blocks), pages_of(number))
             assert result.reason is None, result
 
     def stat(self) -> dict[str, Any]:
@@ -244,7 +245,7 @@ class Asker:
             got = self.handle.get(lease, blank).tokens
             segments = lease.account.segments
         tiers = {str(one.origin): one.tokens // BLOCK_TOKENS for one in segments if isinstance(one.origin, HitTier)}
-        is_right = same_tokens(pages_of(number, blocks), blank, range(got))
+        is_right = same_tokens(pages_of(number), blank, range(got))
         return Got(got // BLOCK_TOKENS, tiers, located, awaited, took, is_right)
 
 
