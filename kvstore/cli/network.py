@@ -241,14 +241,21 @@ def _courier(socket: str, tenants: tuple[str, ...], network: Any, remote: Any) -
         network.directory,
         _secret_of(network.directory_password_file),
         network.pull,
-        network.transport,
         network.seal,
+        _ucx() if network.transport == "ucx" else None,
         remote.url,
         _secret_of(remote.password_file),
         remote.writes,
         remote.ttl,
     )
     return lambda files: make_courier(settings, files, SystemClock(), secrets.token_bytes)
+
+
+def _ucx() -> Any:
+    from kvstore.network.couriers import UcxWays
+    from kvstore.peers.ucx import UcxFrameDoor, UcxPullTransport
+
+    return UcxWays(UcxFrameDoor, UcxPullTransport)
 
 
 def _secret_of(path: str | None) -> Any:

@@ -61,7 +61,9 @@ LOOKUP_CONNECTIONS = 4
 FAILURES_TO_OPEN = 3
 MAX_VALUE_BYTES, MAX_LINE_BYTES, MAX_ELEMENTS = 1 << 16, 4096, 2 * MAX_NODES
 ROOM_BYTES, ROOM_PER_COMMAND_BYTES = 1 << 20, 8 << 10
+MAX_TIME_MS = 1 << 48
 DEFAULT_PORT = 6379
+_DOLLAR = ord("$")
 _NODES, _NODE, _HINTS = b"kv:nodes", b"kv:n:", b"kv:h:"
 
 _log = logging.getLogger(__name__)
@@ -369,7 +371,7 @@ class ValkeyDirectory:
                 key = _NODE + self._here.node
                 entry = read_entry(self._here.node, self._ask([(b"GET", key)], LEAVE_SECONDS)[0])
                 if entry is not None and entry.incarnation == self._here.incarnation:
-                    self._ask([(b"DEL", key), (b"SREM", _NODES, self._here.node)], LEAVE_SECONDS)
+                    self._ask([(b"DEL", key)], LEAVE_SECONDS)  # who reads the list finds that it is gone
         except DirectoryDown:
             pass  # its entry ends by itself
         self._own.close()
@@ -429,9 +431,12 @@ def _fields(reply: object) -> dict[bytes, bytes]:
 def _milliseconds(reply: Any) -> int:
     """Of TIME."""
     try:
-        return int(reply[0]) * 1000 + int(reply[1]) // 1000
+        now_ms = int(reply[0]) * 1000 + int(reply[1]) // 1000
     except (TypeError, ValueError, IndexError):
-        raise DirectoryDown("it does not tell the time") from None
+        now_ms = -1
+    if not 0 <= now_ms < MAX_TIME_MS:
+        raise DirectoryDown("it does not tell the time")
+    return now_ms
 
 
 class _ValkeyWire:
@@ -529,7 +534,7 @@ class _BoundedReplies:
             count = int(rest)
             if count > MAX_ELEMENTS or depth > 1:
                 raise ValueError(f"a reply of {count} elements")
-            return [self.read(depth + 1) for _ in range(count)] if count >= 0 else None
+            return self._array(count, depth) if count >= 0 else None
         if kind == b":":
             return int(rest)
         if kind == b"+":
@@ -537,6 +542,19 @@ class _BoundedReplies:
         if kind == b"-":
             return _ReplyError(rest[:200].decode("utf-8", "replace"))
         raise ValueError("a reply in another protocol")
+
+    def _array(self, count: int, depth: int) -> list[Any]:
+        items: list[Any] = []
+        while len(items) < count:
+            seen, at = self._seen, self._at
+            end = seen.find(b"\r\n", at, at + 8)
+            size = int(seen[at + 1 : end]) if end > 0 and seen[at] == _DOLLAR else -1
+            if 0 <= size <= len(seen) - end - 4:  # a value that is here already, as most are: without a call
+                items.append(seen[end + 2 : end + 2 + size])
+                self._at = end + 4 + size
+            else:
+                items.append(self.read(depth + 1))
+        return items
 
     def _value(self, size: int) -> bytes | None:
         if size < 0:

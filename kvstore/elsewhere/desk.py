@@ -278,9 +278,8 @@ class CourierDesk:
         tenant = caller.keys.tenant
         with self._lock:
             book = self._books.get(tenant)
-            place = (
-                book.place(verb.located, verb.namespace, self._clock.monotonic_seconds()) if book is not None else None
-            )
+            now = self._clock.monotonic_seconds()
+            place = book.place(verb.located, verb.namespace, now) if book is not None else None
         if book is None or place is None:
             return self._not_fetched(number, verb, "what was located is not known any more; locate it again")
         keys = place.question.keys
@@ -308,12 +307,13 @@ class CourierDesk:
             tell(one)
 
         one = self._store.park(number, verb.keys, verb.seconds, ended)
-        fetch.asker, one.note = one, fetch
+        fetch.asker = one
         with self._lock:
             courier = book.courier
             is_asked = courier is not None and one.end is None and book.add(fetch)
             if is_asked and one.end is not None:  # meanwhile, and perhaps that was noted before it was asked
                 book.no_more(fetch)
+        one.note = fetch
         if not is_asked:
             reason = UNREACHABLE if courier is None else MissReason.BUSY
             text = NO_COURIER if courier is None else "as much is asked as may be"

@@ -33,8 +33,16 @@ UCX = "ucx"
 
 
 @dataclass(frozen=True, slots=True)
+class UcxWays:
+    """`kvstore.peers.ucx`, which is imported where it is wanted alone: its door and its transport."""
+
+    door: Callable[..., FrameDoor]
+    transport: Callable[..., PullTransport]
+
+
+@dataclass(frozen=True, slots=True)
 class CourierSettings:
-    """As `NetworkSettings` and `RemoteSettings` have them. listen: of gRPC; None where there are no other nodes. The
+    """As `NetworkSettings` and `RemoteSettings` have them. ucx: where it is the transport. listen: of gRPC; None where there are no other nodes. The
     passwords are read with each connection."""
 
     socket: str
@@ -44,8 +52,8 @@ class CourierSettings:
     directory: str | None = None
     directory_password: Callable[[], bytes] = bytes
     pull: str | None = None
-    transport: str = "sockets"
     seal: str = "auto"
+    ucx: UcxWays | None = None
     remote: str | None = None
     remote_password: Callable[[], bytes] = bytes
     writes: str = "all"
@@ -90,9 +98,11 @@ def make_courier(
             directory = _directory(settings, clock)
         calls = GrpcPeers(credentials, clock)
         where = settings.pull or written_address(settings.listen[0], 0)
-        host_and_port(where, "pull")
-        if settings.transport == UCX:
-            raise BadInput("transport=ucx is not there yet; give sockets")
+        if settings.ucx is not None:
+            host, port = host_and_port(where, "pull")
+            beside = written_address(host, port + 1 if port else 0)
+            doors[UCX] = settings.ucx.door(beside, clock, new_token, seal=settings.seal)
+            transports[UCX] = settings.ucx.transport(clock, seal=settings.seal, checks_beside=True)
         doors["sockets"] = SocketFrameDoor(where, clock, new_token, seal=settings.seal)
         transports["sockets"] = SocketPullTransport(clock, seal=settings.seal, checks_beside=True)
     parts = CourierParts(

@@ -9,6 +9,7 @@ released when the last byte was handed to the kernel, when the puller is gone, a
 from __future__ import annotations
 
 import contextlib
+import os
 import selectors
 import socket
 import threading
@@ -57,7 +58,8 @@ class SocketFrameDoor:
                 (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=_BACKLOG
             )
         except OSError as error:
-            raise BadInput(f"{listen} cannot be listened on: {error.strerror}; give another address") from None
+            why = os.strerror(error.errno or 0)
+            raise BadInput(f"{listen} cannot be listened on: {why}; give another address") from None
         listener.setblocking(False)
         self.address = t.written_address(*listener.getsockname()[:2])
         self._clock = clock
@@ -298,6 +300,8 @@ class _Loop:
                 sent -= len(one.out.pop(0))
             if sent:
                 one.out[0] = one.out[0][sent:]
+        if left <= 0 and not one.out:
+            self._next(one)  # so that it is written to again
         if not one.out and one.frame is None and one.has_all and one.offer is not None:
             self._offers.end(one.offer)  # the kernel has all of it
 

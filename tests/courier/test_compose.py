@@ -105,21 +105,13 @@ def test_every_path_of_the_files_is_mounted_and_the_entry_makes_the_node() -> No
 def test_the_pool_s_pods_have_what_their_settings_name() -> None:
     objects = list(yaml.safe_load_all((DEPLOY / "kubernetes" / "pool.yaml").read_text()))
     (config,) = (one for one in objects if one["kind"] == "ConfigMap")
-    (pods,) = (
-        one["spec"]["template"]["spec"]
-        for one in objects
-        if one["metadata"]["name"] == "kvstore" and one["kind"] == "StatefulSet"
-    )
+    (pods,) = (one["spec"]["template"]["spec"] for one in objects if one["metadata"]["name"] == "kvstore")
     (store,) = pods["containers"]
     environment = {one["name"]: one["value"].replace("$(POD_IP)", "10.1.2.3") for one in store["env"] if "value" in one}
     settings = read_settings(config["data"]["kvstore.toml"], environment=environment)
     mounts = [one["mountPath"] for one in store["volumeMounts"]]
-    for path in (
-        settings.network.certificate,
-        settings.network.client_ca,
-        settings.keys.directory,
-        settings.store.data,
-    ):
+    network = settings.network
+    for path in (network.certificate, network.client_ca, settings.keys.directory, settings.store.data):
         assert path is not None and any(path.startswith(one) for one in mounts), path
     services = {one["metadata"]["name"] for one in objects if one["kind"] == "Service"}
     assert settings.network.directory == "valkey://kvstore-directory:6379" and "kvstore-directory" in services

@@ -26,6 +26,8 @@ BUFFER_BYTES = 512
 """And the longest line."""
 MAX_BULK_BYTES, MAX_ITEMS, MAX_DEPTH = 4096, 1024, 6
 """Of a small reply: bytes of one string, items in all, lists in lists."""
+SLACK_SECONDS = 0.001
+"""By which a wait may pass the deadline: to set a socket's timeout is a system call, too."""
 _CODE_CHARACTERS = 24
 _DIGITS = 18
 
@@ -61,6 +63,7 @@ class RespConnection:
         self._socket = sock
         self._clock = clock
         self._buffer = bytearray(BUFFER_BYTES)
+        self._timeout = -1.0  # of the socket, set before a call to it
         self._at = self._end = 0  # of what is held and was not taken
         self._readable = select.poll()
         self._readable.register(sock, select.POLLIN)
@@ -82,7 +85,8 @@ class RespConnection:
 
     def reply_into(self, slot: memoryview, deadline: float) -> bool:
         """The answer to a GET: whether there was a value, which fills the slot then."""
-        line = self._line(deadline)
+        expected = b"$%d\r\n" % len(slot)
+        line = self._line(deadline, len(expected))  # and no byte more: the value goes to the slot as it is aligned
         if line in (b"$-1", b"_"):
             return False
         if line[:1] != b"$":
@@ -126,9 +130,11 @@ class RespConnection:
             return [self._small(deadline, depth - 1) for _ in range(count)]
         raise _fault(line)
 
-    def _line(self, deadline: float) -> bytes:
+    def _line(self, deadline: float, first: int = BUFFER_BYTES) -> bytes:
+        """first: bytes to ask for at first."""
         while (end := self._buffer.find(b"\r\n", self._at, self._end)) < 0:
-            self._receive(deadline)
+            self._receive(deadline, first)
+            first = BUFFER_BYTES
         line = bytes(self._buffer[self._at : end])
         self._at = end + 2
         return line
@@ -140,7 +146,7 @@ class RespConnection:
             raise RespFault("a value that does not end where it was said to")
         self._at += 2
 
-    def _receive(self, deadline: float) -> None:
+    def _receive(self, deadline: float, most: int = BUFFER_BYTES) -> None:
         """More into the buffer."""
         if self._at:  # a few bytes
             held = self._end - self._at
@@ -149,7 +155,7 @@ class RespConnection:
         if self._end == BUFFER_BYTES:
             raise RespFault(f"a line of more than {BUFFER_BYTES} bytes")
         self._wait_at_most(deadline)
-        self._end += self._received(self._socket.recv_into(memoryview(self._buffer)[self._end :]))
+        self._end += self._received(self._socket.recv_into(memoryview(self._buffer)[self._end :][:most]))
 
     def _fill(self, view: memoryview, deadline: float) -> None:
         held = min(len(view), self._end - self._at)
@@ -163,7 +169,9 @@ class RespConnection:
         left = deadline - self._clock.monotonic_seconds()
         if left <= 0:
             raise TimeoutError
-        self._socket.settimeout(left)
+        if not 0.0 <= self._timeout - left <= SLACK_SECONDS:
+            self._socket.settimeout(left)
+            self._timeout = left
 
     @staticmethod
     def _received(count: int) -> int:
