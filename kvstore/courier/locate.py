@@ -34,7 +34,7 @@ MOST_NAMED = 8
 """Nodes of `network.peers` that are asked at once."""
 MOST_KEPT = 4096
 RECENT_SECONDS, MOST_RECENT = 1.0, 256
-"""For which what was found of a chain, perhaps too late for whoever asked, is told to the next one at once."""
+"""For which what was found of a chain, perhaps too late for who asked, is told to the next one at once."""
 
 Source = PeerSource | RemoteSource
 

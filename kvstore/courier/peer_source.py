@@ -156,7 +156,7 @@ class PeerSource:
             if window.failed is None and not stops.over.is_set():
                 filled = self._failed(MissReason.CORRUPT if window.refused else MissReason.UNREACHABLE, str(fault))
             else:
-                filled = Filled(0, MissReason.DISABLED, "nobody waits for it any more")
+                filled = Filled(0, MissReason.DISABLED, "no engine waits for it any more")
         except BadInput as error:  # what the offer needs is not there, and the text says what
             ways.told.say("pull", str(error))
             filled = Filled(0, MissReason.UNSUPPORTED, str(error))

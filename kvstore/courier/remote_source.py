@@ -115,7 +115,7 @@ class RemoteSource:
                 calls.append(workers.read(names[sent], window.slots[sent], stops.ends_at, window.returned))
                 sent += 1
             if stops.over.is_set():
-                return Filled(0, MissReason.DISABLED, "nobody waits for it any more")
+                return Filled(0, MissReason.DISABLED, "no engine waits for it any more")
             if not calls.popleft().result():
                 return Filled(0, MissReason.STALE_HINT, f"{ways.name} has it no more")
             if not window.check(at, slot):

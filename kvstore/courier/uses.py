@@ -13,7 +13,7 @@ MOST_WANTED, MOST_CAME = 1 << 14, 1 << 16
 
 
 class Uses:
-    """Of one tenant. Thread-safe. wanted: blocks that became worth something, for whoever writes."""
+    """Of one tenant. Thread-safe. wanted: blocks that became worth something, for the writer."""
 
     def __init__(self, most: int = MOST_NAMES) -> None:
         self._most = most

@@ -42,8 +42,8 @@ class UcxWays:
 
 @dataclass(frozen=True, slots=True)
 class CourierSettings:
-    """As `NetworkSettings` and `RemoteSettings` have them. ucx: where it is the transport. listen: of gRPC; None where there are no other nodes. The
-    passwords are read with each connection."""
+    """As `NetworkSettings` and `RemoteSettings` have them. listen: of gRPC; None where there are no other nodes. ucx:
+    where that is the transport. The passwords are read with each connection."""
 
     socket: str
     tenants: tuple[str, ...]

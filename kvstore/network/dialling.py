@@ -2,7 +2,7 @@
 
 Where nodes have certificates, the one that answers has to be the node that was dialled: its certificate bears the DNS
 name `ID.node.kvstore` beside the URI by which it calls, and TLS refuses any other. Where they have none, which is on
-loopback alone, what is asked bears a MAC, and what is answered is believed of nobody's blocks before they are checked.
+loopback alone, what is asked bears a MAC, and what is answered is believed of no block before it is checked.
 """
 
 from __future__ import annotations
