@@ -311,15 +311,8 @@ class RemoteWorkers:
     # --- of threads ---
 
     def _serve(self) -> None:
-        is_over = False
-        try:
-            while (call := self._next()) is not None:
-                self._run(call)
-            is_over = True
-        finally:
-            if not is_over:  # the driver raised what it must not: the call ended, and this thread does
-                with self._lock:
-                    self._threads -= 1
+        while (call := self._next()) is not None:
+            self._run(call)
 
     def _next(self) -> RemoteCall[Any] | None:
         """The next call to run; None: there are threads enough without this one."""
@@ -338,7 +331,8 @@ class RemoteWorkers:
             return call
 
     def _run(self, call: RemoteCall[Any]) -> None:
-        value, fault = None, RemoteFault(f"the driver of {self._engine.name} failed")
+        bug = RemoteFault(f"the driver of {self._engine.name} failed")
+        value, fault = None, bug
         try:
             assert call.work is not None
             if call.deadline <= call.began:
@@ -354,6 +348,7 @@ class RemoteWorkers:
                     self._running.discard(call)
                     self._judge(call, fault, self._clock.monotonic_seconds())
                 call.state = CallState.RETURNED
+                self._threads -= fault is bug  # which ends this thread
             self._end(call, value, fault)
 
     def _end(self, call: RemoteCall[Any], value: Any, fault: RemoteFault | None) -> None:
