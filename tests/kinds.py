@@ -125,6 +125,7 @@ SLOW_FILES = (
     "bench/test_restart_sidecar.py",
     "bench/test_traffic.py",
     "bench/test_ttft.py",
+    "bench/test_valkey_rows.py",
     "console/test_browser.py",
     "console/test_cost.py",
     "console/test_schema.py",
