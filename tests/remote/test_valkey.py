@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from remote.between import proxy, saying
+from remote.between import Harm, proxy, saying
 from remote.frames import FRAME_BYTES, frame, halves, is_of, key_of
 from tiering.clock import SystemClock
 from tiering.errors import TierError
@@ -310,8 +310,10 @@ def test_a_new_password_is_used_from_the_next_connection_on(tmp_path: Path) -> N
 
 
 def test_a_cluster_is_refused(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        bus = str(probe.getsockname()[1])
     with (
-        valkey_server(tmp_path, ["--cluster-enabled", "yes"]) as server,
+        valkey_server(tmp_path, ["--cluster-enabled", "yes", "--cluster-port", bus]) as server,
         pytest.raises(RemoteFault, match="one of a cluster, whose redirections are not followed"),
     ):
         on(server.port).exists([key_of(1)])
@@ -406,6 +408,22 @@ def test_half_an_answer_ends_at_the_deadline(answer: bytes) -> None:
             engine.read(key_of(1), slot(), soon(LIMIT))
         assert LIMIT <= time.monotonic() - began < LIMIT + LATE
         assert time.thread_time() - worked < LIMIT / 4
+        engine.close()
+
+
+@pytest.mark.parametrize("after", [0, 3, 5000])
+def test_a_server_that_drips_ends_at_the_deadline(after: int, server: ValkeyServer) -> None:
+    """Every byte comes in time; their sum does not."""
+    empty(server)
+    with proxy(server.port) as between:
+        engine = on(between.port)
+        engine.write(key_of(1), *halves(1), 0)
+        between.plan(Harm.DRIP, after)
+        began = time.monotonic()
+        with pytest.raises(RemoteTimedOut):
+            engine.read(key_of(1), slot(), soon(LIMIT))
+        assert LIMIT <= time.monotonic() - began < LIMIT + LATE
+        assert engine.read(key_of(1), into := slot()) and bytes(into) == frame(1)
         engine.close()
 
 
