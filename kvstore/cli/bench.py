@@ -101,7 +101,7 @@ def bench_network(
             "valkey": lambda: valkey_rows.run(valkey_rows.ValkeyBenchOptions(), show),
         }
         if only is not None and only not in ways:
-            raise BadInput(f"--only {only}: the rows are {" and ".join(ways)}")
+            raise BadInput(f"--only {only}: the rows are {' and '.join(ways)}")
         results = [run() for name, run in ways.items() if only in (None, name)]
     return judge(results, [], as_json, check)
 
