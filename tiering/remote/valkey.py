@@ -204,7 +204,8 @@ class ValkeyEngine:
         except TimeoutError:
             raise RemoteTimedOut(f"{self.name} did not answer in time") from None
         except OSError as error:
-            raise RemoteUnreachable(f"{self.name}: {error.strerror or error}") from error
+            why = error if error.filename else error.strerror or error  # a file: that of the password
+            raise RemoteUnreachable(f"{self.name}: {why}") from error
         except ErrorReply as error:
             if error.code == _OUT_OF_MEMORY:
                 raise _NoRoom from None

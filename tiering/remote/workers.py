@@ -160,9 +160,11 @@ class RemoteWorkers:
             began = self._clock.monotonic_seconds()
             if not self._engine.read(key, slot, deadline):
                 return False
+            seconds = self._clock.monotonic_seconds() - began
             self._count(blocks_in=1, bytes_in=len(slot))
             if len(slot) >= LARGE_BYTES:
-                self._transfers.append((self._clock.monotonic_seconds() - began, len(slot)))
+                with self._lock:
+                    self._transfers.append((seconds, len(slot)))
             return True
 
         return self.submit(work, deadline, on_return)
@@ -237,7 +239,8 @@ class RemoteWorkers:
 
     def seconds_left(self, call: RemoteCall[Any]) -> float:
         """For which its caller waits."""
-        return max(0.0, call.deadline + GRACE_SECONDS - self._clock.monotonic_seconds())
+        left = call.deadline + GRACE_SECONDS - self._clock.monotonic_seconds()
+        return min(max(0.0, left), threading.TIMEOUT_MAX)
 
     def give_up(self, call: RemoteCall[Any]) -> None:
         """Its caller waits no longer."""
