@@ -26,6 +26,8 @@ BUFFER_BYTES = 512
 """And the longest line."""
 MAX_BULK_BYTES, MAX_ITEMS, MAX_DEPTH = 4096, 1024, 6
 """Of a small reply: bytes of one string, items in all, lists in lists."""
+SLACK_SECONDS = 0.001
+"""By which a wait may pass the deadline: to set a socket's timeout is a system call, too."""
 _CODE_CHARACTERS = 24
 _DIGITS = 18
 
@@ -61,6 +63,7 @@ class RespConnection:
         self._socket = sock
         self._clock = clock
         self._buffer = bytearray(BUFFER_BYTES)
+        self._timeout = -1.0  # of the socket, set before a call to it
         self._at = self._end = 0  # of what is held and was not taken
         self._readable = select.poll()
         self._readable.register(sock, select.POLLIN)
@@ -163,7 +166,9 @@ class RespConnection:
         left = deadline - self._clock.monotonic_seconds()
         if left <= 0:
             raise TimeoutError
-        self._socket.settimeout(left)
+        if not 0.0 <= self._timeout - left <= SLACK_SECONDS:
+            self._socket.settimeout(left)
+            self._timeout = left
 
     @staticmethod
     def _received(count: int) -> int:
