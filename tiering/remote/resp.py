@@ -85,7 +85,8 @@ class RespConnection:
 
     def reply_into(self, slot: memoryview, deadline: float) -> bool:
         """The answer to a GET: whether there was a value, which fills the slot then."""
-        line = self._line(deadline)
+        expected = b"$%d\r\n" % len(slot)
+        line = self._line(deadline, len(expected))  # and no byte more: the value goes to the slot as it is aligned
         if line in (b"$-1", b"_"):
             return False
         if line[:1] != b"$":
@@ -129,9 +130,11 @@ class RespConnection:
             return [self._small(deadline, depth - 1) for _ in range(count)]
         raise _fault(line)
 
-    def _line(self, deadline: float) -> bytes:
+    def _line(self, deadline: float, first: int = BUFFER_BYTES) -> bytes:
+        """first: bytes to ask for at first."""
         while (end := self._buffer.find(b"\r\n", self._at, self._end)) < 0:
-            self._receive(deadline)
+            self._receive(deadline, first)
+            first = BUFFER_BYTES
         line = bytes(self._buffer[self._at : end])
         self._at = end + 2
         return line
@@ -143,7 +146,7 @@ class RespConnection:
             raise RespFault("a value that does not end where it was said to")
         self._at += 2
 
-    def _receive(self, deadline: float) -> None:
+    def _receive(self, deadline: float, most: int = BUFFER_BYTES) -> None:
         """More into the buffer."""
         if self._at:  # a few bytes
             held = self._end - self._at
@@ -152,7 +155,7 @@ class RespConnection:
         if self._end == BUFFER_BYTES:
             raise RespFault(f"a line of more than {BUFFER_BYTES} bytes")
         self._wait_at_most(deadline)
-        self._end += self._received(self._socket.recv_into(memoryview(self._buffer)[self._end :]))
+        self._end += self._received(self._socket.recv_into(memoryview(self._buffer)[self._end :][:most]))
 
     def _fill(self, view: memoryview, deadline: float) -> None:
         held = min(len(view), self._end - self._at)
