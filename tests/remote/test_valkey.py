@@ -194,6 +194,7 @@ def said(server: ValkeyServer, command: bytes) -> bytes:
 
 
 def test_a_connection_is_kept_and_one_that_is_out_of_step_is_not(server: ValkeyServer) -> None:
+    empty(server)
     with proxy(server.port) as between:
         engine = on(between.port)
         for _ in range(5):
