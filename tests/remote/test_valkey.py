@@ -445,6 +445,25 @@ def test_a_stopped_server_costs_the_deadline_and_is_used_again(tmp_path: Path) -
         engine.close()
 
 
+def test_a_late_answer_is_not_the_next_ones(tmp_path: Path) -> None:
+    with valkey_server(tmp_path) as server:
+        engine = on(server.port)
+        for number in (1, 2):
+            engine.write(key_of(number), *halves(number), 0)
+        server.stop()
+        with pytest.raises(RemoteTimedOut):
+            engine.read(key_of(1), slot(), soon(0.1))
+        into = slot()
+        asks = threading.Thread(target=lambda: engine.read(key_of(2), into))
+        asks.start()
+        wait_until(lambda: bool(engine._lent))
+        time.sleep(0.05)  # it has asked: nothing tells
+        server.go_on()
+        asks.join()
+        assert bytes(into) == frame(2)
+        engine.close()
+
+
 def test_closing_ends_what_is_under_way(tmp_path: Path) -> None:
     with valkey_server(tmp_path) as server:
         engine = on(server.port)
