@@ -225,6 +225,11 @@ def names_block(raw: bytes, stamp: bytes, prefix_key: bytes) -> bool:
     )
 
 
+def without_signer(stamp: bytes) -> bytes:
+    """A packed stamp but for the key and epoch that sign: equal for equal slot classes."""
+    return stamp[:_KEY_AT] + stamp[_KEY_END:]
+
+
 def epoch_in(header: memoryview) -> tuple[bytes, int]:
     """The key id and the epoch that a header names, whose bytes are already trusted."""
     key_id, epoch = _KEY.unpack_from(header, _KEY_AT)
