@@ -165,6 +165,20 @@ class Account:
             position += segment.tokens
         return Account.of(parts)
 
+    def missed_before(self, stop_token: int, reason: MissReason) -> Account:
+        """The same prompt with every miss before `stop_token` for that reason.
+
+        >>> Account.of([(HitTier.DRAM, 64), (MissReason.ABSENT, 128)]).missed_before(128, MissReason.DEADLINE).misses
+        {<MissReason.DEADLINE: 'deadline'>: 64, <MissReason.ABSENT: 'absent'>: 64}
+        """
+        parts: list[tuple[HitTier | MissReason, int]] = []
+        position = 0
+        for segment in self.segments:
+            renamed = 0 if isinstance(segment.origin, HitTier) else min(segment.tokens, max(0, stop_token - position))
+            parts += [(reason, renamed), (segment.origin, segment.tokens - renamed)]
+            position += segment.tokens
+        return Account.of(parts)
+
     def behind(self, tier: HitTier, tokens: int) -> Account:
         """The same prompt where that tier, which is above the others, has so many of its first tokens."""
         parts: list[tuple[HitTier | MissReason, int]] = [(tier, tokens)]

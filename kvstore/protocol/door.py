@@ -180,6 +180,8 @@ def missed(request: Request, reason: MissReason, detail: str) -> object:
             return m.Changed(b"", [], 0)
         case m.Await():
             return m.Awaited(0, AwaitEnd.GONE)
+        case m.Locate():
+            return m.Located(0, 0, reason=reason, detail=detail)
         case m.SealTicket():
             return m.Sealed("")
         case m.OpenTicket():

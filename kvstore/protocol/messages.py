@@ -366,9 +366,10 @@ class Granted(msgspec.Struct, array_like=True, frozen=True, tag="granted"):
 
 
 class Matched(msgspec.Struct, array_like=True, frozen=True, tag="matched"):
-    """To `MatchPrefix`."""
+    """To `MatchPrefix`. has_courier: whether there is somebody to ask of what is elsewhere (`Locate`)."""
 
     reply: MatchReply
+    has_courier: bool = False
 
 
 class Leased(msgspec.Struct, array_like=True, frozen=True, tag="leased"):
