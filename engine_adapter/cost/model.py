@@ -74,7 +74,8 @@ class CostCounts:
 
     explored: decisions that loaded more than was believed right. unlearned: those before speeds were learned. judged:
     finished loads that were held against computing; regret_ms and saved_ms: by how much they took longer, or less, with
-    the fetch before them. fetches: that ended; short_fetches: of these, those that did not bring all.
+    the fetch before them. locates: times that it was asked what is elsewhere; fetches: that ended; short_fetches: of
+    these, those that did not bring all.
     """
 
     decisions: int = 0
@@ -86,6 +87,7 @@ class CostCounts:
     judged: int = 0
     regret_ms: float = 0.0
     saved_ms: float = 0.0
+    locates: int = 0
     fetches: int = 0
     short_fetches: int = 0
 
@@ -101,6 +103,7 @@ class CostCounts:
             "judged": self.judged,
             "regret_ms": self.regret_ms,
             "saved_ms": self.saved_ms,
+            "locates": self.locates,
             "fetches": self.fetches,
             "short_fetches": self.short_fetches,
         }

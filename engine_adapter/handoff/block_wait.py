@@ -154,7 +154,7 @@ class WaitPlan:
         left = self.policy.seconds_left(blocks) if self.policy is not None else 0.0
         rests, self._rests = self._rests, False
         may_fetch = has_courier and self.fetch is not None and (bool(left) or not self.fetch.is_over) and not rests
-        if may_fetch and self.fetch is not None and self.fetch.is_wanted(blocks):
+        if may_fetch and self.fetch is not None and self.fetch.asks(blocks):
             return m.Located(0, 0)
         return self._waiting(left, has_courier)
 

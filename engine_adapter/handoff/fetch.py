@@ -32,8 +32,8 @@ REASON_OF_END: dict[AwaitEnd, MissReason | None] = {
 class FetchChoice(Protocol):
     """Decides for one prompt."""
 
-    def is_wanted(self, blocks: int) -> bool:
-        """So many blocks are here: whether those behind them would be of use."""
+    def asks(self, blocks: int) -> bool:
+        """So many blocks are here: whether those behind them would be of use, and it is asked where they are."""
         ...
 
     def choose(self, located: m.Located, blocks: int) -> tuple[int, float]:
@@ -60,9 +60,9 @@ class FetchPolicy:
         self.reason: MissReason | None = None
         self.detail = ""
 
-    def is_wanted(self, blocks: int) -> bool:
-        """As `FetchChoice.is_wanted`."""
-        return self._choice.is_wanted(blocks)
+    def asks(self, blocks: int) -> bool:
+        """As `FetchChoice.asks`."""
+        return self._choice.asks(blocks)
 
     def chosen(self, located: m.Located, blocks: int) -> tuple[int, float]:
         """As `FetchChoice.choose`, of what was located: no more than `blocks` where nothing is."""
@@ -106,7 +106,7 @@ class BoundedFetch:
     def __init__(self, usable_blocks: int, seconds: float) -> None:
         self._usable, self._seconds = usable_blocks, seconds
 
-    def is_wanted(self, blocks: int) -> bool:
+    def asks(self, blocks: int) -> bool:
         """Whether more could be loaded."""
         return self._usable > blocks
 

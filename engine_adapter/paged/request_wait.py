@@ -38,10 +38,12 @@ class RequestFetch:
         self._began_at = 0.0
         self._first = self._stop = 0  # the blocks that are expected
 
-    def is_wanted(self, blocks: int) -> bool:
+    def asks(self, blocks: int) -> bool:
         """A request that is admitted waits for nothing, and its last token is computed."""
         local = self._state.local_tokens // self._block_tokens
-        return not self._state.is_admitted and self._usable > max(blocks, local)
+        asks = not self._state.is_admitted and self._usable > max(blocks, local)
+        self._choice.costs.counts.locates += asks
+        return asks
 
     def choose(self, located: m.Located, blocks: int) -> tuple[int, float]:
         """What is fetched is told to routers when it is here, as what is stored."""
