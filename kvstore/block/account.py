@@ -42,10 +42,10 @@ class MissReason(StrEnum):
     PINNED_FULL = "pinned_full"  # what may be pinned at once is pinned, or what could make room is leased
     DEADLINE = "deadline"  # it did not come in time; or the room for it, which others still map, store into or move
     TIER_DOWN = "tier_down"  # the tier that holds it does not answer
-    UNREACHABLE = "unreachable"  # the store itself does not answer
+    UNREACHABLE = "unreachable"  # the store itself does not answer, or none of those elsewhere that hold it
     CORRUPT = "corrupt"  # a check failed; the frame is quarantined
     KEY_MISMATCH = "key_mismatch"  # it was written under a key that this store does not hold
-    STALE_HINT = "stale_hint"  # a directory or a ticket said it was there, and it was not
+    STALE_HINT = "stale_hint"  # a directory, a ticket or another node said it was there, and it was not
     QUOTA = "quota"  # the tenant's limit; all that may go is kept for others; a prompt that alone takes all it may
     NOT_ADMITTED = "not_admitted"  # the policy chose not to keep it
     CHEAPER_TO_COMPUTE = "cheaper_to_compute"  # loading would take longer than computing

@@ -255,6 +255,20 @@ def test_what_the_engine_has_itself_is_not_fetched_for_it(tmp_path: Path) -> Non
         assert not two.courier.asked["Locate"], "its own cache has all that could be loaded"
 
 
+@pytest.mark.parametrize("steps", range(5))
+def test_a_request_that_is_given_up_leaves_nothing(tmp_path: Path, steps: int) -> None:
+    with hosts(tmp_path) as two:
+        two.knows_couriers()
+        two.courier.brings, two.courier.milliseconds = None, inf
+        two.courier.answers = steps > 1
+        request = two.two.add("a", two.prompt(500), 2)
+        for _ in range(steps):
+            two.two.step()
+        assert bool(two.courier.fetches) is (steps > 1)
+        two.two.abort(request)
+        assert two.courier.fetches == [] and two.near.core.awaits.counts().parked == 0
+
+
 # Tickets --------------------------------------------------------------------------------------------------------------
 
 
