@@ -45,7 +45,7 @@ class SmallCourier:
     with the blocks that are wanted; returns how many come. spoils: what it does to a payload on the way."""
 
     def __init__(self, path: Path, far: EmbeddedStore, tenant: str = "default", tier: HitTier = HitTier.PEER) -> None:
-        self.tier, self.milliseconds = tier, 1.0
+        self.tier, self.milliseconds = tier, 500.0  # so that engines are patient
         self.may_bring: Callable[[int], int] = lambda blocks: blocks
         self.brought = Counter[str]()
         self._far: EmbeddedDoor = far._door()

@@ -25,7 +25,7 @@ PATIENCE = 4.0
 LEAST_WAIT_SECONDS = 0.05
 """Unless that is less than this, in which a machine may do something else."""
 UNLEARNED_SECONDS = 2.0
-"""The longest wait of an engine that has not learned how fast it computes."""
+"""The longest wait of an engine that has not learned how fast it computes, and for what nothing is known of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,9 @@ class FetchModel:
 
         def decided(stop: int, longest: float, explores: bool = False) -> FetchDecision:
             expected = fetching(stop, costs.loads.of_tier) if stop else 0.0
-            seconds = min(longest, max(LEAST_WAIT_SECONDS, PATIENCE * (expected + waiting)), LONGEST_SECONDS)
+            is_known = told > 0 or costs.loads.has_seen(tier)
+            patience = max(LEAST_WAIT_SECONDS, PATIENCE * (expected + waiting)) if is_known else UNLEARNED_SECONDS
+            seconds = min(longest, patience, LONGEST_SECONDS)
             size = max(0, stop - here) * costs.bytes_per_token
             return FetchDecision(tier, stop, seconds, expected + waiting, waiting, size, explores)
 
@@ -85,7 +87,7 @@ class FetchModel:
             return decided(0, 0.0)
         gained = prefill.more_seconds(start, located)
         if gained is None or not self._is_on:
-            return decided(located, UNLEARNED_SECONDS if gained is None else max(gained, LEAST_WAIT_SECONDS))
+            return decided(located, UNLEARNED_SECONDS)
         gained_less = gained - 1e-3 * costs.predicted_load_ms([(HitTier.DRAM, located - start)], now) - waiting
         is_cheaper = fetching(located, costs.loads.of_tier) <= gained_less
         if is_cheaper and fetching(located, costs.loads.doubted_of_tier) <= gained_less:

@@ -53,7 +53,7 @@ def test_what_another_host_computed_is_fetched_and_the_tokens_are_the_same(
         scratch = tmp_path / sidecar.path.parent.name
         scratch.mkdir()
         nursery = Nursery(scratch)
-        transfer = models.connector(f"unix:{sidecar.path}", codec="raw", audit=0.0, **models.PATIENT)
+        transfer = models.connector(f"unix:{sidecar.path}", codec="raw", **models.PATIENT)
         plan = {"model": saved(), "transfer": transfer, "options": OPTIONS, "kept": True, "steps": steps}
         try:
             return nursery.run(plan)

@@ -13,6 +13,12 @@ from typing import Any
 
 import pytest
 
+from adapters.test_chunk_space import NAMES as PAGE_NAMES
+from adapters.test_chunk_space import Engine as PageEngine
+from adapters.test_chunk_store import Engine as ChunkEngine
+from adapters.test_chunk_store import name_of
+from engine_adapter.adapter import Report, StoreRequest
+from engine_adapter.chunks.store import ChunkLimits, ChunkState
 from kvstore.block.account import HitTier, MissReason
 from kvstore.client.handle import NamespaceHandle
 from kvstore.node import EmbeddedStore
@@ -21,7 +27,7 @@ from paged_engine import PagedEngine, Shape, SharedStore
 from service.sidecar import Sidecar
 from small_courier import SmallCourier
 from tiering.counts.awaits import AwaitEnd
-from workbench import open_at
+from workbench import blank_pages, open_at, random_pages, same_tokens, small_layout
 
 SECONDS = 30.0
 
@@ -188,3 +194,69 @@ def test_a_sidecar_of_an_earlier_version_is_not_asked(tmp_path: Path, monkeypatc
             assert older.locate(hashed) == m.Located(
                 0, 0, reason=MissReason.UNSUPPORTED, detail="the sidecar is of an earlier version"
             )
+
+
+# Engines that may wait, and chunks ------------------------------------------------------------------------------------
+
+
+def test_a_request_that_may_wait_gets_it_in_its_look_up(tmp_path: Path) -> None:
+    with hosts(tmp_path) as (sidecar, far), sidecar.client() as client:
+        layout, tokens = small_layout(), list(range(450))
+        pages = random_pages(layout, 7)
+        StoreRequest(far.namespace(model="m", layout=layout), Report(450, 64)).save(tokens[:448], pages)
+        namespace = client.namespace(model="m", layout=layout)
+        with SmallCourier(sidecar.courier_path, far) as courier:
+            request, into = StoreRequest(namespace, Report(450, 64)), blank_pages(layout, 7)
+            assert request.matched_tokens(tokens) == 448 and request.load(into) == 448
+            assert request.report.account.hits == {HitTier.PEER: 448} and same_tokens(pages, into, range(448))
+            again = StoreRequest(namespace, Report(450, 64))
+            assert again.matched_tokens(tokens) == 448 and again.report.account.hits == {HitTier.DRAM: 448}
+            again.release()
+            courier.may_bring = lambda blocks: 0
+            StoreRequest(far.namespace(model="m", layout=layout), Report(450, 64)).save(
+                [tokens[-1], *tokens[:447]], random_pages(layout, 7)
+            )
+            short = StoreRequest(namespace, Report(450, 64))
+            assert short.matched_tokens([tokens[-1], *tokens[:449]]) == 0
+            assert short.report.account.misses == {MissReason.STALE_HINT: 448, MissReason.PARTIAL_BLOCK: 2}
+        assert settled(sidecar)
+
+
+def test_chunks_that_are_elsewhere_are_fetched_one_by_one(tmp_path: Path) -> None:
+    limits = ChunkLimits(lease_ms=2000.0)
+    with (
+        hosts(tmp_path) as (sidecar, far),
+        sidecar.client() as client,
+        ChunkEngine(far, limits, seed=1) as there,
+        ChunkEngine(client, limits, seed=2) as here,
+        SmallCourier(sidecar.courier_path, far) as courier,
+    ):
+        names = [name_of(number) for number in range(5)]
+        assert len(there.opened().store(names[:4], range(4)).good) == 4
+        states = here.opened().ask(names)
+        assert states == [ChunkState.HELD] * 4 + [ChunkState.MISSING]
+        assert sorted(here.load(names[:4], [4, 5, 6, 7]).good) == sorted(names[:4])
+        assert (here.memory[4:8] == there.memory[:4]).all()
+        courier.may_bring = lambda blocks: 0
+        other = [name_of(number) for number in range(10, 13)]
+        there.store(other, range(3))
+        assert here.ask(other, "b") == [ChunkState.MISSING] * 3
+        here.chunks.forget("b")
+        assert settled(sidecar)
+
+
+def test_pages_that_are_elsewhere_are_counted_where_they_can_be_fetched_in_time(tmp_path: Path) -> None:
+    with hosts(tmp_path, dram="64MiB") as (sidecar, far), sidecar.client() as client:
+        there, here = PageEngine(far, 1), PageEngine(client, 2)  # type: ignore[arg-type]
+        assert all(there.store(PAGE_NAMES[:6], range(6)))
+        with SmallCourier(sidecar.courier_path, far) as courier:
+            assert here.space.found(PAGE_NAMES[:8]) == 0, "who may not wait for it does not find it"
+            courier.milliseconds = 5000.0
+            assert here.space.found(PAGE_NAMES[:8], fetch_ms=1000) == 0, "too late"
+            courier.milliseconds = 500.0
+            assert here.space.found(PAGE_NAMES[:8], fetch_ms=1000) == 6
+            pages = here.space.pages(range(6))
+            assert here.space.load(PAGE_NAMES[:6], pages, 3000, fetches=True) == 6
+            assert [here.chunk(slot) for slot in range(6)] == [there.chunk(slot) for slot in range(6)]
+        there.space.close()
+        here.space.close()
