@@ -31,6 +31,7 @@ from kvstore.core.leases import (
     ENDED_PLACES,
     ChainWaits,
     Endings,
+    Fetched,
     LeasedFrames,
     LeaseEnd,
     LeaseRecord,
@@ -149,7 +150,7 @@ class Store:
         self._moves_done, self._joint_answered, self._waiting = (threading.Condition(self._lock) for _ in range(3))
         self._unmap_wait = UnmapWait()
         waits = ChainWaits(blocks, clock, self._lock, lambda: self._closed)
-        self.park, self.awaited, self._await = waits.park, waits.awaited, waits.wait
+        self.park, self.awaited, self._await, self.readable = waits.park, waits.awaited, waits.wait, waits.readable
         self._jobs: dict[int, _ExtentMove] = {}
         self._leases = LeaseTable(limits.lease_seconds, new_number)
         self._endings = Endings(blocks.residency, blocks.dram, self._unpin)
@@ -180,6 +181,9 @@ class Store:
         if taken_over:
             self._dram_recovery = DramRecovery(blocks, taken_over, mover.keys, self._lock)
         self._leaving: set[bytes] = set()  # tenants that are purged, or were
+        self.fetched: Fetched | None = None  # where couriers bring blocks: `fetch_with`
+        self._door = ""  # where peers reach this node
+        self._reaches_others: Callable[[bytes], bool] = lambda tenant: False
         self._closed = False
         self._closer: threading.Thread | None = None
 
@@ -212,7 +216,7 @@ class Store:
                 return m.Granted(self._open(client, request))
             case m.Changes():
                 told = self._blocks.index.changes.since(client.named[request.namespace], request.after)
-                return m.Changed(self.name, *told)
+                return m.Changed(self.name, *told[:3], list(told.indexes))
             case m.Drop():
                 return m.Counted(self.drop(client.named[request.namespace], request.seconds))
             case m.Await():
@@ -351,6 +355,8 @@ class Store:
             self._finish([*self._leases.expire_all(number), *self._endings.under_way_of(number)])
             self._await_taken_in(lambda: bool(self._jobs) or self._is_moving(number), deadline)
             self._cancel_all(number)
+            if self.fetched is not None:
+                self.fetched.forget(number)
             self._check_open()
             readable = self._blocks.index.visible_blocks(number)
             self._unfound.add(number)
@@ -449,7 +455,7 @@ class Store:
                 return MatchReply(0, reason=MissReason.DISABLED, detail="the store is closed")
             if number in self._unfound:
                 return MatchReply(0, reason=MissReason.DISABLED, detail="it is being dropped")
-            if self._levels is None:
+            if self._levels is None and (self.fetched is None or not self.fetched.is_any_marked):
                 blocks = self._blocks.index.matched(number, keys)
                 tiers: TierRuns = ((HitTier.DRAM, blocks),) if blocks else ()
             else:
@@ -765,9 +771,9 @@ class Store:
         space, identity = self._blocks.spaces[number], Identity.of(client.keys, self.node)
         about = identity, space.classes[0].namespace, space.namespace.layout.block_tokens, now
         if isinstance(request, m.OpenTicket):
-            return opened(request.ticket, *about)
+            return opened(request.ticket, *about, of_others=self._reaches_others(client.keys.tenant))
         self._retain(number, request.keys, int(now + request.seconds))
-        return sealed(request, *about)
+        return sealed(request, *about, self._door)
 
     def _retain(self, number: int, keys: Sequence[bytes], expires_at: int) -> None:
         """Keep what is readable of a chain until then, before other blocks. Others have the lock between pieces."""
@@ -802,13 +808,14 @@ class Store:
         seconds: float | None = None,
         *,
         skipped: int = 0,
+        couriers: int = 0,
     ) -> ReserveReply:
         """Rows and slots for what is missing from block `first_block` on, as far as there is room, or as room is made
         in so many seconds. skipped: blocks of the chain before the first one of keys, which has to be readable then; of
-        a collective put, none."""
+        a collective put, none. couriers: of how many tenants there are some, where one of them asks."""
         ends_at = self._clock.monotonic_seconds() + seconds if seconds is not None else None
         if collective is None:
-            return self._reserve(number, keys, first_block, priority, ttl_seconds, None, ends_at, skipped)
+            return self._reserve(number, keys, first_block, priority, ttl_seconds, None, ends_at, skipped, couriers)
         name, chain = (collective.session, number, collective.name), chain_of(keys, first_block)
         with self._lock:
             if self._closed or number in self._blocks.dropping:
@@ -847,6 +854,7 @@ class Store:
         put: CollectivePut | None,
         ends_at: float | None,
         skipped: int = 0,
+        couriers: int = 0,
     ) -> ReserveReply:
         """put: whose reservation it is, if it is a collective one; its number is known to nobody then. ends_at: no more
         room is made after that."""
@@ -872,7 +880,12 @@ class Store:
                 return ReserveReply(0, skipped + present, stopped_at=skipped + present, reason=reason)
             parts = len(self._blocks.spaces[number].classes)
             record = ReservationRecord(self._new_reservation(), number, parts, priority, expires_at, room_until=ends_at)
+            asked, record.is_fetched = len(keys), couriers > 0
+            if self.fetched is not None and record.is_fetched:
+                keys = keys[: present + self.fetched.room(number, couriers)]
             stopped_at, reason = self._begin_rows(record, keys, present, in_flight_rows)
+            if stopped_at is None and len(keys) < asked:
+                stopped_at, reason = len(keys), MissReason.BUSY
             if skipped:  # from here on all is counted in blocks of the chain
                 record.indexes = [skipped + position for position in record.indexes]
                 stopped_at = skipped + stopped_at if stopped_at is not None else None
@@ -1017,13 +1030,14 @@ class Store:
 
     @property
     def runs_out_at(self) -> float:
-        """When the first collective put's time is over, in monotonic seconds; inf where none is under way."""
-        return self._collective.due_at
+        """When the time of the first collective put, or fetched block, is over, in monotonic seconds; inf where there
+        is none."""
+        return self._collective.due_at if self.fetched is None else min(self._collective.due_at, self.fetched.due_at)
 
     def expire_due(self) -> None:
         """End collective puts whose time is over, also while nobody asks for anything: often called, and seldom
         waits."""
-        if self._clock.monotonic_seconds() < self._collective.due_at and not self.is_ending:
+        if self._clock.monotonic_seconds() < self.runs_out_at and not self.is_ending:
             return
         with self._lock:
             if not self._closed:
@@ -1045,6 +1059,12 @@ class Store:
         return self.spans(places)
 
     # Other processes -----------------------------------------------------------------------------------------------
+
+    def fetch_with(self, make: Callable[..., Fetched], door: str, reaches_others: Callable[[bytes], bool]) -> None:
+        """Blocks come from elsewhere, too. make: of what is the store's (`elsewhere.fetched`). door: where peers reach
+        this node, for tickets. reaches_others: whether a tenant's blocks are fetched from other nodes now."""
+        shared = self._blocks, self._clock, self._lock, self._pin, self._unpin, self._reservations, self._leases
+        self._door, self._reaches_others, self.fetched = door, reaches_others, make(*shared)
 
     def share(self, extent: int, tenant: bytes, holder: int, fills: Collection[int] | None = None) -> SharedExtent:
         """Open an extent for another process, to read, or to write if `fills` is given: namespaces that it stores into.
@@ -1285,6 +1305,7 @@ class Store:
             pins.update(promoting)
             for pinned in self._levels.pinned_for_demotion if self._levels is not None else ():
                 pins.update(pinned)
+            pins.update(self.fetched.pinned() if self.fetched is not None else ())
             namespaces = map(self._blocks.index.namespace_of, pins)
             assert self._pinned_bytes == sum(self._blocks.spaces[number].block_bytes for number in namespaces)
             self._blocks.check(pins, demoting)
@@ -1334,11 +1355,11 @@ class Store:
         if mine >= limits.most_leases:
             return 0, f"this tenant has as many leases as limits.tenant_leases allows ({limits.most_leases})"
         budget = self._pinned_budget_bytes()
-        blocks = max(0, budget - self._pinned_bytes) // self._blocks.spaces[number].block_bytes
-        return (
-            self._blocks.residency.pins.affordable(wanted, blocks),
-            f"at most {budget} bytes may be pinned at once (limits.pinned_fraction of DRAM)",
-        )
+        while True:
+            blocks = max(0, budget - self._pinned_bytes) // self._blocks.spaces[number].block_bytes
+            found = self._blocks.residency.pins.affordable(wanted, blocks)
+            if found == len(wanted) or self.fetched is None or not self.fetched.give_way():
+                return found, f"at most {budget} bytes may be pinned at once (limits.pinned_fraction of DRAM)"
 
     def _grant(
         self,
@@ -1403,6 +1424,10 @@ class Store:
         return LeaseEnd(reason, "not all blocks could be brought up to DRAM in time")
 
     def _tiers(self, rows: Sequence[int]) -> TierRuns:
+        found = self._tiers_now(rows)
+        return found if self.fetched is None or not self.fetched.is_any_marked else self.fetched.tiers(rows, found)
+
+    def _tiers_now(self, rows: Sequence[int]) -> TierRuns:
         if self._levels is None:
             return dram_runs(len(rows))
         is_above = self._blocks.is_above
@@ -1455,6 +1480,8 @@ class Store:
             self._endings.begin(record)
             self._blocks.counters["lapsed_leases"] += 1
         self._endings.work()
+        if self.fetched is not None:
+            self.fetched.expire()
         if self._clock.monotonic_seconds() >= self._collective.due_at:
             for reservation in self._collective.expire_due(self._clock.monotonic_seconds()):
                 self._touch_published(reservation)
@@ -1523,6 +1550,9 @@ class Store:
                 if step is None:
                     return None
                 if isinstance(step, MissReason):
+                    is_put = isinstance(record, SlotRequest) or not (record.is_fetched or record.cancelled)
+                    if is_put and self.fetched is not None and not self._closed and self.fetched.give_way():
+                        continue
                     if not len(self._endings) or has_waited or self._closed:
                         return step
                     has_waited = True  # leases that are over pinned what could make room
@@ -1624,6 +1654,8 @@ class Store:
         dram, levels = self._blocks.dram, self._levels
         if dram.awaited() or dram.guarded_bytes():
             return MissReason.DEADLINE, "memory that changes hands is still mapped by clients; try again"
+        if self.fetched is not None and self.fetched.has_slots:
+            return MissReason.DEADLINE, "blocks from elsewhere are on their way into what could make room; try again"
         if len(self._leases):
             return MissReason.PINNED_FULL, "what could make room is leased, or being stored or moved"
         is_moving = levels is not None and (levels.promoting or levels.demoting)
@@ -1671,13 +1703,16 @@ class Store:
         start = record.published
         rows = record.rows[start:complete]
         blocks.publish(record.namespace, rows, record.generations[start:complete])
+        if self.fetched is not None and record.is_fetched:
+            self.fetched.came(record.namespace, rows, record.fetched_from)
+            blocks.tally.stored_tokens -= len(rows) * blocks.spaces[record.namespace].namespace.layout.block_tokens
         if record.repairs:
             refilled = record.repairs.intersection(rows)
             record.repairs -= refilled
             self._unpin(record.namespace, sorted(refilled))
         record.published = complete
         if complete > start:
-            blocks.counters["stored_blocks"] += complete - start
+            blocks.counters["fetched_blocks" if record.is_fetched else "stored_blocks"] += complete - start
         if complete == len(record.rows):
             del self._reservations[record.number]
             self._touch_published(record)

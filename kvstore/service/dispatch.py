@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from math import inf
+from typing import Any, Protocol
 
 import msgspec
 
@@ -32,9 +34,9 @@ from kvstore.protocol.requests import check_request
 from kvstore.protocol.status import printable
 from kvstore.service.accounting import Counting, Lasting, NamespaceInfo
 from kvstore.service.descriptors import SlowExtents
-from kvstore.service.sessions import MAX_LEASED_PLACES, ClientState, ReservationProgress, Sessions
+from kvstore.service.sessions import COURIERS, MAX_LEASED_PLACES, ClientState, ReservationProgress, Sessions
 from kvstore.service.told import ToldRequests
-from tiering.counts.awaits import ParkedAwait
+from tiering.counts.awaits import AwaitEnd, ParkedAwait
 from tiering.counts.tally import Eviction
 from tiering.errors import BlockMissing, TierError, TierUnavailable
 from tiering.frame import DIGEST_BYTES, KEY_BYTES, frame_bytes
@@ -61,7 +63,8 @@ _CHECKED_AT_ONCE = 4096
 MAX_LISTED, MAX_LISTED_BYTES = 64, 256 << 10
 """Namespaces in one answer: it ends with the first that makes it as long."""
 
-_SLOW = m.LeasePrefix | m.Reserve | m.ReportFrame | m.Persist | m.Drop | m.Namespaces | m.SealTicket
+COURIER_VERBS = (m.Adopt, m.Questions, m.Holdings)
+_SLOW = m.LeasePrefix | m.Reserve | m.ReportFrame | m.Persist | m.Drop | m.Namespaces | m.SealTicket | m.Adopt
 
 _log = logging.getLogger(__name__)
 
@@ -72,6 +75,70 @@ class Response:
 
     answer: m.Answer
     descriptors: Sequence[int] = ()
+    parked: ParkedLocate | None = None
+    """In place of the answer, which comes later."""
+
+
+@dataclass(eq=False, slots=True)
+class ParkedLocate:
+    """A `Locate` that a courier was asked about. answer: None until it is over, of which `tell` is told."""
+
+    answer: m.Located | None = None
+    tell: Callable[[ParkedLocate], object] = lambda one: None
+
+
+Parked = ParkedAwait | ParkedLocate
+
+
+class Elsewhere(Protocol):
+    """What is brought here from other nodes and remote engines (`kvstore.elsewhere`). Thread-safe."""
+
+    verbs: Mapping[type, Callable[[ClientState, Any], Response | m.Answer]]
+    """What couriers may ask; raises what the handlers here do."""
+
+    @property
+    def due_at(self) -> float:
+        """When to call `expire` next."""
+        ...
+
+    def locate(self, caller: ClientState, verb: m.Locate) -> Response | m.Answer:
+        """Ask a courier. Raises `BadInput`."""
+        ...
+
+    def park(
+        self, caller: ClientState, number: int, verb: m.Await, tell: Callable[[ParkedAwait], object]
+    ) -> ParkedAwait | Response:
+        """As `Handlers.park`, of blocks that are to be fetched; number: of their namespace. Raises `BadInput`."""
+        ...
+
+    def awaited(self, one: ParkedAwait, answer: m.Awaited) -> m.Awaited:
+        """What is known of how such a wait ended."""
+        ...
+
+    def cancel(self, ones: Iterable[ParkedLocate]) -> None:
+        """These are not wanted any more."""
+        ...
+
+    def expire(self) -> None:
+        """Answer those whose time is over."""
+        ...
+
+    def tell_couriers(self) -> None:
+        """What is not wanted any more. Called often, by one thread."""
+        ...
+
+    def leased(self, lease: int) -> None:
+        """An engine was granted it."""
+        ...
+
+    def left(self, caller: ClientState) -> None:
+        """A connection is gone."""
+        ...
+
+    def forgetting(self, tenant: bytes, digest: bytes) -> AbstractContextManager[list[str]]:
+        """A namespace, or all of a tenant's, are dropped within: of a purge others are asked before, of a drop after.
+        Then what they have still is in there, in a line."""
+        ...
 
 
 class Handlers:
@@ -96,7 +163,8 @@ class Handlers:
         self._slow = slow or SlowExtents()
         self._lasting = Lasting()
         self._store = store
-        self.awaits = store.awaits
+        self._awaits = store.awaits
+        self.elsewhere: Elsewhere | None = None
         self._recording = recording
         self._whatif = whatif
         self._told = told or ToldRequests(store.clock)
@@ -112,7 +180,7 @@ class Handlers:
             m.Release: self._release,
             m.ReleaseRequest: self._release_request,
             m.ReportFrame: self._report,
-            m.Reserve: self._reserve,
+            m.Reserve: self.reserve,
             m.Commit: self._commit,
             m.Abort: self._abort,
             m.Persist: self._persist,
@@ -124,9 +192,12 @@ class Handlers:
             m.Ping: self._ping,
             m.SealTicket: self._ticket,
             m.OpenTicket: self._ticket,
+            m.Locate: self._locate,
         }
 
-    def greet(self, tenant: TenantKeys, hello: m.Hello) -> tuple[ClientState | None, m.Answer]:
+    def greet(
+        self, tenant: TenantKeys, hello: m.Hello, *, is_courier: bool = False
+    ) -> tuple[ClientState | None, m.Answer]:
         """The first message of a connection: who it is from now on, or why it may not come in."""
         version = version_in_common(hello)
         if isinstance(version, m.Failed):
@@ -135,17 +206,23 @@ class Handlers:
         if not hello.session:
             caller = self._sessions.open(tenant, engine)
         elif m.MIN_SESSION_BYTES <= len(hello.session) <= m.MAX_SESSION_BYTES:
-            caller = self._sessions.join(tenant, hello.session, engine)
+            caller = self._sessions.join(tenant, COURIERS * is_courier + hello.session, engine)
         else:
             text = f"a session's token of {len(hello.session)} bytes"
             return None, m.Failed(
                 m.RequestFault.BAD_INPUT, f"{text}; give {m.MIN_SESSION_BYTES} to {m.MAX_SESSION_BYTES}"
             )
+        caller.is_courier = is_courier
         caller.fingerprint = hello.fingerprint if hello.fingerprint != tenant.fingerprint else b""
         caller.session.since = caller.session.since or self._counting.now()
         _log.debug("client let in", extra={"connection": caller.number, "engine": engine})
         here = tenant.fingerprint, self._store.node.node, self._store.node.incarnation
-        return caller, m.Welcome(version, self._run, caller.session.token, m.MAX_KEYS, *here)
+        token = caller.session.token.removeprefix(COURIERS)
+        return caller, m.Welcome(version, self._run, token, m.MAX_KEYS, *here)
+
+    def shared(self, *verbs: type) -> dict[type, Callable[[ClientState, Any], Response | m.Answer]]:
+        """What serves these verbs, for callers that have some of them."""
+        return {verb: self._verbs[verb] for verb in verbs}
 
     def is_slow(self, verb: m.Verb) -> bool:
         """Whether a request may wait for memory, for a disk or for others."""
@@ -175,9 +252,14 @@ class Handlers:
 
     def serve(self, caller: ClientState, verb: m.Verb) -> Response:
         """Do what is asked. Never raises for what a client can cause."""
-        handler = self._verbs.get(type(verb))
+        verbs = self.elsewhere.verbs if self.elsewhere is not None and caller.is_courier else self._verbs
+        handler = verbs.get(type(verb))
         if handler is None:  # hello comes once, and the door sees to it
             text = "this is a tenant's socket; that is a verb of the admin socket, admin.sock in the sidecar's --data"
+            if isinstance(verb, COURIER_VERBS):
+                text = "this is a tenant's socket; that is a verb of couriers, at courier.sock in the sidecar's --data"
+            if caller.is_courier:
+                text = f"couriers ask for {', '.join(sorted(one.__name__ for one in verbs))}; that is none of these"
             return Response(m.Failed(m.RequestFault.BAD_INPUT, text))
         served = self._served(handler, caller, verb)
         assert served is not None
@@ -189,13 +271,50 @@ class Handlers:
             number, _ = _check_asked(caller, verb.namespace, verb.keys)
             if not verb.seconds >= 0:
                 raise BadInput(f"seconds={verb.seconds}; give 0 or more")
+            if verb.located and self.elsewhere is not None:
+                return self.elsewhere.park(caller, number, verb, tell)
         except BadInput as error:
             return Response(m.failed(m.RequestFault.BAD_INPUT, str(error)))
         return self._store.park(number, verb.keys, verb.seconds, tell)
 
-    def awaited(self, one: ParkedAwait) -> Response:
+    def awaited(self, one: Parked) -> Response:
         """The answer to one that is over."""
-        return Response(self._store.awaited(one))
+        if isinstance(one, ParkedLocate):
+            assert one.answer is not None
+            return Response(one.answer)
+        answer = self._store.awaited(one)
+        return Response(answer if self.elsewhere is None else self.elsewhere.awaited(one, answer))
+
+    def cancel(self, ones: Sequence[Parked]) -> None:
+        """These are not waited for any more."""
+        self._awaits.end([one for one in ones if isinstance(one, ParkedAwait)], AwaitEnd.CANCELLED)
+        if self.elsewhere is not None:
+            self.elsewhere.cancel([one for one in ones if isinstance(one, ParkedLocate)])
+
+    def end_all(self) -> None:
+        """No client is served any more."""
+        self._awaits.end_all(AwaitEnd.GONE)
+
+    @property
+    def due_at(self) -> float:
+        """When to call `expire` next, in monotonic seconds; inf where nothing is parked."""
+        return min(self._awaits.due_at, self.elsewhere.due_at if self.elsewhere is not None else inf)
+
+    def expire(self) -> None:
+        """Those whose time is over are."""
+        self._awaits.expire()
+        if self.elsewhere is not None:
+            self.elsewhere.expire()
+
+    def tell_couriers(self) -> None:
+        """What is not wanted any more."""
+        if self.elsewhere is not None:
+            self.elsewhere.tell_couriers()
+
+    def left(self, caller: ClientState) -> None:
+        """A connection is gone."""
+        if self.elsewhere is not None:
+            self.elsewhere.left(caller)
 
     def serve_at_once(self, caller: ClientState, verb: m.Verb) -> Response | None:
         """The same for a request that may wait, and need not this time; None, and nothing is done, where it has to."""
@@ -249,7 +368,7 @@ class Handlers:
         began_at = self._store.clock.monotonic_seconds()
         matched = self._store.handle(caller, verb)
         assert isinstance(matched, m.Matched)
-        if verb.counts:
+        if verb.counts and not caller.is_courier:
             seconds = self._store.clock.monotonic_seconds() - began_at
             self._counting.looked_up(number, verb.keys, matched.reply, seconds)
             if verb.request:
@@ -321,7 +440,7 @@ class Handlers:
     def _leased(
         self, caller: ClientState, number: int, verb: m.LeasePrefix, reply: LeaseReply, seconds: float = 0.0
     ) -> m.Answer:
-        if verb.counts:
+        if verb.counts and not caller.is_courier:
             self._counting.leased(number, verb.keys, reply, seconds)
             self._prefixes.granted(caller.keys.tenant, number, verb.keys, verb.first_block, reply.blocks)
             if verb.request:
@@ -329,6 +448,8 @@ class Handlers:
         if reply.lease:
             parts = len(caller.namespaces[number])
             self._sessions.took(caller, reply.lease, verb.request, len(reply.generations), parts)
+            if self.elsewhere is not None and not caller.is_courier:
+                self.elsewhere.leased(reply.lease)
         return m.Leased(reply)
 
     def _gone(
@@ -361,7 +482,8 @@ class Handlers:
 
     # Storing -------------------------------------------------------------------------------------------------------
 
-    def _reserve(self, caller: ClientState, verb: m.Reserve) -> m.Answer:
+    def reserve(self, caller: ClientState, verb: m.Reserve, couriers: int = 0) -> m.Answer:
+        """Slots. couriers: of how many tenants there are some, where one of them asks. Raises `BadInput`."""
         number, slices = _check_asked(caller, verb.namespace, verb.keys)
         ttl = verb.ttl_seconds
         skipped = verb.skipped
@@ -383,10 +505,16 @@ class Handlers:
             return m.Failed(m.RequestFault.BUSY, f"{MAX_RESERVATIONS} reservations are under way, which is the limit")
         _check_collective(verb, len(slices))
         began_at = self._store.clock.monotonic_seconds()
-        reserved = self._store.handle(caller, verb)
-        assert isinstance(reserved, m.Reserved)
-        reply = reserved.reply
-        self._counting.offered(number, len(verb.keys), skipped, reply)
+        if couriers:
+            reply = self._store.reserve(
+                number, verb.keys, verb.first_block, 0, None, skipped=skipped, couriers=couriers
+            )
+            reserved = m.Reserved(reply)
+        else:
+            answer = self._store.handle(caller, verb)
+            assert isinstance(answer, m.Reserved)
+            reserved, reply = answer, answer.reply
+            self._counting.offered(number, len(verb.keys), skipped, reply)
         if reply.reservation:
             parts = frozenset(part for part, places in enumerate(reply.places) if places)
             done, is_collective = [0] * len(slices), bool(verb.collective)
@@ -504,8 +632,20 @@ class Handlers:
         return self._store.handle(caller, verb)
 
     def _drop(self, caller: ClientState, verb: m.Drop) -> m.Answer:
-        _check_asked(caller, verb.namespace, ())
-        return self._store.handle(caller, msgspec.structs.replace(verb, seconds=checked_seconds(verb.seconds)))
+        number, _ = _check_asked(caller, verb.namespace, ())
+        verb = msgspec.structs.replace(verb, seconds=checked_seconds(verb.seconds))
+        if self.elsewhere is None:
+            return self._store.handle(caller, verb)
+        with self.elsewhere.forgetting(caller.keys.tenant, self._store.namespace_of(number).digest()) as lines:
+            dropped = self._store.handle(caller, verb)
+        assert isinstance(dropped, m.Counted)
+        return m.Counted(dropped.blocks, " ".join(lines))
+
+    def _locate(self, caller: ClientState, verb: m.Locate) -> Response | m.Answer:
+        _check_asked(caller, verb.namespace, verb.keys)
+        if self.elsewhere is None:
+            return m.Located(0, self._store.readable(caller.named[verb.namespace], verb.keys))
+        return self.elsewhere.locate(caller, verb)
 
     def _namespaces(self, caller: ClientState, verb: m.Namespaces) -> m.Answer:
         mine = [one for one in self._store.namespaces() if one.tenant == caller.session.tenant.tenant]

@@ -31,9 +31,11 @@ from kvstore.block.identity import TenantKeys
 from kvstore.protocol import messages as m
 from kvstore.protocol.status import DoorStatus
 from kvstore.service.connections import (
+    COURIER_CONNECTIONS,
     LARGE_BYTES,
     AdminVerbs,
     Connection,
+    CourierGreeting,
     DoorAwaits,
     DoorCounts,
     DoorLimits,
@@ -57,7 +59,7 @@ from tiering.files import listening_socket, remove_socket
 _TOKEN_SECONDS = 0.001
 """How soon it is looked again at those who have to wait for the rate."""
 _PEER = struct.Struct("iII")  # struct ucred
-ADMIN_CONNECTIONS, ADMIN_THREADS = 8, 4
+ADMIN_CONNECTIONS, ADMIN_THREADS, COURIER_THREADS = 8, 4, 4
 ADMIN_MODE = 0o600
 WAITS_KEPT = 4096
 """Of the last requests, for how long they waited."""
@@ -161,8 +163,13 @@ class LocalDoor:
         sock, pool = listening_socket(path, mode), ThreadPoolExecutor(ADMIN_THREADS, "kv-door-admin")
         self._listen(Listener(path, sock, None, users, None, admin, self._turns, self._large_turns, pool))
 
+    def listen_couriers(self, path: Path, greet: CourierGreeting, mode: int = ADMIN_MODE) -> None:
+        """A socket for couriers of all tenants, each of which says whose it is. Raises `OSError`."""
+        sock, pool = listening_socket(path, mode), ThreadPoolExecutor(COURIER_THREADS, "kv-door-courier")
+        self._listen(Listener(path, sock, None, None, None, None, self._turns, self._large_turns, pool, greet))
+
     def _listen(self, listener: Listener) -> None:
-        if listener.admin is None:
+        if listener.pool is None:
             listener.line, listener.long_line = self._lines.new_line(), self._long_lines.new_line()
         self._listeners.append(listener)
         self._selector.register(listener.socket, selectors.EVENT_READ, listener)
@@ -394,9 +401,10 @@ class LocalDoor:
 
     def _disconnect_tenant(self, tenant: bytes, done: threading.Event) -> None:
         for listener in self._listeners:
-            if listener.tenant is not None and listener.tenant.tenant == tenant:
-                listener.tenant = None
-                for one in [one for one in self._connections if one.listener is listener]:
+            is_theirs = listener.tenant is not None and listener.tenant.tenant == tenant
+            listener.tenant = None if is_theirs else listener.tenant
+            for one in [one for one in self._connections if one.listener is listener]:
+                if is_theirs or (listener.greet is not None and one.tenant in (b"", tenant)):
                     self._disconnect(one)
         done.set()
 
@@ -473,16 +481,16 @@ class LocalDoor:
         if listener.tenant is None:
             return 0
         tenant = listener.tenant.tenant
-        leaving = sum(one.session.tenant.tenant == tenant for one in list(self._leaving))
+        leaving = sum(one.keys.tenant == tenant and not one.is_courier for one in list(self._leaving))
         return leaving + self._sessions.departed_of(tenant)
 
     def _like(self, listener: Listener) -> list[Connection]:
         return [one for one in self._connections if one.refusal is None and one.listener is listener]
 
     def _most(self, listener: Listener) -> int:
-        if listener.admin is not None:
-            return ADMIN_CONNECTIONS
-        return max(1, self._limits.connections // sum(one.admin is None for one in self._listeners))
+        if listener.pool is not None:
+            return ADMIN_CONNECTIONS if listener.admin is not None else COURIER_CONNECTIONS
+        return max(1, self._limits.connections // sum(one.pool is None for one in self._listeners))
 
     def _exchange(self, connection: Connection, events: int) -> None:
         if connection.closed:
@@ -600,7 +608,8 @@ class LocalDoor:
     def _is_slow(self, connection: Connection, verb: m.Verb) -> bool:
         if connection.admin is not None:
             return not isinstance(verb, m.Hello)
-        return connection.listener.tenant is None or self._handlers.is_slow(verb)
+        is_hello = isinstance(verb, m.Hello)  # which may have to wait for keys
+        return connection.listener.tenant is None if is_hello else self._handlers.is_slow(verb)
 
     def _serve_at_once(self, connection: Connection, verb: m.Verb) -> Response | None:
         caller = connection.caller
@@ -611,6 +620,8 @@ class LocalDoor:
         if isinstance(verb, m.Hello):
             if listener.admin is not None:
                 connection.caller, answer = listener.admin.greet(verb)
+            elif listener.greet is not None:
+                connection.caller, answer = listener.greet(verb)
             else:
                 tenant = listener.tenant_keys()
                 if isinstance(tenant, m.Failed):
@@ -791,6 +802,9 @@ class LocalDoor:
         connection.waited.add(seconds)
 
     def _answer(self, connection: Connection, number: int, served: Response, *, asks: bool = False) -> None:
+        if served.parked is not None:
+            self._awaits.hold(connection, number, served.parked)
+            return
         if connection.closed:
             close_all(served.descriptors)
             return
@@ -798,7 +812,7 @@ class LocalDoor:
         try:
             retired = self._sessions.gone(caller) if isinstance(caller, ClientState) else ()
             if retired and not asks and isinstance(caller, ClientState):
-                self._sessions.told_unasked(caller)
+                self._sessions.ring(caller)
             frame = memoryview(m.pack(m.Reply(number, served.answer, list(retired))))
         except Exception as error:  # what cannot be encoded is for nobody
             close_all(served.descriptors)
@@ -901,6 +915,7 @@ class LocalDoor:
         _log.debug("client left", extra={"connection": caller.number})
         try:
             self._sessions.left(caller)
+            self._handlers.left(caller)
         finally:
             self._leaving.discard(caller)
         with suppress(OSError):  # the door is closed meanwhile

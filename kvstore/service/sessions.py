@@ -36,6 +36,8 @@ from kvstore.protocol.notify_pipe import NotifyPipe, new_notify_pipe
 MAX_LEASED_PLACES = 1 << 23
 """Blocks times parts that the leases of one tenant name, each as often as one does: 8 bytes each, and 4 for each block,
 so that they take 96 MiB of the sidecar's own memory at most."""
+COURIERS = b"couriers"
+"""What departed ones are counted under, behind their tenant's id."""
 CONNECTION_BITS = 24
 """Connections of one run are numbered so far, in no order: a client can ask the kernel for the numbers of its own."""
 
@@ -90,7 +92,8 @@ class ClientState:
     """One connection. number: by which the kernel knows its mappings. namespaces: that it opened, each with the layer
     slices of its parts. named: these by the numbers that the client has for them. extents: shared with it. shares: how
     often each of them was. retired_seen: how far it was told what to unmap. is_rung: whether its bell was, since it
-    asked last. fingerprint: of the keys that it hashes with, if others than its tenant has."""
+    asked last. fingerprint: of the keys that it hashes with, if others than its tenant has. is_courier: it came
+    in at courier.sock."""
 
     number: int
     session: Session
@@ -103,6 +106,7 @@ class ClientState:
     notify_pipe: NotifyPipe | None = None
     is_rung: bool = False
     fingerprint: bytes = b""
+    is_courier: bool = False
 
     @property
     def keys(self) -> TenantKeys:
@@ -303,7 +307,8 @@ class Sessions:
 
     def _depart(self, caller: ClientState) -> DisconnectedClient[ClientState] | None:
         """It is gone; None where that is known. Under the lock."""
-        gone = self._departed.add(caller.number, caller.session.tenant.tenant, caller, caller.extents)
+        whose = caller.session.tenant.tenant + COURIERS * caller.is_courier  # who keep no engine out
+        gone = self._departed.add(caller.number, whose, caller, caller.extents)
         if gone is not None:
             caller.session.departed += 1
         return gone
@@ -395,8 +400,8 @@ class Sessions:
             for caller in self._callers.values():
                 self._take_notify_pipe(caller)
 
-    def told_unasked(self, caller: ClientState) -> None:
-        """An answer told something beside what was asked for: perhaps nobody reads it."""
+    def ring(self, caller: ClientState) -> None:
+        """There is something to be told; or an answer told it beside what was asked for: perhaps nobody reads it."""
         with self._lock:
             self._notify(caller)
 
@@ -478,8 +483,12 @@ class Sessions:
         return self._departed.looks
 
     def departed_of(self, tenant: bytes) -> int:
-        """How many of them a tenant has."""
+        """How many of them a tenant has, without couriers."""
         return self._departed.count_of(tenant)
+
+    def departed_couriers(self, tenant: bytes) -> int:
+        """How many couriers among them."""
+        return self._departed.count_of(tenant + COURIERS)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
