@@ -101,6 +101,10 @@ class Elsewhere(Protocol):
         """When to call `expire` next."""
         ...
 
+    def is_served(self, tenant: bytes) -> bool:
+        """Whether a courier of a tenant's is there, whom `locate` asks."""
+        ...
+
     def locate(self, caller: ClientState, verb: m.Locate) -> Response | m.Answer:
         """Ask a courier. Raises `BadInput`."""
         ...
@@ -380,6 +384,8 @@ class Handlers:
             if self._whatif is not None:
                 self._whatif.looked_up(number, verb.keys)
             self._prefixes.looked_up(caller.keys.tenant, number, verb.keys, matched.reply.blocks)
+        if self.elsewhere is not None and self.elsewhere.is_served(caller.keys.tenant):
+            return m.Matched(matched.reply, has_courier=True)
         return matched
 
     def _lease(self, caller: ClientState, verb: m.LeasePrefix) -> m.Answer:
