@@ -29,6 +29,7 @@ from kvstore.node import EmbeddedStore
 from kvstore.protocol import messages as m
 from paged_engine import PagedEngine, Request, Shape, SharedStore, Status
 from tiering.counts.awaits import AwaitEnd
+from waiting import wait_until
 from workbench import open_at
 
 SEED = int(os.environ.get("FETCH_SEED", "0")) or SystemRandom().randrange(1 << 30)
@@ -175,6 +176,8 @@ def test_what_is_fetched_is_told_to_routers_and_what_did_not_come_is_not(tmp_pat
         two.two.half.announce(lambda request, number: (request.request_id, number))
         two.courier.brings = 0.5
         two.ask("a", two.prompt(500))
+        two.two.settle()
+        wait_until(lambda: two.two.step() or len(two.two.half.announced._news) >= 7)  # type: ignore[func-returns-value]
         news = [one.block for one in two.two.half.announced.take() if one.came is HitTier.DRAM]
         assert news[:3] == [("a", 0), ("a", 1), ("a", 2)]
         assert {number for name, number in news} == set(range(7)), "the others are told when they are saved"
@@ -276,6 +279,7 @@ def test_a_ticket_goes_along_and_is_asked_again_while_the_other_engine_stores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(block_wait, "RELOCATE_SECONDS", 0.005)
+    monkeypatch.setattr(block_wait, "UNLEARNED_SECONDS", 20.0)
     with hosts(tmp_path) as two:
         prompt = [two.random.randrange(1000) for _ in range(500)]
         near = handle(two.two)
@@ -321,7 +325,11 @@ def test_a_holder_that_fails_at_once_is_not_asked_without_a_pause(
 
 
 @pytest.mark.parametrize("history", range(HISTORIES))
-def test_whatever_comes_when_nothing_is_left_and_every_number_is_right(tmp_path: Path, history: int) -> None:
+def test_whatever_comes_when_nothing_is_left_and_every_number_is_right(
+    tmp_path: Path, history: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_wait, "UNLEARNED_SECONDS", 0.1)
+    monkeypatch.setattr(fetches, "UNLEARNED_SECONDS", 0.1)
     seed = SEED + history
     print(f"FETCH_SEED={SEED}, history {history}")
     draw = Random(seed)
@@ -344,7 +352,7 @@ def test_whatever_comes_when_nothing_is_left_and_every_number_is_right(tmp_path:
             elif action < 0.53:
                 courier.gone()
             elif action < 0.56:
-                two.near.evict(draw.randrange(20))
+                two.near.evict(draw.randrange(1, 20))
             elif action < 0.6:
                 two.two.forget()
             else:
