@@ -3,7 +3,7 @@
     looked, and more would be of use > LOCATING > nothing is worth it           over
                                                 > FETCHING: awaited > looked   over, or, with a ticket, again
 
-Whoever knows what computing takes decides how far (`FetchChoice`); `block_wait` has the order of things. What was
+Who knows what computing takes decides how far (`FetchChoice`); `block_wait` has the order of things. What was
 located and is not here in the end is a miss by what kept it away; what was located and not wanted is
 `cheaper_to_compute`. Must never import an engine.
 """
@@ -45,7 +45,7 @@ class FetchChoice(Protocol):
         ...
 
     def looked(self, blocks: int) -> None:
-        """After it, or where nobody waits for it any more: so many blocks are here."""
+        """After it, or where it is not waited for any more: so many blocks are here."""
         ...
 
 
@@ -122,4 +122,4 @@ class BoundedFetch:
         """Nothing is learned."""
 
     def looked(self, blocks: int) -> None:
-        """Nobody is told."""
+        """There is no router to be told."""

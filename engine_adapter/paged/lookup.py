@@ -152,7 +152,7 @@ class PrefixLookup:
                 self._seen = match
                 return
         if not self._is_counted:
-            self._submitted(counts=True)  # for the store's own account: nobody waits for it
+            self._submitted(counts=True)  # for the store's own account; its answer is not waited for
         if wait is not None:
             match = replace(match, account=wait.plan.account(match.account), detail=wait.plan.detail or match.detail)
         self._match, self.account, self.detail = match, match.account, match.detail

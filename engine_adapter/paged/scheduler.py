@@ -25,7 +25,6 @@ from engine_adapter.paged.load_choice import LoadChoice, StepWork
 from engine_adapter.paged.load_plan import LoadPlan
 from engine_adapter.paged.lookup import PrefixLookup, account_unasked
 from engine_adapter.paged.namespace_opener import ClosableStore, NamespaceOpener
-from engine_adapter.paged.request_wait import wait_of
 from engine_adapter.paged.requests import (
     NEVER,
     Computed,
@@ -36,6 +35,7 @@ from engine_adapter.paged.requests import (
     RequestSpec,
     RequestState,
     edge,
+    wait_of,
 )
 from engine_adapter.paged.save_plan import SavePlan, page_runs
 from engine_adapter.paged.settings import ConnectorSettings, LoadMode, SavePolicy

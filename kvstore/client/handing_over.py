@@ -24,7 +24,7 @@ class HandOffVerbs:
     _door: Door
     _grant: Grant
     has_courier = False
-    """Whether the last look-up's answer said that somebody fetches blocks from elsewhere. Nobody is asked otherwise."""
+    """Whether the last look-up's answer said that a courier fetches blocks from elsewhere. None is asked otherwise."""
 
     def locate(self, prompt: Prompt, ticket: str = "") -> m.Located:
         """How much of a prompt, from its first block on, is elsewhere and could be here soon."""
