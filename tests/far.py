@@ -127,7 +127,7 @@ class FarDoor:
     def _seen(self, request: Any, answer: Any) -> Any:
         if isinstance(answer, m.Matched):
             return m.Matched(answer.reply, self._courier.is_there)
-        if isinstance(answer, NamedLease) and answer.reply.lease:
+        if isinstance(request, m.LeasePrefix) and isinstance(answer, NamedLease) and answer.reply.lease:
             came, runs = self._courier.came, list[tuple[HitTier, int]]()
             for key in request.keys[: answer.reply.blocks]:
                 runs.append((self._courier.tier if key in came else HitTier.DRAM, 1))

@@ -113,7 +113,8 @@ def test_an_engine_gets_what_the_other_store_has_and_counts_it_once(tmp_path: Pa
     with hosts(tmp_path) as (sidecar, far), engines(sidecar, far) as both:
         with SmallCourier(sidecar.courier_path, far, tier=tier) as courier:
             prompt = both.prompt(500)
-            assert both.ask("a", prompt)["hits"] == {str(tier): 448}
+            account = both.ask("a", prompt)
+            assert account["hits"] == {str(tier): 448}, (account, courier.brought)
             assert courier.brought == {"located": 1, "fetches": 1, "blocks": 7}
             assert both.ask("b", prompt)["hits"] == {"dram": 448}
             looked = sidecar.admin.facts().looked
