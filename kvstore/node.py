@@ -255,11 +255,6 @@ class EmbeddedStore:
         """End every lease, and every submitted one, that was taken or attached to for a request of the engine."""
         self._requests.release(request)
 
-    @property
-    def mac_keys(self) -> KeyRing:
-        """By which headers of frames are believed."""
-        return self._ring
-
     def tenant_names(self) -> dict[bytes, str]:
         """The name of every tenant that has keys, by its opaque id."""
         return self.keys.names()

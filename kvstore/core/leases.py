@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import count
+from itertools import count, groupby, pairwise
 from math import inf
 from typing import NamedTuple, Protocol
 
@@ -399,6 +399,8 @@ class Numbers:
 # What a lease's answer is made of.
 
 
+IN_COLUMNS = 2048
+"""Blocks of a chain from which on numpy is faster."""
 TierRuns = tuple[tuple[HitTier, int], ...]
 """Of a chain's blocks, in which tier they lie: runs of (tier, blocks)."""
 
@@ -456,8 +458,16 @@ def join_runs(runs: list[tuple[HitTier, int]], more: Sequence[tuple[HitTier, int
     return runs
 
 
-def dram_runs(blocks: int) -> TierRuns:
-    return ((HitTier.DRAM, blocks),) if blocks else ()
+def tier_runs(blocks: BlockTable, rows: Sequence[int]) -> TierRuns:
+    """Of readable blocks, where each can be read best."""
+    if blocks.lower is None:
+        return ((HitTier.DRAM, len(rows)),) if rows else ()
+    if len(rows) <= IN_COLUMNS:
+        runs = groupby(HitTier.DRAM if blocks.is_above(row) else HitTier.NVME for row in rows)
+        return tuple((tier, len(list(run))) for tier, run in runs)
+    is_here = blocks.residency.listed_column[np.array(rows, np.int64)] != 0
+    ends = [0, *(np.flatnonzero(is_here[1:] != is_here[:-1]) + 1).tolist(), len(rows)]
+    return tuple((HitTier.DRAM if is_here[at] else HitTier.NVME, stop - at) for at, stop in pairwise(ends))
 
 
 class Fetched(Protocol):
@@ -467,6 +477,12 @@ class Fetched(Protocol):
 
     due_at: float
     """When `expire` has something to do next."""
+    door: str
+    """Where peers reach this node."""
+
+    def is_served(self, tenant: bytes) -> bool:
+        """Whether a courier takes a tenant's questions."""
+        ...
 
     @property
     def is_any_marked(self) -> bool:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count as counted_from
-from itertools import groupby, islice, pairwise
+from itertools import islice
 from numbers import Integral
 
 import msgspec
@@ -25,7 +25,7 @@ from kvstore.block.errors import BadInput, StoreClosed
 from kvstore.block.identity import NOWHERE, Identity, Namespace, NodeIdentity, TenantKeys, root_key
 from kvstore.config import Limits
 from kvstore.core.collective import ANSWER_SECONDS, Chain, CollectivePut, CollectivePuts, chain_of
-from kvstore.core.dram_recovery import DramRecovery
+from kvstore.core.dram_recovery import DramRecovery, read_first
 from kvstore.core.index import NO_ROW, RowState
 from kvstore.core.leases import (
     ENDED_PLACES,
@@ -39,10 +39,10 @@ from kvstore.core.leases import (
     ReservationRecord,
     TierRuns,
     cut_runs,
-    dram_runs,
     flat,
     join_runs,
     no_lease,
+    tier_runs,
 )
 from kvstore.core.levels import Levels, SlotRequest
 from kvstore.core.nvme_recovery import NvmeRecovery
@@ -182,8 +182,6 @@ class Store:
             self._dram_recovery = DramRecovery(blocks, taken_over, mover.keys, self._lock)
         self._leaving: set[bytes] = set()  # tenants that are purged, or were
         self.fetched: Fetched | None = None  # where couriers bring blocks: `fetch_with`
-        self._door = ""  # where peers reach this node
-        self._reaches_others: Callable[[bytes], bool] = lambda tenant: False
         self._closed = False
         self._closer: threading.Thread | None = None
 
@@ -529,7 +527,7 @@ class Store:
             if missing:
                 assert self._levels is not None
                 late = self._levels.bring_up(number, missing, deadline)
-            if unverified and not self._verify(number, unverified, deadline):
+            if unverified and not read_first(self._blocks, self._lock, self._clock, unverified, deadline):
                 late = late or MissReason.DEADLINE
         except BaseException:  # interrupted: nobody waits for these any more
             with self._lock:
@@ -553,7 +551,7 @@ class Store:
                 assert self._levels is not None
                 late = self._levels.bring_up(number, missing, deadline)
             unverified = [row for row in wanted if row in self._blocks.unverified] if self._blocks.unverified else []
-            if unverified and not self._verify(number, unverified, deadline):
+            if unverified and not read_first(self._blocks, self._lock, self._clock, unverified, deadline):
                 late = late or MissReason.DEADLINE
             found = self._found_long(number, wanted)
         except BaseException:  # interrupted: nobody waits for these any more
@@ -657,28 +655,6 @@ class Store:
                     self._refreshing.appendleft((chain[LOCKED_BLOCKS:], max(0, count - LOCKED_BLOCKS)))
                 self._moves_done.wait(GIVE_WAY_SECONDS)
 
-    def _verify(self, number: int, rows: Sequence[int], deadline: float) -> bool:
-        """Read blocks that were taken over for the first time, while they are pinned; bad ones are quarantined.
-
-        False where there was no time for all of them: those behind the first stay unverified.
-        """
-        parts = range(len(self._blocks.spaces[number].classes))
-        for position, row in enumerate(rows):
-            if position and self._clock.monotonic_seconds() > deadline:
-                return False
-            try:
-                is_sound = all(self._blocks.verify(row, part) for part in parts)
-            except BlockMissing:  # quarantined by another reader, and its extent given back
-                is_sound = False
-            with self._lock:
-                if row not in self._blocks.unverified:
-                    continue  # somebody else was faster
-                self._blocks.tally.checked(CheckedAt.LEASE, self._blocks.spaces[number].block_bytes, is_sound=is_sound)
-                self._blocks.unverified.discard(row)
-                if not is_sound and self._blocks.is_above(row) and self._blocks.quarantine(row):
-                    self._blocks.unverified.add(row)
-        return True
-
     def release(self, lease: int) -> None:
         """Unpin; a lease that ran out lets go of the slots that were kept for it."""
         with self._lock:
@@ -769,11 +745,11 @@ class Store:
     def _ticket(self, client: StoreClient, request: m.SealTicket | m.OpenTicket) -> m.Sealed | m.TicketOpened:
         number, now = client.named[request.namespace], self._clock.wall_seconds()
         space, identity = self._blocks.spaces[number], Identity.of(client.keys, self.node)
-        about = identity, space.classes[0].namespace, space.namespace.layout.block_tokens, now
+        about, others = (identity, space.classes[0].namespace, space.namespace.layout.block_tokens, now), self.fetched
         if isinstance(request, m.OpenTicket):
-            return opened(request.ticket, *about, of_others=self._reaches_others(client.keys.tenant))
+            return opened(request.ticket, *about, of_others=others is not None and others.is_served(client.keys.tenant))
         self._retain(number, request.keys, int(now + request.seconds))
-        return sealed(request, *about, self._door)
+        return sealed(request, *about, others.door if others is not None else "")
 
     def _retain(self, number: int, keys: Sequence[bytes], expires_at: int) -> None:
         """Keep what is readable of a chain until then, before other blocks. Others have the lock between pieces."""
@@ -1060,11 +1036,10 @@ class Store:
 
     # Other processes -----------------------------------------------------------------------------------------------
 
-    def fetch_with(self, make: Callable[..., Fetched], door: str, reaches_others: Callable[[bytes], bool]) -> None:
-        """Blocks come from elsewhere, too. make: of what is the store's (`elsewhere.fetched`). door: where peers reach
-        this node, for tickets. reaches_others: whether a tenant's blocks are fetched from other nodes now."""
+    def fetch_with(self, make: Callable[..., Fetched]) -> None:
+        """Blocks come from elsewhere, too. make: of what is the store's (`elsewhere.fetched`)."""
         shared = self._blocks, self._clock, self._lock, self._pin, self._unpin, self._reservations, self._leases
-        self._door, self._reaches_others, self.fetched = door, reaches_others, make(*shared)
+        self.fetched = make(*shared, self._mover.keys)
 
     def share(self, extent: int, tenant: bytes, holder: int, fills: Collection[int] | None = None) -> SharedExtent:
         """Open an extent for another process, to read, or to write if `fills` is given: namespaces that it stores into.
@@ -1424,19 +1399,8 @@ class Store:
         return LeaseEnd(reason, "not all blocks could be brought up to DRAM in time")
 
     def _tiers(self, rows: Sequence[int]) -> TierRuns:
-        found = self._tiers_now(rows)
+        found = tier_runs(self._blocks, rows)
         return found if self.fetched is None or not self.fetched.is_any_marked else self.fetched.tiers(rows, found)
-
-    def _tiers_now(self, rows: Sequence[int]) -> TierRuns:
-        if self._levels is None:
-            return dram_runs(len(rows))
-        is_above = self._blocks.is_above
-        if len(rows) <= LOCKED_BLOCKS:
-            runs = groupby(HitTier.DRAM if is_above(row) else HitTier.NVME for row in rows)
-            return tuple((tier, len(list(run))) for tier, run in runs)
-        is_here = self._blocks.residency.listed_column[np.array(rows, np.int64)] != 0
-        ends = [0, *(np.flatnonzero(is_here[1:] != is_here[:-1]) + 1).tolist(), len(rows)]
-        return tuple((HitTier.DRAM if is_here[at] else HitTier.NVME, stop - at) for at, stop in pairwise(ends))
 
     def _is_moving(self, number: int) -> bool:
         if any(waiting == number for waiting, _ in self._lifting):

@@ -41,18 +41,20 @@ from kvstore.protocol import messages as m
 from kvstore.protocol.hand_off import HandOff, hand_off_in
 from kvstore.protocol.replies import ReserveReply
 from kvstore.protocol.status import ElsewhereStatus, SourceStatus, printable
-from kvstore.service.dispatch import Handlers, ParkedLocate, Response
-from kvstore.service.sessions import ClientState, Sessions
+from kvstore.service.dispatch import Handlers
+from kvstore.service.parked import ParkedLocate, Response
+from kvstore.service.sessions import COURIERS, ClientState, Sessions
 from tiering.counts.awaits import MAX_AWAIT_SECONDS, AwaitEnd, ParkedAwait
 from tiering.faults import RateLimitedLog
-from tiering.frame import MacKeys
 
 MOST_OF_TENANT = 8
 """Couriers of one tenant, and as many that are gone while they may map memory."""
+GRACE_SECONDS = 10.0
+"""After which it is said that there is no courier."""
+RESERVED_SECONDS, LOOK_SECONDS = 60.0, 1.0
+"""That a courier may take to fill what it reserved, and how often it is looked at that."""
 FORGET_SECONDS = 1.0
 """That a drop or a purge waits for what couriers say."""
-_SESSION = b"courier"
-"""Before a courier's token: no engine's session has such a one."""
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +66,7 @@ def desk_of(store: EmbeddedStore, sessions: Sessions, handlers: Handlers, peers_
         store.keys.known(tenant)  # none is made for a name that a courier says
         return store.tenant_keys(tenant)
 
-    return CourierDesk(store.core, store.mac_keys, sessions, handlers, keys_of, peers_door)
+    return CourierDesk(store.core, sessions, handlers, keys_of, peers_door)
 
 
 class CourierDesk:
@@ -73,20 +75,21 @@ class CourierDesk:
     def __init__(
         self,
         store: Store,
-        keys: MacKeys,
         sessions: Sessions,
         handlers: Handlers,
         tenant_keys: Callable[[str], TenantKeys],
         door: str = "",
     ) -> None:
-        """keys: of header MACs. tenant_keys: by a tenant's name; raises `StoreError` where there are none. door: where
-        peers reach this node, for tickets."""
-        self._store, self._keys, self._sessions, self._handlers = store, keys, sessions, handlers
+        """tenant_keys: by a tenant's name; raises `StoreError` where there are none. door: where peers reach this node,
+        for tickets."""
+        self._store, self._sessions, self._handlers = store, sessions, handlers
         self._tenant_keys = tenant_keys
         self._clock = store.clock
         self._lock = threading.Lock()
-        self._books: dict[bytes, TenantQuestions] = {}
+        self._books: dict[bytes, TenantQuestions] = {}  # of tenants that have couriers
+        self._alone_since = self._clock.monotonic_seconds()  # where there are none
         self._due: deque[tuple[float, bytes]] = deque()  # of locates, which all have as much time
+        self._looks_at = 0.0  # when reservations are looked at next
         self._over: deque[tuple[bytes, OpenQuestion]] = deque()  # fetches whose waiter is gone
         self._dropping: Counter[tuple[bytes, bytes]] = Counter()  # tenant, and namespace or all
         self._refusals: Counter[AdoptFault] = Counter()
@@ -98,8 +101,9 @@ class CourierDesk:
             made.append(FetchedBlocks(*shared))
             return made[0]
 
-        store.fetch_with(make, door, self.is_served)
+        store.fetch_with(make)
         self.fetched = made[0]
+        self.fetched.door, self.fetched.is_served = door, self.is_served
         shared = handlers.shared(
             m.OpenNamespace,
             m.Namespaces,
@@ -118,7 +122,7 @@ class CourierDesk:
             m.Questions: self._questions,
             m.Holdings: self._holdings,
         }
-        handlers.elsewhere = self
+        handlers.parking.elsewhere = self
 
     # Couriers --------------------------------------------------------------------------------------------------------
 
@@ -133,7 +137,7 @@ class CourierDesk:
         except StoreError as error:
             return None, m.failed(m.RequestFault.BAD_INPUT, str(error))
         mine = [one for one in self._sessions.callers() if one.is_courier and one.keys.tenant == keys.tenant]
-        if max(len(mine), self._sessions.departed_couriers(keys.tenant)) >= MOST_OF_TENANT:
+        if max(len(mine), self._sessions.departed_of(keys.tenant + COURIERS)) >= MOST_OF_TENANT:
             text = f"{MOST_OF_TENANT} couriers of this tenant are there, or are gone and map memory still; end some"
             return None, m.Failed(m.RequestFault.BUSY, text)
         return self._handlers.greet(keys, hello, is_courier=True)
@@ -155,6 +159,7 @@ class CourierDesk:
             heir = book.courier if book is not None and len(book) else None
             if book is not None and not book.couriers:
                 del self._books[tenant]
+                self._alone_since = self._clock.monotonic_seconds()
         self.told.left(caller)
         self._end(ended, NO_COURIER)
         self._ring(heir)
@@ -196,7 +201,7 @@ class CourierDesk:
         wanted = self.fetched.wanted(verb.reservation, verb.part, verb.first, count)
         if wanted is None:  # its namespace is being dropped
             return 0
-        digests = digests_of(verb.headers, *wanted, self._keys)
+        digests = digests_of(verb.headers, *wanted, self.fetched.keys)
         if not self._sessions.claim(progress, verb.part, verb.first, count):
             raise order
         self.fetched.comes_from(verb.reservation, verb.tier)
@@ -330,7 +335,9 @@ class CourierDesk:
         if found is None:
             reason = MissReason.DEADLINE if answer.end is AwaitEnd.DEADLINE else None
             return msgspec.structs.replace(answer, reason=reason)
-        return msgspec.structs.replace(answer, reason=found.reason or MissReason.STALE_HINT, detail=found.detail[:500])
+        return msgspec.structs.replace(
+            answer, reason=found.reason or MissReason.STALE_HINT, detail=printable(found.detail)
+        )
 
     def cancel(self, ones: Iterable[ParkedLocate]) -> None:
         """As `Elsewhere.cancel`."""
@@ -372,6 +379,8 @@ class CourierDesk:
 
     def tell_couriers(self) -> None:
         """As `Elsewhere.tell_couriers`."""
+        if self._clock.monotonic_seconds() >= self._looks_at:
+            self._cancel_late()
         if not self._over:
             return
         couriers = set()
@@ -384,6 +393,15 @@ class CourierDesk:
                     couriers.add(one.courier if one.is_over else None)
         for courier in couriers:
             self._ring(courier)
+
+    def _cancel_late(self) -> None:
+        """Reservations that a courier neither fills nor aborts keep engines from storing the same blocks."""
+        now = self._clock.monotonic_seconds()
+        self._looks_at = now + LOOK_SECONDS
+        for caller in self._sessions.callers():
+            for number, progress in list(caller.reservations.items()) if caller.is_courier else ():
+                if progress.began_at + RESERVED_SECONDS <= now:
+                    self._store.cancel(number)
 
     # Giving up -------------------------------------------------------------------------------------------------------
 
@@ -465,7 +483,11 @@ class CourierDesk:
 
     def reasons(self) -> list[str]:
         """Why less is served than there is elsewhere, a line each."""
-        return self.told.reasons()
+        with self._lock:
+            seconds = self._clock.monotonic_seconds() - self._alone_since if not self._books else 0.0
+        if seconds > GRACE_SECONDS:
+            return ["no courier is there: what other nodes and remote engines have is not fetched"]
+        return self.told.figures().reasons
 
     def status(self) -> ElsewhereStatus:
         """What is known of what is elsewhere."""

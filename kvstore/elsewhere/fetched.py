@@ -25,7 +25,7 @@ from kvstore.elsewhere.adoption import WantedFrame
 from kvstore.protocol.courier import ReadableBlock
 from tiering.clock import Clock
 from tiering.counts.changes import BlockPlace
-from tiering.frame import Stamp
+from tiering.frame import MacKeys, Stamp
 
 FETCHED_TIERS = (HitTier.PEER, HitTier.REMOTE)
 KEPT_SECONDS = 1.0
@@ -55,8 +55,11 @@ class FetchedBlocks:
         unpin: Callable[[int, Sequence[int]], None],
         reservations: Mapping[int, ReservationRecord],
         leases: LeaseTable,
+        keys: MacKeys,
     ) -> None:
-        """As the store has them. pin, unpin: rows of a namespace."""
+        """As the store has them. pin, unpin: rows of a namespace. keys: of header MACs."""
+        self.keys, self.door = keys, ""
+        self.is_served: Callable[[bytes], bool] = lambda tenant: False
         self._blocks, self._clock, self._lock = blocks, clock, lock
         self._pin, self._unpin = pin, unpin
         self._reservations, self._leases = reservations, leases

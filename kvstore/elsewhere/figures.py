@@ -15,8 +15,6 @@ from tiering.clock import Clock
 
 TOLD_SECONDS = 1.0
 MOST_COURIERS, MOST_REASONS = 4, 16
-GRACE_SECONDS = 10.0
-"""After which it is said that there is no courier."""
 
 
 class FiguresTold:
@@ -26,13 +24,11 @@ class FiguresTold:
         self._clock = clock
         self._lock = threading.Lock()
         self._told: dict[bytes, tuple[float, ClientState, c.CourierFigures]] = {}
-        self._alone_since: float | None = clock.monotonic_seconds()
 
     def tell(self, caller: ClientState, figures: c.CourierFigures) -> None:
         """A courier says so."""
         now, token = self._clock.monotonic_seconds(), caller.session.token
         with self._lock:
-            self._alone_since = None
             before = self._told.get(token)
             if before is not None and now - before[0] < TOLD_SECONDS:
                 return
@@ -46,8 +42,6 @@ class FiguresTold:
             token = caller.session.token
             if token in self._told and self._told[token][1] is caller:
                 del self._told[token]
-                if not self._told:
-                    self._alone_since = self._clock.monotonic_seconds()
 
     def figures(self) -> c.CourierFigures:
         """Of all of them, in sum."""
@@ -59,14 +53,6 @@ class FiguresTold:
             [one for told in all_told for one in told.reasons][:MOST_REASONS],
             *(sum(getattr(told, name) for told in all_told) for name in names),
         )
-
-    def reasons(self) -> list[str]:
-        """Why less is served than there is elsewhere, a line each."""
-        with self._lock:
-            since = self._alone_since
-        if since is not None and self._clock.monotonic_seconds() - since > GRACE_SECONDS:
-            return ["no courier is there: what other nodes and remote engines have is not fetched"]
-        return self.figures().reasons
 
 
 def _cleaned(figures: c.CourierFigures) -> c.CourierFigures:

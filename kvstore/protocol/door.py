@@ -205,6 +205,15 @@ def check_collective(name: str) -> None:
         raise BadInput(f"collective={name!r:.80}; give text of at most {MAX_COLLECTIVE_CHARACTERS} characters")
 
 
+def check_participant(verb: m.Reserve, parts: int) -> None:
+    """Of a put that several connections of a session make together. Raises `BadInput`."""
+    most = MAX_COLLECTIVE_CHARACTERS + WINDOW_CHARACTERS
+    if len(verb.collective) > most:
+        raise BadInput(f"a collective put's name of {len(verb.collective)} characters; at most {most}")
+    if verb.collective and (len(set(verb.parts)) != len(verb.parts) or not {*range(parts)}.issuperset(verb.parts)):
+        raise BadInput(f"{len(verb.parts)} parts to fill; give distinct ones, from 0 to {parts - 1}")
+
+
 def window_name(collective: str, stop: int) -> str:
     """Of a user's collective put, as far as it is about the blocks before `stop`."""
     return f"{collective}/{stop}"

@@ -7,6 +7,7 @@ times in seconds, instants in Unix time. Text that a client gave is cut and prin
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import StrEnum
 
 import msgspec
 
@@ -22,6 +23,15 @@ MAX_SECONDS = 3600.0
 """That a drop or a purge may take."""
 MOST_NAMED = 8
 """Namespaces that a line about a wrong id names."""
+
+
+class Readiness(StrEnum):
+    """What a sidecar is up to."""
+
+    READY = "ready"
+    WARMING = "warming"  # it serves, and may call a miss warming
+    DEGRADED = "degraded"  # it serves; something ran out or fails, or what is on disk could not all be taken in
+    STOPPING = "stopping"
 
 
 class TierStatus(msgspec.Struct, frozen=True):

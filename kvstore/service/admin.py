@@ -42,13 +42,15 @@ from kvstore.protocol.status import (
 )
 from kvstore.protocol.told import PrefixFigures
 from kvstore.service.accounting import Counting, NamespaceCounts, looked
-from kvstore.service.connections import AdminCaller, percentile_ms
-from kvstore.service.dispatch import Elsewhere, Response, version_in_common
+from kvstore.service.connections import AdminCaller
+from kvstore.service.dispatch import version_in_common
 from kvstore.service.local_door import LocalDoor
+from kvstore.service.parked import Elsewhere, Response
 from kvstore.service.sessions import ClientState, Sessions
 from kvstore.service.settings import StoreSettings
 from kvstore.service.told import ToldRequests
 from tiering.clock import Clock
+from tiering.counts.waits import percentile_ms
 from tiering.errors import TierError
 from tiering.tier import Usage
 

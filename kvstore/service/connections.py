@@ -10,10 +10,8 @@ from __future__ import annotations
 import math
 import os
 import socket
-from array import array
-from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,10 +24,12 @@ from kvstore.block.identity import TenantKeys
 from kvstore.protocol import messages as m
 from kvstore.service import descriptors
 from kvstore.service.descriptors import TenantUnread, Unread
-from kvstore.service.dispatch import Handlers, Parked, ParkedLocate, Response
+from kvstore.service.dispatch import Handlers
+from kvstore.service.parked import Parked, ParkedLocate, Response
 from kvstore.service.sessions import ClientState
 from tiering.clock import Clock
 from tiering.counts.histogram import HistogramCounts
+from tiering.counts.waits import Waits
 
 _READ_BYTES = 256 << 10
 COST_BYTES = 2 << 10
@@ -94,7 +94,7 @@ class DoorCounts(NamedTuple):
 
 CourierGreeting = Callable[[m.Hello], "tuple[ClientState | None, m.Answer]"]
 """The first message of a courier: for whom it works from now on, or why it may not come in."""
-COURIER_CONNECTIONS = 64
+ADMIN_CONNECTIONS, COURIER_CONNECTIONS = 8, 256
 COURIER_BYTES_PER_SECOND = 64 << 20
 """Of large messages of one courier: of headers, which are read as they are."""
 
@@ -139,7 +139,7 @@ class Listener:
         greet: CourierGreeting | None = None,
     ) -> None:
         """turns, large_turns: at the two threads, which all listeners of a door share. greet: of couriers."""
-        self.greet = greet
+        self.greet, self.most = greet, ADMIN_CONNECTIONS if greet is None else COURIER_CONNECTIONS
         self.large_rate = LARGE_BYTES_PER_SECOND if greet is None else COURIER_BYTES_PER_SECOND
         self.path = path
         self.socket = sock
@@ -416,7 +416,7 @@ class DoorAwaits:
     def take(self, connection: Connection, caller: ClientState, number: int, verb: m.Await | m.Cancel) -> None:
         """A request of a connection."""
         if isinstance(verb, m.Cancel):
-            self._handlers.cancel([connection.parked[one] for one in verb.numbers if one in connection.parked])
+            self._handlers.parking.cancel([connection.parked[one] for one in verb.numbers if one in connection.parked])
             self._answer(connection, number, Response(m.Done()))
             return
         if number in connection.parked:
@@ -433,7 +433,7 @@ class DoorAwaits:
         """A question that was asked, perhaps by another thread, until it is answered."""
         one.tell = self._told  # from now on; the answer may be there
         if number in connection.parked or connection.closed:
-            self._handlers.cancel([one])
+            self._handlers.parking.cancel([one])
             self._refuse(connection, number)
         elif one.answer is not None:
             self._answer(connection, number, Response(one.answer))
@@ -450,28 +450,29 @@ class DoorAwaits:
         parked, connection.parked = list(connection.parked.values()), {}
         for one in parked:
             del self._of[one]
-        self._handlers.cancel(parked)
+        self._handlers.parking.cancel(parked)
 
     def close(self) -> None:
         """All are over."""
-        self._handlers.end_all()
+        self._handlers.parking.end_all()
 
     def rest_seconds(self, most: float) -> float:
         """Until one is due, or so long."""
         if not self._of:
             return most
-        return max(0.0, min(most, self._handlers.due_at - self._clock.monotonic_seconds()))
+        return max(0.0, min(most, self._handlers.parking.due_at - self._clock.monotonic_seconds()))
 
     def deliver(self) -> None:
         """Answer those that are over, for a moment."""
-        self._handlers.tell_couriers()
+        if (elsewhere := self._handlers.parking.elsewhere) is not None:
+            elsewhere.tell_couriers()
         if not self._of:
             self._over.clear()
             self._lines.clear()
             return
         now = self._clock.monotonic_seconds()
-        if self._handlers.due_at <= now:
-            self._handlers.expire()
+        if self._handlers.parking.due_at <= now:
+            self._handlers.parking.expire()
         while self._over:
             one = self._over.popleft()
             if one in self._of:
@@ -486,7 +487,7 @@ class DoorAwaits:
                 del connection.parked[number]
                 listener.share.begin()
                 listener.share.pay(1)
-                self._answer(connection, number, self._handlers.awaited(one))
+                self._answer(connection, number, self._handlers.parking.awaited(one))
                 self._watch(connection)
 
     @property
@@ -590,39 +591,3 @@ class Lines(Generic[T]):
         """A piece of that line is done."""
         line.running -= 1
         self._running -= 1
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# How long requests waited, counted by size: all of them, in a kilobyte.
-
-
-_STEPS_PER_DECADE = 20
-BOUNDS_MS = tuple(0.01 * 10 ** (step / _STEPS_PER_DECADE) for step in range(7 * _STEPS_PER_DECADE + 1))
-"""From 10 microseconds to 100 seconds; each is an eighth above the one before."""
-
-
-class Waits:
-    """Counts, one for each bound, and one for what is beyond the last. One thread adds; any may read."""
-
-    __slots__ = ("counts",)
-
-    def __init__(self) -> None:
-        self.counts = array("L", bytes(array("L").itemsize * (len(BOUNDS_MS) + 1)))
-
-    def add(self, seconds: float) -> None:
-        """One more."""
-        self.counts[bisect_left(BOUNDS_MS, 1000 * seconds)] += 1
-
-
-def percentile_ms(waits: Iterable[Waits], percent: int) -> float | None:
-    """The bound that so many percent of them all do not exceed, so rather too much than too little; None of none."""
-    counts = [sum(column) for column in zip(*[one.counts for one in waits], strict=True)]
-    total = sum(counts)
-    if not total:
-        return None
-    seen = 0
-    for bound, count in zip(BOUNDS_MS, counts, strict=False):
-        seen += count
-        if 100 * seen >= percent * total:
-            return round(bound, 3)
-    return round(BOUNDS_MS[-1], 3)

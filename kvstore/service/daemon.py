@@ -23,12 +23,11 @@ from kvstore.insight.whatif import WhatIf
 from kvstore.keys.rotation import LOOK_SECONDS
 from kvstore.node import EmbeddedStore
 from kvstore.prefixes.book import PrefixBook
-from kvstore.protocol.status import printable
+from kvstore.protocol.status import Readiness, printable
 from kvstore.service.accounting import Counting, set_aside
 from kvstore.service.admin import Admin, Couriers, Observer
 from kvstore.service.descriptors import SlowExtents
 from kvstore.service.dispatch import Handlers
-from kvstore.service.health import Readiness
 from kvstore.service.local_door import LocalDoor
 from kvstore.service.sessions import Sessions
 from kvstore.service.settings import Settings, socket_key

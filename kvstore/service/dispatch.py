@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from math import inf
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -27,16 +24,17 @@ from kvstore.insight.recording import Recording
 from kvstore.insight.whatif import WhatIf
 from kvstore.prefixes.book import PrefixBook, checked_prompt
 from kvstore.protocol import messages as m
-from kvstore.protocol.door import MAX_COLLECTIVE_CHARACTERS, MAX_PRIORITY, WINDOW_CHARACTERS, TenantClient
+from kvstore.protocol.door import MAX_PRIORITY, TenantClient, check_participant
 from kvstore.protocol.handing_over import MAX_TICKET_SECONDS
 from kvstore.protocol.replies import LeaseReply, MatchReply
 from kvstore.protocol.requests import check_request
 from kvstore.protocol.status import printable
 from kvstore.service.accounting import Counting, Lasting, NamespaceInfo
 from kvstore.service.descriptors import SlowExtents
+from kvstore.service.parked import Parking, Response
 from kvstore.service.sessions import COURIERS, MAX_LEASED_PLACES, ClientState, ReservationProgress, Sessions
 from kvstore.service.told import ToldRequests
-from tiering.counts.awaits import AwaitEnd, ParkedAwait
+from tiering.counts.awaits import ParkedAwait
 from tiering.counts.tally import Eviction
 from tiering.errors import BlockMissing, TierError, TierUnavailable
 from tiering.frame import DIGEST_BYTES, KEY_BYTES, frame_bytes
@@ -63,86 +61,10 @@ _CHECKED_AT_ONCE = 4096
 MAX_LISTED, MAX_LISTED_BYTES = 64, 256 << 10
 """Namespaces in one answer: it ends with the first that makes it as long."""
 
-COURIER_VERBS = (m.Adopt, m.Questions, m.Holdings)
-_SLOW = m.LeasePrefix | m.Reserve | m.ReportFrame | m.Persist | m.Drop | m.Namespaces | m.SealTicket | m.Adopt
+_OF_COURIERS = m.Adopt | m.Holdings
+_SLOW = m.LeasePrefix | m.Reserve | m.ReportFrame | m.Persist | m.Drop | m.Namespaces | m.SealTicket | _OF_COURIERS
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Response:
-    """An answer, and descriptors to be sent beside it and closed."""
-
-    answer: m.Answer
-    descriptors: Sequence[int] = ()
-    parked: ParkedLocate | None = None
-    """In place of the answer, which comes later."""
-
-
-@dataclass(eq=False, slots=True)
-class ParkedLocate:
-    """A `Locate` that a courier was asked about. answer: None until it is over, of which `tell` is told."""
-
-    answer: m.Located | None = None
-    tell: Callable[[ParkedLocate], object] = lambda one: None
-
-
-Parked = ParkedAwait | ParkedLocate
-
-
-class Elsewhere(Protocol):
-    """What is brought here from other nodes and remote engines (`kvstore.elsewhere`). Thread-safe."""
-
-    verbs: Mapping[type, Callable[[ClientState, Any], Response | m.Answer]]
-    """What couriers may ask; raises what the handlers here do."""
-
-    @property
-    def due_at(self) -> float:
-        """When to call `expire` next."""
-        ...
-
-    def is_served(self, tenant: bytes) -> bool:
-        """Whether a courier of a tenant's is there, whom `locate` asks."""
-        ...
-
-    def locate(self, caller: ClientState, verb: m.Locate) -> Response | m.Answer:
-        """Ask a courier. Raises `BadInput`."""
-        ...
-
-    def park(
-        self, caller: ClientState, number: int, verb: m.Await, tell: Callable[[ParkedAwait], object]
-    ) -> ParkedAwait | Response:
-        """As `Handlers.park`, of blocks that are to be fetched; number: of their namespace. Raises `BadInput`."""
-        ...
-
-    def awaited(self, one: ParkedAwait, answer: m.Awaited) -> m.Awaited:
-        """What is known of how such a wait ended."""
-        ...
-
-    def cancel(self, ones: Iterable[ParkedLocate]) -> None:
-        """These are not wanted any more."""
-        ...
-
-    def expire(self) -> None:
-        """Answer those whose time is over."""
-        ...
-
-    def tell_couriers(self) -> None:
-        """What is not wanted any more. Called often, by one thread."""
-        ...
-
-    def leased(self, lease: int) -> None:
-        """An engine was granted it."""
-        ...
-
-    def left(self, caller: ClientState) -> None:
-        """A connection is gone."""
-        ...
-
-    def forgetting(self, tenant: bytes, digest: bytes) -> AbstractContextManager[list[str]]:
-        """A namespace, or all of a tenant's, are dropped within: of a purge others are asked before, of a drop after.
-        Then what they have still is in there, in a line."""
-        ...
 
 
 class Handlers:
@@ -167,15 +89,11 @@ class Handlers:
         self._slow = slow or SlowExtents()
         self._lasting = Lasting()
         self._store = store
-        self._awaits = store.awaits
-        self.elsewhere: Elsewhere | None = None
-        self._recording = recording
-        self._whatif = whatif
+        self.parking = Parking(store)
+        self._recording, self._whatif = recording, whatif
         self._told = told or ToldRequests(store.clock)
         self._prefixes = prefixes or PrefixBook(store.clock, lambda one, other: "")
-        self._counting = counting
-        self._sessions = sessions
-        self._run = run
+        self._counting, self._sessions, self._run = counting, sessions, run
         self._verbs: dict[type, Callable[[ClientState, Any], Response | m.Answer]] = {
             m.OpenNamespace: self._open_namespace,
             m.MatchPrefix: self._match,
@@ -256,11 +174,13 @@ class Handlers:
 
     def serve(self, caller: ClientState, verb: m.Verb) -> Response:
         """Do what is asked. Never raises for what a client can cause."""
-        verbs = self.elsewhere.verbs if self.elsewhere is not None and caller.is_courier else self._verbs
+        verbs = (
+            self.parking.elsewhere.verbs if self.parking.elsewhere is not None and caller.is_courier else self._verbs
+        )
         handler = verbs.get(type(verb))
         if handler is None:  # hello comes once, and the door sees to it
             text = "this is a tenant's socket; that is a verb of the admin socket, admin.sock in the sidecar's --data"
-            if isinstance(verb, COURIER_VERBS):
+            if isinstance(verb, m.Questions | _OF_COURIERS):
                 text = "this is a tenant's socket; that is a verb of couriers, at courier.sock in the sidecar's --data"
             if caller.is_courier:
                 text = f"couriers ask for {', '.join(sorted(one.__name__ for one in verbs))}; that is none of these"
@@ -275,50 +195,11 @@ class Handlers:
             number, _ = _check_asked(caller, verb.namespace, verb.keys)
             if not verb.seconds >= 0:
                 raise BadInput(f"seconds={verb.seconds}; give 0 or more")
-            if verb.located and self.elsewhere is not None:
-                return self.elsewhere.park(caller, number, verb, tell)
+            if verb.located and self.parking.elsewhere is not None:
+                return self.parking.elsewhere.park(caller, number, verb, tell)
         except BadInput as error:
             return Response(m.failed(m.RequestFault.BAD_INPUT, str(error)))
         return self._store.park(number, verb.keys, verb.seconds, tell)
-
-    def awaited(self, one: Parked) -> Response:
-        """The answer to one that is over."""
-        if isinstance(one, ParkedLocate):
-            assert one.answer is not None
-            return Response(one.answer)
-        answer = self._store.awaited(one)
-        return Response(answer if self.elsewhere is None else self.elsewhere.awaited(one, answer))
-
-    def cancel(self, ones: Sequence[Parked]) -> None:
-        """These are not waited for any more."""
-        self._awaits.end([one for one in ones if isinstance(one, ParkedAwait)], AwaitEnd.CANCELLED)
-        if self.elsewhere is not None:
-            self.elsewhere.cancel([one for one in ones if isinstance(one, ParkedLocate)])
-
-    def end_all(self) -> None:
-        """No client is served any more."""
-        self._awaits.end_all(AwaitEnd.GONE)
-
-    @property
-    def due_at(self) -> float:
-        """When to call `expire` next, in monotonic seconds; inf where nothing is parked."""
-        return min(self._awaits.due_at, self.elsewhere.due_at if self.elsewhere is not None else inf)
-
-    def expire(self) -> None:
-        """Those whose time is over are."""
-        self._awaits.expire()
-        if self.elsewhere is not None:
-            self.elsewhere.expire()
-
-    def tell_couriers(self) -> None:
-        """What is not wanted any more."""
-        if self.elsewhere is not None:
-            self.elsewhere.tell_couriers()
-
-    def left(self, caller: ClientState) -> None:
-        """A connection is gone."""
-        if self.elsewhere is not None:
-            self.elsewhere.left(caller)
 
     def serve_at_once(self, caller: ClientState, verb: m.Verb) -> Response | None:
         """The same for a request that may wait, and need not this time; None, and nothing is done, where it has to."""
@@ -376,17 +257,15 @@ class Handlers:
             seconds = self._store.clock.monotonic_seconds() - began_at
             self._counting.looked_up(number, verb.keys, matched.reply, seconds)
             if verb.request:
-                self._told.looked_up(
-                    caller, verb, number, matched.reply, seconds, self._gone(number, verb, matched.reply)
-                )
+                gone = self._gone(number, verb, matched.reply)
+                self._told.looked_up(caller, verb, number, matched.reply, seconds, gone)
             if self._recording.token:
                 self._recording.looked_up(number, verb.keys)
             if self._whatif is not None:
                 self._whatif.looked_up(number, verb.keys)
             self._prefixes.looked_up(caller.keys.tenant, number, verb.keys, matched.reply.blocks)
-        if self.elsewhere is not None and self.elsewhere.is_served(caller.keys.tenant):
-            return m.Matched(matched.reply, has_courier=True)
-        return matched
+        elsewhere = self.parking.elsewhere
+        return m.Matched(matched.reply, elsewhere.is_served(caller.keys.tenant)) if elsewhere is not None else matched
 
     def _lease(self, caller: ClientState, verb: m.LeasePrefix) -> m.Answer:
         answer = self._lease_by(caller, verb, self._lease_waiting)
@@ -454,8 +333,8 @@ class Handlers:
         if reply.lease:
             parts = len(caller.namespaces[number])
             self._sessions.took(caller, reply.lease, verb.request, len(reply.generations), parts)
-            if self.elsewhere is not None and not caller.is_courier:
-                self.elsewhere.leased(reply.lease)
+            if self.parking.elsewhere is not None and not caller.is_courier:
+                self.parking.elsewhere.leased(reply.lease)
         return m.Leased(reply)
 
     def _gone(
@@ -509,12 +388,11 @@ class Handlers:
             raise BadInput(f"ttl_seconds={ttl}; give seconds above 0 and below 2**40, or nothing")
         if len(caller.reservations) >= MAX_RESERVATIONS:
             return m.Failed(m.RequestFault.BUSY, f"{MAX_RESERVATIONS} reservations are under way, which is the limit")
-        _check_collective(verb, len(slices))
+        check_participant(verb, len(slices))
         began_at = self._store.clock.monotonic_seconds()
         if couriers:
-            reply = self._store.reserve(
-                number, verb.keys, verb.first_block, 0, None, skipped=skipped, couriers=couriers
-            )
+            first = verb.first_block
+            reply = self._store.reserve(number, verb.keys, first, 0, None, skipped=skipped, couriers=couriers)
             reserved = m.Reserved(reply)
         else:
             answer = self._store.handle(caller, verb)
@@ -640,18 +518,18 @@ class Handlers:
     def _drop(self, caller: ClientState, verb: m.Drop) -> m.Answer:
         number, _ = _check_asked(caller, verb.namespace, ())
         verb = msgspec.structs.replace(verb, seconds=checked_seconds(verb.seconds))
-        if self.elsewhere is None:
+        if self.parking.elsewhere is None:
             return self._store.handle(caller, verb)
-        with self.elsewhere.forgetting(caller.keys.tenant, self._store.namespace_of(number).digest()) as lines:
+        with self.parking.elsewhere.forgetting(caller.keys.tenant, self._store.namespace_of(number).digest()) as lines:
             dropped = self._store.handle(caller, verb)
         assert isinstance(dropped, m.Counted)
         return m.Counted(dropped.blocks, " ".join(lines))
 
     def _locate(self, caller: ClientState, verb: m.Locate) -> Response | m.Answer:
         _check_asked(caller, verb.namespace, verb.keys)
-        if self.elsewhere is None:
+        if self.parking.elsewhere is None:
             return m.Located(0, self._store.readable(caller.named[verb.namespace], verb.keys))
-        return self.elsewhere.locate(caller, verb)
+        return self.parking.elsewhere.locate(caller, verb)
 
     def _namespaces(self, caller: ClientState, verb: m.Namespaces) -> m.Answer:
         mine = [one for one in self._store.namespaces() if one.tenant == caller.session.tenant.tenant]
@@ -680,15 +558,6 @@ def checked_seconds(seconds: float) -> float:
     if not 0 <= seconds <= MAX_SECONDS:
         raise BadInput(f"seconds={seconds}; give 0 to {MAX_SECONDS}")
     return min(seconds, MAX_DEADLINE_MS / 1000)
-
-
-def _check_collective(verb: m.Reserve, parts: int) -> None:
-    """Of a put that several connections of a session make together. Raises `BadInput`."""
-    most = MAX_COLLECTIVE_CHARACTERS + WINDOW_CHARACTERS
-    if len(verb.collective) > most:
-        raise BadInput(f"a collective put's name of {len(verb.collective)} characters; at most {most}")
-    if verb.collective and (len(set(verb.parts)) != len(verb.parts) or not {*range(parts)}.issuperset(verb.parts)):
-        raise BadInput(f"{len(verb.parts)} parts to fill; give distinct ones, from 0 to {parts - 1}")
 
 
 def _as_fits_an_answer(verb: m.LeasePrefix, parts: int) -> tuple[m.LeasePrefix, str]:

@@ -37,7 +37,6 @@ MAX_LEASED_PLACES = 1 << 23
 """Blocks times parts that the leases of one tenant name, each as often as one does: 8 bytes each, and 4 for each block,
 so that they take 96 MiB of the sidecar's own memory at most."""
 COURIERS = b"couriers"
-"""What departed ones are counted under, behind their tenant's id."""
 CONNECTION_BITS = 24
 """Connections of one run are numbered so far, in no order: a client can ask the kernel for the numbers of its own."""
 
@@ -128,10 +127,8 @@ class Sessions:
 
     def __init__(self, store: Store, first_number: int, new_token: Callable[[int], bytes]) -> None:
         """first_number: of a connection; above those of every earlier run. new_token: random bytes, that many."""
-        self._store = store
-        self._new_token = new_token
+        self._store, self._new_token, self._first_number = store, new_token, first_number
         self._lock = threading.Lock()
-        self._first_number = first_number
         self._numbers = Numbers(new_token(NUMBER_KEY_BYTES), CONNECTION_BITS)
         self._sessions: dict[tuple[bytes, bytes], Session] = {}  # by tenant and token
         self._callers: dict[int, ClientState] = {}
@@ -210,8 +207,8 @@ class Sessions:
 
     def places_named(self, caller: ClientState, leases: Iterable[int]) -> int:
         """How many blocks times parts these leases of the session's have."""
-        held = caller.session.leases
         with self._lock:
+            held = caller.session.leases
             return sum(held[lease].places for lease in set(leases) if lease in held)
 
     def places_of(self, caller: ClientState, request: str) -> int:
@@ -249,8 +246,7 @@ class Sessions:
         """Returns the leases that nobody holds any more, and those that only departed connections do."""
         ended, expired = [], []
         for lease in leases:
-            held = caller.session.leases.get(lease)
-            if held is None or caller.number not in held.holders:
+            if (held := caller.session.leases.get(lease)) is None or caller.number not in held.holders:
                 continue
             held.holders.remove(caller.number)
             if not held.holders:
@@ -295,9 +291,8 @@ class Sessions:
             self._take_notify_pipe(caller)
             caller.session.connections.discard(caller.number)
             gone = self._depart(caller)
-            expired = [
-                lease for lease, held in caller.session.leases.items() if not held.holders & self._callers.keys()
-            ]
+            leases, there = caller.session.leases.items(), self._callers.keys()
+            expired = [lease for lease, held in leases if not held.holders & there]
             cancelled = list(caller.reservations)
         self._store.begin_ending((), expired)
         for reservation in cancelled:
@@ -483,12 +478,8 @@ class Sessions:
         return self._departed.looks
 
     def departed_of(self, tenant: bytes) -> int:
-        """How many of them a tenant has, without couriers."""
+        """How many of them a tenant has; its couriers are `COURIERS` behind its id."""
         return self._departed.count_of(tenant)
-
-    def departed_couriers(self, tenant: bytes) -> int:
-        """How many couriers among them."""
-        return self._departed.count_of(tenant + COURIERS)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

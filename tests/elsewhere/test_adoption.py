@@ -154,13 +154,13 @@ def test_order_counts_and_reservations(sidecar: Sidecar) -> None:
 def test_a_retired_epoch_is_not_believed(sidecar: Sidecar) -> None:
     mine, keys = tenant(sidecar), chain(1)
     older = mine.in_epoch(secrets.token_bytes(32), 5)
-    sidecar.store.mac_keys.add(older)
+    sidecar.store._ring.add(older)
     header = OtherNode(older, SPACE, PAYLOAD).header(0, keys, 0, bytes(PAYLOAD[0]))
     with closing(RawCourier(sidecar.courier_path)) as courier:
         space = courier.open(SPACE, PAYLOAD)
         reply = courier.reserve(space, keys)
         courier.fill(reply.places[0], [bytes(PAYLOAD[0])])
-        sidecar.store.mac_keys.retire(older.tenant, older.key_id, 5)
+        sidecar.store._ring.retire(older.tenant, older.key_id, 5)
         assert isinstance(courier.adopt(reply.reservation, 0, 0, [header]), m.Failed)
         assert refused(sidecar) == {"epoch": 1}
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 MOST_KEPT = 1 << 14
 """Changes of one namespace, some 150 bytes each."""
-MOST_WATCHED = 16
+MOST_WATCHED = 64
 """Namespaces; of more, the one that was asked for longest ago is not watched any more."""
 MOST_TOLD = 1 << 11
 """Changes in one answer."""
