@@ -20,8 +20,10 @@ from adapters.test_chunk_store import name_of
 from engine_adapter.adapter import Report, StoreRequest
 from engine_adapter.chunks.store import ChunkLimits, ChunkState
 from kvstore.block.account import HitTier, MissReason
+from kvstore.client import handing_over
 from kvstore.client.handle import NamespaceHandle
 from kvstore.node import EmbeddedStore
+from kvstore.protocol import courier as courier_messages
 from kvstore.protocol import messages as m
 from paged_engine import PagedEngine, Shape, SharedStore
 from service.sidecar import Sidecar
@@ -30,6 +32,13 @@ from tiering.counts.awaits import AwaitEnd
 from workbench import blank_pages, open_at, random_pages, same_tokens, small_layout
 
 SECONDS = 30.0
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that is busy with something else answers later than in 5 ms."""
+    monkeypatch.setattr(courier_messages, "LOCATE_SECONDS", 5.0)
+    monkeypatch.setattr(handing_over, "LOCATE_GRACE_SECONDS", 10.0)
 
 
 @contextmanager
