@@ -107,6 +107,7 @@ def test_tokens_add_up_to_the_prompts() -> None:
     [
         ({"miss_unreachable": 64, "miss_partial_block": 3}, 0.0),
         ({"miss_unreachable": 64, "hit_dram": 64}, 0.0),
+        ({"miss_unreachable": 64, "cost_locates": 1}, 1.0),
         ({"hit_dram": 64}, 1.0),
         ({"miss_absent": 64}, 1.0),
         ({"hit_engine": 64, "miss_last_token": 1}, None),
