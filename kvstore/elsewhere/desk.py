@@ -278,9 +278,8 @@ class CourierDesk:
         tenant = caller.keys.tenant
         with self._lock:
             book = self._books.get(tenant)
-            place = (
-                book.place(verb.located, verb.namespace, self._clock.monotonic_seconds()) if book is not None else None
-            )
+            now = self._clock.monotonic_seconds()
+            place = book.place(verb.located, verb.namespace, now) if book is not None else None
         if book is None or place is None:
             return self._not_fetched(number, verb, "what was located is not known any more; locate it again")
         keys = place.question.keys

@@ -97,7 +97,8 @@ class FetchedBlocks:
             if one.is_fetched:
                 space = self._blocks.spaces[one.namespace]
                 parts = len(space.classes)
-                held = len(one.rows) - one.published + -(-len(one.abandoned_slots) // parts)
+                unfilled = 0 if one.cancelled else len(one.rows) - one.published
+                held = unfilled + -(-len(one.abandoned_slots) // parts)
                 left -= held * space.block_bytes
                 mine += held * space.block_bytes if space.tenant == tenant else 0
         mine += self._tenants[tenant]

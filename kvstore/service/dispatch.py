@@ -193,8 +193,8 @@ class Handlers:
         """Begin to wait for what is asked; or why not. Never raises for what a client can cause."""
         try:
             number, _ = _check_asked(caller, verb.namespace, verb.keys)
-            if not verb.seconds >= 0:
-                raise BadInput(f"seconds={verb.seconds}; give 0 or more")
+            if caller.is_courier or not verb.seconds >= 0:
+                raise BadInput(f"seconds={verb.seconds}; give 0 or more, and no couriers wait")
             if verb.located and self.parking.elsewhere is not None:
                 return self.parking.elsewhere.park(caller, number, verb, tell)
         except BadInput as error:

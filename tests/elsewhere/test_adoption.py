@@ -205,14 +205,14 @@ def test_each_fault_has_a_name_of_its_own() -> None:
 def test_parts_of_a_family_are_adopted_each_in_its_slots(tmp_path: Path) -> None:
     layout = Layout.gqa(layers=4, kv_heads=4, head_dim=8, dtype="bfloat16", head_shards=2)
     space = Namespace("sharded", layout, "raw")
-    payload = [8192, 8192]
+    payload = [16384, 16384]
     with Sidecar(tmp_path, couriers=True) as sidecar, closing(RawCourier(sidecar.courier_path)) as courier:
         assert len(layout.parts) == 2
         other, keys = OtherNode(tenant(sidecar), space, payload), chain(2)
         reply = courier.reserve(courier.open(space, payload), keys)
         for part in range(2):
-            courier.fill(reply.places[part], [bytes(8192)] * 2)
-        headers = [[other.header(part, keys, at, bytes(8192)) for at in range(2)] for part in range(2)]
+            courier.fill(reply.places[part], [bytes(16384)] * 2)
+        headers = [[other.header(part, keys, at, bytes(16384)) for at in range(2)] for part in range(2)]
         assert isinstance(courier.adopt(reply.reservation, 0, 0, headers[1]), m.Failed)
         assert refused(sidecar) == {"part": 1}
         assert courier.adopt(reply.reservation, 1, 0, headers[1]) == m.Counted(0)

@@ -91,6 +91,22 @@ class Fetcher(RawCourier):
         wait_until(has_any)
         return found[-1]
 
+    def asked(self, engine: Engine, keys: list[bytes], ticket: str = "") -> c.LocateQuestion:
+        """What an engine locates, taken within its 5 ms: asked again where the machine is too busy for that."""
+        found: list[c.LocateQuestion] = []
+
+        def is_taken() -> bool:
+            engine.send(m.Locate(engine.space, keys, ticket))
+            for _ in range(20):
+                found.extend(self.questions().locates)
+                if found:
+                    return True
+            engine.located()
+            return False
+
+        wait_until(is_taken)
+        return found[0]
+
     def bring(self, keys: list[bytes], tier: HitTier = HitTier.PEER) -> int:
         reply = self.reserve(self.space, keys)
         payloads = [bytes(PAYLOAD[0])] * len(reply.blocks)
@@ -109,10 +125,8 @@ def located(sidecar: Sidecar, engine: Engine, courier: Fetcher, keys: list[bytes
     found: list[m.Located] = []
 
     def is_found() -> bool:
-        engine.send(m.Locate(engine.space, keys))
-        asked = courier.one().locates
-        answers = [c.QuestionAnswered(one.number, blocks, HitTier.PEER, 1.5, "node-b") for one in asked]
-        courier.questions(*answers)
+        asked = courier.asked(engine, keys)
+        courier.questions(c.QuestionAnswered(asked.number, blocks, HitTier.PEER, 1.5, "node-b"))
         found.append(engine.located())
         return found[-1].number > 0
 
@@ -146,10 +160,9 @@ def test_it_waits_for_five_milliseconds(sidecar: Sidecar) -> None:
         assert (answer.number, answer.reason) == (0, MissReason.DEADLINE)
         assert engine.locate(chain(3)).reason is MissReason.UNREACHABLE, "it did not take the last one"
         assert courier.questions() == c.QuestionsReply(), "what is over is not asked"
-        engine.send(m.Locate(engine.space, chain(3)))
-        asked = courier.one().locates
+        asked = courier.asked(engine, chain(3))
         assert engine.located().reason is MissReason.DEADLINE, "it took that, and is slow"
-        assert courier.questions(c.QuestionAnswered(asked[0].number, 3, HitTier.PEER)) == c.QuestionsReply()
+        assert courier.questions(c.QuestionAnswered(asked.number, 3, HitTier.PEER)) == c.QuestionsReply()
 
 
 def test_the_bell_rings_when_there_is_a_question(sidecar: Sidecar) -> None:
@@ -181,8 +194,7 @@ def test_a_ticket_of_another_node_leads_there(sidecar: Sidecar) -> None:
         with closing(Fetcher(sidecar)) as courier:
             opened = engine.ask(m.OpenTicket(engine.space, ticket))
             assert isinstance(opened, m.TicketOpened) and (opened.head, opened.blocks) == (keys[-1], 4)
-            engine.send(m.Locate(engine.space, keys, ticket))
-            (asked,) = courier.one().locates
+            asked = courier.asked(engine, keys, ticket)
             assert (asked.door, asked.node, asked.incarnation) == ("10.0.0.9:7", b"n" * 16, b"i" * 8)
             engine.located()
             altered = ticket[:-3] + ("AAA" if ticket[-3:] != "AAA" else "BBB")
