@@ -34,6 +34,7 @@ PURE_FILES = frozenset(
     adapters/test_speeds.py
     bench/test_traffic_workload.py
     console/test_figures.py
+    elsewhere/test_questions.py
     metrics/test_exposition.py
     metrics/test_pages.py
     insight/test_divergence.py
@@ -74,6 +75,7 @@ PURE_FILES = frozenset(
     """.split()
 )
 DRAWN_FILES = (
+    "adapters/test_fetches.py",
     "attack/test_awaits.py",
     "attack/test_bit_flips.py",
     "attack/test_client_kills.py",
@@ -87,6 +89,8 @@ DRAWN_FILES = (
     "contract/test_eviction_policy.py",
     "contract/test_frame_index.py",
     "contract/test_tier.py",
+    "elsewhere/test_adoption.py",
+    "elsewhere/test_fetched.py",
     "insight/test_optimum.py",
     "insight/test_replay.py",
     "insight/test_replay_plot.py",

@@ -81,21 +81,21 @@ def prefixes(socket: str, clock: Clock, tenant: str) -> PrefixFigures:
     return figures
 
 
-def drop(socket: str, clock: Clock, namespace: str, tenant: str, seconds: float) -> int:
-    """Evict a namespace from every tier; returns how many blocks it had."""
+def drop(socket: str, clock: Clock, namespace: str, tenant: str, seconds: float) -> m.Counted:
+    """Evict a namespace from every tier; returns how many blocks it had, and what others have of it still."""
     checked_seconds(seconds)
     _check_name("a namespace's id", namespace)
     _check_name("a tenant's name", tenant)
     with _connection(socket, clock, "give --admin-socket or --data") as ask:
-        return ask(m.DropAny(namespace, tenant, seconds), m.Counted, seconds + MARGIN_SECONDS).blocks
+        return ask(m.DropAny(namespace, tenant, seconds), m.Counted, seconds + MARGIN_SECONDS)
 
 
-def purge(socket: str, clock: Clock, tenant: str, seconds: float) -> int:
-    """Void all blocks of a tenant and retire its key; returns how many blocks it had."""
+def purge(socket: str, clock: Clock, tenant: str, seconds: float) -> m.Counted:
+    """Void all blocks of a tenant and retire its key; returns how many it had, and what others have of them still."""
     checked_seconds(seconds)
     _check_name("a tenant's name", tenant)
     with _connection(socket, clock, "give --admin-socket or --data") as ask:
-        return ask(m.Purge(tenant, seconds), m.Counted, seconds + 3 * MARGIN_SECONDS).blocks
+        return ask(m.Purge(tenant, seconds), m.Counted, seconds + 3 * MARGIN_SECONDS)
 
 
 def _check_name(what: str, given: str) -> None:

@@ -200,11 +200,11 @@ class OperatorCommands:
 
     def drop(self, tenant: str, namespace: str) -> int:
         """As `OperatorVerbs.drop`."""
-        return ask.drop(self.operator, self.clock, namespace, tenant, ACTION_SECONDS)
+        return ask.drop(self.operator, self.clock, namespace, tenant, ACTION_SECONDS).blocks
 
     def purge(self, tenant: str) -> int:
         """As `OperatorVerbs.purge`."""
-        return ask.purge(self.operator, self.clock, tenant, ACTION_SECONDS)
+        return ask.purge(self.operator, self.clock, tenant, ACTION_SECONDS).blocks
 
     def warm(self, tenant: str, namespace: str, prompts: str) -> tuple[int, str]:
         """As `OperatorVerbs.warm`."""

@@ -283,6 +283,7 @@ def serve(
         _http_server,
         kvstore.policy_named,
         wire,
+        _couriers() if settings.wants_courier else None,
     )
     keeper_pid = os.getppid() if wire is not None else None
     try:
@@ -314,6 +315,12 @@ def _beside(settings: Any) -> dict[str, list[str]]:
         flags += ["--reflection"] if chosen.reflection else []
         found[NETWORK] = [*program, "network", "--observe-socket", observe, "--listen", chosen.listen, *flags]
     return found
+
+
+def _couriers() -> Any:
+    from kvstore.elsewhere.desk import desk_of
+
+    return desk_of
 
 
 def _http_server(host: str, port: int, daemon: Any) -> Any:

@@ -162,8 +162,8 @@ def drop(
     """Evict a namespace from every tier of a running sidecar."""
     from kvstore.cli import ask, report
 
-    blocks = ask.drop(*_admin(data, socket), namespace, tenant, seconds)
-    return print_result(report.GoneReport(f"Namespace {namespace} is gone", "namespace", namespace, blocks), as_json)
+    gone = ask.drop(*_admin(data, socket), namespace, tenant, seconds)
+    return print_result(report.GoneReport(f"Namespace {namespace} is gone", "namespace", namespace, gone), as_json)
 
 
 @app.command()
@@ -188,8 +188,8 @@ def purge(
         print(f"Void all blocks of tenant {tenant} and retire its key? [y/N] ", end="", file=sys.stderr, flush=True)
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             raise typer.Abort()
-    blocks = ask.purge(*_admin(data, socket), tenant, seconds)
-    done = report.GoneReport(f"Tenant {tenant} is purged and its key retired", "tenant", tenant, blocks)
+    gone = ask.purge(*_admin(data, socket), tenant, seconds)
+    done = report.GoneReport(f"Tenant {tenant} is purged and its key retired", "tenant", tenant, gone)
     return print_result(done, as_json)
 
 

@@ -18,8 +18,8 @@ from rich.text import Text
 from kvstore.block.account import MissReason
 from kvstore.cli.ask import RecordSummary, Warmed
 from kvstore.config import format_size
-from kvstore.protocol.messages import WhyReply
-from kvstore.protocol.status import LookupCounts, NamespaceStatus, SidecarStatus, TenantStatus, TierStatus
+from kvstore.protocol.messages import Counted, WhyReply
+from kvstore.protocol.status import LookupCounts, NamespaceStatus, SidecarStatus, SourceStatus, TenantStatus, TierStatus
 from kvstore.protocol.told import LeaseNote, LookupNote, PrefixFigures, RequestRecord
 
 _SHOWN = 20
@@ -209,6 +209,7 @@ class StatReport:
         if facts.awaits.parked or any(facts.awaits.ended.values()):
             ended = ", ".join(f"{why} {count:,}" for why, count in facts.awaits.ended.items() if count)
             yield Text(f"awaits: {facts.awaits.parked:,} parked; over: {ended or 'none'}")
+        yield from self._elsewhere_parts()
         if facts.counters:
             events = (f"{name.replace('_', ' ')} {count:,}" for name, count in sorted(facts.counters.items()))
             yield Text(f"events: {', '.join(events)}")
@@ -243,6 +244,22 @@ class StatReport:
             words += f"{format_size(facts.nvme_retained_budget_bytes)} of nvme"
         yield Text(f"{words} (retained_fraction {facts.retained_fraction:g})")
 
+    def _elsewhere_parts(self) -> Iterator[RenderableType]:
+        """What couriers bring."""
+        one = self.facts.elsewhere
+        if one is None:
+            return
+        came = ", ".join(f"{tier} {count:,}" for tier, count in one.adopted.items())
+        words = f"elsewhere: {_count(one.couriers, 'courier')}; blocks adopted: {came}; fetching {one.fetching:,}"
+        words += f", {format_size(one.kept_bytes)} kept for who waits for them"
+        if one.gave_way:
+            words += f", {one.gave_way:,} gave way to others"
+        refused = ", ".join(f"{why} {count:,}" for why, count in one.refused.items() if count)
+        yield Text(words + (f"; refused: {refused}" if refused else ""))
+        if one.sources:
+            head = "elsewhere|name|state|*blocks in|*out|*bytes in|*out|*found|*of|*failures|*GB/s|*p99 ms|*hints"
+            yield _table(head, [_source_row(source) for source in one.sources])
+
     def _session_parts(self) -> Iterator[RenderableType]:
         facts = self.facts
         rows = [
@@ -263,6 +280,13 @@ class StatReport:
             yield Text(f"and {facts.hidden_sessions:,} more sessions")
         if facts.departed:
             yield Text(f"{_count(facts.departed, 'connection')} gone that may still map memory")
+
+
+def _source_row(one: SourceStatus) -> tuple[object, ...]:
+    counts = one.blocks_in, one.blocks_out, format_size(one.bytes_in), format_size(one.bytes_out)
+    speed = f"{one.gbps:.2f}" if one.gbps else "-", f"{one.p99_ms:.1f}" if one.p99_ms else "-"
+    state = f"{one.state} ({one.detail})" if one.detail else one.state
+    return one.kind, one.name, state, *counts, one.found, one.lookups, one.failures, *speed, one.hints
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,20 +317,23 @@ class NamespacesReport:
 
 @dataclass(frozen=True, slots=True)
 class GoneReport:
-    """`kvstore drop` and `kvstore purge`. what: that is gone, in words; name, value: as one object."""
+    """`kvstore drop` and `kvstore purge`. what: that is gone, in words; name, value: as one object. gone: how much that
+    was, and what others have of it still."""
 
     what: str
     name: str
     value: str
-    blocks: int
+    gone: Counted
 
     def to_dict(self) -> dict[str, object]:
         """For `--json`."""
-        return {self.name: self.value, "blocks": self.blocks}
+        return {self.name: self.value, "blocks": self.gone.blocks, "elsewhere": self.gone.elsewhere}
 
     def render(self, console: Any) -> None:
         """For people."""
-        console.print(Text(f"{self.what}; it had {_count(self.blocks, 'readable block')}"), soft_wrap=True)
+        console.print(Text(f"{self.what}; it had {_count(self.gone.blocks, 'readable block')}"), soft_wrap=True)
+        if self.gone.elsewhere:
+            console.print(Text(f"elsewhere: {self.gone.elsewhere}"), soft_wrap=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,9 @@ from kvstore.block.identity import TenantKeys, root_key
 from kvstore.core.index import NO_ROW, RowState
 from kvstore.core.nvme_recovery import is_of, space_of
 from kvstore.core.table import BlockTable, OpenedNamespace
-from tiering.errors import BlockCorrupt
+from tiering.clock import Clock
+from tiering.counts.tally import CheckedAt
+from tiering.errors import BlockCorrupt, BlockMissing
 from tiering.frame import FrameHeader, MacKeys, digest, open_header
 from tiering.tier import NO_PLACE, SlotClass
 
@@ -207,3 +209,27 @@ class DramRecovery:
 
 def _generation(family: _Family) -> int:
     return family.header.generation
+
+
+def read_first(blocks: BlockTable, lock: threading.Lock, clock: Clock, rows: Sequence[int], deadline: float) -> bool:
+    """Read blocks that were taken over for the first time, while they are pinned; bad ones are quarantined. lock: the
+    store's.
+
+    False where there was no time for all of them: those behind the first stay unverified.
+    """
+    for position, row in enumerate(rows):
+        if position and clock.monotonic_seconds() > deadline:
+            return False
+        space = blocks.spaces[blocks.index.namespace_of(row)]
+        try:
+            is_sound = all(blocks.verify(row, part) for part in range(len(space.classes)))
+        except BlockMissing:  # quarantined by another reader, and its extent given back
+            is_sound = False
+        with lock:
+            if row not in blocks.unverified:
+                continue  # somebody else was faster
+            blocks.tally.checked(CheckedAt.LEASE, space.block_bytes, is_sound=is_sound)
+            blocks.unverified.discard(row)
+            if not is_sound and blocks.is_above(row) and blocks.quarantine(row):
+                blocks.unverified.add(row)
+    return True

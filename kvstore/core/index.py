@@ -304,7 +304,7 @@ class PrefixIndex:
         self._states[row] = _VISIBLE
         self._why_lost.pop(row, None)
         if self.changes.is_watching:
-            self.changes.note(namespace, key, BlockPlace.DRAM)
+            self.changes.note(namespace, key, BlockPlace.DRAM, self._depths[row])
         if self.awaits.is_any:
             self.awaits.published(namespace, key)
         names.forgotten.pop(key[:_REMEMBERED_BYTES] + names.mark, None)
@@ -320,7 +320,7 @@ class PrefixIndex:
         if why is not TierMiss.CORRUPT:
             self._why_lost[row] = why
         if self.changes.is_watching:
-            self.changes.note(self._owners[row], key, BlockPlace.NOWHERE)
+            self.changes.note(self._owners[row], key, BlockPlace.NOWHERE, self._depths[row])
 
     def why_lost(self, row: int) -> TierMiss:
         """Of a row that is, or was a moment ago."""
@@ -333,12 +333,12 @@ class PrefixIndex:
     def moved_above(self, row: int) -> None:
         """A visible row's block can be read from DRAM again."""
         if self.changes.is_watching:
-            self.changes.note(self._owners[row], self.key(row), BlockPlace.DRAM)
+            self.changes.note(self._owners[row], self.key(row), BlockPlace.DRAM, self._depths[row])
 
     def moved_below(self, row: int) -> None:
         """A visible row's block can be read from NVMe alone from now on."""
         if self.changes.is_watching:
-            self.changes.note(self._owners[row], self.key(row), BlockPlace.NVME)
+            self.changes.note(self._owners[row], self.key(row), BlockPlace.NVME, self._depths[row])
 
     def remove(self, row: int, *, remember: bool = False, stamp: int = 0) -> int:
         """Take a childless row out; returns its parent. `remember`: it was evicted, so that a miss can say so. stamp:
@@ -349,7 +349,7 @@ class PrefixIndex:
         is_visible = self._states[row] == _VISIBLE
         del (names.visible if is_visible else names.hidden)[key]
         if is_visible and self.changes.is_watching:
-            self.changes.note(namespace, key, BlockPlace.NOWHERE)
+            self.changes.note(namespace, key, BlockPlace.NOWHERE, self._depths[row])
         if self.awaits.is_any and self._states[row] == _PENDING:
             self.awaits.gave_up(namespace, key)
         self._states[row] = 0

@@ -16,9 +16,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import count
+from itertools import count, groupby, pairwise
 from math import inf
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -73,7 +73,8 @@ class ReservationRecord:
     that ended while somebody may still write. depends_on: reservations of the same session whose blocks these follow,
     and which have to be visible first. is_collective: other processes wait for its answer. detail: why it got no more
     slots. room_until: when its put has waited for room for long enough, if it said so. is_ending: it is being aborted.
-    is_cancelling: its producer was lost, and writes no more of it.
+    is_cancelling: its producer was lost, and writes no more of it. is_fetched: a courier fills it, with blocks of
+    `fetched_from`.
     """
 
     number: int
@@ -98,6 +99,8 @@ class ReservationRecord:
     room_until: float | None = None
     is_ending: bool = False
     is_cancelling: bool = False
+    is_fetched: bool = False
+    fetched_from: HitTier = HitTier.PEER
 
     def __post_init__(self) -> None:
         self.done = [0] * self.parts
@@ -396,6 +399,8 @@ class Numbers:
 # What a lease's answer is made of.
 
 
+IN_COLUMNS = 2048
+"""Blocks of a chain from which on numpy is faster."""
 TierRuns = tuple[tuple[HitTier, int], ...]
 """Of a chain's blocks, in which tier they lie: runs of (tier, blocks)."""
 
@@ -453,8 +458,69 @@ def join_runs(runs: list[tuple[HitTier, int]], more: Sequence[tuple[HitTier, int
     return runs
 
 
-def dram_runs(blocks: int) -> TierRuns:
-    return ((HitTier.DRAM, blocks),) if blocks else ()
+def tier_runs(blocks: BlockTable, rows: Sequence[int]) -> TierRuns:
+    """Of readable blocks, where each can be read best."""
+    if blocks.lower is None:
+        return ((HitTier.DRAM, len(rows)),) if rows else ()
+    if len(rows) <= IN_COLUMNS:
+        runs = groupby(HitTier.DRAM if blocks.is_above(row) else HitTier.NVME for row in rows)
+        return tuple((tier, len(list(run))) for tier, run in runs)
+    is_here = blocks.residency.listed_column[np.array(rows, np.int64)] != 0
+    ends = [0, *(np.flatnonzero(is_here[1:] != is_here[:-1]) + 1).tolist(), len(rows)]
+    return tuple((HitTier.DRAM if is_here[at] else HitTier.NVME, stop - at) for at, stop in pairwise(ends))
+
+
+class Fetched(Protocol):
+    """Blocks that couriers fetch (`kvstore.elsewhere`), as the store sees them: slots of reservations that
+    are `is_fetched`, and blocks that are pinned for a moment and marked with where they came from. Called under the
+    store's lock; `due_at` may be read without it."""
+
+    due_at: float
+    """When `expire` has something to do next."""
+    door: str
+    """Where peers reach this node."""
+
+    def is_served(self, tenant: bytes) -> bool:
+        """Whether a courier takes a tenant's questions."""
+        ...
+
+    @property
+    def is_any_marked(self) -> bool:
+        """Whether `tiers` may have anything to say."""
+        ...
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether couriers hold slots that are not filled yet."""
+        ...
+
+    def room(self, number: int, tenants: int) -> int:
+        """How many more blocks of a namespace couriers may reserve now, of so many tenants that have some."""
+        ...
+
+    def came(self, number: int, rows: Sequence[int], tier: HitTier) -> None:
+        """Adopted blocks are readable from now on."""
+        ...
+
+    def expire(self) -> None:
+        """Those whose time is over are not pinned any more."""
+        ...
+
+    def give_way(self) -> bool:
+        """Somebody lacks room: some more are not pinned any more; False where none is."""
+        ...
+
+    def forget(self, number: int) -> None:
+        """A namespace is dropped."""
+        ...
+
+    def tiers(self, rows: Sequence[int], runs: TierRuns) -> TierRuns:
+        """Where blocks were found, with those that came from elsewhere and that no lease has had yet."""
+        ...
+
+    def pinned(self) -> list[int]:
+        """All rows, each once, after a look at the books."""
+        ...
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -488,9 +554,12 @@ class ChainWaits:
     def awaited(self, one: ParkedAwait) -> m.Awaited:
         """What to say of one that is over: how many of its keys can be read now, from the first on."""
         assert one.end is not None
+        return m.Awaited(self.readable(one.number, one.keys), one.end)
+
+    def readable(self, number: int, keys: Sequence[bytes]) -> int:
+        """How many of these blocks can be read now, from the first on."""
         with self._lock:
-            readable = self._blocks.index.matched(one.number, one.keys) if self._is_served(one.number) else 0
-            return m.Awaited(readable, one.end)
+            return self._blocks.index.matched(number, keys) if self._is_served(number) else 0
 
     def wait(self, number: int, keys: Sequence[bytes], seconds: float) -> m.Awaited:
         """The same, in a thread that may wait."""

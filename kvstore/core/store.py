@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count as counted_from
-from itertools import groupby, islice, pairwise
+from itertools import islice
 from numbers import Integral
 
 import msgspec
@@ -25,12 +25,13 @@ from kvstore.block.errors import BadInput, StoreClosed
 from kvstore.block.identity import NOWHERE, Identity, Namespace, NodeIdentity, TenantKeys, root_key
 from kvstore.config import Limits
 from kvstore.core.collective import ANSWER_SECONDS, Chain, CollectivePut, CollectivePuts, chain_of
-from kvstore.core.dram_recovery import DramRecovery
+from kvstore.core.dram_recovery import DramRecovery, read_first
 from kvstore.core.index import NO_ROW, RowState
 from kvstore.core.leases import (
     ENDED_PLACES,
     ChainWaits,
     Endings,
+    Fetched,
     LeasedFrames,
     LeaseEnd,
     LeaseRecord,
@@ -38,10 +39,10 @@ from kvstore.core.leases import (
     ReservationRecord,
     TierRuns,
     cut_runs,
-    dram_runs,
     flat,
     join_runs,
     no_lease,
+    tier_runs,
 )
 from kvstore.core.levels import Levels, SlotRequest
 from kvstore.core.nvme_recovery import NvmeRecovery
@@ -149,7 +150,7 @@ class Store:
         self._moves_done, self._joint_answered, self._waiting = (threading.Condition(self._lock) for _ in range(3))
         self._unmap_wait = UnmapWait()
         waits = ChainWaits(blocks, clock, self._lock, lambda: self._closed)
-        self.park, self.awaited, self._await = waits.park, waits.awaited, waits.wait
+        self.park, self.awaited, self._await, self.readable = waits.park, waits.awaited, waits.wait, waits.readable
         self._jobs: dict[int, _ExtentMove] = {}
         self._leases = LeaseTable(limits.lease_seconds, new_number)
         self._endings = Endings(blocks.residency, blocks.dram, self._unpin)
@@ -180,6 +181,7 @@ class Store:
         if taken_over:
             self._dram_recovery = DramRecovery(blocks, taken_over, mover.keys, self._lock)
         self._leaving: set[bytes] = set()  # tenants that are purged, or were
+        self.fetched: Fetched | None = None  # where couriers bring blocks: `fetch_with`
         self._closed = False
         self._closer: threading.Thread | None = None
 
@@ -212,7 +214,7 @@ class Store:
                 return m.Granted(self._open(client, request))
             case m.Changes():
                 told = self._blocks.index.changes.since(client.named[request.namespace], request.after)
-                return m.Changed(self.name, *told)
+                return m.Changed(self.name, *told[:3], list(told.indexes))
             case m.Drop():
                 return m.Counted(self.drop(client.named[request.namespace], request.seconds))
             case m.Await():
@@ -351,6 +353,8 @@ class Store:
             self._finish([*self._leases.expire_all(number), *self._endings.under_way_of(number)])
             self._await_taken_in(lambda: bool(self._jobs) or self._is_moving(number), deadline)
             self._cancel_all(number)
+            if self.fetched is not None:
+                self.fetched.forget(number)
             self._check_open()
             readable = self._blocks.index.visible_blocks(number)
             self._unfound.add(number)
@@ -449,7 +453,7 @@ class Store:
                 return MatchReply(0, reason=MissReason.DISABLED, detail="the store is closed")
             if number in self._unfound:
                 return MatchReply(0, reason=MissReason.DISABLED, detail="it is being dropped")
-            if self._levels is None:
+            if self._levels is None and (self.fetched is None or not self.fetched.is_any_marked):
                 blocks = self._blocks.index.matched(number, keys)
                 tiers: TierRuns = ((HitTier.DRAM, blocks),) if blocks else ()
             else:
@@ -523,7 +527,7 @@ class Store:
             if missing:
                 assert self._levels is not None
                 late = self._levels.bring_up(number, missing, deadline)
-            if unverified and not self._verify(number, unverified, deadline):
+            if unverified and not read_first(self._blocks, self._lock, self._clock, unverified, deadline):
                 late = late or MissReason.DEADLINE
         except BaseException:  # interrupted: nobody waits for these any more
             with self._lock:
@@ -547,7 +551,7 @@ class Store:
                 assert self._levels is not None
                 late = self._levels.bring_up(number, missing, deadline)
             unverified = [row for row in wanted if row in self._blocks.unverified] if self._blocks.unverified else []
-            if unverified and not self._verify(number, unverified, deadline):
+            if unverified and not read_first(self._blocks, self._lock, self._clock, unverified, deadline):
                 late = late or MissReason.DEADLINE
             found = self._found_long(number, wanted)
         except BaseException:  # interrupted: nobody waits for these any more
@@ -651,28 +655,6 @@ class Store:
                     self._refreshing.appendleft((chain[LOCKED_BLOCKS:], max(0, count - LOCKED_BLOCKS)))
                 self._moves_done.wait(GIVE_WAY_SECONDS)
 
-    def _verify(self, number: int, rows: Sequence[int], deadline: float) -> bool:
-        """Read blocks that were taken over for the first time, while they are pinned; bad ones are quarantined.
-
-        False where there was no time for all of them: those behind the first stay unverified.
-        """
-        parts = range(len(self._blocks.spaces[number].classes))
-        for position, row in enumerate(rows):
-            if position and self._clock.monotonic_seconds() > deadline:
-                return False
-            try:
-                is_sound = all(self._blocks.verify(row, part) for part in parts)
-            except BlockMissing:  # quarantined by another reader, and its extent given back
-                is_sound = False
-            with self._lock:
-                if row not in self._blocks.unverified:
-                    continue  # somebody else was faster
-                self._blocks.tally.checked(CheckedAt.LEASE, self._blocks.spaces[number].block_bytes, is_sound=is_sound)
-                self._blocks.unverified.discard(row)
-                if not is_sound and self._blocks.is_above(row) and self._blocks.quarantine(row):
-                    self._blocks.unverified.add(row)
-        return True
-
     def release(self, lease: int) -> None:
         """Unpin; a lease that ran out lets go of the slots that were kept for it."""
         with self._lock:
@@ -763,11 +745,11 @@ class Store:
     def _ticket(self, client: StoreClient, request: m.SealTicket | m.OpenTicket) -> m.Sealed | m.TicketOpened:
         number, now = client.named[request.namespace], self._clock.wall_seconds()
         space, identity = self._blocks.spaces[number], Identity.of(client.keys, self.node)
-        about = identity, space.classes[0].namespace, space.namespace.layout.block_tokens, now
+        about, others = (identity, space.classes[0].namespace, space.namespace.layout.block_tokens, now), self.fetched
         if isinstance(request, m.OpenTicket):
-            return opened(request.ticket, *about)
+            return opened(request.ticket, *about, of_others=others is not None and others.is_served(client.keys.tenant))
         self._retain(number, request.keys, int(now + request.seconds))
-        return sealed(request, *about)
+        return sealed(request, *about, others.door if others is not None else "")
 
     def _retain(self, number: int, keys: Sequence[bytes], expires_at: int) -> None:
         """Keep what is readable of a chain until then, before other blocks. Others have the lock between pieces."""
@@ -802,13 +784,14 @@ class Store:
         seconds: float | None = None,
         *,
         skipped: int = 0,
+        couriers: int = 0,
     ) -> ReserveReply:
         """Rows and slots for what is missing from block `first_block` on, as far as there is room, or as room is made
         in so many seconds. skipped: blocks of the chain before the first one of keys, which has to be readable then; of
-        a collective put, none."""
+        a collective put, none. couriers: of how many tenants there are some, where one of them asks."""
         ends_at = self._clock.monotonic_seconds() + seconds if seconds is not None else None
         if collective is None:
-            return self._reserve(number, keys, first_block, priority, ttl_seconds, None, ends_at, skipped)
+            return self._reserve(number, keys, first_block, priority, ttl_seconds, None, ends_at, skipped, couriers)
         name, chain = (collective.session, number, collective.name), chain_of(keys, first_block)
         with self._lock:
             if self._closed or number in self._blocks.dropping:
@@ -847,6 +830,7 @@ class Store:
         put: CollectivePut | None,
         ends_at: float | None,
         skipped: int = 0,
+        couriers: int = 0,
     ) -> ReserveReply:
         """put: whose reservation it is, if it is a collective one; its number is known to nobody then. ends_at: no more
         room is made after that."""
@@ -872,7 +856,12 @@ class Store:
                 return ReserveReply(0, skipped + present, stopped_at=skipped + present, reason=reason)
             parts = len(self._blocks.spaces[number].classes)
             record = ReservationRecord(self._new_reservation(), number, parts, priority, expires_at, room_until=ends_at)
+            asked, record.is_fetched = len(keys), couriers > 0
+            if self.fetched is not None and record.is_fetched:
+                keys = keys[: present + self.fetched.room(number, couriers)]
             stopped_at, reason = self._begin_rows(record, keys, present, in_flight_rows)
+            if stopped_at is None and len(keys) < asked:
+                stopped_at, reason = len(keys), MissReason.BUSY
             if skipped:  # from here on all is counted in blocks of the chain
                 record.indexes = [skipped + position for position in record.indexes]
                 stopped_at = skipped + stopped_at if stopped_at is not None else None
@@ -1017,13 +1006,14 @@ class Store:
 
     @property
     def runs_out_at(self) -> float:
-        """When the first collective put's time is over, in monotonic seconds; inf where none is under way."""
-        return self._collective.due_at
+        """When the time of the first collective put, or fetched block, is over, in monotonic seconds; inf where there
+        is none."""
+        return self._collective.due_at if self.fetched is None else min(self._collective.due_at, self.fetched.due_at)
 
     def expire_due(self) -> None:
         """End collective puts whose time is over, also while nobody asks for anything: often called, and seldom
         waits."""
-        if self._clock.monotonic_seconds() < self._collective.due_at and not self.is_ending:
+        if self._clock.monotonic_seconds() < self.runs_out_at and not self.is_ending:
             return
         with self._lock:
             if not self._closed:
@@ -1045,6 +1035,11 @@ class Store:
         return self.spans(places)
 
     # Other processes -----------------------------------------------------------------------------------------------
+
+    def fetch_with(self, make: Callable[..., Fetched]) -> None:
+        """Blocks come from elsewhere, too. make: of what is the store's (`elsewhere.fetched`)."""
+        shared = self._blocks, self._clock, self._lock, self._pin, self._unpin, self._reservations, self._leases
+        self.fetched = make(*shared, self._mover.keys)
 
     def share(self, extent: int, tenant: bytes, holder: int, fills: Collection[int] | None = None) -> SharedExtent:
         """Open an extent for another process, to read, or to write if `fills` is given: namespaces that it stores into.
@@ -1285,6 +1280,7 @@ class Store:
             pins.update(promoting)
             for pinned in self._levels.pinned_for_demotion if self._levels is not None else ():
                 pins.update(pinned)
+            pins.update(self.fetched.pinned() if self.fetched is not None else ())
             namespaces = map(self._blocks.index.namespace_of, pins)
             assert self._pinned_bytes == sum(self._blocks.spaces[number].block_bytes for number in namespaces)
             self._blocks.check(pins, demoting)
@@ -1334,11 +1330,11 @@ class Store:
         if mine >= limits.most_leases:
             return 0, f"this tenant has as many leases as limits.tenant_leases allows ({limits.most_leases})"
         budget = self._pinned_budget_bytes()
-        blocks = max(0, budget - self._pinned_bytes) // self._blocks.spaces[number].block_bytes
-        return (
-            self._blocks.residency.pins.affordable(wanted, blocks),
-            f"at most {budget} bytes may be pinned at once (limits.pinned_fraction of DRAM)",
-        )
+        while True:
+            blocks = max(0, budget - self._pinned_bytes) // self._blocks.spaces[number].block_bytes
+            found = self._blocks.residency.pins.affordable(wanted, blocks)
+            if found == len(wanted) or self.fetched is None or not self.fetched.give_way():
+                return found, f"at most {budget} bytes may be pinned at once (limits.pinned_fraction of DRAM)"
 
     def _grant(
         self,
@@ -1403,15 +1399,8 @@ class Store:
         return LeaseEnd(reason, "not all blocks could be brought up to DRAM in time")
 
     def _tiers(self, rows: Sequence[int]) -> TierRuns:
-        if self._levels is None:
-            return dram_runs(len(rows))
-        is_above = self._blocks.is_above
-        if len(rows) <= LOCKED_BLOCKS:
-            runs = groupby(HitTier.DRAM if is_above(row) else HitTier.NVME for row in rows)
-            return tuple((tier, len(list(run))) for tier, run in runs)
-        is_here = self._blocks.residency.listed_column[np.array(rows, np.int64)] != 0
-        ends = [0, *(np.flatnonzero(is_here[1:] != is_here[:-1]) + 1).tolist(), len(rows)]
-        return tuple((HitTier.DRAM if is_here[at] else HitTier.NVME, stop - at) for at, stop in pairwise(ends))
+        found = tier_runs(self._blocks, rows)
+        return found if self.fetched is None or not self.fetched.is_any_marked else self.fetched.tiers(rows, found)
 
     def _is_moving(self, number: int) -> bool:
         if any(waiting == number for waiting, _ in self._lifting):
@@ -1455,6 +1444,8 @@ class Store:
             self._endings.begin(record)
             self._blocks.counters["lapsed_leases"] += 1
         self._endings.work()
+        if self.fetched is not None:
+            self.fetched.expire()
         if self._clock.monotonic_seconds() >= self._collective.due_at:
             for reservation in self._collective.expire_due(self._clock.monotonic_seconds()):
                 self._touch_published(reservation)
@@ -1523,6 +1514,9 @@ class Store:
                 if step is None:
                     return None
                 if isinstance(step, MissReason):
+                    is_put = isinstance(record, SlotRequest) or not (record.is_fetched or record.cancelled)
+                    if is_put and self.fetched is not None and not self._closed and self.fetched.give_way():
+                        continue
                     if not len(self._endings) or has_waited or self._closed:
                         return step
                     has_waited = True  # leases that are over pinned what could make room
@@ -1624,6 +1618,8 @@ class Store:
         dram, levels = self._blocks.dram, self._levels
         if dram.awaited() or dram.guarded_bytes():
             return MissReason.DEADLINE, "memory that changes hands is still mapped by clients; try again"
+        if self.fetched is not None and self.fetched.has_slots:
+            return MissReason.DEADLINE, "blocks from elsewhere are on their way into what could make room; try again"
         if len(self._leases):
             return MissReason.PINNED_FULL, "what could make room is leased, or being stored or moved"
         is_moving = levels is not None and (levels.promoting or levels.demoting)
@@ -1671,13 +1667,16 @@ class Store:
         start = record.published
         rows = record.rows[start:complete]
         blocks.publish(record.namespace, rows, record.generations[start:complete])
+        if self.fetched is not None and record.is_fetched:
+            self.fetched.came(record.namespace, rows, record.fetched_from)
+            blocks.tally.stored_tokens -= len(rows) * blocks.spaces[record.namespace].namespace.layout.block_tokens
         if record.repairs:
             refilled = record.repairs.intersection(rows)
             record.repairs -= refilled
             self._unpin(record.namespace, sorted(refilled))
         record.published = complete
         if complete > start:
-            blocks.counters["stored_blocks"] += complete - start
+            blocks.counters["fetched_blocks" if record.is_fetched else "stored_blocks"] += complete - start
         if complete == len(record.rows):
             del self._reservations[record.number]
             self._touch_published(record)

@@ -133,6 +133,18 @@ METRICS = (
     _gauge("whatif_asked_tokens", "", "tokens", "Tokens that these are a part of."),
     _gauge("whatif_sample_ratio", "", "ratio", "The share of all blocks that the estimate follows."),
     _counter("whatif_dropped_lookups", "", "look-ups", "Look-ups that came too fast and are not in the estimate."),
+    # Of other nodes and remote engines; only where couriers are wanted.
+    _gauge("couriers", "", "couriers", "Connections of couriers that take questions."),
+    _counter("adopted_blocks", "tier", "blocks", "Blocks that couriers brought, by where they came from."),
+    _counter("adopt_refused", "why", "messages", "What couriers brought that was not adopted, by what was wrong."),
+    _gauge("fetched_pinned_bytes", "", "bytes", "DRAM of fetched blocks that are kept for who waits for them."),
+    _counter("source_blocks", "kind name direction", "blocks", "Blocks that came from a source, or went there."),
+    _counter("source_bytes", "kind name direction", "bytes", "The same in bytes."),
+    _counter("source_failures", "kind name", "failures", "Calls to a source that failed, or were late."),
+    _counter("source_refused", "kind name", "frames", "Frames of a source that failed a check."),
+    _gauge("source_p99_seconds", "kind name", "seconds", "The 99th percentile of the last transfers from a source."),
+    _gauge("source_bytes_per_second", "kind name", "bytes per second", "Of the last transfers from a source."),
+    _gauge("source_state", "kind name state", "1", "What state a source is in: up, down, banned or open (breaker)."),
     # For joins.
     _gauge("state", "state", "0 or 1", "What the sidecar is up to, as at /readyz."),
     _gauge("build_info", "version node incarnation", "1", "The version, the node, and which run of it this is."),

@@ -23,11 +23,10 @@ from kvstore.metrics.catalogue import METRICS, PREFIX
 from kvstore.metrics.exposition import Exposition, LabelValues, Samples
 from kvstore.node import EmbeddedStore
 from kvstore.protocol import messages as m
-from kvstore.protocol.status import ID_DIGITS, printable
+from kvstore.protocol.status import ID_DIGITS, ElsewhereStatus, Readiness, printable
 from kvstore.service.accounting import AccountingCounts, Counting, OfferedTokens, Outcome
-from kvstore.service.admin import all_tiers_budget_bytes
+from kvstore.service.admin import Couriers, all_tiers_budget_bytes
 from kvstore.service.connections import DoorCounts
-from kvstore.service.health import Readiness
 from kvstore.service.local_door import LocalDoor
 from kvstore.service.sessions import Sessions
 from kvstore.service.told import ToldRequests
@@ -50,8 +49,10 @@ KINDS_OF_MOVES = {
     Priority.SCRUB: "scrub",
 }
 """Nothing is prefetched by a sidecar."""
-TIERS_OF_HITS = (HitTier.ENGINE, HitTier.DRAM, HitTier.NVME)
+TIERS_OF_HITS = (HitTier.ENGINE, HitTier.DRAM, HitTier.NVME, HitTier.PEER, HitTier.REMOTE)
 """Where granted blocks may lie."""
+MOST_SOURCES = 64
+"""Nodes and engines that are told of."""
 _NO_LABELS: LabelValues = ()
 
 
@@ -69,9 +70,12 @@ class Metrics:
         whatif: WhatIf,
         told: ToldRequests,
         warnings: Callable[[], list[str]] = lambda: [],
+        couriers: Couriers | None = None,
     ) -> None:
         """state: what the sidecar is up to. version: of the program. whatif: knows what other sizes would find.
-        told: what engines tell of what hits saved. warnings: what should be seen to."""
+        told: what engines tell of what hits saved. warnings: what should be seen to. couriers: where some are
+        wanted."""
+        self._couriers = couriers
         self._store = store
         self._counting = counting
         self._sessions = sessions
@@ -108,6 +112,7 @@ class Metrics:
             _savings(self._told),
             _awaits(self._store.core.awaits.counts()),
             _what_if(self._whatif.snapshot(all_tiers_budget_bytes(usage))),
+            _elsewhere(self._couriers.status()) if self._couriers is not None else (),
         ):
             found[f"{PREFIX}{name}"] = dict(samples)
         state = self._state()
@@ -269,6 +274,24 @@ def _awaits(awaits: AwaitCounts) -> _Found:
     yield "awaits_parked", _one(awaits.parked)
     yield "awaits_total", {(why.value,): count for why, count in awaits.ended.items()}
     yield "await_wait_seconds", _one(awaits.seconds)
+
+
+def _elsewhere(told: ElsewhereStatus) -> _Found:
+    yield "couriers", _one(told.couriers)
+    yield "adopted_blocks_total", {(tier,): count for tier, count in told.adopted.items()}
+    yield "adopt_refused_total", {(why,): count for why, count in told.refused.items()}
+    yield "fetched_pinned_bytes", _one(told.kept_bytes)
+    sources = {(one.kind, one.name): one for one in told.sources[:MOST_SOURCES]}
+    for what in ("blocks", "bytes"):
+        counts: dict[LabelValues, int] = {}
+        for name, one in sources.items():
+            counts |= {(*name, way): getattr(one, f"{what}_{way}") for way in ("in", "out")}
+        yield f"source_{what}_total", counts
+    yield "source_failures_total", {name: one.failures for name, one in sources.items()}
+    yield "source_refused_total", {name: sum(one.refused.values()) for name, one in sources.items()}
+    yield "source_p99_seconds", {name: one.p99_ms / 1000 for name, one in sources.items()}
+    yield "source_bytes_per_second", {name: one.gbps * 1e9 for name, one in sources.items()}
+    yield "source_state", {(*name, one.state): 1 for name, one in sources.items()}
 
 
 def _what_if(told: WhatIfSnapshot) -> _Found:

@@ -21,7 +21,7 @@ from kvstore.block.errors import BadInput
 from kvstore.block.identity import NOWHERE, NodeIdentity
 from kvstore.metrics.exposition import CONTENT_TYPE
 from kvstore.metrics.http_server import HttpAnswer, HttpRequest, Page, as_json, in_one_line
-from kvstore.service.health import Readiness
+from kvstore.protocol.status import Readiness
 from tiering.files import Unfit, read_file
 
 LIVEZ, READYZ, METRICS_PATH = "/livez", "/readyz", "/metrics"

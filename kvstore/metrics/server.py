@@ -30,6 +30,7 @@ def server_of(host: str, port: int, daemon: Daemon, version: str) -> HttpServer:
         daemon.whatif,
         daemon.told,
         daemon.warnings,
+        daemon.couriers,
     )
     told = daemon.reasons, metrics.page, access, daemon.public_warnings, daemon.store.core.node
     pages = sidecar_pages(daemon.readiness, daemon.is_alive, *told)

@@ -9,6 +9,7 @@ names the tenant that it works for, and has few verbs there: it reserves slots, 
 the headers that came with the payloads. It can lose bytes, never invent them.
 
     Questions > QuestionsReply      Reserve > Reserved > (the slots are filled) > Adopt > Counted
+    Holdings > HoldingsReply, and then Changes > Changed: what others may be told of
 
 All from version 4 on.
 """
@@ -73,6 +74,25 @@ class Adopt(msgspec.Struct, array_like=True, frozen=True, tag="adopt"):
     first: int
     headers: Annotated[list[Annotated[bytes, Meta(max_length=HEADER_BYTES)]], Meta(max_length=MAX_ADOPTED)]
     tier: HitTier
+
+
+class Holdings(msgspec.Struct, array_like=True, frozen=True, tag="holdings"):
+    """A courier lists what can be read now, of one namespace. after: `HoldingsReply.next` of the answer before. A block
+    that moves while it is listed may be left out: begin with `Changes`, which tells of it."""
+
+    namespace: int
+    after: _Count = 0
+
+
+ReadableBlock = tuple[bytes, int, int]
+"""Prefix key, blocks before it in its chain, and where it can be read, as in `Changed`."""
+
+
+class HoldingsReply(msgspec.Struct, array_like=True, frozen=True, tag="holdings"):
+    """To `Holdings`: some of them, perhaps none. next: where to go on, 0 where there are no more."""
+
+    blocks: list[ReadableBlock]
+    next: int
 
 
 class LocateQuestion(msgspec.Struct, array_like=True, frozen=True):

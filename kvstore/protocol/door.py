@@ -180,6 +180,8 @@ def missed(request: Request, reason: MissReason, detail: str) -> object:
             return m.Changed(b"", [], 0)
         case m.Await():
             return m.Awaited(0, AwaitEnd.GONE)
+        case m.Locate():
+            return m.Located(0, 0, reason=reason, detail=detail)
         case m.SealTicket():
             return m.Sealed("")
         case m.OpenTicket():
@@ -201,6 +203,15 @@ def check_collective(name: str) -> None:
     """Raise `BadInput` unless that can be the name of a collective put; empty is none."""
     if not isinstance(name, str) or len(name) > MAX_COLLECTIVE_CHARACTERS:
         raise BadInput(f"collective={name!r:.80}; give text of at most {MAX_COLLECTIVE_CHARACTERS} characters")
+
+
+def check_participant(verb: m.Reserve, parts: int) -> None:
+    """Of a put that several connections of a session make together. Raises `BadInput`."""
+    most = MAX_COLLECTIVE_CHARACTERS + WINDOW_CHARACTERS
+    if len(verb.collective) > most:
+        raise BadInput(f"a collective put's name of {len(verb.collective)} characters; at most {most}")
+    if verb.collective and (len(set(verb.parts)) != len(verb.parts) or not {*range(parts)}.issuperset(verb.parts)):
+        raise BadInput(f"{len(verb.parts)} parts to fill; give distinct ones, from 0 to {parts - 1}")
 
 
 def window_name(collective: str, stop: int) -> str:

@@ -58,19 +58,36 @@ class HandOff(msgspec.Struct, array_like=True, frozen=True):
         return 0 < self.blocks <= m.MAX_KEYS and self.block_tokens > 0 and len(self.door) <= MAX_DOOR_CHARACTERS
 
 
-def sealed(request: m.SealTicket, identity: Identity, namespace: bytes, block_tokens: int, now: float) -> m.Sealed:
-    """A ticket for the chain that ends with the last key. now: Unix time."""
+def sealed(
+    request: m.SealTicket, identity: Identity, namespace: bytes, block_tokens: int, now: float, door: str = ""
+) -> m.Sealed:
+    """A ticket for the chain that ends with the last key. now: Unix time. door: where peers reach this node."""
     until_ms = int(1000 * (now + request.seconds))
     head, blocks = request.keys[-1], len(request.keys)
     owner, run = identity.node, identity.incarnation
     hand_off = HandOff(
-        identity.key_id, namespace[:NAMESPACE_BYTES], head, blocks, block_tokens, owner, run, "", until_ms
+        identity.key_id, namespace[:NAMESPACE_BYTES], head, blocks, block_tokens, owner, run, door, until_ms
     )
     return m.Sealed(hand_off.seal(identity))
 
 
-def opened(text: str, identity: Identity, namespace: bytes, block_tokens: int, now: float) -> m.TicketOpened:
-    """What a ticket promises to the tenant of that identity in that namespace, or as what miss it counts."""
+def opened(
+    text: str, identity: Identity, namespace: bytes, block_tokens: int, now: float, *, of_others: bool = False
+) -> m.TicketOpened:
+    """What a ticket promises to the tenant of that identity in that namespace, or as what miss it counts. of_others:
+    whether those of other nodes are of use here."""
+    found = hand_off_in(text, identity, namespace, block_tokens, now)
+    if isinstance(found, m.TicketOpened):
+        return found
+    if found.owner != identity.node and not of_others:
+        return _refused(MissReason.STALE_HINT, "the ticket is of another node")
+    return m.TicketOpened(found.head, found.blocks, found.until_ms / 1000 - now)
+
+
+def hand_off_in(
+    text: str, identity: Identity, namespace: bytes, block_tokens: int, now: float
+) -> HandOff | m.TicketOpened:
+    """What a ticket says, whichever node's it is; or why it is of no use."""
     body, mac = _split(text)
     hand_off = _decoded(body)
     if not hmac.compare_digest(mac, _mac(identity, body)) or hand_off is None:
@@ -81,14 +98,11 @@ def opened(text: str, identity: Identity, namespace: bytes, block_tokens: int, n
         return _refused(
             MissReason.OTHER_NAMESPACE, "the ticket is of another model, layout or codec than this engine's"
         )
-    if hand_off.owner != identity.node:
-        return _refused(MissReason.STALE_HINT, "the ticket is of another node")
-    if hand_off.incarnation != identity.incarnation:
+    if hand_off.owner == identity.node and hand_off.incarnation != identity.incarnation:
         return _refused(MissReason.STALE_HINT, "the ticket is of an earlier run of the sidecar")
-    left = hand_off.until_ms / 1000 - now
-    if left <= 0:
+    if hand_off.until_ms / 1000 <= now:
         return _refused(MissReason.STALE_HINT, "the ticket's time is over")
-    return m.TicketOpened(hand_off.head, hand_off.blocks, left)
+    return hand_off
 
 
 def _refused(reason: MissReason, detail: str) -> m.TicketOpened:

@@ -23,6 +23,8 @@ from msgspec import Meta
 from kvstore.block.account import MissReason
 from kvstore.block.layout import MAX_PARTS
 from kvstore.protocol.courier import Adopt as Adopt
+from kvstore.protocol.courier import Holdings as Holdings
+from kvstore.protocol.courier import HoldingsReply as HoldingsReply
 from kvstore.protocol.courier import Locate as Locate
 from kvstore.protocol.courier import Located as Located
 from kvstore.protocol.courier import Questions as Questions
@@ -332,6 +334,7 @@ Verb = (
     | Locate
     | Adopt
     | Questions
+    | Holdings
 )
 
 
@@ -366,9 +369,10 @@ class Granted(msgspec.Struct, array_like=True, frozen=True, tag="granted"):
 
 
 class Matched(msgspec.Struct, array_like=True, frozen=True, tag="matched"):
-    """To `MatchPrefix`."""
+    """To `MatchPrefix`. has_courier: whether there is somebody to ask of what is elsewhere (`Locate`)."""
 
     reply: MatchReply
+    has_courier: bool = False
 
 
 class Leased(msgspec.Struct, array_like=True, frozen=True, tag="leased"):
@@ -391,9 +395,11 @@ class Reserved(msgspec.Struct, array_like=True, frozen=True, tag="reserved"):
 
 class Counted(msgspec.Struct, array_like=True, frozen=True, tag="counted"):
     """A number of blocks: to `Commit`, those that are committed as far as it is the caller's to do; to `Drop`,
-    `DropAny` and `Purge`, those that were readable."""
+    `DropAny` and `Purge`, those that were readable. elsewhere: a line on what other nodes or remote engines may have of
+    them still."""
 
     blocks: int
+    elsewhere: str = ""
 
 
 class Persisted(msgspec.Struct, array_like=True, frozen=True, tag="persisted"):
@@ -425,12 +431,13 @@ class NotifyPipeReply(msgspec.Struct, array_like=True, frozen=True, tag="bell"):
 class Changed(msgspec.Struct, array_like=True, frozen=True, tag="changed"):
     """To `Changes`. run: of the store; empty where none answered. changes: prefix keys, and where these blocks can be
     read from then on: 0 nowhere, 1 in DRAM, 2 on NVMe alone. next: where to go on. is_lost: what happened between
-    cannot be told any more."""
+    cannot be told any more. indexes: of each, how many blocks are before it in its chain."""
 
     run: bytes
     changes: list[tuple[bytes, int]]
     next: int
     is_lost: bool = False
+    indexes: list[int] = []
 
 
 class Done(msgspec.Struct, array_like=True, frozen=True, tag="done"):
@@ -514,6 +521,7 @@ Answer = (
     | PrefixesReply
     | Located
     | QuestionsReply
+    | HoldingsReply
 )
 
 

@@ -7,6 +7,7 @@ times in seconds, instants in Unix time. Text that a client gave is cut and prin
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import StrEnum
 
 import msgspec
 
@@ -22,6 +23,15 @@ MAX_SECONDS = 3600.0
 """That a drop or a purge may take."""
 MOST_NAMED = 8
 """Namespaces that a line about a wrong id names."""
+
+
+class Readiness(StrEnum):
+    """What a sidecar is up to."""
+
+    READY = "ready"
+    WARMING = "warming"  # it serves, and may call a miss warming
+    DEGRADED = "degraded"  # it serves; something ran out or fails, or what is on disk could not all be taken in
+    STOPPING = "stopping"
 
 
 class TierStatus(msgspec.Struct, frozen=True):
@@ -195,6 +205,45 @@ class AwaitStatus(msgspec.Struct, frozen=True):
     ended: dict[str, int] = {}
 
 
+class SourceStatus(msgspec.Struct, frozen=True):
+    """Another node, a remote engine or the directory, as a courier tells of it: `protocol.courier.SourceFigures`."""
+
+    kind: str
+    name: str
+    state: str
+    blocks_in: int = 0
+    blocks_out: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    lookups: int = 0
+    found: int = 0
+    failures: int = 0
+    refused: dict[str, int] = {}
+    gbps: float = 0.0
+    p99_ms: float = 0.0
+    hints: int = 0
+    detail: str = ""
+
+
+class ElsewhereStatus(msgspec.Struct, frozen=True):
+    """Blocks that couriers bring. couriers: that are there. adopted: blocks by where they came from; refused: what
+    couriers brought that was not adopted, by what was wrong. kept_bytes: pinned for whoever waits for them; gave_way:
+    blocks that were not, because others lacked room. The rest is as couriers tell: fetching, now; fetched; reasons,
+    why they serve less than there is; dropped_hints: that were not announced."""
+
+    couriers: int = 0
+    adopted: dict[str, int] = {}
+    refused: dict[str, int] = {}
+    kept_bytes: int = 0
+    gave_way: int = 0
+    sources: list[SourceStatus] = []
+    reasons: list[str] = []
+    fetching: int = 0
+    fetched_blocks: int = 0
+    fetched_bytes: int = 0
+    dropped_hints: int = 0
+
+
 class SidecarStatus(msgspec.Struct, frozen=True):
     """All of it. counters: events since the start. departed: connections that are gone and may still map memory.
     hidden_namespaces, hidden_sessions: that are there and left out, so that this stays of a size. policy, nvme_writes,
@@ -203,7 +252,8 @@ class SidecarStatus(msgspec.Struct, frozen=True):
     did not since the start, by kind. policy_note: why blocks do not go by the policy that was set; "" where they do.
     whatif: what other sizes would find. savings: what hits saved, as engines tell. node, incarnation: which node this
     is, and which run of it, in hexadecimal. keys: of tenants. warnings: what keeps nothing from being served here, and
-    should be seen to: keys that differ, a node's id that two have. awaits: who waits for blocks."""
+    should be seen to: keys that differ, a node's id that two have. awaits: who waits for blocks. elsewhere: what
+    couriers bring; None where none is wanted."""
 
     run: str
     pid: int
@@ -247,6 +297,7 @@ class SidecarStatus(msgspec.Struct, frozen=True):
     keys: list[KeyStatus] = []
     warnings: list[str] = []
     awaits: AwaitStatus = AwaitStatus()
+    elsewhere: ElsewhereStatus | None = None
 
 
 def checked_seconds(seconds: float) -> float:

@@ -35,6 +35,7 @@ from tiering.counts.histogram import Histogram, HistogramCounts
 OPEN_LOOKUPS = 4096
 """Look-ups of all namespaces that a lease may still come for; what older ones found stays `found`."""
 
+_IN_DRAM = frozenset({HitTier.DRAM, HitTier.PEER, HitTier.REMOTE})
 REMEMBERED_LEASES = 16384
 """So many of the last leases may be reported."""
 NAMED_TENANTS = 20
@@ -340,9 +341,9 @@ def _runs(reply: LeaseReply) -> list[tuple[HitTier, int]]:
 
 
 def _lease_end(runs: Sequence[tuple[HitTier, int]], is_whole: bool) -> tuple[str, LeaseResult]:
-    """The engine's own blocks come from nowhere; HBM and remote tiers are none of a sidecar's."""
+    """The engine's own blocks come from nowhere; what was fetched lies in DRAM by then."""
     tiers = {tier for tier, _ in runs}
-    if HitTier.NVME not in tiers and HitTier.DRAM not in tiers:
+    if not tiers & _IN_DRAM and HitTier.NVME not in tiers:
         return "none", LeaseResult.NONE
     return "nvme" if HitTier.NVME in tiers else "dram", LeaseResult.WHOLE if is_whole else LeaseResult.PART
 

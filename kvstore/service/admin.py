@@ -11,8 +11,10 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
 from math import isinf
+from typing import Protocol
 
 from kvstore.block.errors import BadInput, StoreClosed, StoreError
 from kvstore.config import DEFAULT_POLICY
@@ -25,6 +27,7 @@ from kvstore.protocol import messages as m
 from kvstore.protocol.status import (
     ID_DIGITS,
     AwaitStatus,
+    ElsewhereStatus,
     KeyStatus,
     NamespaceStatus,
     SessionStatus,
@@ -39,13 +42,15 @@ from kvstore.protocol.status import (
 )
 from kvstore.protocol.told import PrefixFigures
 from kvstore.service.accounting import Counting, NamespaceCounts, looked
-from kvstore.service.connections import AdminCaller, percentile_ms
-from kvstore.service.dispatch import Response, version_in_common
+from kvstore.service.connections import AdminCaller
+from kvstore.service.dispatch import version_in_common
 from kvstore.service.local_door import LocalDoor
-from kvstore.service.sessions import Sessions
+from kvstore.service.parked import Elsewhere, Response
+from kvstore.service.sessions import ClientState, Sessions
 from kvstore.service.settings import StoreSettings
 from kvstore.service.told import ToldRequests
 from tiering.clock import Clock
+from tiering.counts.waits import percentile_ms
 from tiering.errors import TierError
 from tiering.tier import Usage
 
@@ -55,6 +60,22 @@ FRESH_SECONDS = 0.5
 """For so long all observers are told the same: how often they ask costs engines nothing."""
 _FACTS = frozenset(SidecarStatus.__struct_fields__)
 _STATES = ("used", "free", "reserved", "deleting", "quarantined", "zombie")
+
+
+class Couriers(Elsewhere, Protocol):
+    """What couriers brought and say, for people; and who may come in. See `kvstore.elsewhere`."""
+
+    def greet(self, hello: m.Hello) -> tuple[ClientState | None, m.Answer]:
+        """The first message of a courier: for whom it works, or why it may not."""
+        ...
+
+    def reasons(self) -> list[str]:
+        """Why less is served than there is elsewhere, a line each."""
+        ...
+
+    def status(self) -> ElsewhereStatus:
+        """What is known of what is elsewhere."""
+        ...
 
 
 class Admin:
@@ -78,12 +99,14 @@ class Admin:
         told: ToldRequests | None = None,
         prefixes: PrefixBook | None = None,
         warnings: Callable[[], list[str]] = lambda: [],
+        couriers: Couriers | None = None,
     ) -> None:
         """run: names this run of the sidecar. state: what it is up to, in a word. chosen: how the store was set.
         reasons: why it serves less than it has; what the store was told of the machine, if not given.
         why_not_policy: why it is not the policy that was chosen which decides, but the usual one. whatif: knows what
         other sizes would find. told: what engines tell of their requests. prefixes: knows which are hot. warnings:
-        what should be seen to."""
+        what should be seen to. couriers: where there may be some."""
+        self._couriers = couriers
         self._store = store
         self._sessions = sessions
         self._counting = counting
@@ -114,9 +137,9 @@ class Admin:
             if isinstance(verb, m.Stat):
                 return Response(m.StatReply(self.facts()))
             if isinstance(verb, m.DropAny):
-                return Response(m.Counted(self._drop(verb)))
+                return Response(self._drop(verb))
             if isinstance(verb, m.Purge):
-                return Response(m.Counted(self._purge(verb)))
+                return Response(self._purge(verb))
             if isinstance(verb, m.Record):
                 return Response(self._record(verb))
             if isinstance(verb, m.Why):
@@ -135,18 +158,25 @@ class Admin:
 
     # Giving up -----------------------------------------------------------------------------------------------------
 
-    def _drop(self, verb: m.DropAny) -> int:
+    def _drop(self, verb: m.DropAny) -> m.Counted:
         space = chosen_space(self._spaces(), verb.id, verb.tenant)
-        return self._store.core.drop(space.number, checked_seconds(verb.seconds))
+        with self._forgetting(space.tenant, space.digest) as lines:
+            blocks = self._store.core.drop(space.number, checked_seconds(verb.seconds))
+        return m.Counted(blocks, " ".join(lines))
 
-    def _purge(self, verb: m.Purge) -> int:
-        keys, blocks = self._store.purge(verb.tenant, checked_seconds(verb.seconds))
+    def _forgetting(self, tenant: bytes, digest: bytes = b"") -> AbstractContextManager[list[str]]:
+        return self._couriers.forgetting(tenant, digest) if self._couriers is not None else nullcontext([])
+
+    def _purge(self, verb: m.Purge) -> m.Counted:
+        seconds, tenant = checked_seconds(verb.seconds), self._store.keys.known(verb.tenant).tenant
+        with self._forgetting(tenant) as lines:
+            keys, blocks = self._store.purge(verb.tenant, seconds)
         self._door.disconnect(keys.tenant)
         if self._told is not None:
             self._told.forget(keys.tenant, verb.tenant)
         if self._prefixes is not None:
             self._prefixes.forget(keys.tenant)
-        return blocks
+        return m.Counted(blocks, " ".join(lines))
 
     # Recording -----------------------------------------------------------------------------------------------------
 
@@ -267,6 +297,7 @@ class Admin:
             ],
             warnings=self._warnings(),
             awaits=AwaitStatus(awaits.parked, {str(why): count for why, count in awaits.ended.items()}),
+            elsewhere=self._couriers.status() if self._couriers is not None else None,
             **of_store,
         )
 

@@ -10,10 +10,8 @@ from __future__ import annotations
 import math
 import os
 import socket
-from array import array
-from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,11 +24,12 @@ from kvstore.block.identity import TenantKeys
 from kvstore.protocol import messages as m
 from kvstore.service import descriptors
 from kvstore.service.descriptors import TenantUnread, Unread
-from kvstore.service.dispatch import Handlers, Response
+from kvstore.service.dispatch import Handlers
+from kvstore.service.parked import Parked, ParkedLocate, Response
 from kvstore.service.sessions import ClientState
 from tiering.clock import Clock
-from tiering.counts.awaits import AwaitEnd, ParkedAwait
 from tiering.counts.histogram import HistogramCounts
+from tiering.counts.waits import Waits
 
 _READ_BYTES = 256 << 10
 COST_BYTES = 2 << 10
@@ -93,6 +92,13 @@ class DoorCounts(NamedTuple):
     waits: HistogramCounts
 
 
+CourierGreeting = Callable[[m.Hello], "tuple[ClientState | None, m.Answer]"]
+"""The first message of a courier: for whom it works from now on, or why it may not come in."""
+ADMIN_CONNECTIONS, COURIER_CONNECTIONS = 8, 256
+COURIER_BYTES_PER_SECOND = 64 << 20
+"""Of large messages of one courier: of headers, which are read as they are."""
+
+
 class AdminCaller:
     """A connection of the admin socket, or of the observers'; it holds nothing."""
 
@@ -113,7 +119,7 @@ class AdminVerbs(Protocol):
 
 
 class Listener:
-    """A tenant's socket, the admin socket or the observers'. tenant: None while it has no keys; `renew` makes them.
+    """A tenant's socket, the couriers', or one of no tenant. tenant: None while it has no keys; `renew` makes them.
     closer: closes its connections where those may hold descriptors. share, large_share: what its connections were
     served by the door's own thread, and by the one for large messages. line, long_line: requests that wait for a thread
     of the pool, and of the one for what takes long. unread: descriptors that they were sent. pool: threads of its own,
@@ -130,8 +136,11 @@ class Listener:
         turns: Turns | None = None,
         large_turns: Turns | None = None,
         pool: ThreadPoolExecutor | None = None,
+        greet: CourierGreeting | None = None,
     ) -> None:
-        """turns, large_turns: at the two threads, which all listeners of a door share."""
+        """turns, large_turns: at the two threads, which all listeners of a door share. greet: of couriers."""
+        self.greet, self.most = greet, ADMIN_CONNECTIONS if greet is None else COURIER_CONNECTIONS
+        self.large_rate = LARGE_BYTES_PER_SECOND if greet is None else COURIER_BYTES_PER_SECOND
         self.path = path
         self.socket = sock
         self.tenant = tenant
@@ -163,14 +172,14 @@ class Listener:
         """What a new connection may ask for at once: as much as one that is gone could by now, the emptiest of them,
         so that a client saves up nothing by coming anew."""
         tokens = limits.burst - max(0.0, self._full_at - now) * limits.rate
-        return tokens, LARGE_BURST_BYTES - max(0.0, self._large_full_at - now) * LARGE_BYTES_PER_SECOND
+        return tokens, LARGE_BURST_BYTES - max(0.0, self._large_full_at - now) * self.large_rate
 
     def keep_buckets(self, limits: DoorLimits, now: float, tokens: float, large_bytes: float) -> None:
         """Of a connection that goes. What it owes counts up to a second's worth: a process that comes when another one
         of its tenant has gone is not kept out for longer."""
-        tokens, large_bytes = max(tokens, -limits.rate), max(large_bytes, -LARGE_BYTES_PER_SECOND)
+        tokens, large_bytes = max(tokens, -limits.rate), max(large_bytes, -self.large_rate)
         self._full_at = max(self._full_at, now + (limits.burst - tokens) / limits.rate)
-        full_at = now + (LARGE_BURST_BYTES - large_bytes) / LARGE_BYTES_PER_SECOND
+        full_at = now + (LARGE_BURST_BYTES - large_bytes) / self.large_rate
         self._large_full_at = max(self._large_full_at, full_at)
 
 
@@ -209,7 +218,7 @@ class Connection:
         self.running = self.long_running = 0
         self.large: QueuedRequest | None = None  # it is being read or served, and what comes behind it waits
         self.waiting: deque[QueuedRequest] = deque()
-        self.parked: dict[int, ParkedAwait] = {}  # by the number of its request
+        self.parked: dict[int, Parked] = {}  # by the number of its request
         self.ready_at = now
         self.waited = Waits()
         self.refusal: m.Failed | None = None  # he is not let in, and is told so when he has said hello
@@ -224,6 +233,11 @@ class Connection:
         self.is_refused = False  # the kernel sends no descriptors at the moment: those that are to be sent next wait
         self._may_hold_descriptors = descriptors.may_hold_descriptors(sock)
         self.unread = Unread(sock, self._close)
+
+    @property
+    def tenant(self) -> bytes:
+        """Of whoever came in; empty before that."""
+        return self.caller.keys.tenant if isinstance(self.caller, ClientState) else b""
 
     def next_length(self) -> int:
         """Of the body of the next message, as it says; 0 where that is not known yet."""
@@ -334,7 +348,7 @@ class Connection:
         """Both buckets, up to now."""
         seconds, self.filled_at = now - self.filled_at, now
         self.tokens = min(limits.burst, self.tokens + seconds * limits.rate)
-        self.large_bytes = min(LARGE_BURST_BYTES, self.large_bytes + seconds * LARGE_BYTES_PER_SECOND)
+        self.large_bytes = min(LARGE_BURST_BYTES, self.large_bytes + seconds * self.listener.large_rate)
 
     def discard(self, limits: DoorLimits, now: float) -> None:
         """Close it; what was not sent is not."""
@@ -395,21 +409,18 @@ class DoorAwaits:
         self._clock = clock
         self._wake = wake
         self._answer, self._watch = answer, watch
-        self._of: dict[ParkedAwait, tuple[Connection, int]] = {}
-        self._over: deque[ParkedAwait] = deque()
-        self._lines: dict[Listener, deque[ParkedAwait]] = {}
+        self._of: dict[Parked, tuple[Connection, int]] = {}
+        self._over: deque[Parked] = deque()
+        self._lines: dict[Listener, deque[Parked]] = {}
 
     def take(self, connection: Connection, caller: ClientState, number: int, verb: m.Await | m.Cancel) -> None:
         """A request of a connection."""
         if isinstance(verb, m.Cancel):
-            self._handlers.awaits.end(
-                [connection.parked[one] for one in verb.numbers if one in connection.parked], AwaitEnd.CANCELLED
-            )
+            self._handlers.parking.cancel([connection.parked[one] for one in verb.numbers if one in connection.parked])
             self._answer(connection, number, Response(m.Done()))
             return
         if number in connection.parked:
-            text = f"request {number} waits already; number requests anew"
-            self._answer(connection, number, Response(m.Failed(m.RequestFault.BAD_INPUT, text)))
+            self._refuse(connection, number)
             return
         one = self._handlers.park(caller, verb, self._told)
         if isinstance(one, Response):
@@ -418,32 +429,50 @@ class DoorAwaits:
         self._of[one] = connection, number
         connection.parked[number] = one
 
+    def hold(self, connection: Connection, number: int, one: ParkedLocate) -> None:
+        """A question that was asked, perhaps by another thread, until it is answered."""
+        one.tell = self._told  # from now on; the answer may be there
+        if number in connection.parked or connection.closed:
+            self._handlers.parking.cancel([one])
+            self._refuse(connection, number)
+        elif one.answer is not None:
+            self._answer(connection, number, Response(one.answer))
+        else:
+            self._of[one] = connection, number
+            connection.parked[number] = one
+
+    def _refuse(self, connection: Connection, number: int) -> None:
+        text = f"request {number} waits already; number requests anew"
+        self._answer(connection, number, Response(m.Failed(m.RequestFault.BAD_INPUT, text)))
+
     def gone(self, connection: Connection) -> None:
         """A connection is closed."""
         parked, connection.parked = list(connection.parked.values()), {}
         for one in parked:
             del self._of[one]
-        self._handlers.awaits.end(parked, AwaitEnd.CANCELLED)
+        self._handlers.parking.cancel(parked)
 
     def close(self) -> None:
         """All are over."""
-        self._handlers.awaits.end_all(AwaitEnd.GONE)
+        self._handlers.parking.end_all()
 
     def rest_seconds(self, most: float) -> float:
         """Until one is due, or so long."""
         if not self._of:
             return most
-        return max(0.0, min(most, self._handlers.awaits.due_at - self._clock.monotonic_seconds()))
+        return max(0.0, min(most, self._handlers.parking.due_at - self._clock.monotonic_seconds()))
 
     def deliver(self) -> None:
         """Answer those that are over, for a moment."""
+        if (elsewhere := self._handlers.parking.elsewhere) is not None:
+            elsewhere.tell_couriers()
         if not self._of:
             self._over.clear()
             self._lines.clear()
             return
         now = self._clock.monotonic_seconds()
-        if self._handlers.awaits.due_at <= now:
-            self._handlers.awaits.expire()
+        if self._handlers.parking.due_at <= now:
+            self._handlers.parking.expire()
         while self._over:
             one = self._over.popleft()
             if one in self._of:
@@ -458,7 +487,7 @@ class DoorAwaits:
                 del connection.parked[number]
                 listener.share.begin()
                 listener.share.pay(1)
-                self._answer(connection, number, self._handlers.awaited(one))
+                self._answer(connection, number, self._handlers.parking.awaited(one))
                 self._watch(connection)
 
     @property
@@ -466,7 +495,7 @@ class DoorAwaits:
         """Whether `deliver` left some to the next time."""
         return bool(self._lines)
 
-    def _told(self, one: ParkedAwait) -> None:
+    def _told(self, one: Parked) -> None:
         """By any thread, under the table's lock."""
         self._over.append(one)
         if len(self._over) == 1:
@@ -562,39 +591,3 @@ class Lines(Generic[T]):
         """A piece of that line is done."""
         line.running -= 1
         self._running -= 1
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# How long requests waited, counted by size: all of them, in a kilobyte.
-
-
-_STEPS_PER_DECADE = 20
-BOUNDS_MS = tuple(0.01 * 10 ** (step / _STEPS_PER_DECADE) for step in range(7 * _STEPS_PER_DECADE + 1))
-"""From 10 microseconds to 100 seconds; each is an eighth above the one before."""
-
-
-class Waits:
-    """Counts, one for each bound, and one for what is beyond the last. One thread adds; any may read."""
-
-    __slots__ = ("counts",)
-
-    def __init__(self) -> None:
-        self.counts = array("L", bytes(array("L").itemsize * (len(BOUNDS_MS) + 1)))
-
-    def add(self, seconds: float) -> None:
-        """One more."""
-        self.counts[bisect_left(BOUNDS_MS, 1000 * seconds)] += 1
-
-
-def percentile_ms(waits: Iterable[Waits], percent: int) -> float | None:
-    """The bound that so many percent of them all do not exceed, so rather too much than too little; None of none."""
-    counts = [sum(column) for column in zip(*[one.counts for one in waits], strict=True)]
-    total = sum(counts)
-    if not total:
-        return None
-    seen = 0
-    for bound, count in zip(BOUNDS_MS, counts, strict=False):
-        seen += count
-        if 100 * seen >= percent * total:
-            return round(bound, 3)
-    return round(BOUNDS_MS[-1], 3)

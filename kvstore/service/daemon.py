@@ -23,12 +23,11 @@ from kvstore.insight.whatif import WhatIf
 from kvstore.keys.rotation import LOOK_SECONDS
 from kvstore.node import EmbeddedStore
 from kvstore.prefixes.book import PrefixBook
-from kvstore.protocol.status import printable
+from kvstore.protocol.status import Readiness, printable
 from kvstore.service.accounting import Counting, set_aside
-from kvstore.service.admin import Admin, Observer
+from kvstore.service.admin import Admin, Couriers, Observer
 from kvstore.service.descriptors import SlowExtents
 from kvstore.service.dispatch import Handlers
-from kvstore.service.health import Readiness
 from kvstore.service.local_door import LocalDoor
 from kvstore.service.sessions import Sessions
 from kvstore.service.settings import Settings, socket_key
@@ -40,6 +39,9 @@ from tiering.files import disk_room, make_directory, read_text_files
 RUN_BYTES, SALT_BYTES = 16, 8
 DRAM_SHARE, NVME_SHARE = 0.5, 0.8
 MOST_WARNINGS = 64
+
+CouriersMaker = Callable[[EmbeddedStore, Sessions, Handlers, str], Couriers]
+"""The last: where other nodes reach this one."""
 
 _log = logging.getLogger(__name__)
 
@@ -57,11 +59,13 @@ class Daemon:
         failed: Callable[[], None],
         process_seconds: Callable[[], float],
         why_not_policy: str = "",
+        couriers: CouriersMaker | None = None,
     ) -> None:
         """first_number: of a connection, above those of every earlier run. new_token: random bytes, that many. failed:
         called where nobody is served any more, by a fault of its own. process_seconds: that the processor has worked
         for this process. why_not_policy: why blocks do not go by the
-        policy that was set, but by the usual one.
+        policy that was set, but by the usual one. couriers: makes what serves those who bring blocks from elsewhere,
+        where they are wanted.
 
         Raises `BadInput` where a socket cannot be had.
         """
@@ -82,6 +86,7 @@ class Daemon:
         handlers = Handlers(store.core, sessions, run, counting, recording, store.names, slow, *insight)
         self.door = LocalDoor(handlers, sessions, clock, settings.door.limits, failed, store.faults)
         self.sockets: list[str] = []
+        self.couriers = couriers(store, sessions, handlers, settings.peers_door) if couriers else None
         try:
             for name, one in settings.sockets().items():
                 key, where, renew = socket_key(name), one.socket, partial(store.tenant_keys, name)
@@ -103,10 +108,14 @@ class Daemon:
                 why_not_policy,
                 *insight,
                 self.warnings,
+                self.couriers,
             )
             self.door.listen_admin(Path(where), admin)
             key, where, observe = "observe.socket", settings.observe_socket, settings.observe
             self.door.listen_admin(Path(where), Observer(admin, clock), observe.mode_bits, observe.users)
+            if self.couriers is not None:
+                key, where = "the couriers' socket", settings.courier_socket
+                self.door.listen_couriers(Path(where), self.couriers.greet)
         except OSError as error:
             self.door.close(0)
             mend = {
@@ -165,7 +174,7 @@ class Daemon:
         reasons = self.store.faults.reasons()
         if self.store.core.is_loaded and not self.store.warmed(0):
             reasons.append("some of what is on disk could not be taken in: kvstore fsck tells what")
-        return reasons
+        return reasons if self.couriers is None else [*reasons, *self.couriers.reasons()]
 
     def warnings(self) -> list[str]:
         """What keeps nothing from being served, and should be seen to, a line for each: of each tenant's clients with

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -25,14 +24,15 @@ from kvstore.insight.recording import Recording
 from kvstore.insight.whatif import WhatIf
 from kvstore.prefixes.book import PrefixBook, checked_prompt
 from kvstore.protocol import messages as m
-from kvstore.protocol.door import MAX_COLLECTIVE_CHARACTERS, MAX_PRIORITY, WINDOW_CHARACTERS, TenantClient
+from kvstore.protocol.door import MAX_PRIORITY, TenantClient, check_participant
 from kvstore.protocol.handing_over import MAX_TICKET_SECONDS
 from kvstore.protocol.replies import LeaseReply, MatchReply
 from kvstore.protocol.requests import check_request
 from kvstore.protocol.status import printable
 from kvstore.service.accounting import Counting, Lasting, NamespaceInfo
 from kvstore.service.descriptors import SlowExtents
-from kvstore.service.sessions import MAX_LEASED_PLACES, ClientState, ReservationProgress, Sessions
+from kvstore.service.parked import Parking, Response
+from kvstore.service.sessions import COURIERS, MAX_LEASED_PLACES, ClientState, ReservationProgress, Sessions
 from kvstore.service.told import ToldRequests
 from tiering.counts.awaits import ParkedAwait
 from tiering.counts.tally import Eviction
@@ -61,17 +61,10 @@ _CHECKED_AT_ONCE = 4096
 MAX_LISTED, MAX_LISTED_BYTES = 64, 256 << 10
 """Namespaces in one answer: it ends with the first that makes it as long."""
 
-_SLOW = m.LeasePrefix | m.Reserve | m.ReportFrame | m.Persist | m.Drop | m.Namespaces | m.SealTicket
+_OF_COURIERS = m.Adopt | m.Holdings
+_SLOW = m.LeasePrefix | m.Reserve | m.ReportFrame | m.Persist | m.Drop | m.Namespaces | m.SealTicket | _OF_COURIERS
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Response:
-    """An answer, and descriptors to be sent beside it and closed."""
-
-    answer: m.Answer
-    descriptors: Sequence[int] = ()
 
 
 class Handlers:
@@ -96,14 +89,11 @@ class Handlers:
         self._slow = slow or SlowExtents()
         self._lasting = Lasting()
         self._store = store
-        self.awaits = store.awaits
-        self._recording = recording
-        self._whatif = whatif
+        self.parking = Parking(store)
+        self._recording, self._whatif = recording, whatif
         self._told = told or ToldRequests(store.clock)
         self._prefixes = prefixes or PrefixBook(store.clock, lambda one, other: "")
-        self._counting = counting
-        self._sessions = sessions
-        self._run = run
+        self._counting, self._sessions, self._run = counting, sessions, run
         self._verbs: dict[type, Callable[[ClientState, Any], Response | m.Answer]] = {
             m.OpenNamespace: self._open_namespace,
             m.MatchPrefix: self._match,
@@ -112,7 +102,7 @@ class Handlers:
             m.Release: self._release,
             m.ReleaseRequest: self._release_request,
             m.ReportFrame: self._report,
-            m.Reserve: self._reserve,
+            m.Reserve: self.reserve,
             m.Commit: self._commit,
             m.Abort: self._abort,
             m.Persist: self._persist,
@@ -124,9 +114,12 @@ class Handlers:
             m.Ping: self._ping,
             m.SealTicket: self._ticket,
             m.OpenTicket: self._ticket,
+            m.Locate: self._locate,
         }
 
-    def greet(self, tenant: TenantKeys, hello: m.Hello) -> tuple[ClientState | None, m.Answer]:
+    def greet(
+        self, tenant: TenantKeys, hello: m.Hello, *, is_courier: bool = False
+    ) -> tuple[ClientState | None, m.Answer]:
         """The first message of a connection: who it is from now on, or why it may not come in."""
         version = version_in_common(hello)
         if isinstance(version, m.Failed):
@@ -135,17 +128,23 @@ class Handlers:
         if not hello.session:
             caller = self._sessions.open(tenant, engine)
         elif m.MIN_SESSION_BYTES <= len(hello.session) <= m.MAX_SESSION_BYTES:
-            caller = self._sessions.join(tenant, hello.session, engine)
+            caller = self._sessions.join(tenant, COURIERS * is_courier + hello.session, engine)
         else:
             text = f"a session's token of {len(hello.session)} bytes"
             return None, m.Failed(
                 m.RequestFault.BAD_INPUT, f"{text}; give {m.MIN_SESSION_BYTES} to {m.MAX_SESSION_BYTES}"
             )
+        caller.is_courier = is_courier
         caller.fingerprint = hello.fingerprint if hello.fingerprint != tenant.fingerprint else b""
         caller.session.since = caller.session.since or self._counting.now()
         _log.debug("client let in", extra={"connection": caller.number, "engine": engine})
         here = tenant.fingerprint, self._store.node.node, self._store.node.incarnation
-        return caller, m.Welcome(version, self._run, caller.session.token, m.MAX_KEYS, *here)
+        token = caller.session.token.removeprefix(COURIERS)
+        return caller, m.Welcome(version, self._run, token, m.MAX_KEYS, *here)
+
+    def shared(self, *verbs: type) -> dict[type, Callable[[ClientState, Any], Response | m.Answer]]:
+        """What serves these verbs, for callers that have some of them."""
+        return {verb: self._verbs[verb] for verb in verbs}
 
     def is_slow(self, verb: m.Verb) -> bool:
         """Whether a request may wait for memory, for a disk or for others."""
@@ -175,9 +174,16 @@ class Handlers:
 
     def serve(self, caller: ClientState, verb: m.Verb) -> Response:
         """Do what is asked. Never raises for what a client can cause."""
-        handler = self._verbs.get(type(verb))
+        verbs = (
+            self.parking.elsewhere.verbs if self.parking.elsewhere is not None and caller.is_courier else self._verbs
+        )
+        handler = verbs.get(type(verb))
         if handler is None:  # hello comes once, and the door sees to it
             text = "this is a tenant's socket; that is a verb of the admin socket, admin.sock in the sidecar's --data"
+            if isinstance(verb, m.Questions | _OF_COURIERS):
+                text = "this is a tenant's socket; that is a verb of couriers, at courier.sock in the sidecar's --data"
+            if caller.is_courier:
+                text = f"couriers ask for {', '.join(sorted(one.__name__ for one in verbs))}; that is none of these"
             return Response(m.Failed(m.RequestFault.BAD_INPUT, text))
         served = self._served(handler, caller, verb)
         assert served is not None
@@ -187,15 +193,13 @@ class Handlers:
         """Begin to wait for what is asked; or why not. Never raises for what a client can cause."""
         try:
             number, _ = _check_asked(caller, verb.namespace, verb.keys)
-            if not verb.seconds >= 0:
-                raise BadInput(f"seconds={verb.seconds}; give 0 or more")
+            if caller.is_courier or not verb.seconds >= 0:
+                raise BadInput(f"seconds={verb.seconds}; give 0 or more, and no couriers wait")
+            if verb.located and self.parking.elsewhere is not None:
+                return self.parking.elsewhere.park(caller, number, verb, tell)
         except BadInput as error:
             return Response(m.failed(m.RequestFault.BAD_INPUT, str(error)))
         return self._store.park(number, verb.keys, verb.seconds, tell)
-
-    def awaited(self, one: ParkedAwait) -> Response:
-        """The answer to one that is over."""
-        return Response(self._store.awaited(one))
 
     def serve_at_once(self, caller: ClientState, verb: m.Verb) -> Response | None:
         """The same for a request that may wait, and need not this time; None, and nothing is done, where it has to."""
@@ -249,19 +253,19 @@ class Handlers:
         began_at = self._store.clock.monotonic_seconds()
         matched = self._store.handle(caller, verb)
         assert isinstance(matched, m.Matched)
-        if verb.counts:
+        if verb.counts and not caller.is_courier:
             seconds = self._store.clock.monotonic_seconds() - began_at
             self._counting.looked_up(number, verb.keys, matched.reply, seconds)
             if verb.request:
-                self._told.looked_up(
-                    caller, verb, number, matched.reply, seconds, self._gone(number, verb, matched.reply)
-                )
+                gone = self._gone(number, verb, matched.reply)
+                self._told.looked_up(caller, verb, number, matched.reply, seconds, gone)
             if self._recording.token:
                 self._recording.looked_up(number, verb.keys)
             if self._whatif is not None:
                 self._whatif.looked_up(number, verb.keys)
             self._prefixes.looked_up(caller.keys.tenant, number, verb.keys, matched.reply.blocks)
-        return matched
+        elsewhere = self.parking.elsewhere
+        return m.Matched(matched.reply, elsewhere.is_served(caller.keys.tenant)) if elsewhere is not None else matched
 
     def _lease(self, caller: ClientState, verb: m.LeasePrefix) -> m.Answer:
         answer = self._lease_by(caller, verb, self._lease_waiting)
@@ -321,7 +325,7 @@ class Handlers:
     def _leased(
         self, caller: ClientState, number: int, verb: m.LeasePrefix, reply: LeaseReply, seconds: float = 0.0
     ) -> m.Answer:
-        if verb.counts:
+        if verb.counts and not caller.is_courier:
             self._counting.leased(number, verb.keys, reply, seconds)
             self._prefixes.granted(caller.keys.tenant, number, verb.keys, verb.first_block, reply.blocks)
             if verb.request:
@@ -329,6 +333,8 @@ class Handlers:
         if reply.lease:
             parts = len(caller.namespaces[number])
             self._sessions.took(caller, reply.lease, verb.request, len(reply.generations), parts)
+            if self.parking.elsewhere is not None and not caller.is_courier:
+                self.parking.elsewhere.leased(reply.lease)
         return m.Leased(reply)
 
     def _gone(
@@ -361,7 +367,8 @@ class Handlers:
 
     # Storing -------------------------------------------------------------------------------------------------------
 
-    def _reserve(self, caller: ClientState, verb: m.Reserve) -> m.Answer:
+    def reserve(self, caller: ClientState, verb: m.Reserve, couriers: int = 0) -> m.Answer:
+        """Slots. couriers: of how many tenants there are some, where one of them asks. Raises `BadInput`."""
         number, slices = _check_asked(caller, verb.namespace, verb.keys)
         ttl = verb.ttl_seconds
         skipped = verb.skipped
@@ -381,12 +388,17 @@ class Handlers:
             raise BadInput(f"ttl_seconds={ttl}; give seconds above 0 and below 2**40, or nothing")
         if len(caller.reservations) >= MAX_RESERVATIONS:
             return m.Failed(m.RequestFault.BUSY, f"{MAX_RESERVATIONS} reservations are under way, which is the limit")
-        _check_collective(verb, len(slices))
+        check_participant(verb, len(slices))
         began_at = self._store.clock.monotonic_seconds()
-        reserved = self._store.handle(caller, verb)
-        assert isinstance(reserved, m.Reserved)
-        reply = reserved.reply
-        self._counting.offered(number, len(verb.keys), skipped, reply)
+        if couriers:
+            first = verb.first_block
+            reply = self._store.reserve(number, verb.keys, first, 0, None, skipped=skipped, couriers=couriers)
+            reserved = m.Reserved(reply)
+        else:
+            answer = self._store.handle(caller, verb)
+            assert isinstance(answer, m.Reserved)
+            reserved, reply = answer, answer.reply
+            self._counting.offered(number, len(verb.keys), skipped, reply)
         if reply.reservation:
             parts = frozenset(part for part, places in enumerate(reply.places) if places)
             done, is_collective = [0] * len(slices), bool(verb.collective)
@@ -504,8 +516,20 @@ class Handlers:
         return self._store.handle(caller, verb)
 
     def _drop(self, caller: ClientState, verb: m.Drop) -> m.Answer:
-        _check_asked(caller, verb.namespace, ())
-        return self._store.handle(caller, msgspec.structs.replace(verb, seconds=checked_seconds(verb.seconds)))
+        number, _ = _check_asked(caller, verb.namespace, ())
+        verb = msgspec.structs.replace(verb, seconds=checked_seconds(verb.seconds))
+        if self.parking.elsewhere is None:
+            return self._store.handle(caller, verb)
+        with self.parking.elsewhere.forgetting(caller.keys.tenant, self._store.namespace_of(number).digest()) as lines:
+            dropped = self._store.handle(caller, verb)
+        assert isinstance(dropped, m.Counted)
+        return m.Counted(dropped.blocks, " ".join(lines))
+
+    def _locate(self, caller: ClientState, verb: m.Locate) -> Response | m.Answer:
+        _check_asked(caller, verb.namespace, verb.keys)
+        if self.parking.elsewhere is None:
+            return m.Located(0, self._store.readable(caller.named[verb.namespace], verb.keys))
+        return self.parking.elsewhere.locate(caller, verb)
 
     def _namespaces(self, caller: ClientState, verb: m.Namespaces) -> m.Answer:
         mine = [one for one in self._store.namespaces() if one.tenant == caller.session.tenant.tenant]
@@ -534,15 +558,6 @@ def checked_seconds(seconds: float) -> float:
     if not 0 <= seconds <= MAX_SECONDS:
         raise BadInput(f"seconds={seconds}; give 0 to {MAX_SECONDS}")
     return min(seconds, MAX_DEADLINE_MS / 1000)
-
-
-def _check_collective(verb: m.Reserve, parts: int) -> None:
-    """Of a put that several connections of a session make together. Raises `BadInput`."""
-    most = MAX_COLLECTIVE_CHARACTERS + WINDOW_CHARACTERS
-    if len(verb.collective) > most:
-        raise BadInput(f"a collective put's name of {len(verb.collective)} characters; at most {most}")
-    if verb.collective and (len(set(verb.parts)) != len(verb.parts) or not {*range(parts)}.issuperset(verb.parts)):
-        raise BadInput(f"{len(verb.parts)} parts to fill; give distinct ones, from 0 to {parts - 1}")
 
 
 def _as_fits_an_answer(verb: m.LeasePrefix, parts: int) -> tuple[m.LeasePrefix, str]:

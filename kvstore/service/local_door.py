@@ -34,6 +34,7 @@ from kvstore.service.connections import (
     LARGE_BYTES,
     AdminVerbs,
     Connection,
+    CourierGreeting,
     DoorAwaits,
     DoorCounts,
     DoorLimits,
@@ -42,22 +43,23 @@ from kvstore.service.connections import (
     QueuedRequest,
     Refusal,
     Turns,
-    Waits,
     close_all,
     read_request,
 )
 from kvstore.service.descriptors import MOST_UNCLOSED, DescriptorsSent, share_of
-from kvstore.service.dispatch import Handlers, Response
+from kvstore.service.dispatch import Handlers
+from kvstore.service.parked import Response
 from kvstore.service.sessions import ClientState, Sessions
 from tiering.clock import Clock
 from tiering.counts.histogram import Histogram
+from tiering.counts.waits import Waits
 from tiering.faults import CONNECTIONS, DOOR_THREADS, SENT, FaultReports, RateLimitedLog, Unheard, kind_of
 from tiering.files import listening_socket, remove_socket
 
 _TOKEN_SECONDS = 0.001
 """How soon it is looked again at those who have to wait for the rate."""
 _PEER = struct.Struct("iII")  # struct ucred
-ADMIN_CONNECTIONS, ADMIN_THREADS = 8, 4
+ADMIN_THREADS = 4
 ADMIN_MODE = 0o600
 WAITS_KEPT = 4096
 """Of the last requests, for how long they waited."""
@@ -66,8 +68,7 @@ SLOW_COST = 10
 """Messages that one counts for, against the rate, where a thread of the pool serves it."""
 ACCEPT_COST, LOOK_COST = 5, 1 / 8
 """The same for a connection, which its tenant pays, and for each one of which the kernel is asked what is unread."""
-END_THREADS = 2
-TURNED_AWAY = 32
+END_THREADS, TURNED_AWAY = 2, 32
 """Connections that are told why they may not come in, at a time; those who came first make room."""
 SHOW_OUT_SECONDS = 10.0
 UNREAD_SECONDS = 1.0
@@ -93,15 +94,10 @@ class LocalDoor:
     ) -> None:
         """failed: called where a fault of its own ends it, after that was logged. faults: told of descriptors and
         threads that the machine has none of."""
-        self._handlers = handlers
-        self._sessions = sessions
-        self._clock = clock
-        self._limits = limits
-        self._failed = failed
-        self._log = RateLimitedLog(_log, clock)
-        self._faults = faults or Unheard()
-        self._selector = selectors.DefaultSelector()
-        self._listeners: list[Listener] = []
+        self._handlers, self._sessions, self._clock = handlers, sessions, clock
+        self._limits, self._failed = limits, failed
+        self._log, self._faults = RateLimitedLog(_log, clock), faults or Unheard()
+        self._selector, self._listeners = selectors.DefaultSelector(), list[Listener]()
         self._connections: set[Connection] = set()
         self._rejected: deque[Connection] = deque()
         self._leaving: set[ClientState] = set()  # connections that are gone, and `Sessions` was not told yet
@@ -122,21 +118,17 @@ class LocalDoor:
         self._is_watchful = True  # whether somebody came, or has to be looked after, since it looked around
         self._accept_paused: list[Listener] = []  # there were no descriptors left for who wants to come in
         self._is_ending = False  # a thread of the pool gives back what leases that are over pinned
-        self._closing = False
-        self._closes_at = 0.0
-        self._swept_at = clock.monotonic_seconds()
+        self._closing, self._closes_at = False, 0.0
+        self._swept_at, self._is_sweeping = clock.monotonic_seconds(), False
         self._thread: threading.Thread | None = None
         self._sweep_pool = ThreadPoolExecutor(1, "kv-door-sweep")
         self._end_pool = ThreadPoolExecutor(END_THREADS, "kv-door-end")  # what clients that are gone held is given back
-        self._is_sweeping = False
         self._to_show_out: deque[tuple[bytes, threading.Event]] = deque()
         self._awaits = DoorAwaits(handlers, clock, self._wake, self._answer, self._watch)
         self._waits: deque[float] = deque(maxlen=WAITS_KEPT)
         self._served: Counter[str] = Counter()
-        self.refused_connections = 0
-        self._refusals = dict.fromkeys(Refusal, 0)
-        self._wait_counts = Histogram()
-        self.malformed_messages = 0
+        self.refused_connections = self.malformed_messages = 0
+        self._refusals, self._wait_counts = dict.fromkeys(Refusal, 0), Histogram()
 
     # Life ----------------------------------------------------------------------------------------------------------
 
@@ -161,8 +153,13 @@ class LocalDoor:
         sock, pool = listening_socket(path, mode), ThreadPoolExecutor(ADMIN_THREADS, "kv-door-admin")
         self._listen(Listener(path, sock, None, users, None, admin, self._turns, self._large_turns, pool))
 
+    def listen_couriers(self, path: Path, greet: CourierGreeting) -> None:
+        """A socket for couriers of all tenants, each of which says whose it is. Raises `OSError`."""
+        sock, pool = listening_socket(path, ADMIN_MODE), ThreadPoolExecutor(ADMIN_THREADS, "kv-door-courier")
+        self._listen(Listener(path, sock, None, None, None, None, self._turns, self._large_turns, pool, greet))
+
     def _listen(self, listener: Listener) -> None:
-        if listener.admin is None:
+        if listener.pool is None:
             listener.line, listener.long_line = self._lines.new_line(), self._long_lines.new_line()
         self._listeners.append(listener)
         self._selector.register(listener.socket, selectors.EVENT_READ, listener)
@@ -394,9 +391,10 @@ class LocalDoor:
 
     def _disconnect_tenant(self, tenant: bytes, done: threading.Event) -> None:
         for listener in self._listeners:
-            if listener.tenant is not None and listener.tenant.tenant == tenant:
-                listener.tenant = None
-                for one in [one for one in self._connections if one.listener is listener]:
+            is_theirs = listener.tenant is not None and listener.tenant.tenant == tenant
+            listener.tenant = None if is_theirs else listener.tenant
+            for one in [one for one in self._connections if one.listener is listener]:
+                if is_theirs or (listener.greet is not None and one.tenant in (b"", tenant)):
                     self._disconnect(one)
         done.set()
 
@@ -473,16 +471,16 @@ class LocalDoor:
         if listener.tenant is None:
             return 0
         tenant = listener.tenant.tenant
-        leaving = sum(one.session.tenant.tenant == tenant for one in list(self._leaving))
+        leaving = sum(one.keys.tenant == tenant and not one.is_courier for one in list(self._leaving))
         return leaving + self._sessions.departed_of(tenant)
 
     def _like(self, listener: Listener) -> list[Connection]:
         return [one for one in self._connections if one.refusal is None and one.listener is listener]
 
     def _most(self, listener: Listener) -> int:
-        if listener.admin is not None:
-            return ADMIN_CONNECTIONS
-        return max(1, self._limits.connections // sum(one.admin is None for one in self._listeners))
+        if listener.pool is not None:
+            return listener.most
+        return max(1, self._limits.connections // sum(one.pool is None for one in self._listeners))
 
     def _exchange(self, connection: Connection, events: int) -> None:
         if connection.closed:
@@ -568,9 +566,8 @@ class LocalDoor:
                 text = f"{connection.long_running} requests that may take long are under way; wait for one of them"
                 self._answer(connection, request.number, Response(m.Failed(m.RequestFault.BUSY, text)))
                 return
-            connection.pay(SLOW_COST)
         is_heavy = connection.admin is None and self._handlers.is_heavy(verb)
-        if is_heavy:
+        if is_slow or is_heavy:
             connection.pay(SLOW_COST)
         begun_at = self._clock.monotonic_seconds()
         served = None
@@ -588,9 +585,8 @@ class LocalDoor:
 
     def _say_unread(self, connection: Connection, number: int) -> None:
         text = f"clients of this tenant have not read about {self._most_unread()} descriptors, which is its share"
-        self._answer(
-            connection, number, Response(m.Failed(m.RequestFault.BUSY, f"{text}; read them, or end these clients"))
-        )
+        refusal = m.Failed(m.RequestFault.BUSY, f"{text}; read them, or end these clients")
+        self._answer(connection, number, Response(refusal))
 
     def _refuse(self, connection: Connection, text: str) -> None:
         self.malformed_messages += 1
@@ -600,7 +596,7 @@ class LocalDoor:
     def _is_slow(self, connection: Connection, verb: m.Verb) -> bool:
         if connection.admin is not None:
             return not isinstance(verb, m.Hello)
-        return connection.listener.tenant is None or self._handlers.is_slow(verb)
+        return connection.listener.tenant is None if isinstance(verb, m.Hello) else self._handlers.is_slow(verb)
 
     def _serve_at_once(self, connection: Connection, verb: m.Verb) -> Response | None:
         caller = connection.caller
@@ -611,6 +607,8 @@ class LocalDoor:
         if isinstance(verb, m.Hello):
             if listener.admin is not None:
                 connection.caller, answer = listener.admin.greet(verb)
+            elif listener.greet is not None:
+                connection.caller, answer = listener.greet(verb)
             else:
                 tenant = listener.tenant_keys()
                 if isinstance(tenant, m.Failed):
@@ -791,6 +789,9 @@ class LocalDoor:
         connection.waited.add(seconds)
 
     def _answer(self, connection: Connection, number: int, served: Response, *, asks: bool = False) -> None:
+        if served.parked is not None:
+            self._awaits.hold(connection, number, served.parked)
+            return
         if connection.closed:
             close_all(served.descriptors)
             return
@@ -798,7 +799,7 @@ class LocalDoor:
         try:
             retired = self._sessions.gone(caller) if isinstance(caller, ClientState) else ()
             if retired and not asks and isinstance(caller, ClientState):
-                self._sessions.told_unasked(caller)
+                self._sessions.ring(caller)
             frame = memoryview(m.pack(m.Reply(number, served.answer, list(retired))))
         except Exception as error:  # what cannot be encoded is for nobody
             close_all(served.descriptors)
@@ -901,6 +902,7 @@ class LocalDoor:
         _log.debug("client left", extra={"connection": caller.number})
         try:
             self._sessions.left(caller)
+            self._handlers.parking.left(caller)
         finally:
             self._leaving.discard(caller)
         with suppress(OSError):  # the door is closed meanwhile
@@ -929,7 +931,5 @@ class LocalDoor:
         self._selector.close()
 
     def _wake(self) -> None:
-        try:
+        with suppress(BlockingIOError):  # it has not read the last ones
             self._waker.send(b"x")
-        except BlockingIOError:  # it has not read the last ones
-            pass

@@ -16,7 +16,7 @@ from typing import Protocol
 from kvstore.block.errors import BadInput, DirectoryInUse, OutOfResources, StoreError
 from kvstore.config import DEFAULT_POLICY, StoreOptions
 from kvstore.node import EmbeddedStore, StoreParts, open_embedded
-from kvstore.service.daemon import Daemon, budgets
+from kvstore.service.daemon import CouriersMaker, Daemon, budgets
 from kvstore.service.kept import KeeperWire
 from kvstore.service.settings import Settings, host_and_port, shares_of
 from tiering.clock import Clock
@@ -62,7 +62,8 @@ class Outside:
     """What a sidecar is handed. process_seconds: that the processor has worked for it. first_number: of a
     connection, above those of every earlier run, which are fewer than 2**`sessions.CONNECTION_BITS`, or as good as
     that. new_token: random bytes, that many. health: makes the pages, from host, port and the daemon. policies:
-    finds one by its name. keeper: who holds the memory for the next process, if anybody does.
+    finds one by its name. keeper: who holds the memory for the next process, if anybody does. couriers: makes what
+    serves those who bring blocks from elsewhere, where they are wanted.
     """
 
     clock: Clock
@@ -73,6 +74,7 @@ class Outside:
     health: Callable[[str, int, Daemon], HealthServer]
     policies: Callable[[str], PolicyMaker]
     keeper: KeeperWire | None = None
+    couriers: CouriersMaker | None = None
 
 
 def serve(settings: Settings, outside: Outside, started: Callable[[list[str], int | None], None]) -> bool:
@@ -112,6 +114,7 @@ def _serve(settings: Settings, outside: Outside, started: Callable[[list[str], i
             _end_at_once,
             outside.process_seconds,
             why_not,
+            outside.couriers,
         )
         keeper = outside.keeper
         health = None

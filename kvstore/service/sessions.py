@@ -36,6 +36,7 @@ from kvstore.protocol.notify_pipe import NotifyPipe, new_notify_pipe
 MAX_LEASED_PLACES = 1 << 23
 """Blocks times parts that the leases of one tenant name, each as often as one does: 8 bytes each, and 4 for each block,
 so that they take 96 MiB of the sidecar's own memory at most."""
+COURIERS = b"couriers"
 CONNECTION_BITS = 24
 """Connections of one run are numbered so far, in no order: a client can ask the kernel for the numbers of its own."""
 
@@ -90,7 +91,8 @@ class ClientState:
     """One connection. number: by which the kernel knows its mappings. namespaces: that it opened, each with the layer
     slices of its parts. named: these by the numbers that the client has for them. extents: shared with it. shares: how
     often each of them was. retired_seen: how far it was told what to unmap. is_rung: whether its bell was, since it
-    asked last. fingerprint: of the keys that it hashes with, if others than its tenant has."""
+    asked last. fingerprint: of the keys that it hashes with, if others than its tenant has. is_courier: it came
+    in at courier.sock."""
 
     number: int
     session: Session
@@ -103,6 +105,7 @@ class ClientState:
     notify_pipe: NotifyPipe | None = None
     is_rung: bool = False
     fingerprint: bytes = b""
+    is_courier: bool = False
 
     @property
     def keys(self) -> TenantKeys:
@@ -124,10 +127,8 @@ class Sessions:
 
     def __init__(self, store: Store, first_number: int, new_token: Callable[[int], bytes]) -> None:
         """first_number: of a connection; above those of every earlier run. new_token: random bytes, that many."""
-        self._store = store
-        self._new_token = new_token
+        self._store, self._new_token, self._first_number = store, new_token, first_number
         self._lock = threading.Lock()
-        self._first_number = first_number
         self._numbers = Numbers(new_token(NUMBER_KEY_BYTES), CONNECTION_BITS)
         self._sessions: dict[tuple[bytes, bytes], Session] = {}  # by tenant and token
         self._callers: dict[int, ClientState] = {}
@@ -206,8 +207,8 @@ class Sessions:
 
     def places_named(self, caller: ClientState, leases: Iterable[int]) -> int:
         """How many blocks times parts these leases of the session's have."""
-        held = caller.session.leases
         with self._lock:
+            held = caller.session.leases
             return sum(held[lease].places for lease in set(leases) if lease in held)
 
     def places_of(self, caller: ClientState, request: str) -> int:
@@ -245,8 +246,7 @@ class Sessions:
         """Returns the leases that nobody holds any more, and those that only departed connections do."""
         ended, expired = [], []
         for lease in leases:
-            held = caller.session.leases.get(lease)
-            if held is None or caller.number not in held.holders:
+            if (held := caller.session.leases.get(lease)) is None or caller.number not in held.holders:
                 continue
             held.holders.remove(caller.number)
             if not held.holders:
@@ -291,9 +291,8 @@ class Sessions:
             self._take_notify_pipe(caller)
             caller.session.connections.discard(caller.number)
             gone = self._depart(caller)
-            expired = [
-                lease for lease, held in caller.session.leases.items() if not held.holders & self._callers.keys()
-            ]
+            leases, there = caller.session.leases.items(), self._callers.keys()
+            expired = [lease for lease, held in leases if not held.holders & there]
             cancelled = list(caller.reservations)
         self._store.begin_ending((), expired)
         for reservation in cancelled:
@@ -303,7 +302,8 @@ class Sessions:
 
     def _depart(self, caller: ClientState) -> DisconnectedClient[ClientState] | None:
         """It is gone; None where that is known. Under the lock."""
-        gone = self._departed.add(caller.number, caller.session.tenant.tenant, caller, caller.extents)
+        whose = caller.session.tenant.tenant + COURIERS * caller.is_courier  # who keep no engine out
+        gone = self._departed.add(caller.number, whose, caller, caller.extents)
         if gone is not None:
             caller.session.departed += 1
         return gone
@@ -395,8 +395,8 @@ class Sessions:
             for caller in self._callers.values():
                 self._take_notify_pipe(caller)
 
-    def told_unasked(self, caller: ClientState) -> None:
-        """An answer told something beside what was asked for: perhaps nobody reads it."""
+    def ring(self, caller: ClientState) -> None:
+        """There is something to be told; or an answer told it beside what was asked for: perhaps nobody reads it."""
         with self._lock:
             self._notify(caller)
 
@@ -478,7 +478,7 @@ class Sessions:
         return self._departed.looks
 
     def departed_of(self, tenant: bytes) -> int:
-        """How many of them a tenant has."""
+        """How many of them a tenant has; its couriers are `COURIERS` behind its id."""
         return self._departed.count_of(tenant)
 
 

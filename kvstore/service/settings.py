@@ -53,6 +53,7 @@ from tiering.policies.shares import Share
 
 T = TypeVar("T")
 TENANT_SOCKET, ADMIN_SOCKET, OBSERVE_SOCKET = "kvstore.sock", "admin.sock", "observe.sock"
+COURIER_SOCKET = "courier.sock"
 VARIABLE = "KVSTORE_"
 SHORT = {"KVSTORE_DATA": ("store", "data"), "KVSTORE_DRAM": ("store", "dram"), "KVSTORE_NVME": ("store", "nvme")}
 """Shorter names, which other commands read too; the long ones go before them."""
@@ -221,6 +222,21 @@ class Settings:
         """Of observers."""
         return self.observe.socket or default_socket(self.store.data, OBSERVE_SOCKET)
 
+    @property
+    def wants_courier(self) -> bool:
+        """Whether blocks of other nodes, or of a remote engine, are brought here."""
+        return False
+
+    @property
+    def courier_socket(self) -> str:
+        """Of couriers, where they are wanted."""
+        return default_socket(self.store.data, COURIER_SOCKET)
+
+    @property
+    def peers_door(self) -> str:
+        """Where other nodes reach this one, as tickets name it; empty where they do not."""
+        return ""
+
     def sockets(self) -> dict[str, TenantSettings]:
         """Of every tenant. Raises `BadInput` where two have one, or where a path is too long."""
         default = self.door.socket or default_socket(self.store.data, TENANT_SOCKET)
@@ -244,6 +260,8 @@ class Settings:
         if observe in taken or observe == admin:
             whose = f"tenant {taken[observe]}'s" if observe in taken else "the operator's"
             raise BadInput(f"observe.socket={observe} is {whose} socket too; give observers their own")
+        if self.wants_courier and self.courier_socket in {*taken, admin, observe}:
+            raise BadInput(f"{self.courier_socket} is the couriers' socket; give the other one of that path its own")
         return found
 
 

@@ -399,7 +399,7 @@ def test_it_ends_soon_although_a_page_listens(served: tuple[Sidecar, RunningCons
 
 def test_the_sidecars_process_has_no_web_framework(tmp_path: Path) -> None:
     """Neither by what its modules import, nor once it serves. (Typer may import pydantic.)"""
-    modules = "kvstore.service.serve, kvstore.service.daemon, kvstore.service.keeper, kvstore.service.health"
+    modules = "kvstore.service.serve, kvstore.service.daemon, kvstore.service.keeper"
     kinds = "('fastapi', 'starlette', 'uvicorn', 'pydantic')"
     looks = f"import sys, {modules}; print([one for one in {kinds} if one in sys.modules])"
     done = subprocess.run([sys.executable, "-c", looks], capture_output=True, text=True, env={**os.environ, **PATHS})

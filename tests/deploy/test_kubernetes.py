@@ -19,7 +19,7 @@ from kvstore.config import parse_size
 from kvstore.metrics.http_server import HttpServer
 from kvstore.metrics.pages import MetricsAccess, sidecar_pages
 from kvstore.node import SystemClock
-from kvstore.service.health import Readiness
+from kvstore.protocol.status import Readiness
 from kvstore.service.settings import Settings, host_and_port, read_settings
 
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed; it comes with the extra test")

@@ -383,7 +383,7 @@ class Session:
 
         socket, clock = step["admin"], SystemClock()
         spaces = ask.stat(socket, clock).namespaces
-        return sum(ask.drop(socket, clock, one.digest, one.tenant, 30.0) for one in spaces)
+        return sum(ask.drop(socket, clock, one.digest, one.tenant, 30.0).blocks for one in spaces)
 
 
 class KeptSession:

@@ -212,7 +212,7 @@ def test_a_router_that_loses_messages_ends_with_what_the_store_holds(sidecar: Si
                 engine.handle.lease(engine.handle.match(tokens), deadline_ms=1000).release()
             else:
                 for one in ask.stat(admin, clock).namespaces:
-                    drops += ask.drop(admin, clock, one.digest, one.tenant, 30.0)
+                    drops += ask.drop(admin, clock, one.digest, one.tenant, 30.0).blocks
                 engine.handle, others = (store.namespace(model=MODEL, layout=LAYOUT) for store in stores)
             engine.step()
             if engine.announced.resets != resets:  # of what was stored before nothing is told any more

@@ -10,7 +10,7 @@ from pathlib import Path
 from kvstore.block.account import MissReason
 from kvstore.client.handle import NamespaceHandle
 from kvstore.metrics.metrics import Metrics
-from kvstore.service.health import Readiness
+from kvstore.protocol.status import Readiness
 from metrics.scraped import Scrape
 from service.sidecar import Sidecar
 from tiering.frame import HEADER_BYTES

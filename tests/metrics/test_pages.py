@@ -11,7 +11,7 @@ import pytest
 from kvstore.block.errors import BadInput
 from kvstore.metrics.http_server import HttpAnswer, HttpRequest
 from kvstore.metrics.pages import MetricsAccess, read_token, sidecar_pages
-from kvstore.service.health import Readiness
+from kvstore.protocol.status import Readiness
 
 TOKEN = "0123456789abcdef/+=_"
 

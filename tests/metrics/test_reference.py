@@ -8,7 +8,7 @@ from pathlib import Path
 from engine_adapter.connector_metrics import CONNECTOR_METRICS, FORMER_METRICS
 from kvstore.metrics.catalogue import METRICS
 from kvstore.metrics.pages import MetricsAccess, sidecar_pages
-from kvstore.service.health import Readiness
+from kvstore.protocol.status import Readiness
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "reference.md").read_text()

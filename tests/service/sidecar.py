@@ -11,6 +11,7 @@ from kvstore.block.codec import codec_named
 from kvstore.client.handle import Lease
 from kvstore.client.sidecar_store import SidecarStore, open_sidecar
 from kvstore.client.socket_door import CallLimits
+from kvstore.elsewhere.desk import desk_of
 from kvstore.insight.recording import Recording
 from kvstore.insight.whatif import WhatIf
 from kvstore.node import EmbeddedStore, SystemClock
@@ -42,7 +43,9 @@ def number_of(lease: Lease) -> int:
 class Sidecar:
     """Close it, or use it as a context."""
 
-    def __init__(self, directory: Path, door: DoorLimits | None = None, **options: Any) -> None:
+    def __init__(
+        self, directory: Path, door: DoorLimits | None = None, *, couriers: bool = False, **options: Any
+    ) -> None:
         self.path = directory / "kvstore.sock"
         given = {"dram": "16MiB", **options}
         self.store: EmbeddedStore = open_at(directory / "kv", **given)
@@ -65,6 +68,10 @@ class Sidecar:
             self.store.tenant_keys(self.store.tenant),
             renew=lambda: self.store.tenant_keys(self.store.tenant),
         )
+        self.desk = desk_of(self.store, self.sessions, self.handlers) if couriers else None
+        self.courier_path = directory / "courier.sock"
+        if self.desk is not None:
+            self.door.listen_couriers(self.courier_path, self.desk.greet)
         self.admin = Admin(
             self.store,
             self.sessions,
@@ -76,6 +83,7 @@ class Sidecar:
             whatif=self.whatif,
             told=self.told,
             prefixes=self.prefixes,
+            couriers=self.desk,
         )
         self.admin_path = directory / "admin.sock"
         self.door.listen_admin(self.admin_path, self.admin)
@@ -93,4 +101,6 @@ class Sidecar:
     def __exit__(self, *_: object) -> None:
         self.door.close(10)
         self.store.check()
+        if self.desk is not None:
+            self.desk.check()
         self.store.close()

@@ -23,8 +23,7 @@ from kvstore.client.sidecar_store import CallLimits, open_sidecar
 from kvstore.node import SystemClock
 from kvstore.protocol import messages as m
 from kvstore.protocol.status import pick, printable
-from kvstore.service.connections import DoorLimits
-from kvstore.service.local_door import ADMIN_CONNECTIONS
+from kvstore.service.connections import ADMIN_CONNECTIONS, DoorLimits
 from service.sidecar import Sidecar, patient
 from tiering.nvme.lmdb_index import LmdbMaker
 from workbench import MODEL, ids, one_line, random_pages, small_layout

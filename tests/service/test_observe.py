@@ -18,8 +18,7 @@ from kvstore.client.framing import FramedSocket
 from kvstore.node import SystemClock
 from kvstore.protocol import messages as m
 from kvstore.protocol.told import SavingsTold
-from kvstore.service.connections import DoorLimits
-from kvstore.service.local_door import ADMIN_CONNECTIONS
+from kvstore.service.connections import ADMIN_CONNECTIONS, DoorLimits
 from kvstore.service.settings import read_settings
 from service.sidecar import Sidecar
 from workbench import MODEL, ids, random_pages, small_layout

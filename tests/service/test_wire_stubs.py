@@ -28,7 +28,7 @@ from kvstore.cli.ask import Warmed, WarmPrompt
 from kvstore.protocol import messages as m
 from kvstore.protocol import status
 from kvstore.protocol.replies import MatchReply
-from kvstore.service.health import Readiness
+from kvstore.protocol.status import Readiness
 from tiering.faults import MachineFault
 from tiering.frame import KEY_BYTES
 from tiering.policies.admission import WriteBudget
@@ -49,6 +49,9 @@ OPTIONS = ("-I", "proto", "--python_out=.", "--pyi_out=.", "--grpc_python_out=."
 COMMAND = " ".join(("python -m grpc_tools.protoc", *OPTIONS, *SOURCES))
 FILES: tuple[FileDescriptor, ...] = (store_pb2.DESCRIPTOR, admin_pb2.DESCRIPTOR, score_pb2.DESCRIPTOR)
 MESSAGES: dict[str, Descriptor] = {name: one for file in FILES for name, one in file.message_types_by_name.items()}
+
+ON_THE_HOST = (status.AwaitStatus, status.ElsewhereStatus, status.SourceStatus)
+"""In `kvstore stat --json` and in the metrics alone."""
 
 # --- what is published of what ---------------------------------------------------------------------------------------
 
@@ -75,7 +78,7 @@ PUBLISHED: dict[type, tuple[str, ...]] = {
         one: (one.__name__,)
         for one in vars(status).values()
         if isinstance(one, type) and issubclass(one, msgspec.Struct) and one.__module__ == status.__name__
-        if one is not status.AwaitStatus
+        if one not in ON_THE_HOST
     },
 }
 """Of each struct, the messages that have its fields."""
@@ -86,6 +89,8 @@ NOT_PUBLISHED = {
     "MatchPrefix.request": "nor is it shown beside one",
     "Opened.packed": "the fields of `Namespace` are published one by one, for those who do not read the packed form",
     "SidecarStatus.awaits": "of engines on the host; in `kvstore stat --json` and in the metrics",
+    "SidecarStatus.elsewhere": "of couriers on the host; in `kvstore stat --json` and in the metrics",
+    "Counted.elsewhere": "a line for the operator on the host, who drops and purges there",
     "WarmPrompt.line": "the line of a file, which the caller has",
 }
 
@@ -116,6 +121,7 @@ MESSAGES_ONLY_HERE = {
 
 SHARED_MEMORY = "is about shared memory, which ends at the host"
 STORING = "block bytes never travel here, so nothing is stored through it"
+COURIERS_ALONE = "is for couriers, at a socket of their own on the host"
 OF_A_CONNECTION = "is about the connection, which here is gRPC's"
 
 VERBS_NOT_PUBLISHED: dict[type, str] = {
@@ -140,6 +146,10 @@ VERBS_NOT_PUBLISHED: dict[type, str] = {
     m.Cancel: "ends what only engines on the host may ask for",
     m.SealTicket: "for engines on the host, which hand their prompts over",
     m.OpenTicket: "for engines on the host, to which prompts are handed over",
+    m.Locate: "for engines on the host, which decide whether to have blocks brought there",
+    m.Adopt: COURIERS_ALONE,
+    m.Questions: COURIERS_ALONE,
+    m.Holdings: COURIERS_ALONE,
     m.Purge: "retires a tenant's key for good: for an operator on the host",
     m.Record: "hands out what tenants look up: for an operator on the host",
 }

@@ -14,7 +14,9 @@ from typing import Any
 
 import msgspec
 
+from kvstore.block.account import HitTier
 from kvstore.protocol import messages as m
+from kvstore.protocol.courier import QuestionAnswered
 from torture.peer import packed_namespace
 
 HUGE = (0, 1, -1, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, 2**64 - 1, -(2**31) - 1, -(2**63))
@@ -87,6 +89,15 @@ VALID: dict[str, Callable[[Random, Booty], m.Verb]] = {
     "namespaces": lambda r, b: m.Namespaces(r.choice([0, 0, 1, 1000])),
     "stat": lambda r, b: m.Stat(),
     "drop_any": lambda r, b: m.DropAny("zz-no-digest", r.choice(["", "other", "nobody"]), 0.1),
+    "await": lambda r, b: m.Await(
+        _some(r, b.namespace, b.namespaces_of_others), some_keys(r, b) or [r.randbytes(32)], 0.01, r.choice([0, 1, 7])
+    ),
+    "locate": lambda r, b: m.Locate(_some(r, b.namespace, b.namespaces_of_others), some_keys(r, b)),
+    "adopt": lambda r, b: m.Adopt(
+        _some(r, b.reservation, b.reservations_of_others), 0, 0, [r.randbytes(4096)], HitTier.PEER
+    ),
+    "questions": lambda r, b: m.Questions([QuestionAnswered(r.randint(0, 9), 3, HitTier.PEER, 1.0)]),
+    "holdings": lambda r, b: m.Holdings(_some(r, b.namespace, b.namespaces_of_others), r.choice([0, 1 << 40])),
     "purge": lambda r, b: m.Purge(r.choice(["", "nobody", "Other", "other ", "no\0body"]), 0.1),
 }
 """By verb. Those of the admin socket name nothing that there is: who may ask there may also drop."""

@@ -46,7 +46,7 @@ class AwaitEnd(StrEnum):
 class ParkedAwait:
     """One wait for the last of these keys, which follow each other in a chain. number: of the namespace. tell: called
     when it is over; must do next to nothing. end: None until then. follows: the first key that could not be read when
-    it was looked at."""
+    it was looked at. note: what its owner remembers with it."""
 
     number: int
     tenant: bytes
@@ -56,6 +56,7 @@ class ParkedAwait:
     since: float = 0.0
     end: AwaitEnd | None = None
     follows: bytes = b""
+    note: object = None
 
 
 class AwaitCounts(NamedTuple):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import islice
@@ -18,7 +19,7 @@ from typing import NamedTuple
 
 MOST_KEPT = 1 << 14
 """Changes of one namespace, some 150 bytes each."""
-MOST_WATCHED = 16
+MOST_WATCHED = 64
 """Namespaces; of more, the one that was asked for longest ago is not watched any more."""
 MOST_TOLD = 1 << 11
 """Changes in one answer."""
@@ -34,17 +35,19 @@ class BlockPlace(IntEnum):
 
 class ChangesTold(NamedTuple):
     """changes: prefix keys and where these blocks can be read from then on, the oldest first. next: where to go on.
-    is_lost: something happened between that cannot be told any more."""
+    is_lost: something happened between that cannot be told any more. indexes: of each, the blocks
+    before it in its chain."""
 
     changes: list[tuple[bytes, int]]
     next: int
     is_lost: bool = False
+    indexes: Sequence[int] = ()
 
 
 @dataclass(slots=True)
 class _Watched:
     first: int  # the number of the oldest change that is kept
-    kept: deque[tuple[bytes, int]] = field(default_factory=deque)
+    kept: deque[tuple[bytes, int, int]] = field(default_factory=deque)
     unasked: int = 0
 
     @property
@@ -62,8 +65,8 @@ class BlockChanges:
         self.is_watching = False
         """Whether `note` has anything to do."""
 
-    def note(self, number: int, key: bytes, place: BlockPlace) -> None:
-        """A block of a namespace came, moved or went."""
+    def note(self, number: int, key: bytes, place: BlockPlace, index: int = 0) -> None:
+        """A block of a namespace came, moved or went. index: of it in its chain."""
         with self._lock:
             watched = self._watched.get(number)
             if watched is None:
@@ -72,7 +75,7 @@ class BlockChanges:
             if watched.unasked > MOST_KEPT:
                 self._end(number)
                 return
-            watched.kept.append((key, place))
+            watched.kept.append((key, place, index))
             if len(watched.kept) > MOST_KEPT:
                 watched.kept.popleft()
                 watched.first += 1
@@ -91,7 +94,7 @@ class BlockChanges:
             if not watched.first <= after <= watched.next:
                 return ChangesTold([], watched.next, is_lost=after != 0)
             told = list(islice(watched.kept, after - watched.first, after - watched.first + MOST_TOLD))
-            return ChangesTold(told, after + len(told))
+            return ChangesTold([one[:2] for one in told], after + len(told), indexes=[index for _, _, index in told])
 
     def _end(self, number: int) -> None:
         # An engine that stands at its end lost something.

@@ -1,9 +1,9 @@
 // The 100 % bar, and uPlot with this house's colours. Misses are hatched, hits are not; the order never changes.
 import { bytes, detailsOf, known, make, moment, percent, table, tokens, whole } from "./format.js";
 
-const ORDER = ["engine", "hbm", "dram", "nvme", "remote"];
-const HUES = { engine: "engine", hbm: "dram", dram: "dram", nvme: "nvme", remote: "remote", found: "found" };
-const NAMES = { engine: "engine's own cache", hbm: "hbm", dram: "dram", nvme: "nvme", remote: "remote", found: "found, not loaded" };
+const ORDER = ["engine", "hbm", "dram", "nvme", "peer", "remote"];
+const HUES = { engine: "engine", hbm: "dram", dram: "dram", nvme: "nvme", peer: "remote", remote: "remote", found: "found" };
+const NAMES = { engine: "engine's own cache", hbm: "hbm", dram: "dram", nvme: "nvme", peer: "other nodes", remote: "remote", found: "found, not loaded" };
 export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 export const missHue = (at) => (at % 2 ? "miss2" : "miss");
 export const missHatch = (at) => 1 + (at % 3);

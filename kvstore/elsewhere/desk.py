@@ -1,0 +1,517 @@
+"""Where engines' wishes for blocks that are elsewhere meet couriers: `Elsewhere` of a sidecar.
+
+    engine    Locate, Await(located)     parked, in no thread
+    courier   Questions, Reserve, Adopt, and what any client may that looks and reads
+
+Each tenant has a book of questions of its own. One lock guards all of them, for a few additions; it is taken by threads
+of the door alone, never under the store's lock, and neither is a bell rung there: a wait that ends under the store's
+lock is noted, and the door's thread tells the courier of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from math import inf
+from typing import Any
+
+import msgspec
+
+from kvstore.block.account import MissReason
+from kvstore.block.errors import BadInput, StoreError
+from kvstore.block.identity import Identity, TenantKeys
+from kvstore.core.store import Store
+from kvstore.elsewhere.adoption import AdoptFault, HeaderRefused, digests_of
+from kvstore.elsewhere.fetched import FetchedBlocks
+from kvstore.elsewhere.figures import FiguresTold
+from kvstore.elsewhere.questions import (
+    FETCHED_TIERS,
+    NO_COURIER,
+    UNREACHABLE,
+    OpenQuestion,
+    TenantQuestions,
+    last_of,
+)
+from kvstore.node import EmbeddedStore
+from kvstore.protocol import courier as c
+from kvstore.protocol import messages as m
+from kvstore.protocol.hand_off import HandOff, hand_off_in
+from kvstore.protocol.replies import ReserveReply
+from kvstore.protocol.status import ElsewhereStatus, SourceStatus, printable
+from kvstore.service.dispatch import Handlers
+from kvstore.service.parked import ParkedLocate, Response
+from kvstore.service.sessions import COURIERS, ClientState, Sessions
+from tiering.counts.awaits import MAX_AWAIT_SECONDS, AwaitEnd, ParkedAwait
+from tiering.faults import RateLimitedLog
+
+MOST_OF_TENANT = 8
+"""Couriers of one tenant, and as many that are gone while they may map memory."""
+GRACE_SECONDS = 10.0
+"""After which it is said that there is no courier."""
+RESERVED_SECONDS, LOOK_SECONDS = 60.0, 1.0
+"""That a courier may take to fill what it reserved, and how often it is looked at that."""
+FORGET_SECONDS = 1.0
+"""That a drop or a purge waits for what couriers say."""
+
+_log = logging.getLogger(__name__)
+
+
+def desk_of(store: EmbeddedStore, sessions: Sessions, handlers: Handlers, peers_door: str = "") -> CourierDesk:
+    """The desk of a sidecar. peers_door: where other nodes reach it."""
+
+    def keys_of(tenant: str) -> TenantKeys:
+        store.keys.known(tenant)  # none is made for a name that a courier says
+        return store.tenant_keys(tenant)
+
+    return CourierDesk(store.core, sessions, handlers, keys_of, peers_door)
+
+
+class CourierDesk:
+    """Of one sidecar. Thread-safe."""
+
+    def __init__(
+        self,
+        store: Store,
+        sessions: Sessions,
+        handlers: Handlers,
+        tenant_keys: Callable[[str], TenantKeys],
+        door: str = "",
+    ) -> None:
+        """tenant_keys: by a tenant's name; raises `StoreError` where there are none. door: where peers reach this node,
+        for tickets."""
+        self._store, self._sessions, self._handlers = store, sessions, handlers
+        self._tenant_keys = tenant_keys
+        self._clock = store.clock
+        self._lock = threading.Lock()
+        self._books: dict[bytes, TenantQuestions] = {}  # of tenants that have couriers
+        self._alone_since = self._clock.monotonic_seconds()  # where there are none
+        self._due: deque[tuple[float, bytes]] = deque()  # of locates, which all have as much time
+        self._looks_at = 0.0  # when reservations are looked at next
+        self._over: deque[tuple[bytes, OpenQuestion]] = deque()  # fetches whose waiter is gone
+        self._dropping: Counter[tuple[bytes, bytes]] = Counter()  # tenant, and namespace or all
+        self._refusals: Counter[AdoptFault] = Counter()
+        self._logged = RateLimitedLog(_log, self._clock)
+        self.told = FiguresTold(self._clock)
+        made: list[FetchedBlocks] = []
+
+        def make(*shared: Any) -> FetchedBlocks:
+            made.append(FetchedBlocks(*shared))
+            return made[0]
+
+        store.fetch_with(make)
+        self.fetched = made[0]
+        self.fetched.door, self.fetched.is_served = door, self.is_served
+        shared = handlers.shared(
+            m.OpenNamespace,
+            m.Namespaces,
+            m.MatchPrefix,
+            m.LeasePrefix,
+            m.Release,
+            m.Extents,
+            m.Abort,
+            m.Changes,
+            m.Ping,
+        )
+        self.verbs: Mapping[type, Callable[[ClientState, Any], Response | m.Answer]] = {
+            **shared,
+            m.Reserve: self._reserve,
+            m.Adopt: self._adopt,
+            m.Questions: self._questions,
+            m.Holdings: self._holdings,
+        }
+        handlers.parking.elsewhere = self
+
+    # Couriers --------------------------------------------------------------------------------------------------------
+
+    def greet(self, hello: m.Hello) -> tuple[ClientState | None, m.Answer]:
+        """The first message of a courier: for whom it works, or why it may not."""
+        if hello.newest < m.LOCATE_VERSION:
+            return None, m.Failed(m.RequestFault.VERSION, f"couriers speak version {m.LOCATE_VERSION} or a later one")
+        if not hello.tenant:
+            return None, m.Failed(m.RequestFault.BAD_INPUT, "a hello to courier.sock names its tenant; give one")
+        try:
+            keys = self._tenant_keys(hello.tenant)
+        except StoreError as error:
+            return None, m.failed(m.RequestFault.BAD_INPUT, str(error))
+        mine = [one for one in self._sessions.callers() if one.is_courier and one.keys.tenant == keys.tenant]
+        if max(len(mine), self._sessions.departed_of(keys.tenant + COURIERS)) >= MOST_OF_TENANT:
+            text = f"{MOST_OF_TENANT} couriers of this tenant are there, or are gone and map memory still; end some"
+            return None, m.Failed(m.RequestFault.BUSY, text)
+        return self._handlers.greet(keys, hello, is_courier=True)
+
+    def is_served(self, tenant: bytes) -> bool:
+        """Whether a courier of a tenant's is there that takes questions."""
+        with self._lock:
+            book = self._books.get(tenant)
+            return book is not None and book.courier is not None
+
+    def left(self, caller: ClientState) -> None:
+        """As `Elsewhere.left`."""
+        if not caller.is_courier:
+            return
+        tenant = caller.keys.tenant
+        with self._lock:
+            book = self._books.get(tenant)
+            ended = book.left(caller) if book is not None else []
+            heir = book.courier if book is not None and len(book) else None
+            if book is not None and not book.couriers:
+                del self._books[tenant]
+                self._alone_since = self._clock.monotonic_seconds()
+        self.told.left(caller)
+        self._end(ended, NO_COURIER)
+        self._ring(heir)
+
+    def _reserve(self, caller: ClientState, verb: m.Reserve) -> m.Answer:
+        if verb.priority or verb.ttl_seconds is not None or verb.collective or verb.parts:
+            raise BadInput("a courier's reservation has no priority, ttl, collective or parts; leave them out")
+        number = caller.named.get(verb.namespace)
+        if number is not None and self._is_dropping(caller.keys.tenant, number):
+            return m.Reserved(ReserveReply(0, 0, stopped_at=verb.skipped, reason=MissReason.DISABLED))
+        with self._lock:
+            tenants = len(self._books.keys() | {caller.keys.tenant})
+        return self._handlers.reserve(caller, verb, couriers=tenants)
+
+    def _adopt(self, caller: ClientState, verb: m.Adopt) -> m.Answer:
+        try:
+            return m.Counted(self._adopted(caller, verb))
+        except HeaderRefused as error:
+            with self._lock:
+                self._refusals[error.why] += 1
+            self._logged.warn(f"adopt {error.why}", "what a courier brought was refused: %s", error)
+            raise BadInput(f"nothing of this was adopted: {error}") from None
+
+    def _adopted(self, caller: ClientState, verb: m.Adopt) -> int:
+        """How many blocks of the reservation are here in all parts. Raises `HeaderRefused`."""
+        progress, count = caller.reservations.get(verb.reservation), len(verb.headers)
+        if progress is None:
+            raise HeaderRefused(AdoptFault.RESERVATION, 0, "no reservation of that number is this connection's")
+        if verb.tier not in FETCHED_TIERS:
+            raise HeaderRefused(AdoptFault.TIER, 0, f"tier {verb.tier}; give {' or '.join(FETCHED_TIERS)}")
+        order = HeaderRefused(
+            AdoptFault.ORDER,
+            0,
+            f"part {verb.part}, blocks from {verb.first} on, {count} of them: give those that follow the last ones, "
+            f"no more than the {progress.blocks} that were reserved",
+        )
+        if verb.part not in progress.parts or not 0 <= verb.first <= progress.blocks - count:
+            raise order
+        wanted = self.fetched.wanted(verb.reservation, verb.part, verb.first, count)
+        if wanted is None:  # its namespace is being dropped
+            return 0
+        digests = digests_of(verb.headers, *wanted, self.fetched.keys)
+        if not self._sessions.claim(progress, verb.part, verb.first, count):
+            raise order
+        self.fetched.comes_from(verb.reservation, verb.tier)
+        done = self._store.commit(verb.reservation, verb.part, verb.first, digests)
+        if done == progress.blocks:
+            self._sessions.ended(caller, verb.reservation)
+        return done
+
+    def _holdings(self, caller: ClientState, verb: m.Holdings) -> m.Answer:
+        number = caller.named.get(verb.namespace)
+        if number is None:
+            raise BadInput(f"namespace {verb.namespace} was not opened on this connection; open it first")
+        return m.HoldingsReply(*self.fetched.listed(number, verb.after))
+
+    def _questions(self, caller: ClientState, verb: m.Questions) -> m.Answer:
+        self._sessions.asked(caller)  # first: whatever comes from here on rings again
+        if verb.told is not None:
+            self.told.tell(caller, verb.told)
+        ended = []
+        with self._lock:
+            book = self._books.setdefault(caller.keys.tenant, TenantQuestions())
+            for answer in verb.answers:
+                one = book.answered(caller, answer)
+                if one is not None and not self._is_located(book, one):
+                    ended.append(one)
+            asked = book.take(caller)
+        self._end(ended, "")
+        return asked
+
+    # Engines ---------------------------------------------------------------------------------------------------------
+
+    def locate(self, caller: ClientState, verb: m.Locate) -> Response | m.Answer:
+        """As `Elsewhere.locate`."""
+        number, tenant = caller.named[verb.namespace], caller.keys.tenant
+        present = self._store.readable(number, verb.keys)
+        if present == len(verb.keys):
+            return m.Located(0, present)
+        where = self._whence(caller, number, verb)
+        if isinstance(where, m.TicketOpened):
+            return m.Located(0, present, reason=where.reason, detail=where.detail)
+        if self._is_dropping(tenant, number):
+            return m.Located(0, present, reason=MissReason.DISABLED, detail="it is being dropped")
+        parked = ParkedLocate()
+        until = self._clock.monotonic_seconds() + c.LOCATE_SECONDS
+        with self._lock:
+            book = self._books.get(tenant)
+            courier = book.courier if book is not None else None
+            if book is None or courier is None:
+                return m.Located(0, present, reason=UNREACHABLE, detail=NO_COURIER)
+            question = c.LocateQuestion(book.number(), verb.namespace, verb.keys, present, *where)
+            if not book.add(OpenQuestion(question, parked, until)):
+                return m.Located(0, present, reason=MissReason.BUSY, detail="as much is asked as may be")
+            self._due.append((until, tenant))
+        self._ring(courier)
+        return Response(m.Located(0, present), parked=parked)
+
+    def _whence(
+        self, caller: ClientState, number: int, verb: m.Locate
+    ) -> tuple[str, bytes, bytes] | tuple[()] | m.TicketOpened:
+        """The node that a ticket names; nothing where there is none, or it is this one."""
+        if not verb.ticket:
+            return ()
+        identity, space = Identity.of(caller.keys, self._store.node), self._store.namespace_of(number)
+        now = self._clock.wall_seconds()
+        found = hand_off_in(verb.ticket, identity, space.digest(), space.layout.block_tokens, now)
+        if not isinstance(found, HandOff):
+            return found
+        return (found.door, found.owner, found.incarnation) if found.owner != identity.node else ()
+
+    def park(
+        self, caller: ClientState, number: int, verb: m.Await, tell: Callable[[ParkedAwait], object]
+    ) -> ParkedAwait | Response:
+        """As `Elsewhere.park`."""
+        tenant = caller.keys.tenant
+        with self._lock:
+            book = self._books.get(tenant)
+            now = self._clock.monotonic_seconds()
+            place = book.place(verb.located, verb.namespace, now) if book is not None else None
+        if book is None or place is None:
+            return self._not_fetched(number, verb, "what was located is not known any more; locate it again")
+        keys = place.question.keys
+        blocks = last_of(keys, verb.keys[-1])
+        if not 0 < blocks <= place.blocks:
+            raise BadInput(
+                f"the last key is none of the {place.blocks} blocks of located={verb.located}; give one of these"
+            )
+        at = place.question
+        asked = c.FetchQuestion(
+            book.number(),
+            at.number,
+            at.namespace,
+            keys[:blocks],
+            at.present,
+            min(verb.seconds, MAX_AWAIT_SECONDS),
+            at.door,
+            at.node,
+            at.incarnation,
+        )
+        fetch = OpenQuestion(asked, None)
+
+        def ended(one: ParkedAwait) -> None:
+            self._over.append((tenant, fetch))
+            tell(one)
+
+        one = self._store.park(number, verb.keys, verb.seconds, ended)
+        fetch.asker = one
+        with self._lock:
+            courier = book.courier
+            is_asked = courier is not None and one.end is None and book.add(fetch)
+            if is_asked and one.end is not None:  # meanwhile, and perhaps that was noted before it was asked
+                book.no_more(fetch)
+        one.note = fetch
+        if not is_asked:
+            reason = UNREACHABLE if courier is None else MissReason.BUSY
+            text = NO_COURIER if courier is None else "as much is asked as may be"
+            fetch.answer = c.QuestionAnswered(asked.number, 0, reason=reason, detail=text)
+            self._store.awaits.end([one], AwaitEnd.SHORT)
+        self._ring(courier)
+        return one
+
+    def _not_fetched(self, number: int, verb: m.Await, detail: str) -> Response:
+        blocks = self._store.readable(number, verb.keys)
+        if blocks == len(verb.keys):
+            return Response(m.Awaited(blocks, AwaitEnd.READABLE))
+        return Response(m.Awaited(blocks, AwaitEnd.SHORT, MissReason.STALE_HINT, detail))
+
+    def awaited(self, one: ParkedAwait, answer: m.Awaited) -> m.Awaited:
+        """As `Elsewhere.awaited`."""
+        if not isinstance(one.note, OpenQuestion) or answer.end is AwaitEnd.READABLE:
+            return answer
+        found = one.note.answer
+        if found is None:
+            reason = MissReason.DEADLINE if answer.end is AwaitEnd.DEADLINE else None
+            return msgspec.structs.replace(answer, reason=reason)
+        return msgspec.structs.replace(
+            answer, reason=found.reason or MissReason.STALE_HINT, detail=printable(found.detail)
+        )
+
+    def cancel(self, ones: Iterable[ParkedLocate]) -> None:
+        """As `Elsewhere.cancel`."""
+        wanted = set(ones)
+        if not wanted:
+            return
+        with self._lock:
+            for book in self._books.values():
+                for one in book:
+                    if one.asker in wanted:
+                        book.no_more(one)
+        for parked in wanted:
+            self._tell(parked, m.Located(0, 0, reason=MissReason.DISABLED, detail="cancelled"))
+
+    def leased(self, lease: int) -> None:
+        """As `Elsewhere.leased`."""
+        self.fetched.leased(lease)
+
+    # The door's thread -----------------------------------------------------------------------------------------------
+
+    @property
+    def due_at(self) -> float:
+        """As `Elsewhere.due_at`."""
+        try:
+            return self._due[0][0]
+        except IndexError:
+            return inf
+
+    def expire(self) -> None:
+        """As `Elsewhere.expire`."""
+        now, late = self._clock.monotonic_seconds(), []
+        with self._lock:
+            tenants = set()
+            while self._due and self._due[0][0] <= now:
+                tenants.add(self._due.popleft()[1])
+            for tenant in tenants & self._books.keys():
+                late += self._books[tenant].expire(now)
+        self._end(late, f"no courier answered in {1000 * c.LOCATE_SECONDS:.0f} ms", MissReason.DEADLINE)
+
+    def tell_couriers(self) -> None:
+        """As `Elsewhere.tell_couriers`."""
+        if self._clock.monotonic_seconds() >= self._looks_at:
+            self._cancel_late()
+        if not self._over:
+            return
+        couriers = set()
+        with self._lock:
+            while self._over:
+                tenant, one = self._over.popleft()
+                book = self._books.get(tenant)
+                if book is not None:
+                    book.no_more(one)
+                    couriers.add(one.courier if one.is_over else None)
+        for courier in couriers:
+            self._ring(courier)
+
+    def _cancel_late(self) -> None:
+        """Reservations that a courier neither fills nor aborts keep engines from storing the same blocks."""
+        now = self._clock.monotonic_seconds()
+        self._looks_at = now + LOOK_SECONDS
+        for caller in self._sessions.callers():
+            for number, progress in list(caller.reservations.items()) if caller.is_courier else ():
+                if progress.began_at + RESERVED_SECONDS <= now:
+                    self._store.cancel(number)
+
+    # Giving up -------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def forgetting(self, tenant: bytes, digest: bytes) -> Iterator[list[str]]:
+        """As `Elsewhere.forgetting`."""
+        name, lines = (tenant, digest), list[str]()
+        with self._lock:
+            self._dropping[name] += 1
+            if tenant in self._books:
+                self._books[tenant].forget(None)
+        try:
+            if not digest:
+                lines += self._forget(tenant, digest)
+            yield lines
+            if digest:
+                lines += self._forget(tenant, digest)
+        finally:
+            with self._lock:
+                self._dropping[name] -= 1
+                self._dropping += Counter()
+
+    def _forget(self, tenant: bytes, digest: bytes) -> list[str]:
+        """The line on what others have still; none where they have nothing."""
+        done = threading.Event()
+        with self._lock:
+            book = self._books.get(tenant)
+            courier = book.courier if book is not None else None
+            one = OpenQuestion(c.Forget(book.number() if book is not None else 0, digest), done)
+            is_asked = book is not None and courier is not None and book.add(one)
+        self._ring(courier)
+        if is_asked and book is not None and not done.wait(FORGET_SECONDS):
+            with self._lock:
+                book.no_more(one)
+        rest = "what other nodes and remote engines have of it remains until it is evicted there"
+        if one.answer is None:
+            return [f"{'no courier answered in time' if is_asked else NO_COURIER}: {rest}"]
+        if one.answer.blocks or one.answer.reason is not None:
+            count = f"{one.answer.blocks} blocks remain elsewhere" if one.answer.blocks else rest
+            return [f"{count}: {printable(one.answer.detail) or one.answer.reason or 'no more is known'}"]
+        return []
+
+    def _is_dropping(self, tenant: bytes, number: int) -> bool:
+        if not self._dropping:
+            return False
+        return any((tenant, one) in self._dropping for one in (b"", self._store.namespace_of(number).digest()))
+
+    # Inside ----------------------------------------------------------------------------------------------------------
+
+    def _is_located(self, book: TenantQuestions, one: OpenQuestion) -> bool:
+        """Whether it was a locate, which is answered then. Under the lock, under which its place is kept."""
+        if not isinstance(one.ask, c.LocateQuestion) or not isinstance(one.asker, ParkedLocate):
+            return False
+        self._tell(one.asker, book.locate(one.ask, one.answer, self._clock.monotonic_seconds()))
+        return True
+
+    def _end(self, ones: Iterable[OpenQuestion], detail: str, reason: MissReason = UNREACHABLE) -> None:
+        """Those who asked these are told that no more comes. detail, reason: where no courier said any."""
+        for one in ones:
+            if isinstance(one.ask, c.LocateQuestion) and isinstance(one.asker, ParkedLocate):
+                self._tell(one.asker, m.Located(0, one.ask.present, reason=reason, detail=detail))
+            elif isinstance(one.asker, ParkedAwait):
+                one.answer = one.answer or c.QuestionAnswered(one.ask.number, 0, reason=reason, detail=detail)
+                self._store.awaits.end([one.asker], AwaitEnd.SHORT)
+            elif isinstance(one.asker, threading.Event):
+                one.asker.set()
+
+    @staticmethod
+    def _tell(parked: ParkedLocate, answer: m.Located) -> None:
+        if parked.answer is None:
+            parked.answer = answer
+            parked.tell(parked)
+
+    def _ring(self, courier: object) -> None:
+        if isinstance(courier, ClientState):
+            self._sessions.ring(courier)
+
+    # Facts -----------------------------------------------------------------------------------------------------------
+
+    def reasons(self) -> list[str]:
+        """Why less is served than there is elsewhere, a line each."""
+        with self._lock:
+            seconds = self._clock.monotonic_seconds() - self._alone_since if not self._books else 0.0
+        if seconds > GRACE_SECONDS:
+            return ["no courier is there: what other nodes and remote engines have is not fetched"]
+        return self.told.figures().reasons
+
+    def status(self) -> ElsewhereStatus:
+        """What is known of what is elsewhere."""
+        with self._lock:
+            couriers = sum(book.couriers for book in self._books.values())
+            refused = {str(why): self._refusals[why] for why in AdoptFault}
+        told, fetched = self.told.figures(), self.fetched
+        return ElsewhereStatus(
+            couriers,
+            {str(tier): fetched.adopted[tier] for tier in FETCHED_TIERS},
+            refused,
+            fetched.kept_bytes,
+            fetched.gave_way,
+            [SourceStatus(*msgspec.structs.astuple(one)) for one in told.sources],
+            told.reasons,
+            told.fetching,
+            told.fetched_blocks,
+            told.fetched_bytes,
+            told.dropped_hints,
+        )
+
+    def check(self) -> None:
+        """Every invariant of the books; for tests."""
+        with self._lock:
+            for book in self._books.values():
+                book.check()

@@ -1,0 +1,242 @@
+"""Blocks that couriers fetch: their slots, and how long each is kept for the engine that waits for it.
+
+    reserved > adopted: pinned, and marked with where it came from > leased: unpinned; the lease counts it there
+                                                                   > 1 s passed: unpinned; the mark stays
+                                                                   > others lack room: unpinned, the oldest first
+
+All slots of couriers and all these pins come to an eighth of DRAM at most. A mark is of one generation of a block: what
+was evicted and stored anew is not marked. Callers of what begins with "under the lock" hold the store's.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import islice
+from math import inf
+from typing import NamedTuple
+
+from kvstore.block.account import HitTier
+from kvstore.core.index import RowState
+from kvstore.core.leases import LeaseTable, ReservationRecord, TierRuns, join_runs
+from kvstore.core.table import BlockTable
+from kvstore.elsewhere.adoption import WantedFrame
+from kvstore.protocol.courier import ReadableBlock
+from tiering.clock import Clock
+from tiering.counts.changes import BlockPlace
+from tiering.frame import MacKeys, Stamp
+
+FETCHED_TIERS = (HitTier.PEER, HitTier.REMOTE)
+KEPT_SECONDS = 1.0
+"""That a fetched block is pinned for whoever waits for it."""
+SHARE_OF_DRAM = 1 / 8
+MOST_MARKS = 1 << 16
+GIVES_WAY_AT_ONCE = 64
+LISTED_AT_ONCE, SCANNED_AT_ONCE = 2048, 1 << 17
+"""Readable blocks in one listing, and rows that are looked at for them: the lock is held for about a millisecond."""
+
+
+class _Mark(NamedTuple):
+    number: int
+    generation: int
+    tier: HitTier
+
+
+class FetchedBlocks:
+    """Of one store: its `Fetched`. Thread-safe."""
+
+    def __init__(
+        self,
+        blocks: BlockTable,
+        clock: Clock,
+        lock: threading.Lock,
+        pin: Callable[[int, Sequence[int]], None],
+        unpin: Callable[[int, Sequence[int]], None],
+        reservations: Mapping[int, ReservationRecord],
+        leases: LeaseTable,
+        keys: MacKeys,
+    ) -> None:
+        """As the store has them. pin, unpin: rows of a namespace. keys: of header MACs."""
+        self.keys, self.door = keys, ""
+        self.is_served: Callable[[bytes], bool] = lambda tenant: False
+        self._blocks, self._clock, self._lock = blocks, clock, lock
+        self._pin, self._unpin = pin, unpin
+        self._reservations, self._leases = reservations, leases
+        self._pins: OrderedDict[int, tuple[int, float]] = (
+            OrderedDict()
+        )  # row > namespace, until; the first to end first
+        self._marks: OrderedDict[int, _Mark] = OrderedDict()
+        self._pinned_bytes = 0
+        self._tenants: Counter[bytes] = Counter()  # bytes pinned, by tenant
+        self.due_at = inf
+        """When the first pin's time is over; may be read without the lock."""
+        self.adopted = Counter[HitTier]()
+        """Blocks since the start, by where they came from."""
+        self.gave_way = 0
+        """Blocks that were unpinned because others lacked room."""
+
+    # Under the lock: called by the store -----------------------------------------------------------------------------
+
+    @property
+    def is_any_marked(self) -> bool:
+        """Whether `tiers` may have anything to say."""
+        return bool(self._marks)
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether couriers hold slots that are not filled yet."""
+        return any(one.is_fetched for one in self._reservations.values())
+
+    def room(self, number: int, tenants: int) -> int:
+        """How many more blocks of a namespace couriers may reserve. Where several tenants have couriers, one takes at
+        most half of what is left to all."""
+        left = int(SHARE_OF_DRAM * self._blocks.dram.budget_bytes) - self._pinned_bytes
+        mine, tenant = 0, self._blocks.spaces[number].tenant
+        for one in self._reservations.values():
+            if one.is_fetched:
+                space = self._blocks.spaces[one.namespace]
+                parts = len(space.classes)
+                unfilled = 0 if one.cancelled else len(one.rows) - one.published
+                held = unfilled + -(-len(one.abandoned_slots) // parts)
+                left -= held * space.block_bytes
+                mine += held * space.block_bytes if space.tenant == tenant else 0
+        mine += self._tenants[tenant]
+        if tenants > 1:
+            left = (left - mine) // 2
+        return max(0, left) // self._blocks.spaces[number].block_bytes
+
+    def came(self, number: int, rows: Sequence[int], tier: HitTier) -> None:
+        """Adopted blocks are readable from now on."""
+        until = self._clock.monotonic_seconds() + KEPT_SECONDS
+        generation = self._blocks.residency.generation
+        fresh = [row for row in rows if row not in self._pins]
+        self._pin(number, fresh)
+        self._count(number, len(fresh))
+        for row in rows:
+            self._pins[row] = number, until
+            self._pins.move_to_end(row)
+            self._marks[row] = _Mark(number, generation(row), tier)
+            self._marks.move_to_end(row)
+        self._next_due()
+        while len(self._marks) > MOST_MARKS:
+            self._marks.popitem(last=False)
+        self.adopted[tier] += len(rows)
+
+    def expire(self) -> None:
+        """Those whose time is over are not pinned any more."""
+        now = self._clock.monotonic_seconds()
+        while self._pins and next(iter(self._pins.values()))[1] <= now:
+            self._let_go([next(iter(self._pins))])
+
+    def give_way(self) -> bool:
+        """Somebody lacks room: some of them, the oldest first, are not pinned any more; False where none is."""
+        some = list(islice(self._pins, GIVES_WAY_AT_ONCE))
+        self._let_go(some)
+        self.gave_way += len(some)
+        return bool(some)
+
+    def forget(self, number: int) -> None:
+        """A namespace is dropped."""
+        self._let_go([row for row, (of, _) in self._pins.items() if of == number])
+        for row in [row for row, mark in self._marks.items() if mark.number == number]:
+            del self._marks[row]
+
+    def tiers(self, rows: Sequence[int], runs: TierRuns) -> TierRuns:
+        """Where these blocks were found, with those that came from elsewhere and that no lease has had yet."""
+        if self._marks.keys().isdisjoint(rows):
+            return runs
+        found: list[tuple[HitTier, int]] = []
+        at = 0
+        for tier, count in runs:
+            for row in rows[at : at + count]:
+                mark = self._mark_of(row) if tier is HitTier.DRAM else None
+                found = join_runs(found, [(mark.tier if mark is not None else tier, 1)])
+            at += count
+        return tuple(found)
+
+    def pinned(self) -> list[int]:
+        """All rows; for `Store.check`."""
+        for row, (number, _) in self._pins.items():
+            assert self._blocks.index.is_row_of(row, number), "what is pinned is there"
+        assert self._pinned_bytes == sum(self._blocks.spaces[number].block_bytes for number, _ in self._pins.values())
+        assert sum(self._tenants.values()) == self._pinned_bytes <= SHARE_OF_DRAM * self._blocks.dram.budget_bytes
+        return list(self._pins)
+
+    # Called by the desk ----------------------------------------------------------------------------------------------
+
+    def leased(self, lease: int) -> None:
+        """An engine was granted it: what it has is not kept for others."""
+        if not self._marks and not self._pins:
+            return
+        with self._lock:
+            record = self._leases.get(lease)
+            rows = record.rows if record is not None else ()
+            self._let_go([row for row in rows if row in self._pins])
+            for row in rows:
+                self._marks.pop(row, None)
+
+    def wanted(self, reservation: int, part: int, first: int, count: int) -> tuple[Stamp, list[WantedFrame]] | None:
+        """What the next frames of a part have to be; None where the reservation was cancelled."""
+        with self._lock:
+            record = self._reservations.get(reservation)
+            if record is None or record.cancelled or record.is_ending or first + count > record.filled:
+                return None
+            stop, key = first + count, self._blocks.index.key
+            columns = zip(record.rows[first:stop], record.parents[first:stop], record.indexes[first:stop], strict=True)
+            wanted = [WantedFrame(key(row), parent, depth) for row, parent, depth in columns]
+            return self._blocks.spaces[record.namespace].stamps[part], wanted
+
+    def comes_from(self, reservation: int, tier: HitTier) -> None:
+        """What a reservation is filled with."""
+        with self._lock:
+            record = self._reservations.get(reservation)
+            if record is not None:
+                record.fetched_from = tier
+
+    def listed(self, number: int, after: int) -> tuple[list[ReadableBlock], int]:
+        """Some blocks of a namespace that can be read now, from a place on, and where to go on; 0 at the end."""
+        index, found = self._blocks.index, list[ReadableBlock]()
+        with self._lock:
+            stop = min(after + SCANNED_AT_ONCE, index.rows_end)
+            if number in self._blocks.dropping or after >= index.rows_end:
+                return [], 0
+            rows, depths = index.rows_and_depths(number, after, stop)
+            some = rows[:LISTED_AT_ONCE]
+            for row, depth in zip(some.tolist(), depths[:LISTED_AT_ONCE].tolist(), strict=True):
+                if index.state(row) is RowState.VISIBLE:
+                    where = BlockPlace.DRAM if self._blocks.is_above(row) else BlockPlace.NVME
+                    found.append((index.key(row), depth, int(where)))
+            after = int(some[-1]) + 1 if len(some) < len(rows) else stop
+            return found, after if after < index.rows_end else 0
+
+    @property
+    def kept_bytes(self) -> int:
+        """That are pinned for whoever waits for them."""
+        return self._pinned_bytes
+
+    def _mark_of(self, row: int) -> _Mark | None:
+        mark = self._marks.get(row)
+        if mark is None:
+            return None
+        if self._blocks.index.is_row_of(row, mark.number) and self._blocks.residency.generation(row) == mark.generation:
+            return mark
+        del self._marks[row]  # another block has the row
+        return None
+
+    def _let_go(self, rows: Collection[int]) -> None:
+        for row in rows:
+            number, _ = self._pins.pop(row)
+            self._unpin(number, [row])
+            self._count(number, -1)
+        self._next_due()
+
+    def _next_due(self) -> None:
+        self.due_at = next(iter(self._pins.values()))[1] if self._pins else inf
+
+    def _count(self, number: int, blocks: int) -> None:
+        space = self._blocks.spaces[number]
+        self._pinned_bytes += blocks * space.block_bytes
+        self._tenants[space.tenant] += blocks * space.block_bytes
+        if not self._tenants[space.tenant]:
+            del self._tenants[space.tenant]

@@ -1,0 +1,85 @@
+"""What couriers tell people: kept as it was told last, of each courier once, at most once a second.
+
+A courier's connections, one for each tenant, bear one session token, and it tells by one of them.
+"""
+
+from __future__ import annotations
+
+import threading
+from math import isfinite
+
+from kvstore.protocol import courier as c
+from kvstore.protocol.status import printable
+from kvstore.service.sessions import ClientState
+from tiering.clock import Clock
+
+TOLD_SECONDS = 1.0
+MOST_COURIERS, MOST_REASONS = 4, 16
+
+
+class FiguresTold:
+    """Of all couriers. Thread-safe."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._told: dict[bytes, tuple[float, ClientState, c.CourierFigures]] = {}
+
+    def tell(self, caller: ClientState, figures: c.CourierFigures) -> None:
+        """A courier says so."""
+        now, token = self._clock.monotonic_seconds(), caller.session.token
+        with self._lock:
+            before = self._told.get(token)
+            if before is not None and now - before[0] < TOLD_SECONDS:
+                return
+            if before is None and len(self._told) >= MOST_COURIERS:
+                del self._told[min(self._told, key=lambda one: self._told[one][0])]
+            self._told[token] = now, caller, _cleaned(figures)
+
+    def left(self, caller: ClientState) -> None:
+        """A connection is gone."""
+        with self._lock:
+            token = caller.session.token
+            if token in self._told and self._told[token][1] is caller:
+                del self._told[token]
+
+    def figures(self) -> c.CourierFigures:
+        """Of all of them, in sum."""
+        with self._lock:
+            all_told = [figures for _, _, figures in self._told.values()]
+        names = ("fetching", "fetched_blocks", "fetched_bytes", "dropped_hints")
+        return c.CourierFigures(
+            [one for told in all_told for one in told.sources][: c.MAX_SOURCES],
+            [one for told in all_told for one in told.reasons][:MOST_REASONS],
+            *(sum(getattr(told, name) for told in all_told) for name in names),
+        )
+
+
+def _cleaned(figures: c.CourierFigures) -> c.CourierFigures:
+    """Fit for people: printable, and numbers where numbers should be."""
+    sources = [
+        c.SourceFigures(
+            printable(one.kind),
+            printable(one.name),
+            printable(one.state),
+            one.blocks_in,
+            one.blocks_out,
+            one.bytes_in,
+            one.bytes_out,
+            one.lookups,
+            one.found,
+            one.failures,
+            {printable(why): count for why, count in one.refused.items()},
+            _number(one.gbps),
+            _number(one.p99_ms),
+            one.hints,
+            printable(one.detail),
+        )
+        for one in figures.sources
+    ]
+    counts = figures.fetching, figures.fetched_blocks, figures.fetched_bytes, figures.dropped_hints
+    return c.CourierFigures(sources, [printable(one) for one in figures.reasons], *counts)
+
+
+def _number(value: float) -> float:
+    return value if isfinite(value) and value >= 0 else 0.0

@@ -1,0 +1,238 @@
+"""What the couriers of one tenant are asked, and what they answered: tables, without a lock, a clock or a store.
+
+    locate    asked > handed to a courier > answered, or its time is over      > a place, for a few seconds
+    fetch     asked > handed to a courier > answered, or its waiter is gone    > told as over, if it was handed out
+    forget    asked > handed to a courier > answered, or not waited for any more
+
+The latest courier that asked has the questions. When it hangs up, those that it was handed are asked of the next one.
+What is kept is bounded by questions and by bytes of keys; what a courier says is bounded before anything is made of it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from math import inf
+
+from kvstore.block.account import HitTier, MissReason
+from kvstore.protocol import courier as c
+from kvstore.protocol.status import printable
+from tiering.frame import KEY_BYTES
+
+MOST_QUESTIONS, MOST_KEY_BYTES = c.MAX_QUESTIONS, 16 << 20
+"""Open at a time."""
+MOST_PLACES, MOST_PLACE_BYTES, PLACE_SECONDS = 256, 16 << 20, 10.0
+"""That were located, and for how long they are good."""
+REPLY_BYTES = 1 << 20
+"""Of keys, in one `QuestionsReply`; at least one question."""
+FETCHED_TIERS = (HitTier.PEER, HitTier.REMOTE)
+UNREACHABLE = MissReason.UNREACHABLE
+NO_COURIER = "no courier is there that could ask for it"
+
+Ask = c.LocateQuestion | c.FetchQuestion | c.Forget
+Courier = Hashable
+
+
+@dataclass(eq=False, slots=True)
+class OpenQuestion:
+    """asker: who waits for it, for the desk. courier: to whom it was handed. is_over: of a fetch, that the courier has
+    to be told. answer: None until there is one, or none will come."""
+
+    ask: Ask
+    asker: object
+    until: float = inf
+    courier: Courier | None = None
+    is_over: bool = False
+    answer: c.QuestionAnswered | None = None
+
+    @property
+    def key_bytes(self) -> int:
+        """That are kept of it."""
+        return 0 if isinstance(self.ask, c.Forget) else KEY_BYTES * len(self.ask.keys)
+
+
+@dataclass(frozen=True, slots=True)
+class LocatedChain:
+    """Blocks of a chain that are elsewhere: those of `keys` behind the first `present`."""
+
+    question: c.LocateQuestion
+    blocks: int
+    until: float
+
+
+class TenantQuestions:
+    """Of one tenant. Callers hold the desk's lock; `now`: monotonic seconds."""
+
+    def __init__(self) -> None:
+        self._numbers = count(1)
+        self._open: dict[int, OpenQuestion] = {}
+        self._unasked: dict[int, None] = {}  # of them, those that no courier was handed
+        self._over: deque[OpenQuestion] = deque()  # are open until their courier was told
+        self._key_bytes = 0
+        self._places: OrderedDict[int, LocatedChain] = OrderedDict()
+        self._place_bytes = 0
+        self._couriers: dict[Courier, None] = {}  # the latest one that asked at the end
+        self._is_deaf = False  # it left a question in its place until that was over
+
+    def __len__(self) -> int:
+        """Questions that are open."""
+        return len(self._open)
+
+    @property
+    def courier(self) -> Courier | None:
+        """Who has the questions; None where there is no courier, or it has not asked although it was rung for."""
+        return next(reversed(self._couriers), None) if not self._is_deaf else None
+
+    @property
+    def couriers(self) -> int:
+        """That have asked, and are there."""
+        return len(self._couriers)
+
+    def number(self) -> int:
+        """For the next question."""
+        return next(self._numbers)
+
+    def add(self, one: OpenQuestion) -> bool:
+        """Ask it; False where as much is asked as may be."""
+        if len(self._open) >= MOST_QUESTIONS or self._key_bytes + one.key_bytes > MOST_KEY_BYTES:
+            return False
+        self._open[one.ask.number] = one
+        self._unasked[one.ask.number] = None
+        self._key_bytes += one.key_bytes
+        return True
+
+    def take(self, courier: Courier) -> c.QuestionsReply:
+        """What it is asked now, each once; from now on the questions are its own."""
+        self._couriers.pop(courier, None)
+        self._couriers[courier] = None
+        self._is_deaf = False
+        asked: list[Ask] = []
+        size = 0
+        while self._unasked and (not asked or size < REPLY_BYTES):
+            one = self._open[next(iter(self._unasked))]
+            del self._unasked[one.ask.number]
+            one.courier = courier
+            asked.append(one.ask)
+            size += one.key_bytes
+        over = [one for one in self._over if one.courier is courier]
+        for one in over:
+            self._remove(one)
+        self._over = deque(one for one in self._over if one.courier is not courier)
+        return c.QuestionsReply(
+            [one for one in asked if isinstance(one, c.LocateQuestion)],
+            [one for one in asked if isinstance(one, c.FetchQuestion)],
+            [one for one in asked if isinstance(one, c.Forget)],
+            [one.ask.number for one in over],
+            bool(self._unasked),
+        )
+
+    def answered(self, courier: Courier, answer: c.QuestionAnswered) -> OpenQuestion | None:
+        """Which question that ends; None where it was not asked of that courier, or is over."""
+        one = self._open.get(answer.number)
+        if one is None or one.courier is not courier or one.is_over:
+            return None
+        one.answer = answer
+        self._remove(one)
+        return one
+
+    def no_more(self, one: OpenQuestion) -> None:
+        """It is not wanted any more. Of a fetch its courier is told."""
+        if self._open.get(one.ask.number) is not one or one.is_over:
+            return
+        if one.courier is None or not isinstance(one.ask, c.FetchQuestion):
+            self._remove(one)
+        else:
+            one.is_over = True
+            self._over.append(one)
+
+    def expire(self, now: float) -> list[OpenQuestion]:
+        """Those whose time is over, without an answer."""
+        late = [one for one in self._open.values() if one.until <= now]
+        for one in late:
+            self._is_deaf |= one.courier is None
+            self._remove(one)
+        return late
+
+    def left(self, courier: Courier) -> list[OpenQuestion]:
+        """It hung up: what it was handed is asked anew. Without another one all ends, without an answer."""
+        if courier not in self._couriers:
+            return []
+        was_latest = next(reversed(self._couriers)) is courier
+        del self._couriers[courier]
+        self._is_deaf &= not was_latest
+        for one in [one for one in self._open.values() if one.courier is courier]:
+            one.courier = None
+            if one.is_over:
+                self._over.remove(one)
+                self._remove(one)
+            else:
+                self._unasked[one.ask.number] = None
+        if self._couriers:
+            return []
+        ended = list(self._open.values())
+        for one in ended:
+            self._remove(one)
+        return ended
+
+    # Places ----------------------------------------------------------------------------------------------------------
+
+    def locate(self, question: c.LocateQuestion, answer: c.QuestionAnswered | None, now: float) -> c.Located:
+        """What a courier's answer means; its place is kept for `PLACE_SECONDS`."""
+        blocks = min(answer.blocks, len(question.keys)) if answer is not None and answer.tier in FETCHED_TIERS else 0
+        if answer is None or blocks <= question.present:
+            reason, detail = (answer.reason, printable(answer.detail)) if answer is not None else (None, "")
+            return c.Located(0, question.present, reason=reason, detail=detail)
+        self._places[question.number] = LocatedChain(question, blocks, now + PLACE_SECONDS)
+        self._place_bytes += KEY_BYTES * len(question.keys)
+        while self._place_bytes > MOST_PLACE_BYTES or len(self._places) > MOST_PLACES or self._first_until <= now:
+            _, gone = self._places.popitem(last=False)
+            self._place_bytes -= KEY_BYTES * len(gone.question.keys)
+        milliseconds = answer.milliseconds if answer.milliseconds >= 0 else inf  # nor what is no number
+        detail, where = printable(answer.detail), printable(answer.where)
+        return c.Located(question.number, blocks, answer.tier, milliseconds, where, answer.reason, detail)
+
+    @property
+    def _first_until(self) -> float:
+        return next(iter(self._places.values())).until
+
+    def place(self, number: int, namespace: int, now: float) -> LocatedChain | None:
+        """What was located under that number; None where it is not known any more."""
+        found = self._places.get(number)
+        return found if found is not None and found.until > now and found.question.namespace == namespace else None
+
+    def forget(self, namespace: int | None) -> None:
+        """Places of a namespace, or all."""
+        for number, one in list(self._places.items()):
+            if namespace in (None, one.question.namespace):
+                del self._places[number]
+                self._place_bytes -= KEY_BYTES * len(one.question.keys)
+
+    def check(self) -> None:
+        """Tables agree, and bounds hold."""
+        assert all(number == one.ask.number for number, one in self._open.items())
+        assert self._key_bytes == sum(one.key_bytes for one in self._open.values()) <= MOST_KEY_BYTES
+        assert len(self._open) <= MOST_QUESTIONS and len(self._places) <= MOST_PLACES
+        assert self._place_bytes == sum(KEY_BYTES * len(one.question.keys) for one in self._places.values())
+        assert self._place_bytes <= MOST_PLACE_BYTES
+        assert self._unasked.keys() == {number for number, one in self._open.items() if one.courier is None}
+        assert {*self._over} == {one for one in self._open.values() if one.is_over}
+        assert all(one.courier in self._couriers for one in self._open.values() if one.courier is not None)
+        assert self._couriers or not self._open, "what no courier can answer is not asked"
+
+    def _remove(self, one: OpenQuestion) -> None:
+        del self._open[one.ask.number]
+        self._unasked.pop(one.ask.number, None)
+        self._key_bytes -= one.key_bytes
+
+    def __iter__(self) -> Iterator[OpenQuestion]:
+        return iter(list(self._open.values()))
+
+
+def last_of(keys: Sequence[bytes], wanted: bytes) -> int:
+    """How many blocks of a chain lead to that one, itself included; 0 where it is none of them."""
+    try:
+        return len(keys) - next(at for at, key in enumerate(reversed(keys)) if key == wanted)
+    except StopIteration:
+        return 0
