@@ -317,6 +317,135 @@ class KeysOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class NetworkSettings:
+    """listen: HOST:PORT or unix:PATH of gRPC, in a process that the keeper runs beside the sidecar; none if not given.
+    http: HOST:PORT of a router's queries, in the same process. token_file: of the operator's token, and a line NAME
+    TOKEN for each tenant, for callers on this host. certificate, key, client_ca: files in PEM, for callers with
+    certificates, and for the other nodes. reflection: whether gRPC's server reflection is served.
+
+    peers: HOST:PORT of other nodes' gRPC. directory: valkey://[USER@]HOST:PORT or valkey+unix:/PATH, where nodes tell
+    each other what they have. directory_password_file: of its user. pull: HOST:PORT from which other nodes pull blocks;
+    any port of `listen`'s host if not given. transport: sockets, or ucx before them. seal: auto, which seals blocks on
+    their way beyond loopback, or always.
+    """
+
+    listen: str | None = None
+    http: str | None = None
+    token_file: str | None = None
+    certificate: str | None = None
+    key: str | None = None
+    client_ca: str | None = None
+    reflection: bool = False
+    peers: list[str] | None = None
+    directory: str | None = None
+    directory_password_file: str | None = None
+    pull: str | None = None
+    transport: str = "sockets"
+    seal: str = "auto"
+
+    @property
+    def wants_peers(self) -> bool:
+        """Whether there are other nodes."""
+        return bool(self.peers) or self.directory is not None
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteSettings:
+    """A remote engine. url: valkey://[USER@]HOST[:PORT], valkeys://... for TLS, or valkey+unix:/PATH; none if not
+    given. password_file: of its user. writes: which blocks are written there: all, learned (those that are asked for
+    again), or none. ttl: seconds for which they are kept there; 0 for as long as it has room."""
+
+    url: str | None = None
+    password_file: str | None = None
+    writes: str = "all"
+    ttl: float = 86400.0
+
+
+FILES_OF_NETWORK = ("token_file", "certificate", "key", "client_ca", "directory_password_file")
+TRANSPORTS, SEALS, REMOTE_WRITES = ("sockets", "ucx"), ("auto", "always"), ("all", "learned", "none")
+MOST_PEERS = 64
+MOST_TTL_SECONDS = 10 * 366 * 86400.0
+
+
+def check_network(network: NetworkSettings, remote: RemoteSettings, has_keeper: bool = True) -> None:
+    """Raises `BadInput`. has_keeper: who starts the network process."""
+    _check_remote(remote)
+    if network.listen is None:
+        if network != NetworkSettings():
+            raise BadInput("network.listen is missing, and other keys of [network] are there; give HOST:PORT of gRPC")
+        return
+    pems = (network.certificate, network.key, network.client_ca)
+    if None in pems and any(pems):
+        raise BadInput(
+            "network.certificate, network.key and network.client_ca belong together; give all three, or none"
+        )
+    for key, address in (("listen", network.listen), ("http", network.http), ("pull", network.pull)):
+        if address is None or (key == "listen" and address.startswith("unix:")):
+            continue
+        host, _ = host_and_port(address, f"network.{key}")
+        if not is_loopback(host) and None in pems:
+            raise BadInput(
+                f"network.{key}={address!r} can be reached by other hosts; give network.certificate, network.key and "
+                "network.client_ca, or listen on 127.0.0.1"
+            )
+    if network.token_file is None and (None in pems or network.listen.startswith("unix:")):
+        raise BadInput("network.listen needs network.token_file, or network.certificate, network.key and client_ca")
+    if not has_keeper and not network.wants_peers:  # else it is run by itself, and the sidecar has to know of it
+        raise BadInput("network.listen needs store.keeper = true, which starts it; or run kvstore network by itself")
+    _check_peers(network, None in pems)
+
+
+def _check_peers(network: NetworkSettings, is_bare: bool) -> None:
+    for key, given, allowed in (("transport", network.transport, TRANSPORTS), ("seal", network.seal, SEALS)):
+        if given not in allowed:
+            raise BadInput(f"network.{key}={given!r}; allowed: {', '.join(allowed)}")
+    if not network.wants_peers:
+        if network.pull is not None or network.directory_password_file is not None:
+            key = "pull" if network.pull is not None else "directory_password_file"
+            raise BadInput(f"network.{key} is for other nodes; give network.peers or network.directory too")
+        return
+    assert network.listen is not None
+    if network.listen.startswith("unix:"):
+        raise BadInput("other nodes dial network.listen; give HOST:PORT of this host, and no UNIX socket")
+    for key, address in (("listen", network.listen), ("pull", network.pull)):
+        if address is not None and host_and_port(address)[0] in ("", "0.0.0.0", "::"):
+            raise BadInput(
+                f"network.{key}={address!r} is no address that other nodes can dial; give the one of this host"
+            )
+    peers = network.peers or []
+    if len(peers) > MOST_PEERS:
+        raise BadInput(f"network.peers names {len(peers)} nodes; give at most {MOST_PEERS}, or network.directory")
+    for one in peers:
+        host, port = host_and_port(one, "network.peers")
+        if not port:
+            raise BadInput(f"network.peers={one!r}; give the port that the other node listens at")
+        if is_bare and not is_loopback(host):
+            raise BadInput(
+                f"network.peers={one!r} is another host; give network.certificate, network.key and network.client_ca, "
+                "by which nodes know each other"
+            )
+
+
+def _check_remote(remote: RemoteSettings) -> None:
+    if remote.writes not in REMOTE_WRITES:
+        raise BadInput(f"remote.writes={remote.writes!r}; allowed: {', '.join(REMOTE_WRITES)}")
+    if not 0 <= remote.ttl <= MOST_TTL_SECONDS:
+        raise BadInput(f"remote.ttl={remote.ttl}; give seconds, at most {MOST_TTL_SECONDS:.0f}, or 0 for no end")
+    if remote.url is None and remote != RemoteSettings():
+        raise BadInput("remote.url is missing, and other keys of [remote] are there; give valkey://HOST:PORT")
+
+
+def host_and_port(listen: str, key: str = "http.listen") -> tuple[str, int]:
+    """The two of HOST:PORT. key: what it was given for. Raises `BadInput`."""
+    host, _, port = listen.rpartition(":")
+    if not host or not (port.isascii() and port.isdigit()) or not 0 <= int(port) <= 65535:
+        raise BadInput(
+            f"{key}={listen!r}; give HOST:PORT, e.g. 127.0.0.1:9797, with a port up to 65535 (0: any free one)"
+        )
+    return host.strip("[]"), int(port)
+
+
+@dataclass(frozen=True, slots=True)
 class StoreOptions:
     """All that is chosen of a store, as `kvstore.open` explains it. Raises `BadInput`."""
 

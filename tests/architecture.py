@@ -31,6 +31,7 @@ FLOORS = {
     "kvstore.console": 4,
     "kvstore.openai": 4,
     "kvstore.network": 4,
+    "kvstore.courier": 4,
 }
 
 # People's entrances, and who may import them besides themselves: the command line starts the others.
@@ -42,6 +43,7 @@ ENTRANCES = {
     "kvstore.console": ("kvstore.cli",),
     "kvstore.openai": ("kvstore.cli", "kvstore.bench"),
     "kvstore.network": ("kvstore.cli",),
+    "kvstore.courier": ("kvstore.cli", "kvstore.network"),
     "kvstore.elsewhere": ("kvstore.cli",),
 }
 
@@ -80,10 +82,32 @@ ROOMS_IMPORT_ONLY = {
         "kvstore.client",
         "kvstore.config",
         "kvstore.wire",
+        "kvstore.courier",
+        "kvstore.peers",
+        "kvstore.pool",
         "tiering.clock",
         "tiering.frame",
+        "tiering.remote",
     ),
+    # Pure, so that a simulator runs it: what is elsewhere, and not how it is reached.
+    "kvstore.pool": ("kvstore.block",),
     "tiering.remote": ("tiering.frame", "tiering.errors", "tiering.clock"),
+    # The bytes between hosts: frames that are pinned or checked, whatever they are for.
+    "kvstore.peers": ("kvstore.block", "tiering.clock", "tiering.errors", "tiering.frame"),
+    # The part of the network process that speaks with other nodes; a client of the sidecar as well.
+    "kvstore.courier": (
+        "kvstore.block",
+        "kvstore.protocol",
+        "kvstore.client",
+        "kvstore.config",
+        "kvstore.wire",
+        "kvstore.pool",
+        "kvstore.peers",
+        "tiering.clock",
+        "tiering.frame",
+        "tiering.errors",
+        "tiering.remote",
+    ),
     "tiering.counts": (),
 }
 
@@ -106,10 +130,12 @@ CLOSED_ROOMS = {
         "pydantic": (),
         "grpc": (
             "kvstore/network/door.py",
+            "kvstore/network/dialling.py",
             "kvstore/bench/network/flood.py",
             "kvstore/wire/store_pb2_grpc.py",
             "kvstore/wire/admin_pb2_grpc.py",
             "kvstore/wire/score_pb2_grpc.py",
+            "kvstore/wire/peer_pb2_grpc.py",
         ),
         "grpc_health": ("kvstore/network/door.py",),
         "grpc_reflection": ("kvstore/network/reflection.py",),
@@ -118,8 +144,12 @@ CLOSED_ROOMS = {
             "kvstore/wire/store_pb2.py",
             "kvstore/wire/admin_pb2.py",
             "kvstore/wire/score_pb2.py",
+            "kvstore/wire/peer_pb2.py",
         ),
         "h11": ("kvstore/network/query.py",),
+        "cryptography": ("kvstore/peers/sealed.py",),
+        "ucxx": ("kvstore/peers/ucx.py",),
+        "valkey": ("kvstore/courier/directory.py",),
     },
     "engine_adapter": {"triton": ()},
     "tiering": {

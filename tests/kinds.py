@@ -51,6 +51,13 @@ PURE_FILES = frozenset(
     kvstore/test_unmapped.py
     kvstore/test_unwritten.py
     openai_api/test_api.py
+    pool/test_choice.py
+    pool/test_directory.py
+    pool/test_members.py
+    pool/test_model.py
+    pool/test_speeds.py
+    peers/test_sealed.py
+    peers/test_tokens.py
     prefixes/test_book.py
     prefixes/test_hottest.py
     prefixes/test_partings.py
@@ -102,6 +109,9 @@ DRAWN_FILES = (
     "kvstore/test_groups.py",
     "kvstore/test_joint.py",
     "model/",
+    "pool/test_announcer.py",
+    "pool/test_flights.py",
+    "peers/test_spoiled_links.py",
     "remote/test_random_faults.py",
     "service/test_tensor_parallel.py",
     "simulation/",
@@ -125,6 +135,7 @@ SLOW_FILES = (
     "bench/test_kernels_bench.py",
     "bench/test_lookup_door.py",
     "bench/test_network_bench.py",
+    "bench/test_pull_rows.py",
     "bench/test_restart.py",
     "bench/test_restart_sidecar.py",
     "bench/test_traffic.py",
@@ -159,6 +170,9 @@ ALONE_FILES = (
     "console/test_cost.py",
     "kvstore/test_entries.py",
     "kvstore/test_slow_disk.py",
+    "peers/test_data_door.py",
+    "peers/test_pull_contract.py",
+    "peers/test_spoiled_links.py",
     "service/test_long_prompts.py",
     "service/test_silent_sidecar.py",
     "service/test_slow_extents.py",

@@ -306,15 +306,29 @@ def _beside(settings: Any) -> dict[str, list[str]]:
             flags += ["--operator", settings.admin_socket, "--audit-file", settings.audit_file]
             flags += [f"--tenant-socket={name}={one.socket}" for name, one in settings.sockets().items()]
         found[CONSOLE] = [*program, "console", "--socket", observe, *flags]
-    chosen = settings.network
-    if chosen.listen is not None:
-        flags = ["--sockets", json.dumps({name: one.socket for name, one in settings.sockets().items()})]
-        for key in ("http", "token_file", "certificate", "key", "client_ca"):
-            value = getattr(chosen, key)
-            flags += [f"--{key.replace('_', '-')}={value}"] if value is not None else []
-        flags += ["--reflection"] if chosen.reflection else []
-        found[NETWORK] = [*program, "network", "--observe-socket", observe, "--listen", chosen.listen, *flags]
+    network = _network_flags(settings)
+    if network:
+        found[NETWORK] = [*program, "network", "--observe-socket", observe, *network]
     return found
+
+
+def _network_flags(settings: Any) -> list[str]:
+    """Nothing where it is not configured."""
+    chosen, remote = settings.network, settings.remote
+    if chosen.listen is None and remote.url is None:
+        return []
+    sockets = {name: one.socket for name, one in settings.sockets().items()}
+    flags = ["--sockets", json.dumps(sockets), "--listen", chosen.listen or "none"]
+    keys = "http token_file certificate key client_ca directory directory_password_file pull transport seal"
+    given = {key: getattr(chosen, key) for key in keys.split()}
+    if remote.url is not None:
+        given |= {"remote": remote.url, "remote_password_file": remote.password_file}
+        given |= {"remote_writes": remote.writes, "remote_ttl": remote.ttl}
+    if settings.wants_courier:
+        given["courier_socket"] = settings.courier_socket
+    flags += [f"--{key.replace('_', '-')}={value}" for key, value in given.items() if value is not None]
+    flags += [f"--peer={one}" for one in chosen.peers or ()]
+    return [*flags, *(["--reflection"] if chosen.reflection else [])]
 
 
 def _couriers() -> Any:

@@ -12,6 +12,7 @@ from kvstore.cli.standard_streams import say
 from kvstore.cli.terminal import OK, Json, app, expanded_path, typer
 
 LISTEN = "127.0.0.1:7470"
+NONE = "none"
 _MOST_FILE_BYTES = 1 << 20
 
 
@@ -28,7 +29,11 @@ def network(
     ] = None,
     observe_socket: ObserveSocket = None,
     listen: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="Of gRPC: HOST:PORT (port 0 is any free one) or unix:PATH.")
+        str,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Of gRPC: HOST:PORT (port 0 is any free one) or unix:PATH; none: for --remote alone.",
+        ),
     ] = LISTEN,
     http: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Serve POST /query to routers there.")] = None,
     token_file: Annotated[
@@ -54,25 +59,70 @@ def network(
     reflection: Annotated[
         bool, typer.Option("--reflection", help="Tell callers with a credential which services and messages there are.")
     ] = False,
+    peer: Annotated[
+        list[str] | None, typer.Option(metavar="HOST:PORT", help="Another node's gRPC; again for each.")
+    ] = None,
+    directory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="valkey://[USER@]HOST:PORT or valkey+unix:/PATH, where nodes tell what they have."
+        ),
+    ] = None,
+    directory_password_file: Annotated[
+        str | None, typer.Option(metavar="FILE", callback=expanded_path, help="Of the directory's user.")
+    ] = None,
+    pull: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Where other nodes pull blocks from here.  [default: any port of the host that --listen names]",
+        ),
+    ] = None,
+    transport: Annotated[str, typer.Option(metavar="NAME", help="sockets, or ucx before them.")] = "sockets",
+    seal: Annotated[
+        str, typer.Option(metavar="WHEN", help="auto: blocks are sealed beyond loopback; or always.")
+    ] = "auto",
+    remote: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="valkey://[USER@]HOST:PORT or valkey+unix:/PATH of a remote engine."),
+    ] = None,
+    remote_password_file: Annotated[
+        str | None, typer.Option(metavar="FILE", callback=expanded_path, help="Of the remote engine's user.")
+    ] = None,
+    remote_writes: Annotated[
+        str, typer.Option(metavar="WHICH", help="Blocks that are written there: all, learned or none.")
+    ] = "all",
+    remote_ttl: Annotated[
+        float, typer.Option(metavar="SECONDS", help="For which they are kept there; 0 for no end.")
+    ] = 86400.0,
+    courier_socket: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH",
+            callback=expanded_path,
+            help="Of the sidecar, for blocks from elsewhere.  [default: DIR/courier.sock]",
+        ),
+    ] = None,
     keeper: Annotated[int | None, typer.Option(hidden=True, help="For the keeper alone: its process.")] = None,
     beats: Annotated[int | None, typer.Option(hidden=True, help="For the keeper alone: a pipe of it.")] = None,
     sockets: Annotated[str | None, typer.Option(hidden=True, help="For the keeper alone: sockets by tenant.")] = None,
     as_json: Json = False,
 ) -> int:
     """Serve gRPC beside a running sidecar: how much of a prompt is stored, for other languages, other hosts and
-    routers; until SIGTERM.
+    routers; and bring blocks from other nodes and from a remote engine; until SIGTERM.
 
     It is a client of the tenants' sockets, and may crash or be flooded without an engine noticing. Who calls follows
-    from a token or a certificate: docs/grpc.md. It waits for a sidecar that is not there yet.
+    from a token or a certificate: docs/grpc.md. Other nodes: docs/cluster.md. It waits for a sidecar
+    that is not there yet.
     """
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # else grpc's own lines stand beside ours
     from kvstore.block.errors import BadInput
-    from kvstore.config import DEFAULT_TENANT, expanded
+    from kvstore.config import DEFAULT_TENANT, NetworkSettings, RemoteSettings, check_network, expanded
     from kvstore.console.access import checked_tokens
     from kvstore.network.credentials import Certificates
     from kvstore.network.serve import UNIX, NetworkOptions, NetworkParts, serve_network
     from kvstore.network.services import DoorCaller
-    from kvstore.service.settings import OBSERVE_SOCKET, TENANT_SOCKET, default_socket, host_and_port
+    from kvstore.service.settings import COURIER_SOCKET, OBSERVE_SOCKET, TENANT_SOCKET, default_socket, host_and_port
     from tiering.clock import SystemClock
 
     named: dict[str, str] = json.loads(sockets) if sockets is not None else {}
@@ -86,10 +136,30 @@ def network(
     pems = [one for one in (certificate, key, client_ca) if one is not None]
     if len(pems) not in (0, 3):
         raise BadInput("--certificate, --key and --client-ca belong together; give all three, or none")
+    address: str | tuple[str, int] | None = None
+    if listen.startswith(UNIX):
+        address = f"{UNIX}{expanded(listen.removeprefix(UNIX))}"
+    elif listen != NONE:
+        address = host_and_port(listen, "--listen")
+    wanted = NetworkSettings(
+        listen=None if address is None else listen,
+        token_file=token_file if address is not None else None,
+        certificate=certificate,
+        key=key,
+        client_ca=client_ca,
+        peers=peer,
+        directory=directory,
+        directory_password_file=directory_password_file,
+        pull=pull,
+        transport=transport,
+        seal=seal,
+    )
+    engine = RemoteSettings(remote, remote_password_file, remote_writes, remote_ttl)
+    has_courier = wanted.wants_peers or remote is not None
+    if has_courier or any((pull, directory_password_file, remote_password_file)):
+        check_network(wanted, engine)
     options = NetworkOptions(
-        f"{UNIX}{expanded(listen.removeprefix(UNIX))}"
-        if listen.startswith(UNIX)
-        else host_and_port(listen, "--listen"),
+        address,
         named,
         observe_socket or default_socket(data, OBSERVE_SOCKET),
         host_and_port(http, "--http") if http is not None else None,
@@ -110,11 +180,15 @@ def network(
             except BlockingIOError:  # the keeper has not read the last ones
                 pass
 
-    def started(where: str, port: int | None) -> None:
+    def started(where: str | None, port: int | None) -> None:
         if as_json:
             say(json.dumps({"network": where, "http_port": port, "pid": os.getpid()}), sys.stdout)
         else:
-            say(f"gRPC on {where}" + (f", queries on port {port}" if port is not None else ""), sys.stdout)
+            say(
+                (f"gRPC on {where}" if where else "a remote engine alone")
+                + (f", queries on port {port}" if port is not None else ""),
+                sys.stdout,
+            )
 
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -128,6 +202,9 @@ def network(
         beat,
         lambda: keeper is None or os.getppid() == keeper,
         _reflection() if reflection else None,
+        _courier(courier_socket or default_socket(data, COURIER_SOCKET), tuple(named), wanted, engine)
+        if has_courier
+        else None,
     )
     serve_network(options, parts, started)
     return OK
@@ -143,6 +220,50 @@ def _reflection() -> Any:
             f"--reflection needs grpcio-reflection ({error}); install prefix-kvstore[server], or leave it out"
         ) from None
     return reflection_of
+
+
+def _courier(socket: str, tenants: tuple[str, ...], network: Any, remote: Any) -> Any:
+    from kvstore.block.errors import BadInput
+    from kvstore.service.settings import host_and_port
+    from tiering.clock import SystemClock
+
+    try:
+        from kvstore.network.couriers import CourierSettings, make_courier
+    except ImportError as error:
+        raise BadInput(
+            f"other nodes and remote engines need {error.name or error}; install prefix-kvstore[server,valkey,tls]"
+        ) from None
+    settings = CourierSettings(
+        socket,
+        tenants,
+        host_and_port(network.listen, "--listen") if network.wants_peers else None,
+        tuple(network.peers or ()),
+        network.directory,
+        _secret_of(network.directory_password_file),
+        network.pull,
+        network.seal,
+        _ucx() if network.transport == "ucx" else None,
+        remote.url,
+        _secret_of(remote.password_file),
+        remote.writes,
+        remote.ttl,
+    )
+    return lambda files: make_courier(settings, files, SystemClock(), secrets.token_bytes)
+
+
+def _ucx() -> Any:
+    from kvstore.network.couriers import UcxWays
+    from kvstore.peers.ucx import UcxFrameDoor, UcxPullTransport
+
+    return UcxWays(UcxFrameDoor, UcxPullTransport)
+
+
+def _secret_of(path: str | None) -> Any:
+    """Reads a password as it is in its file by then."""
+    if path is None:
+        return bytes
+    file = ExchangedFile(path)
+    return lambda: file.read().strip()
 
 
 class ExchangedFile:

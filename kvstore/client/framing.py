@@ -86,9 +86,17 @@ class FramedSocket:
     """A connection that has said hello. Every method may raise `Unreachable`; from then on it is closed."""
 
     def __init__(
-        self, path: str, engine: str, session: bytes, clock: Clock, seconds: float, fingerprint: bytes = b""
+        self,
+        path: str,
+        engine: str,
+        session: bytes,
+        clock: Clock,
+        seconds: float,
+        fingerprint: bytes = b"",
+        tenant: str = "",
     ) -> None:
-        """Connect and say hello within that time. fingerprint: as in `Hello`. Raises `Unreachable` with the reason."""
+        """Connect and say hello within that time. fingerprint, tenant: as in `Hello`. Raises `Unreachable` with the
+        reason."""
         self._clock = clock
         self._send_lock = threading.Lock()
         self._state = threading.Condition()
@@ -112,7 +120,7 @@ class FramedSocket:
             self._socket.settimeout(seconds)
             self._socket.connect(path)
             self._socket.setblocking(False)
-            hello = m.Hello(m.OLDEST_VERSION, m.NEWEST_VERSION, engine, session, fingerprint)
+            hello = m.Hello(m.OLDEST_VERSION, m.NEWEST_VERSION, engine, session, fingerprint, tenant)
             answer = self.call(hello, seconds).answer
         except PermissionError:
             self.close()

@@ -2,6 +2,7 @@
 
     kvstore:tenant:NAME       calls Store and Score for that tenant
     kvstore:operator          calls Admin
+    kvstore:node:ID           calls Peer for that node
 
 Both kinds of files are read again when they change, so that what they hold can be exchanged without a call being lost.
 What cannot be used leaves the last good one in place, and is logged.
@@ -10,6 +11,7 @@ What cannot be used leaves the last good one in place, and is logged.
 from __future__ import annotations
 
 import logging
+import re
 import ssl
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -24,12 +26,13 @@ from kvstore.protocol.status import printable
 from tiering.clock import Clock
 
 T = TypeVar("T")
-TENANT_URI, OPERATOR_URI = "kvstore:tenant:", "kvstore:operator"
+TENANT_URI, OPERATOR_URI, NODE_URI = "kvstore:tenant:", "kvstore:operator", "kvstore:node:"
 LOOK_SECONDS = 0.5
 """How often it is looked whether files changed."""
 YOUNG_SECONDS = 2.0
 """A file that was written so lately may change once more without its time telling."""
 MOST_TOKEN = 4096
+_NODE = re.compile("[0-9a-f]{32}")
 
 _log = logging.getLogger(__name__)
 
@@ -118,6 +121,14 @@ def caller_of_uris(uris: Iterable[str | bytes]) -> DoorCaller | None:
     (uri,) = ours
     name = unquote(uri.removeprefix(TENANT_URI)) if uri != OPERATOR_URI else None
     return DoorCaller(name) if name != "" else None
+
+
+def node_of_uris(uris: Iterable[str | bytes]) -> bytes | None:
+    """Which node a certificate with these SAN URIs is of; None where that is none, or several."""
+    texts = [one.decode("utf-8", "replace") if isinstance(one, bytes) else one for one in uris]
+    nodes = {one.removeprefix(NODE_URI) for one in texts if one.startswith(NODE_URI)}
+    found = nodes.pop() if len(nodes) == 1 else ""
+    return bytes.fromhex(found) if _NODE.fullmatch(found) else None
 
 
 @dataclass(frozen=True, slots=True)

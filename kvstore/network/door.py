@@ -17,13 +17,14 @@ from grpc_health.v1 import health_pb2
 
 from kvstore.block.errors import BadInput, StoreError
 from kvstore.client.framing import TimedOut
-from kvstore.network.credentials import Rotated, Tokens, caller_of_uris
+from kvstore.network.credentials import Rotated, Tokens, caller_of_uris, node_of_uris
 from kvstore.network.lanes import AtOnce, CallerLanes, Delayed, Lane
 from kvstore.network.links import CallTime, SidecarBusy, TenantLink
-from kvstore.network.services import AdminService, DoorCall, DoorCaller, ScoreService, StoreService
+from kvstore.network.services import AdminService, DoorCall, DoorCaller, PeerCall, ScoreService, StoreService
 from kvstore.network.watch import StatusWatch
 from kvstore.protocol.status import printable
 from kvstore.wire.admin_pb2_grpc import add_AdminServicer_to_server
+from kvstore.wire.peer_pb2_grpc import add_PeerServicer_to_server
 from kvstore.wire.score_pb2_grpc import add_ScoreServicer_to_server
 from kvstore.wire.store_pb2_grpc import add_StoreServicer_to_server
 from tiering.clock import Clock
@@ -53,6 +54,9 @@ OPTIONS = [
 ]
 STORE, ADMIN, SCORE, HEALTH = "kvstore.v1.Store", "kvstore.v1.Admin", "kvstore.v1.Score", "grpc.health.v1.Health"
 SERVICES = (STORE, ADMIN, SCORE)
+PEER = "kvstore.v1.Peer"
+PULL_THREADS, ASK_THREADS, MOST_OF_PEERS = 8, 4, 128
+"""Of all other nodes together: what they ask is answered at once, and pulls may wait for slower tiers."""
 REFLECTIONS = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
 """Its messages are the same in both."""
 FLOODS = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAUTHENTICATED)
@@ -79,6 +83,11 @@ class Refused(Exception):
 def by_certificate(context: Any) -> DoorCaller | None:
     """From the certificate that its connection was made with."""
     return caller_of_uris(context.auth_context().get("peer_uri", ()))
+
+
+def node_by_certificate(context: Any) -> bytes | None:
+    """Likewise, which node calls."""
+    return node_of_uris(context.auth_context().get("peer_uri", ()))
 
 
 def by_token(tokens: Rotated[Tokens]) -> Identifies:
@@ -108,6 +117,8 @@ class GrpcDoor:
         self._lanes = lanes
         self._clock = clock
         self._is_draining = False
+        self._nodes: Callable[[Any], bytes | None] | None = None
+        self._peer_lanes: dict[bool, Lane] = {}  # by whether it is for pulls
         self._refusals = Delayed(REFUSED_SECONDS, MOST_REFUSED, clock)
         self._health_lane = Lane("health", 16, 256, clock, room_seconds=0.0)
         self._server = grpc.server(
@@ -129,6 +140,16 @@ class GrpcDoor:
         methods = {"ServerReflectionInfo": grpc.stream_stream_rpc_method_handler(answers, unpack, pack)}
         handlers = [grpc.method_handlers_generic_handler(name, methods) for name in REFLECTIONS]
         self._server.add_generic_rpc_handlers(handlers)
+
+    def serve_peers(self, service: Any, nodes: Callable[[Any], bytes | None]) -> None:
+        """Serve other nodes; before `start`. nodes: tells from a call's context which one calls, empty for any process
+        where there are no certificates; None for no node."""
+        self._nodes = nodes
+        self._peer_lanes = {
+            False: Lane("peers", ASK_THREADS, MOST_OF_PEERS, self._clock),
+            True: Lane("pulls", PULL_THREADS, MOST_OF_PEERS, self._clock),
+        }
+        add_PeerServicer_to_server(service, self._server)
 
     def bind(self, address: str, certificates: Rotated[Any] | None = None) -> int:
         """Listen there; the port. certificates: `certificate_configuration`s, where callers come with certificates.
@@ -152,7 +173,7 @@ class GrpcDoor:
 
     def give_up_late(self) -> None:
         """Calls whose clients have been waited for too long; to be called every second."""
-        for lane in (self._health_lane, *self._lanes.all()):
+        for lane in self._all_lanes():
             lane.give_up_late()
 
     def close(self, seconds: float) -> None:
@@ -160,8 +181,11 @@ class GrpcDoor:
         self._is_draining = True
         self._refusals.close()
         self._server.stop(seconds).wait(seconds + 1)
-        for lane in (self._health_lane, *self._lanes.all()):
+        for lane in self._all_lanes():
             lane.close()
+
+    def _all_lanes(self) -> list[Lane]:
+        return [self._health_lane, *self._peer_lanes.values(), *self._lanes.all()]
 
     # A call --------------------------------------------------------------------------------------------------------
 
@@ -169,8 +193,11 @@ class GrpcDoor:
         """Let a call in, or refuse it; waits for nothing."""
         service, _, name = method.lstrip("/").partition("/")
         try:
+            call: DoorCall | PeerCall | None = None
             if service == HEALTH:
-                call, lane = None, self._health_lane
+                lane = self._health_lane
+            elif service == PEER:
+                call, lane = self._peer_call(context), self._peer_lanes[name == "OpenPull"]
             else:
                 call = self._call(service, context)
                 lane = self._lanes.of(call.caller, name in LONG)
@@ -196,14 +223,30 @@ class GrpcDoor:
         if link is None and not is_operator:
             text = f"tenant {printable(caller.tenant or '')[:64]!r} has no socket here"
             raise Refused(grpc.StatusCode.PERMISSION_DENIED, text)
+        return DoorCall(caller, self._time(context), link)
+
+    def _peer_call(self, context: Any) -> PeerCall:
+        assert self._nodes is not None, "the service is there"
+        node = self._nodes(context)
+        if node is None:
+            raise Refused(grpc.StatusCode.UNAUTHENTICATED, f"{PEER} needs the certificate of a node")
+        return PeerCall(node, self._time(context))
+
+    def _time(self, context: Any) -> CallTime:
         left = context.time_remaining()  # without a deadline it is 9.2e18, and never None
         if left is None or left > MOST_DEADLINE_SECONDS + ROUNDED_SECONDS:
             text = f"the call has no deadline; give one of at most {MOST_DEADLINE_SECONDS:.0f} s"
             raise Refused(grpc.StatusCode.INVALID_ARGUMENT, text)
-        return DoorCall(caller, CallTime(self._clock, self._clock.monotonic_seconds() + left), link)
+        return CallTime(self._clock, self._clock.monotonic_seconds() + left)
 
     def _serve(
-        self, lane: Lane, behaviour: Any, requests: Iterator[Any], context: Any, send: _Send, call: DoorCall | None
+        self,
+        lane: Lane,
+        behaviour: Any,
+        requests: Iterator[Any],
+        context: Any,
+        send: _Send,
+        call: DoorCall | PeerCall | None,
     ) -> None:
         if not context.is_active():
             return
@@ -228,7 +271,7 @@ class GrpcDoor:
             send(None)
 
     def _reflect(
-        self, lane: Lane, answers: Answers, requests: Iterator[Any], context: Any, send: _Send, call: DoorCall | None
+        self, lane: Lane, answers: Answers, requests: Iterator[Any], context: Any, send: _Send, call: object
     ) -> None:
         """The whole stream takes no longer than a call waits for its client."""
         has_ended = False

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from kvstore.block.errors import BadInput
 from kvstore.config import is_loopback
@@ -22,6 +22,7 @@ from kvstore.network.door import (
     by_certificate,
     by_token,
     certificate_configuration,
+    node_by_certificate,
 )
 from kvstore.network.lanes import CallerLanes
 from kvstore.network.links import TenantLink
@@ -45,12 +46,30 @@ Reflection = tuple[Answers, Callable[[bytes], Any], Callable[[Any], bytes]]
 """Its answers, and what unpacks a request and packs an answer."""
 
 
+class CourierBeside(Protocol):
+    """What brings blocks from elsewhere: `kvstore.network.couriers`."""
+
+    @property
+    def service(self) -> Any:
+        """`kvstore.v1.Peer`; None where there are no other nodes."""
+        ...
+
+    def start(self, address: str) -> None:
+        """address: where other nodes reach this one; empty where none do."""
+        ...
+
+    def close(self) -> None:
+        """Leave."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class NetworkOptions:
-    """listen: `unix:PATH` or host and port of gRPC; http: host and port for routers. sockets: by tenant. Callers come
-    with certificates where there are some, and with tokens where there are none, and on a UNIX socket."""
+    """listen: `unix:PATH` or host and port of gRPC; None: none, for a remote engine alone. http: host and port for
+    routers. sockets: by tenant. Callers come with certificates where there are some, and with tokens where there are
+    none, and on a UNIX socket."""
 
-    listen: str | Address
+    listen: str | Address | None
     sockets: Mapping[str, str]
     observe: str
     http: Address | None = None
@@ -62,7 +81,8 @@ class NetworkOptions:
 class NetworkParts:
     """What the process is handed. tokens: of the text of a token file, whose name is for messages. beat: says that it
     lives. is_wanted: whether the process that started it is still there. reflection: of these services,
-    where it is to be served."""
+    where it is to be served. courier: made from the files of the certificate, its key and the CA, where there are
+    some; None where nothing is elsewhere."""
 
     clock: Clock
     new_token: Callable[[int], bytes]
@@ -71,9 +91,12 @@ class NetworkParts:
     beat: Callable[[], None] = lambda: None
     is_wanted: Callable[[], bool] = lambda: True
     reflection: Callable[[Sequence[str]], Reflection] | None = None
+    courier: Callable[[list[SourceFile] | None], CourierBeside] | None = None
 
 
-def serve_network(options: NetworkOptions, parts: NetworkParts, started: Callable[[str, int | None], None]) -> None:
+def serve_network(
+    options: NetworkOptions, parts: NetworkParts, started: Callable[[str | None, int | None], None]
+) -> None:
     """Until SIGTERM or SIGINT. started: told where gRPC listens, and the port of HTTP. Raises `BadInput`."""
     check_addresses(options)
     sys.setswitchinterval(SWITCH_SECONDS)
@@ -83,7 +106,7 @@ def serve_network(options: NetworkOptions, parts: NetworkParts, started: Callabl
     clock = parts.clock
     tokens = _tokens(options, parts)
     certificates, contexts = options.certificates, None
-    configurations = None
+    configurations, files = None, None
     if certificates is not None:
         files = [parts.file(one) for one in (certificates.certificate, certificates.key, certificates.client_ca)]
 
@@ -94,6 +117,10 @@ def serve_network(options: NetworkOptions, parts: NetworkParts, started: Callabl
         configurations = Rotated(files, checked, clock)
         contexts = Rotated(files, lambda _: server_context(certificates), clock)
     with ExitStack() as stack:
+        courier = parts.courier(files) if parts.courier is not None else None
+        if options.listen is None:
+            _serve_courier(options, parts, courier, stack, ends, started)
+            return
         links = {name: TenantLink(name, path, clock) for name, path in options.sockets.items()}
         for link in links.values():
             stack.callback(link.close)
@@ -104,6 +131,10 @@ def serve_network(options: NetworkOptions, parts: NetworkParts, started: Callabl
         if parts.reflection is not None:
             door.reflect(*parts.reflection((*SERVICES, HEALTH)))
         stack.callback(lambda: door.close(END_SECONDS))
+        if courier is not None:
+            stack.callback(courier.close)
+            if courier.service is not None:
+                door.serve_peers(courier.service, node_by_certificate if configurations is not None else _any_process)
         if isinstance(options.listen, str):
             address = UnixAddress(options.listen.removeprefix(UNIX))
             stack.callback(address.close)
@@ -123,11 +154,37 @@ def serve_network(options: NetworkOptions, parts: NetworkParts, started: Callabl
         door.start()
         if http is not None:
             http.start()
+        if courier is not None:
+            courier.start("" if is_unix else where)
         started(where, http.port if http is not None else None)
         while not ends.is_set() and parts.is_wanted():
             parts.beat()
             door.give_up_late()
             ends.wait(LOOK_SECONDS)
+
+
+def _serve_courier(
+    options: NetworkOptions,
+    parts: NetworkParts,
+    courier: CourierBeside | None,
+    stack: ExitStack,
+    ends: threading.Event,
+    started: Callable[[str | None, int | None], None],
+) -> None:
+    """Without gRPC."""
+    if courier is None or courier.service is not None or options.http is not None:
+        raise BadInput("listen is missing; give HOST:PORT or unix:PATH of gRPC")
+    stack.callback(courier.close)
+    courier.start("")
+    started(None, None)
+    while not ends.is_set() and parts.is_wanted():
+        parts.beat()
+        ends.wait(LOOK_SECONDS)
+
+
+def _any_process(context: Any) -> bytes:
+    """Who calls where there are no certificates, which is on loopback: what it asks bears a MAC."""
+    return b""
 
 
 def check_addresses(options: NetworkOptions) -> None:
@@ -140,6 +197,8 @@ def check_addresses(options: NetworkOptions) -> None:
                 f"{key}: {address[0]} can be reached by other hosts; give certificate, key and client_ca, or listen on "
                 "127.0.0.1 or a UNIX socket"
             )
+    if options.listen is None:
+        return
     needs_tokens = options.certificates is None or isinstance(options.listen, str)
     if needs_tokens and options.token_file is None:
         raise BadInput(

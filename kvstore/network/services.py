@@ -52,6 +52,18 @@ class DoorCall:
         return self.link
 
 
+@dataclass(frozen=True, slots=True)
+class PeerCall:
+    """A call of another node: which one, by its certificate; nothing where there are none."""
+
+    node: bytes
+    time: CallTime
+
+    def seconds_left(self) -> float:
+        """Until it waits no more. Raises `TimedOut`."""
+        return self.time.left()
+
+
 class StoreService:
     """`kvstore.v1.Store`."""
 

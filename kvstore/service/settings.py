@@ -9,6 +9,8 @@ above both.
     [observe]  socket mode users                         [log]     level format
     [console]  listen token_file operator audit_file     [keys]    directory cold_start
     [network]  listen http token_file certificate key client_ca reflection
+               peers directory directory_password_file pull transport seal
+    [remote]   url password_file writes ttl
 
 Every key but `tenants.NAME.socket` has a default, and none has two names. What is wrong is said at the start, with the
 key's full name, what was given and what is allowed. The environment is handed in.
@@ -32,6 +34,7 @@ from kvstore.config import (
     AUTO,
     DEFAULT_TENANT,
     DEFAULT_WRITES,
+    FILES_OF_NETWORK,
     LEARNED_WRITES,
     MAX_SECONDS,
     MAX_SOCKET_BYTES,
@@ -39,13 +42,17 @@ from kvstore.config import (
     POLICIES,
     KeysOptions,
     Limits,
+    NetworkSettings,
+    RemoteSettings,
     Size,
     TierOptions,
+    check_network,
     checked_share,
     checked_shares,
     expanded,
     is_loopback,
 )
+from kvstore.config import host_and_port as host_and_port
 from kvstore.service.connections import DoorLimits
 from tiering.files import Unfit, read_file
 from tiering.frame import KEY_ID_BYTES
@@ -168,22 +175,6 @@ class ConsoleSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class NetworkSettings:
-    """listen: HOST:PORT or unix:PATH of gRPC, in a process that the keeper runs beside the sidecar; none if not given.
-    http: HOST:PORT of a router's queries, in the same process. token_file: of the operator's token, and a line NAME
-    TOKEN for each tenant, for callers on this host. certificate, key, client_ca: files in PEM, for callers with
-    certificates. reflection: whether gRPC's server reflection is served."""
-
-    listen: str | None = None
-    http: str | None = None
-    token_file: str | None = None
-    certificate: str | None = None
-    key: str | None = None
-    client_ca: str | None = None
-    reflection: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class LogSettings:
     """level: from which on. format: one JSON object per line, or text."""
 
@@ -204,6 +195,7 @@ class Settings:
     http: HttpSettings = field(default_factory=HttpSettings)
     console: ConsoleSettings = field(default_factory=ConsoleSettings)
     network: NetworkSettings = field(default_factory=NetworkSettings)
+    remote: RemoteSettings = field(default_factory=RemoteSettings)
     keys: KeysOptions = field(default_factory=KeysOptions)
     log: LogSettings = field(default_factory=LogSettings)
 
@@ -225,7 +217,7 @@ class Settings:
     @property
     def wants_courier(self) -> bool:
         """Whether blocks of other nodes, or of a remote engine, are brought here."""
-        return False
+        return self.network.wants_peers or self.remote.url is not None
 
     @property
     def courier_socket(self) -> str:
@@ -235,7 +227,7 @@ class Settings:
     @property
     def peers_door(self) -> str:
         """Where other nodes reach this one, as tickets name it; empty where they do not."""
-        return ""
+        return self.network.listen or "" if self.network.wants_peers else ""
 
     def sockets(self) -> dict[str, TenantSettings]:
         """Of every tenant. Raises `BadInput` where two have one, or where a path is too long."""
@@ -336,6 +328,7 @@ def _read_settings(
         http=_section(HttpSettings, _table(given, "http"), "http."),
         console=_section(ConsoleSettings, _table(given, "console"), "console."),
         network=_section(NetworkSettings, _table(given, "network"), "network."),
+        remote=_section(RemoteSettings, _table(given, "remote"), "remote."),
         keys=_section(KeysOptions, _table(given, "keys"), "keys."),
         log=_section(LogSettings, _table(given, "log"), "log."),
     )
@@ -392,8 +385,8 @@ def _expand_paths(given: dict[str, Any]) -> None:
     tables = [(given, "store", "data"), (given, "http", "token_file"), (given, "console", "token_file")]
     tables += [(given, "console", "audit_file")]
     tables += [(given, section, "socket") for section in ("door", "admin", "observe")]
-    tables += [(given, "network", key) for key in ("token_file", "certificate", "key", "client_ca")]
-    tables.append((given, "keys", "directory"))
+    tables += [(given, "network", key) for key in FILES_OF_NETWORK]
+    tables += [(given, "keys", "directory"), (given, "remote", "password_file")]
     tenants = given.get("tenants")
     if isinstance(tenants, dict):
         given["tenants"] = tenants = dict(tenants)
@@ -420,7 +413,7 @@ def _check(settings: Settings) -> None:
     if settings.http.listen is not None:
         host_and_port(settings.http.listen)
     _check_console(settings)
-    _check_network(settings)
+    check_network(settings.network, settings.remote, settings.store.keeper)
     if settings.keys.cold_start is not None and not _FINGERPRINT.fullmatch(settings.keys.cold_start):
         raise BadInput(
             f"keys.cold_start={shown(settings.keys.cold_start)}; give the fingerprint of the identity to begin anew "
@@ -463,32 +456,6 @@ def _check_console(settings: Settings) -> None:
         raise BadInput("console.listen needs store.keeper = true, which starts it; or run kvstore console by itself")
 
 
-def _check_network(settings: Settings) -> None:
-    chosen = settings.network
-    if chosen.listen is None:
-        if chosen != NetworkSettings():
-            raise BadInput("network.listen is missing, and other keys of [network] are there; give HOST:PORT of gRPC")
-        return
-    pems = (chosen.certificate, chosen.key, chosen.client_ca)
-    if None in pems and any(pems):
-        raise BadInput(
-            "network.certificate, network.key and network.client_ca belong together; give all three, or none"
-        )
-    for key, address in (("network.listen", chosen.listen), ("network.http", chosen.http)):
-        if address is None or (key == "network.listen" and address.startswith("unix:")):
-            continue
-        host, _ = host_and_port(address, key)
-        if not is_loopback(host) and None in pems:
-            raise BadInput(
-                f"{key}={address!r} can be reached by other hosts; give network.certificate, network.key and "
-                "network.client_ca, or listen on 127.0.0.1"
-            )
-    if chosen.token_file is None and (None in pems or chosen.listen.startswith("unix:")):
-        raise BadInput("network.listen needs network.token_file, or network.certificate, network.key and client_ca")
-    if not settings.store.keeper:
-        raise BadInput("network.listen needs store.keeper = true, which starts it; or run kvstore network by itself")
-
-
 def _check_socket(key: str, path: str) -> None:
     if len(os.fsencode(path)) > MAX_SOCKET_BYTES:
         raise BadInput(f"{key}={path} is longer than {MAX_SOCKET_BYTES} bytes; give a shorter path")
@@ -502,16 +469,6 @@ def socket_key(tenant: str) -> str:
 def default_socket(data: str, name: str) -> str:
     """Where a socket is that no setting names."""
     return str(Path(data) / name)
-
-
-def host_and_port(listen: str, key: str = "http.listen") -> tuple[str, int]:
-    """The two of HOST:PORT. key: what it was given for. Raises `BadInput`."""
-    host, _, port = listen.rpartition(":")
-    if not host or not (port.isascii() and port.isdigit()) or not 0 <= int(port) <= 65535:
-        raise BadInput(
-            f"{key}={listen!r}; give HOST:PORT, e.g. 127.0.0.1:9797, with a port up to 65535 (0: any free one)"
-        )
-    return host.strip("[]"), int(port)
 
 
 def _table(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -568,6 +525,7 @@ def _check_type(value: Any, wanted: str, name: str) -> None:
         "float": ((int, float), "a number"),
         "str | float": ((str, int, float), "a word in quotes, or a number"),
         "list[int]": ((list,), "a list of whole numbers"),
+        "list[str]": ((list,), "a list of texts in quotes"),
         "bool": ((bool,), "true or false"),
     }
     allowed, described = kinds[wanted.removesuffix(" | None")]
@@ -575,7 +533,8 @@ def _check_type(value: Any, wanted: str, name: str) -> None:
     if isinstance(value, str):
         is_right = is_right and bool(value) and "\0" not in value
     if isinstance(value, list):
-        is_right = is_right and all(isinstance(one, int) and not isinstance(one, bool) for one in value)
+        kind = str if "str" in wanted else int
+        is_right = is_right and all(isinstance(one, kind) and not isinstance(one, bool) for one in value)
     if not is_right:
         raise BadInput(f"{name}={value!r}; give {WORDS.get(name, described)}")
 

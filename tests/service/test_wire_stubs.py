@@ -40,14 +40,28 @@ pytest.importorskip("grpc_tools.protoc", reason="grpcio-tools is not installed (
 from google.protobuf import descriptor_pb2  # noqa: E402
 from google.protobuf.descriptor import Descriptor, FieldDescriptor, FileDescriptor  # noqa: E402
 
-from kvstore.wire import admin_pb2, admin_pb2_grpc, score_pb2, score_pb2_grpc, store_pb2, store_pb2_grpc  # noqa: E402
+from kvstore.wire import (  # noqa: E402
+    admin_pb2,
+    admin_pb2_grpc,
+    peer_pb2,
+    peer_pb2_grpc,
+    score_pb2,
+    score_pb2_grpc,
+    store_pb2,
+    store_pb2_grpc,
+)
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROTO, WIRE = ROOT / "proto", ROOT / "kvstore" / "wire"
-SOURCES = ("kvstore/wire/store.proto", "kvstore/wire/admin.proto", "kvstore/wire/score.proto")
+SOURCES = tuple(f"kvstore/wire/{name}.proto" for name in ("store", "admin", "score", "peer"))
 OPTIONS = ("-I", "proto", "--python_out=.", "--pyi_out=.", "--grpc_python_out=.")
 COMMAND = " ".join(("python -m grpc_tools.protoc", *OPTIONS, *SOURCES))
-FILES: tuple[FileDescriptor, ...] = (store_pb2.DESCRIPTOR, admin_pb2.DESCRIPTOR, score_pb2.DESCRIPTOR)
+FILES: tuple[FileDescriptor, ...] = (
+    store_pb2.DESCRIPTOR,
+    admin_pb2.DESCRIPTOR,
+    score_pb2.DESCRIPTOR,
+    peer_pb2.DESCRIPTOR,
+)
 MESSAGES: dict[str, Descriptor] = {name: one for file in FILES for name, one in file.message_types_by_name.items()}
 
 ON_THE_HOST = (status.AwaitStatus, status.ElsewhereStatus, status.SourceStatus)
@@ -117,6 +131,10 @@ MESSAGES_ONLY_HERE = {
     "ScoreRequest": "for routers: no local client asks this",
     "ScoreResponse": "for routers: no local client asks this",
     "NodeScore": "for routers: no local client asks this",
+    **dict.fromkeys(
+        ("WhoAreYouRequest", "WhoAreYouResponse", "HasRequest", "HasResponse", "OpenPullRequest", "OpenPullResponse"),
+        "between nodes: no local client asks this",
+    ),
 }
 
 SHARED_MEMORY = "is about shared memory, which ends at the host"
@@ -157,6 +175,20 @@ VERBS_NOT_PUBLISHED: dict[type, str] = {
 BYTES_FIELDS = {
     "kvstore.v1.Prompt.keys": "prefix keys of 32 bytes",
     "kvstore.v1.ExtraKey.value": "a part of what keys are hashed from, at most 4,096 bytes",
+    **dict.fromkeys(
+        (
+            *(f"kvstore.v1.WhoAreYou{one}" for one in ("Request.node", "Response.node", "Response.incarnation")),
+            "kvstore.v1.WhoAreYouResponse.fingerprints",
+            *(
+                f"kvstore.v1.{verb}Request.{one}"
+                for verb in ("Has", "OpenPull")
+                for one in ("fingerprint", "namespace", "keys", "node", "nonce", "mac")
+            ),
+            "kvstore.v1.OpenPullResponse.token",
+            "kvstore.v1.OpenPullResponse.nonce",
+        ),
+        "nodes, fingerprints, keys, nonces, MACs and tokens, each of a fixed length",
+    ),
 }
 """All that may be bytes: keys, digests, cursors."""
 
@@ -230,7 +262,8 @@ def test_the_floors_of_the_server_extra_are_what_the_stubs_need() -> None:
 
 
 def test_each_service_has_its_stub() -> None:
-    for file, module in ((FILES[0], store_pb2_grpc), (FILES[1], admin_pb2_grpc), (FILES[2], score_pb2_grpc)):
+    stubs = (store_pb2_grpc, admin_pb2_grpc, score_pb2_grpc, peer_pb2_grpc)
+    for file, module in zip(FILES, stubs, strict=True):
         (service,) = file.services_by_name
         with grpc.insecure_channel("unix:/nonexistent") as channel:  # connects when something is asked
             stub = getattr(module, f"{service}Stub")(channel)
@@ -255,6 +288,9 @@ def test_each_call_is_unary_and_has_messages_of_its_own() -> None:
         "Health",
         "DropAny",
         "Score",
+        "WhoAreYou",
+        "Has",
+        "OpenPull",
     }
 
 

@@ -1,0 +1,247 @@
+"""What becomes of a tenant's blocks, told to others: hints for the directory, frames for the remote engine.
+
+    Changes, then Holdings > what is here      Changes > stored, moved, evicted      hint > of the last block of a chunk
+    a block that the policy wants > queue > lease > header and payload written > released
+
+One thread for each tenant. What could not be followed (a courier that was away, a list that was too long) is listed
+anew. Nothing waits for what is written: a queue that is full loses its oldest, and the block misses elsewhere.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+from kvstore.block.account import HitTier, MissReason
+from kvstore.client.connection import Unavailable
+from kvstore.courier.link import ANSWER_SECONDS, CourierRun, CourierSpace
+from kvstore.courier.remote_source import RemoteWays
+from kvstore.pool.announcer import Announcer
+from kvstore.pool.directory import hint_name, is_head
+from kvstore.protocol import messages as m
+from tiering.clock import Clock
+from tiering.frame import HEADER_BYTES
+from tiering.remote.driver import RemoteFault
+from tiering.remote.writes import RemoteWrites, WriteQueue
+
+LOOK_SECONDS, SPACES_SECONDS = 0.25, 2.0
+NOWHERE, DRAM, NVME = 0, 1, 2
+"""Where a block can be read, in `Changed`."""
+WRITE_SECONDS, WRITE_LEASE_SECONDS = 5.0, 1.0
+MOST_WRITTEN_AT_ONCE = 64
+"""Blocks between two looks at what changed."""
+
+_log = logging.getLogger(__name__)
+_TIERS = {DRAM: HitTier.DRAM, NVME: HitTier.NVME}
+
+
+@dataclass(slots=True)
+class _Followed:
+    """A namespace. after: of `Changes`; 0 where nothing was asked yet. told: names of the chunks that are announced."""
+
+    space: CourierSpace
+    after: int = 0
+    run: bytes = b""
+    told: set[bytes] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class RemoteWriting:
+    """writes: the policy. ttl_ms: 0 for none."""
+
+    ways: RemoteWays
+    writes: RemoteWrites
+    ttl_ms: int
+
+
+class Follower:
+    """Of one tenant's connection. Start it; it ends with the connection, or by `close`."""
+
+    def __init__(
+        self,
+        run: CourierRun,
+        announcer: Announcer | None,
+        remote: RemoteWriting | None,
+        clock: Clock,
+        looked: Callable[[], None],
+    ) -> None:
+        """looked: called now and then: figures are to be told."""
+        self._run = run
+        self._announcer = announcer
+        self._remote = remote
+        self._clock = clock
+        self._looked = looked
+        self._followed: dict[bytes, _Followed] = {}
+        self._listed_at = -inf
+        self._queue = WriteQueue[tuple[bytes, bytes]]()
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._work, name=f"kv-follow-{run.tenant}", daemon=True)
+
+    @property
+    def dropped(self) -> int:
+        """Blocks that were to be written, and were not."""
+        return self._queue.dropped
+
+    def start(self) -> None:
+        """Follow."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Follow no more."""
+        self._ends.set()
+
+    def _work(self) -> None:
+        while not self._ends.is_set() and not self._run.is_over:
+            try:
+                self._look()
+            except Unavailable as away:
+                _log.debug("what is stored cannot be followed", extra={"reason": away.detail})
+            self._looked()
+            self._ends.wait(0.0 if self._write_some() else LOOK_SECONDS)
+
+    # What is here ----------------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        now = self._clock.monotonic_seconds()
+        if now - self._listed_at >= SPACES_SECONDS:
+            self._listed_at = now
+            for space in self._run.list_spaces():
+                self._followed.setdefault(space.id, _Followed(space))
+        if self._announcer is None and self._remote is None:
+            return
+        for one in self._followed.values():
+            self._follow(one)
+
+    def _follow(self, one: _Followed) -> None:
+        while not self._ends.is_set():
+            verb = m.Changes(one.space.number, one.after)
+            changed = self._run.connection.ask(verb, m.Changed, ANSWER_SECONDS)
+            is_new = one.after == 0 or changed.is_lost or changed.run != one.run
+            one.after, one.run = changed.next, changed.run
+            if not changed.run:
+                return
+            if is_new:
+                self._list(one)
+            for (key, where), index in zip(changed.changes, changed.indexes, strict=False):
+                self._take(one, key, index, where, is_news=True)
+            if len(changed.changes) < 1024:
+                return
+
+    def _list(self, one: _Followed) -> None:
+        after, before, one.told = 0, one.told, set()
+        while not self._ends.is_set():
+            verb = m.Holdings(one.space.number, after)
+            listed = self._run.connection.ask(verb, m.HoldingsReply, ANSWER_SECONDS)
+            for key, index, where in listed.blocks:
+                self._take(one, key, index, where, is_news=False)
+            after = listed.next
+            if not after:
+                break
+        if self._announcer is not None:
+            for name in before - one.told:
+                self._announcer.removed(name)
+
+    def _take(self, one: _Followed, key: bytes, index: int, where: int, *, is_news: bool) -> None:
+        space = one.space
+        if self._announcer is not None and is_head(index):
+            name = hint_name(space.id, key)
+            if where == NOWHERE:
+                one.told.discard(name)
+                self._announcer.removed(name)
+            else:
+                one.told.add(name)
+                tell = self._announcer.stored if is_news else self._announcer.kept
+                tell(name, _TIERS[where])
+        if self._remote is None:
+            return
+        if where == NOWHERE:
+            self._queue.forget((space.id, key))
+        elif (
+            where == DRAM
+            and self._remote.writes.wants(self._run.uses.of(key), False)
+            and not self._run.uses.has_come(key)
+        ):
+            self._queue.offer((space.id, key), space.block_bytes)
+
+    # To the remote engine --------------------------------------------------------------------------------------------
+
+    def used(self, space: CourierSpace, keys: Sequence[bytes]) -> None:
+        """A request named these blocks, which are here. Any thread: noted, and looked at in the next turn."""
+        self._run.uses.note(keys)
+        if self._remote is not None and self._remote.writes is RemoteWrites.LEARNED:
+            self._run.uses.wanted.extend((space.id, key) for key in keys if self._run.uses.of(key) == 2)
+
+    def _write_some(self) -> bool:
+        """Whether there is more to write."""
+        remote = self._remote
+        if remote is None or remote.writes is RemoteWrites.NONE:
+            return False
+        while self._run.uses.wanted:
+            space_id, key = self._run.uses.wanted.popleft()
+            one = self._followed.get(space_id)
+            if one is not None:
+                self._queue.offer((space_id, key), one.space.block_bytes)
+        for _ in range(MOST_WRITTEN_AT_ONCE):
+            now = self._clock.monotonic_seconds()
+            block = self._queue.take(now)
+            if block is None or self._ends.is_set():
+                break
+            try:
+                if not self._write(remote, *block):
+                    self._queue.no_room(self._clock.monotonic_seconds())
+            except RemoteFault as fault:
+                self._queue.no_room(self._clock.monotonic_seconds())
+                remote.ways.figures.failed(remote.ways.name)
+                remote.ways.told.say(f"writes {remote.ways.name}", f"nothing is written to {remote.ways.name}: {fault}")
+            except Unavailable as away:
+                _log.debug("a block was not written", extra={"reason": away.detail})
+        return bool(len(self._queue)) and self._queue.seconds_until_next(self._clock.monotonic_seconds()) == 0.0
+
+    def _write(self, remote: RemoteWriting, space_id: bytes, key: bytes) -> bool:
+        """False where the engine has no room."""
+        ways, run, space = remote.ways, self._run, self._followed[space_id].space
+        ends_at = self._clock.monotonic_seconds() + WRITE_SECONDS
+        names = ways.names(run, space, [key], ends_at)
+        reply = run.lease(space, [key], WRITE_LEASE_SECONDS)
+        if not reply.lease:
+            return True  # it is gone, or DRAM is all pinned: its next use brings it here again
+        pin = _Pin(run, reply.lease)
+        try:
+            frames = [column[0] for column in run.frames(reply.places, writable=False) if column]
+            if len(frames) < len(names):
+                raise Unavailable(MissReason.UNREACHABLE, "the memory of a lease is not there")
+            calls = []
+            for name, frame in zip(names, frames, strict=True):
+                pin.lend()
+                header, payload = frame[:HEADER_BYTES], frame[HEADER_BYTES:]
+                calls.append(ways.workers.write(name, header, payload, remote.ttl_ms, ends_at, pin.returned))
+            is_there = all([call.result() for call in calls])
+        finally:
+            pin.returned()
+        if is_there:
+            ways.figures.sent(ways.name, 1, space.block_bytes)
+            ways.told.ended(f"writes {ways.name}", f"{ways.name} takes what is written again")
+        return is_there
+
+
+class _Pin:
+    """A lease, until the last call that reads under it has returned."""
+
+    def __init__(self, run: CourierRun, lease: int) -> None:
+        self._run, self._lease = run, lease
+        self._lock = threading.Lock()
+        self._count = 1
+
+    def lend(self) -> None:
+        with self._lock:
+            self._count += 1
+
+    def returned(self) -> None:
+        with self._lock:
+            self._count -= 1
+            is_last = self._count == 0
+        if is_last:
+            self._run.release(self._lease)

@@ -1,0 +1,341 @@
+"""The courier, put together: a link for each tenant, the other nodes, the data door, the remote engine.
+
+Which node this is, it learns from the sidecar. When the sidecar comes back as another run, the directory is entered
+anew, since hints are of a run. What is asked is done by a few threads of each tenant, so that one tenant waits
+for itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+from kvstore.block.account import MissReason
+from kvstore.block.identity import NodeIdentity
+from kvstore.client.connection import Unavailable
+from kvstore.courier.announcing import Follower, RemoteWriting
+from kvstore.courier.asking import VERSION, PeerCalls
+from kvstore.courier.fetch import Fetcher, FetchJob, places_answer
+from kvstore.courier.figures import BANNED, MOST_SHOWN, PEER, REMOTE, UP, Figures, OncePerKind
+from kvstore.courier.holder import PeerHolder
+from kvstore.courier.link import CourierLink, CourierRun
+from kvstore.courier.locate import LOOK_SECONDS, Locator
+from kvstore.courier.members import NamedPeers
+from kvstore.courier.peer_source import PeerWays
+from kvstore.peers.transport import FrameDoor, PullTransport
+from kvstore.pool.announcer import Announcer
+from kvstore.pool.choice import HolderChoice
+from kvstore.pool.directory import Directory, NodeEntry
+from kvstore.pool.members import AliveTable
+from kvstore.protocol import messages as m
+from kvstore.protocol.courier import (
+    MAX_QUESTIONS,
+    MAX_WHERE_CHARACTERS,
+    CourierFigures,
+    FetchQuestion,
+    Forget,
+    LocateQuestion,
+    QuestionAnswered,
+    SourceFigures,
+)
+from tiering.clock import Clock
+
+LOCATE_THREADS, FETCH_THREADS = 4, 4
+"""Of each tenant."""
+TOLD_SECONDS = 1.0
+MOST_REASONS = 16
+MOST_NAMED = 4
+"""Other nodes in a line for people."""
+
+_log = logging.getLogger(__name__)
+
+
+class PoolDirectory(Directory, Protocol):
+    """A directory with a life: see `kvstore.courier.directory`."""
+
+    def start(self) -> None:
+        """Enter this node."""
+        ...
+
+    def close(self) -> None:
+        """Leave."""
+        ...
+
+    @property
+    def reason(self) -> str:
+        """Why it is of no use now."""
+        ...
+
+    def figures(self) -> SourceFigures:
+        """For people."""
+        ...
+
+
+MakesDirectory = Callable[[NodeIdentity, Callable[[], NodeEntry], AliveTable, Announcer], PoolDirectory]
+
+
+@dataclass(frozen=True)
+class CourierParts:
+    """What a courier is made of. socket: `courier.sock`. peers: addresses. calls: to other nodes; None where there are
+    none, and then there are no doors, no transports and no directory either."""
+
+    socket: str
+    tenants: Sequence[str]
+    clock: Clock
+    new_token: Callable[[int], bytes]
+    figures: Figures
+    told: OncePerKind
+    calls: PeerCalls | None = None
+    peers: Sequence[str] = ()
+    doors: dict[str, FrameDoor] = field(default_factory=dict)
+    transports: dict[str, PullTransport] = field(default_factory=dict)
+    directory: MakesDirectory | None = None
+    remote: RemoteWriting | None = None
+
+
+class _NodeSession:
+    """What belongs to one run of the sidecar."""
+
+    def __init__(self, parts: CourierParts, here: NodeIdentity, entry: Callable[[], NodeEntry]) -> None:
+        clock, figures = parts.clock, parts.figures
+        self.here = here
+        self.table = AliveTable(here)
+        self.choice = HolderChoice(here.node, figures.speeds)
+        self.directory: PoolDirectory | None = None
+        self.announcer: Announcer | None = None
+        self.named: NamedPeers | None = None
+        ways: PeerWays | None = None
+        if parts.calls is not None:
+            ways = PeerWays(parts.calls, parts.transports, self.choice, figures, parts.told, clock, parts.new_token)
+            if parts.directory is not None:
+                self.announcer = Announcer()
+                self.directory = parts.directory(here, entry, self.table, self.announcer)
+            if parts.peers:
+                self.named = NamedPeers(parts.peers, here, self.table, parts.calls, parts.told, clock)
+        remote = parts.remote.ways if parts.remote is not None else None
+        self.locator = Locator(self.table, self.named, self.directory, ways, remote, clock)
+        self.fetcher = Fetcher(self.locator, figures, clock)
+
+    def start(self) -> None:
+        if self.directory is not None:
+            self.directory.start()
+        if self.named is not None:
+            self.named.start()
+
+    def close(self) -> None:
+        if self.named is not None:
+            self.named.close()
+        if self.directory is not None:
+            self.directory.close()
+
+
+class _TenantWork:
+    """A tenant's threads, and what they do: `Errands` of its link."""
+
+    def __init__(self, courier: Courier, tenant: str) -> None:
+        self._courier = courier
+        self._clock = courier.parts.clock
+        self.link: CourierLink
+        self.follower: Follower | None = None
+        self._session: _NodeSession | None = None
+        self._locates = ThreadPoolExecutor(LOCATE_THREADS, f"kv-locate-{tenant}")
+        self._fetches = ThreadPoolExecutor(FETCH_THREADS, f"kv-fetch-{tenant}")
+        self._lock = threading.Lock()
+        self._jobs: dict[int, FetchJob] = {}
+        self._told_at = float("-inf")
+
+    def begin(self, run: CourierRun) -> None:
+        """As `Errands.begin`."""
+        session = self._session = self._courier.session_of(run)
+        parts = self._courier.parts
+        self.follower = Follower(run, session.announcer, parts.remote, self._clock, lambda: self._tell(run))
+        self.follower.start()
+
+    def take(self, run: CourierRun, wanted: m.QuestionsReply) -> None:
+        """As `Errands.take`."""
+        now = self._clock.monotonic_seconds()
+        for locate in wanted.locates:
+            self._do(self._locates, run, partial(self._locate, run, locate, now + LOOK_SECONDS))
+        for fetch in wanted.fetches:
+            self._begin_fetch(run, fetch)
+        for number in wanted.over:
+            with self._lock:
+                job = self._jobs.get(number)
+            if job is not None:
+                job.stops.end()
+        for forget in wanted.forgets:
+            self._do(self._locates, run, partial(self._forget, run, forget))
+
+    def gone(self, run: CourierRun) -> None:
+        """As `Errands.gone`."""
+        with self._lock:
+            jobs, self._jobs = list(self._jobs.values()), {}
+        for job in jobs:
+            job.stops.end()
+        if self.follower is not None:
+            self.follower.close()
+
+    def close(self) -> None:
+        """Do no more."""
+        self.link.close()
+        self._locates.shutdown(wait=False, cancel_futures=True)
+        self._fetches.shutdown(wait=False, cancel_futures=True)
+
+    def _do(self, pool: ThreadPoolExecutor, run: CourierRun, work: Callable[[], QuestionAnswered]) -> None:
+        try:
+            pool.submit(lambda: self.link.answer(run, work())).add_done_callback(_log_fault)
+        except RuntimeError:  # it is closed
+            pass
+
+    def _locate(self, run: CourierRun, question: LocateQuestion, ends_at: float) -> QuestionAnswered:
+        number, present = question.number, question.present
+        left = ends_at - self._clock.monotonic_seconds()
+        session = self._session
+        if left <= 0 or session is None or present >= len(question.keys):
+            return QuestionAnswered(number, present, reason=MissReason.DEADLINE, detail="there was no time to look")
+        try:
+            space = run.space(question.namespace)
+            if self.follower is not None:
+                self.follower.used(space, question.keys)
+            ticket = (question.node, question.incarnation)
+            places = session.locator.find(run, space, question.keys, present, *ticket, seconds=left)
+        except Unavailable as away:
+            return QuestionAnswered(number, present, reason=away.reason, detail=away.detail)
+        session.locator.keep(number, places)
+        return places_answer(number, places, present)
+
+    def _begin_fetch(self, run: CourierRun, question: FetchQuestion) -> None:
+        session = self._session
+        if session is None:
+            return
+        job = session.fetcher.job(run, question)
+        with self._lock:
+            if len(self._jobs) >= MAX_QUESTIONS:
+                job.stops.end()
+            else:
+                self._jobs[question.number] = job
+
+        def work() -> QuestionAnswered:
+            try:
+                return session.fetcher.fetch(job)
+            finally:
+                with self._lock:
+                    self._jobs.pop(question.number, None)
+
+        self._do(self._fetches, run, work)
+
+    def _forget(self, run: CourierRun, question: Forget) -> QuestionAnswered:
+        parts, session = self._courier.parts, self._session
+        said = []
+        failed = parts.remote.ways.forget(run.fingerprint, question.namespace) if parts.remote is not None else ""
+        if failed and parts.remote is not None:
+            said.append(f"{parts.remote.ways.name} may still have blocks of it: {failed}; drop it again")
+        nodes = list(session.table.alive(self._clock.monotonic_seconds())) if session is not None else []
+        if nodes:
+            names = ", ".join(one.hex()[:12] for one in nodes[:MOST_NAMED]) + (", ..." if nodes[MOST_NAMED:] else "")
+            said.append(f"{len(nodes)} other nodes may have copies ({names}): drop it there too")
+        return QuestionAnswered(question.number, int(bool(failed)), detail="; ".join(said))
+
+    def _tell(self, run: CourierRun) -> None:
+        now = self._clock.monotonic_seconds()
+        if now - self._told_at >= TOLD_SECONDS:
+            self._told_at = now
+            self.link.exchange(run, self._courier.figures())
+
+
+def _log_fault(done: Future[None]) -> None:
+    fault = None if done.cancelled() else done.exception()
+    if fault is not None:
+        _log.error("a question of the sidecar was not answered", exc_info=fault)
+
+
+class Courier:
+    """Start it, close it. holder: what other nodes are answered."""
+
+    def __init__(self, parts: CourierParts) -> None:
+        self.parts = parts
+        self.holder = PeerHolder(self.runs, parts.doors, parts.figures, parts.clock, parts.new_token)
+        self._address = ""
+        self._lock = threading.Lock()
+        self._session: _NodeSession | None = None
+        self._is_closed = False
+        self._tenants: list[_TenantWork] = []
+        for name in parts.tenants:
+            work = _TenantWork(self, name)
+            work.link = CourierLink(name, parts.socket, work, parts.clock, parts.new_token, parts.told)
+            self._tenants.append(work)
+
+    def runs(self) -> list[CourierRun]:
+        """The connections that there are."""
+        return [run for one in self._tenants if (run := one.link.run) is not None]
+
+    def start(self, address: str) -> None:
+        """address: HOST:PORT where other nodes reach this one."""
+        self._address = address
+        for one in self._tenants:
+            one.link.start()
+
+    def close(self) -> None:
+        """Leave: nothing more is offered, the directory is told, the links are hung up."""
+        self.holder.is_leaving = True
+        with self._lock:
+            self._is_closed = True
+            session, self._session = self._session, None
+        if session is not None:
+            session.close()
+        for one in self._tenants:
+            one.close()
+        for door in self.parts.doors.values():
+            door.close()
+        if self.parts.calls is not None:
+            self.parts.calls.close()
+        if self.parts.remote is not None:
+            self.parts.remote.ways.workers.close()
+
+    def session_of(self, run: CourierRun) -> _NodeSession:
+        """What belongs to the sidecar's run; of an earlier one all ends."""
+        here = NodeIdentity(run.node, run.incarnation)
+        with self._lock:
+            session, was = self._session, None
+            if session is None or session.here != here:
+                was = session
+                session = _NodeSession(self.parts, here, lambda: self._entry(here))
+                if not self._is_closed:
+                    self._session = session
+                    session.start()
+        if was is not None:
+            was.close()
+        return session
+
+    def _entry(self, here: NodeIdentity) -> NodeEntry:
+        prints = tuple(sorted({one.fingerprint for one in self.runs()}))[:64]
+        return NodeEntry(here.node, here.incarnation, self._address, prints, (VERSION,), tuple(self.parts.doors))
+
+    def figures(self) -> CourierFigures:
+        """For people."""
+        parts, session, now = self.parts, self._session, self.parts.clock.monotonic_seconds()
+        counts = parts.figures
+        sources = []
+        reasons = parts.told.reasons()
+        if session is not None:
+            for node, entry in sorted(session.table.alive(now).items())[:MOST_SHOWN]:
+                banned = session.choice.is_banned(node, entry.incarnation, now)
+                name = f"{node.hex()[:12]} {entry.address}"
+                sources.append(counts.told(PEER, node, name, BANNED if banned else UP))
+            if session.directory is not None:
+                sources.append(session.directory.figures())
+                reasons += [session.directory.reason] if session.directory.reason else []
+        if parts.remote is not None:
+            ways = parts.remote.ways
+            seen = ways.workers.figures()
+            sources.append(counts.told(REMOTE, ways.name, ways.name, seen.state, detail=seen.detail))
+        dropped = session.announcer.dropped if session is not None and session.announcer is not None else 0
+        lines = [line[:MAX_WHERE_CHARACTERS] for line in reasons[:MOST_REASONS]]
+        return CourierFigures(
+            sources, lines, max(0, counts.fetching), counts.fetched_blocks, counts.fetched_bytes, dropped
+        )

@@ -1,0 +1,217 @@
+"""Brings blocks here: a window of slots at a time, from one source after the other, each block once.
+
+    window: single flight > reserve > fill from the source > adopted as frames come > the next window
+    source: it has no more, is busy, or failed > the next one; at most two nodes, then the remote engine
+
+A fetch ends when all is here, when its time is over or no engine waits any more, or when no source is left; what came by
+then stays. A node that publishes still (a ticket's) is asked again for as long as there is time.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvstore.block.account import MissReason
+from kvstore.client.connection import Unavailable
+from kvstore.courier.figures import Figures
+from kvstore.courier.link import CourierRun, CourierSpace
+from kvstore.courier.locate import Locator, Places, Source
+from kvstore.courier.peer_source import Filled, PeerSource, Stops
+from kvstore.courier.window import ReservedWindow
+from kvstore.pool.flights import Flights
+from kvstore.protocol.courier import FetchQuestion, QuestionAnswered
+from tiering.clock import Clock
+
+WINDOW_BYTES, WINDOW_BLOCKS = 128 << 20, 256
+"""Reserved at a time; of the former at least one block."""
+AGAIN_SECONDS, LONGEST_AGAIN_SECONDS = 0.005, 0.05
+"""After which a busy sidecar or node, or one that publishes still, is asked again."""
+LONGEST_SECONDS = 60.0
+PASSING = frozenset({MissReason.IN_FLIGHT, MissReason.BUSY, MissReason.DEADLINE})
+"""Why the sidecar has no slots just now."""
+_SAYS_LITTLE = frozenset({MissReason.BUSY, MissReason.UNSUPPORTED})
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class FetchJob:
+    """One fetch that is under way. reached: blocks that are here."""
+
+    run: CourierRun
+    question: FetchQuestion
+    stops: Stops
+    reached: int
+    reason: MissReason | None = None
+    detail: str = ""
+    source: Source | None = None
+
+    def misses(self, reason: MissReason | None, detail: str) -> None:
+        """Why there are no more. Of several sources the one that says most."""
+        if self.reason is None or self.reason in _SAYS_LITTLE:
+            self.reason, self.detail = reason or MissReason.ABSENT, detail
+
+    def answer(self) -> QuestionAnswered:
+        """For the sidecar."""
+        tier = self.source.tier if self.source is not None else None
+        where = self.source.name if self.source is not None else ""
+        reason = self.reason if self.reached < len(self.question.keys) else None
+        return QuestionAnswered(self.question.number, self.reached, tier, 0.0, where, reason, self.detail[:1000])
+
+
+class Fetcher:
+    """Of one courier. `fetch` is called by workers."""
+
+    def __init__(self, locator: Locator, figures: Figures, clock: Clock) -> None:
+        self._locator = locator
+        self._figures = figures
+        self._clock = clock
+        self._flights = Flights[tuple[bytes, bytes]]()
+
+    def job(self, run: CourierRun, question: FetchQuestion) -> FetchJob:
+        """It begins now: its time runs."""
+        seconds = min(max(0.0, question.seconds), LONGEST_SECONDS)
+        return FetchJob(run, question, Stops(self._clock.monotonic_seconds() + seconds), question.present)
+
+    def fetch(self, job: FetchJob) -> QuestionAnswered:
+        """Bring what can be brought."""
+        self._figures.begins(1)
+        try:
+            self._fetch(job)
+        except Unavailable as away:
+            job.misses(away.reason, away.detail)
+        finally:
+            self._flights.leave(job)
+            self._figures.begins(-1)
+        return job.answer()
+
+    def _fetch(self, job: FetchJob) -> None:
+        question, run = job.question, job.run
+        space = run.space(question.namespace)
+        places = self._locator.kept(question.located)
+        if places is None:
+            ticket = (question.node, question.incarnation)
+            places = self._locator.find(run, space, question.keys, job.reached, *ticket, seconds=self._left(job) / 4)
+        sources = list(places.sources)
+        if not sources:
+            job.misses(places.reason, places.detail)
+        while job.reached < len(question.keys) and sources:
+            if job.stops.over.is_set():
+                return
+            if self._left(job) <= 0:
+                job.reason, job.detail = MissReason.DEADLINE, "it did not come in time"
+                return
+            if not self._window(job, space, sources):
+                return
+
+    def _left(self, job: FetchJob) -> float:
+        return job.stops.ends_at - self._clock.monotonic_seconds()
+
+    def _window(self, job: FetchJob, space: CourierSpace, sources: list[Source]) -> bool:
+        """One step further; False where there is nothing more to be done."""
+        keys, reached = job.question.keys, job.reached
+        most = max(1, min(WINDOW_BLOCKS, WINDOW_BYTES // space.block_bytes))
+        wanted = [(space.id, key) for key in keys[reached : reached + most]]
+        now = self._clock.monotonic_seconds()
+        mine = self._flights.begin(wanted, job, now, job.stops.ends_at)
+        leading = next((at for at, (a, b) in enumerate(zip(mine, wanted, strict=False)) if a != b), len(mine))
+        self._flights.end(mine[leading:], job, landed=False)
+        if not leading:
+            self._join(job, wanted[0])
+            job.reached += job.run.match(space, keys[reached:])
+            return True
+        try:
+            return self._led(job, space, sources, leading)
+        finally:
+            done = max(0, job.reached - reached)
+            self._flights.end(mine[:done], job, landed=True)
+            self._flights.end(mine[done:leading], job, landed=False)
+
+    def _join(self, job: FetchJob, key: tuple[bytes, bytes]) -> None:
+        """Another fetch brings it: wait for that."""
+        landed = threading.Event()
+        job.stops.waits_for(landed.set)
+        if self._flights.join([key], lambda _key, _landed: landed.set()):
+            landed.wait(max(0.0, self._left(job)))
+        job.stops.waits_for(None)
+
+    def _led(self, job: FetchJob, space: CourierSpace, sources: list[Source], count: int) -> bool:
+        keys, run, first = job.question.keys, job.run, job.reached
+        source = sources[0]
+        if isinstance(source, PeerSource) and source.publishes and not self._is_published(job, space, source, sources):
+            return True
+        before = keys[first - 1] if first else None
+        reply = run.reserve(space, before, keys[first : first + count], first)
+        if reply.present > first:
+            job.reached = reply.present
+        if not reply.reservation or reply.blocks[0] != job.reached:
+            if reply.reservation:
+                run.abort(reply.reservation)
+            if job.reached > first:
+                return True
+            if reply.reason not in PASSING:
+                job.misses(reply.reason, reply.detail or "the sidecar has no room for it")
+                return False
+            job.stops.over.wait(min(LONGEST_AGAIN_SECONDS, max(0.0, self._left(job))))
+            return True
+        window = ReservedWindow(run, space, reply, keys, source.tier)
+        try:
+            filled = source.fill(window, job.stops) if window.blocks else Filled(0, MissReason.UNREACHABLE, "no memory")
+        finally:
+            window.close()
+        if window.adopted:
+            job.reached, job.source = window.first + window.adopted, source
+        if isinstance(window.failed, Unavailable):
+            raise window.failed
+        if filled.reason is not None:
+            self._ended(job, sources, filled)
+        return True
+
+    def _ended(self, job: FetchJob, sources: list[Source], filled: Filled) -> None:
+        """The source has no more for now, or failed."""
+        source = sources[0]
+        if filled.reason is MissReason.BUSY and len(sources) == 1:
+            job.stops.over.wait(min(LONGEST_AGAIN_SECONDS, max(0.0, self._left(job))))
+            return
+        gone = (MissReason.STALE_HINT, MissReason.BUSY)
+        if isinstance(source, PeerSource) and source.publishes and filled.reason in gone:
+            job.stops.over.wait(min(AGAIN_SECONDS, max(0.0, self._left(job))))
+            return
+        sources.pop(0)
+        job.misses(filled.reason, filled.detail)
+
+    def _is_published(self, job: FetchJob, space: CourierSpace, source: PeerSource, sources: list[Source]) -> bool:
+        """Whether the ticket's node has the next block by now. Where it does not answer, the others are asked."""
+        pause = AGAIN_SECONDS
+        following: Sequence[bytes] = job.question.keys[job.reached :]
+        while not job.stops.over.is_set() and self._left(job) > 0:
+            found = source.has(job.run, space, following, job.reached, min(0.5, self._left(job)))
+            if found:
+                return True
+            if found is None:
+                sources.pop(0)
+                job.misses(MissReason.UNREACHABLE, f"{source.name} does not answer")
+                return False
+            if len(sources) > 1:  # another node may have it already
+                sources.append(sources.pop(0))
+                return False
+            job.stops.over.wait(min(pause, max(0.0, self._left(job))))
+            pause = min(2 * pause, LONGEST_AGAIN_SECONDS)
+        return False
+
+
+def places_answer(number: int, places: Places, present: int) -> QuestionAnswered:
+    """To a `LocateQuestion`."""
+    blocks = places.blocks if places.sources else present
+    return QuestionAnswered(
+        number,
+        max(present, blocks),
+        places.tier,
+        places.milliseconds,
+        places.where,
+        places.reason,
+        places.detail[:1000],
+    )

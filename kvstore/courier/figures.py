@@ -1,0 +1,160 @@
+"""What a courier counts of other nodes, engines and the directory, for people; lines of log that say a thing once."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from kvstore.pool.speeds import SpeedBook
+from kvstore.protocol.courier import MAX_SOURCES, MAX_WHERE_CHARACTERS, SourceFigures
+from kvstore.protocol.status import printable
+from tiering.clock import Clock
+
+PEER, REMOTE, DIRECTORY = "peer", "remote", "directory"
+UP, DOWN, BANNED, OPEN = "up", "down", "banned", "open"
+MOST_COUNTED = 1024
+"""Sources, the last ones that anything was counted of; far more than are shown."""
+MOST_KINDS = 16
+"""Of what was wrong with refused frames."""
+AGAIN_SECONDS = 60.0
+MOST_WRONG = 1024
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class SourceCounts:
+    """Of one source, since the start."""
+
+    blocks_in: int = 0
+    blocks_out: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    lookups: int = 0
+    found: int = 0
+    failures: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+
+
+class Figures:
+    """Thread-safe. A source is named by what the speeds are learned by: a node's id, or an engine's name."""
+
+    def __init__(self, speeds: SpeedBook) -> None:
+        self.speeds = speeds
+        self._lock = threading.Lock()
+        self._counts: OrderedDict[Hashable, SourceCounts] = OrderedDict()
+        self.fetching = self.fetched_blocks = self.fetched_bytes = 0
+
+    def _of(self, source: Hashable) -> SourceCounts:
+        """Under the lock."""
+        found = self._counts.setdefault(source, SourceCounts())
+        self._counts.move_to_end(source)
+        while len(self._counts) > MOST_COUNTED:
+            self._counts.popitem(last=False)
+        return found
+
+    def looked(self, source: Hashable, found: bool) -> None:
+        """It was asked whether it has something."""
+        with self._lock:
+            one = self._of(source)
+            one.lookups += 1
+            one.found += found
+
+    def came(self, source: Hashable, blocks: int, size: int) -> None:
+        """These were adopted."""
+        with self._lock:
+            one = self._of(source)
+            one.blocks_in += blocks
+            one.bytes_in += size
+            self.fetched_blocks += blocks
+            self.fetched_bytes += size
+
+    def sent(self, source: Hashable, blocks: int, size: int) -> None:
+        """These went there."""
+        with self._lock:
+            one = self._of(source)
+            one.blocks_out += blocks
+            one.bytes_out += size
+
+    def failed(self, source: Hashable) -> None:
+        """It did not answer, or not as it should."""
+        with self._lock:
+            self._of(source).failures += 1
+
+    def refused(self, source: Hashable, what: str) -> None:
+        """What it sent is not what was asked for."""
+        with self._lock:
+            kinds = self._of(source).refused
+            if what in kinds or len(kinds) < MOST_KINDS:
+                kinds[what] += 1
+
+    def begins(self, fetches: int) -> None:
+        """So many more fetches are under way."""
+        with self._lock:
+            self.fetching += fetches
+
+    def told(
+        self, kind: str, source: Hashable, name: str, state: str, hints: int = 0, detail: str = ""
+    ) -> SourceFigures:
+        """A source as it is shown."""
+        speed = self.speeds.speed(source)
+        with self._lock:
+            one = self._counts.get(source) or SourceCounts()
+            return SourceFigures(
+                kind,
+                printable(name)[:MAX_WHERE_CHARACTERS],
+                state,
+                one.blocks_in,
+                one.blocks_out,
+                one.bytes_in,
+                one.bytes_out,
+                one.lookups,
+                one.found,
+                one.failures,
+                dict(one.refused),
+                speed.bytes_per_second / 1e9,
+                speed.milliseconds_p99,
+                hints,
+                printable(detail)[:MAX_WHERE_CHARACTERS],
+            )
+
+
+MOST_SHOWN = MAX_SOURCES - 8
+"""Nodes; engines and the directory are shown beside them."""
+
+
+class OncePerKind:
+    """What is wrong at the moment, by kind. Thread-safe. A kind is logged when it begins, again after a minute in which
+    it went on, and when it ends."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._said: dict[str, tuple[float, str]] = {}
+
+    def say(self, kind: str, line: str) -> None:
+        """It is so now. line: for people."""
+        now = self._clock.monotonic_seconds()
+        with self._lock:
+            at, _ = self._said.get(kind, (float("-inf"), ""))
+            if kind not in self._said and len(self._said) >= MOST_WRONG:
+                return
+            is_due = now - at >= AGAIN_SECONDS
+            self._said[kind] = now if is_due else at, line
+        if is_due:
+            _log.warning("%s", line)
+
+    def ended(self, kind: str, line: str) -> None:
+        """It is so no more."""
+        with self._lock:
+            was_so = self._said.pop(kind, None) is not None
+        if was_so:
+            _log.info("%s", line)
+
+    def reasons(self) -> list[str]:
+        """What is wrong now."""
+        with self._lock:
+            return [line for _, line in self._said.values()]

@@ -1,0 +1,322 @@
+"""A tenant's connection to `courier.sock`: it has what is wanted, and is told what came of it.
+
+    connect > the bell > Questions > (it rings, or a worker has an answer) > Questions > ... > hung up > connect
+
+One thread waits for the bell; a worker that has an answer brings it itself, and hands on what is wanted by then. All that
+was learned on a connection (namespaces' numbers, mapped memory) goes with it. A sidecar of an earlier version is asked
+nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvstore.block.account import MissReason
+from kvstore.block.errors import Rejected, Unreachable
+from kvstore.block.identity import Namespace
+from kvstore.client.connection import REASON_OF_FAULT, SidecarConnection, Unavailable, spans
+from kvstore.client.framing import FramedSocket, drained
+from kvstore.courier.figures import OncePerKind
+from kvstore.courier.uses import Uses
+from kvstore.protocol import messages as m
+from kvstore.protocol.courier import MAX_QUESTIONS, CourierFigures, QuestionAnswered
+from kvstore.protocol.notify_pipe import NotifyPipeEnd
+from kvstore.protocol.replies import Grant, LeaseReply, ReserveReply
+from tiering.clock import Clock
+from tiering.frame import frame_bytes
+
+ENGINE = "kvstore courier"
+ANSWER_SECONDS = 5.0
+"""For what a sidecar that runs answers at once."""
+CONNECT_SECONDS, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 2.0, 0.05, 2.0
+UNTOLD_SECONDS = 0.05
+"""How often a sidecar without a bell is asked."""
+MOST_PAGES = 1024
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class CourierSpace:
+    """A namespace of the tenant on a connection. id: its digest. frames: bytes of a frame of each part."""
+
+    number: int
+    id: bytes
+    block_tokens: int
+    grant: Grant
+    frames: tuple[int, ...]
+
+    @property
+    def block_bytes(self) -> int:
+        """Of all parts of a block, with headers."""
+        return sum(self.frames)
+
+
+@dataclass(eq=False)
+class CourierRun:
+    """One connection, and what is known on it. fingerprint: of the tenant's keys. node, incarnation: the sidecar's."""
+
+    tenant: str
+    connection: SidecarConnection
+    by_number: dict[int, CourierSpace] = field(default_factory=dict)
+    by_id: dict[bytes, CourierSpace] = field(default_factory=dict)
+    uses: Uses = field(default_factory=Uses)
+    _listing: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def fingerprint(self) -> bytes:
+        """Of the tenant's keys."""
+        return self.connection.wire.welcome.fingerprint
+
+    @property
+    def node(self) -> bytes:
+        """The sidecar's."""
+        return self.connection.wire.welcome.node
+
+    @property
+    def incarnation(self) -> bytes:
+        """Of its run."""
+        return self.connection.wire.welcome.incarnation
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it was hung up."""
+        return self.connection.wire.closed
+
+    def space(self, number: int) -> CourierSpace:
+        """The one of that number. Raises `Unavailable`."""
+        if number not in self.by_number:
+            self.list_spaces()
+        found = self.by_number.get(number)
+        if found is None:
+            raise Unavailable(MissReason.UNREACHABLE, "the sidecar names a namespace that it does not list")
+        return found
+
+    def space_of(self, digest: bytes) -> CourierSpace | None:
+        """The one of that digest, if it is there. Lists nothing: who asks may be anybody."""
+        return self.by_id.get(digest)
+
+    def list_spaces(self) -> list[CourierSpace]:
+        """Open those that came since. Raises `Unavailable`."""
+        with self._listing:
+            first = 0
+            for _ in range(MOST_PAGES):
+                page = self.connection.ask(m.Namespaces(first), m.NamespacesReply, ANSWER_SECONDS)
+                for one in page.namespaces:
+                    self._open(one)
+                first = page.next
+                if not first:
+                    break
+            return list(self.by_id.values())
+
+    def _open(self, listed: m.Opened) -> None:
+        try:
+            digest = bytes.fromhex(listed.id)
+            if digest in self.by_id:
+                return
+            tokens = Namespace.unpack(listed.packed).layout.block_tokens
+        except ValueError as error:
+            raise Unavailable(MissReason.UNREACHABLE, f"a namespace of another version: {error}") from None
+        verb = m.OpenNamespace(listed.packed, listed.payload_bytes)
+        grant = self.connection.ask(verb, m.Granted, ANSWER_SECONDS).grant
+        sizes = tuple(frame_bytes(max(0, size)) for size in grant.payload_bytes)
+        opened = CourierSpace(grant.number, digest, tokens, grant, sizes)
+        self.by_number[grant.number] = self.by_id[digest] = opened
+
+    def match(self, space: CourierSpace, keys: Sequence[bytes]) -> int:
+        """How many of these blocks are readable. Raises `Unavailable`."""
+        verb = m.MatchPrefix(space.number, list(keys[: self.connection.max_keys]), counts=False)
+        return self.connection.ask(verb, m.Matched, ANSWER_SECONDS).reply.blocks
+
+    def lease(self, space: CourierSpace, keys: Sequence[bytes], seconds: float) -> LeaseReply:
+        """Pin what is readable of them, brought up to DRAM in that time, and have it mapped. Raises `Unavailable`."""
+        verb = m.LeasePrefix(space.number, list(keys), 0, 1000 * seconds, counts=False)
+        steps = self.connection.leasing(verb)
+        return self.connection.walk(steps, seconds + ANSWER_SECONDS, lambda: ANSWER_SECONDS)
+
+    def release(self, lease: int) -> None:
+        """Let go of it. Waits for nothing."""
+        self.connection.let_go(lease)
+
+    def frames(self, places: Sequence[Sequence[int]], *, writable: bool) -> list[list[memoryview]]:
+        """The bytes at places of a lease or a reservation, by part; as many as are mapped."""
+        table = self.connection.writable if writable else self.connection.readable
+        return [[span.view for span in spans(table, column)] for column in places]
+
+    def reserve(self, space: CourierSpace, before: bytes | None, keys: Sequence[bytes], first: int) -> ReserveReply:
+        """Slots for blocks of a chain from its block `first` on, and have them mapped. before: the key of the block
+        before, which is readable; None where there is none. Raises `Unavailable`."""
+        known = [before] if before is not None else []
+        verb = m.Reserve(space.number, [*known, *keys], first, skipped=first - len(known))
+        answered = self.connection.answer(verb, ANSWER_SECONDS)
+        if isinstance(answered.answer, m.Failed):
+            raise Unavailable(REASON_OF_FAULT[answered.answer.fault], answered.answer.text)
+        if not isinstance(answered.answer, m.Reserved):
+            raise Unavailable(MissReason.UNREACHABLE, "an answer of another kind")
+        reply = answered.answer.reply
+        if reply.reservation:
+            try:
+                mapping = self.connection.mapping(reply.places, writable=True, namespace=space.number)
+                self.connection.walk(mapping, ANSWER_SECONDS, lambda: ANSWER_SECONDS)
+            except BaseException:
+                self.abort(reply.reservation)
+                raise
+        return reply
+
+    def abort(self, reservation: int) -> None:
+        """Give back what was not adopted. Waits for nothing."""
+        self.connection.post(m.Abort(reservation))
+
+    def close(self) -> None:
+        """Hang up."""
+        self.connection.close()
+
+
+class Errands(Protocol):
+    """Who does what is wanted. Called by any thread, and waits for nothing."""
+
+    def begin(self, run: CourierRun) -> None:
+        """There is a connection."""
+        ...
+
+    def take(self, run: CourierRun, wanted: m.QuestionsReply) -> None:
+        """These questions are new, and those fetches are over."""
+        ...
+
+    def gone(self, run: CourierRun) -> None:
+        """Nothing is wanted any more."""
+        ...
+
+
+class CourierLink:
+    """Start it, answer through it from any thread, close it."""
+
+    def __init__(
+        self,
+        tenant: str,
+        path: str,
+        errands: Errands,
+        clock: Clock,
+        new_token: Callable[[int], bytes],
+        told: OncePerKind,
+    ) -> None:
+        """path: of `courier.sock`."""
+        self.tenant = tenant
+        self._path = path
+        self._errands = errands
+        self._clock = clock
+        self._new_token = new_token
+        self._told = told
+        self._run: CourierRun | None = None
+        self._answers: deque[tuple[CourierRun, QuestionAnswered]] = deque()
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name=f"kv-courier-{tenant}", daemon=True)
+
+    @property
+    def run(self) -> CourierRun | None:
+        """The connection, while there is one."""
+        run = self._run
+        return run if run is not None and not run.is_over else None
+
+    def start(self) -> None:
+        """Connect, again and again."""
+        self._thread.start()
+
+    def answer(self, run: CourierRun, answer: QuestionAnswered) -> None:
+        """Bring an answer to a question of that connection."""
+        self._answers.append((run, answer))
+        self.exchange(run)
+
+    def exchange(self, run: CourierRun, told: CourierFigures | None = None) -> None:
+        """Bring what is answered, and hand on what is wanted. Waits for the sidecar alone."""
+        try:
+            while not run.is_over:
+                answers = []
+                for of, answer in drained(self._answers):
+                    if of is run:
+                        answers.append(answer)
+                    if len(answers) == MAX_QUESTIONS:
+                        break
+                wanted = run.connection.ask(m.Questions(answers, told), m.QuestionsReply, ANSWER_SECONDS)
+                told = None
+                self._errands.take(run, wanted)
+                run.connection.unmap(run.connection.wire.retired())
+                run.connection.settle()
+                if not wanted.more and not self._answers:
+                    return
+        except Unavailable as away:
+            _log.debug("the sidecar was not asked", extra={"tenant": self.tenant, "reason": away.detail})
+
+    def close(self) -> None:
+        """Hang up. What is under way ends as if the sidecar had."""
+        self._ends.set()
+        run = self._run
+        if run is not None:
+            run.close()
+
+    # The thread ----------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        pause = FIRST_PAUSE_SECONDS
+        while not self._ends.is_set():
+            try:
+                run = self._connected()
+            except (Unreachable, Unavailable) as error:
+                self._told.say(f"sidecar {self.tenant}", f"tenant {self.tenant}: {error}")
+                self._ends.wait(pause)
+                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+                continue
+            pause = FIRST_PAUSE_SECONDS
+            self._told.ended(f"sidecar {self.tenant}", f"tenant {self.tenant}: the sidecar answers")
+            try:
+                self._attend(run)
+            finally:
+                self._run = None
+                self._errands.gone(run)
+                run.close()
+            self._ends.wait(FIRST_PAUSE_SECONDS)
+
+    def _connected(self) -> CourierRun:
+        wire = FramedSocket(
+            self._path, ENGINE, self._new_token(m.MIN_SESSION_BYTES), self._clock, CONNECT_SECONDS, tenant=self.tenant
+        )
+        if wire.welcome.version < m.LOCATE_VERSION:
+            wire.close()
+            raise Rejected(
+                f"the sidecar speaks version {wire.welcome.version} of the protocol, and blocks from elsewhere need "
+                f"{m.LOCATE_VERSION}; upgrade it"
+            )
+        run = CourierRun(self.tenant, SidecarConnection(wire, self._clock))
+        try:
+            run.list_spaces()
+        except BaseException:
+            run.close()
+            raise
+        return run
+
+    def _attend(self, run: CourierRun) -> None:
+        """Until it is hung up."""
+        self._run = run
+        self._errands.begin(run)
+        bell: NotifyPipeEnd | None = None
+        try:
+            answered = run.connection.answer(m.Ping(wants_bell=True), ANSWER_SECONDS)
+            for descriptor in answered.descriptors:
+                bell = NotifyPipeEnd(descriptor)
+            self.exchange(run)
+            while not run.is_over and not self._ends.is_set():
+                if bell is None:
+                    self._ends.wait(UNTOLD_SECONDS)
+                elif not bell.wait():
+                    return
+                self.exchange(run)
+        except Unavailable:
+            return
+        finally:
+            if bell is not None:
+                bell.close()

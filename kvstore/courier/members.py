@@ -1,0 +1,91 @@
+"""Which other nodes there are: those that the directory names, and those that the configuration does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from kvstore.block.errors import StoreError
+from kvstore.block.identity import INCARNATION_BYTES, NODE_BYTES, NodeIdentity
+from kvstore.courier.asking import VERSION, Dialled, PeerAway, PeerCalls
+from kvstore.courier.figures import OncePerKind
+from kvstore.pool.directory import NODE_SECONDS, NodeEntry
+from kvstore.pool.members import AliveTable
+from kvstore.wire import peer_pb2
+from tiering.clock import Clock
+
+ASK_SECONDS = 1.5
+ANSWER_SECONDS = 1.0
+MOST_FINGERPRINTS = 64
+
+
+class NamedPeers:
+    """`network.peers`: asked who they are, again and again. Thread-safe."""
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        here: NodeIdentity,
+        table: AliveTable,
+        calls: PeerCalls,
+        told: OncePerKind,
+        clock: Clock,
+    ) -> None:
+        """table: into which they go, beside those that a directory names."""
+        self._named: dict[str, bytes] = {}
+        self._here = here
+        self._calls = calls
+        self._told = told
+        self._clock = clock
+        self._table = table
+        self._ends = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._follow, args=(one,), name="kv-courier-peer", daemon=True) for one in addresses
+        ]
+
+    def start(self) -> None:
+        """Ask."""
+        for one in self._threads:
+            one.start()
+
+    def nodes(self) -> set[bytes]:
+        """Those that answered."""
+        return set(self._named.values())
+
+    def close(self) -> None:
+        """Ask no more."""
+        self._ends.set()
+
+    def _follow(self, address: str) -> None:
+        kind = f"peer {address}"
+        while not self._ends.is_set():
+            try:
+                entry = self._asked(address)
+                if entry is None:
+                    self._told.say(kind, f"network.peers: {address} is this node itself; leave it out")
+                else:
+                    self._named[address] = entry.node
+                    self._table.saw([entry], self._clock.monotonic_seconds(), NODE_SECONDS)
+                    self._told.ended(kind, f"peer {address} answers")
+            except (PeerAway, StoreError, ValueError) as error:
+                self._told.say(kind, f"peer {address} does not answer: {error}")
+            self._ends.wait(ASK_SECONDS)
+
+    def _asked(self, address: str) -> NodeEntry | None:
+        """Who it is; where nodes have certificates, its certificate has to say the same. None for this node."""
+        request = peer_pb2.WhoAreYouRequest(node=self._here.node)
+        first = self._calls.who_are_you(Dialled(address, b""), request, ANSWER_SECONDS)
+        if first.node == self._here.node:
+            return None
+        found = self._calls.who_are_you(Dialled(address, first.node), request, ANSWER_SECONDS)
+        return entry_of(found, address)
+
+
+def entry_of(found: peer_pb2.WhoAreYouResponse, address: str) -> NodeEntry:
+    """Raises `ValueError` for what no node says."""
+    if len(found.node) != NODE_BYTES or len(found.incarnation) != INCARNATION_BYTES:
+        raise ValueError("it names no node")
+    if VERSION not in found.versions:
+        raise ValueError(f"it speaks versions {list(found.versions)[:8]} of the protocol between nodes, not {VERSION}")
+    fingerprints = tuple(found.fingerprints[:MOST_FINGERPRINTS])
+    return NodeEntry(found.node, found.incarnation, address, fingerprints, (VERSION,), tuple(found.transports[:8]))

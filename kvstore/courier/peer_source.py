@@ -1,0 +1,231 @@
+"""Blocks from another node: its leave to pull them, a connection to its data door, frames straight into slots."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvstore.block.account import HitTier, MissReason
+from kvstore.block.errors import BadInput
+from kvstore.courier.asking import Dialled, PeerAway, PeerCalls, has_mac
+from kvstore.courier.figures import Figures, OncePerKind
+from kvstore.courier.link import CourierRun, CourierSpace
+from kvstore.courier.window import Forged, ReservedWindow
+from kvstore.peers.tokens import NONCE_BYTES, PullTerms, ask_mac, pull_secret
+from kvstore.peers.transport import PeerFault, PullOffer, PullTransport, TimedOutPull
+from kvstore.pool.choice import HolderChoice
+from kvstore.pool.directory import NodeEntry
+from kvstore.wire import peer_pb2
+from tiering.clock import Clock
+
+OPEN_SECONDS = 1.0
+"""For a node to answer, beyond what it waits for blocks of slower tiers."""
+BRING_UP_SECONDS = 1.0
+MOST_ASKED_KEYS = 4096
+"""In a question how many blocks are there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """What a source made of a window. blocks: that are readable now. reason: why there are no more; None where the
+    window is full."""
+
+    blocks: int
+    reason: MissReason | None = None
+    detail: str = ""
+
+
+class Stops:
+    """Ends what a fetch is waiting for, from another thread. over: it is to end."""
+
+    def __init__(self, ends_at: float) -> None:
+        self.ends_at = ends_at
+        self.over = threading.Event()
+        self._lock = threading.Lock()
+        self._stop: Callable[[], None] | None = None
+
+    def waits_for(self, stop: Callable[[], None] | None) -> None:
+        """stop: ends the wait that begins; None where it is over."""
+        with self._lock:
+            self._stop = stop
+        if stop is not None and self.over.is_set():
+            stop()
+
+    def end(self) -> None:
+        """Now."""
+        self.over.set()
+        with self._lock:
+            stop = self._stop
+        if stop is not None:
+            stop()
+
+
+@dataclass(frozen=True)
+class PeerWays:
+    """What all sources of this kind share. transports: by name, the best first."""
+
+    calls: PeerCalls
+    transports: Mapping[str, PullTransport]
+    choice: HolderChoice
+    figures: Figures
+    told: OncePerKind
+    clock: Clock
+    new_token: Callable[[int], bytes]
+
+    def has(
+        self,
+        run: CourierRun,
+        space: CourierSpace,
+        nodes: Sequence[NodeEntry],
+        keys: Sequence[bytes],
+        first: int,
+        seconds: float,
+    ) -> list[int | None]:
+        """How many of these blocks each of the nodes has, all asked at once; None of those that do not say."""
+        asked = []
+        for one in nodes:
+            terms = PullTerms(self.new_token(NONCE_BYTES), run.node, one.node, space.id, first, keys[:MOST_ASKED_KEYS])
+            request = peer_pb2.HasRequest(
+                fingerprint=run.fingerprint,
+                namespace=space.id,
+                first_block=first,
+                keys=b"".join(terms.keys),
+                node=run.node,
+                nonce=terms.nonce,
+                mac=has_mac(space.grant.identity_key, terms),
+            )
+            asked.append((Dialled(one.address, one.node), request))
+        found: list[int | None] = []
+        for entry, answer in zip(nodes, self.calls.has(asked, seconds), strict=True):
+            is_told = answer is not None and not (answer.reason and answer.reason != "absent")
+            if answer is not None and answer.reason == MissReason.KEY_MISMATCH:
+                self.mismatch(entry, run)
+            blocks = min(answer.blocks, len(keys)) if answer is not None and is_told else None
+            self.figures.looked(entry.node, bool(blocks))
+            found.append(blocks)
+        return found
+
+    def mismatch(self, entry: NodeEntry, run: CourierRun) -> None:
+        """It has other keys of the tenant."""
+        name = entry.node.hex()[:12]
+        self.told.say(
+            f"keys {name} {run.tenant}",
+            f"node {name} at {entry.address} has other keys of tenant {run.tenant}: nothing is fetched from it "
+            "(key_mismatch); give all nodes of a pool the same [keys] directory",
+        )
+
+
+class PeerSource:
+    """One node, for one fetch."""
+
+    tier = HitTier.PEER
+
+    def __init__(self, entry: NodeEntry, ways: PeerWays, *, publishes: bool = False) -> None:
+        """publishes: a ticket says that it has more soon."""
+        self.entry = entry
+        self._ways = ways
+        self.publishes = publishes
+        self.name = f"node {entry.node.hex()[:12]}"
+
+    @property
+    def key(self) -> bytes:
+        """By which its speed is learned."""
+        return self.entry.node
+
+    def has(
+        self, run: CourierRun, space: CourierSpace, keys: Sequence[bytes], first: int, seconds: float
+    ) -> int | None:
+        """How many of these blocks it has now; None where it does not say."""
+        (found,) = self._ways.has(run, space, [self.entry], keys, first, seconds)
+        return found
+
+    def fill(self, window: ReservedWindow, stops: Stops) -> Filled:
+        """Pull what it has of the window."""
+        ways, entry = self._ways, self.entry
+        began_at = ways.clock.monotonic_seconds()
+        try:
+            filled = self._pulled(window, stops)
+        except PeerAway as away:
+            filled = self._failed(MissReason.DEADLINE if away.is_late else MissReason.UNREACHABLE, str(away))
+        except TimedOutPull as late:
+            filled = self._failed(MissReason.DEADLINE, str(late))
+        except PeerFault as fault:
+            if window.refused:
+                ways.figures.refused(entry.node, "frame")
+            if window.failed is None and not stops.over.is_set():
+                filled = self._failed(MissReason.CORRUPT if window.refused else MissReason.UNREACHABLE, str(fault))
+            else:
+                filled = Filled(0, MissReason.DISABLED, "no engine waits for it any more")
+        except BadInput as error:  # what the offer needs is not there, and the text says what
+            ways.told.say("pull", str(error))
+            filled = Filled(0, MissReason.UNSUPPORTED, str(error))
+        window.adopt()
+        if isinstance(window.failed, Forged):
+            ways.figures.refused(entry.node, "header")
+            ways.told.say(
+                f"forged {self.name}", f"{self.name} at {entry.address} sent what is not taken: {window.failed}"
+            )
+            filled = self._failed(MissReason.CORRUPT, str(window.failed))
+        if window.adopted:
+            now, size = ways.clock.monotonic_seconds(), window.adopted * window.space.block_bytes
+            ways.figures.came(entry.node, window.adopted, size)
+            ways.figures.speeds.learn(entry.node, size, now - began_at, now)
+        return Filled(window.adopted, filled.reason, filled.detail)
+
+    def _failed(self, reason: MissReason, detail: str) -> Filled:
+        ways, entry = self._ways, self.entry
+        ways.choice.failed(entry.node, entry.incarnation, ways.clock.monotonic_seconds())
+        ways.figures.failed(entry.node)
+        return Filled(0, reason, f"{self.name}: {detail}")
+
+    def _pulled(self, window: ReservedWindow, stops: Stops) -> Filled:
+        ways, entry, run, space = self._ways, self.entry, window.run, window.space
+        nonce = ways.new_token(NONCE_BYTES)
+        terms = PullTerms(nonce, run.node, entry.node, space.id, window.first, window.keys)
+        left = stops.ends_at - ways.clock.monotonic_seconds()
+        wait = max(0.0, min(left / 2, BRING_UP_SECONDS))
+        request = peer_pb2.OpenPullRequest(
+            fingerprint=run.fingerprint,
+            namespace=space.id,
+            first_block=window.first,
+            keys=b"".join(window.keys),
+            node=run.node,
+            nonce=nonce,
+            mac=ask_mac(space.grant.identity_key, terms),
+            wait_ms=int(1000 * wait),
+            transports=list(ways.transports),
+        )
+        answer = ways.calls.open_pull(Dialled(entry.address, entry.node), request, min(left, wait + OPEN_SECONDS))
+        if not answer.token:
+            return self._not_offered(answer.reason, run)
+        transport = ways.transports.get(answer.transport)
+        offer = PullOffer(
+            answer.token, answer.address, answer.transport, answer.blocks, tuple(answer.frame_bytes), answer.is_sealed
+        )
+        if transport is None or offer.frame_bytes != space.frames or not 0 < offer.blocks <= window.blocks:
+            raise PeerFault("an offer that is none to what was asked")
+        secret = pull_secret(space.grant.identity_key, terms, answer.nonce)
+        reader = transport.connect(offer, secret, stops.ends_at)
+        window.lend()
+        try:
+            stops.waits_for(reader.close)
+            pulled = reader.pull(window.slots[: offer.frames], window.check, stops.ends_at)
+        finally:
+            stops.waits_for(None)
+            reader.close()
+            if reader.free_slots(window.returned):
+                window.returned()
+        ways.choice.worked(entry.node, entry.incarnation)
+        blocks = pulled // len(space.frames)
+        if blocks == window.blocks:
+            return Filled(blocks, None)
+        return Filled(blocks, MissReason.STALE_HINT, f"{self.name} has no more of it")
+
+    def _not_offered(self, said: str, run: CourierRun) -> Filled:
+        if said == MissReason.BUSY:
+            return Filled(0, MissReason.BUSY, f"{self.name} is busy")
+        if said == MissReason.KEY_MISMATCH:
+            self._ways.mismatch(self.entry, run)
+            return Filled(0, MissReason.KEY_MISMATCH, f"{self.name} has other keys of this tenant")
+        return Filled(0, MissReason.STALE_HINT, f"{self.name} has it no more")

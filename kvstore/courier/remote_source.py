@@ -1,0 +1,130 @@
+"""Blocks from a remote engine, and to it: frames under salted names, several calls under way."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvstore.block.account import HitTier, MissReason
+from kvstore.courier.figures import Figures, OncePerKind
+from kvstore.courier.link import CourierRun, CourierSpace
+from kvstore.courier.peer_source import Filled, Stops
+from kvstore.courier.window import Forged, ReservedWindow
+from kvstore.pool.speeds import REMOTE_PRIOR
+from tiering.clock import Clock
+from tiering.remote.driver import RemoteEngine, RemoteFault, remote_key
+from tiering.remote.salts import NamespaceSalts
+from tiering.remote.workers import RemoteCall, RemoteWorkers
+
+READS_AHEAD = 8
+MOST_PROBED = 512
+"""Names in a question how many blocks there are: of longer chains, blocks at equal distances."""
+FORGET_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class RemoteWays:
+    """One engine: what all fetches and writes share."""
+
+    engine: RemoteEngine
+    workers: RemoteWorkers
+    salts: NamespaceSalts
+    figures: Figures
+    told: OncePerKind
+    clock: Clock
+
+    @property
+    def name(self) -> str:
+        """By which its speed is learned, and for people."""
+        return self.engine.name
+
+    def has(self, run: CourierRun, space: CourierSpace, keys: Sequence[bytes], ends_at: float) -> Callable[[], int]:
+        """Ask how many of these blocks there are, from the first on. What is returned waits for the answer, and raises
+        `RemoteFault`."""
+        stamps, step = space.grant.stamps, max(1, -(-len(keys) // MOST_PROBED))
+        last = len(stamps) - 1
+
+        def work() -> int:
+            salt = self.salts.of(run.fingerprint, space.id, ends_at)
+            names = [remote_key(salt, stamps[last], keys[at], last) for at in range(step - 1, len(keys), step)]
+            found = self.engine.exists(names, ends_at)
+            if False in found:
+                return found.index(False) * step
+            return len(found) * step
+
+        return self.workers.submit(work, ends_at).result
+
+    def names(self, run: CourierRun, space: CourierSpace, keys: Sequence[bytes], ends_at: float) -> list[bytes]:
+        """Of all frames of these blocks, the parts of each in order. Raises `RemoteFault`."""
+        salt = self.workers.submit(lambda: self.salts.of(run.fingerprint, space.id, ends_at), ends_at).result()
+        stamps = space.grant.stamps
+        return [remote_key(salt, stamp, key, part) for key in keys for part, stamp in enumerate(stamps)]
+
+    def forget(self, fingerprint: bytes, namespace: bytes) -> str:
+        """Drop a namespace, or a tenant's all where it is empty; why that failed, or nothing."""
+        ends_at = self.clock.monotonic_seconds() + FORGET_SECONDS
+        try:
+            self.workers.submit(lambda: self.salts.replace(fingerprint, namespace, ends_at), ends_at).result()
+        except RemoteFault as fault:
+            return str(fault)
+        return ""
+
+
+class RemoteSource:
+    """The engine, for one fetch."""
+
+    tier = HitTier.REMOTE
+    publishes = False
+
+    def __init__(self, ways: RemoteWays) -> None:
+        self._ways = ways
+        self.name = ways.name
+
+    def fill(self, window: ReservedWindow, stops: Stops) -> Filled:
+        """Read what it has of the window, several frames at a time, checked in their order."""
+        ways, clock = self._ways, self._ways.clock
+        began_at = clock.monotonic_seconds()
+        window.run.uses.came(window.keys)
+        try:
+            filled = self._read(window, stops)
+        except RemoteFault as fault:
+            if fault.is_of_engine:
+                ways.figures.failed(ways.name)
+                ways.told.say(f"remote {ways.name}", f"the remote engine {ways.name} fails: {fault}")
+            filled = Filled(0, MissReason(fault.reason), str(fault))
+        window.adopt()
+        if isinstance(window.failed, Forged):
+            ways.figures.refused(ways.name, "header")
+            filled = Filled(0, MissReason.CORRUPT, str(window.failed))
+        if window.adopted:
+            now, size = clock.monotonic_seconds(), window.adopted * window.space.block_bytes
+            ways.figures.came(ways.name, window.adopted, size)
+            ways.figures.speeds.learn(ways.name, size, now - began_at, now, REMOTE_PRIOR)
+            ways.told.ended(f"remote {ways.name}", f"the remote engine {ways.name} answers")
+        return Filled(window.adopted, filled.reason, filled.detail)
+
+    def _read(self, window: ReservedWindow, stops: Stops) -> Filled:
+        ways, workers = self._ways, self._ways.workers
+        names = ways.names(window.run, window.space, window.keys, stops.ends_at)
+        calls: deque[RemoteCall[bool]] = deque()
+        sent = 0
+        for at, slot in enumerate(window.slots):
+            while sent < len(names) and len(calls) < READS_AHEAD:
+                window.lend()
+                calls.append(workers.read(names[sent], window.slots[sent], stops.ends_at, window.returned))
+                sent += 1
+            if stops.over.is_set():
+                return Filled(0, MissReason.DISABLED, "no engine waits for it any more")
+            if not calls.popleft().result():
+                return Filled(0, MissReason.STALE_HINT, f"{ways.name} has it no more")
+            if not window.check(at, slot):
+                if window.refused:
+                    self._refuse(names[at])
+                return Filled(0, MissReason.CORRUPT, f"{ways.name}: a frame that is not what it should be")
+        return Filled(window.blocks, None)
+
+    def _refuse(self, name: bytes) -> None:
+        """It is counted, and deleted: the next write puts it back."""
+        self._ways.figures.refused(self._ways.name, "frame")
+        self._ways.workers.delete([name], self._ways.clock.monotonic_seconds() + FORGET_SECONDS)

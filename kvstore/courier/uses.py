@@ -1,0 +1,50 @@
+"""How often blocks were named by requests of late, and which came from the remote engine itself. Bounded."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+
+MOST_NAMES = 1 << 17
+"""Of a generation: at its end the one before is forgotten."""
+NAME_BYTES = 8
+MOST_WANTED, MOST_CAME = 1 << 14, 1 << 16
+
+
+class Uses:
+    """Of one tenant. Thread-safe. wanted: blocks that became worth something, for the writer."""
+
+    def __init__(self, most: int = MOST_NAMES) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self._new: dict[bytes, int] = {}
+        self._old: dict[bytes, int] = {}
+        self._came: OrderedDict[bytes, None] = OrderedDict()
+        self.wanted: deque[tuple[bytes, bytes]] = deque(maxlen=MOST_WANTED)
+
+    def note(self, keys: Iterable[bytes]) -> None:
+        """A request named these."""
+        with self._lock:
+            for key in keys:
+                name = key[:NAME_BYTES]
+                if name not in self._new and len(self._new) >= self._most:
+                    self._old, self._new = self._new, {}
+                self._new[name] = max(self._new.get(name, 0), self._old.get(name, 0)) + 1
+
+    def of(self, key: bytes) -> int:
+        """How often it was named."""
+        name = key[:NAME_BYTES]
+        return max(self._new.get(name, 0), self._old.get(name, 0))
+
+    def came(self, keys: Iterable[bytes]) -> None:
+        """The remote engine has these: they are not written to it."""
+        with self._lock:
+            for key in keys:
+                self._came[key[:NAME_BYTES]] = None
+            while len(self._came) > MOST_CAME:
+                self._came.popitem(last=False)
+
+    def has_come(self, key: bytes) -> bool:
+        """See `came`."""
+        return key[:NAME_BYTES] in self._came

@@ -1,0 +1,118 @@
+"""Slots of the sidecar, as far as one reservation goes: filled by a source, checked here, adopted by the sidecar.
+
+    reserve > a source fills the slots, block by block > each frame is checked > adopted as they come > the rest aborted
+
+A frame counts when its header names this block and part and the payload has the header's digests; the sidecar then
+looks at the header's MAC. Slots that a call of a source may still write stay lent, and the reservation is given back
+when the last such call has returned.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from kvstore.block.account import HitTier, MissReason
+from kvstore.client.connection import Unavailable
+from kvstore.courier.link import ANSWER_SECONDS, CourierRun, CourierSpace
+from kvstore.peers.checks import FrameChecks
+from kvstore.protocol import messages as m
+from kvstore.protocol.courier import MAX_ADOPTED
+from kvstore.protocol.replies import ReserveReply
+from tiering.frame import HEADER_BYTES
+
+ADOPT_BYTES = 8 << 20
+"""That come before they are adopted: a waiter reads these while the rest is on its way. The first block is adopted at
+once."""
+
+
+class Forged(Exception):
+    """The sidecar does not take what came for what it should be; one line for people."""
+
+
+class ReservedWindow:
+    """A reservation, as far as its blocks follow each other. One thread fills it."""
+
+    def __init__(
+        self, run: CourierRun, space: CourierSpace, reply: ReserveReply, keys: Sequence[bytes], tier: HitTier
+    ) -> None:
+        """keys: of the whole chain. reply: of a reservation that begins with its first missing block."""
+        self.run = run
+        self.space = space
+        self.tier = tier
+        self.first = reply.blocks[0]
+        count = next((at for at, one in enumerate(reply.blocks) if one != self.first + at), len(reply.blocks))
+        columns = [column[:count] for column in run.frames(reply.places, writable=True)]
+        count = min(map(len, columns), default=0)
+        self.keys = list(keys[self.first : self.first + count])
+        self.slots = [column[block] for block in range(count) for column in columns]
+        self.adopted = 0
+        """Blocks that are readable."""
+        self.failed: Forged | Unavailable | None = None
+        """Why no more is adopted: the source's fault, or the sidecar's."""
+        self._reservation = reply.reservation
+        self._blocks = len(reply.blocks)
+        self._parts = len(columns)
+        self._headers: list[bytes] = []  # of frames that are checked and not adopted
+        self._lock = threading.Lock()
+        self._lent = 1  # by this window itself, until it is closed
+        self._is_right = FrameChecks(space.grant.stamps, self.keys)
+        self.refused = False
+        """Whether a frame came that does not belong where it came."""
+
+    @property
+    def blocks(self) -> int:
+        """That can be filled."""
+        return len(self.keys)
+
+    def check(self, at: int, frame: memoryview) -> bool:
+        """Whether this is the frame that belongs into slot `at`; they come in their order. Adopts now and then."""
+        if not self._is_right(at, frame):
+            self.refused = True
+            return False
+        self._headers.append(bytes(frame[:HEADER_BYTES]))
+        whole, further = divmod(len(self._headers), self._parts)
+        size = whole * self.space.block_bytes
+        if whole and not further and (not self.adopted or size >= ADOPT_BYTES or whole >= MAX_ADOPTED):
+            self.adopt()
+        return self.failed is None
+
+    def adopt(self) -> None:
+        """Have the sidecar take what is checked. What goes wrong is in `failed`."""
+        whole = len(self._headers) // self._parts
+        if not whole or self.failed is not None:
+            return
+        headers, self._headers = self._headers[: whole * self._parts], self._headers[whole * self._parts :]
+        try:
+            for part in range(self._parts):
+                verb = m.Adopt(self._reservation, part, self.adopted, headers[part :: self._parts], self.tier)
+                answer = self.run.connection.answer(verb, ANSWER_SECONDS).answer
+                if isinstance(answer, m.Failed) and answer.fault is m.RequestFault.BAD_INPUT:
+                    raise Forged(answer.text)
+                if not isinstance(answer, m.Counted):
+                    text = answer.text if isinstance(answer, m.Failed) else "an answer of another kind"
+                    raise Unavailable(MissReason.UNREACHABLE, text)
+                done = answer.blocks
+        except (Forged, Unavailable) as failed:
+            self.failed = failed
+            return
+        if done < self.adopted + whole:  # the reservation is over: dropped, purged, or it ran out
+            self.failed = Unavailable(MissReason.DISABLED, "the sidecar gave the slots to somebody else")
+        self.adopted = max(self.adopted, min(done, self.adopted + whole))
+
+    def lend(self) -> None:
+        """A call of a source may write slots until `returned`."""
+        with self._lock:
+            self._lent += 1
+
+    def returned(self) -> None:
+        """That one does not any more. Any thread."""
+        with self._lock:
+            self._lent -= 1
+            is_last = self._lent == 0
+        if is_last and self.adopted < self._blocks:
+            self.run.abort(self._reservation)
+
+    def close(self) -> None:
+        """Nothing more is adopted from now on. Once."""
+        self.returned()

@@ -1,0 +1,124 @@
+"""Calls to the `Peer` service of other nodes: a channel for each address and node, made anew when credentials change.
+
+Where nodes have certificates, the one that answers has to be the node that was dialled: its certificate bears the DNS
+name `ID.node.kvstore` beside the URI by which it calls, and TLS refuses any other. Where they have none, which is on
+loopback alone, what is asked bears a MAC, and what is answered is believed of no block before it is checked.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import grpc
+
+from kvstore.courier.asking import Dialled, PeerAway
+from kvstore.network.credentials import Rotated
+from kvstore.wire import peer_pb2
+from kvstore.wire.peer_pb2_grpc import PeerStub
+from tiering.clock import Clock
+
+A = TypeVar("A")
+MOST_CHANNELS = 256
+OPTIONS = [
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.max_receive_message_length", 1 << 20),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+]
+NODE_DOMAIN = ".node.kvstore"
+
+
+def node_name(node: bytes) -> str:
+    """The DNS name in a node's certificate."""
+    return node.hex() + NODE_DOMAIN
+
+
+def channel_credentials(contents: list[bytes]) -> Any:
+    """Of this node's certificate, its key, and the CA of the pool."""
+    certificate, key, authority = contents
+    return grpc.ssl_channel_credentials(authority, key, certificate)
+
+
+class GrpcPeers:
+    """`PeerCalls`. Thread-safe."""
+
+    def __init__(self, credentials: Rotated[Any] | None, clock: Clock) -> None:
+        """credentials: `channel_credentials`; None on loopback."""
+        self._credentials = credentials
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._channels: OrderedDict[Dialled, tuple[Any, Any, PeerStub]] = OrderedDict()
+
+    def who_are_you(
+        self, peer: Dialled, request: peer_pb2.WhoAreYouRequest, seconds: float
+    ) -> peer_pb2.WhoAreYouResponse:
+        """As `PeerCalls.who_are_you`."""
+        answer: peer_pb2.WhoAreYouResponse = _answer(lambda: self._stub(peer).WhoAreYou(request, timeout=seconds))
+        return answer
+
+    def open_pull(self, peer: Dialled, request: peer_pb2.OpenPullRequest, seconds: float) -> peer_pb2.OpenPullResponse:
+        """As `PeerCalls.open_pull`."""
+        answer: peer_pb2.OpenPullResponse = _answer(lambda: self._stub(peer).OpenPull(request, timeout=seconds))
+        return answer
+
+    def has(
+        self, asked: Sequence[tuple[Dialled, peer_pb2.HasRequest]], seconds: float
+    ) -> list[peer_pb2.HasResponse | None]:
+        """As `PeerCalls.has`."""
+        ends_at = self._clock.monotonic_seconds() + seconds
+        calls = [self._stub(peer).Has.future(request, timeout=seconds) for peer, request in asked]
+        found: list[peer_pb2.HasResponse | None] = []
+        for call in calls:
+            answer = None
+            with suppress(grpc.RpcError, grpc.FutureTimeoutError, grpc.FutureCancelledError):
+                answer = call.result(timeout=max(0.0, ends_at - self._clock.monotonic_seconds()))
+            if answer is None:
+                call.cancel()
+            found.append(answer)
+        return found
+
+    def close(self) -> None:
+        """Hang up."""
+        with self._lock:
+            channels, self._channels = list(self._channels.values()), OrderedDict()
+        for _, channel, _ in channels:
+            channel.close()
+
+    def _stub(self, peer: Dialled) -> PeerStub:
+        credentials = self._credentials.now() if self._credentials is not None else None
+        closing = []
+        with self._lock:
+            known = self._channels.pop(peer, None)
+            if known is not None and known[0] is not credentials:
+                closing.append(known[1])
+                known = None
+            if known is None:
+                if credentials is None:
+                    channel = grpc.insecure_channel(peer.address, OPTIONS)
+                else:
+                    name = [("grpc.ssl_target_name_override", node_name(peer.node))] if peer.node else []
+                    channel = grpc.secure_channel(peer.address, credentials, [*OPTIONS, *name])
+                known = credentials, channel, PeerStub(channel)
+            self._channels[peer] = known
+            while len(self._channels) > MOST_CHANNELS:
+                closing.append(self._channels.popitem(last=False)[1][1])
+        for one in closing:
+            one.close()
+        return known[2]
+
+
+def _answer(call: Callable[[], A]) -> A:
+    try:
+        return call()
+    except grpc.RpcError as error:
+        code, details = error.code(), " ".join((error.details() or "").split())[:200]
+        raise PeerAway(f"{code.name.lower()}: {details}", is_late=code is grpc.StatusCode.DEADLINE_EXCEEDED) from None
+    except ValueError as error:  # its channel was closed meanwhile
+        raise PeerAway(str(error)) from None

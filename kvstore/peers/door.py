@@ -1,0 +1,354 @@
+"""The door for data over plain sockets: sends frames straight from where they are pinned, to those who may have them.
+
+One thread, or a few, each with a selector: a puller that stalls, drips or says nothing holds its own connection and no
+thread. Connections, offers and the bytes that are read of a message are bounded; a connection that does not say in a
+second which offer it is for is over, and the oldest of those makes room where there are too many. What is pinned is
+released when the last byte was handed to the kernel, when the puller is gone, and after 5 s whatever happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable
+from math import inf
+from typing import Any
+
+from kvstore.block.errors import BadInput
+from kvstore.peers import sealed
+from kvstore.peers import transport as t
+from kvstore.peers.bell import Bell
+from kvstore.peers.serving import Serving
+from kvstore.peers.tokens import Offers
+from tiering.clock import Clock
+
+MOST_CONNECTIONS = 512
+MOST_STRANGERS = 128
+"""Connections of a thread that have not said yet which offer they are for."""
+_TURN_BYTES = 4 << 20
+"""That one connection is sent before others have their turn."""
+_BACKLOG = 256
+_PAUSE_SECONDS = 0.1
+"""In which nothing is accepted, where the process has no descriptor left."""
+
+
+class SocketFrameDoor:
+    """`FrameDoor` over TCP."""
+
+    def __init__(
+        self,
+        listen: str,
+        clock: Clock,
+        random_bytes: Callable[[int], bytes],
+        *,
+        seal: str = "auto",
+        threads: int = 1,
+    ) -> None:
+        """listen: HOST:PORT where peers reach this host, port 0 for any. Raises `BadInput`."""
+        host, port = listened(listen)
+        self._is_sealed = t.must_seal(host, seal)
+        if self._is_sealed:
+            sealed.needs_sealing()
+        try:
+            listener = socket.create_server(
+                (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=_BACKLOG
+            )
+        except OSError as error:
+            why = os.strerror(error.errno or 0)
+            raise BadInput(f"{listen} cannot be listened on: {why}; give another address") from None
+        listener.setblocking(False)
+        self.address = t.written_address(*listener.getsockname()[:2])
+        self._clock = clock
+        self._offers = Offers(random_bytes)
+        self._loops = [_Loop(self._offers, clock, number) for number in range(threads)]
+        self._loops[0].listen(listener, self._loops)
+        for loop in self._loops:
+            loop.start()
+
+    def offer(self, frames: t.OfferedFrames, secret: bytes) -> t.PullOffer:
+        """As the contract has it."""
+        parts = len(frames.frame_bytes)
+        offer = self._offers.add(frames, secret, self._is_sealed, self._clock.monotonic_seconds())
+        self._loops[0].wake()  # it ends the offer, and waits for nothing where there was none
+        blocks = len(frames.spans) // parts
+        return t.PullOffer(offer.token, self.address, "sockets", blocks, frames.frame_bytes, self._is_sealed)
+
+    def withdraw(self, token: bytes) -> None:
+        """As the contract has it."""
+        if self._offers.withdraw(token) is not None:
+            for loop in self._loops:
+                loop.wake()
+
+    def pinned(self) -> int:
+        """Offers whose frames are not released yet."""
+        return self._offers.pinned()
+
+    def close(self) -> None:
+        """All pins are gone afterwards."""
+        for loop in self._loops:
+            loop.stop()
+        self._offers.end_all()
+
+
+class _Connection(Serving):
+    """One puller, as far as it has come."""
+
+    def __init__(self, sock: socket.socket, deadline: float) -> None:
+        super().__init__(deadline)
+        self.sock = sock
+        self.read = bytearray(t.HELLO.size)
+        self.got = 0
+        self.out: list[memoryview] = []  # handed to the kernel next
+        self.frame: memoryview | None = None  # that is being sealed
+        self.at = 0
+        self.sealing: Any = None
+        self.ring = bytearray()
+        self.events = selectors.EVENT_READ
+
+
+class _Loop:
+    """A thread, and the connections that it has."""
+
+    def __init__(self, offers: Offers, clock: Clock, number: int) -> None:
+        self._offers, self._clock = offers, clock
+        self._selector = selectors.DefaultSelector()
+        self._bell = Bell()
+        self._selector.register(self._bell.descriptor, selectors.EVENT_READ)
+        self._listener: socket.socket | None = None
+        self._accepts_from = 0.0
+        self._due = inf
+        self._others: list[_Loop] = []
+        self._given: deque[socket.socket] = deque()
+        self._connections: dict[_Connection, None] = {}  # in the order in which they came
+        self._is_over = False
+        self._thread = threading.Thread(target=self._run, name=f"kvstore-data-door-{number}", daemon=True)
+
+    def listen(self, listener: socket.socket, loops: list[_Loop]) -> None:
+        """Accept for all of these."""
+        self._listener, self._others = listener, loops
+        self._selector.register(listener, selectors.EVENT_READ)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wake(self) -> None:
+        """From any thread."""
+        self._bell.ring()
+
+    def stop(self) -> None:
+        """Its connections are over afterwards."""
+        self._is_over = True
+        if self._thread.is_alive():
+            self.wake()
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while not self._is_over:
+                for key, events in self._selector.select(self._patience()):
+                    if isinstance(key.data, _Connection):
+                        self._handle(key.data, events)
+                    elif key.fileobj is self._listener:
+                        self._accept()
+                    else:
+                        self._hear_bell()
+                while self._given:
+                    self._take_in(self._given.popleft())
+                if self._clock.monotonic_seconds() >= self._due:
+                    self._end_due()
+        finally:
+            for one in list(self._connections):
+                self._drop(one)
+            for sock in (*self._given, *([self._listener] if self._listener is not None else [])):
+                sock.close()
+            self._selector.close()
+            self._bell.close()
+
+    def _patience(self) -> float | None:
+        """Seconds until something is due."""
+        return max(0.0, self._due - self._clock.monotonic_seconds()) if self._due < inf else None
+
+    def _hear_bell(self) -> None:
+        self._bell.hear()
+        for one in [one for one in self._connections if one.offer is not None and one.offer.is_withdrawn]:
+            self._handle(one, selectors.EVENT_WRITE)
+        self._due = 0.0  # there may be an offer more
+
+    def _end_due(self) -> None:
+        """End what had its time, and note when the next of them is due."""
+        now = self._clock.monotonic_seconds()
+        for one in [one for one in self._connections if now >= one.deadline]:
+            self._drop(one)
+        self._due = min((one.deadline for one in self._connections), default=inf)
+        if self._listener is None:
+            return
+        if 0 < self._accepts_from <= now:
+            self._accepts_from = 0.0
+            self._selector.register(self._listener, selectors.EVENT_READ)
+        self._due = min(self._due, self._offers.end_due(now), self._accepts_from or inf)
+
+    # --- those who come ---
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        for _ in range(_BACKLOG):
+            try:
+                sock, _ = self._listener.accept()
+            except (BlockingIOError, ConnectionError):
+                return
+            except OSError:  # no descriptor, or no memory: the same would be so at once again
+                self._selector.unregister(self._listener)
+                self._accepts_from = self._clock.monotonic_seconds() + _PAUSE_SECONDS
+                self._due = min(self._due, self._accepts_from)
+                return
+            loop = min(self._others, key=_Loop.load)
+            if loop is self:
+                self._take_in(sock)
+            else:
+                loop._given.append(sock)
+                loop.wake()
+
+    def load(self) -> int:
+        return len(self._connections) + len(self._given)
+
+    def _take_in(self, sock: socket.socket) -> None:
+        strangers = [one for one in self._connections if one.offer is None]
+        if len(strangers) >= MOST_STRANGERS:
+            self._drop(strangers[0])
+        elif len(self._connections) >= MOST_CONNECTIONS:
+            sock.close()
+            return
+        sock.setblocking(False)
+        with contextlib.suppress(OSError):  # it is gone already, which is noticed below
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        one = _Connection(sock, self._clock.monotonic_seconds() + t.HANDSHAKE_SECONDS)
+        self._connections[one] = None
+        self._due = min(self._due, one.deadline)
+        self._selector.register(sock, one.events, one)
+        self._handle(one, selectors.EVENT_READ)  # its first message is there, as a rule
+
+    def _drop(self, one: _Connection) -> None:
+        """The connection, and its pins."""
+        if self._connections.pop(one, self) is self:
+            return
+        self._selector.unregister(one.sock)
+        one.sock.close()
+        self._release(one)
+
+    def _release(self, one: _Connection) -> None:
+        one.out, one.frame = [], None
+        if one.offer is not None:
+            self._offers.end(one.offer)
+
+    # --- what one of them says, and is sent ---
+
+    def _handle(self, one: _Connection, events: int) -> None:
+        if one not in self._connections:
+            return
+        try:
+            if events & selectors.EVENT_READ:
+                self._hear(one)
+            if one.offer is not None:
+                self._send(one)
+            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if one.out or one.frame is not None else 0)
+            if wanted != one.events:
+                one.events = wanted
+                self._selector.modify(one.sock, wanted, one)
+        except (OSError, t.PeerFault):
+            self._drop(one)
+
+    def _hear(self, one: _Connection) -> None:
+        """Read what it says, a message at a time, and never more than the messages that it may send."""
+        while True:
+            try:
+                count = one.sock.recv_into(memoryview(one.read)[one.got : one.needs])
+            except BlockingIOError:
+                return
+            if not count:
+                raise t.PeerFault("the puller is gone")
+            one.got += count
+            if one.got < one.needs:
+                continue
+            message, one.got = bytes(memoryview(one.read)[: one.needs]), 0
+            if one.offer is None:
+                self._greet(one, message)
+            else:
+                one.note(message)
+
+    def _greet(self, one: _Connection, hello: bytes) -> None:
+        answer = one.greet(self._offers, hello, self._clock.monotonic_seconds())
+        if one.offer is None:
+            one.sock.send(answer)
+            raise t.PeerFault("a token that is not good here")
+        one.ring = bytearray(sealed.PIECE_BYTES if one.seal is not None else 0)
+        one.out = [memoryview(answer)]
+
+    def _send(self, one: _Connection) -> None:
+        """Hand the kernel what it takes."""
+        left = _TURN_BYTES
+        while left > 0 and (one.out or self._next(one)):
+            try:
+                sent = one.sock.sendmsg(one.out)
+            except BlockingIOError:
+                return
+            left -= sent
+            while one.out and sent >= len(one.out[0]):
+                sent -= len(one.out.pop(0))
+            if sent:
+                one.out[0] = one.out[0][sent:]
+        if left <= 0 and not one.out:
+            self._next(one)  # so that it is written to again
+        if not one.out and one.frame is None and one.has_all and one.offer is not None:
+            self._offers.end(one.offer)  # the kernel has all of it
+
+    def _next(self, one: _Connection) -> bool:
+        """Put what is to be sent next into `out`, if there is something."""
+        offer = one.offer
+        assert offer is not None
+        if one.frame is not None:
+            _seal_piece(one)
+            return True
+        if (end := one.gone()) is not None:
+            one.out = [memoryview(end)]
+            self._offers.end(offer)
+            return True
+        if (found := one.next_frame()) is None:
+            return False
+        record, frame = found
+        if one.seal is None:
+            one.out = [memoryview(record), frame]
+        else:
+            one.sealing = one.seal.sealing(sealed.FRAMES, one.number - 1, record)
+            one.out, one.frame, one.at = [memoryview(record)], frame, 0
+            _seal_piece(one)
+        return True
+
+
+def _seal_piece(one: _Connection) -> None:
+    """The next piece of the frame that is under way, and the tag behind the last one."""
+    assert one.frame is not None
+    piece = one.frame[one.at : one.at + sealed.PIECE_BYTES]
+    one.sealing.update_into(piece, one.ring)
+    one.out.append(memoryview(one.ring)[: len(piece)])
+    one.at += len(piece)
+    if one.at == len(one.frame):
+        one.sealing.finalize()
+        one.out.append(memoryview(one.sealing.tag))
+        one.frame = one.sealing = None
+
+
+def listened(listen: str) -> tuple[str, int]:
+    """Raises `BadInput`."""
+    host, _, port = listen.rpartition(":")
+    try:
+        infos = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except (OSError, ValueError):
+        raise BadInput(f"{listen!r} is no address to listen at; give HOST:PORT, such as 10.0.0.7:7472") from None
+    bare: str = infos[0][4][0]  # type: ignore[assignment]
+    if not host or bare in ("0.0.0.0", "::"):
+        raise BadInput(f"{listen!r} is not where peers reach this host; give its own address, such as 10.0.0.7:7472")
+    return bare, int(port)

@@ -1,0 +1,116 @@
+"""Pulls over plain sockets: frames go straight from the kernel into the slots that they are for.
+
+Every read and write has what is left of the deadline as its limit, kept by the kernel, which fills a whole piece in one
+call: a peer that drips a byte at a time is late as any other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+from collections.abc import Callable
+
+from kvstore.peers import sealed
+from kvstore.peers import transport as t
+from kvstore.peers.reader import FramePuller
+from tiering.clock import Clock
+
+_TIMEVAL = struct.Struct("@ll")
+_LEAST_SECONDS, _MOST_SECONDS = 0.001, 3600.0
+"""Of a limit that the kernel is told: to it 0 is none."""
+
+
+class SocketPullTransport:
+    """`PullTransport` over TCP."""
+
+    name = "sockets"
+
+    def __init__(self, clock: Clock, *, seal: str = "auto", checks_beside: bool = False) -> None:
+        """seal: as the door has it. checks_beside: check a frame in a second thread while the next one comes in."""
+        self._clock, self._seal, self._checks_beside = clock, seal, checks_beside
+
+    def connect(self, offer: t.PullOffer, secret: bytes, deadline: float) -> SocketPullReader:
+        """As the contract has it."""
+        host, port = t.numeric_address(offer.address)
+        seal = sealed.seal_of(offer, secret, self._seal)
+        left = deadline - self._clock.monotonic_seconds()
+        if left <= 0:
+            raise t.TimedOutPull(f"no time is left to connect to {offer.address}")
+        try:
+            sock = socket.create_connection((host, port), left)
+        except TimeoutError:
+            raise t.TimedOutPull(f"{offer.address} did not answer in time") from None
+        except OSError as error:
+            raise t.PeerFault(f"{offer.address} cannot be reached: {error.strerror or error}") from None
+        reader = SocketPullReader(sock, offer, secret, seal, self._clock, self._checks_beside)
+        try:
+            reader.greet(deadline)
+        except BaseException:
+            reader.close()
+            raise
+        return reader
+
+
+class SocketPullReader(FramePuller):
+    """`PullReader` of one connection."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        offer: t.PullOffer,
+        secret: bytes,
+        seal: sealed.FrameSeal | None,
+        clock: Clock,
+        checks_beside: bool,
+    ) -> None:
+        super().__init__(offer, secret, seal, clock, checks_beside)
+        sock.settimeout(None)  # the kernel has the limits
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._sock = sock
+        self._ring = memoryview(bytearray(sealed.PIECE_BYTES if seal is not None else 0))
+
+    def free_slots(self, when_free: Callable[[], None]) -> bool:
+        """At once: the kernel writes into them while `pull` runs, and at no other time."""
+        return True
+
+    def _hang_up(self) -> None:
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)  # who reads in another thread is woken
+        self._sock.close()
+
+    def _fill_slot(self, record: bytes, view: memoryview, deadline: float) -> None:
+        if self._seal is None:
+            self._fill(view, deadline)
+            return
+        opening = self._seal.opening(sealed.FRAMES, self._number, record)
+        for at in range(0, len(view), sealed.PIECE_BYTES):
+            into = view[at : at + sealed.PIECE_BYTES]
+            piece = self._ring[: len(into)]
+            self._fill(piece, deadline)
+            opening.update_into(piece, into)
+        self._hear_tag(opening, deadline)
+
+    def _fill(self, view: memoryview, deadline: float) -> None:
+        while view:
+            self._limit(socket.SO_RCVTIMEO, deadline)
+            try:
+                count = self._sock.recv_into(view, 0, socket.MSG_WAITALL)
+            except BlockingIOError:
+                continue
+            if not count:
+                raise t.PeerFault("the connection was closed in the middle of an answer")
+            view = view[count:]
+
+    def _write(self, said: bytes, deadline: float) -> None:
+        view = memoryview(said)
+        while view:
+            self._limit(socket.SO_SNDTIMEO, deadline)
+            try:
+                view = view[self._sock.send(view) :]
+            except BlockingIOError:
+                continue
+
+    def _limit(self, option: int, deadline: float) -> None:
+        left = min(max(self._left(deadline), _LEAST_SECONDS), _MOST_SECONDS)
+        self._sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(left), int(left % 1 * 1e6)))

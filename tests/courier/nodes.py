@@ -1,0 +1,303 @@
+"""Nodes of a pool, all real processes on loopback: each a sidecar and a network process of its own, started as people
+start them, so that each can be killed, stopped and started again by itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import kvstore
+from kvstore.block.account import HitTier
+from kvstore.block.identity import Prompt
+from kvstore.client.framing import FramedSocket
+from kvstore.protocol import messages as m
+from network.running import ENVIRONMENT, OPERATOR_TOKEN, token_of
+from service.sidecar import patient
+from tiering.clock import SystemClock
+from waiting import wait_until
+from workbench import MODEL, blank_pages, random_pages, same_tokens, small_layout
+
+LAYOUT = small_layout()
+BLOCK_TOKENS = 64
+MOST_BLOCKS = 48
+SOON = 60.0
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def prompt(number: int, blocks: int = 20) -> list[int]:
+    """Token ids; each prompt begins otherwise."""
+    return list(range(number * 1_000_000, number * 1_000_000 + blocks * BLOCK_TOKENS))
+
+
+def pages_of(number: int) -> Any:
+    """Its KV, of `MOST_BLOCKS` of it."""
+    return random_pages(LAYOUT, MOST_BLOCKS, seed=number)
+
+
+@dataclass
+class Got:
+    """What an engine got of a prompt. located: what it was told is elsewhere."""
+
+    blocks: int
+    tiers: dict[str, int]
+    located: m.Located
+    awaited: m.Awaited | None
+    seconds: float
+    is_right: bool
+
+
+@dataclass
+class Node:
+    """One of them. tenants: beside the default one."""
+
+    folder: Path
+    keys: Path | None
+    network_settings: dict[str, Any]
+    remote_settings: dict[str, Any]
+    nvme: str = "off"
+    dram: str = "32MiB"
+    port: int = field(default_factory=free_port)
+    pull_port: int = field(default_factory=free_port)
+    with_keeper: bool = False
+    wrap: Sequence[str] = ()
+    sidecar: subprocess.Popen[str] | None = None
+    network: subprocess.Popen[str] | None = None
+    host: str = "127.0.0.1"
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.socket = self.folder / "kv" / "kvstore.sock"
+        self.tokens = self.folder / "tokens"
+        self.tokens.write_text(f"{OPERATOR_TOKEN}\ndefault {token_of('default')}\n")
+        self.config = self.folder / "kvstore.toml"
+        lines = [
+            "[store]",
+            f'data = "{self.folder / "kv"}"',
+            f'dram = "{self.dram}"',
+            f'nvme = "{self.nvme}"',
+            f"keeper = {'true' if self.with_keeper else 'false'}",
+            "[door]",
+            "sweep_seconds = 0.1",
+        ]
+        if self.keys is not None:
+            lines += ["[keys]", f'directory = "{self.keys}"']
+        if self.network_settings:
+            given = {"listen": self.address, "token_file": str(self.tokens), **self.network_settings}
+            given.setdefault("pull", f"{self.host}:{self.pull_port}")
+            lines += ["[network]", *(f"{key} = {json.dumps(value)}" for key, value in given.items())]
+        if self.remote_settings:
+            lines += ["[remote]", *(f"{key} = {json.dumps(value)}" for key, value in self.remote_settings.items())]
+        self.config.write_text("\n".join(lines) + "\n")
+
+    @property
+    def address(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    def start(self) -> None:
+        self.start_sidecar()
+        if not self.with_keeper:
+            self.start_network()
+
+    def start_sidecar(self) -> None:
+        self.sidecar = self._run("sidecar", "serve", "--json", "--config", str(self.config))
+
+    def network_flags(self) -> list[str]:
+        """As the keeper makes them."""
+        from kvstore.cli.main import _network_flags
+        from kvstore.service.settings import read_configuration, read_settings
+
+        settings = read_settings(read_configuration(self.config))
+        return ["--observe-socket", settings.observe_socket, *_network_flags(settings)]
+
+    def start_network(self) -> None:
+        self.network = self._run("network", "network", "--json", *self.network_flags())
+
+    def _run(self, name: str, *arguments: str) -> subprocess.Popen[str]:
+        with (self.folder / f"{name}.log").open("a") as log:
+            process = subprocess.Popen(
+                [*self.wrap, sys.executable, "-m", "kvstore", *arguments],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=ENVIRONMENT,
+            )
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line, (self.folder / f"{name}.log").read_text()[-3000:]
+        return process
+
+    def kill_network(self, how: signal.Signals = signal.SIGKILL) -> None:
+        assert self.network is not None
+        self.network.send_signal(how)
+        self.network.wait()
+
+    def kill_sidecar(self, how: signal.Signals = signal.SIGKILL) -> None:
+        assert self.sidecar is not None
+        self.sidecar.send_signal(how)
+        self.sidecar.wait()
+
+    def close(self) -> None:
+        for one in (self.network, self.sidecar):
+            if one is not None and one.poll() is None:
+                with suppress(OSError):
+                    one.send_signal(signal.SIGCONT)
+                one.send_signal(signal.SIGTERM if self.with_keeper else signal.SIGKILL)
+                one.communicate()
+
+    # What an engine does ---------------------------------------------------------------------------------------------
+
+    def open(self) -> Any:
+        return patient(kvstore.open(f"unix:{self.socket}", engine="test"))
+
+    def put(self, number: int, blocks: int = 20) -> None:
+        with self.open() as store:
+            handle = store.namespace(model=MODEL, layout=LAYOUT)
+            result = handle.put(prompt(number, blocks), pages_of(number))
+            assert result.reason is None, result
+
+    def stat(self) -> dict[str, Any]:
+        done = subprocess.run(
+            [sys.executable, "-m", "kvstore", "stat", "--json", "--socket", str(self.folder / "kv" / "observe.sock")],
+            capture_output=True,
+            text=True,
+            env=ENVIRONMENT,
+        )
+        assert done.returncode == 0, done.stderr
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+    def get(self, number: int, blocks: int = 20, seconds: float = 10.0, locates: float = 10.0) -> Got:
+        """As an engine gets a prompt: what is elsewhere is asked for until something is, then awaited, then leased and
+        compared with what was put."""
+        with Asker(self) as asker:
+            return asker.get(number, blocks, seconds, locates)
+
+    def log(self) -> str:
+        return "".join(path.read_text() for path in sorted(self.folder.glob("*.log")))
+
+
+class Asker:
+    """An engine of a node: one that speaks of elsewhere."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.store = node.open()
+        self.handle = self.store.namespace(model=MODEL, layout=LAYOUT)
+        self.wire = FramedSocket(str(node.socket), "test", os.urandom(16), SystemClock(), SOON)
+        listed = self._ask(m.Namespaces(0), m.NamespacesReply).namespaces
+        (mine,) = (
+            [one for one in listed if one.id == self.handle.namespace.digest().hex()]
+            if hasattr(self.handle, "namespace")
+            else listed[:1]
+        )
+        grant = self._ask(m.OpenNamespace(mine.packed, mine.payload_bytes), m.Granted).grant
+        self.number = grant.number
+
+    def __enter__(self) -> Asker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.wire.close()
+        self.store.close()
+
+    def _ask(self, verb: m.Verb, kind: Any, seconds: float = SOON) -> Any:
+        answer = self.wire.call(verb, seconds).answer
+        assert isinstance(answer, kind), answer
+        return answer
+
+    def hashed(self, number: int, blocks: int) -> Prompt:
+        return self.handle.hashed(prompt(number, blocks))
+
+    def locate(self, keys: list[bytes], ticket: str = "") -> m.Located:
+        found: m.Located = self._ask(m.Locate(self.number, keys, ticket), m.Located)
+        return found
+
+    def get(self, number: int, blocks: int, seconds: float, locates: float, ticket: str = "") -> Got:
+        keys = self.hashed(number, blocks).keys
+        deadline = time.monotonic() + locates
+        while True:
+            located = self.locate(keys, ticket)
+            if located.number or located.blocks >= blocks or time.monotonic() > deadline:
+                break
+            time.sleep(0.05)  # as an engine's next request would come
+        awaited, began_at = None, time.monotonic()
+        if located.number:
+            verb = m.Await(self.number, keys[located.blocks - 1 : located.blocks], seconds, located.number)
+            awaited = self._ask(verb, m.Awaited, seconds + SOON)
+        took = time.monotonic() - began_at
+        tokens = prompt(number, blocks)
+        blank = blank_pages(LAYOUT, blocks)
+        with self.handle.lease(self.handle.match(tokens), deadline_ms=5000) as lease:
+            got = self.handle.get(lease, blank).tokens
+            segments = lease.account.segments
+        tiers = {str(one.origin): one.tokens // BLOCK_TOKENS for one in segments if isinstance(one.origin, HitTier)}
+        is_right = same_tokens(pages_of(number), blank, range(got))
+        return Got(got // BLOCK_TOKENS, tiers, located, awaited, took, is_right)
+
+
+def make_keys(folder: Path) -> Path:
+    """Secrets that nodes share."""
+    keys = folder / "keys"
+    command = [sys.executable, "-m", "kvstore", "keys", "init", str(keys), "default"]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr
+    return keys
+
+
+@contextmanager
+def pool(
+    folder: Path,
+    nodes: int,
+    network: dict[str, Any] | None = None,
+    remote: dict[str, Any] | None = None,
+    static: bool = False,
+    **options: Any,
+) -> Iterator[list[Node]]:
+    """network: settings of all. static: each is told of the others."""
+    keys = make_keys(folder)
+    ports = [free_port() for _ in range(nodes)]
+    made = []
+    for at, port in enumerate(ports):
+        given = dict(network or {})
+        if static:
+            given["peers"] = [f"127.0.0.1:{other}" for other in ports if other != port]
+        made.append(Node(folder / f"n{at}", keys, given, dict(remote or {}), port=port, **options))
+    try:
+        for one in made:
+            one.start()
+        yield made
+    except BaseException:
+        for one in made:
+            print(f"--- {one.folder.name}\n{one.log()[-4000:]}")
+        raise
+    finally:
+        for one in made:
+            one.close()
+
+
+def wait_for_peers(nodes: Sequence[Node], each_sees: int) -> None:
+    """Until each knows so many others, and says so."""
+
+    def is_so() -> bool:
+        for one in nodes:
+            elsewhere = one.stat().get("elsewhere") or {}
+            peers = [source for source in elsewhere.get("sources", ()) if source["kind"] == "peer"]
+            if len(peers) < each_sees:
+                return False
+        return True
+
+    wait_until(is_so)

@@ -1,0 +1,149 @@
+"""A remote tier: what one node wrote to a Valkey, another one without NVMe reads; what was damaged there, or dropped,
+it does not."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("grpc", reason="grpcio is not installed (extra: server)")
+
+from courier.nodes import Asker, Node, pool
+from kvstore.block.account import MissReason
+from kvstore.protocol import messages as m
+from network.running import ENVIRONMENT
+from valkey_server import ValkeyServer, valkey_server
+from waiting import wait_until
+
+BLOCKS = 20
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
+    with valkey_server(tmp_path_factory.mktemp("valkey")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory, engine: ValkeyServer) -> Iterator[list[Node]]:
+    remote = {"url": f"valkey+unix:{engine.socket_path}", "writes": "all", "ttl": 3600}
+    with pool(tmp_path_factory.mktemp("pool"), 2, remote=remote) as nodes:
+        yield nodes
+
+
+def say(engine: ValkeyServer, *words: bytes) -> bytes:
+    """A command, and its first answer as bytes."""
+    with socket.create_connection(("127.0.0.1", engine.port)) as wire:
+        wire.settimeout(10.0)
+        wire.sendall(b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(one), one) for one in words))
+        wire.shutdown(socket.SHUT_WR)
+        return b"".join(iter(lambda: wire.recv(1 << 20), b""))
+
+
+def frames(engine: ValkeyServer) -> set[bytes]:
+    """Names of all that are there."""
+    return {line for line in say(engine, b"KEYS", b"kvf:f:*").split(b"\r\n") if line.startswith(b"kvf:f:")}
+
+
+def stored(two: list[Node], engine: ValkeyServer, number: int) -> set[bytes]:
+    """A prompt that node 0 stored; the names of its frames."""
+    before = frames(engine)
+    two[0].put(number)
+    wait_until(lambda: len(frames(engine) - before) >= BLOCKS)
+    return frames(engine) - before
+
+
+def test_what_one_wrote_another_reads(two: list[Node], engine: ValkeyServer) -> None:
+    stored(two, engine, 1)
+    got = two[1].get(1)
+    assert got.is_right and got.tiers == {"remote": BLOCKS} and got.located.tier == "remote", got
+    assert two[1].get(1).tiers == {"dram": BLOCKS}
+    name = next(iter(frames(engine)))
+    assert 0 < int(say(engine, b"TTL", name).strip(b":\r\n")) <= 3600
+    (source,) = two[1].stat()["elsewhere"]["sources"]
+    assert source["kind"] == "remote" and source["blocks_in"] == BLOCKS and source["state"] == "up"
+
+
+def test_a_flipped_bit_is_a_miss_and_is_counted(two: list[Node], engine: ValkeyServer) -> None:
+    names = stored(two, engine, 2)
+    for name in names:
+        _, _, value = say(engine, b"GET", name).partition(b"\r\n")
+        frame = bytearray(value[:-2])
+        frame[4096 + 77] ^= 1
+        assert say(engine, b"SET", name, bytes(frame)).startswith(b"+OK")
+    got = two[1].get(2)
+    assert got.blocks == 0 and got.awaited is not None and got.awaited.reason is MissReason.CORRUPT, got
+    wait_until(lambda: two[1].stat()["elsewhere"]["sources"][0]["refused"].get("frame", 0) >= 1)
+    wait_until(lambda: len(names - frames(engine)) >= 1)
+
+
+def test_a_header_of_other_keys_is_not_taken_over(two: list[Node], engine: ValkeyServer) -> None:
+    names = stored(two, engine, 3)
+    for name in names:
+        _, _, value = say(engine, b"GET", name).partition(b"\r\n")
+        frame = bytearray(value[:-2])
+        frame[13] ^= 1  # of the key id: what names a block does not look at it
+        assert say(engine, b"SET", name, bytes(frame)).startswith(b"+OK")
+    got = two[1].get(3)
+    assert got.blocks == 0 and got.is_right, got
+    wait_until(lambda: two[1].stat()["elsewhere"]["sources"][0]["refused"].get("header", 0) >= 1)
+    assert sum(two[1].stat()["elsewhere"]["refused"].values()) >= 1
+
+
+def test_a_server_that_hangs_costs_no_more_than_the_time_of_who_waits(two: list[Node], engine: ValkeyServer) -> None:
+    stored(two, engine, 4)
+    with Asker(two[1]) as asker:
+        keys = asker.hashed(4, BLOCKS).keys
+        wait_until(lambda: asker.locate(keys).number > 0)
+        located = asker.locate(keys)
+        engine.stop()
+        try:
+            began_at = time.monotonic()
+            verb = m.Await(asker.number, [keys[located.blocks - 1]], 0.7, located.number)
+            awaited = asker._ask(verb, m.Awaited)
+            assert awaited.blocks == 0 and time.monotonic() - began_at < 0.7 + 1.0
+            assert awaited.reason in (MissReason.DEADLINE, MissReason.UNREACHABLE), awaited
+        finally:
+            engine.go_on()
+    wait_until(lambda: two[1].get(4, locates=1.0).blocks == BLOCKS)
+
+
+def test_a_courier_that_is_killed_leaves_no_slot(two: list[Node], engine: ValkeyServer) -> None:
+    stored(two, engine, 5)
+    with Asker(two[1]) as asker:
+        keys = asker.hashed(5, BLOCKS).keys
+        wait_until(lambda: asker.locate(keys).number > 0)
+        located = asker.locate(keys)
+        engine.stop()
+        number = asker.wire.submit(m.Await(asker.number, [keys[located.blocks - 1]], 20.0, located.number))
+        wait_until(lambda: two[1].stat()["elsewhere"]["fetching"] > 0)
+        two[1].kill_network(signal.SIGKILL)
+        awaited = asker.wire.wait(number, 30.0).answer
+        assert isinstance(awaited, m.Awaited) and awaited.reason is MissReason.UNREACHABLE, awaited
+        engine.go_on()
+        two[1].start_network()
+    two[1].put(5)
+    assert two[1].get(5).is_right
+
+
+def test_what_was_dropped_is_not_served(two: list[Node], engine: ValkeyServer) -> None:
+    stored(two, engine, 6)
+    (space,) = two[0].stat()["namespaces"]
+    admin = str(two[0].folder / "kv" / "admin.sock")
+    command = [sys.executable, "-m", "kvstore", "drop", space["id"], "--socket", admin]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr
+    time.sleep(1.2)  # the other node has read the salt again by then
+    with Asker(two[1]) as asker:
+        keys = asker.hashed(6, BLOCKS).keys
+        for _ in range(30):
+            found = asker.locate(keys)
+            assert not found.number and not found.blocks
+    stored(two, engine, 7)
+    assert two[1].get(7).tiers == {"remote": BLOCKS}
