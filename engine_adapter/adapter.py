@@ -14,14 +14,15 @@ from logging import getLogger
 from math import ceil
 from typing import Protocol
 
-from engine_adapter.handoff.block_wait import wait_for_blocks
+from engine_adapter.handoff.block_wait import UNLEARNED_SECONDS, WaitPlan, WaitPolicy, wait_for_blocks
+from engine_adapter.handoff.fetch import BoundedFetch, FetchPolicy
 from kvstore.block.account import Account, HitTier, MissReason, reason_of
 from kvstore.block.codec import default_codec
 from kvstore.block.errors import StoreError
-from kvstore.block.identity import ExtraKey
+from kvstore.block.identity import ExtraKey, Prompt
 from kvstore.block.layout import Layout
 from kvstore.block.pages import Pages
-from kvstore.client.handle import Lease, NamespaceHandle
+from kvstore.client.handle import Lease, Match, NamespaceHandle
 
 SAVE_DEADLINE_MS = 1000.0
 """How long a save waits for the store. A store that runs makes room in less, and a request may be waiting behind it."""
@@ -291,13 +292,8 @@ class StoreRequest:
 
     def _look_up(self, namespace: NamespaceHandle, token_ids: Sequence[int]) -> Account:
         prompt = namespace.hashed(token_ids, self._extra_keys)
-        waited = wait_for_blocks(namespace, prompt, self._ticket, self._clock) if self._ticket else None
-        request = self.report.request
-        match = namespace.match(prompt, request=request)
-        self.report.detail = match.detail
-        if waited is not None:
-            match = replace(match, account=waited.account(match.account))
-            self.report.detail = waited.detail or match.detail
+        match = self._found(namespace, prompt)
+        self.report.detail, request = match.detail, self.report.request
         if match.reason is MissReason.DISABLED:
             self._namespace = None
             return Account.of([(MissReason.DISABLED, len(token_ids))])
@@ -315,6 +311,22 @@ class StoreRequest:
         if account.hit_tokens <= self._pooled_tokens:
             self.release()
         return account
+
+    def _found(self, namespace: NamespaceHandle, prompt: Prompt) -> Match:
+        """What is here, after waiting for what is elsewhere or is being stored. The last look is the request's."""
+        usable = reusable_tokens(prompt.tokens, prompt.tokens, self.report.chunk_tokens) // namespace.block_tokens
+        fetch = FetchPolicy(BoundedFetch(usable, UNLEARNED_SECONDS), namespace.block_tokens)
+        policy = None
+        if self._ticket:
+            policy = WaitPolicy(prompt, namespace.block_tokens, lambda *_: None, self._clock, 0.0)
+            policy.opened(namespace.open_ticket(self._ticket))
+        plan, request = WaitPlan(policy, fetch), self.report.request
+        is_open = plan.is_open(namespace.has_courier)
+        match = namespace.match(prompt, counts=not is_open, request="" if is_open else request)
+        has_waited = wait_for_blocks(namespace, prompt, self._ticket, plan, match.blocks)
+        if is_open or has_waited:
+            match = namespace.match(prompt, counts=is_open, request=request)
+        return replace(match, account=plan.account(match.account), detail=plan.detail or match.detail)
 
     def _bring(self, namespace: NamespaceHandle, pages: Pages) -> Account:
         block, account = namespace.block_tokens, self.report.account

@@ -67,6 +67,13 @@ CONNECTOR_METRICS = (
     _family(
         COUNTER, "cost_loads_total", "result", "loads", "Loads that ended; of these, those judged beside computing."
     ),
+    _family(
+        COUNTER,
+        "fetches_total",
+        "result",
+        "fetches",
+        "Look-ups that asked what is elsewhere; fetches from there that ended; of these, those that came short.",
+    ),
     _family(GAUGE, "ttft_saved_seconds", "statistic", "seconds", "What a hit saves of the time to the first token."),
     _family(
         COUNTER, "audited_blocks_total", "verdict", "blocks", "Hits that were computed all the same, and compared."
@@ -103,6 +110,9 @@ _LABELLED = {
     "cost_declined_tokens": ("cost_tokens_total", "declined"),
     "cost_finished": ("cost_loads_total", "finished"),
     "cost_judged": ("cost_loads_total", "judged"),
+    "cost_locates": ("fetches_total", "asked"),
+    "cost_fetches": ("fetches_total", "ended"),
+    "cost_short_fetches": ("fetches_total", "short"),
 }
 _MILLISECONDS = {"cost_saved_ms": "prefill_saved_seconds_total", "cost_regret_ms": "cost_regret_seconds_total"}
 
@@ -149,7 +159,9 @@ def _counted(name: str, count: float) -> Iterator[Observation]:
 
 
 def _is_up(counts: Mapping[str, Any]) -> bool | None:
-    """None where no request asked the store."""
+    """None where no request asked the store. Where it told of what is elsewhere, it is that which cannot be reached."""
+    if counts.get("cost_locates"):
+        return True
     if counts.get(f"miss_{MissReason.UNREACHABLE}"):
         return False
     is_hit = any(name.startswith("hit_") and not name.endswith("_engine") for name in counts)

@@ -122,13 +122,14 @@ class KvStoreHiCache(HiCacheStorage):
         return all([space.clear() for space in self._spaces.values()])
 
     def batch_exists(self, keys: list[str], extra_info: Extra = None) -> int:
-        """How many of these pages, from the first on, are stored."""
+        """How many of these pages, from the first on, are stored here, or are elsewhere and can be here in time."""
         space = self._spaces.get("kv")
-        return space.found(_names(keys)) if space is not None else 0
+        fetch_ms = self._deadline_ms if _is_first(extra_info) else 0.0
+        return space.found(_names(keys), fetch_ms=fetch_ms) if space is not None else 0
 
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Extra = None) -> list[bool]:
         """Load pages, verified; `False` from the first on that does not come."""
-        return self._load("kv", keys, host_indices)
+        return self._load("kv", keys, host_indices, extra_info)
 
     def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Extra = None) -> list[bool]:
         """Store pages; `True` for those that are held, also where they were before."""
@@ -150,7 +151,7 @@ class KvStoreHiCache(HiCacheStorage):
 
     def batch_get_v2(self, transfers: list[PoolTransfer], extra_info: Extra = None) -> dict[str, list[bool]]:
         """As `batch_get_v1`, of each pool."""
-        return {one.name: self._load(str(one.name), one.keys or [], one.host_indices) for one in transfers}
+        return {one.name: self._load(str(one.name), one.keys or [], one.host_indices, extra_info) for one in transfers}
 
     def batch_set_v2(self, transfers: list[PoolTransfer], extra_info: Extra = None) -> dict[str, list[bool]]:
         """As `batch_set_v1`, of each pool. Of one that holds trailing pages only, what is before them is not there."""
@@ -197,9 +198,12 @@ class KvStoreHiCache(HiCacheStorage):
         told, self._metrics = self._metrics, StorageMetrics()
         return told
 
-    def _load(self, pool: str, keys: Sequence[str], host_indices: torch.Tensor | None) -> list[bool]:
+    def _load(self, pool: str, keys: Sequence[str], host_indices: torch.Tensor | None, info: Extra) -> list[bool]:
+        fetches = pool == PoolName.KV and _is_first(info)
         space, pages, began = self._spaces.get(pool), self._pages(pool, keys, host_indices), perf_counter()
-        done = space.load(_names(keys), pages, self._deadline_ms) if space is not None and pages is not None else 0
+        done = 0
+        if space is not None and pages is not None:
+            done = space.load(_names(keys), pages, self._deadline_ms, fetches=fetches)
         self._note(self._metrics.prefetch_pgs, self._metrics.prefetch_bandwidth, pool, done, began)
         return [True] * done + [False] * (len(keys) - done)
 
@@ -307,6 +311,12 @@ def engine_facts(args: Any, model_dir: str | None) -> tuple[str, dict[str, str]]
         "draft": model_fingerprint(drafting) if drafting else "",
         "settings": blake2b(settings.encode(), digest_size=32).hexdigest(),
     }
+
+
+def _is_first(info: Extra) -> bool:
+    """Whether pages are a prompt's first ones, as far as is known: others are stored behind those, and are not fetched
+    without them."""
+    return not getattr(info, "prefix_keys", None)
 
 
 def _names(keys: Sequence[str]) -> list[bytes]:

@@ -82,6 +82,7 @@ PURE_FILES = frozenset(
     """.split()
 )
 DRAWN_FILES = (
+    "adapters/test_fetches.py",
     "attack/test_awaits.py",
     "attack/test_bit_flips.py",
     "attack/test_client_kills.py",

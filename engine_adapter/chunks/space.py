@@ -18,6 +18,8 @@ from logging import getLogger
 import torch
 
 from engine_adapter.chunks.layout import ChunkRun, chunk_key, chunk_planes
+from engine_adapter.handoff.block_wait import WaitPlan, wait_for_blocks
+from engine_adapter.handoff.fetch import BoundedFetch, FetchPolicy
 from engine_adapter.paged.namespace_opener import ClosableStore, NamespaceOpener
 from engine_adapter.paged.step_plan import NamespaceSpec
 from kvstore.block.account import Account, MissReason
@@ -119,20 +121,25 @@ class ChunkSpace:
         """Chunks by their keys, each of which tells nothing of the others."""
         return Prompt(len(names) * self.block_tokens, [self._key(handle, name) for name in names])
 
-    def found(self, names: Sequence[bytes], *, counts: bool = True) -> int:
-        """How many, from the first on. counts: as a look-up, for people."""
+    def found(self, names: Sequence[bytes], *, counts: bool = True, fetch_ms: float = 0.0) -> int:
+        """How many, from the first on. counts: as a look-up, for people. fetch_ms: what is elsewhere is found where
+        `load` could fetch it in that time; 0 where the names are no prompt's first ones, or are not fetched."""
         blocks, handle = 0, self.handle
         with self._outcomes.caught():
             if handle is not None and names:
                 match = handle.match(self.prompt(handle, names), counts=counts)
                 blocks = match.blocks
                 self._outcomes.told(match.reason)
+                if fetch_ms and handle.has_courier and blocks < len(names):
+                    located = handle.locate(self.prompt(handle, names))
+                    if located.number and located.blocks > blocks:
+                        blocks, _ = BoundedFetch(len(names), fetch_ms / 1000).choose(located, blocks)
         self._outcomes.count(found=blocks, missing=len(names) - blocks)
         return blocks
 
-    def load(self, names: Sequence[bytes], pages: Pages, deadline_ms: float) -> int:
+    def load(self, names: Sequence[bytes], pages: Pages, deadline_ms: float, *, fetches: bool = False) -> int:
         """How many chunks, from the first on, are in their pages now, verified. deadline_ms: for all of them to come up
-        from lower tiers. What is there the leases say."""
+        from lower tiers, or from elsewhere. What is there the leases say. fetches: as `found` has it."""
         done, ends_at, reason, handle = 0, self._clock() + deadline_ms / 1000, None, self.handle
         with self._outcomes.caught():
             while handle is not None and done < len(names):  # a lease may be for fewer: what may be pinned is bounded
@@ -144,11 +151,18 @@ class ChunkSpace:
                 reason = loaded.reason or lease.reason
                 done += loaded.tokens // self.block_tokens
                 if not loaded.tokens:
-                    break
+                    if not fetches or not self._fetched(handle, self.prompt(handle, names), done, ends_at):
+                        break
+                    fetches = False
             self._outcomes.told(reason)
         failed, is_corrupt = len(names) - done, reason is MissReason.CORRUPT
         self._outcomes.count(loaded=done, failed_loads=failed, corrupt=min(failed, int(is_corrupt)))
         return done
+
+    def _fetched(self, handle: NamespaceHandle, prompt: Prompt, here: int, ends_at: float) -> bool:
+        """Whether it was waited for what is elsewhere, until then at most."""
+        fetch = FetchPolicy(BoundedFetch(len(prompt.keys), max(0.0, ends_at - self._clock())), self.block_tokens)
+        return handle.has_courier and wait_for_blocks(handle, prompt, "", WaitPlan(None, fetch), here)
 
     def store(self, before: Sequence[bytes], names: Sequence[bytes], pages: Pages, deadline_ms: float) -> list[bool]:
         """Which of these chunks are held now, those included that were there. before: what comes before them, from the

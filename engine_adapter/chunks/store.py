@@ -4,6 +4,7 @@ For engines whose offloading hands out (name, slot) pairs, one by one. Each chun
 
     engine's thread              ask > PENDING, PENDING, HELD > load           store         finished
                                  match > lease (pins, verified)
+                                 match > what is elsewhere: fetched, within `lease_ms` > match > lease
     threads of a `PagedWorker`                                  get            put
                                  forget: what an owner asked for and did not load is released
 
@@ -21,6 +22,8 @@ from enum import Enum, auto
 from itertools import count
 
 from engine_adapter.chunks.space import ChunkOutcomes, ChunkSpace
+from engine_adapter.handoff.block_wait import BlockWait, ParkedWaits, WaitPlan
+from engine_adapter.handoff.fetch import BoundedFetch, FetchPolicy
 from engine_adapter.paged.pages import EnginePages
 from engine_adapter.paged.step_plan import LeaseHere, LoadOrder, PageRun, SaveOrder, StepPlan, StepReports, WorkerSpec
 from engine_adapter.paged.worker import PagedWorker
@@ -85,6 +88,7 @@ class _Asked:
     owners: set[str] = field(default_factory=set)
     state: ChunkState = ChunkState.PENDING
     match: PendingReply[Match] | None = None
+    wait: BlockWait | None = None
     leasing: PendingReply[Lease] | None = None
     lease: Lease | None = None
 
@@ -110,6 +114,7 @@ class ChunkStore:
         self._asked: dict[bytes, _Asked] = {}
         self._of_owner: dict[str, set[bytes]] = {}
         self._missing: dict[str, set[bytes]] = {}
+        self._parked = ParkedWaits()
         self._waiting, self._under_way = deque[_Asked](), list[_Asked]()
         self._jobs: list[ChunkJob] = []
         self._numbers, self._orders = count(1), dict[int, _Ordered]()
@@ -156,6 +161,7 @@ class ChunkStore:
         for _ in range(1 + int(seconds / POLL_SECONDS)):
             room = min(IN_FLIGHT - len(self._under_way), len(self._waiting))
             burst = [self._waiting.popleft() for _ in range(room)]
+            self._parked.read()
             self._under_way += reversed(burst)  # from a prefix's end, so that its beginning is used last, more or less
             self._under_way = [asked for asked in self._under_way if not self._is_answered(asked)]
             if not seconds or not (self._under_way or self._waiting):
@@ -175,12 +181,27 @@ class ChunkStore:
                 return False
             if asked.leasing is None:
                 self._outcomes.told(match.reason)
+            if not match.blocks and self._is_fetching(asked, handle):
+                return False
             if match.blocks:
                 asked.leasing = asked.leasing or handle.submit_lease(match, deadline_ms=self.limits.lease_ms)
                 lease = asked.leasing.poll()
                 if lease is None:
                     return False
         self._answer(asked, lease)
+        return True
+
+    def _is_fetching(self, asked: _Asked, handle: NamespaceHandle) -> bool:
+        """Whether a chunk that is not here may be here soon. Once: it is looked for again after that."""
+        wait = asked.wait
+        if wait is None:
+            fetch = FetchPolicy(BoundedFetch(1, self.limits.lease_ms / 1000), handle.block_tokens)
+            prompt = asked.space.prompt(handle, [asked.name])
+            asked.wait = wait = BlockWait(handle, prompt, "", WaitPlan(None, fetch), self._parked)
+            return wait.goes_on(0)
+        if wait.is_over or not wait.may_look() or wait.is_over:
+            return not wait.is_over
+        wait.is_over, asked.match = True, handle.submit_match(asked.space.prompt(handle, [asked.name]), counts=False)
         return True
 
     def _answer(self, asked: _Asked, lease: Lease | None) -> None:
@@ -195,6 +216,8 @@ class ChunkStore:
         for pending in (asked.match, asked.leasing):
             if pending is not None:
                 pending.cancel()
+        if asked.wait is not None:
+            asked.wait.end()
         self._release(asked.lease)
 
     def load(self, number: int, owner: str, names: Sequence[bytes], slots: Sequence[int]) -> None:

@@ -73,7 +73,9 @@ class CostCounts:
     """What became of the decisions. Tokens of whole blocks: loaded + declined is what was found.
 
     explored: decisions that loaded more than was believed right. unlearned: those before speeds were learned. judged:
-    finished loads that were held against computing; regret_ms and saved_ms: by how much they took longer, or less.
+    finished loads that were held against computing; regret_ms and saved_ms: by how much they took longer, or less, with
+    the fetch before them. locates: times that it was asked what is elsewhere; fetches: that ended; short_fetches: of
+    these, those that did not bring all.
     """
 
     decisions: int = 0
@@ -85,6 +87,9 @@ class CostCounts:
     judged: int = 0
     regret_ms: float = 0.0
     saved_ms: float = 0.0
+    locates: int = 0
+    fetches: int = 0
+    short_fetches: int = 0
 
     def to_dict(self) -> dict[str, int | float]:
         """For `--json`."""
@@ -98,6 +103,9 @@ class CostCounts:
             "judged": self.judged,
             "regret_ms": self.regret_ms,
             "saved_ms": self.saved_ms,
+            "locates": self.locates,
+            "fetches": self.fetches,
+            "short_fetches": self.short_fetches,
         }
 
 
@@ -117,13 +125,13 @@ class CostModel:
         self.prefill = prefill
         self.loads = loads
         self.counts = CostCounts()
-        self._bytes_per_token = bytes_per_token
+        self.bytes_per_token = bytes_per_token
         self._explore_every = explore_every
         self._declining = 0  # decisions in a row, by count, that declined something and explored nothing
 
     def predicted_load_ms(self, runs: Sequence[tuple[HitTier, int]], now_seconds: float) -> float:
         """Loading runs of so many tokens, with nothing before it."""
-        parts = [(tier, as_tokens(tokens) * self._bytes_per_token) for tier, tokens in runs]
+        parts = [(tier, as_tokens(tokens) * self.bytes_per_token) for tier, tokens in runs]
         return 1e3 * self.loads.seconds(parts, now_seconds)
 
     def choose(
@@ -166,7 +174,7 @@ class CostModel:
                 is_explored = is_due or certain < chosen
                 if is_explored:
                     chosen = min(self._exploration_load(doubted, certain, block), last if is_due else chosen)
-        parts, load_seconds = found.cut(chosen, self._bytes_per_token)
+        parts, load_seconds = found.cut(chosen, self.bytes_per_token)
         load_tokens = chosen - found.local
         compute_seconds = self.prefill.more_seconds(found.local, chosen)
         decision = Decision(
@@ -183,10 +191,16 @@ class CostModel:
         return decision
 
     def finished(
-        self, decision: Decision, actual_seconds: float, now_seconds: float, loaded_tokens: int | None = None
+        self,
+        decision: Decision,
+        actual_seconds: float,
+        now_seconds: float,
+        loaded_tokens: int | None = None,
+        fetch_seconds: float = 0.0,
     ) -> None:
         """The load of a decision has ended, after that time with all its waiting. loaded_tokens: what came, if it was
-        not all; the speeds learn from such a load only that it took at least so long."""
+        not all; the speeds learn from such a load only that it took at least so long. fetch_seconds: that its request
+        waited before for what was elsewhere."""
         if not decision.load_tokens:
             return
         loaded = decision.load_tokens if loaded_tokens is None else min(as_tokens(loaded_tokens), decision.load_tokens)
@@ -197,9 +211,10 @@ class CostModel:
         compute_seconds = self.prefill.more_seconds(start, start + loaded)
         if compute_seconds is None or not 0.0 <= actual_seconds <= LONGEST_SECONDS:
             return
+        gained = compute_seconds - actual_seconds - fetch_seconds
         self.counts.judged += 1
-        self.counts.regret_ms += 1e3 * max(0.0, actual_seconds - compute_seconds)
-        self.counts.saved_ms += 1e3 * max(0.0, compute_seconds - actual_seconds)
+        self.counts.regret_ms += 1e3 * max(0.0, -gained)
+        self.counts.saved_ms += 1e3 * max(0.0, gained)
 
     # Inside --------------------------------------------------------------------------------------------------------
 
@@ -225,7 +240,7 @@ class CostModel:
                 position,
                 stop,
                 seconds + (0.0 if tier in paid else overhead),
-                byte_seconds * self._bytes_per_token,
+                byte_seconds * self.bytes_per_token,
             )
             paid.add(tier)
             found.runs.append(run)

@@ -1,22 +1,29 @@
-"""How long a request waits for blocks that another engine stores.
+"""How long a request waits for blocks that are not here: that are fetched, or that another engine stores.
 
-    ticket opened > look > all that was promised is there                          over
+    ticket opened > look > all that was promised, or is of use, is there           over
+                         > more is elsewhere, and worth it: fetched (`fetch`)    > look
                          > wait: the store tells when the next block is there    > look
                          > that would take longer than computing it, or ended short: over
+
+Without a ticket there is one fetch, and no other wait. With one, what is not here is looked for elsewhere again and
+again while it is waited for, since the other engine may be on another node.
 
 The first block is waited for as long as a quarter of what computing the missing tokens takes; every block that has come
 allows for as much again as computing it would have taken. So blocks are waited for as long as they come sooner than
 they would be computed, and a wait in vain costs a quarter of the prompt. What a ticket names is compared with the
 prompt's own keys, and no other keys are ever looked up: a stale or forged one shortens a wait, and nothing else.
 
-`wait_for_blocks` waits; `BlockWait` is for a scheduler that must not. Asking it whether it is over looks at no socket,
-takes no lock and hashes nothing; `ParkedWaits.read` looks once for all of them. Must never import an engine.
+`WaitPlan` has the order of things. `wait_for_blocks` waits; `BlockWait` is for a scheduler that must not. Asking it
+whether it is over looks at no socket, takes no lock and hashes nothing; `ParkedWaits.read` looks once for all of them.
+Must never import an engine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
+from engine_adapter.handoff.fetch import FetchPolicy
 from kvstore.block.account import Account, MissReason
 from kvstore.block.identity import Prompt
 from kvstore.client.handle import NamespaceHandle
@@ -30,6 +37,8 @@ UNLEARNED_SECONDS = 2.0
 """The same for an engine that has not learned how fast it computes, and between two blocks."""
 OPEN_MS = 250.0
 """A ticket is opened by then, or it is not waited for; a look takes no longer either, of which a wait has several."""
+RELOCATE_SECONDS = 0.05
+"""While another engine stores blocks that may be on another node, it is asked so often how many are there."""
 _HIDDEN = frozenset({MissReason.ABSENT, MissReason.IN_FLIGHT, MissReason.DIVERGED, MissReason.EVICTED})
 """What the store says of blocks that a ticket would have promised."""
 
@@ -50,6 +59,7 @@ class WaitPolicy:
         self._began: tuple[float, int] | None = None  # when it was looked first, and how many blocks were there
         self._came: tuple[float, int] = (0.0, -1)  # the same of the last block that came
         self.is_over = False
+        self.is_of_ticket = False
         self.refused: MissReason | None = None
         self.detail = ""
 
@@ -61,7 +71,13 @@ class WaitPolicy:
         if reason is not None:
             self.refused, self.detail, self.is_over = reason, detail, True
         else:
-            self._wanted = min(self._wanted, told.blocks)
+            self._wanted, self.is_of_ticket = min(self._wanted, told.blocks), True
+
+    def located(self, located: m.Located) -> None:
+        """It was asked how much is elsewhere. A ticket's node that does not answer, or has nothing, is why it is not
+        here."""
+        if self.is_of_ticket and located.reason in (MissReason.STALE_HINT, MissReason.UNREACHABLE):
+            self.refused, self.detail = located.reason, located.detail
 
     def seconds_left(self, blocks: int) -> float:
         """So many blocks are there: for how long to wait for the next one; 0 when that is over."""
@@ -73,8 +89,8 @@ class WaitPolicy:
             left = max(0.0, self._limit(blocks) - now)
         if left:
             self.detail = f"waited for block {blocks + 1} of {self._wanted}, which another engine was to store"
-        elif blocks >= self._wanted and self.refused is None:
-            self.detail = ""
+        elif blocks >= self._wanted and (self.refused is None or self.is_of_ticket):
+            self.detail, self.refused = "", None
         self.is_over = not left
         return left
 
@@ -105,13 +121,104 @@ class WaitPolicy:
         return began_at + min(seconds, MAX_AWAIT_SECONDS)
 
 
-def wait_for_blocks(namespace: NamespaceHandle, prompt: Prompt, ticket: str, clock: Callable[[], float]) -> WaitPolicy:
-    """In a thread that may wait: until what a ticket promises can be read, or will not come soon."""
-    policy = WaitPolicy(prompt, namespace.block_tokens, lambda *_: None, clock, 0.0)
-    policy.opened(namespace.open_ticket(ticket))
-    while left := policy.seconds_left(blocks := namespace.match(prompt, counts=False).blocks):
-        policy.ended(namespace.await_block(prompt, blocks, 1000 * left).end)
-    return policy
+@dataclass(frozen=True, slots=True)
+class AwaitStep:
+    """Wait for that block, so long. located: of `m.Located`, where it is fetched meanwhile."""
+
+    block: int
+    seconds: float
+    located: int = 0
+
+
+class WaitPlan:
+    """Of one request: what to do after each answer. policy: for what another engine stores, if it is to wait for that.
+    fetch: for what is elsewhere, if anybody may fetch it. Pure."""
+
+    def __init__(self, policy: WaitPolicy | None, fetch: FetchPolicy | None) -> None:
+        self.policy, self.fetch = policy, fetch
+        self._blocks = 0
+        self._is_fetching = self._has_fetched = self._rests = False
+
+    def is_open(self, has_courier: bool) -> bool:
+        """Whether anything may be waited for after another look."""
+        may_wait = self.policy is not None and not self.policy.is_over
+        return may_wait or (has_courier and self.fetch is not None and not self.fetch.is_over)
+
+    def looked(self, blocks: int, has_courier: bool) -> AwaitStep | m.Located | None:
+        """It was looked, and so many blocks are here: what to wait for before the next look; None for nothing. An empty
+        `m.Located` stands for asking what is elsewhere."""
+        if self._has_fetched and self.fetch is not None:
+            self.fetch.looked(blocks)
+            self._rests |= blocks <= self._blocks
+        self._blocks, self._has_fetched = blocks, False
+        left = self.policy.seconds_left(blocks) if self.policy is not None else 0.0
+        rests, self._rests = self._rests, False
+        may_fetch = has_courier and self.fetch is not None and (bool(left) or not self.fetch.is_over) and not rests
+        if may_fetch and self.fetch is not None and self.fetch.asks(blocks):
+            return m.Located(0, 0)
+        return self._waiting(left, has_courier)
+
+    def located(self, located: m.Located) -> AwaitStep | None:
+        """That is elsewhere: what to wait for before the next look; None for nothing, and what was seen stands."""
+        assert self.fetch is not None
+        stop, seconds = self.fetch.chosen(located, self._blocks)
+        if stop > self._blocks:
+            self._is_fetching = True
+            return AwaitStep(stop - 1, seconds, located.number)
+        left = 0.0
+        if self.policy is not None:
+            left = self.policy.seconds_left(self._blocks)
+            self.policy.located(located)
+        return self._waiting(left, has_courier=True)
+
+    def awaited(self, awaited: m.Awaited) -> None:
+        """It was waited for that."""
+        if self._is_fetching and self.fetch is not None:
+            self._is_fetching, self._has_fetched = False, True
+            self._rests = awaited.end is not AwaitEnd.READABLE  # else a holder that fails would be asked at once again
+            self.fetch.ended(awaited)
+        elif self.policy is not None:
+            self.policy.ended(awaited.end)
+
+    def ended(self) -> None:
+        """It is not wanted any more. Safe to call again."""
+        if (self._is_fetching or self._has_fetched) and self.fetch is not None:
+            self.fetch.looked(self._blocks)
+        self._is_fetching = self._has_fetched = False
+        for part in (self.policy, self.fetch):
+            if part is not None:
+                part.is_over = True
+
+    def account(self, account: Account) -> Account:
+        """What is told of the prompt."""
+        for part in (self.fetch, self.policy):
+            account = part.account(account) if part is not None else account
+        return account
+
+    @property
+    def detail(self) -> str:
+        """In words, why it waited in vain; or nothing."""
+        parts = (self.policy, self.fetch)
+        return next((part.detail for part in parts if part is not None and part.detail), "")
+
+    def _waiting(self, left: float, has_courier: bool) -> AwaitStep | None:
+        if not left:
+            return None
+        return AwaitStep(self._blocks, min(left, RELOCATE_SECONDS) if has_courier and self.fetch is not None else left)
+
+
+def wait_for_blocks(namespace: NamespaceHandle, prompt: Prompt, ticket: str, plan: WaitPlan, blocks: int) -> bool:
+    """In a thread that may wait, after a look that found so many blocks: until what its plan waits for is here, or will
+    not come soon. Whether it was waited, so that it is to be looked again."""
+    has_waited = False
+    while (step := plan.looked(blocks, namespace.has_courier)) is not None:
+        if isinstance(step, m.Located):
+            step = plan.located(namespace.locate(prompt, ticket))
+            if step is None:
+                break
+        plan.awaited(namespace.await_block(prompt, step.block, 1000 * step.seconds, step.located))
+        blocks, has_waited = namespace.match(prompt, counts=False).blocks, True
+    return has_waited
 
 
 class ParkedWaits:
@@ -140,45 +247,73 @@ class BlockWait:
     """Of one request. One thread."""
 
     def __init__(
-        self, namespace: NamespaceHandle, prompt: Prompt, ticket: str, policy: WaitPolicy, parked: ParkedWaits
+        self, namespace: NamespaceHandle, prompt: Prompt, ticket: str, plan: WaitPlan, parked: ParkedWaits
     ) -> None:
-        """ticket: "" to wait for all full blocks of the prompt."""
-        self.policy = policy
-        self._namespace, self._prompt, self._parked = namespace, prompt, parked
-        self._opening = namespace.submit_open(ticket, OPEN_MS) if ticket else None
+        """ticket: "" to wait for all full blocks of the prompt, where there is a policy for that."""
+        self.plan = plan
+        self.is_over = False
+        """Whether what was seen last stands."""
+        self._namespace, self._prompt, self._ticket, self._parked = namespace, prompt, ticket, parked
+        self._opening = namespace.submit_open(ticket, OPEN_MS) if ticket and plan.policy is not None else None
+        self._locating: PendingReply[m.Located] | None = None
         self._pending: PendingReply[m.Awaited] | None = None
 
+    @property
+    def is_open(self) -> bool:
+        """Whether anything may be waited for after another look."""
+        return self.plan.is_open(self._namespace.has_courier)
+
+    @property
+    def is_parked(self) -> bool:
+        """Whether it waits for something that takes milliseconds."""
+        return self._opening is not None or self._pending is not None
+
     def may_look(self) -> bool:
-        """Whether to look how much is there; else something is waited for, and this is asked again."""
+        """Whether to look how much is there, unless it is over; else something is waited for, and this is asked
+        again."""
         if self._opening is not None:
             told = self._opening.poll()
             if told is None:
                 return False
             self._opening = None
-            self.policy.opened(told)
+            assert self.plan.policy is not None
+            self.plan.policy.opened(told)
+        if self._locating is not None:
+            located = self._locating.poll()
+            if located is None:
+                return False
+            self._locating = None
+            self.is_over = not self._park(self.plan.located(located))
         if self._pending is not None:
             awaited = self._pending.poll() if self._pending.is_ready() else None
             if awaited is None:
                 return False
             self._parked.remove(self._pending)
             self._pending = None
-            self.policy.ended(awaited.end)
+            self.plan.awaited(awaited)
         return True
 
     def goes_on(self, blocks: int) -> bool:
-        """It was looked, and so many are there: whether to wait for the next block."""
-        left = self.policy.seconds_left(blocks)
-        if left:
-            self._pending = self._namespace.submit_await(self._prompt, blocks, 1000 * left)
-            self._parked.add(self._pending)
-        return bool(left)
+        """It was looked, and so many are there: whether anything is waited for."""
+        step = self.plan.looked(blocks, self._namespace.has_courier)
+        if isinstance(step, m.Located):
+            self._locating = self._namespace.submit_locate(self._prompt, self._ticket)
+            return True
+        self.is_over = not self._park(step)
+        return not self.is_over
 
     def end(self) -> None:
         """It is not wanted any more. Safe to call again."""
-        self.policy.is_over = True
-        if self._opening is not None:
-            self._opening.cancel()
         if self._pending is not None:
             self._parked.remove(self._pending)
-            self._pending.cancel()
-        self._opening = self._pending = None
+        for pending in (self._opening, self._locating, self._pending):
+            if pending is not None:
+                pending.cancel()
+        self._opening = self._locating = self._pending = None
+        self.plan.ended()
+
+    def _park(self, step: AwaitStep | None) -> bool:
+        if step is not None:
+            self._pending = self._namespace.submit_await(self._prompt, step.block, 1000 * step.seconds, step.located)
+            self._parked.add(self._pending)
+        return step is not None

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import inf
 
 from engine_adapter.audit.audits import Audits, Holdout, TtftSaving
+from engine_adapter.cost.fetches import FetchModel
 from engine_adapter.cost.model import CostModel, Decision
 from engine_adapter.cost.speeds import LoadSpeed, PrefillSpeed
 from kvstore.block.account import HitTier, MissReason
@@ -33,6 +34,7 @@ class StepWork:
 class _Under:
     decision: Decision
     started_at: float
+    fetch_seconds: float
 
 
 class LoadChoice:
@@ -45,6 +47,9 @@ class LoadChoice:
         self.audits = Audits()
         self.saving = TtftSaving()
         self.costs = CostModel(PrefillSpeed(), LoadSpeed(), bytes_per_token=bytes_per_token)
+        self.fetches = FetchModel(self.costs, is_on=is_on)
+        self.fetch_seconds: dict[str, float] = {}
+        """That requests whose load has not begun have waited for what was elsewhere, and came."""
         self._is_on = is_on
         self._decided: dict[str, Decision] = {}
         self._under_way: dict[str, _Under] = {}
@@ -60,8 +65,8 @@ class LoadChoice:
         for tier, blocks in match.tiers:
             start, position = position, position + blocks * block_tokens
             tokens = min(position, cap) - max(start, local_tokens)
-            if tokens > 0:
-                runs.append((tier, tokens))
+            if tokens > 0:  # what was elsewhere is here now, and is loaded as all is
+                runs.append((HitTier.DRAM if tier in (HitTier.PEER, HitTier.REMOTE) else tier, tokens))
         if not runs:
             return cap, MissReason.GRID
         queued = sum(one.decision.remaining_seconds(now - one.started_at) for one in self._under_way.values())
@@ -82,19 +87,20 @@ class LoadChoice:
         """The load of its decision begins."""
         decision = self._decided.pop(request, None)
         if decision is not None:
-            self._under_way[request] = _Under(decision, now)
+            self._under_way[request] = _Under(decision, now, self.fetch_seconds.pop(request, 0.0))
 
     def ended(self, request: str, seconds: float | None, loaded_tokens: int, now: float) -> None:
         """The load of a request has ended, after that time; None: that is noticed now."""
         under_way = self._under_way.pop(request, None)
         if under_way is not None:
             taken = now - under_way.started_at if seconds is None else seconds
-            self.costs.finished(under_way.decision, taken, now, loaded_tokens)
+            self.costs.finished(under_way.decision, taken, now, loaded_tokens, under_way.fetch_seconds)
 
     def dropped(self, request: str) -> None:
         """There was no load, or nobody knows how long it took."""
         self._decided.pop(request, None)
         self._under_way.pop(request, None)
+        self.fetch_seconds.pop(request, None)
 
     def step_begins(self, number: int, work: StepWork, now: float, waits: bool) -> None:
         """A step is scheduled; numbers go up. waits: for a load."""

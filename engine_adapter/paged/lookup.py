@@ -1,6 +1,6 @@
 """One request's way to a promise, for a scheduler that must not wait.
 
-    ASKED  the look-up is on its way     > WAITING  for what another engine stores (`BlockWait`) > ASKED again
+    ASKED  the look-up is on its way     > WAITING  for what is elsewhere, or stored now (`BlockWait`) > ASKED again
                                          > FOUND  how much is stored      > LEASING  the lease is on its way
     > HELD  pinned and verified in DRAM: what is promised    > OVER  given to a load, given back, or there is nothing
 
@@ -51,8 +51,8 @@ class PrefixLookup:
         wait: BlockWait | None = None,
         trace: RequestTrace = NO_TRACE,
     ) -> None:
-        """Asks at once. clock: monotonic seconds. wait: for what another engine stores. trace: told when the look-up
-        and the lease were answered."""
+        """Asks at once. clock: monotonic seconds. wait: for what is elsewhere, or what another engine stores. trace:
+        told when the look-up and the lease were answered."""
         self.namespace = namespace
         self.prompt = prompt
         self.request = request
@@ -60,12 +60,13 @@ class PrefixLookup:
         self.detail = ""
         self.lease: Lease | None = None
         self._clock = clock
-        self._match_seconds = max(match_deadline_ms, OPEN_MS if wait is not None else 0.0) / 1000
+        self._match_seconds = match_deadline_ms / 1000
         self._lease_seconds = lease_deadline_ms / 1000
         self._trace, self._begun_at = trace, clock()
         self._asked_at = 0.0
         self._leased_at = 0.0
         self._match: Match | None = None
+        self._seen: Match | None = None  # by a look of a wait that goes on
         self._is_over = False
         self._wait = wait
         self._pending_match: PendingReply[Match] | None = None
@@ -77,8 +78,8 @@ class PrefixLookup:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it waits for what another engine stores."""
-        return self._wait is not None and self._pending_match is None and self._match is None
+        """Whether it waits for blocks to come."""
+        return self._wait is not None and self._wait.is_parked
 
     @property
     def is_over(self) -> bool:
@@ -127,17 +128,40 @@ class PrefixLookup:
 
     def _look(self) -> None:
         """What a wait looks at is no look-up of the request's: the one that ends it is."""
-        self._asked_at, self._is_counted = 0.0, self._wait is None or self._wait.policy.is_over
-        self._pending_match = self.namespace.submit_match(
-            self.prompt,
-            deadline_ms=1000 * self._match_seconds,
-            counts=self._is_counted,
-            request=told_name(self.request),
+        wait = self._wait
+        self._asked_at, self._is_counted = 0.0, wait is None or not wait.is_open
+        if wait is not None and (wait.plan.policy is not None or self._seen is not None):
+            self._match_seconds = max(self._match_seconds, OPEN_MS / 1000)
+        self._pending_match = self._submitted(self._is_counted)
+
+    def _submitted(self, counts: bool) -> PendingReply[Match]:
+        return self.namespace.submit_match(
+            self.prompt, deadline_ms=1000 * self._match_seconds, counts=counts, request=told_name(self.request)
         )
 
     def _poll_match(self) -> None:
-        if self._wait is not None and not self._wait.may_look():
+        wait = self._wait
+        if wait is not None and not wait.may_look():
             return
+        match = self._seen if wait is not None and wait.is_over else None
+        if match is None:
+            match = self._polled()
+            if match is None:
+                return
+            if wait is not None and wait.goes_on(match.blocks):
+                self._seen = match
+                return
+        if not self._is_counted:
+            self._submitted(counts=True)  # for the store's own account; its answer is not waited for
+        if wait is not None:
+            match = replace(match, account=wait.plan.account(match.account), detail=wait.plan.detail or match.detail)
+        self._match, self.account, self.detail = match, match.account, match.detail
+        self._trace.looked_up(self._clock() - self._begun_at, match.account)
+        if not match.tokens:
+            self._is_over = True
+
+    def _polled(self) -> Match | None:
+        """What a look has found; None while it is not there, or where it is a miss."""
         if self._pending_match is None:
             self._look()
         assert self._pending_match is not None
@@ -145,25 +169,14 @@ class PrefixLookup:
         self._asked_at = self._asked_at or now
         match = self._pending_match.poll()
         if match is None and now - self._asked_at < self._match_seconds:
-            return
+            return None
         self._pending_match.cancel()
         self._pending_match = None
         if match is None:
             self.detail = f"no answer within {1000 * self._match_seconds:g} ms"
             self._miss(MissReason.DEADLINE)
             self._trace.looked_up(now - self._begun_at, self.account)
-            return
-        if self._wait is not None:
-            policy = self._wait.policy
-            if not self._is_counted:
-                if not self._wait.goes_on(match.blocks):
-                    self._look()
-                return
-            match = replace(match, account=policy.account(match.account), detail=policy.detail or match.detail)
-        self._match, self.account, self.detail = match, match.account, match.detail
-        self._trace.looked_up(now - self._begun_at, match.account)
-        if not match.tokens:
-            self._is_over = True
+        return match
 
     def _matched(self, first_token: int, stop_token: int, reason: MissReason) -> int | None:
         match = self.found()

@@ -18,7 +18,7 @@ from typing import Any
 
 from engine_adapter.audit.audits import AuditVerdict
 from engine_adapter.cost.model import SYNCHRONOUS_MS
-from engine_adapter.handoff.block_wait import BlockWait, ParkedWaits, WaitPolicy
+from engine_adapter.handoff.block_wait import BlockWait, ParkedWaits
 from engine_adapter.paged.announcements import Announcements
 from engine_adapter.paged.audit_plan import AuditPlan
 from engine_adapter.paged.load_choice import LoadChoice, StepWork
@@ -35,6 +35,7 @@ from engine_adapter.paged.requests import (
     RequestSpec,
     RequestState,
     edge,
+    wait_of,
 )
 from engine_adapter.paged.save_plan import SavePlan, page_runs
 from engine_adapter.paged.settings import ConnectorSettings, LoadMode, SavePolicy
@@ -423,13 +424,12 @@ class PagedScheduler:
             )
 
     def _wait_of(self, state: RequestState, namespace: NamespaceHandle) -> BlockWait | None:
-        """For what another engine stores of a request, before it is admitted first."""
-        facts, choice = state.facts, self.choice
-        if not (facts.ticket or facts.awaits) or state.is_admitted or choice is None:
+        """For what is elsewhere of a request, or stored just now, before it is admitted first."""
+        choice, least = self.choice, self.settings.lease_deadline_ms / 1000
+        if state.is_admitted or choice is None:
             return None
-        least, compute = self.settings.lease_deadline_ms / 1000, choice.costs.prefill.more_seconds
-        policy = WaitPolicy(state.prompt, namespace.block_tokens, compute, self._clock, least)
-        return BlockWait(namespace, state.prompt, facts.ticket, policy, self._parked)
+        news, parked, clock = self.announced, self._parked, self._clock
+        return wait_of(state, namespace, choice, news, parked, clock, lambda: bool(self._running), least)
 
     def _promised(self, state: RequestState, lookup: PrefixLookup, local_tokens: int) -> int | None:
         match = lookup.found()

@@ -42,10 +42,10 @@ class MissReason(StrEnum):
     PINNED_FULL = "pinned_full"  # what may be pinned at once is pinned, or what could make room is leased
     DEADLINE = "deadline"  # it did not come in time; or the room for it, which others still map, store into or move
     TIER_DOWN = "tier_down"  # the tier that holds it does not answer
-    UNREACHABLE = "unreachable"  # the store itself does not answer
+    UNREACHABLE = "unreachable"  # the store itself does not answer, or none of those elsewhere that hold it
     CORRUPT = "corrupt"  # a check failed; the frame is quarantined
     KEY_MISMATCH = "key_mismatch"  # it was written under a key that this store does not hold
-    STALE_HINT = "stale_hint"  # a directory or a ticket said it was there, and it was not
+    STALE_HINT = "stale_hint"  # a directory, a ticket or another node said it was there, and it was not
     QUOTA = "quota"  # the tenant's limit; all that may go is kept for others; a prompt that alone takes all it may
     NOT_ADMITTED = "not_admitted"  # the policy chose not to keep it
     CHEAPER_TO_COMPUTE = "cheaper_to_compute"  # loading would take longer than computing
@@ -162,6 +162,20 @@ class Account:
                 parts.append((reason, segment.tokens - kept))
             else:
                 parts.append((segment.origin, segment.tokens))
+            position += segment.tokens
+        return Account.of(parts)
+
+    def missed_before(self, stop_token: int, reason: MissReason) -> Account:
+        """The same prompt with every miss before `stop_token` for that reason.
+
+        >>> Account.of([(HitTier.DRAM, 64), (MissReason.ABSENT, 128)]).missed_before(128, MissReason.DEADLINE).misses
+        {<MissReason.DEADLINE: 'deadline'>: 64, <MissReason.ABSENT: 'absent'>: 64}
+        """
+        parts: list[tuple[HitTier | MissReason, int]] = []
+        position = 0
+        for segment in self.segments:
+            renamed = 0 if isinstance(segment.origin, HitTier) else min(segment.tokens, max(0, stop_token - position))
+            parts += [(reason, renamed), (segment.origin, segment.tokens - renamed)]
             position += segment.tokens
         return Account.of(parts)
 

@@ -84,21 +84,23 @@ def bench_network(
         float, typer.Option(metavar="N", min=0.1, help="Of each quiet and each flooded turn of the local door.")
     ] = 3.0,
     only: Annotated[
-        str | None, typer.Option(metavar="ROWS", help="Measure these alone: grpc or peers. All if left out.")
+        str | None, typer.Option(metavar="ROWS", help="Measure these alone: grpc, peers or valkey. All if left out.")
     ] = None,
     check: Check = False,
     as_json: Json = False,
 ) -> int:
     """What a match of 512 keys takes through gRPC beside an empty call and the local match, and what an engine at the
     local door notices while another tenant floods gRPC with 256 calls at a time, from one core, and while another one
-    waits for as many blocks as it may. Then frames from node to node, by each transport, beside a raw stream."""
+    waits for as many blocks as it may. Then frames from node to node, by each transport, and to and from a Valkey, beside
+    a raw stream."""
     with shown_progress() as show:
         show("loading torch")
-        from kvstore.bench.network import pull_rows, rows
+        from kvstore.bench.network import pull_rows, rows, valkey_rows
 
         ways: dict[str, Callable[[], Result]] = {
             "grpc": lambda: rows.run(rows.NetworkBenchOptions(seconds=seconds), show),
             "peers": lambda: pull_rows.run(pull_rows.PullBenchOptions(), show),
+            "valkey": lambda: valkey_rows.run(valkey_rows.ValkeyBenchOptions(), show),
         }
         if only is not None and only not in ways:
             raise BadInput(f"--only {only}: the rows are {' and '.join(ways)}")

@@ -77,8 +77,8 @@ class SidecarConnection:
         """Blocks of one chain that may be asked for."""
         self.tells_changes = wire.welcome.version >= m.CHANGES_VERSION
         """Whether it takes `Changes` and `Tell`."""
-        self.tells_awaits = wire.welcome.version >= m.AWAIT_VERSION
-        """Whether it takes `Await` and `Cancel`."""
+        self.locates = wire.welcome.version >= m.LOCATE_VERSION
+        """Whether it takes `Locate`."""
         self.may_skip = wire.welcome.max_keys > m.OLDER_MAX_KEYS
         """Whether the sidecar knows `Reserve.skipped`."""
         self._long_until = 0.0  # when all long chains that were asked for may have been looked at
@@ -480,6 +480,10 @@ def check_answer(verb: m.Verb, answer: m.Answer, parts: int | None) -> None:
             _hold(all(len(key) == KEY_BYTES and 0 <= at <= 2 for key, at in answer.changes), "a change that cannot be")
         case m.Await(), m.Awaited():
             _hold(0 <= answer.blocks <= len(verb.keys), "more blocks than were asked for")
+        case m.Locate(), m.Located():
+            _hold(0 <= answer.blocks <= len(verb.keys), "more blocks than were asked for")
+            _hold(0 <= answer.number <= MAX_PLACE and answer.milliseconds >= 0, "numbers that are none")
+            _hold(not answer.number or answer.tier is not None, "blocks that are nowhere")
         case m.OpenTicket(), m.TicketOpened():
             _hold(0 <= answer.blocks <= m.MAX_KEYS and 0 <= answer.seconds <= MOST_SECONDS, "a ticket that cannot be")
         case m.Extents(), m.ExtentsReply():

@@ -1,18 +1,21 @@
-"""What a namespace's handle offers to an engine that hands a prompt over to another one, and to that one: tickets, and
-waits for blocks that another engine stores."""
+"""What a namespace's handle offers to an engine that wants blocks which are not here yet: what is elsewhere of a
+prompt, waits for what is fetched or stored just now, and tickets, by which one engine hands a prompt to another."""
 
 from __future__ import annotations
 
 from kvstore.block.account import MissReason
 from kvstore.block.errors import BadInput
 from kvstore.block.identity import Prompt
-from kvstore.client.pending import AWAIT_GRACE_SECONDS, PendingReply
+from kvstore.client.pending import AWAIT_GRACE_SECONDS, PendingReply, ReadyReply
 from kvstore.config import check_deadline
 from kvstore.protocol import messages as m
-from kvstore.protocol.door import Door
+from kvstore.protocol.door import Door, Submitted
 from kvstore.protocol.handing_over import MAX_TICKET_CHARACTERS
 from kvstore.protocol.replies import Grant
 from tiering.counts.awaits import MAX_AWAIT_SECONDS, AwaitEnd
+
+LOCATE_GRACE_SECONDS = 0.05
+"""A sidecar answers within 5 ms (`LOCATE_SECONDS`); after this nothing is elsewhere."""
 
 
 class HandOffVerbs:
@@ -20,14 +23,28 @@ class HandOffVerbs:
 
     _door: Door
     _grant: Grant
+    has_courier = False
+    """Whether the last look-up's answer said that a courier fetches blocks from elsewhere. None is asked otherwise."""
 
-    def await_block(self, prompt: Prompt, block: int, deadline_ms: float) -> m.Awaited:
-        """Wait until a block of a prompt can be read, also one never heard of, at most that long and 30 s."""
-        return self._door.call(self._waiting(prompt, block, deadline_ms), m.Awaited)
+    def locate(self, prompt: Prompt, ticket: str = "") -> m.Located:
+        """How much of a prompt, from its first block on, is elsewhere and could be here soon."""
+        return self._door.call(self._locating(prompt, ticket), m.Located) if self.has_courier else m.Located(0, 0)
 
-    def submit_await(self, prompt: Prompt, block: int, deadline_ms: float) -> PendingReply[m.Awaited]:
-        """`await_block` for a thread that must not wait."""
-        waiting = self._waiting(prompt, block, deadline_ms)
+    def submit_locate(self, prompt: Prompt, ticket: str = "") -> PendingReply[m.Located]:
+        """`locate` for a thread that must not wait. No message is sent where no courier is."""
+        submitted: Submitted[m.Located] = ReadyReply(m.Located(0, 0))
+        if self.has_courier:
+            submitted = self._door.submit(self._locating(prompt, ticket), m.Located, LOCATE_GRACE_SECONDS)
+        return PendingReply(submitted, lambda told: told, lambda: m.Located(0, 0))
+
+    def await_block(self, prompt: Prompt, block: int, deadline_ms: float, located: int = 0) -> m.Awaited:
+        """Wait until a block of a prompt can be read, also one never heard of, at most that long and 30 s. located:
+        number of what `locate` told, which is fetched up to this block."""
+        return self._door.call(self._waiting(prompt, block, deadline_ms, located), m.Awaited)
+
+    def submit_await(self, prompt: Prompt, block: int, deadline_ms: float, located: int = 0) -> PendingReply[m.Awaited]:
+        """`await_block` for a thread that must not wait. Cancelled, it ends what is fetched for it."""
+        waiting = self._waiting(prompt, block, deadline_ms, located)
         submitted = self._door.submit(waiting, m.Awaited, waiting.seconds + AWAIT_GRACE_SECONDS)
         return PendingReply(submitted, lambda told: told, lambda: m.Awaited(0, AwaitEnd.CANCELLED))
 
@@ -54,8 +71,13 @@ class HandOffVerbs:
     def _opening(self, ticket: str) -> m.OpenTicket:
         return m.OpenTicket(self._grant.number, ticket[: MAX_TICKET_CHARACTERS + 1])
 
-    def _waiting(self, prompt: Prompt, block: int, deadline_ms: float) -> m.Await:
+    def _locating(self, prompt: Prompt, ticket: str) -> m.Locate:
+        fitting = ticket if len(ticket) <= MAX_TICKET_CHARACTERS else ""
+        return m.Locate(self._grant.number, prompt.keys[: m.MAX_KEYS], fitting)
+
+    def _waiting(self, prompt: Prompt, block: int, deadline_ms: float, located: int) -> m.Await:
         check_deadline(deadline_ms)
         if not 0 <= block < len(prompt.keys):
             raise BadInput(f"block={block}; give one of the prompt's {len(prompt.keys)} full blocks, from 0 on")
-        return m.Await(self._grant.number, prompt.keys[block : block + 1], min(deadline_ms / 1000, MAX_AWAIT_SECONDS))
+        seconds = min(deadline_ms / 1000, MAX_AWAIT_SECONDS)
+        return m.Await(self._grant.number, prompt.keys[block : block + 1], seconds, located)

@@ -431,8 +431,8 @@ class NamespaceHandle(HandOffVerbs):
         return tokens, m.MatchPrefix(self.number, keys, counts, request)
 
     def _matched(self, tokens: int, keys: list[bytes], matched: m.Matched) -> Match:
-        reply, found = matched.reply, matched.reply.blocks * self.block_tokens
-        account = self._account(tokens, len(keys), reply)
+        self.has_courier, reply = matched.has_courier, matched.reply
+        account, found = self._account(tokens, len(keys), reply), reply.blocks * self.block_tokens
         return Match(keys, reply.blocks, found, reply.tiers, account, reply.reason, reply.detail)
 
     def _wanted(self, match: Match, first_token: int, deadline_ms: float, request: str) -> m.LeasePrefix:

@@ -56,14 +56,16 @@ MOVING_SHARE = 10
 """While memory moves to other clients, a sidecar that rings no bell is asked so many times as often."""
 
 
-PlainVerb = m.Changes | m.Await | m.SealTicket | m.OpenTicket
+PlainVerb = m.Changes | m.Await | m.SealTicket | m.OpenTicket | m.Locate
 """Questions about a namespace that one answer settles."""
-_KIND_OF_ANSWER: dict[type, type[m.Changed | m.Awaited | m.Sealed | m.TicketOpened]] = {
+_KIND_OF_ANSWER: dict[type, type[m.Changed | m.Awaited | m.Sealed | m.TicketOpened | m.Located]] = {
     m.Changes: m.Changed,
     m.Await: m.Awaited,
     m.SealTicket: m.Sealed,
     m.OpenTicket: m.TicketOpened,
+    m.Locate: m.Located,
 }
+_SINCE: dict[type, int] = {m.Changes: m.CHANGES_VERSION, m.Locate: m.LOCATE_VERSION}
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +209,7 @@ class SocketDoor:
         match request:
             case m.LeasePrefix():
                 return min(request.deadline_ms, MAX_DEADLINE_MS) / 1000 + limits.lease
-            case m.MatchPrefix() | AttachLease():
+            case m.MatchPrefix() | AttachLease() | m.Locate():
                 return limits.match
             case m.Await():
                 return min(request.seconds, MAX_AWAIT_SECONDS) + limits.mapping
@@ -232,7 +234,7 @@ class SocketDoor:
                 return run.walk(
                     self._reserving(run, request, self._number(run, request.namespace, time)), time.left(), time.left
                 )
-            case m.Await() | m.SealTicket() | m.OpenTicket():
+            case m.Await() | m.SealTicket() | m.OpenTicket() | m.Locate():
                 plain = self._plain(run, request, self._number(run, request.namespace, time))
                 return run.walk(plain, time.left(), time.left)
             case m.Persist():
@@ -250,8 +252,9 @@ class SocketDoor:
         keys = list(request.keys)
         if isinstance(request, m.MatchPrefix):
             verb = msgspec.structs.replace(request, namespace=number, keys=keys[: run.max_keys])
-            reply = taken((yield verb), m.Matched).reply
-            return m.Matched(matched_up_to(reply, len(keys), run.max_keys))
+            found = taken((yield verb), m.Matched)
+            reply = matched_up_to(found.reply, len(keys), run.max_keys)
+            return m.Matched(reply, found.has_courier and run.locates)
         if len(keys) > run.max_keys:  # they were found on another connection
             raise Unavailable(MissReason.UNSUPPORTED, f"{len(keys)} blocks; this sidecar takes {run.max_keys}")
         wait_ms = min(float(request.deadline_ms), MAX_DEADLINE_MS)
@@ -263,8 +266,10 @@ class SocketDoor:
 
     def _plain(self, run: SidecarConnection, request: PlainVerb, number: int) -> Exchange[m.Answer]:
         """One question, with the sidecar's number of the namespace."""
-        if not (run.tells_changes if isinstance(request, m.Changes) else run.tells_awaits):
+        if run.wire.welcome.version < _SINCE.get(type(request), m.AWAIT_VERSION):
             raise Unavailable(MissReason.UNSUPPORTED, "the sidecar is of an earlier version")
+        if isinstance(request, m.Locate):
+            request = msgspec.structs.replace(request, keys=request.keys[: run.max_keys])
         if isinstance(request, m.SealTicket) and len(request.keys) > run.max_keys:
             raise Unavailable(MissReason.UNSUPPORTED, f"{len(request.keys)} blocks; this sidecar takes {run.max_keys}")
         answered = yield msgspec.structs.replace(request, namespace=number)

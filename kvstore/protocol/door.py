@@ -180,12 +180,12 @@ def missed(request: Request, reason: MissReason, detail: str) -> object:
             return m.Changed(b"", [], 0)
         case m.Await():
             return m.Awaited(0, AwaitEnd.GONE)
+        case m.Locate():
+            return m.Located(0, 0, reason=reason, detail=detail)
         case m.SealTicket():
             return m.Sealed("")
         case m.OpenTicket():
             return m.TicketOpened(b"", 0, 0.0, reason, detail)
-        case m.Locate():
-            return m.Located(0, 0, reason=reason, detail=detail)
         case m.Commit():
             raise ReservationLost(reason, detail)
         case _:

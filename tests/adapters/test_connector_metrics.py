@@ -26,7 +26,7 @@ def everything() -> RequestCounts:
     counts.load_ended(0.3, is_whole=True)
     counts.load_ended(9.0, is_whole=False)
     counts.audited = {verdict.value: 3 + at for at, verdict in enumerate(AuditVerdict)}
-    counts.costs = CostCounts(9, 1000, 200, 2, 1, 4, 3, 120.0, 4500.0).to_dict()
+    counts.costs = CostCounts(9, 1000, 200, 2, 1, 4, 3, 120.0, 4500.0, 11, 8, 5).to_dict()
     counts.saving = HitSaving(50.0, 4.0, 2, 2, 1)
     return counts
 
@@ -65,6 +65,8 @@ def test_every_count_has_its_metric_and_every_metric_a_count() -> None:
     assert page.total("vllm_cost_tokens_total", choice="loaded") == 1000
     assert page.total("vllm_cost_tokens_total", choice="declined") == 200
     assert page.total("vllm_cost_loads_total", result="judged") == 3
+    fetches = {name: page.total("vllm_fetches_total", result=name) for name in ("asked", "ended", "short")}
+    assert fetches == {"asked": 11, "ended": 8, "short": 5}
     assert page.total("vllm_ttft_saved_seconds", statistic="mean") == pytest.approx(0.05)
     assert page.total("vllm_audited_blocks_total") == sum(everything().audited.values())
     for one in CONNECTOR_METRICS:
@@ -105,6 +107,7 @@ def test_tokens_add_up_to_the_prompts() -> None:
     [
         ({"miss_unreachable": 64, "miss_partial_block": 3}, 0.0),
         ({"miss_unreachable": 64, "hit_dram": 64}, 0.0),
+        ({"miss_unreachable": 64, "cost_locates": 1}, 1.0),
         ({"hit_dram": 64}, 1.0),
         ({"miss_absent": 64}, 1.0),
         ({"hit_engine": 64, "miss_last_token": 1}, None),

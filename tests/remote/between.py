@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import ssl
 import struct
@@ -81,21 +82,25 @@ class Proxy:
             near.close()
             return
         self._sockets += [near, far]
-        threading.Thread(target=self._up, args=(near, far), daemon=True).start()
-        with suppress(OSError):
-            while data := far.recv(1 << 16):
-                self._down(near, data)
+        with suppress(OSError, ValueError):  # ValueError: of a socket that was closed
+            self._carry(near, far)
         for one in (near, far):
             with suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
             one.close()
 
-    def _up(self, near: socket.socket, far: socket.socket) -> None:
-        with suppress(OSError):
-            while data := near.recv(1 << 16):
-                far.sendall(data)
-        with suppress(OSError):
-            far.shutdown(socket.SHUT_RDWR)
+    def _carry(self, near: socket.socket, far: socket.socket) -> None:
+        while True:
+            held = isinstance(near, ssl.SSLSocket) and near.pending()
+            readable = [near] if held else select.select([near, far], [], [])[0]
+            for one in readable:
+                data = one.recv(1 << 16)
+                if not data:
+                    return
+                if one is near:
+                    far.sendall(data)
+                else:
+                    self._down(near, data)
 
     def _down(self, near: socket.socket, data: bytes) -> None:
         planned = self._planned

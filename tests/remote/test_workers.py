@@ -336,8 +336,11 @@ def test_closing_refuses_what_waits_and_gives_back() -> None:
     wait_until(lambda: not any(one.name == "kvstore-remote" for one in threading.enumerate()))
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_driver_with_a_bug_loses_no_slot() -> None:
+def test_a_driver_with_a_bug_loses_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends its thread, which says so, and the next call has another one."""
+    told: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", told.append)
+
     def bug() -> int:
         raise ZeroDivisionError
 
@@ -347,4 +350,5 @@ def test_a_driver_with_a_bug_loses_no_slot() -> None:
             with pytest.raises(RemoteFault, match="the driver of lagging failed"):
                 workers.submit(bug, soon(LONG), is_back.set).result()
             assert is_back.is_set()
-        wait_until(lambda: fault_of(workers) is None)
+        assert workers.submit(lambda: 1, soon(LONG)).result() == 1
+        wait_until(lambda: len(told) == 2)

@@ -1,0 +1,125 @@
+"""How much of one prompt is fetched from elsewhere, and what is told of it where it does not come.
+
+    looked, and more would be of use > LOCATING > nothing is worth it           over
+                                                > FETCHING: awaited > looked   over, or, with a ticket, again
+
+Who knows what computing takes decides how far (`FetchChoice`); `block_wait` has the order of things. What was
+located and is not here in the end is a miss by what kept it away; what was located and not wanted is
+`cheaper_to_compute`. Must never import an engine.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Protocol
+
+from engine_adapter.cost.fetches import LEAST_WAIT_SECONDS, PATIENCE
+from kvstore.block.account import Account, MissReason
+from kvstore.protocol import messages as m
+from tiering.counts.awaits import AwaitEnd
+
+REASON_OF_END: dict[AwaitEnd, MissReason | None] = {
+    AwaitEnd.READABLE: None,
+    AwaitEnd.SHORT: MissReason.STALE_HINT,
+    AwaitEnd.DEADLINE: MissReason.DEADLINE,
+    AwaitEnd.CANCELLED: MissReason.DISABLED,
+    AwaitEnd.GONE: MissReason.UNREACHABLE,
+    AwaitEnd.FULL: MissReason.BUSY,
+}
+"""Where the store does not say why what was fetched did not come. Total."""
+
+
+class FetchChoice(Protocol):
+    """Decides for one prompt."""
+
+    def asks(self, blocks: int) -> bool:
+        """So many blocks are here: whether those behind them would be of use, and it is asked where they are."""
+        ...
+
+    def choose(self, located: m.Located, blocks: int) -> tuple[int, float]:
+        """Up to which block to fetch, `blocks` for no more than are here; and for how many seconds to wait for that."""
+        ...
+
+    def ended(self, *, came: bool) -> None:
+        """The fetch that was chosen is over. came: all of it."""
+        ...
+
+    def looked(self, blocks: int) -> None:
+        """After it, or where it is not waited for any more: so many blocks are here."""
+        ...
+
+
+class FetchPolicy:
+    """Of one prompt. is_over: nothing more is fetched, but where a ticket is waited for. reason: of the last fetch that
+    did not bring all."""
+
+    def __init__(self, choice: FetchChoice, block_tokens: int) -> None:
+        self._choice, self._block_tokens = choice, block_tokens
+        self._located, self._stop, self._where = 0, 0, ""
+        self.is_over = False
+        self.reason: MissReason | None = None
+        self.detail = ""
+
+    def asks(self, blocks: int) -> bool:
+        """As `FetchChoice.asks`."""
+        return self._choice.asks(blocks)
+
+    def chosen(self, located: m.Located, blocks: int) -> tuple[int, float]:
+        """As `FetchChoice.choose`, of what was located: no more than `blocks` where nothing is."""
+        stop, seconds = blocks, 0.0
+        if located.number and located.blocks > blocks and located.tier is not None:
+            self._located = max(self._located, located.blocks)
+            stop, seconds = self._choice.choose(located, blocks)
+            self._where = f"{located.tier} {located.where}".strip()
+        if stop > blocks:
+            self._stop, self.reason, self.detail = max(self._stop, stop), None, ""
+        else:
+            self.is_over = True
+        return stop, seconds
+
+    def ended(self, awaited: m.Awaited) -> None:
+        """The fetch is over."""
+        self.is_over = True
+        came = awaited.end is AwaitEnd.READABLE
+        self._choice.ended(came=came)
+        self.reason = awaited.reason or REASON_OF_END[awaited.end]
+        if not came:
+            self.detail = awaited.detail or f"block {self._stop} was to come from {self._where}: {awaited.end}"
+
+    def looked(self, blocks: int) -> None:
+        """It was looked again after a fetch."""
+        self._choice.looked(blocks)
+
+    def account(self, account: Account) -> Account:
+        """What is told of the prompt: of the blocks that were located, why those did not come that are not here."""
+        if self._located:
+            account = account.missed_before(self._located * self._block_tokens, MissReason.CHEAPER_TO_COMPUTE)
+        if self._stop and self.reason is not None:
+            account = account.missed_before(self._stop * self._block_tokens, self.reason)
+        return account
+
+
+class BoundedFetch:
+    """`FetchChoice` of an engine that has not learned what computing takes: all that is of use, unless that is said to
+    take longer than so many seconds."""
+
+    def __init__(self, usable_blocks: int, seconds: float) -> None:
+        self._usable, self._seconds = usable_blocks, seconds
+
+    def asks(self, blocks: int) -> bool:
+        """Whether more could be loaded."""
+        return self._usable > blocks
+
+    def choose(self, located: m.Located, blocks: int) -> tuple[int, float]:
+        """Waited for a few times as long as is said; where nothing is known, for all of the time."""
+        stop = min(located.blocks, self._usable)
+        told = 1e-3 * located.milliseconds * (stop - blocks) / max(1, located.blocks - blocks)
+        if self._seconds < told < inf:
+            return blocks, 0.0
+        return stop, min(self._seconds, max(LEAST_WAIT_SECONDS, PATIENCE * told))
+
+    def ended(self, *, came: bool) -> None:
+        """Nothing is learned."""
+
+    def looked(self, blocks: int) -> None:
+        """There is no router to be told."""

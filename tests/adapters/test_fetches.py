@@ -1,0 +1,449 @@
+"""What is elsewhere: asked for beside the look-up, fetched where that is sooner than computing, waited for no longer
+than that, and accounted for. Engines are `PagedEngine`s, which look at every number that they read.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import inf
+from pathlib import Path
+from random import Random, SystemRandom
+from typing import Any
+
+import pytest
+
+from engine_adapter.cost import fetches
+from engine_adapter.cost.fetches import FetchModel
+from engine_adapter.cost.model import CostModel
+from engine_adapter.cost.speeds import LoadSpeed, PrefillSpeed
+from engine_adapter.handoff import block_wait
+from engine_adapter.handoff.fetch import REASON_OF_END, BoundedFetch, FetchPolicy
+from engine_adapter.paged.requests import RequestSpec
+from far import Courier, FarStore
+from kvstore.block.account import HitTier, MissReason
+from kvstore.client.handle import NamespaceHandle
+from kvstore.node import EmbeddedStore
+from kvstore.protocol import messages as m
+from paged_engine import PagedEngine, Request, Shape, SharedStore, Status
+from tiering.counts.awaits import AwaitEnd
+from waiting import wait_until
+from workbench import open_at
+
+SEED = int(os.environ.get("FETCH_SEED", "0")) or SystemRandom().randrange(1 << 30)
+HISTORIES = int(os.environ.get("FETCH_HISTORIES", "12"))
+BLOCK = 64
+
+
+class Hosts:
+    """Two engines, each over a store of its own; what the first one stored can be fetched for the second one."""
+
+    def __init__(self, far: EmbeddedStore, near: EmbeddedStore, **options: Any) -> None:
+        self.near = near
+        self.random = Random(SEED)
+        self.courier = Courier()
+        given: dict[str, Any] = {"lease_deadline_ms": 200, **options}
+        self.one = PagedEngine(Shape(), lambda _: SharedStore(far), Random(1), session="1")
+        self.two = PagedEngine(Shape(), lambda _: FarStore(near, self.courier), Random(2), session="2", **given)
+
+    def prompt(self, tokens: int, outputs: int = 1) -> list[int]:
+        """Stored on the first host, and known to be there."""
+        prompt = [self.random.randrange(1000) for _ in range(tokens)]
+        self.one.add(f"p{self.random.random()}", prompt, outputs)
+        self.one.run()
+        self.one.settle()
+        self.courier.holds(handle(self.one), handle(self.two), prompt)
+        return prompt
+
+    def ask(self, name: str, prompt: list[int], spec: RequestSpec | None = None) -> dict[str, Any]:
+        self.two.forget()
+        request = self.two.add(name, prompt, 2, spec)
+        self.two.run()
+        return told(request)
+
+    def knows_couriers(self) -> None:
+        """The first look-up tells an engine that there is one."""
+        self.ask("first", [1] * 70)
+        self.courier.asked.clear()
+
+    def check(self) -> None:
+        """Nothing is held for anybody."""
+        for engine in (self.one, self.two):
+            engine.settle()
+            engine.close()
+        usage = self.near.usage()
+        assert (usage.leases, usage.reservations, usage.pinned_bytes) == (0, 0, 0)
+        assert self.near.core.awaits.counts().parked == 0 and self.courier.fetches == []
+        self.near.check()
+
+
+@contextmanager
+def hosts(path: Path, **options: Any) -> Iterator[Hosts]:
+    with open_at(path / "far", dram="16MiB") as far, open_at(path / "near", dram="16MiB") as near:
+        made = Hosts(far, near, **options)
+        try:
+            yield made
+            made.check()
+        finally:
+            made.one.close()
+            made.two.close()
+
+
+def handle(engine: PagedEngine) -> NamespaceHandle:
+    opened = engine.half._namespace.now()
+    assert opened is not None
+    return opened
+
+
+def told(request: Request) -> dict[str, Any]:
+    account = request.told
+    assert account is not None and sum(account["hits"].values()) + sum(account["misses"].values()) == account["asked"]
+    return account
+
+
+# The main job ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tier", [HitTier.PEER, HitTier.REMOTE])
+def test_what_another_host_stored_is_fetched_and_counted_by_its_tier_once(tmp_path: Path, tier: HitTier) -> None:
+    with hosts(tmp_path) as two:
+        two.courier.tier = tier
+        prompt = two.prompt(500)
+        account = two.ask("a", prompt)
+        assert account["hits"] == {str(tier): 448}, account
+        assert two.ask("b", prompt)["hits"] == {"dram": 448}, "it is here now"
+        longer = two.ask("c", [*prompt, *range(200)])
+        assert longer["hits"] == {"dram": 448} and longer["misses"]["absent"] == 192, "and no more is elsewhere"
+
+
+def test_what_is_here_and_what_is_elsewhere_are_one_prefix(tmp_path: Path) -> None:
+    with hosts(tmp_path) as two:
+        prompt = two.prompt(700)
+        two.ask("short", prompt[:300])
+        two.two.settle()
+        assert two.ask("long", prompt)["hits"] == {"dram": 256, "peer": 384}
+
+
+def test_where_no_courier_is_no_look_up_sends_a_message_more(tmp_path: Path) -> None:
+    with hosts(tmp_path) as two:
+        prompt = two.prompt(500)
+        two.courier.is_there = False
+        two.courier.asked.clear()
+        account = two.ask("a", prompt)
+        assert account["misses"]["absent"] == 448 and "detail" in account
+        assert two.courier.asked["MatchPrefix"] == 1 and not two.courier.asked["Locate"] + two.courier.asked["Await"]
+        two.two.settle()
+        two.courier.asked.clear()
+        assert two.ask("b", prompt)["hits"] == {"dram": 448}
+        assert (two.courier.asked["MatchPrefix"], two.courier.asked["LeasePrefix"]) == (1, 1)
+        assert not two.courier.asked["Locate"] + two.courier.asked["Await"]
+
+
+def test_a_prefix_that_is_here_as_a_whole_is_asked_of_nobody(tmp_path: Path) -> None:
+    with hosts(tmp_path) as two:
+        prompt = two.prompt(500)
+        two.ask("a", prompt)
+        for tokens in (63, 65, 448, 449, 500):
+            two.courier.asked.clear()
+            two.ask(f"{tokens}", prompt[:tokens])
+            assert not two.courier.asked["Locate"] + two.courier.asked["Await"], tokens
+
+
+def test_each_request_is_one_look_up_to_the_store(tmp_path: Path) -> None:
+    with hosts(tmp_path) as two:
+        two.knows_couriers()
+        counted: list[bool] = []
+        door = handle(two.two)._door
+        submit = door.submit
+
+        def noted(request: Any, *given: Any) -> Any:
+            counted.append(isinstance(request, m.MatchPrefix) and request.counts)
+            return submit(request, *given)
+
+        door.submit = noted  # type: ignore[method-assign]
+        prompt = two.prompt(500)
+        for name, share in (("part", 0.5), ("whole", 1.0), ("here", 1.0)):
+            two.courier.brings = share
+            counted.clear()
+            two.ask(name, prompt)
+            assert sum(counted) == 1, name
+
+
+def test_what_is_fetched_is_told_to_routers_and_what_did_not_come_is_not(tmp_path: Path) -> None:
+    with hosts(tmp_path) as two:
+        two.two.half.announce(lambda request, number: (request.request_id, number))
+        two.courier.brings = 0.5
+        two.ask("a", two.prompt(500))
+        two.two.settle()
+        wait_until(lambda: two.two.step() or len(two.two.half.announced._news) >= 7)  # type: ignore[func-returns-value]
+        news = [one.block for one in two.two.half.announced.take() if one.came is HitTier.DRAM]
+        assert news[:3] == [("a", 0), ("a", 1), ("a", 2)]
+        assert {number for name, number in news} == set(range(7)), "the others are told when they are saved"
+
+
+# How long, and why not ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+@pytest.mark.parametrize(
+    ("end", "reason", "missed"),
+    [
+        (AwaitEnd.SHORT, None, "stale_hint"),
+        (AwaitEnd.SHORT, MissReason.UNREACHABLE, "unreachable"),
+        (AwaitEnd.SHORT, MissReason.STALE_HINT, "stale_hint"),
+        (None, None, "deadline"),
+        (AwaitEnd.GONE, None, "unreachable"),
+    ],
+)
+def test_what_was_located_and_did_not_come_is_a_miss_for_what_kept_it_away(
+    tmp_path: Path, share: float, end: AwaitEnd | None, reason: MissReason | None, missed: str
+) -> None:
+    with hosts(tmp_path) as two:
+        courier = two.courier
+        courier.brings, courier.end = share, end
+        prompt = two.prompt(500)
+        courier.reason = reason
+        account = two.ask("a", [*prompt[:448], *range(100)])
+        came = 64 * int(share * 7)
+        assert account["hits"] == ({"peer": came} if came else {})
+        assert account["misses"] == {missed: 448 - came, "absent": 64, "partial_block": 36}, account
+        assert "far away" in account["detail"]
+
+
+def test_a_courier_that_brings_nothing_is_waited_for_no_longer_than_chosen(tmp_path: Path) -> None:
+    with hosts(tmp_path) as two:
+        two.courier.brings = None
+        prompt = two.prompt(500)
+        began = time.monotonic()
+        account = two.ask("a", prompt)
+        assert account["misses"]["deadline"] == 448 and account["hits"] == {}
+        assert time.monotonic() - began >= fetches.LEAST_WAIT_SECONDS
+        counts = two.two.half.choice.costs.counts  # type: ignore[union-attr]
+        assert (counts.locates, counts.fetches, counts.short_fetches) == (1, 1, 1) and counts.regret_ms >= 50
+
+
+def test_others_run_while_one_waits(tmp_path: Path) -> None:
+    with hosts(tmp_path) as two:
+        two.courier.brings = None
+        two.courier.milliseconds = inf
+        waits = two.two.add("waits", two.prompt(500), 2)
+        others = [two.two.add(f"{at}", [at] * 40, 4) for at in range(4)]
+        while any(one.status is not Status.OVER for one in others):
+            two.two.step()
+        assert waits.status is Status.WAITING and len(two.courier.fetches) == 1
+        two.courier.bring(two.courier.fetches[0])
+        two.two.run()
+        assert told(waits)["hits"] == {"peer": 448}
+
+
+def test_a_locate_that_is_not_answered_costs_milliseconds(tmp_path: Path) -> None:
+    with hosts(tmp_path) as two:
+        two.courier.answers = False
+        assert two.ask("a", two.prompt(500))["misses"]["absent"] == 448
+        assert not two.courier.asked["Await"]
+
+
+def test_what_the_engine_has_itself_is_not_fetched_for_it(tmp_path: Path) -> None:
+    with hosts(tmp_path) as two:
+        prompt = two.prompt(500)
+        two.courier.is_there = False
+        two.ask("a", prompt)
+        two.two.settle()
+        two.near.evict(100)
+        two.courier.is_there = True
+        two.two.add("b", prompt, 2)
+        two.two.run()
+        assert not two.courier.asked["Locate"], "its own cache has all that could be loaded"
+
+
+@pytest.mark.parametrize("steps", range(5))
+def test_a_request_that_is_given_up_leaves_nothing(tmp_path: Path, steps: int) -> None:
+    with hosts(tmp_path) as two:
+        two.knows_couriers()
+        two.courier.brings, two.courier.milliseconds = None, inf
+        two.courier.answers = steps > 1
+        request = two.two.add("a", two.prompt(500), 2)
+        for _ in range(steps):
+            two.two.step()
+        assert bool(two.courier.fetches) is (steps > 1)
+        two.two.abort(request)
+        assert two.courier.fetches == [] and two.near.core.awaits.counts().parked == 0
+
+
+# Tickets --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_ticket_goes_along_and_is_asked_again_while_the_other_engine_stores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_wait, "RELOCATE_SECONDS", 0.005)
+    monkeypatch.setattr(block_wait, "UNLEARNED_SECONDS", 20.0)
+    with hosts(tmp_path) as two:
+        prompt = [two.random.randrange(1000) for _ in range(500)]
+        near = handle(two.two)
+        ticket = near.seal(near.hashed(prompt), 60).ticket
+        request = two.two.add("d", prompt, 2, RequestSpec(ticket=ticket))
+        while two.courier.asked["Locate"] < 2:
+            two.two.step()
+        two.one.add("p", prompt, 1)
+        two.one.run()
+        two.one.settle()
+        two.courier.holds(handle(two.one), near, prompt[:200])
+        while near.match(prompt, counts=False).blocks < 3:
+            two.two.step()
+        two.courier.holds(handle(two.one), near, prompt)
+        two.two.run()
+        assert told(request)["hits"] == {"peer": 448} and set(two.courier.tickets) == {ticket}
+
+
+@pytest.mark.parametrize("reason", [MissReason.UNREACHABLE, MissReason.STALE_HINT])
+def test_a_ticket_whose_node_has_nothing_is_a_miss_for_that(
+    tmp_path: Path, reason: MissReason, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_wait, "UNLEARNED_SECONDS", 0.1)
+    with hosts(tmp_path, lease_deadline_ms=50) as two:
+        prompt, near = [two.random.randrange(1000) for _ in range(500)], handle(two.two)
+        two.courier.reason = reason
+        account = two.ask("d", prompt, RequestSpec(ticket=near.seal(near.hashed(prompt), 60).ticket))
+        assert account["misses"][str(reason)] == 448, account
+
+
+def test_a_holder_that_fails_at_once_is_not_asked_without_a_pause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_wait, "UNLEARNED_SECONDS", 0.3)
+    with hosts(tmp_path, lease_deadline_ms=50) as two:
+        two.courier.brings = 0.0
+        prompt, near = two.prompt(500), handle(two.two)
+        two.ask("d", prompt, RequestSpec(ticket=near.seal(near.hashed(prompt), 60).ticket))
+        assert two.courier.asked["Locate"] <= 2 + 0.3 / block_wait.RELOCATE_SECONDS
+
+
+# Everything at once ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("history", range(HISTORIES))
+def test_whatever_comes_when_nothing_is_left_and_every_number_is_right(
+    tmp_path: Path, history: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_wait, "UNLEARNED_SECONDS", 0.1)
+    monkeypatch.setattr(fetches, "UNLEARNED_SECONDS", 0.1)
+    seed = SEED + history
+    print(f"FETCH_SEED={SEED}, history {history}")
+    draw = Random(seed)
+    with hosts(tmp_path, cost_model=draw.random() < 0.5, lease_deadline_ms=draw.choice([1, 50])) as two:
+        courier, near = two.courier, handle(two.two)
+        prompts = [two.prompt(draw.randrange(65, 600)) for _ in range(4)]
+        asked: list[Request] = []
+        for at in range(60):
+            action = draw.random()
+            if action < 0.3:
+                prompt = draw.choice(prompts)
+                prompt = prompt[: draw.randrange(1, len(prompt) + 1)] + [at] * draw.randrange(100)
+                ticket = near.seal(near.hashed(prompt), 60).ticket if draw.random() < 0.3 and len(prompt) > 64 else ""
+                spec = RequestSpec(ticket=ticket, awaits=draw.random() < 0.05)
+                asked.append(two.two.add(f"r{at}", prompt, draw.randrange(1, 5), spec))
+            elif action < 0.4:
+                two.two.abort(draw.choice(asked)) if asked else None
+            elif action < 0.5 and courier.fetches:
+                courier.bring(draw.choice(courier.fetches), draw.choice([0.0, 0.4, 1.0]))
+            elif action < 0.53:
+                courier.gone()
+            elif action < 0.56:
+                two.near.evict(draw.randrange(1, 20))
+            elif action < 0.6:
+                two.two.forget()
+            else:
+                courier.is_there = courier.is_there or draw.random() < 0.5
+                courier.answers = draw.random() < 0.8
+                courier.brings = draw.choice([None, None, 0.0, 0.5, 1.0])
+                courier.end = draw.choice([None, AwaitEnd.SHORT, AwaitEnd.GONE])
+                courier.milliseconds = draw.choice([0.0, 1.0, 1e6, inf])
+                courier.reason = draw.choice([None, MissReason.UNREACHABLE])
+                two.two.step()
+        for one in list(courier.fetches):
+            courier.bring(one, draw.choice([0.0, 1.0]))
+        courier.brings = draw.choice([0.0, 1.0])
+        two.two.run()
+        for one in asked:
+            told(one)
+
+
+# The parts ------------------------------------------------------------------------------------------------------------
+
+
+def learned(seconds_per_token: float = 1e-3) -> CostModel:
+    prefill = PrefillSpeed()
+    for tokens in (200, 400, 600, 800) * 4:
+        prefill.observe([(0, tokens)], 0, 0.01 + seconds_per_token * tokens)
+    return CostModel(prefill, LoadSpeed(), bytes_per_token=1000.0)
+
+
+def choose(model: FetchModel, ms: float = 1.0, here: int = 0, local: int = 0, located: int = 640, **given: Any) -> Any:
+    return model.choose(HitTier.PEER, here, local, located, 700, 64, ms, False, given.get("now", 0.0))
+
+
+def test_what_takes_longer_than_computing_is_declined_and_tried_once_in_a_while() -> None:
+    model = FetchModel(learned(), is_on=True)
+    assert choose(model).tokens == 640
+    assert choose(model, ms=300).tokens == 640 and choose(model, ms=1000).tokens == 0
+    tried = [one for one in (choose(model, ms=1000) for _ in range(640)) if one.tokens]
+    assert len(tried) in (9, 10, 11) and all(one.is_explored and 64 <= one.tokens < 640 for one in tried)
+    assert choose(FetchModel(learned(), is_on=False), ms=1e6).tokens == 640
+
+
+def test_the_wait_is_the_smaller_of_computing_and_a_few_times_what_is_expected() -> None:
+    model = FetchModel(learned(), is_on=True)
+    assert choose(model, ms=1).seconds == fetches.LEAST_WAIT_SECONDS
+    assert choose(model, ms=100).seconds == pytest.approx(0.4)
+    assert choose(model, ms=300).seconds == pytest.approx(0.64, rel=0.05)
+    assert choose(model, ms=300, local=320, located=640).tokens == 640
+    assert choose(model, ms=300, local=576).tokens == 0, "computing one block is sooner"
+    unlearned = FetchModel(CostModel(PrefillSpeed(), LoadSpeed(), bytes_per_token=1000.0), is_on=True)
+    assert choose(unlearned, ms=1e5).seconds == fetches.UNLEARNED_SECONDS and choose(unlearned, ms=inf).tokens == 640
+
+
+def test_finished_fetches_teach_how_fast_a_tier_is() -> None:
+    costs = learned(1e-4)
+    model = FetchModel(costs, is_on=True)
+    assert choose(model, ms=inf).tokens == 640
+    for at in range(6):
+        model.ended(choose(model, ms=inf, now=at), 1.0, float(at), came=True)
+        if not choose(model, ms=inf, now=at).tokens:
+            break
+    assert choose(model, ms=inf, now=10.0).tokens == 0, "a tenth of it is what computing takes"
+    assert not costs.loads.has_seen(HitTier.DRAM) and not costs.loads.has_seen(HitTier.REMOTE)
+    before = costs.counts.regret_ms
+    model.ended(choose(FetchModel(costs, is_on=False)), 0.5, 11.0, came=False)
+    assert costs.counts.regret_ms == pytest.approx(before + 500) and costs.counts.short_fetches == 1
+
+
+@pytest.mark.parametrize("seconds", [-1.0, 0.0, inf, float("nan")])
+def test_no_number_makes_it_raise(seconds: float) -> None:
+    model = FetchModel(learned(), is_on=True)
+    draw = Random(3)
+    for _ in range(300):
+        numbers = [draw.choice([-1, 0, 1, 64, 640, 1 << 40]) for _ in range(5)]
+        decision = model.choose(
+            HitTier.PEER, *numbers, draw.choice([0.0, -1.0, 5.0, inf, float("nan")]), draw.random() < 0.5, seconds
+        )  # type: ignore[arg-type]
+        assert decision.seconds >= 0 and decision.tokens >= 0
+        model.ended(decision, seconds, 0.0, came=draw.random() < 0.5)
+
+
+def test_a_located_chain_is_waited_for_within_the_bound_that_was_given() -> None:
+    bounded = BoundedFetch(10, 0.2)
+    assert bounded.choose(m.Located(1, 8, HitTier.PEER, 10.0), 0) == (8, fetches.LEAST_WAIT_SECONDS)
+    assert bounded.choose(m.Located(1, 8, HitTier.PEER, 500.0), 0) == (0, 0.0)
+    assert bounded.choose(m.Located(1, 20, HitTier.PEER, 300.0), 0) == (10, 0.2)
+    assert bounded.choose(m.Located(1, 20, HitTier.PEER, inf), 4) == (10, 0.2)
+    assert not bounded.asks(10) and bounded.asks(9)
+
+
+def test_every_end_of_a_wait_has_a_reason() -> None:
+    assert set(REASON_OF_END) == set(AwaitEnd)
+    policy = FetchPolicy(BoundedFetch(10, 1.0), 64)
+    assert policy.chosen(m.Located(0, 9, HitTier.PEER, 1.0), 2) == (2, 0.0), "no number, nothing to fetch"
+    assert policy.is_over
