@@ -73,6 +73,8 @@ ROOMS_IMPORT_ONLY = {
         "tiering.clock",
         "tiering.frame",
     ),
+    # The bytes between hosts: frames that are pinned or checked, whatever they are for.
+    "kvstore.peers": ("kvstore.block", "tiering.clock", "tiering.errors", "tiering.frame"),
     "tiering.remote": ("tiering.frame", "tiering.errors"),
     "tiering.counts": (),
 }
@@ -110,6 +112,8 @@ CLOSED_ROOMS = {
             "kvstore/wire/score_pb2.py",
         ),
         "h11": ("kvstore/network/query.py",),
+        "cryptography": ("kvstore/peers/sealed.py",),
+        "ucxx": ("kvstore/peers/ucx.py",),
     },
     "engine_adapter": {"triton": ()},
     "tiering": {

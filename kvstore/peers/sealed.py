@@ -1,0 +1,76 @@
+"""Frames in secret: AES-256-GCM, a nonce for each message, and the message's record as what it is bound to.
+
+A key is of one connection (`tokens.seal_key`), and a nonce is the direction and a number that only rises, so none is
+used twice. Pieces of a frame pass through a small ring while they are in the cache: what is decrypted into a slot is
+worth nothing before the tag behind it was compared. The one file that imports `cryptography`.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+from kvstore.block.errors import BadInput
+from kvstore.peers.transport import PeerFault
+
+try:
+    from cryptography.exceptions import InvalidTag
+    from cryptography.hazmat.primitives.ciphers import Cipher, modes
+    from cryptography.hazmat.primitives.ciphers.algorithms import AES256
+
+    _IS_HERE = True
+except ModuleNotFoundError:
+    _IS_HERE = False
+
+TAG_BYTES = 16
+PIECE_BYTES = 256 << 10
+_NONCE = struct.Struct(">IQ")
+FRAMES, ASKED, TOLD = 1, 2, 3
+"""Directions: frames and statuses of the door, and the puller's requests."""
+
+
+def needs_sealing() -> None:
+    """Raises `BadInput` where frames cannot be sealed here."""
+    if not _IS_HERE:
+        raise BadInput(
+            "frames that leave this host are sealed, and the package cryptography is not installed; "
+            "pip install 'prefix-kvstore[tls]', or keep the door for data on loopback"
+        )
+
+
+class FrameSeal:
+    """Seals and opens the messages of one connection. One message is under way at a time, in each direction."""
+
+    def __init__(self, key: bytes) -> None:
+        needs_sealing()
+        self._algorithm = AES256(key)
+
+    def sealing(self, direction: int, number: int, record: bytes) -> Any:
+        """`update_into` for each piece, `finalize`, then `tag`."""
+        sealing = self._cipher(direction, number).encryptor()
+        sealing.authenticate_additional_data(record)
+        return sealing
+
+    def opening(self, direction: int, number: int, record: bytes | memoryview) -> Any:
+        """`update_into` for each piece, then `opened`."""
+        opening = self._cipher(direction, number).decryptor()
+        opening.authenticate_additional_data(record)
+        return opening
+
+    def tag(self, direction: int, number: int, record: bytes) -> bytes:
+        """Of a message that is a record alone."""
+        sealing = self.sealing(direction, number, record)
+        sealing.finalize()
+        tag: bytes = sealing.tag
+        return tag
+
+    def _cipher(self, direction: int, number: int) -> Cipher[Any]:
+        return Cipher(self._algorithm, modes.GCM(_NONCE.pack(direction, number)))
+
+
+def opened(opening: Any, tag: bytes | memoryview) -> None:
+    """Raises `PeerFault` where any bit of message or record is another one."""
+    try:
+        opening.finalize_with_tag(bytes(tag))
+    except InvalidTag:
+        raise PeerFault("a sealed message that was altered, or is another one") from None
