@@ -50,6 +50,7 @@ PURE_FILES = frozenset(
     kvstore/test_unmapped.py
     kvstore/test_unwritten.py
     openai_api/test_api.py
+    peers/test_tokens.py
     prefixes/test_book.py
     prefixes/test_hottest.py
     prefixes/test_partings.py
@@ -95,6 +96,7 @@ DRAWN_FILES = (
     "kvstore/test_groups.py",
     "kvstore/test_joint.py",
     "model/",
+    "peers/test_spoiled_links.py",
     "service/test_tensor_parallel.py",
     "simulation/",
     "tiering/test_adaptive.py",
@@ -150,6 +152,9 @@ ALONE_FILES = (
     "console/test_cost.py",
     "kvstore/test_entries.py",
     "kvstore/test_slow_disk.py",
+    "peers/test_data_door.py",
+    "peers/test_pull_contract.py",
+    "peers/test_spoiled_links.py",
     "service/test_long_prompts.py",
     "service/test_silent_sidecar.py",
     "service/test_slow_extents.py",

@@ -1,32 +1,25 @@
 """Pulls over plain sockets: frames go straight from the kernel into the slots that they are for.
 
 Every read and write has what is left of the deadline as its limit, kept by the kernel, which fills a whole piece in one
-call: a peer that drips a byte at a time is late as any other. A record must be the one that is expected, byte for byte;
-so nothing is read, allocated or believed because the other side says so.
+call: a peer that drips a byte at a time is late as any other.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import socket
 import struct
-from collections import deque
-from collections.abc import Callable, Sequence
-from queue import SimpleQueue
-from threading import Thread
-from typing import Any
+from collections.abc import Callable
 
-from kvstore.block.errors import BadInput
 from kvstore.peers import sealed
 from kvstore.peers import transport as t
-from kvstore.peers.tokens import hello_for, proof_of, seal_key
+from kvstore.peers.reader import FramePuller
+from kvstore.peers.tokens import seal_key
 from tiering.clock import Clock
 
 _TIMEVAL = struct.Struct("@ll")
 _LEAST_SECONDS, _MOST_SECONDS = 0.001, 3600.0
 """Of a limit that the kernel is told: to it 0 is none."""
-Check = Callable[[int, memoryview], bool]
 
 
 class SocketPullTransport:
@@ -62,7 +55,7 @@ class SocketPullTransport:
         return reader
 
 
-class SocketPullReader:
+class SocketPullReader(FramePuller):
     """`PullReader` of one connection."""
 
     def __init__(
@@ -74,137 +67,32 @@ class SocketPullReader:
         clock: Clock,
         checks_beside: bool,
     ) -> None:
+        super().__init__(offer, secret, seal, clock, checks_beside)
         sock.settimeout(None)  # the kernel has the limits
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.ended: t.PullStatus | None = None
-        self._sock, self._offer, self._secret, self._seal, self._clock = sock, offer, secret, seal, clock
-        self._hello = hello_for(offer.token, secret, offer.is_sealed)
-        self._record = memoryview(bytearray(t.RECORD.size))
-        self._behind = memoryview(bytearray(max(t.PROOF_BYTES, sealed.TAG_BYTES)))
+        self._sock = sock
         self._ring = memoryview(bytearray(sealed.PIECE_BYTES if seal is not None else 0))
-        self._checker = _Checker() if checks_beside else None
-        self._is_welcome = self._is_over = False
-        self._number = 0  # of the next frame
-        self._request = 0
-        self._expected: deque[bytes] = deque()  # records of the frames that were asked for
-
-    def greet(self, deadline: float) -> None:
-        """Say what it is for. The answer is read with the first frames, which costs no round trip."""
-        try:
-            self._write(self._hello, deadline)
-        except OSError as error:
-            raise _broken(error) from None
-
-    def pull(self, slots: Sequence[memoryview], check: Check, deadline: float) -> int:
-        """As the contract has it."""
-        if self.ended is not None:
-            return 0
-        if self._is_over:
-            raise t.PeerFault("the connection is over")
-        views = [slot.cast("B") for slot in slots[: self._offer.frames - self._number]]
-        sizes = self._offer.frame_bytes
-        for at, view in enumerate(views, self._number):
-            if len(view) != sizes[at % len(sizes)]:
-                raise BadInput(f"a slot of {len(view)} bytes for a frame of {sizes[at % len(sizes)]}")
-        checks = _Checks(check, self._checker)
-        fault: t.PullFault | None = None
-        try:
-            self._read_frames(views, checks, deadline)
-        except t.PullFault as found:
-            fault = found
-        except OSError as error:
-            fault = _broken(error)
-        verified = checks.settled()
-        if fault is None and checks.has_failed:
-            fault = t.PeerFault("a frame that is not what was asked for")
-        if fault is not None:
-            self.close()
-            fault.verified = verified
-            raise fault
-        return verified
 
     def free_slots(self, when_free: Callable[[], None]) -> bool:
         """At once: the kernel writes into them while `pull` runs, and at no other time."""
         return True
 
-    def close(self) -> None:
-        """As the contract has it."""
-        self._is_over = True
+    def _hang_up(self) -> None:
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)  # who reads in another thread is woken
         self._sock.close()
-        if self._checker is not None:
-            self._checker.stop()
 
-    # --- frames ---
-
-    def _read_frames(self, views: Sequence[memoryview], checks: _Checks, deadline: float) -> None:
-        asked = 0
-        for at, view in enumerate(views):
-            while asked < len(views) and asked - at <= t.FRAMES_ASKED * (t.REQUESTS_UNDER_WAY - 1):
-                asked += self._ask(views[asked : asked + t.FRAMES_ASKED], deadline)
-            if not self._is_welcome and not self._hear_welcome(deadline):
-                return
-            self._fill(self._record, deadline)
-            expected = self._expected.popleft()
-            if self._record != expected:
-                self._hear_end(self._record, t.PullStatus.GONE, deadline)
-                return
-            if self._seal is None:
-                self._fill(view, deadline)
-            else:
-                self._open(self._seal, expected, view, deadline)
-            self._number += 1
-            if not checks.check(at, view):
-                return
-
-    def _ask(self, views: Sequence[memoryview], deadline: float) -> int:
-        """For the next frames, whose number is returned."""
-        number, count = self._number + len(self._expected), len(views)
-        record = t.RECORD.pack(t.ASK_MAGIC, t.VERSION, 0, count, self._request, number, 0)
-        tag = self._seal.tag(sealed.ASKED, self._request, record) if self._seal is not None else b""
-        for at, view in enumerate(views):
-            fields = (t.VERSION, t.PullStatus.FRAME, count - at - 1, self._request, number + at, len(view))
-            self._expected.append(t.RECORD.pack(t.FRAME_MAGIC, *fields))
-        self._request += 1
-        self._write(record + tag, deadline)
-        return count
-
-    def _open(self, seal: sealed.FrameSeal, record: bytes, view: memoryview, deadline: float) -> None:
-        opening = seal.opening(sealed.FRAMES, self._number, record)
+    def _fill_slot(self, record: bytes, view: memoryview, deadline: float) -> None:
+        if self._seal is None:
+            self._fill(view, deadline)
+            return
+        opening = self._seal.opening(sealed.FRAMES, self._number, record)
         for at in range(0, len(view), sealed.PIECE_BYTES):
             into = view[at : at + sealed.PIECE_BYTES]
             piece = self._ring[: len(into)]
             self._fill(piece, deadline)
             opening.update_into(piece, into)
         self._hear_tag(opening, deadline)
-
-    def _hear_welcome(self, deadline: float) -> bool:
-        self._fill(self._record, deadline)
-        if self._record != t.RECORD.pack(t.FRAME_MAGIC, t.VERSION, t.PullStatus.WELCOME, 0, 0, 0, 0):
-            self._hear_end(self._record, t.PullStatus.REFUSED, deadline)
-            return False
-        self._fill(self._behind[: t.PROOF_BYTES], deadline)
-        if not hmac.compare_digest(self._behind[: t.PROOF_BYTES], proof_of(self._hello, self._secret)):
-            raise t.PeerFault("a door that does not have the secret of this pull")
-        self._is_welcome = True
-        return True
-
-    def _hear_end(self, raw: memoryview, status: t.PullStatus, deadline: float) -> None:
-        """A record that is not the expected one: that of an end, or a fault."""
-        record = t.checked_record(raw, t.FRAME_MAGIC)
-        if raw != t.RECORD.pack(t.FRAME_MAGIC, t.VERSION, status, 0, 0, self._number, 0):
-            raise t.PeerFault(f"an answer to another request, or of another frame or size ({record.status})")
-        if self._seal is not None and status is t.PullStatus.GONE:
-            self._hear_tag(self._seal.opening(sealed.TOLD, self._number, raw), deadline)
-        self.ended = status
-
-    def _hear_tag(self, opening: Any, deadline: float) -> None:
-        tag = self._behind[: sealed.TAG_BYTES]
-        self._fill(tag, deadline)
-        sealed.opened(opening, tag)
-
-    # --- the kernel ---
 
     def _fill(self, view: memoryview, deadline: float) -> None:
         while view:
@@ -227,72 +115,5 @@ class SocketPullReader:
                 continue
 
     def _limit(self, option: int, deadline: float) -> None:
-        left = deadline - self._clock.monotonic_seconds()
-        if left <= 0:
-            raise t.TimedOutPull("the deadline came before the frames")
-        left = min(max(left, _LEAST_SECONDS), _MOST_SECONDS)
+        left = min(max(self._left(deadline), _LEAST_SECONDS), _MOST_SECONDS)
         self._sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(left), int(left % 1 * 1e6)))
-
-
-def _broken(error: OSError) -> t.PeerFault:
-    return t.PeerFault(f"the connection broke: {error.strerror or error}")
-
-
-class _Checks:
-    """Which leading frames of a pull are good, whoever checks them."""
-
-    def __init__(self, check: Check, checker: _Checker | None) -> None:
-        self._check, self._checker = check, checker
-        self._good = self._under_way = 0
-        self.has_failed = False
-
-    def check(self, at: int, view: memoryview) -> bool:
-        """Whether it makes sense to go on."""
-        if self._checker is None:
-            self._note(self._check(at, view))
-        else:
-            self._checker.work.put((self._check, at, view))
-            self._under_way += 1
-            while self._under_way and not self._checker.done.empty():
-                self._hear()
-        return not self.has_failed
-
-    def settled(self) -> int:
-        """How many are good, when all are looked at."""
-        while self._under_way:
-            self._hear()
-        return self._good
-
-    def _hear(self) -> None:
-        assert self._checker is not None
-        found = self._checker.done.get()
-        self._under_way -= 1
-        if isinstance(found, BaseException):
-            raise found
-        self._note(found)
-
-    def _note(self, is_good: bool) -> None:
-        self.has_failed = self.has_failed or not is_good
-        self._good += not self.has_failed
-
-
-class _Checker:
-    """A thread that looks at frames."""
-
-    def __init__(self) -> None:
-        self.work: SimpleQueue[tuple[Check, int, memoryview] | None] = SimpleQueue()
-        self.done: SimpleQueue[bool | BaseException] = SimpleQueue()
-        Thread(target=self._run, name="kvstore-pull-checks", daemon=True).start()
-
-    def _run(self) -> None:
-        while (given := self.work.get()) is not None:
-            check, at, view = given
-            try:
-                self.done.put(check(at, view))
-            except BaseException as error:  # it is raised where the pull is
-                self.done.put(error)
-            given = check = view = None  # type: ignore[assignment]  # nothing of a slot stays here
-
-    def stop(self) -> None:
-        """When it has looked at what it was given."""
-        self.work.put(None)

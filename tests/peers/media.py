@@ -1,0 +1,139 @@
+"""The ways that frames take between hosts, for suites that run on each: a door, what pulls from it, and a holder that
+lies, which has all secrets and does one thing wrong at its third frame."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from kvstore.peers import sealed
+from kvstore.peers import transport as t
+from kvstore.peers.door import SocketFrameDoor
+from kvstore.peers.sockets import SocketPullTransport
+from kvstore.peers.tokens import proof_of, seal_key
+from peers.frames import SECRET, Source, random_bytes
+from tiering.clock import SystemClock
+
+LIED_AT = 2
+DRIP_SECONDS = 0.01
+
+
+class Lie(enum.Enum):
+    """What a holder does wrong."""
+
+    NONE = enum.auto()
+    FLIP = enum.auto()
+    SIZE = enum.auto()
+    REQUEST = enum.auto()
+    NUMBER = enum.auto()
+    MAGIC = enum.auto()
+    CLOSE = enum.auto()
+    RESET = enum.auto()
+    GONE = enum.auto()
+    STALL = enum.auto()
+    DRIP = enum.auto()
+
+
+@dataclass(frozen=True)
+class SocketMedium:
+    """Plain sockets. checks_beside: digests in a second thread."""
+
+    name: str
+    seal: str
+    checks_beside: bool = False
+
+    def door(self) -> SocketFrameDoor:
+        return SocketFrameDoor("127.0.0.1:0", SystemClock(), random_bytes, seal=self.seal)
+
+    def transport(self) -> SocketPullTransport:
+        return SocketPullTransport(SystemClock(), seal=self.seal, checks_beside=self.checks_beside)
+
+    @contextlib.contextmanager
+    def lying_holder(self, source: Source, lie: Lie) -> Iterator[t.PullOffer]:
+        token, is_sealed, is_over = bytes(range(32)), self.seal == "always", threading.Event()
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            work = threading.Thread(target=_lie, args=(listener, source, lie, token, is_sealed, is_over))
+            work.start()
+            address = t.written_address(*listener.getsockname())
+            yield t.PullOffer(token, address, "sockets", len(source.keys), source.frame_bytes, is_sealed)
+            is_over.set()
+            work.join(10)
+            assert not work.is_alive()
+
+
+def _lie(
+    listener: socket.socket, source: Source, lie: Lie, token: bytes, is_sealed: bool, is_over: threading.Event
+) -> None:
+    sock, _ = listener.accept()
+    with sock, contextlib.suppress(OSError, EOFError):
+        seal = sealed.FrameSeal(seal_key(token, SECRET)) if is_sealed else None
+        hello = _read(sock, t.HELLO.size)
+        sock.sendall(
+            t.RECORD.pack(t.FRAME_MAGIC, t.VERSION, t.PullStatus.WELCOME, 0, 0, 0, 0) + proof_of(hello, SECRET)
+        )
+        number = 0
+        while True:
+            asked = t.checked_record(_read(sock, t.RECORD.size + 16 * is_sealed)[: t.RECORD.size], t.ASK_MAGIC)
+            for left in reversed(range(asked.follow)):
+                now = lie if number == LIED_AT else Lie.NONE
+                if now in (Lie.CLOSE, Lie.RESET):
+                    if now is Lie.RESET:
+                        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    return
+                if now is Lie.STALL:
+                    is_over.wait(30)
+                    return
+                said = said_frame(source, number, asked.request, left, now, seal)
+                if now is Lie.DRIP:
+                    for at in range(len(said)):
+                        sock.sendall(said[at : at + 1])
+                        if is_over.wait(DRIP_SECONDS):
+                            return
+                sock.sendall(said)
+                number += 1
+                if now is Lie.GONE:
+                    is_over.wait(30)
+                    return
+
+
+def said_frame(source: Source, number: int, request: int, left: int, lie: Lie, seal: Any) -> bytes:
+    """Record and frame, sealed where there is a seal, with that lie in it."""
+    frame = bytearray(source.spans[number])
+    if lie is Lie.FLIP:
+        frame[len(frame) // 2] ^= 4
+    magic = b"KVPX" if lie is Lie.MAGIC else t.FRAME_MAGIC
+    size = len(frame) + 4096 * (lie is Lie.SIZE)
+    status, direction = t.PullStatus.FRAME, sealed.FRAMES
+    if lie is Lie.GONE:
+        status, direction, frame, request, left, size = t.PullStatus.GONE, sealed.TOLD, bytearray(), 0, 0, 0
+    record = t.RECORD.pack(
+        magic, t.VERSION, status, left, request + (lie is Lie.REQUEST), number + (lie is Lie.NUMBER), size
+    )
+    if seal is None:
+        return record + frame
+    sealing, into = seal.sealing(direction, number, record), bytearray(len(frame))
+    sealing.update_into(bytes(frame), into)
+    sealing.finalize()
+    return record + into + sealing.tag
+
+
+def _read(sock: socket.socket, count: int) -> bytes:
+    found = b""
+    while len(found) < count:
+        more = sock.recv(count - len(found))
+        if not more:
+            raise EOFError
+        found += more
+    return found
+
+
+CLEAR = SocketMedium("sockets", "auto")
+BESIDE = SocketMedium("sockets, digests beside", "auto", True)
+SEALED = SocketMedium("sockets, sealed", "always")
+MEDIA = [CLEAR, BESIDE, SEALED]

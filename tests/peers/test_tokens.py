@@ -1,0 +1,101 @@
+"""Secrets bind a pull to its nodes, namespace and keys, and tokens are good once."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+import pytest
+
+from kvstore.peers import transport as t
+from kvstore.peers.tokens import Offers, PullTerms, ask_mac, hello_for, is_asked_by_tenant, pull_secret, seal_key
+from peers.frames import SECRET, Source
+
+KEY = b"i" * 32
+TERMS = PullTerms(b"n" * 16, b"a" * 16, b"h" * 16, b"s" * 32, 3, (b"1" * 32, b"2" * 32))
+OTHERS = [
+    dataclasses.replace(TERMS, nonce=b"m" * 16),
+    dataclasses.replace(TERMS, asking=b"b" * 16),
+    dataclasses.replace(TERMS, holding=b"a" * 16),
+    dataclasses.replace(TERMS, asking=TERMS.holding, holding=TERMS.asking),
+    dataclasses.replace(TERMS, namespace=b"t" * 32),
+    dataclasses.replace(TERMS, first_block=2),
+    dataclasses.replace(TERMS, keys=TERMS.keys[:1]),
+    dataclasses.replace(TERMS, keys=TERMS.keys[::-1]),
+]
+
+
+def test_a_mac_and_a_secret_are_of_their_terms_and_tenant_alone() -> None:
+    mac = ask_mac(KEY, TERMS)
+    assert is_asked_by_tenant(KEY, TERMS, mac)
+    assert not is_asked_by_tenant(b"j" * 32, TERMS, mac)
+    assert not any(is_asked_by_tenant(KEY, other, mac) for other in OTHERS)
+    assert not any(is_asked_by_tenant(KEY, TERMS, mac[:-1] + bytes([mac[-1] ^ 1 << bit])) for bit in range(8))
+    nonce = b"o" * 16
+    secrets = [pull_secret(KEY, terms, nonce) for terms in (TERMS, *OTHERS)]
+    secrets += [pull_secret(b"j" * 32, TERMS, nonce), pull_secret(KEY, TERMS, b"p" * 16), mac]
+    assert len(set(secrets)) == len(secrets) and {*map(len, secrets)} == {32}
+    assert seal_key(b"1" * 32, SECRET) != seal_key(b"2" * 32, SECRET)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"nonce": b"short"},
+        {"asking": b""},
+        {"holding": bytes(17)},
+        {"namespace": bytes(16)},
+        {"keys": ()},
+        {"keys": (b"short",)},
+        {"keys": (bytes(32),) * (t.MOST_BLOCKS + 1)},
+        {"first_block": -1},
+        {"first_block": 1 << 64},
+    ],
+)
+def test_terms_that_cannot_be_are_a_peers_fault(changed: dict[str, object]) -> None:
+    with pytest.raises(t.PeerFault):
+        ask_mac(KEY, dataclasses.replace(TERMS, **changed))  # type: ignore[arg-type]
+    with pytest.raises(t.PeerFault):
+        pull_secret(KEY, TERMS, b"short")
+
+
+@pytest.fixture
+def offers() -> Iterator[Offers]:
+    numbers = itertools.count(1)
+    offers = Offers(lambda count: next(numbers).to_bytes(count, "big"), most=3)
+    yield offers
+    offers.end_all()
+    assert offers.pinned() == 0
+
+
+def test_an_offer_is_taken_once_in_its_time_with_its_secret(offers: Offers) -> None:
+    source = Source(1)
+    offer = offers.add(source.offered(), SECRET, False, 100.0)
+    right = hello_for(offer.token, SECRET, False)
+    wrong = [
+        hello_for(offer.token, b"x" * 32, False),
+        hello_for(bytes(32), SECRET, False),
+        hello_for(offer.token, SECRET, True),
+        right[:4] + b"\x02" + right[5:],
+        right[:-1] + bytes([right[-1] ^ 1]),
+    ]
+    assert [offers.take(hello, 101.0) for hello in wrong] == [None] * len(wrong)
+    assert offers.take(right, 100.0 + t.OFFER_SECONDS) is None
+    assert offers.take(right, 99.0 + t.OFFER_SECONDS) is offer
+    assert offers.take(right, 101.0) is None
+    assert offers.end_due(1e9) == float("inf") and source.releases == 0, "its connection ends it"
+    offers.end(offer)
+    offers.end(offer)
+    assert source.releases == 1 and offer.frames is None
+
+
+def test_offers_end_with_their_time_and_are_bounded(offers: Offers) -> None:
+    sources = [Source(1) for _ in range(3)]
+    for at, source in enumerate(sources):
+        offers.add(source.offered(), SECRET, False, 100.0 + at)
+    with pytest.raises(t.PullBusy):
+        offers.add(Source(1).offered(), SECRET, False, 103.0)
+    assert offers.end_due(101.0 + t.OFFER_SECONDS) == 102.0 + t.OFFER_SECONDS
+    assert [source.releases for source in sources] == [1, 1, 0]
+    offers.add(Source(1).offered(), SECRET, False, 103.0)
