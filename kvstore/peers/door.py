@@ -20,7 +20,8 @@ from typing import Any
 from kvstore.block.errors import BadInput
 from kvstore.peers import sealed
 from kvstore.peers import transport as t
-from kvstore.peers.tokens import HeldOffer, Offers, proof_of, seal_key
+from kvstore.peers.serving import Serving
+from kvstore.peers.tokens import Offers
 from tiering.clock import Clock
 
 MOST_CONNECTIONS = 512
@@ -46,7 +47,7 @@ class SocketFrameDoor:
         threads: int = 1,
     ) -> None:
         """listen: HOST:PORT where peers reach this host, port 0 for any. Raises `BadInput`."""
-        host, port = _listened(listen)
+        host, port = listened(listen)
         self._is_sealed = t.must_seal(host, seal)
         if self._is_sealed:
             sealed.needs_sealing()
@@ -90,36 +91,20 @@ class SocketFrameDoor:
         self._offers.end_all()
 
 
-class _Connection:
+class _Connection(Serving):
     """One puller, as far as it has come."""
 
     def __init__(self, sock: socket.socket, deadline: float) -> None:
-        self.sock, self.deadline = sock, deadline
+        super().__init__(deadline)
+        self.sock = sock
         self.read = bytearray(t.HELLO.size)
         self.got = 0
-        self.offer: HeldOffer | None = None
-        self.seal: sealed.FrameSeal | None = None
-        self.asked: deque[tuple[int, int]] = deque()  # request, frames
-        self.number = 0  # of the next frame
-        self.asked_to = 0  # frames that were asked for, up to here
         self.out: list[memoryview] = []  # handed to the kernel next
         self.frame: memoryview | None = None  # that is being sealed
         self.at = 0
         self.sealing: Any = None
         self.ring = bytearray()
         self.events = selectors.EVENT_READ
-        self.is_last = False  # nothing comes behind what is in `out`
-
-    @property
-    def needs(self) -> int:
-        """Bytes of the message that it sends next."""
-        if self.offer is None:
-            return t.HELLO.size
-        return t.RECORD.size + (sealed.TAG_BYTES if self.seal is not None else 0)
-
-
-class _Misbehaved(Exception):
-    """What a puller does not do."""
 
 
 class _Loop:
@@ -269,7 +254,7 @@ class _Loop:
             if wanted != one.events:
                 one.events = wanted
                 self._selector.modify(one.sock, wanted, one)
-        except (OSError, _Misbehaved, t.PeerFault):
+        except (OSError, t.PeerFault):
             self._drop(one)
 
     def _hear(self, one: _Connection) -> None:
@@ -280,7 +265,7 @@ class _Loop:
             except BlockingIOError:
                 return
             if not count:
-                raise _Misbehaved
+                raise t.PeerFault("the puller is gone")
             one.got += count
             if one.got < one.needs:
                 continue
@@ -288,18 +273,15 @@ class _Loop:
             if one.offer is None:
                 self._greet(one, message)
             else:
-                _note_request(one, message)
+                one.note(message)
 
     def _greet(self, one: _Connection, hello: bytes) -> None:
-        offer = self._offers.take(hello, self._clock.monotonic_seconds())
-        if offer is None:
-            one.sock.send(_record(t.PullStatus.REFUSED, 0, 0, 0, 0))  # all the same to it why
-            raise _Misbehaved
-        one.offer, one.deadline = offer, offer.until
-        if offer.is_sealed:
-            one.seal = sealed.FrameSeal(seal_key(offer.token, offer.secret))
-            one.ring = bytearray(sealed.PIECE_BYTES)
-        one.out = [memoryview(_record(t.PullStatus.WELCOME, 0, 0, 0, 0) + proof_of(hello, offer.secret))]
+        answer = one.greet(self._offers, hello, self._clock.monotonic_seconds())
+        if one.offer is None:
+            one.sock.send(answer)
+            raise t.PeerFault("a token that is not good here")
+        one.ring = bytearray(sealed.PIECE_BYTES if one.seal is not None else 0)
+        one.out = [memoryview(answer)]
 
     def _send(self, one: _Connection) -> None:
         """Hand the kernel what it takes."""
@@ -314,10 +296,8 @@ class _Loop:
                 sent -= len(one.out.pop(0))
             if sent:
                 one.out[0] = one.out[0][sent:]
-        offer = one.offer
-        assert offer is not None
-        if not one.out and offer.frames is not None and one.number == len(offer.frames.spans) and one.frame is None:
-            self._offers.end(offer)  # the kernel has all of it
+        if not one.out and one.frame is None and one.has_all and one.offer is not None:
+            self._offers.end(one.offer)  # the kernel has all of it
 
     def _next(self, one: _Connection) -> bool:
         """Put what is to be sent next into `out`, if there is something."""
@@ -326,49 +306,20 @@ class _Loop:
         if one.frame is not None:
             _seal_piece(one)
             return True
-        if one.is_last:
-            return False
-        if offer.is_withdrawn:
-            record = _record(t.PullStatus.GONE, 0, 0, one.number, 0)
-            tag = one.seal.tag(sealed.TOLD, one.number, record) if one.seal is not None else b""
-            one.out, one.is_last = [memoryview(record + tag)], True
+        if (end := one.gone()) is not None:
+            one.out = [memoryview(end)]
             self._offers.end(offer)
             return True
-        if not one.asked:
+        if (found := one.next_frame()) is None:
             return False
-        assert offer.frames is not None
-        request, follow = one.asked[0]
-        one.asked[0] = (request, follow - 1)
-        if follow == 1:
-            one.asked.popleft()
-        frame = offer.frames.spans[one.number].cast("B")
-        record = _record(t.PullStatus.FRAME, follow - 1, request, one.number, len(frame))
+        record, frame = found
         if one.seal is None:
             one.out = [memoryview(record), frame]
         else:
-            one.sealing = one.seal.sealing(sealed.FRAMES, one.number, record)
+            one.sealing = one.seal.sealing(sealed.FRAMES, one.number - 1, record)
             one.out, one.frame, one.at = [memoryview(record)], frame, 0
             _seal_piece(one)
-        one.number += 1
         return True
-
-
-def _note_request(one: _Connection, message: bytes) -> None:
-    """It asks for frames in order, eight at a time, and for no more than it was offered."""
-    record = t.checked_record(message[: t.RECORD.size], t.ASK_MAGIC)
-    if one.seal is not None:
-        opening = one.seal.opening(sealed.ASKED, record.request, message[: t.RECORD.size])
-        sealed.opened(opening, message[t.RECORD.size :])
-    offer = one.offer
-    assert offer is not None
-    if offer.is_withdrawn:
-        return
-    most = len(offer.frames.spans) if offer.frames is not None else one.asked_to
-    is_next = record.number == one.asked_to and 0 < record.follow <= t.FRAMES_ASKED
-    if not is_next or record.number + record.follow > most or len(one.asked) >= t.REQUESTS_UNDER_WAY:
-        raise _Misbehaved
-    one.asked_to += record.follow
-    one.asked.append((record.request, record.follow))
 
 
 def _seal_piece(one: _Connection) -> None:
@@ -384,11 +335,7 @@ def _seal_piece(one: _Connection) -> None:
         one.frame = one.sealing = None
 
 
-def _record(status: t.PullStatus, follow: int, request: int, number: int, frame_bytes: int) -> bytes:
-    return t.RECORD.pack(t.FRAME_MAGIC, t.VERSION, status, follow, request, number, frame_bytes)
-
-
-def _listened(listen: str) -> tuple[str, int]:
+def listened(listen: str) -> tuple[str, int]:
     """Raises `BadInput`."""
     host, _, port = listen.rpartition(":")
     try:

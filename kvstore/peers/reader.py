@@ -53,6 +53,9 @@ class FramePuller(ABC):
     def _fill_slot(self, record: bytes, view: memoryview, deadline: float) -> None:
         """What lies behind the record of a frame, opened where it is sealed."""
 
+    def _expect(self, number: int, views: Sequence[memoryview]) -> None:  # noqa: B027  # most have nothing to do
+        """These slots are asked for, from that frame on."""
+
     @abstractmethod
     def _hang_up(self) -> None: ...
 
@@ -126,6 +129,7 @@ class FramePuller(ABC):
             fields = (t.VERSION, t.PullStatus.FRAME, count - at - 1, self._request, number + at, len(view))
             self._expected.append(t.RECORD.pack(t.FRAME_MAGIC, *fields))
         self._request += 1
+        self._expect(number, views)
         self._write(record + tag, deadline)
         return count
 

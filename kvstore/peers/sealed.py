@@ -11,7 +11,8 @@ import struct
 from typing import Any
 
 from kvstore.block.errors import BadInput
-from kvstore.peers.transport import PeerFault
+from kvstore.peers import transport as t
+from kvstore.peers.tokens import seal_key
 
 try:
     from cryptography.exceptions import InvalidTag
@@ -36,6 +37,16 @@ def needs_sealing() -> None:
             "frames that leave this host are sealed, and the package cryptography is not installed; "
             "pip install 'prefix-kvstore[tls]', or keep the door for data on loopback"
         )
+
+
+def seal_of(offer: t.PullOffer, secret: bytes, seal: str) -> FrameSeal | None:
+    """What a puller opens the frames of an offer with, None where they come in clear; `PeerFault` where that may not
+    be. seal: auto or always."""
+    if offer.is_sealed:
+        return FrameSeal(seal_key(offer.token, secret))
+    if t.must_seal(t.numeric_address(offer.address)[0], seal):
+        raise t.PeerFault(f"an offer of frames in clear at {offer.address}; they are sealed beyond loopback")
+    return None
 
 
 class FrameSeal:
@@ -73,4 +84,4 @@ def opened(opening: Any, tag: bytes | memoryview) -> None:
     try:
         opening.finalize_with_tag(bytes(tag))
     except InvalidTag:
-        raise PeerFault("a sealed message that was altered, or is another one") from None
+        raise t.PeerFault("a sealed message that was altered, or is another one") from None

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from kvstore.peers import sealed
 from kvstore.peers import transport as t
 from kvstore.peers.reader import FramePuller
-from kvstore.peers.tokens import seal_key
 from tiering.clock import Clock
 
 _TIMEVAL = struct.Struct("@ll")
@@ -34,9 +33,7 @@ class SocketPullTransport:
     def connect(self, offer: t.PullOffer, secret: bytes, deadline: float) -> SocketPullReader:
         """As the contract has it."""
         host, port = t.numeric_address(offer.address)
-        if not offer.is_sealed and t.must_seal(host, self._seal):
-            raise t.PeerFault(f"an offer of frames in clear at {offer.address}; they are sealed beyond loopback")
-        seal = sealed.FrameSeal(seal_key(offer.token, secret)) if offer.is_sealed else None
+        seal = sealed.seal_of(offer, secret, self._seal)
         left = deadline - self._clock.monotonic_seconds()
         if left <= 0:
             raise t.TimedOutPull(f"no time is left to connect to {offer.address}")

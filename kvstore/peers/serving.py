@@ -1,0 +1,86 @@
+"""A door's side of the messages with one puller, whatever carries them: what it may ask, and what it is answered."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from kvstore.peers import sealed
+from kvstore.peers import transport as t
+from kvstore.peers.tokens import HeldOffer, Offers, proof_of, seal_key
+
+
+class Serving:
+    """One connection, as far as it has come. deadline: when it is over, whatever happens."""
+
+    def __init__(self, deadline: float) -> None:
+        self.deadline = deadline
+        self.offer: HeldOffer | None = None
+        self.seal: sealed.FrameSeal | None = None
+        self.number = 0  # of the next frame
+        self._asked: deque[tuple[int, int]] = deque()  # request, frames
+        self._asked_to = 0  # frames that were asked for, up to here
+        self._is_gone = False
+
+    @property
+    def needs(self) -> int:
+        """Bytes of the message that the puller sends next."""
+        if self.offer is None:
+            return t.HELLO.size
+        return t.RECORD.size + (sealed.TAG_BYTES if self.seal is not None else 0)
+
+    @property
+    def has_all(self) -> bool:
+        """Whether each frame was the next one already."""
+        frames = self.offer.frames if self.offer is not None else None
+        return frames is not None and self.number == len(frames.spans)
+
+    def greet(self, offers: Offers, hello: bytes, now: float) -> bytes:
+        """What is answered to its first message. Without an offer the connection is over, and hears no reason."""
+        offer = offers.take(hello, now)
+        if offer is None:
+            return _record(t.PullStatus.REFUSED, 0, 0, 0, 0)
+        self.offer, self.deadline = offer, offer.until
+        if offer.is_sealed:
+            self.seal = sealed.FrameSeal(seal_key(offer.token, offer.secret))
+        return _record(t.PullStatus.WELCOME, 0, 0, 0, 0) + proof_of(hello, offer.secret)
+
+    def note(self, message: bytes) -> None:
+        """It asks for frames in order, eight at a time, and for no more than it was offered. Raises `PeerFault`."""
+        raw = message[: t.RECORD.size]
+        record = t.checked_record(raw, t.ASK_MAGIC)
+        if self.seal is not None:
+            sealed.opened(self.seal.opening(sealed.ASKED, record.request, raw), message[t.RECORD.size :])
+        offer = self.offer
+        assert offer is not None
+        if offer.is_withdrawn:
+            return
+        most = len(offer.frames.spans) if offer.frames is not None else 0
+        is_next = record.number == self._asked_to and 0 < record.follow <= t.FRAMES_ASKED
+        if not is_next or record.number + record.follow > most or len(self._asked) >= t.REQUESTS_UNDER_WAY:
+            raise t.PeerFault("a request that no puller sends")
+        self._asked_to += record.follow
+        self._asked.append((record.request, record.follow))
+
+    def gone(self) -> bytes | None:
+        """The last message, once, where the offer was withdrawn."""
+        if self.offer is None or not self.offer.is_withdrawn or self._is_gone:
+            return None
+        self._is_gone = True
+        record = _record(t.PullStatus.GONE, 0, 0, self.number, 0)
+        return record + (self.seal.tag(sealed.TOLD, self.number, record) if self.seal is not None else b"")
+
+    def next_frame(self) -> tuple[bytes, memoryview] | None:
+        """The next one that it asked for, and its record."""
+        if self._is_gone or not self._asked or self.offer is None or self.offer.frames is None:
+            return None
+        request, follow = self._asked.popleft()
+        if follow > 1:
+            self._asked.appendleft((request, follow - 1))
+        frame = self.offer.frames.spans[self.number].cast("B")
+        record = _record(t.PullStatus.FRAME, follow - 1, request, self.number, len(frame))
+        self.number += 1
+        return record, frame
+
+
+def _record(status: t.PullStatus, follow: int, request: int, number: int, frame_bytes: int) -> bytes:
+    return t.RECORD.pack(t.FRAME_MAGIC, t.VERSION, status, follow, request, number, frame_bytes)
