@@ -50,6 +50,7 @@ PURE_FILES = frozenset(
     kvstore/test_unmapped.py
     kvstore/test_unwritten.py
     openai_api/test_api.py
+    peers/test_sealed.py
     peers/test_tokens.py
     prefixes/test_book.py
     prefixes/test_hottest.py
