@@ -120,6 +120,7 @@ SLOW_FILES = (
     "bench/test_kernels_bench.py",
     "bench/test_lookup_door.py",
     "bench/test_network_bench.py",
+    "bench/test_pull_rows.py",
     "bench/test_restart.py",
     "bench/test_restart_sidecar.py",
     "bench/test_traffic.py",

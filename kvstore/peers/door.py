@@ -8,7 +8,7 @@ released when the last byte was handed to the kernel, when the puller is gone, a
 
 from __future__ import annotations
 
-import os
+import contextlib
 import selectors
 import socket
 import threading
@@ -20,6 +20,7 @@ from typing import Any
 from kvstore.block.errors import BadInput
 from kvstore.peers import sealed
 from kvstore.peers import transport as t
+from kvstore.peers.bell import Bell
 from kvstore.peers.serving import Serving
 from kvstore.peers.tokens import Offers
 from tiering.clock import Clock
@@ -113,8 +114,8 @@ class _Loop:
     def __init__(self, offers: Offers, clock: Clock, number: int) -> None:
         self._offers, self._clock = offers, clock
         self._selector = selectors.DefaultSelector()
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._selector.register(self._bell, selectors.EVENT_READ)
+        self._bell = Bell()
+        self._selector.register(self._bell.descriptor, selectors.EVENT_READ)
         self._listener: socket.socket | None = None
         self._accepts_from = 0.0
         self._due = inf
@@ -134,7 +135,7 @@ class _Loop:
 
     def wake(self) -> None:
         """From any thread."""
-        os.eventfd_write(self._bell, 1)
+        self._bell.ring()
 
     def stop(self) -> None:
         """Its connections are over afterwards."""
@@ -163,14 +164,14 @@ class _Loop:
             for sock in (*self._given, *([self._listener] if self._listener is not None else [])):
                 sock.close()
             self._selector.close()
-            os.close(self._bell)
+            self._bell.close()
 
     def _patience(self) -> float | None:
         """Seconds until something is due."""
         return max(0.0, self._due - self._clock.monotonic_seconds()) if self._due < inf else None
 
     def _hear_bell(self) -> None:
-        os.eventfd_read(self._bell)
+        self._bell.hear()
         for one in [one for one in self._connections if one.offer is not None and one.offer.is_withdrawn]:
             self._handle(one, selectors.EVENT_WRITE)
         self._due = 0.0  # there may be an offer more
@@ -220,7 +221,8 @@ class _Loop:
             sock.close()
             return
         sock.setblocking(False)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with contextlib.suppress(OSError):  # it is gone already, which is noticed below
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         one = _Connection(sock, self._clock.monotonic_seconds() + t.HANDSHAKE_SECONDS)
         self._connections[one] = None
         self._due = min(self._due, one.deadline)

@@ -72,11 +72,11 @@ class FramePuller(ABC):
             return 0
         if self._is_over:
             raise t.PeerFault("the connection is over")
-        views = [slot.cast("B") for slot in slots[: self._offer.frames - self._number]]
+        views = [t.as_bytes(slot) for slot in slots[: self._offer.frames - self._number]]
         sizes = self._offer.frame_bytes
         for at, view in enumerate(views, self._number):
-            if len(view) != sizes[at % len(sizes)]:
-                raise BadInput(f"a slot of {len(view)} bytes for a frame of {sizes[at % len(sizes)]}")
+            if view.nbytes != sizes[at % len(sizes)]:
+                raise BadInput(f"a slot of {view.nbytes} bytes for a frame of {sizes[at % len(sizes)]}")
         checks = _Checks(check, self._checker)
         fault: t.PullFault | None = None
         try:
@@ -126,7 +126,7 @@ class FramePuller(ABC):
         record = t.RECORD.pack(t.ASK_MAGIC, t.VERSION, 0, count, self._request, number, 0)
         tag = self._seal.tag(sealed.ASKED, self._request, record) if self._seal is not None else b""
         for at, view in enumerate(views):
-            fields = (t.VERSION, t.PullStatus.FRAME, count - at - 1, self._request, number + at, len(view))
+            fields = (t.VERSION, t.PullStatus.FRAME, count - at - 1, self._request, number + at, view.nbytes)
             self._expected.append(t.RECORD.pack(t.FRAME_MAGIC, *fields))
         self._request += 1
         self._expect(number, views)

@@ -76,8 +76,8 @@ class Serving:
         request, follow = self._asked.popleft()
         if follow > 1:
             self._asked.appendleft((request, follow - 1))
-        frame = self.offer.frames.spans[self.number].cast("B")
-        record = _record(t.PullStatus.FRAME, follow - 1, request, self.number, len(frame))
+        frame = t.as_bytes(self.offer.frames.spans[self.number])
+        record = _record(t.PullStatus.FRAME, follow - 1, request, self.number, frame.nbytes)
         self.number += 1
         return record, frame
 

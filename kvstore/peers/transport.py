@@ -218,6 +218,11 @@ def must_seal(host: str, seal: str) -> bool:
     return seal == "always" or not stays_here(host)
 
 
+def as_bytes(memory: memoryview) -> memoryview:
+    """A slot or a span in bytes; what is no view of host memory stays as it is, for a transport that can read it."""
+    return memory.cast("B") if isinstance(memory, memoryview) else memory
+
+
 def checked_record(raw: bytes | memoryview, magic: bytes) -> FrameRecord:
     """Raises `PeerFault` for what no peer of this version sends."""
     record = FrameRecord(*RECORD.unpack(raw))

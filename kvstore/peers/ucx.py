@@ -14,7 +14,6 @@ imports `ucxx`.
 from __future__ import annotations
 
 import contextlib
-import os
 import select
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +25,7 @@ from typing import Any
 from kvstore.block.errors import BadInput
 from kvstore.peers import sealed
 from kvstore.peers import transport as t
+from kvstore.peers.bell import Bell
 from kvstore.peers.door import MOST_CONNECTIONS, MOST_STRANGERS, listened
 from kvstore.peers.reader import FramePuller
 from kvstore.peers.serving import Serving
@@ -74,14 +74,13 @@ class _Worker:
     def __init__(self, context: Any) -> None:
         self.ucx = ucx.UCXWorker(context)
         self.ucx.init_blocking_progress_mode()
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._bell = Bell()
         self._poll = select.poll()
         self._poll.register(self.ucx.epoll_file_descriptor, select.POLLIN)
-        self._poll.register(self._bell, select.POLLIN)
+        self._poll.register(self._bell.descriptor, select.POLLIN)
 
     def ring(self) -> None:
-        with contextlib.suppress(OSError):  # it is closed
-            os.eventfd_write(self._bell, 1)
+        self._bell.ring()
 
     def turn(self, seconds: float) -> None:
         """Let UCX work; where there is nothing to do, sleep for so long at most."""
@@ -89,12 +88,11 @@ class _Worker:
         while self.ucx.progress_once():
             is_idle = False
         if is_idle and self.ucx.arm() and self._poll.poll(1000 * min(max(seconds, 0.0), _SLEEP_SECONDS)):
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._bell)
+            self._bell.hear()
 
     def close(self) -> None:
         self.ucx = None
-        os.close(self._bell)
+        self._bell.close()
 
 
 class UcxPullTransport:
@@ -170,6 +168,8 @@ class UcxPullReader(FramePuller):
 
     def pull(self, slots: Sequence[memoryview], check: Callable[[int, memoryview], bool], deadline: float) -> int:
         """As the contract has it."""
+        if self._seal is not None and not all(isinstance(slot, memoryview) for slot in slots):
+            raise BadInput("sealed frames are opened by the processor; give slots in host memory, as memoryviews")
         with self._lock:
             return super().pull(slots, check, deadline)
 

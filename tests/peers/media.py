@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import socket
 import struct
 import threading
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from kvstore.peers import sealed
+from kvstore.peers import sealed, ucx
 from kvstore.peers import transport as t
 from kvstore.peers.door import SocketFrameDoor
 from kvstore.peers.sockets import SocketPullTransport
@@ -22,6 +23,7 @@ from tiering.clock import SystemClock
 
 LIED_AT = 2
 DRIP_SECONDS = 0.01
+OPTIONS = {"TLS": "tcp"}
 
 
 class Lie(enum.Enum):
@@ -133,7 +135,110 @@ def _read(sock: socket.socket, count: int) -> bytes:
     return found
 
 
+@dataclass(frozen=True)
+class UcxMedium:
+    """UCX over TCP."""
+
+    name: str
+    seal: str
+
+    def door(self) -> Any:
+        return ucx.UcxFrameDoor("127.0.0.1:0", SystemClock(), random_bytes, seal=self.seal, options=OPTIONS)
+
+    def transport(self) -> Any:
+        return ucx_transport(self.seal)
+
+    @contextlib.contextmanager
+    def lying_holder(self, source: Source, lie: Lie) -> Iterator[t.PullOffer]:
+        token, is_over, port, is_there = bytes(range(32)), threading.Event(), [0], threading.Event()
+        holder = _UcxLiar(source, lie, token, self.seal == "always", is_over)
+        work = threading.Thread(target=holder.run, args=(port, is_there))
+        work.start()
+        assert is_there.wait(20)
+        address = t.written_address("127.0.0.1", port[0])
+        yield t.PullOffer(token, address, "ucx", len(source.keys), source.frame_bytes, self.seal == "always")
+        is_over.set()
+        work.join(10)
+        assert not work.is_alive()
+
+
+@functools.cache
+def ucx_transport(seal: str) -> Any:
+    """One for all tests: a context of UCX takes a while."""
+    return ucx.UcxPullTransport(SystemClock(), seal=seal, options=OPTIONS)
+
+
+class _UcxLiar:
+    """A holder over UCX that has all secrets, and lies."""
+
+    def __init__(self, source: Source, lie: Lie, token: bytes, is_sealed: bool, is_over: threading.Event) -> None:
+        self.source, self.lie, self.token, self.is_sealed, self.is_over = source, lie, token, is_sealed, is_over
+        self.endpoints: list[Any] = []
+        self.kept: list[Any] = []
+
+    def run(self, port: list[int], is_there: threading.Event) -> None:
+        self.worker = ucx._Worker(ucx._context(OPTIONS))
+        listener = ucx.ucx.UCXListener.create(self.worker.ucx, 0, self.endpoints.append, deliver_endpoint=True)
+        port[0] = listener.port
+        is_there.set()
+        with contextlib.suppress(EOFError, ucx.ucx.UCXError):
+            while not self.endpoints:
+                self.turn()
+            self.lies(self.endpoints[0])
+            while not self.is_over.is_set():
+                self.turn()
+        for endpoint in self.endpoints:
+            ucx._end(endpoint)
+
+    def turn(self) -> None:
+        if self.is_over.is_set():
+            raise EOFError
+        self.worker.turn(0.005)
+
+    def done(self, request: Any) -> None:
+        while not request.completed:
+            self.turn()
+        request.check_error()
+
+    def read(self, endpoint: Any, count: int) -> bytes:
+        into = bytearray(count)
+        self.done(endpoint.stream_recv(ucx.Array(into)))
+        return bytes(into)
+
+    def send(self, endpoint: Any, said: bytes) -> None:
+        self.done(endpoint.stream_send(ucx.Array(said)))
+
+    def lies(self, endpoint: Any) -> None:
+        seal = sealed.FrameSeal(seal_key(self.token, SECRET)) if self.is_sealed else None
+        hello = self.read(endpoint, t.HELLO.size)
+        welcome = t.RECORD.pack(t.FRAME_MAGIC, t.VERSION, t.PullStatus.WELCOME, 0, 0, 0, 0)
+        self.send(endpoint, welcome + proof_of(hello, SECRET))
+        tag, number = ucx._tag(self.token, SECRET), 0
+        while True:
+            message = self.read(endpoint, t.RECORD.size + 16 * self.is_sealed)
+            asked = t.checked_record(message[: t.RECORD.size], t.ASK_MAGIC)
+            for left in reversed(range(asked.follow)):
+                now = self.lie if number == LIED_AT else Lie.NONE
+                if now in (Lie.CLOSE, Lie.RESET):
+                    return ucx._end(endpoint)
+                if now is Lie.STALL:
+                    return None
+                said = said_frame(self.source, number, asked.request, left, now, seal)
+                record, frame = said[: t.RECORD.size], said[t.RECORD.size :]
+                if now is Lie.GONE:
+                    return self.send(endpoint, said)
+                if now is Lie.DRIP:
+                    for at in range(len(record)):
+                        self.send(endpoint, record[at : at + 1])
+                        self.is_over.wait(10 * DRIP_SECONDS)
+                else:
+                    self.send(endpoint, record)
+                self.kept.append(endpoint.tag_send(ucx.Array(frame), ucx._tag_of(tag, number)))
+                number += 1
+
+
 CLEAR = SocketMedium("sockets", "auto")
 BESIDE = SocketMedium("sockets, digests beside", "auto", True)
 SEALED = SocketMedium("sockets, sealed", "always")
-MEDIA = [CLEAR, BESIDE, SEALED]
+UCX, UCX_SEALED = UcxMedium("ucx", "auto"), UcxMedium("ucx, sealed", "always")
+MEDIA = [CLEAR, BESIDE, SEALED, *([UCX, UCX_SEALED] if ucx._IS_HERE else [])]

@@ -1,0 +1,34 @@
+"""What wakes a thread that sleeps on descriptors."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+
+class Bell:
+    """`descriptor` is readable once it was rung. Thread-safe; ringing one that is closed does nothing."""
+
+    def __init__(self) -> None:
+        self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def ring(self) -> None:
+        """From any thread."""
+        with self._lock:
+            if not self._is_closed:  # else the number may be another file's
+                os.eventfd_write(self.descriptor, 1)
+
+    def hear(self) -> None:
+        """By the thread that was woken."""
+        try:
+            os.eventfd_read(self.descriptor)
+        except BlockingIOError:
+            pass
+
+    def close(self) -> None:
+        """Once."""
+        with self._lock:
+            self._is_closed = True
+            os.close(self.descriptor)
