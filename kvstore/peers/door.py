@@ -298,6 +298,8 @@ class _Loop:
                 sent -= len(one.out.pop(0))
             if sent:
                 one.out[0] = one.out[0][sent:]
+        if left <= 0 and not one.out:
+            self._next(one)  # so that it is written to again
         if not one.out and one.frame is None and one.has_all and one.offer is not None:
             self._offers.end(one.offer)  # the kernel has all of it
 

@@ -77,21 +77,19 @@ class FramePuller(ABC):
         for at, view in enumerate(views, self._number):
             if view.nbytes != sizes[at % len(sizes)]:
                 raise BadInput(f"a slot of {view.nbytes} bytes for a frame of {sizes[at % len(sizes)]}")
-        checks = _Checks(check, self._checker)
-        fault: t.PullFault | None = None
+        checks, is_well = _Checks(check, self._checker), False
         try:
-            self._read_frames(views, checks, deadline)
-        except t.PullFault as found:
-            fault = found
-        except self.breaks as error:
-            fault = broken(error)
-        verified = checks.settled()
-        if fault is None and checks.has_failed:
-            fault = t.PeerFault("a frame that is not what was asked for")
-        if fault is not None:
-            self.close()
-            fault.verified = verified
-            raise fault
+            fault = self._fault_of(views, checks, deadline)
+            verified = checks.settled()
+            if fault is None and checks.has_failed:
+                fault = t.PeerFault("a frame that is not what was asked for")
+            if fault is not None:
+                fault.verified = verified
+                raise fault
+            is_well = self.ended is None
+        finally:
+            if not is_well:
+                self.close()
         return verified
 
     def close(self) -> None:
@@ -102,6 +100,15 @@ class FramePuller(ABC):
             self._checker.stop()
 
     # --- frames ---
+
+    def _fault_of(self, views: Sequence[memoryview], checks: _Checks, deadline: float) -> t.PullFault | None:
+        try:
+            self._read_frames(views, checks, deadline)
+        except t.PullFault as found:
+            return found
+        except self.breaks as error:
+            return broken(error)
+        return None
 
     def _read_frames(self, views: Sequence[memoryview], checks: _Checks, deadline: float) -> None:
         asked = 0
