@@ -9,6 +9,7 @@ released when the last byte was handed to the kernel, when the puller is gone, a
 from __future__ import annotations
 
 import contextlib
+import os
 import selectors
 import socket
 import threading
@@ -57,7 +58,8 @@ class SocketFrameDoor:
                 (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=_BACKLOG
             )
         except OSError as error:
-            raise BadInput(f"{listen} cannot be listened on: {error.strerror}; give another address") from None
+            why = os.strerror(error.errno or 0)
+            raise BadInput(f"{listen} cannot be listened on: {why}; give another address") from None
         listener.setblocking(False)
         self.address = t.written_address(*listener.getsockname()[:2])
         self._clock = clock

@@ -40,7 +40,7 @@ try:
 except (ModuleNotFoundError, ImportError):
     _IS_HERE = False
 
-CONNECT_SECONDS = 2.0
+CONNECT_SECONDS = 5.0
 """UCX says nothing of a port where nothing listens."""
 _CLOSE_SECONDS = 0.1
 _SLEEP_SECONDS = 0.5
@@ -93,6 +93,23 @@ class _Worker:
     def close(self) -> None:
         self.ucx = None
         self._bell.close()
+
+
+class _Move:
+    """A send or a receive, and the memory that UCX has for it until it has completed."""
+
+    def __init__(self, move: Callable[..., Any], memory: Any, *tag: Any) -> None:
+        self._memory = Array(memory)
+        self._request = move(self._memory, *tag)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether UCX touches the memory no more."""
+        return bool(self._request.completed)
+
+    def check(self) -> None:
+        """Raises UCX's error where it went wrong."""
+        self._request.check_error()
 
 
 class UcxPullTransport:
@@ -151,8 +168,8 @@ class UcxPullReader(FramePuller):
         self.breaks = (OSError, ucx.UCXError)
         self._worker, self._endpoint, self._tag = worker, endpoint, _tag(offer.token, secret)
         self._ring = memoryview(bytearray(max(offer.frame_bytes) + sealed.TAG_BYTES if seal is not None else 0))
-        self._posted: dict[int, Any] = {}  # receives by the frame's number
-        self._others: list[Any] = []
+        self._posted: dict[int, _Move] = {}  # receives by the frame's number
+        self._others: list[_Move] = []
         self._lock = threading.RLock()  # of the worker, and of those:
         self._is_closed = False
         self._when_free: list[Callable[[], None]] = []
@@ -176,7 +193,7 @@ class UcxPullReader(FramePuller):
     def free_slots(self, when_free: Callable[[], None]) -> bool:
         """As the contract has it."""
         with self._lock:
-            if all(request.completed for request in self._posted.values()):
+            if all(move.is_over for move in self._posted.values()):
                 return True
             self._when_free.append(when_free)
             return False
@@ -184,7 +201,7 @@ class UcxPullReader(FramePuller):
     def _expect(self, number: int, views: Sequence[memoryview]) -> None:
         if self._seal is None:
             for at, view in enumerate(views, number):
-                self._posted[at] = self._endpoint.tag_recv(Array(view), _tag_of(self._tag, at))
+                self._posted[at] = _Move(self._endpoint.tag_recv, view, _tag_of(self._tag, at))
 
     def _fill_slot(self, record: bytes, view: memoryview, deadline: float) -> None:
         if self._seal is None:
@@ -193,7 +210,7 @@ class UcxPullReader(FramePuller):
             return
         size = len(view)
         message = self._ring[: size + sealed.TAG_BYTES]
-        self._wait(self._endpoint.tag_recv(Array(message), _tag_of(self._tag, self._number)), deadline)
+        self._wait(_Move(self._endpoint.tag_recv, message, _tag_of(self._tag, self._number)), deadline)
         opening = self._seal.opening(sealed.FRAMES, self._number, record)
         for at in range(0, size, sealed.PIECE_BYTES):
             into = view[at : at + sealed.PIECE_BYTES]
@@ -201,19 +218,19 @@ class UcxPullReader(FramePuller):
         sealed.opened(opening, message[size:])
 
     def _fill(self, view: memoryview, deadline: float) -> None:
-        self._wait(self._endpoint.stream_recv(Array(view)), deadline)
+        self._wait(_Move(self._endpoint.stream_recv, view), deadline)
 
     def _write(self, said: bytes, deadline: float) -> None:
-        self._wait(self._endpoint.stream_send(Array(said)), deadline)
+        self._wait(_Move(self._endpoint.stream_send, said), deadline)
 
-    def _wait(self, request: Any, deadline: float) -> None:
-        self._others.append(request)
-        while not request.completed:
+    def _wait(self, move: _Move, deadline: float) -> None:
+        self._others.append(move)
+        while not move.is_over:
             if self._is_over:
                 raise t.PeerFault("the pull was ended from here")
             self._worker.turn(self._left(deadline))
-        self._others.remove(request)
-        request.check_error()
+        self._others.remove(move)
+        move.check()
 
     def _hang_up(self) -> None:
         self._worker.ring()  # who pulls in another thread hears of it there
@@ -232,7 +249,7 @@ class UcxPullReader(FramePuller):
                 threading.Thread(target=self._quarantine, name="kvstore-pull-quarantine", daemon=True).start()
 
     def _is_quiet(self) -> bool:
-        return all(request.completed for request in (*self._posted.values(), *self._others))
+        return all(move.is_over for move in (*self._posted.values(), *self._others))
 
     def _quarantine(self) -> None:
         """Until UCX says that nothing is written any more."""
@@ -358,10 +375,10 @@ class _Served(Serving):
         super().__init__(deadline)
         self.endpoint = endpoint
         self._heard = memoryview(bytearray(t.HELLO.size))
-        self._hearing: Any = None
-        self._sends: list[Any] = []
+        self._hearing: _Move | None = None
+        self._sends: list[_Move] = []
         self._tag = 0
-        self._rings: list[tuple[bytearray, Any]] = []  # each with the send that reads it
+        self._rings: list[tuple[bytearray, _Move]] = []  # each with the send that reads it
         self._is_refused = False
 
     def go_on(self, offers: Offers, now: float) -> bool:
@@ -369,21 +386,21 @@ class _Served(Serving):
         if not self.endpoint.alive:
             return False
         self._note_sent()
-        if self._hearing is not None and self._hearing.completed:
-            self._hearing.check_error()
+        if self._hearing is not None and self._hearing.is_over:
+            self._hearing.check()
             said, self._hearing = bytes(self._heard[: self.needs]), None
             if self.offer is not None:
                 self.note(said)
             else:
-                self._sends += [self.endpoint.stream_send(Array(self.greet(offers, said, now)))]
+                self._sends.append(_Move(self.endpoint.stream_send, self.greet(offers, said, now)))
                 self._is_refused = self.offer is None  # it has until its deadline to read that
                 self._tag = _tag(self.offer.token, self.offer.secret) if self.offer is not None else 0
         if self._hearing is None and not self._is_refused:
-            self._hearing = self.endpoint.stream_recv(Array(self._heard[: self.needs]))
+            self._hearing = _Move(self.endpoint.stream_recv, self._heard[: self.needs])
         if self.offer is None:
             return True
         if (end := self.gone()) is not None:
-            self._sends += [self.endpoint.stream_send(Array(end))]
+            self._sends.append(_Move(self.endpoint.stream_send, end))
         while self._has_room() and (found := self.next_frame()) is not None:
             self._send(*found)
         if (self.has_all or self.offer.is_withdrawn) and not self._sends:
@@ -392,23 +409,23 @@ class _Served(Serving):
 
     def is_quiet(self) -> bool:
         """Whether UCX reads and writes nothing of it any more."""
-        return all(one.completed for one in self._sends) and (self._hearing is None or self._hearing.completed)
+        return all(one.is_over for one in self._sends) and (self._hearing is None or self._hearing.is_over)
 
     def _note_sent(self) -> None:
-        for one in [one for one in self._sends if one.completed]:
-            one.check_error()
+        for one in [one for one in self._sends if one.is_over]:
+            one.check()
             self._sends.remove(one)
 
     def _has_room(self) -> bool:
         if self.seal is None:
             return len(self._sends) < 2 * _UNDER_WAY  # a record and a frame each
-        return len(self._rings) < 2 or self._rings[0][1].completed
+        return len(self._rings) < 2 or self._rings[0][1].is_over
 
     def _send(self, record: bytes, frame: memoryview) -> None:
         tag = _tag_of(self._tag, self.number - 1)
-        self._sends.append(self.endpoint.stream_send(Array(record)))
+        self._sends.append(_Move(self.endpoint.stream_send, record))
         if self.seal is None:
-            self._sends.append(self.endpoint.tag_send(Array(frame), tag))
+            self._sends.append(_Move(self.endpoint.tag_send, frame, tag))
             return
         assert self.offer is not None and self.offer.frames is not None
         most = max(self.offer.frames.frame_bytes) + sealed.TAG_BYTES
@@ -420,7 +437,7 @@ class _Served(Serving):
             sealing.update_into(piece, message[at : at + len(piece)])
         sealing.finalize()
         message[len(frame) :] = sealing.tag
-        self._rings.append((ring, self.endpoint.tag_send(Array(message), tag)))
+        self._rings.append((ring, _Move(self.endpoint.tag_send, message, tag)))
         self._sends.append(self._rings[-1][1])
 
 

@@ -195,18 +195,18 @@ class _UcxLiar:
             raise EOFError
         self.worker.turn(0.005)
 
-    def done(self, request: Any) -> None:
-        while not request.completed:
+    def done(self, move: Any) -> None:
+        while not move.is_over:
             self.turn()
-        request.check_error()
+        move.check()
 
     def read(self, endpoint: Any, count: int) -> bytes:
         into = bytearray(count)
-        self.done(endpoint.stream_recv(ucx.Array(into)))
+        self.done(ucx._Move(endpoint.stream_recv, into))
         return bytes(into)
 
     def send(self, endpoint: Any, said: bytes) -> None:
-        self.done(endpoint.stream_send(ucx.Array(said)))
+        self.done(ucx._Move(endpoint.stream_send, said))
 
     def lies(self, endpoint: Any) -> None:
         seal = sealed.FrameSeal(seal_key(self.token, SECRET)) if self.is_sealed else None
@@ -233,7 +233,7 @@ class _UcxLiar:
                         self.is_over.wait(10 * DRIP_SECONDS)
                 else:
                     self.send(endpoint, record)
-                self.kept.append(endpoint.tag_send(ucx.Array(frame), ucx._tag_of(tag, number)))
+                self.kept.append(ucx._Move(endpoint.tag_send, frame, ucx._tag_of(tag, number)))
                 number += 1
 
 
