@@ -15,7 +15,7 @@ from kvstore.service.settings import Settings, TenantSettings
 ROOT = Path(__file__).resolve().parent.parent
 
 MOST_ROOMS, MOST_FLOORS = 26, 13
-MOST_NEW_LINES, MOST_NETWORK_LINES = 9000, 2500
+MOST_NEW_LINES, MOST_NETWORK_LINES = 9000, 3000
 """Of the rooms that came later, in all; and of the network's, which have a budget of their own."""
 MOST_PEERS_LINES = 2500
 """Of the bytes between hosts, likewise."""

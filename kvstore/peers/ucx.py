@@ -90,6 +90,11 @@ class _Worker:
         if is_idle and self.ucx.arm() and self._poll.poll(1000 * min(max(seconds, 0.0), _SLEEP_SECONDS)):
             self._bell.hear()
 
+    def cancel(self) -> None:
+        """Have UCX end what was under way at endpoints that are closed or broken, which it does not do by itself."""
+        self.ucx.cancel_inflight_requests()
+        self.turn(0.01)
+
     def close(self) -> None:
         self.ucx = None
         self._bell.close()
@@ -241,7 +246,7 @@ class UcxPullReader(FramePuller):
             _end(self._endpoint)
             until = self._clock.monotonic_seconds() + _CLOSE_SECONDS
             while not self._is_quiet() and self._clock.monotonic_seconds() < until:
-                self._worker.turn(0.01)
+                self._worker.cancel()
             if self._is_quiet():
                 self._endpoint = None
                 self._worker.close()
@@ -255,7 +260,7 @@ class UcxPullReader(FramePuller):
         """Until UCX says that nothing is written any more."""
         while True:
             with self._lock:
-                self._worker.turn(0.05)
+                self._worker.cancel()
                 if self._is_quiet():
                     break
         self._endpoint = None
@@ -324,6 +329,8 @@ class UcxFrameDoor:
         due = 0.0
         while not self._is_over:
             self._worker.turn(due - self._clock.monotonic_seconds())
+            if self._leaving:
+                self._worker.cancel()
             now = self._clock.monotonic_seconds()
             for one in list(self._connections):
                 try:
@@ -338,7 +345,7 @@ class UcxFrameDoor:
         for one in list(self._connections):
             self._drop(one)
         while self._leaving:
-            self._worker.turn(0.01)
+            self._worker.cancel()
             self._leaving = [one for one in self._leaving if not self._has_left(one)]
         self._listener = None
         self._worker.close()
