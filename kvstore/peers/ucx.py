@@ -100,7 +100,7 @@ class _Worker:
         self._bell.close()
 
 
-class _Move:
+class _Underway:
     """A send or a receive, and the memory that UCX has for it until it has completed."""
 
     def __init__(self, move: Callable[..., Any], memory: Any, *tag: Any) -> None:
@@ -173,8 +173,8 @@ class UcxPullReader(FramePuller):
         self.breaks = (OSError, ucx.UCXError)
         self._worker, self._endpoint, self._tag = worker, endpoint, _tag(offer.token, secret)
         self._ring = memoryview(bytearray(max(offer.frame_bytes) + sealed.TAG_BYTES if seal is not None else 0))
-        self._posted: dict[int, _Move] = {}  # receives by the frame's number
-        self._others: list[_Move] = []
+        self._posted: dict[int, _Underway] = {}  # receives by the frame's number
+        self._others: list[_Underway] = []
         self._lock = threading.RLock()  # of the worker, and of those:
         self._is_closed = False
         self._when_free: list[Callable[[], None]] = []
@@ -206,7 +206,7 @@ class UcxPullReader(FramePuller):
     def _expect(self, number: int, views: Sequence[memoryview]) -> None:
         if self._seal is None:
             for at, view in enumerate(views, number):
-                self._posted[at] = _Move(self._endpoint.tag_recv, view, _tag_of(self._tag, at))
+                self._posted[at] = _Underway(self._endpoint.tag_recv, view, _tag_of(self._tag, at))
 
     def _fill_slot(self, record: bytes, view: memoryview, deadline: float) -> None:
         if self._seal is None:
@@ -215,7 +215,7 @@ class UcxPullReader(FramePuller):
             return
         size = len(view)
         message = self._ring[: size + sealed.TAG_BYTES]
-        self._wait(_Move(self._endpoint.tag_recv, message, _tag_of(self._tag, self._number)), deadline)
+        self._wait(_Underway(self._endpoint.tag_recv, message, _tag_of(self._tag, self._number)), deadline)
         opening = self._seal.opening(sealed.FRAMES, self._number, record)
         for at in range(0, size, sealed.PIECE_BYTES):
             into = view[at : at + sealed.PIECE_BYTES]
@@ -223,12 +223,12 @@ class UcxPullReader(FramePuller):
         sealed.opened(opening, message[size:])
 
     def _fill(self, view: memoryview, deadline: float) -> None:
-        self._wait(_Move(self._endpoint.stream_recv, view), deadline)
+        self._wait(_Underway(self._endpoint.stream_recv, view), deadline)
 
     def _write(self, said: bytes, deadline: float) -> None:
-        self._wait(_Move(self._endpoint.stream_send, said), deadline)
+        self._wait(_Underway(self._endpoint.stream_send, said), deadline)
 
-    def _wait(self, move: _Move, deadline: float) -> None:
+    def _wait(self, move: _Underway, deadline: float) -> None:
         self._others.append(move)
         while not move.is_over:
             if self._is_over:
@@ -382,10 +382,10 @@ class _Served(Serving):
         super().__init__(deadline)
         self.endpoint = endpoint
         self._heard = memoryview(bytearray(t.HELLO.size))
-        self._hearing: _Move | None = None
-        self._sends: list[_Move] = []
+        self._hearing: _Underway | None = None
+        self._sends: list[_Underway] = []
         self._tag = 0
-        self._rings: list[tuple[bytearray, _Move]] = []  # each with the send that reads it
+        self._rings: list[tuple[bytearray, _Underway]] = []  # each with the send that reads it
         self._is_refused = False
 
     def go_on(self, offers: Offers, now: float) -> bool:
@@ -399,15 +399,15 @@ class _Served(Serving):
             if self.offer is not None:
                 self.note(said)
             else:
-                self._sends.append(_Move(self.endpoint.stream_send, self.greet(offers, said, now)))
+                self._sends.append(_Underway(self.endpoint.stream_send, self.greet(offers, said, now)))
                 self._is_refused = self.offer is None  # it has until its deadline to read that
                 self._tag = _tag(self.offer.token, self.offer.secret) if self.offer is not None else 0
         if self._hearing is None and not self._is_refused:
-            self._hearing = _Move(self.endpoint.stream_recv, self._heard[: self.needs])
+            self._hearing = _Underway(self.endpoint.stream_recv, self._heard[: self.needs])
         if self.offer is None:
             return True
         if (end := self.gone()) is not None:
-            self._sends.append(_Move(self.endpoint.stream_send, end))
+            self._sends.append(_Underway(self.endpoint.stream_send, end))
         while self._has_room() and (found := self.next_frame()) is not None:
             self._send(*found)
         if (self.has_all or self.offer.is_withdrawn) and not self._sends:
@@ -430,9 +430,9 @@ class _Served(Serving):
 
     def _send(self, record: bytes, frame: memoryview) -> None:
         tag = _tag_of(self._tag, self.number - 1)
-        self._sends.append(_Move(self.endpoint.stream_send, record))
+        self._sends.append(_Underway(self.endpoint.stream_send, record))
         if self.seal is None:
-            self._sends.append(_Move(self.endpoint.tag_send, frame, tag))
+            self._sends.append(_Underway(self.endpoint.tag_send, frame, tag))
             return
         assert self.offer is not None and self.offer.frames is not None
         most = max(self.offer.frames.frame_bytes) + sealed.TAG_BYTES
@@ -444,7 +444,7 @@ class _Served(Serving):
             sealing.update_into(piece, message[at : at + len(piece)])
         sealing.finalize()
         message[len(frame) :] = sealing.tag
-        self._rings.append((ring, _Move(self.endpoint.tag_send, message, tag)))
+        self._rings.append((ring, _Underway(self.endpoint.tag_send, message, tag)))
         self._sends.append(self._rings[-1][1])
 
 

@@ -210,11 +210,11 @@ class _UcxLiar:
 
     def read(self, endpoint: Any, count: int) -> bytes:
         into = bytearray(count)
-        self.done(ucx._Move(endpoint.stream_recv, into))
+        self.done(ucx._Underway(endpoint.stream_recv, into))
         return bytes(into)
 
     def send(self, endpoint: Any, said: bytes) -> None:
-        self.done(ucx._Move(endpoint.stream_send, said))
+        self.done(ucx._Underway(endpoint.stream_send, said))
 
     def lies(self, endpoint: Any) -> None:
         seal = sealed.FrameSeal(seal_key(self.token, SECRET)) if self.is_sealed else None
@@ -244,7 +244,7 @@ class _UcxLiar:
                         self.turns(20 * DRIP_SECONDS)
                 else:
                     self.send(endpoint, record)
-                self.kept.append(ucx._Move(endpoint.tag_send, frame, ucx._tag_of(tag, number)))
+                self.kept.append(ucx._Underway(endpoint.tag_send, frame, ucx._tag_of(tag, number)))
                 number += 1
 
 
