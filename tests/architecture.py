@@ -73,6 +73,8 @@ ROOMS_IMPORT_ONLY = {
         "tiering.clock",
         "tiering.frame",
     ),
+    # Pure, so that a simulator runs it: what is elsewhere, and not how it is reached.
+    "kvstore.pool": ("kvstore.block",),
     "tiering.remote": ("tiering.frame", "tiering.errors"),
     "tiering.counts": (),
 }

@@ -35,6 +35,7 @@ NEW_ROOMS = (
     "kvstore/metrics",
     "kvstore/network",
     "kvstore/openai",
+    "kvstore/pool",
     "kvstore/prefixes",
     "tiering/counts",
 )

@@ -1,0 +1,161 @@
+"""What this node tells the directory, and when.
+
+    stored    a chunk is committed       > told in the next batch
+    removed   it is about to be evicted  > told likewise, best effort: who asks for it meanwhile is told that it is gone
+    again     after 10 minutes, and at once where the directory lost everything; at a bounded rate, so that a pool that
+              comes back does not flood it
+
+The queue of what is new is bounded: the oldest is dropped and counted. A chunk whose announcement was dropped or failed
+is told with those that are told again; a removal that was is a stale hint until its time is over.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from kvstore.block.account import HitTier
+
+BATCH = 500
+MAX_QUEUED = 1 << 14
+MAX_HELD = 1 << 20
+"""Chunks that are told again, the last ones: of 16 million blocks."""
+AGAIN_SECONDS = 600.0
+AGAIN_PER_SECOND = 2000.0
+_NEVER = float("-inf")
+
+
+@dataclass(frozen=True, slots=True)
+class HintBatch:
+    """For the directory, at most `BATCH` in all. again: how many of those to announce were told before."""
+
+    announce: list[tuple[bytes, HitTier]]
+    withdraw: list[bytes]
+    again: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.announce or self.withdraw)
+
+
+@dataclass(slots=True)
+class _Held:
+    tier: HitTier
+    told_at: float
+
+
+class Announcer:
+    """Of one node. Thread-safe; one thread takes batches."""
+
+    def __init__(self, most_queued: int = MAX_QUEUED, most_held: int = MAX_HELD) -> None:
+        self._most_queued, self._most_held = most_queued, most_held
+        self._lock = threading.Lock()
+        self._queue: OrderedDict[bytes, HitTier | None] = OrderedDict()
+        """What is new, the oldest first; None: removed."""
+        self._held: OrderedDict[bytes, _Held] = OrderedDict()
+        """What is here, the one first that was told longest ago."""
+        self._lost_at = _NEVER
+        self._allowance, self._allowed_at = 0.0, _NEVER
+        self.dropped = 0
+
+    @property
+    def held(self) -> int:
+        """Chunks that this node has, and tells of."""
+        return len(self._held)
+
+    @property
+    def queued(self) -> int:
+        """News that are not told yet."""
+        return len(self._queue)
+
+    def stored(self, name: bytes, tier: HitTier) -> None:
+        """The chunk's last block is committed, or in another tier now. name: as `hint_name` makes it."""
+        with self._lock:
+            self._hold(name, tier)
+            self._enqueue(name, tier)
+
+    def kept(self, name: bytes, tier: HitTier) -> None:
+        """A node that starts has it already: it is told after what is new, as what is told again."""
+        with self._lock:
+            self._hold(name, tier)
+
+    def removed(self, name: bytes) -> None:
+        """It is about to be evicted from its last tier here, or was. Nothing where it is not known: names of blocks
+        that end no chunk may be given."""
+        with self._lock:
+            if self._held.pop(name, None) is not None:
+                self._enqueue(name, None)
+
+    def lost(self, now: float) -> None:
+        """The directory was emptied: all is to be told again."""
+        with self._lock:
+            self._lost_at = now
+
+    def batch(self, now: float) -> HintBatch:
+        """What to tell now; nothing where there is nothing. Then `told`, or `failed`."""
+        with self._lock:
+            announce: list[tuple[bytes, HitTier]] = []
+            withdraw: list[bytes] = []
+            while self._queue and len(announce) + len(withdraw) < BATCH:
+                name, tier = self._queue.popitem(last=False)
+                if tier is None:
+                    withdraw.append(name)
+                else:
+                    announce.append((name, tier))
+                    self._note(name, now)
+            again = self._due(min(BATCH - len(announce) - len(withdraw), self._allowed(now)), now)
+            self._allowance -= len(again)
+            return HintBatch(announce + again, withdraw, len(again))
+
+    def failed(self, batch: HintBatch) -> None:
+        """The directory did not take it: what was to be announced is told again later, and removals before others."""
+        with self._lock:
+            for name, tier in reversed(batch.announce):
+                one = self._held.get(name)
+                if one is not None and one.tier == tier:
+                    self._hold(name, tier)
+            for name in reversed(batch.withdraw):
+                if name in self._held or name in self._queue:
+                    continue  # it came back meanwhile
+                if len(self._queue) < self._most_queued:
+                    self._queue[name] = None
+                    self._queue.move_to_end(name, last=False)
+                else:
+                    self.dropped += 1
+
+    def _hold(self, name: bytes, tier: HitTier) -> None:
+        self._held[name] = _Held(tier, _NEVER)
+        self._held.move_to_end(name, last=False)
+        if len(self._held) > self._most_held:
+            self._queue.pop(self._held.popitem()[0], None)
+            self.dropped += 1
+
+    def _enqueue(self, name: bytes, tier: HitTier | None) -> None:
+        self._queue.pop(name, None)
+        self._queue[name] = tier
+        if len(self._queue) > self._most_queued:
+            oldest, was = self._queue.popitem(last=False)
+            self.dropped += 1
+            if was is not None:
+                self._hold(oldest, was)
+
+    def _note(self, name: bytes, now: float) -> None:
+        self._held[name].told_at = now
+        self._held.move_to_end(name)
+
+    def _allowed(self, now: float) -> int:
+        """By a token bucket that holds a batch."""
+        self._allowance = min(float(BATCH), self._allowance + AGAIN_PER_SECOND * max(0.0, now - self._allowed_at))
+        self._allowed_at = now
+        return int(self._allowance)
+
+    def _due(self, most: int, now: float) -> list[tuple[bytes, HitTier]]:
+        due: list[tuple[bytes, HitTier]] = []
+        before = max(now - AGAIN_SECONDS, self._lost_at)
+        while len(due) < most and self._held:
+            name, one = next(iter(self._held.items()))
+            if one.told_at > before:
+                break
+            due.append((name, one.tier))
+            self._note(name, now)
+        return due

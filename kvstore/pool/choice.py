@@ -1,0 +1,110 @@
+"""Whom to ask for blocks: at most two holders, one after the other.
+
+    1. none that is gone, of another run, without the tenant's keys, or banned: two pulls from one incarnation that
+       failed ban it for 10 s
+    2. most blocks first. A holder that is more than twice as slow as the fastest has blocks that are worth less, in
+       proportion, so that one with a few more blocks behind a slow link does not come before the others
+    3. of equal ones each is first for some of the prompts, by a hash of prompt, holder and asker (rendezvous): askers
+       spread over holders, without a word to each other, and one asker asks the same one again
+
+Two are asked because a hint may be old; a third costs more time than it finds blocks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from kvstore.pool.directory import Holder, NodeEntry
+from kvstore.pool.speeds import SpeedBook
+
+MOST_ASKED = 2
+FAILURES = 2
+BAN_SECONDS = 10.0
+EQUALLY_FAST = 2.0
+MAX_RECORDS = 4096
+"""Of failures that are remembered, the last ones."""
+
+
+@dataclass(slots=True)
+class _Failures:
+    count: int
+    at: float
+    banned_until: float = 0.0
+
+
+class HolderChoice:
+    """Of one node. Thread-safe."""
+
+    def __init__(self, here: bytes, speeds: SpeedBook) -> None:
+        self._here = here
+        self._speeds = speeds
+        self._lock = threading.Lock()
+        self._failures: OrderedDict[tuple[bytes, bytes], _Failures] = OrderedDict()
+
+    def choose(
+        self,
+        holders: Iterable[Holder],
+        alive: Mapping[bytes, NodeEntry],
+        head: bytes,
+        block_bytes: int,
+        now: float,
+        fingerprint: bytes = b"",
+    ) -> list[Holder]:
+        """In which order to ask; nothing where there is none to ask. head: what names the prompt, as a hint's name
+        does. fingerprint: of the tenant's keys; empty to ask holders of any."""
+        fit = [one for one in holders if self._is_fit(one, alive, now, fingerprint)]
+        if not fit:
+            return []
+        size = block_bytes * max(one.blocks for one in fit)
+        times = {one.node: self._speeds.milliseconds(one.node, size, now) for one in fit}
+        enough = EQUALLY_FAST * min(times.values())
+
+        def rank(one: Holder) -> tuple[float, bytes]:
+            slower = max(1.0, times[one.node] / enough)
+            spread = blake2b(head + one.node + self._here, digest_size=8).digest()
+            return -(one.blocks / slower), spread
+
+        chosen: dict[bytes, Holder] = {}
+        for one in sorted(fit, key=rank):
+            chosen.setdefault(one.node, one)
+        return list(chosen.values())[:MOST_ASKED]
+
+    def failed(self, node: bytes, incarnation: bytes, now: float) -> None:
+        """A pull from it did: it was not reached, did not answer in time, or sent what it was not asked for. That it
+        has a block no more, or is busy, is no failure."""
+        with self._lock:
+            one = self._failures.pop((node, incarnation), None)
+            if one is None or now - one.at > BAN_SECONDS:
+                one = _Failures(0, now)
+            one.count, one.at = one.count + 1, now
+            if one.count >= FAILURES:
+                one.count, one.banned_until = 0, now + BAN_SECONDS
+            self._failures[node, incarnation] = one
+            while len(self._failures) > MAX_RECORDS:
+                self._failures.popitem(last=False)
+
+    def worked(self, node: bytes, incarnation: bytes) -> None:
+        """A pull from it did: failures before are forgotten."""
+        with self._lock:
+            self._failures.pop((node, incarnation), None)
+
+    def is_banned(self, node: bytes, incarnation: bytes, now: float) -> bool:
+        """Whether it is not asked now."""
+        with self._lock:
+            one = self._failures.get((node, incarnation))
+            return one is not None and now < one.banned_until
+
+    def _is_fit(self, one: Holder, alive: Mapping[bytes, NodeEntry], now: float, fingerprint: bytes) -> bool:
+        entry = alive.get(one.node)
+        return (
+            entry is not None
+            and one.blocks > 0
+            and one.node != self._here
+            and entry.incarnation == one.incarnation
+            and (not fingerprint or fingerprint in entry.fingerprints)
+            and not self.is_banned(one.node, one.incarnation, now)
+        )

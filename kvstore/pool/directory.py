@@ -1,0 +1,174 @@
+"""What a directory of a pool is, and what is in it: nodes, and hints which of them has a chunk of a prompt.
+
+A *chunk* is 16 blocks in a row, from the first block of a prompt on. Its *head* is the prefix key of its last block,
+and its hint's name a hash of that and the namespace:
+
+    blocks of a prompt     1 .. 16   17 .. 32   33 .. 40
+    hints                      16         32     none: the tail is shorter than a chunk
+
+A prefix key names every token before it, and a node keeps prefixes whole, so a node with a hint for block 32 should
+have all of 1 .. 32; who asks it for blocks asks for the tail as well, as it may have that too. A prompt of less than 16
+blocks has no hint: of these only peers are asked that are known by name.
+
+    kv:h:<name>   node > incarnation (8 bytes), tier (1), and where fields have no time to live of their own, until when
+    kv:n:<node>   a `NodeEntry` in JSON
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
+from typing import Annotated, NamedTuple, Protocol
+
+import msgspec
+from msgspec import Meta
+
+from kvstore.block.account import HitTier
+from kvstore.block.identity import INCARNATION_BYTES, NODE_BYTES
+
+CHUNK_BLOCKS = 16
+HINT_BYTES = 16
+MAX_HEADS = 1024
+"""In one look-up: of 16,384 blocks. What is longer is looked up as far as that."""
+MAX_HOLDERS = 64
+"""Of one chunk that are looked at."""
+MAX_ENTRY_BYTES = 4096
+NODE_SECONDS = 5.0
+"""A node that is not heard of for so long is gone."""
+HINT_SECONDS = 15 * 60.0
+_PERSON = b"kv-hint-v1"
+_TIERS = {HitTier.DRAM: b"\1", HitTier.NVME: b"\2"}
+_TIER_OF = {said: tier for tier, said in _TIERS.items()}
+_SAID_BYTES = INCARNATION_BYTES + 1
+_STAMP_BYTES = 8
+
+_Id = Annotated[bytes, Meta(min_length=NODE_BYTES, max_length=NODE_BYTES)]
+_Run = Annotated[bytes, Meta(min_length=INCARNATION_BYTES, max_length=INCARNATION_BYTES)]
+_Word = Annotated[str, Meta(max_length=32)]
+
+
+class DirectoryDown(Exception):
+    """It does not answer, or not in time; the text says what is wrong, for people."""
+
+
+class NodeEntry(msgspec.Struct, frozen=True):
+    """A node of the pool. node: for good; incarnation: of this run. address: HOST:PORT of its gRPC door, where to dial
+    it, never whom to trust. fingerprints: of the tenants' keys that it has. versions: of the protocol between nodes.
+    transports: for bytes of blocks, the best first."""
+
+    node: _Id
+    incarnation: _Run
+    address: Annotated[str, Meta(max_length=300)]
+    fingerprints: Annotated[tuple[Annotated[bytes, Meta(max_length=16)], ...], Meta(max_length=64)] = ()
+    versions: Annotated[tuple[int, ...], Meta(max_length=16)] = ()
+    transports: Annotated[tuple[_Word, ...], Meta(max_length=8)] = ()
+
+
+class Holder(NamedTuple):
+    """Has so many leading blocks of a chain, as it said. tier: the slowest that some of them are in."""
+
+    node: bytes
+    incarnation: bytes
+    blocks: int
+    tier: HitTier
+
+
+class Directory(Protocol):
+    """Shared by the nodes of a pool. Every call is over after its seconds; each but `alive` raises `DirectoryDown`,
+    at once while it is known not to answer."""
+
+    def alive(self) -> Mapping[bytes, NodeEntry]:
+        """The other nodes, by their ids, as of some seconds ago. From memory, and empty where it is down."""
+        ...
+
+    def holders(self, heads: Sequence[tuple[int, bytes]], seconds: float) -> list[Holder]:
+        """Which other nodes that are alive have leading chunks of these (`chunk_heads`), most blocks first."""
+        ...
+
+    def announce(self, hints: Sequence[tuple[bytes, HitTier]], seconds: float) -> None:
+        """This node has the chunks of these names, for `HINT_SECONDS` or until it says otherwise."""
+        ...
+
+    def withdraw(self, names: Sequence[bytes], seconds: float) -> None:
+        """It has them no more."""
+        ...
+
+
+def is_head(index: int) -> bool:
+    """Whether the block of that index in its prompt, from 0 on, is the last one of a chunk."""
+    return index % CHUNK_BLOCKS == CHUNK_BLOCKS - 1
+
+
+def hint_name(namespace: bytes, key: bytes) -> bytes:
+    """Of the chunk whose last block has that prefix key. namespace: its digest. It says nothing of tokens, and is not
+    to be found without the tenant's identity key."""
+    return blake2b(key, key=namespace, digest_size=HINT_BYTES, person=_PERSON).digest()
+
+
+def chunk_heads(namespace: bytes, keys: Sequence[bytes], first: int = 0) -> list[tuple[int, bytes]]:
+    """The chunks of a prompt behind its `first` blocks, which are here: how many blocks lead up to the end of each, and
+    its hint's name. keys: of all blocks from the first one on. At most `MAX_HEADS`."""
+    begin = first - first % CHUNK_BLOCKS + CHUNK_BLOCKS
+    end = min(len(keys) + 1, begin + MAX_HEADS * CHUNK_BLOCKS)
+    return [(blocks, hint_name(namespace, keys[blocks - 1])) for blocks in range(begin, end, CHUNK_BLOCKS)]
+
+
+def hint_value(incarnation: bytes, tier: HitTier, until_ms: int | None = None) -> bytes:
+    """What a node says of a chunk. until_ms: by the directory's clock, where that forgets no fields by itself."""
+    value = incarnation + _TIERS[tier]
+    return value if until_ms is None else value + until_ms.to_bytes(_STAMP_BYTES, "big")
+
+
+def read_hint(value: object, now_ms: int | None) -> tuple[bytes, HitTier] | None:
+    """Incarnation and tier; None for what is no hint, or one whose time is over. now_ms: by the directory's clock,
+    None where it is not known: a hint with a stamp is none then."""
+    if not isinstance(value, bytes) or len(value) not in (_SAID_BYTES, _SAID_BYTES + _STAMP_BYTES):
+        return None
+    if len(value) > _SAID_BYTES:
+        left_ms = None if now_ms is None else int.from_bytes(value[_SAID_BYTES:], "big") - now_ms
+        if left_ms is None or not 0 < left_ms <= 1e3 * HINT_SECONDS:
+            return None
+    tier = _TIER_OF.get(value[INCARNATION_BYTES:_SAID_BYTES])
+    return None if tier is None else (value[:INCARNATION_BYTES], tier)
+
+
+def leading_holders(
+    heads: Sequence[tuple[int, bytes]],
+    said: Iterable[Mapping[bytes, bytes]],
+    alive: Mapping[bytes, NodeEntry],
+    now_ms: int | None = None,
+) -> list[Holder]:
+    """Who has leading chunks without a gap, most blocks first. said: what nodes say of each chunk, in the order of
+    `heads`. alive: what was said by a node that is not among them, or by an earlier run of it, counts for nothing."""
+    best: dict[bytes, tuple[int, HitTier]] = {}
+    going: dict[bytes, tuple[int, HitTier]] = {}
+    for at, ((blocks, _), values) in enumerate(zip(heads, said, strict=False)):
+        going_on = {}
+        for node, value in values.items():
+            entry, hint = alive.get(node), read_hint(value, now_ms)
+            if entry is None or hint is None or hint[0] != entry.incarnation or (at and node not in going):
+                continue
+            is_slow = at and going[node][1] == HitTier.NVME
+            going_on[node] = (blocks, HitTier.NVME if is_slow else hint[1])
+        if not going_on:
+            break
+        going = going_on
+        best |= going
+    found = [Holder(node, alive[node].incarnation, *of) for node, of in best.items()]
+    return sorted(found, key=lambda one: (-one.blocks, one.node))
+
+
+def entry_bytes(entry: NodeEntry) -> bytes:
+    """As the directory keeps it."""
+    return msgspec.json.encode(entry)
+
+
+def read_entry(node: bytes, value: object) -> NodeEntry | None:
+    """What that node says of itself; None for what is no entry of it."""
+    if not isinstance(value, bytes) or len(value) > MAX_ENTRY_BYTES:
+        return None
+    try:
+        entry = msgspec.json.decode(value, type=NodeEntry)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    return entry if entry.node == node else None

@@ -1,0 +1,105 @@
+"""Single flight: of several who want one thing from elsewhere, one fetches it, and the others wait for that.
+
+    begin   > these are yours to fetch        join   > you are told once how each ended
+    end, leave                                       > those who joined are told
+
+A leader that dies is one that `leave`s, or one whose time is over: the next to begin takes its place, and who joined is
+told that it failed. At most `MAX_FLIGHTS` are under way; what is neither begun nor joined is gone without.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+MAX_FLIGHTS = 1 << 16
+MAX_JOINED = 1024
+"""Of one flight; later ones are not told."""
+
+
+@dataclass(slots=True)
+class _Flight(Generic[K]):
+    leader: Hashable
+    until: float
+    joined: list[Callable[[K, bool], None]] = field(default_factory=list)
+
+
+class Flights(Generic[K]):
+    """By (namespace, key), or what else names a thing. Thread-safe; who joined is called without its lock."""
+
+    def __init__(self, most: int = MAX_FLIGHTS) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self._flights: dict[K, _Flight[K]] = {}
+        self._led: dict[Hashable, set[K]] = {}
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    def begin(self, keys: Iterable[K], leader: Hashable, now: float, until: float) -> list[K]:
+        """Which of these the leader is to fetch, and to `end` before that time. The others are under way."""
+        over: list[tuple[K, _Flight[K]]] = []
+        mine = []
+        with self._lock:
+            for key in keys:
+                flight = self._flights.get(key)
+                if flight is not None and flight.until <= now:
+                    over.append((key, self._over(key)))
+                    flight = None
+                if flight is None and len(self._flights) < self._most:
+                    self._flights[key] = _Flight(leader, until)
+                    self._led.setdefault(leader, set()).add(key)
+                    mine.append(key)
+        _tell(over, False)
+        return mine
+
+    def join(self, keys: Iterable[K], told: Callable[[K, bool], None]) -> list[K]:
+        """Which of these are under way: of each, `told` is called once, at its end, with whether it landed. The others
+        ended meanwhile: look whether they are here, and begin."""
+        joined = []
+        with self._lock:
+            for key in keys:
+                flight = self._flights.get(key)
+                if flight is not None and len(flight.joined) < MAX_JOINED:
+                    flight.joined.append(told)
+                    joined.append(key)
+        return joined
+
+    def end(self, keys: Sequence[K], leader: Hashable, landed: bool) -> None:
+        """These are over, if it still was that one who led them."""
+        with self._lock:
+            over = [(key, self._over(key)) for key in keys if self._leads(leader, key)]
+        _tell(over, landed)
+
+    def leave(self, leader: Hashable) -> None:
+        """It died: what it led did not land."""
+        with self._lock:
+            over = [(key, self._over(key)) for key in list(self._led.get(leader, ()))]
+        _tell(over, False)
+
+    def expire(self, now: float) -> None:
+        """Whose time is over did not land."""
+        with self._lock:
+            late = [key for key, flight in self._flights.items() if flight.until <= now]
+            over = [(key, self._over(key)) for key in late]
+        _tell(over, False)
+
+    def _leads(self, leader: Hashable, key: K) -> bool:
+        return key in self._led.get(leader, ())
+
+    def _over(self, key: K) -> _Flight[K]:
+        flight = self._flights.pop(key)
+        led = self._led[flight.leader]
+        led.discard(key)
+        if not led:
+            del self._led[flight.leader]
+        return flight
+
+
+def _tell(over: Iterable[tuple[K, _Flight[K]]], landed: bool) -> None:
+    for key, flight in over:
+        for told in flight.joined:
+            told(key, landed)
