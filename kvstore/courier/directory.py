@@ -1,0 +1,552 @@
+"""The directory of a pool in Valkey or Redis: small values alone. The one file that imports `valkey`.
+
+    kv:nodes      a set: the nodes' ids, so that none has to scan           one thread    refresh, announce, withdraw
+    kv:n:<node>   a node's entry, for 5 s; written anew each 1.5 s          callers       look-ups, on connections
+    kv:h:<name>   hints of a chunk (`pool/directory`), for 15 minutes                     that this thread keeps open
+
+A field of `kv:h:` has its own time to live where the server knows HSETEX (Valkey 9, Redis 8); elsewhere the value says
+until when, by the server's clock. No two hosts' clocks are ever compared.
+
+A look-up never connects, never retries and never waits for an announcement. Where the server is slow or gone, three
+failures open the breaker: from then on a look-up is refused at once, until the thread's own refresh was quick again.
+What comes back is bounded before anything is built from it: of a chunk 64 hints are read, of a value 64 KiB, of a
+call so many bytes. What is no hint or no entry is left out.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from queue import Empty, LifoQueue
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from kvstore.block.account import HitTier
+from kvstore.block.errors import BadInput, shown
+from kvstore.block.identity import NODE_BYTES, NodeIdentity
+from kvstore.pool.announcer import Announcer
+from kvstore.pool.directory import (
+    HINT_SECONDS,
+    MAX_ENTRY_BYTES,
+    MAX_HOLDERS,
+    NODE_SECONDS,
+    DirectoryDown,
+    Holder,
+    NodeEntry,
+    entry_bytes,
+    hint_value,
+    leading_holders,
+    read_entry,
+)
+from kvstore.pool.members import MAX_NODES, AliveTable, ClaimState, NodeClaim
+from kvstore.protocol.courier import SourceFigures
+from tiering.clock import Clock
+
+try:
+    import valkey
+    from valkey.connection import Connection, UnixDomainSocketConnection
+except ImportError:  # the extra is not installed; said where one is wanted
+    valkey = None
+
+REFRESH_SECONDS, TICK_SECONDS = 1.5, 0.2
+CALL_SECONDS, CONNECT_SECONDS, LEAVE_SECONDS = 1.0, 1.0, 0.5
+SLOW_SECONDS = 0.05
+"""A refresh that took longer leaves a breaker open that look-ups opened."""
+NODES_PER_REFRESH = 256
+"""A larger pool's table is read less often, in proportion: else what is read grows with the square of the nodes."""
+LOOKUP_CONNECTIONS = 4
+FAILURES_TO_OPEN = 3
+MAX_VALUE_BYTES, MAX_LINE_BYTES, MAX_ELEMENTS = 1 << 16, 4096, 2 * MAX_NODES
+ROOM_BYTES, ROOM_PER_COMMAND_BYTES = 1 << 20, 8 << 10
+DEFAULT_PORT = 6379
+_NODES, _NODE, _HINTS = b"kv:nodes", b"kv:n:", b"kv:h:"
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryAddress:
+    """Where a directory is: host and port, or the path of a UNIX socket; and the user of its ACL, or nothing."""
+
+    host: str
+    port: int
+    path: str
+    user: str
+
+    @classmethod
+    def read(cls, text: str) -> DirectoryAddress:
+        """As in settings: valkey://[USER@]HOST[:PORT] or valkey+unix:PATH, with a user valkey+unix://USER@PATH. Raises
+        `BadInput`."""
+        wrong = BadInput(
+            f"directory={shown(text)}; give valkey://[USER@]HOST[:PORT] or valkey+unix:/PATH (the password stands in a "
+            "file of its own)"
+        )
+        try:
+            parts = urlsplit(text)
+            host, port, user = parts.hostname or "", parts.port or DEFAULT_PORT, unquote(parts.username or "")
+        except ValueError:
+            raise wrong from None
+        is_unix = parts.scheme == "valkey+unix"
+        fits = (parts.path.startswith("/") and not host) if is_unix else (host and parts.path in ("", "/"))
+        if parts.scheme not in ("valkey", "valkey+unix") or not fits or parts.password or parts.query or parts.fragment:
+            raise wrong
+        return cls(host, port, unquote(parts.path) if is_unix else "", user)
+
+    def __str__(self) -> str:
+        return self.path or f"{self.host}:{self.port}"
+
+
+class ValkeyDirectory:
+    """`Directory` of a pool. Start it, use it from any thread, close it."""
+
+    def __init__(
+        self,
+        address: DirectoryAddress,
+        here: NodeIdentity,
+        entry: Callable[[], NodeEntry],
+        table: AliveTable,
+        announcer: Announcer,
+        clock: Clock,
+        password: Callable[[], str] = lambda: "",
+    ) -> None:
+        """entry: of this node, as it is now; its node and incarnation are those of `here`. table: into which the other
+        nodes go. password: read for each connection, so that it can be exchanged; it may raise `OSError`. Raises
+        `BadInput` where valkey-py is not installed."""
+        if valkey is None:
+            raise BadInput("a directory needs valkey-py: install prefix-kvstore[valkey]")
+        self._address = address
+        self._here = here
+        self._entry = entry
+        self._table = table
+        self._announcer = announcer
+        self._clock = clock
+        self._make = lambda: _ValkeyWire(address, password, clock)
+        self._own = self._make()
+        self._lookups: LifoQueue[_ValkeyWire] = LifoQueue()
+        self._missing_lookups = LOOKUP_CONNECTIONS
+        self._claim = NodeClaim(here)
+        self._lock = threading.Lock()
+        self._wanted, self._ends = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._work, name="kv-directory", daemon=True)
+        self._down: str | None = "not asked yet"
+        self._refused = ""
+        self._is_slow = False
+        self._failed_lookups = 0
+        self._table_at = float("-inf")
+        self._server_ahead_ms: int | None = None
+        self._fields_age = True
+        self._counts = {"lookups": 0, "found": 0, "failures": 0}
+
+    def start(self) -> None:
+        """Enter this node, and keep it there."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Leave the pool, as far as the server answers. Ends all threads and connections."""
+        self._ends.set()
+        self._wanted.set()
+        if self._thread.is_alive():
+            self._thread.join(2 * (CALL_SECONDS + CONNECT_SECONDS) + LEAVE_SECONDS)
+        self._down = "closed"
+        while True:
+            try:
+                self._lookups.get_nowait().close()
+            except Empty:
+                return
+
+    @property
+    def reason(self) -> str:
+        """Why this node works alone, or the others do not see what it has; empty where all is well."""
+        if self._claim.state == ClaimState.CLONED:
+            node = self._here.node.hex()
+            return (
+                f"another run of node {node} is in the directory, so its data directory is a copy: this one announces "
+                "nothing; remove DIR/node of one of the two"
+            )
+        if self._down is not None:
+            return f"the directory {self._address} cannot be asked: {self._down}"
+        return (
+            f"the directory {self._address} refuses what this node tells it: {self._refused}" if self._refused else ""
+        )
+
+    def figures(self) -> SourceFigures:
+        """For people."""
+        state = "up" if self._down is None else "open" if self._is_slow else "down"
+        return SourceFigures(
+            "directory", str(self._address)[-256:], state, hints=self._announcer.held, detail=self.reason[:256],
+            **self._counts,
+        )  # fmt: skip
+
+    def alive(self) -> Mapping[bytes, NodeEntry]:
+        """The other nodes, as of some seconds ago."""
+        return self._table.alive(self._clock.monotonic_seconds())
+
+    def holders(self, heads: Sequence[tuple[int, bytes]], seconds: float) -> list[Holder]:
+        """Which of them have leading chunks of these. Raises `DirectoryDown`."""
+        if self._down is not None:
+            raise DirectoryDown(self._down)
+        alive = self.alive()
+        if not heads or not alive:
+            return []
+        deadline = self._clock.monotonic_seconds() + seconds
+        try:
+            wire = self._lookups.get(timeout=max(0.0, seconds))
+        except Empty:
+            self._lookup_failed("all connections are in use")
+            raise DirectoryDown("all connections are in use") from None
+        try:
+            replies = wire.call(
+                [(b"HRANDFIELD", _HINTS + name, MAX_HOLDERS, b"WITHVALUES") for _, name in heads],
+                deadline - self._clock.monotonic_seconds(),
+            )
+        except DirectoryDown as error:
+            with self._lock:
+                self._missing_lookups += 1
+            self._lookup_failed(str(error))
+            raise
+        self._lookups.put(wire)
+        said = [_fields(reply) for reply in replies]
+        found = leading_holders(heads, said, alive, self._server_ms())
+        with self._lock:
+            self._failed_lookups = 0
+            self._counts["lookups"] += 1
+            self._counts["found"] += bool(found)
+        return found
+
+    def announce(self, hints: Sequence[tuple[bytes, HitTier]], seconds: float = CALL_SECONDS) -> None:
+        """Of the thread's own; others use the `Announcer`. Raises `DirectoryDown`."""
+        node, run, ttl_ms = self._here.node, self._here.incarnation, int(1e3 * HINT_SECONDS)
+        if self._fields_age:
+            replies = self._own.call(
+                [
+                    (b"HSETEX", _HINTS + name, b"PX", ttl_ms, b"FIELDS", 1, node, hint_value(run, tier))
+                    for name, tier in hints
+                ],
+                seconds,
+            )
+            if not any(isinstance(reply, _ReplyError) and reply.is_unknown_command for reply in replies):
+                return self._judge(replies)
+            self._fields_age = False
+        now_ms = self._server_ms()
+        if now_ms is None:
+            raise DirectoryDown("its time is not known yet")
+        commands: list[tuple[Any, ...]] = []
+        for name, tier in hints:
+            commands.append((b"HSET", _HINTS + name, node, hint_value(run, tier, now_ms + ttl_ms)))
+            commands.append((b"PEXPIRE", _HINTS + name, ttl_ms))
+        self._judge(self._own.call(commands, seconds))
+
+    def withdraw(self, names: Sequence[bytes], seconds: float = CALL_SECONDS) -> None:
+        """Likewise."""
+        self._judge(self._own.call([(b"HDEL", _HINTS + name, self._here.node) for name in names], seconds))
+
+    def _work(self) -> None:
+        due = self._clock.monotonic_seconds()
+        while not self._ends.is_set():
+            self._wanted.clear()
+            now = self._clock.monotonic_seconds()
+            if now >= due:
+                self._refresh(now)
+                due = now + REFRESH_SECONDS
+            self._connect_lookups()
+            if not self._tell():
+                self._wanted.wait(max(0.0, min(TICK_SECONDS, due - self._clock.monotonic_seconds())))
+        self._leave()
+
+    def _refresh(self, now: float) -> None:
+        try:
+            own, clock, listed = self._own.call(
+                [
+                    (b"GETRANGE", _NODE + self._here.node, 0, MAX_ENTRY_BYTES),
+                    (b"TIME",),
+                    (b"SRANDMEMBER", _NODES, MAX_NODES),
+                ]
+            )
+            took = self._clock.monotonic_seconds() - now
+            self._judge([own, clock, listed])
+            self._server_ahead_ms = _milliseconds(clock) - int(1e3 * self._clock.monotonic_seconds())
+            self._write_entry(own, now)
+            self._read_table(listed, now)
+        except DirectoryDown as error:
+            self._fields_age = True  # another server may come in its place
+            self._set_down(str(error), is_slow=False)
+            return
+        if self._down is not None and not (self._is_slow and took > SLOW_SECONDS):
+            self._set_down(None, is_slow=False)
+
+    def _write_entry(self, own: object, now: float) -> None:
+        entry = read_entry(self._here.node, own)
+        found = None if entry is None else entry.incarnation
+        if self._claim.was_lost(found):
+            self._announcer.lost(now)
+        was = self._claim.state
+        if self._claim.look(found, now):
+            value, ttl_ms = entry_bytes(self._entry()), int(1e3 * NODE_SECONDS)
+            key = _NODE + self._here.node
+            self._judge(self._own.call([(b"SET", key, value, b"PX", ttl_ms), (b"SADD", _NODES, self._here.node)]))
+            self._claim.wrote()
+        if was != self._claim.state == ClaimState.CLONED:
+            _log.error("%s", self.reason)
+
+    def _read_table(self, listed: object, now: float) -> None:
+        names = listed if isinstance(listed, list) else []
+        nodes = [one for one in names if isinstance(one, bytes) and len(one) == NODE_BYTES]
+        lasts = REFRESH_SECONDS * max(1.0, len(nodes) / NODES_PER_REFRESH)
+        if now - self._table_at < lasts - TICK_SECONDS:
+            return
+        self._table_at = now
+        left_out = [one for one in names if isinstance(one, bytes) and len(one) != NODE_BYTES]
+        for at in range(0, len(nodes), NODES_PER_REFRESH):
+            asked = nodes[at : at + NODES_PER_REFRESH]
+            replies = self._own.call([(b"GETRANGE", _NODE + node, 0, MAX_ENTRY_BYTES) for node in asked])
+            entries = [read_entry(node, reply) for node, reply in zip(asked, replies, strict=True)]
+            self._table.saw([one for one in entries if one is not None], now, NODE_SECONDS + lasts - REFRESH_SECONDS)
+            for node in [node for node, one in zip(asked, entries, strict=True) if one is None]:
+                self._table.gone(node)
+                left_out.append(node)
+        left_out = [node for node in left_out if node != self._here.node][:NODES_PER_REFRESH]
+        if left_out:
+            self._judge(self._own.call([(b"SREM", _NODES, *left_out)]))
+
+    def _tell(self) -> bool:
+        """Whether there was anything."""
+        if self._down is not None or self._claim.state != ClaimState.OURS:
+            return False
+        batch = self._announcer.batch(self._clock.monotonic_seconds())
+        if not batch:
+            return False
+        try:
+            if batch.withdraw:
+                self.withdraw(batch.withdraw)
+            if batch.announce:
+                self.announce(batch.announce)
+            self._refused = ""
+        except DirectoryDown as error:
+            self._announcer.failed(batch)
+            self._refused = self._refused or str(error)
+            return False
+        return True
+
+    def _connect_lookups(self) -> None:
+        while self._missing_lookups and self._down is None and not self._ends.is_set():
+            wire = self._make()
+            try:
+                wire.call([(b"TIME",)])
+            except DirectoryDown as error:
+                self._set_down(str(error), is_slow=False)
+                return
+            with self._lock:
+                self._missing_lookups -= 1
+            self._lookups.put(wire)
+
+    def _leave(self) -> None:
+        try:
+            if self._claim.state == ClaimState.OURS and self._down is None:
+                key = _NODE + self._here.node
+                entry = read_entry(self._here.node, self._own.call([(b"GET", key)], LEAVE_SECONDS)[0])
+                if entry is not None and entry.incarnation == self._here.incarnation:
+                    self._own.call([(b"DEL", key), (b"SREM", _NODES, self._here.node)], LEAVE_SECONDS)
+        except DirectoryDown:
+            pass  # its entry ends by itself
+        self._own.close()
+
+    def _lookup_failed(self, why: str) -> None:
+        with self._lock:
+            self._counts["lookups"] += 1
+            self._counts["failures"] += 1
+            self._failed_lookups += 1
+            opens = self._failed_lookups >= FAILURES_TO_OPEN
+        if opens:
+            self._set_down(f"{FAILURES_TO_OPEN} look-ups in a row failed ({why})", is_slow=True)
+        self._wanted.set()
+
+    def _set_down(self, why: str | None, *, is_slow: bool) -> None:
+        with self._lock:
+            was, self._down, self._is_slow, self._failed_lookups = self._down, why, is_slow, 0
+        if (was is None) != (why is None):
+            _log.warning("directory %s: %s", self._address, why or "answers; look-ups ask it again")
+
+    def _server_ms(self) -> int | None:
+        ahead = self._server_ahead_ms
+        return None if ahead is None else ahead + int(1e3 * self._clock.monotonic_seconds())
+
+    @staticmethod
+    def _judge(replies: Sequence[object]) -> None:
+        for one in replies:
+            if isinstance(one, _ReplyError) and not str(one).startswith("WRONGTYPE"):
+                raise DirectoryDown(str(one))
+
+
+class _ReplyError(Exception):
+    """What the server says is wrong."""
+
+    @property
+    def is_unknown_command(self) -> bool:
+        return str(self).lower().startswith("err unknown command")
+
+
+def _fields(reply: object) -> dict[bytes, bytes]:
+    """Of a chunk; nothing where it is none."""
+    if isinstance(reply, _ReplyError) and not str(reply).startswith("WRONGTYPE"):
+        raise DirectoryDown(str(reply))
+    flat = reply if isinstance(reply, list) else []
+    pairs = zip(flat[::2], flat[1::2], strict=False)
+    return {node: value for node, value in pairs if isinstance(node, bytes) and isinstance(value, bytes)}
+
+
+def _milliseconds(reply: object) -> int:
+    """Of TIME."""
+    try:
+        seconds, microseconds = reply  # type: ignore[misc]
+        return int(seconds) * 1000 + int(microseconds) // 1000
+    except (TypeError, ValueError):
+        raise DirectoryDown("it does not tell the time") from None
+
+
+class _ValkeyWire:
+    """One connection, of one thread at a time."""
+
+    def __init__(self, address: DirectoryAddress, password: Callable[[], str], clock: Clock) -> None:
+        self._replies = _BoundedReplies(clock)
+        self._password = password
+        self._user = address.user
+        common: dict[str, Any] = {
+            "parser_class": lambda socket_read_size: self._replies,
+            "socket_connect_timeout": CONNECT_SECONDS,
+            "socket_timeout": CONNECT_SECONDS,
+            "lib_name": None,
+            "lib_version": None,
+            "credential_provider": self,
+        }
+        if address.path:
+            self._connection = UnixDomainSocketConnection(address.path, **common)
+        else:
+            self._connection = Connection(address.host, address.port, socket_keepalive=True, **common)
+
+    def get_credentials(self) -> tuple[str, ...]:
+        """For valkey-py, with each connection."""
+        password = self._password()
+        return ((self._user,) if self._user else ()) + ((password,) if password or self._user else ())
+
+    def call(self, commands: Sequence[tuple[Any, ...]], seconds: float = CALL_SECONDS) -> list[Any]:
+        """Their replies, in order; an error of a single command is a `_ReplyError` among them. Connects where there is
+        no connection. Raises `DirectoryDown`, and closes it then."""
+        room = ROOM_BYTES + ROOM_PER_COMMAND_BYTES * len(commands)
+        try:
+            if not self._replies.is_connected:
+                self._replies.allow(CONNECT_SECONDS, room)
+                self._connection.connect()
+            self._replies.allow(seconds, room)
+            self._connection.send_packed_command(self._connection.pack_commands(commands), check_health=False)
+            return [self._replies.read() for _ in commands]
+        except (valkey.ValkeyError, OSError, ValueError, _ReplyError) as error:
+            self.close()
+            is_late = isinstance(error, valkey.TimeoutError | TimeoutError)
+            raise DirectoryDown(f"no answer in {1e3 * seconds:.0f} ms" if is_late else str(error)[:200]) from None
+
+    def close(self) -> None:
+        """It."""
+        self._connection.disconnect()
+
+
+class _BoundedReplies:
+    """Reads RESP 2, as a parser of valkey-py: by a deadline, and so many bytes of a call. What a server says of sizes
+    is compared with that before anything is made from it; longer values are read past, and are None."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._socket: socket.socket | None = None
+        self._seen, self._at = b"", 0
+        self._deadline, self._room = 0.0, 0
+
+    @property
+    def is_connected(self) -> bool:
+        return self._socket is not None
+
+    def allow(self, seconds: float, room: int) -> None:
+        """From now on. Raises `ValueError` where something is left of the call before."""
+        if self._at != len(self._seen):
+            raise ValueError("an answer that was not asked for")
+        self._seen, self._at = b"", 0
+        self._deadline, self._room = self._clock.monotonic_seconds() + seconds, room
+        if self._socket is not None:
+            self._socket.settimeout(max(1e-6, seconds))
+
+    def on_connect(self, connection: Any) -> None:
+        """Of valkey-py."""
+        self._socket = connection._sock
+        self._seen, self._at = b"", 0
+
+    def on_disconnect(self) -> None:
+        """Likewise."""
+        self._socket = None
+        self._seen, self._at = b"", 0
+
+    def read_response(self, disable_decoding: bool = False) -> Any:
+        """Likewise, while a connection is made."""
+        reply = self.read()
+        return valkey.ResponseError(str(reply)) if isinstance(reply, _ReplyError) else reply
+
+    def read(self, depth: int = 0) -> Any:
+        """One reply."""
+        line = self._line()
+        kind, rest = line[:1], line[1:]
+        if kind == b"$":
+            return self._value(int(rest))
+        if kind == b"*":
+            count = int(rest)
+            if count > MAX_ELEMENTS or depth > 1:
+                raise ValueError(f"a reply of {count} elements")
+            return [self.read(depth + 1) for _ in range(count)] if count >= 0 else None
+        if kind == b":":
+            return int(rest)
+        if kind == b"+":
+            return rest
+        if kind == b"-":
+            return _ReplyError(rest[:200].decode("utf-8", "replace"))
+        raise ValueError("a reply in another protocol")
+
+    def _value(self, size: int) -> bytes | None:
+        if size < 0:
+            return None
+        if size > self._room + len(self._seen) - self._at:
+            raise ValueError(f"a value of {size} bytes")
+        if size > MAX_VALUE_BYTES:
+            left = size + 2 - (len(self._seen) - self._at)
+            while left > 0:
+                self._seen, self._at = b"", 0
+                self._more()
+                left -= len(self._seen)
+            self._at = len(self._seen) + left
+            return None
+        while len(self._seen) - self._at < size + 2:
+            self._more()
+        begin, self._at = self._at, self._at + size + 2
+        return self._seen[begin : begin + size]
+
+    def _line(self) -> bytes:
+        while (end := self._seen.find(b"\r\n", self._at)) < 0:
+            if len(self._seen) - self._at > MAX_LINE_BYTES:
+                raise ValueError("a line without an end")
+            self._more()
+        begin, self._at = self._at, end + 2
+        return self._seen[begin:end]
+
+    def _more(self) -> None:
+        left = self._deadline - self._clock.monotonic_seconds()
+        if left <= 0.0:
+            raise TimeoutError
+        if self._socket is None:
+            raise ValueError("closed")
+        self._socket.settimeout(left)
+        got = self._socket.recv(min(1 << 16, self._room + 1))
+        if not got:
+            raise ValueError("closed by the server")
+        self._room -= len(got)
+        if self._room < 0:
+            raise ValueError("more than a call may answer")
+        self._seen = self._seen[self._at :] + got
+        self._at = 0
