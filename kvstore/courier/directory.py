@@ -49,7 +49,7 @@ try:
     import valkey
     from valkey.connection import Connection, UnixDomainSocketConnection
 except ImportError:  # the extra is not installed; said where one is wanted
-    valkey = None
+    valkey = None  # type: ignore[assignment]
 
 REFRESH_SECONDS, TICK_SECONDS = 1.5, 0.2
 CALL_SECONDS, CONNECT_SECONDS, LEAVE_SECONDS = 1.0, 1.0, 0.5
@@ -124,7 +124,7 @@ class ValkeyDirectory:
         self._announcer = announcer
         self._clock = clock
         self._make = lambda: _ValkeyWire(address, password, clock)
-        self._own = self._make()
+        self._own, self._telling = self._make(), threading.Lock()
         self._lookups: LifoQueue[_ValkeyWire] = LifoQueue()
         self._missing_lookups = LOOKUP_CONNECTIONS
         self._claim = NodeClaim(here)
@@ -135,13 +135,14 @@ class ValkeyDirectory:
         self._refused = ""
         self._is_slow = False
         self._failed_lookups = 0
-        self._table_at = float("-inf")
+        self._table_at = self._quiet_until = float("-inf")
         self._server_ahead_ms: int | None = None
         self._fields_age = True
         self._counts = {"lookups": 0, "found": 0, "failures": 0}
 
     def start(self) -> None:
         """Enter this node, and keep it there."""
+        assert read_entry(self._here.node, entry_bytes(self._entry())) is not None
         self._thread.start()
 
     def close(self) -> None:
@@ -151,11 +152,7 @@ class ValkeyDirectory:
         if self._thread.is_alive():
             self._thread.join(2 * (CALL_SECONDS + CONNECT_SECONDS) + LEAVE_SECONDS)
         self._down = "closed"
-        while True:
-            try:
-                self._lookups.get_nowait().close()
-            except Empty:
-                return
+        self._drop_lookups()
 
     @property
     def reason(self) -> str:
@@ -176,9 +173,15 @@ class ValkeyDirectory:
         """For people."""
         state = "up" if self._down is None else "open" if self._is_slow else "down"
         return SourceFigures(
-            "directory", str(self._address)[-256:], state, hints=self._announcer.held, detail=self.reason[:256],
-            **self._counts,
-        )  # fmt: skip
+            kind="directory",
+            name=str(self._address)[-256:],
+            state=state,
+            lookups=self._counts["lookups"],
+            found=self._counts["found"],
+            failures=self._counts["failures"],
+            hints=self._announcer.held,
+            detail=self.reason[:256],
+        )
 
     def alive(self) -> Mapping[bytes, NodeEntry]:
         """The other nodes, as of some seconds ago."""
@@ -195,7 +198,6 @@ class ValkeyDirectory:
         try:
             wire = self._lookups.get(timeout=max(0.0, seconds))
         except Empty:
-            self._lookup_failed("all connections are in use")
             raise DirectoryDown("all connections are in use") from None
         try:
             replies = wire.call(
@@ -217,10 +219,10 @@ class ValkeyDirectory:
         return found
 
     def announce(self, hints: Sequence[tuple[bytes, HitTier]], seconds: float = CALL_SECONDS) -> None:
-        """Of the thread's own; others use the `Announcer`. Raises `DirectoryDown`."""
+        """This node has these. Its thread does so for the `Announcer`. Raises `DirectoryDown`."""
         node, run, ttl_ms = self._here.node, self._here.incarnation, int(1e3 * HINT_SECONDS)
         if self._fields_age:
-            replies = self._own.call(
+            replies = self._ask(
                 [
                     (b"HSETEX", _HINTS + name, b"PX", ttl_ms, b"FIELDS", 1, node, hint_value(run, tier))
                     for name, tier in hints
@@ -237,11 +239,11 @@ class ValkeyDirectory:
         for name, tier in hints:
             commands.append((b"HSET", _HINTS + name, node, hint_value(run, tier, now_ms + ttl_ms)))
             commands.append((b"PEXPIRE", _HINTS + name, ttl_ms))
-        self._judge(self._own.call(commands, seconds))
+        self._judge(self._ask(commands, seconds))
 
     def withdraw(self, names: Sequence[bytes], seconds: float = CALL_SECONDS) -> None:
-        """Likewise."""
-        self._judge(self._own.call([(b"HDEL", _HINTS + name, self._here.node) for name in names], seconds))
+        """It has them no more. Likewise."""
+        self._judge(self._ask([(b"HDEL", _HINTS + name, self._here.node) for name in names], seconds))
 
     def _work(self) -> None:
         due = self._clock.monotonic_seconds()
@@ -258,7 +260,7 @@ class ValkeyDirectory:
 
     def _refresh(self, now: float) -> None:
         try:
-            own, clock, listed = self._own.call(
+            own, clock, listed = self._ask(
                 [
                     (b"GETRANGE", _NODE + self._here.node, 0, MAX_ENTRY_BYTES),
                     (b"TIME",),
@@ -272,6 +274,7 @@ class ValkeyDirectory:
             self._read_table(listed, now)
         except DirectoryDown as error:
             self._fields_age = True  # another server may come in its place
+            self._drop_lookups()
             self._set_down(str(error), is_slow=False)
             return
         if self._down is not None and not (self._is_slow and took > SLOW_SECONDS):
@@ -286,7 +289,7 @@ class ValkeyDirectory:
         if self._claim.look(found, now):
             value, ttl_ms = entry_bytes(self._entry()), int(1e3 * NODE_SECONDS)
             key = _NODE + self._here.node
-            self._judge(self._own.call([(b"SET", key, value, b"PX", ttl_ms), (b"SADD", _NODES, self._here.node)]))
+            self._judge(self._ask([(b"SET", key, value, b"PX", ttl_ms), (b"SADD", _NODES, self._here.node)]))
             self._claim.wrote()
         if was != self._claim.state == ClaimState.CLONED:
             _log.error("%s", self.reason)
@@ -301,7 +304,7 @@ class ValkeyDirectory:
         left_out = [one for one in names if isinstance(one, bytes) and len(one) != NODE_BYTES]
         for at in range(0, len(nodes), NODES_PER_REFRESH):
             asked = nodes[at : at + NODES_PER_REFRESH]
-            replies = self._own.call([(b"GETRANGE", _NODE + node, 0, MAX_ENTRY_BYTES) for node in asked])
+            replies = self._ask([(b"GETRANGE", _NODE + node, 0, MAX_ENTRY_BYTES) for node in asked])
             entries = [read_entry(node, reply) for node, reply in zip(asked, replies, strict=True)]
             self._table.saw([one for one in entries if one is not None], now, NODE_SECONDS + lasts - REFRESH_SECONDS)
             for node in [node for node, one in zip(asked, entries, strict=True) if one is None]:
@@ -309,13 +312,14 @@ class ValkeyDirectory:
                 left_out.append(node)
         left_out = [node for node in left_out if node != self._here.node][:NODES_PER_REFRESH]
         if left_out:
-            self._judge(self._own.call([(b"SREM", _NODES, *left_out)]))
+            self._judge(self._ask([(b"SREM", _NODES, *left_out)]))
 
     def _tell(self) -> bool:
         """Whether there was anything."""
-        if self._down is not None or self._claim.state != ClaimState.OURS:
+        now = self._clock.monotonic_seconds()
+        if self._down is not None or self._claim.state != ClaimState.OURS or now < self._quiet_until:
             return False
-        batch = self._announcer.batch(self._clock.monotonic_seconds())
+        batch = self._announcer.batch(now)
         if not batch:
             return False
         try:
@@ -326,7 +330,7 @@ class ValkeyDirectory:
             self._refused = ""
         except DirectoryDown as error:
             self._announcer.failed(batch)
-            self._refused = self._refused or str(error)
+            self._refused, self._quiet_until = str(error), now + REFRESH_SECONDS
             return False
         return True
 
@@ -342,13 +346,22 @@ class ValkeyDirectory:
                 self._missing_lookups -= 1
             self._lookups.put(wire)
 
+    def _drop_lookups(self) -> None:
+        while True:
+            try:
+                self._lookups.get_nowait().close()
+            except Empty:
+                return
+            with self._lock:
+                self._missing_lookups += 1
+
     def _leave(self) -> None:
         try:
             if self._claim.state == ClaimState.OURS and self._down is None:
                 key = _NODE + self._here.node
-                entry = read_entry(self._here.node, self._own.call([(b"GET", key)], LEAVE_SECONDS)[0])
+                entry = read_entry(self._here.node, self._ask([(b"GET", key)], LEAVE_SECONDS)[0])
                 if entry is not None and entry.incarnation == self._here.incarnation:
-                    self._own.call([(b"DEL", key), (b"SREM", _NODES, self._here.node)], LEAVE_SECONDS)
+                    self._ask([(b"DEL", key), (b"SREM", _NODES, self._here.node)], LEAVE_SECONDS)
         except DirectoryDown:
             pass  # its entry ends by itself
         self._own.close()
@@ -372,6 +385,10 @@ class ValkeyDirectory:
     def _server_ms(self) -> int | None:
         ahead = self._server_ahead_ms
         return None if ahead is None else ahead + int(1e3 * self._clock.monotonic_seconds())
+
+    def _ask(self, commands: Sequence[tuple[Any, ...]], seconds: float = CALL_SECONDS) -> list[Any]:
+        with self._telling:
+            return self._own.call(commands, seconds)
 
     @staticmethod
     def _judge(replies: Sequence[object]) -> None:
@@ -397,12 +414,11 @@ def _fields(reply: object) -> dict[bytes, bytes]:
     return {node: value for node, value in pairs if isinstance(node, bytes) and isinstance(value, bytes)}
 
 
-def _milliseconds(reply: object) -> int:
+def _milliseconds(reply: Any) -> int:
     """Of TIME."""
     try:
-        seconds, microseconds = reply  # type: ignore[misc]
-        return int(seconds) * 1000 + int(microseconds) // 1000
-    except (TypeError, ValueError):
+        return int(reply[0]) * 1000 + int(reply[1]) // 1000
+    except (TypeError, ValueError, IndexError):
         raise DirectoryDown("it does not tell the time") from None
 
 
@@ -421,6 +437,7 @@ class _ValkeyWire:
             "lib_version": None,
             "credential_provider": self,
         }
+        self._connection: Any
         if address.path:
             self._connection = UnixDomainSocketConnection(address.path, **common)
         else:
@@ -442,7 +459,7 @@ class _ValkeyWire:
             self._replies.allow(seconds, room)
             self._connection.send_packed_command(self._connection.pack_commands(commands), check_health=False)
             return [self._replies.read() for _ in commands]
-        except (valkey.ValkeyError, OSError, ValueError, _ReplyError) as error:
+        except (valkey.ValkeyError, OSError, ValueError) as error:
             self.close()
             is_late = isinstance(error, valkey.TimeoutError | TimeoutError)
             raise DirectoryDown(f"no answer in {1e3 * seconds:.0f} ms" if is_late else str(error)[:200]) from None
