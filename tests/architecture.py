@@ -31,6 +31,7 @@ FLOORS = {
     "kvstore.console": 4,
     "kvstore.openai": 4,
     "kvstore.network": 4,
+    "kvstore.courier": 4,
 }
 
 # People's entrances, and who may import them besides themselves: the command line starts the others.
@@ -42,6 +43,7 @@ ENTRANCES = {
     "kvstore.console": ("kvstore.cli",),
     "kvstore.openai": ("kvstore.cli", "kvstore.bench"),
     "kvstore.network": ("kvstore.cli",),
+    "kvstore.courier": ("kvstore.cli", "kvstore.network"),
 }
 
 # What a room imports of this house at most, where that is less than what lies below it. A room is named by its folder.
@@ -75,6 +77,20 @@ ROOMS_IMPORT_ONLY = {
     ),
     # Pure, so that a simulator runs it: what is elsewhere, and not how it is reached.
     "kvstore.pool": ("kvstore.block",),
+    # The part of the network process that speaks with other nodes; a client of the sidecar as well.
+    "kvstore.courier": (
+        "kvstore.block",
+        "kvstore.protocol",
+        "kvstore.client",
+        "kvstore.config",
+        "kvstore.wire",
+        "kvstore.pool",
+        "kvstore.peers",
+        "tiering.clock",
+        "tiering.frame",
+        "tiering.errors",
+        "tiering.remote",
+    ),
     "tiering.remote": ("tiering.frame", "tiering.errors"),
     "tiering.counts": (),
 }
@@ -112,6 +128,7 @@ CLOSED_ROOMS = {
             "kvstore/wire/score_pb2.py",
         ),
         "h11": ("kvstore/network/query.py",),
+        "valkey": ("kvstore/courier/directory.py",),
     },
     "engine_adapter": {"triton": ()},
     "tiering": {

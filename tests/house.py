@@ -31,6 +31,7 @@ NEW_ROOMS = (
     "kvstore/bench/network",
     "kvstore/bench/traffic",
     "kvstore/console",
+    "kvstore/courier",
     "kvstore/keys",
     "kvstore/metrics",
     "kvstore/network",

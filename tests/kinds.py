@@ -50,6 +50,11 @@ PURE_FILES = frozenset(
     kvstore/test_unmapped.py
     kvstore/test_unwritten.py
     openai_api/test_api.py
+    pool/test_choice.py
+    pool/test_directory.py
+    pool/test_members.py
+    pool/test_model.py
+    pool/test_speeds.py
     prefixes/test_book.py
     prefixes/test_hottest.py
     prefixes/test_partings.py
@@ -95,6 +100,8 @@ DRAWN_FILES = (
     "kvstore/test_groups.py",
     "kvstore/test_joint.py",
     "model/",
+    "pool/test_announcer.py",
+    "pool/test_flights.py",
     "service/test_tensor_parallel.py",
     "simulation/",
     "tiering/test_adaptive.py",

@@ -1,0 +1,119 @@
+"""What a chunk is, and who leads: only nodes that are alive, in this run of theirs, and without a gap."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.block.account import HitTier
+from kvstore.pool.directory import (
+    CHUNK_BLOCKS,
+    HINT_SECONDS,
+    MAX_ENTRY_BYTES,
+    MAX_HEADS,
+    NodeEntry,
+    chunk_heads,
+    entry_bytes,
+    hint_name,
+    hint_value,
+    is_head,
+    leading_holders,
+    read_entry,
+    read_hint,
+)
+
+NAMESPACE = bytes(16)
+RUN, OTHER_RUN = bytes(8), b"another."
+TIERS = [HitTier.DRAM, HitTier.NVME]
+
+
+def keys(count: int) -> list[bytes]:
+    return [index.to_bytes(32, "big") for index in range(count)]
+
+
+def node(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+def entry(number: int, run: bytes = RUN) -> NodeEntry:
+    return NodeEntry(node(number), run, "127.0.0.1:1")
+
+
+@given(st.integers(0, 200), st.integers(0, 200))
+def test_each_whole_chunk_behind_the_first_blocks_has_a_hint(blocks: int, first: int) -> None:
+    heads = chunk_heads(NAMESPACE, keys(blocks), first)
+    ends = [index + 1 for index in range(blocks) if is_head(index) and index + 1 > first]
+    assert [end for end, _ in heads] == ends
+    assert [name for _, name in heads] == [hint_name(NAMESPACE, keys(blocks)[end - 1]) for end in ends]
+
+
+def test_a_name_is_of_namespace_and_prompt_and_look_ups_are_bounded() -> None:
+    key = keys(1)[0]
+    assert hint_name(NAMESPACE, key) != hint_name(b"\1" * 16, key)
+    assert hint_name(NAMESPACE, key) != hint_name(NAMESPACE, keys(2)[1])
+    assert chunk_heads(NAMESPACE, keys(CHUNK_BLOCKS - 1)) == []
+    assert len(chunk_heads(NAMESPACE, keys(CHUNK_BLOCKS * (MAX_HEADS + 3)), first=5)) == MAX_HEADS
+
+
+@given(st.data())
+def test_holders_lead_without_a_gap_and_are_alive(data: st.DataObject) -> None:
+    chunks, nodes = data.draw(st.integers(0, 6)), data.draw(st.integers(0, 5))
+    heads = [(16 * (at + 1), node(at)) for at in range(chunks)]
+    alive = {node(number): entry(number) for number in range(nodes) if data.draw(st.booleans())}
+    values = st.sampled_from(
+        [hint_value(RUN, tier) for tier in TIERS] + [hint_value(OTHER_RUN, HitTier.DRAM), b"", b"x" * 9, b"y" * 40]
+    )
+    said = [
+        {node(number): data.draw(values) for number in range(nodes) if data.draw(st.booleans())} for _ in range(chunks)
+    ]
+    found = leading_holders(heads, said, alive)
+    assert [one.blocks for one in found] == sorted((one.blocks for one in found), reverse=True)
+    for number in range(nodes):
+        led = 0
+        while led < chunks and said[led].get(node(number)) in [hint_value(RUN, tier) for tier in TIERS]:
+            led += 1
+        want = [16 * led] if led and node(number) in alive else []
+        assert [one.blocks for one in found if one.node == node(number)] == want
+    assert all(alive[one.node].incarnation == one.incarnation for one in found)
+
+
+def test_the_tier_is_the_slowest_of_them() -> None:
+    heads = [(16, b"a"), (32, b"b")]
+    said = [{node(1): hint_value(RUN, HitTier.NVME)}, {node(1): hint_value(RUN, HitTier.DRAM)}]
+    assert [one.tier for one in leading_holders(heads, said, {node(1): entry(1)})] == [HitTier.NVME]
+
+
+@given(st.integers(0, 1 << 41), st.integers(-(1 << 40), 1 << 40))
+def test_a_stamp_counts_by_the_directory_s_clock_alone(until_ms: int, now_ms: int) -> None:
+    value = hint_value(RUN, HitTier.DRAM, until_ms)
+    is_good = 0 < until_ms - now_ms <= 1e3 * HINT_SECONDS
+    assert read_hint(value, now_ms) == ((RUN, HitTier.DRAM) if is_good else None)
+    assert read_hint(value, None) is None
+    assert read_hint(hint_value(RUN, HitTier.DRAM), None) == (RUN, HitTier.DRAM)
+
+
+@given(st.one_of(st.binary(max_size=40), st.none(), st.integers(), st.text()))
+def test_what_is_no_hint_is_none(value: object) -> None:
+    found = read_hint(value, 0)
+    assert found is None or (isinstance(value, bytes) and found[0] == value[:8] and found[1] in TIERS)
+
+
+def test_an_entry_comes_back_as_it_was() -> None:
+    one = NodeEntry(node(1), RUN, "10.0.0.1:7470", (b"12345678",), (1, 2), ("ucx", "sockets"))
+    assert read_entry(node(1), entry_bytes(one)) == one
+    largest = NodeEntry(node(1), RUN, "h" * 300, (b"f" * 16,) * 64, tuple(range(16)), ("t" * 32,) * 8)
+    assert len(entry_bytes(largest)) <= MAX_ENTRY_BYTES
+
+
+def test_what_is_no_entry_of_that_node_is_none() -> None:
+    good = entry_bytes(entry(1))
+    assert read_entry(node(2), good) is None, "another node's"
+    for bad in (None, 5, b"", b"null", b"[" * 3000, good[:-1], good + b" " * MAX_ENTRY_BYTES, b'{"node":"AA=="}'):
+        assert read_entry(node(1), bad) is None
+    for was, then in ((b'"127.0.0.1:1"', b'"' + b"x" * 301 + b'"'), (b'"versions":[]', b'"versions":' + b"[1]" * 9)):
+        assert read_entry(node(1), good.replace(was, then)) is None
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_an_entry_or_none(value: bytes) -> None:
+    assert read_entry(node(1), value) is None
