@@ -132,7 +132,7 @@ class ValkeyDirectory:
         self._wanted, self._ends = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._work, name="kv-directory", daemon=True)
         self._down: str | None = "not asked yet"
-        self._refused = ""
+        self._refused: dict[str, str] = {}
         self._is_slow = False
         self._failed_lookups = 0
         self._table_at = self._quiet_until = float("-inf")
@@ -165,9 +165,8 @@ class ValkeyDirectory:
             )
         if self._down is not None:
             return f"the directory {self._address} cannot be asked: {self._down}"
-        return (
-            f"the directory {self._address} refuses what this node tells it: {self._refused}" if self._refused else ""
-        )
+        refused = next(iter(self._refused.copy().values()), None)
+        return "" if refused is None else f"the directory {self._address} refuses what this node tells it: {refused}"
 
     def figures(self) -> SourceFigures:
         """For people."""
@@ -289,8 +288,12 @@ class ValkeyDirectory:
         if self._claim.look(found, now):
             value, ttl_ms = entry_bytes(self._entry()), int(1e3 * NODE_SECONDS)
             key = _NODE + self._here.node
-            self._judge(self._ask([(b"SET", key, value, b"PX", ttl_ms), (b"SADD", _NODES, self._here.node)]))
-            self._claim.wrote()
+            try:
+                self._judge(self._ask([(b"SET", key, value, b"PX", ttl_ms), (b"SADD", _NODES, self._here.node)]))
+                self._claim.wrote()
+                self._refused.pop("entry", None)
+            except _Refused as error:
+                self._refused["entry"] = str(error)
         if was != self._claim.state == ClaimState.CLONED:
             _log.error("%s", self.reason)
 
@@ -327,10 +330,12 @@ class ValkeyDirectory:
                 self.withdraw(batch.withdraw)
             if batch.announce:
                 self.announce(batch.announce)
-            self._refused = ""
+            self._refused.pop("hints", None)
         except DirectoryDown as error:
             self._announcer.failed(batch)
-            self._refused, self._quiet_until = str(error), now + REFRESH_SECONDS
+            self._quiet_until = now + REFRESH_SECONDS
+            if isinstance(error, _Refused):
+                self._refused["hints"] = str(error)
             return False
         return True
 
@@ -394,7 +399,11 @@ class ValkeyDirectory:
     def _judge(replies: Sequence[object]) -> None:
         for one in replies:
             if isinstance(one, _ReplyError) and not str(one).startswith("WRONGTYPE"):
-                raise DirectoryDown(str(one))
+                raise _Refused(str(one))
+
+
+class _Refused(DirectoryDown):
+    """It answers, and does not do it."""
 
 
 class _ReplyError(Exception):

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,6 @@ class Member:
     here: NodeIdentity
     directory: ValkeyDirectory
     announcer: Announcer
-    threads_before: set[threading.Thread] = field(default_factory=set)
 
     def has(self, *names: bytes, tier: HitTier = DRAM) -> None:
         for name in names:
@@ -109,9 +108,7 @@ def member(
         yield Member(here, directory, announcer)
     finally:
         directory.close()
-        assert not [
-            one for one in set(threading.enumerate()) - before if one.name == "kv-directory" and not one.is_alive()
-        ]
+        assert not [one for one in set(threading.enumerate()) - before if one.name == "kv-directory"]
 
 
 def url(server: ValkeyServer) -> str:
@@ -210,7 +207,6 @@ def test_an_emptied_directory_is_filled_again(server: ValkeyServer) -> None:
         wait_until(lambda: c.finds((a, 80)))
         people.flushall()
         begun = time.monotonic()
-        assert b.finds(), "nothing is known, and that is no error"
         wait_until(lambda: c.finds((a, 80)) and b.finds((a, 80)))
         assert time.monotonic() - begun < HEALS_SECONDS
         assert a.sees(b, c)
@@ -256,11 +252,11 @@ def test_a_server_that_hangs_costs_look_ups_their_time_and_then_none(modern: Val
 
 
 def test_look_ups_do_not_wait_for_announcements(modern: ValkeyServer) -> None:
-    """A client that is paused by the server for all writes: only the thread that announces waits."""
+    """All that writes is held up by the server for a while."""
     with pool(modern, 2) as (a, b), operator(modern) as people:
         a.has(*NAMES)
         wait_until(lambda: b.finds((a, 80)))
-        people.client_pause(1200, all=False)
+        people.client_pause(700, all=False)
         b.has(*[bytes([one]) * 16 for one in range(200)])
         for _ in range(20):
             assert b.directory.holders(HEADS, 1.0)[0].blocks == 80
@@ -302,7 +298,7 @@ def test_what_is_no_hint_and_no_entry_is_left_out_and_bounded(server: ValkeyServ
         for name in NAMES:
             people.hset(b"kv:h:" + name, mapping=bad)
         assert b.finds((a, 80))
-        people.sadd(b"kv:nodes", b"odd", b"x" * 70_000, node(50), node(51), node(52), node(53))
+        people.sadd(b"kv:nodes", b"odd", b"x" * 7000, node(50), node(51), node(52), node(53))
         people.set(b"kv:n:" + node(50), b"{" * 5000)
         people.set(b"kv:n:" + node(51), b"[]")
         people.hset(b"kv:n:" + node(52), "a", "b")
@@ -379,7 +375,7 @@ def test_the_documented_acl_is_enough_and_no_more_is_needed(server: ValkeyServer
                 with pytest.raises(valkey.exceptions.NoPermissionError):
                     people.execute_command(*words.split())
     text = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
-    assert " ".join(ACL[2:]) in text.replace("\\\n", "").replace("  ", " ")
+    assert " ".join(ACL[2:]) in " ".join(text.replace("\\\n", " ").split())
 
 
 def test_a_wrong_password_is_said_and_a_right_one_is_taken_with_the_next_try(modern: ValkeyServer) -> None:
@@ -399,7 +395,7 @@ def test_a_server_that_takes_no_more_is_said_and_look_ups_go_on(tmp_path: Path) 
         with operator(server) as people:
             people.config_set("maxmemory", "1mb")
             b.has(b"one more.one mor")
-            wait_until(lambda: "OOM" in b.directory.reason or not b.sees(a))
+            wait_until(lambda: "OOM" in b.directory.reason)
             people.config_set("maxmemory", "0")
         wait_until(lambda: b.directory.reason == "" and b.finds((a, 80)))
         with operator(server) as people:
