@@ -201,7 +201,7 @@ class ValkeyDirectory:
         try:
             replies = wire.call(
                 [(b"HRANDFIELD", _HINTS + name, MAX_HOLDERS, b"WITHVALUES") for _, name in heads],
-                deadline - self._clock.monotonic_seconds(),
+                max(0.0, deadline - self._clock.monotonic_seconds()),
             )
         except DirectoryDown as error:
             with self._lock:
@@ -304,6 +304,7 @@ class ValkeyDirectory:
         if now - self._table_at < lasts - TICK_SECONDS:
             return
         self._table_at = now
+        self._announcer.shares(len(nodes))
         left_out = [one for one in names if isinstance(one, bytes) and len(one) != NODE_BYTES]
         for at in range(0, len(nodes), NODES_PER_REFRESH):
             asked = nodes[at : at + NODES_PER_REFRESH]

@@ -23,6 +23,8 @@ MAX_HELD = 1 << 20
 """Chunks that are told again, the last ones: of 16 million blocks."""
 AGAIN_SECONDS = 600.0
 AGAIN_PER_SECOND = 2000.0
+POOL_AGAIN_PER_SECOND = 100_000.0
+"""Of what was told before: by one node, and by all of a pool together, which a directory can take."""
 _NEVER = float("-inf")
 
 
@@ -55,7 +57,7 @@ class Announcer:
         self._held: OrderedDict[bytes, _Held] = OrderedDict()
         """What is here, the one first that was told longest ago."""
         self._lost_at = _NEVER
-        self._allowance, self._allowed_at = 0.0, _NEVER
+        self._allowance, self._allowed_at, self._rate = 0.0, _NEVER, AGAIN_PER_SECOND
         self.dropped = 0
 
     @property
@@ -90,6 +92,10 @@ class Announcer:
         """The directory was emptied: all is to be told again."""
         with self._lock:
             self._lost_at = now
+
+    def shares(self, nodes: int) -> None:
+        """The directory with so many nodes."""
+        self._rate = min(AGAIN_PER_SECOND, POOL_AGAIN_PER_SECOND / max(1, nodes))
 
     def batch(self, now: float) -> HintBatch:
         """What to tell now; nothing where there is nothing. Then `told`, or `failed`."""
@@ -145,7 +151,7 @@ class Announcer:
 
     def _allowed(self, now: float) -> int:
         """By a token bucket that holds a batch."""
-        self._allowance = min(float(BATCH), self._allowance + AGAIN_PER_SECOND * max(0.0, now - self._allowed_at))
+        self._allowance = min(float(BATCH), self._allowance + self._rate * max(0.0, now - self._allowed_at))
         self._allowed_at = now
         return int(self._allowance)
 

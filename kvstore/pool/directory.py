@@ -32,7 +32,9 @@ MAX_HEADS = 1024
 """In one look-up: of 16,384 blocks. What is longer is looked up as far as that."""
 MAX_HOLDERS = 64
 """Of one chunk that are looked at."""
-MAX_ENTRY_BYTES = 4096
+MAX_ENTRY_BYTES = 8192
+MAX_FINGERPRINTS = 256
+"""Of one node: blocks of further tenants are not asked for there."""
 NODE_SECONDS = 5.0
 """A node that is not heard of for so long is gone."""
 HINT_SECONDS = 15 * 60.0
@@ -59,7 +61,7 @@ class NodeEntry(msgspec.Struct, frozen=True):
     node: _Id
     incarnation: _Run
     address: Annotated[str, Meta(max_length=300)]
-    fingerprints: Annotated[tuple[Annotated[bytes, Meta(max_length=16)], ...], Meta(max_length=64)] = ()
+    fingerprints: Annotated[tuple[Annotated[bytes, Meta(max_length=16)], ...], Meta(max_length=MAX_FINGERPRINTS)] = ()
     versions: Annotated[tuple[int, ...], Meta(max_length=16)] = ()
     transports: Annotated[tuple[_Word, ...], Meta(max_length=8)] = ()
 

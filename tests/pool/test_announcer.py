@@ -7,7 +7,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvstore.block.account import HitTier
-from kvstore.pool.announcer import AGAIN_PER_SECOND, AGAIN_SECONDS, BATCH, Announcer, HintBatch
+from kvstore.pool.announcer import (
+    AGAIN_PER_SECOND,
+    AGAIN_SECONDS,
+    BATCH,
+    POOL_AGAIN_PER_SECOND,
+    Announcer,
+    HintBatch,
+)
 
 DRAM, NVME = HitTier.DRAM, HitTier.NVME
 NAMES = st.integers(0, 30)
@@ -112,6 +119,15 @@ def test_batches_are_of_500_and_all_is_told_again_at_a_bounded_rate() -> None:
     assert now < 10_000 / AGAIN_PER_SECOND + 1
     assert not announcer.batch(now + AGAIN_SECONDS - 10)
     assert announcer.batch(now + AGAIN_SECONDS + 1)
+
+
+def test_many_nodes_share_what_a_directory_can_take() -> None:
+    announcer = Announcer()
+    announcer.shares(1000)
+    for number in range(2000):
+        announcer.kept(name(number), DRAM)
+    told = sum(announcer.batch(at / 10).again for at in range(101))
+    assert told == BATCH + 10 * POOL_AGAIN_PER_SECOND / 1000
 
 
 def test_news_go_first_while_all_is_told_again() -> None:

@@ -10,6 +10,7 @@ from kvstore.pool.directory import (
     CHUNK_BLOCKS,
     HINT_SECONDS,
     MAX_ENTRY_BYTES,
+    MAX_FINGERPRINTS,
     MAX_HEADS,
     NodeEntry,
     chunk_heads,
@@ -101,7 +102,7 @@ def test_what_is_no_hint_is_none(value: object) -> None:
 def test_an_entry_comes_back_as_it_was() -> None:
     one = NodeEntry(node(1), RUN, "10.0.0.1:7470", (b"12345678",), (1, 2), ("ucx", "sockets"))
     assert read_entry(node(1), entry_bytes(one)) == one
-    largest = NodeEntry(node(1), RUN, "h" * 300, (b"f" * 16,) * 64, tuple(range(16)), ("t" * 32,) * 8)
+    largest = NodeEntry(node(1), RUN, "h" * 300, (b"f" * 16,) * MAX_FINGERPRINTS, tuple(range(16)), ("t" * 32,) * 8)
     assert len(entry_bytes(largest)) <= MAX_ENTRY_BYTES
 
 
