@@ -127,7 +127,7 @@ def test_many_nodes_share_what_a_directory_can_take() -> None:
     for number in range(2000):
         announcer.kept(name(number), DRAM)
     told = sum(announcer.batch(at / 10).again for at in range(101))
-    assert told == BATCH + 10 * POOL_AGAIN_PER_SECOND / 1000
+    assert abs(told - BATCH - 10 * POOL_AGAIN_PER_SECOND / 1000) <= 2
 
 
 def test_news_go_first_while_all_is_told_again() -> None:
