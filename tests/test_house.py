@@ -18,6 +18,8 @@ MOST_ROOMS, MOST_FLOORS = 26, 13
 MOST_NEW_LINES, MOST_NETWORK_LINES = 9000, 2500
 """Of the rooms that came later, in all; and of the network's, which have a budget of their own."""
 NETWORK_ROOMS = ("kvstore/network", "kvstore/bench/network")
+MOST_POOL_LINES, MOST_COURIER_LINES = 850, 4000
+"""Of a pool of nodes, and of what speaks with them: budgets of their own as well."""
 MOST_FILES, MOST_KERNEL_FILES, MOST_FLAT_FILES = 15, 24, 4
 MOST_LINES = 600
 LONGER_FILES = {
@@ -56,7 +58,12 @@ def test_new_rooms_stay_small(house: House) -> None:
     lines = {path: count for path, count in house.lines().items() if path.rpartition("/")[0] in NEW_ROOMS}
     assert lines, "they are there"
     of_network = sum(count for path, count in lines.items() if path.rpartition("/")[0] in NETWORK_ROOMS)
-    assert sum(lines.values()) - of_network <= MOST_NEW_LINES
+    rooms = {path: path.rpartition("/")[0] for path in lines}
+    of_pool = sum(count for path, count in lines.items() if rooms[path] == "kvstore/pool")
+    of_courier = sum(count for path, count in lines.items() if rooms[path] == "kvstore/courier")
+    assert sum(lines.values()) - of_network - of_pool - of_courier <= MOST_NEW_LINES
+    assert of_pool <= MOST_POOL_LINES
+    assert of_courier <= MOST_COURIER_LINES
     assert of_network <= MOST_NETWORK_LINES
 
 
