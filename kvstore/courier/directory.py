@@ -135,7 +135,7 @@ class ValkeyDirectory:
         self._refused: dict[str, str] = {}
         self._is_slow = False
         self._failed_lookups = 0
-        self._table_at = self._quiet_until = float("-inf")
+        self._table_due = self._quiet_until = float("-inf")
         self._server_ahead_ms: int | None = None
         self._fields_age = True
         self._counts = {"lookups": 0, "found": 0, "failures": 0}
@@ -283,7 +283,7 @@ class ValkeyDirectory:
         entry = read_entry(self._here.node, own)
         found = None if entry is None else entry.incarnation
         if self._claim.was_lost(found):
-            self._announcer.lost(now)
+            self._announcer.lost()
         was = self._claim.state
         if self._claim.look(found, now):
             value, ttl_ms = entry_bytes(self._entry()), int(1e3 * NODE_SECONDS)
@@ -300,21 +300,23 @@ class ValkeyDirectory:
     def _read_table(self, listed: object, now: float) -> None:
         names = listed if isinstance(listed, list) else []
         nodes = [one for one in names if isinstance(one, bytes) and len(one) == NODE_BYTES]
-        lasts = REFRESH_SECONDS * max(1.0, len(nodes) / NODES_PER_REFRESH)
-        if now - self._table_at < lasts - TICK_SECONDS:
+        if now < self._table_due:
             return
-        self._table_at = now
-        self._announcer.shares(len(nodes))
+        found: list[NodeEntry] = []
         left_out = [one for one in names if isinstance(one, bytes) and len(one) != NODE_BYTES]
         for at in range(0, len(nodes), NODES_PER_REFRESH):
             asked = nodes[at : at + NODES_PER_REFRESH]
             replies = self._ask([(b"GETRANGE", _NODE + node, 0, MAX_ENTRY_BYTES) for node in asked])
             entries = [read_entry(node, reply) for node, reply in zip(asked, replies, strict=True)]
-            self._table.saw([one for one in entries if one is not None], now, NODE_SECONDS + lasts - REFRESH_SECONDS)
+            found += [one for one in entries if one is not None]
             for node in [node for node, one in zip(asked, entries, strict=True) if one is None]:
                 self._table.gone(node)
                 left_out.append(node)
-        left_out = [node for node in left_out if node != self._here.node][:NODES_PER_REFRESH]
+        further = REFRESH_SECONDS * max(0.0, len(found) / NODES_PER_REFRESH - 1.0)
+        self._table_due = now + further
+        self._table.saw(found, now, NODE_SECONDS + further)
+        self._announcer.shares(len(found))
+        left_out = [node for node in left_out if node != self._here.node]
         if left_out:
             self._judge(self._ask([(b"SREM", _NODES, *left_out)]))
 

@@ -44,6 +44,8 @@ class HintBatch:
 class _Held:
     tier: HitTier
     told_at: float
+    told_in: int
+    """Times that the directory had been emptied by then."""
 
 
 class Announcer:
@@ -56,7 +58,7 @@ class Announcer:
         """What is new, the oldest first; None: removed."""
         self._held: OrderedDict[bytes, _Held] = OrderedDict()
         """What is here, the one first that was told longest ago."""
-        self._lost_at = _NEVER
+        self._emptied = 0
         self._allowance, self._allowed_at, self._rate = 0.0, _NEVER, AGAIN_PER_SECOND
         self.dropped = 0
 
@@ -79,6 +81,7 @@ class Announcer:
     def kept(self, name: bytes, tier: HitTier) -> None:
         """A node that starts has it already: it is told after what is new, as what is told again."""
         with self._lock:
+            self._queue.pop(name, None)
             self._hold(name, tier)
 
     def removed(self, name: bytes) -> None:
@@ -88,10 +91,10 @@ class Announcer:
             if self._held.pop(name, None) is not None:
                 self._enqueue(name, None)
 
-    def lost(self, now: float) -> None:
+    def lost(self) -> None:
         """The directory was emptied: all is to be told again."""
         with self._lock:
-            self._lost_at = now
+            self._emptied += 1
 
     def shares(self, nodes: int) -> None:
         """The directory with so many nodes."""
@@ -130,7 +133,7 @@ class Announcer:
                     self.dropped += 1
 
     def _hold(self, name: bytes, tier: HitTier) -> None:
-        self._held[name] = _Held(tier, _NEVER)
+        self._held[name] = _Held(tier, _NEVER, self._emptied)
         self._held.move_to_end(name, last=False)
         if len(self._held) > self._most_held:
             self._queue.pop(self._held.popitem()[0], None)
@@ -146,7 +149,8 @@ class Announcer:
                 self._hold(oldest, was)
 
     def _note(self, name: bytes, now: float) -> None:
-        self._held[name].told_at = now
+        one = self._held[name]
+        one.told_at, one.told_in = now, self._emptied
         self._held.move_to_end(name)
 
     def _allowed(self, now: float) -> int:
@@ -157,10 +161,9 @@ class Announcer:
 
     def _due(self, most: int, now: float) -> list[tuple[bytes, HitTier]]:
         due: list[tuple[bytes, HitTier]] = []
-        before = max(now - AGAIN_SECONDS, self._lost_at)
         while len(due) < most and self._held:
             name, one = next(iter(self._held.items()))
-            if one.told_at > before:
+            if one.told_in == self._emptied and one.told_at > now - AGAIN_SECONDS:
                 break
             due.append((name, one.tier))
             self._note(name, now)

@@ -41,15 +41,12 @@ class Flights(Generic[K]):
 
     def begin(self, keys: Iterable[K], leader: Hashable, now: float, until: float) -> list[K]:
         """Which of these the leader is to fetch, and to `end` before that time. The others are under way."""
-        over: list[tuple[K, _Flight[K]]] = []
-        mine = []
+        wanted, mine = list(keys), []
         with self._lock:
-            for key in keys:
-                flight = self._flights.get(key)
-                if flight is not None and flight.until <= now:
-                    over.append((key, self._over(key)))
-                    flight = None
-                if flight is None and len(self._flights) < self._most:
+            flights = [(key, self._flights.get(key)) for key in dict.fromkeys(wanted)]
+            over = [(key, self._over(key)) for key, one in flights if one is not None and one.until <= now]
+            for key in wanted:
+                if key not in self._flights and len(self._flights) < self._most:
                     self._flights[key] = _Flight(leader, until)
                     self._led.setdefault(leader, set()).add(key)
                     mine.append(key)

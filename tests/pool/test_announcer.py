@@ -70,7 +70,7 @@ class AnnouncerMachine(RuleBasedStateMachine):
     @rule()
     def forgets(self) -> None:
         self.known.clear()
-        self.announcer.lost(self.now)
+        self.announcer.lost()
 
     @rule()
     def heals(self) -> None:
