@@ -61,6 +61,7 @@ LOOKUP_CONNECTIONS = 4
 FAILURES_TO_OPEN = 3
 MAX_VALUE_BYTES, MAX_LINE_BYTES, MAX_ELEMENTS = 1 << 16, 4096, 2 * MAX_NODES
 ROOM_BYTES, ROOM_PER_COMMAND_BYTES = 1 << 20, 8 << 10
+MAX_TIME_MS = 1 << 48
 DEFAULT_PORT = 6379
 _NODES, _NODE, _HINTS = b"kv:nodes", b"kv:n:", b"kv:h:"
 
@@ -429,9 +430,12 @@ def _fields(reply: object) -> dict[bytes, bytes]:
 def _milliseconds(reply: Any) -> int:
     """Of TIME."""
     try:
-        return int(reply[0]) * 1000 + int(reply[1]) // 1000
+        now_ms = int(reply[0]) * 1000 + int(reply[1]) // 1000
     except (TypeError, ValueError, IndexError):
-        raise DirectoryDown("it does not tell the time") from None
+        now_ms = -1
+    if not 0 <= now_ms < MAX_TIME_MS:
+        raise DirectoryDown("it does not tell the time")
+    return now_ms
 
 
 class _ValkeyWire:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -422,6 +423,49 @@ def test_many_threads_look_up_at_once(modern: ValkeyServer) -> None:
         for one in threads:
             one.join()
         assert right == [True] * (50 * len(threads))
+
+
+@contextmanager
+def stranger(answer: bytes, seconds_between: float = 0.0) -> Iterator[int]:
+    """Listens, and says that to whatever it is sent; byte by byte where there is time between."""
+    ends = threading.Event()
+
+    def serve() -> None:
+        while not ends.is_set():
+            with suppress(OSError), listener.accept()[0] as one:
+                one.settimeout(0.2)
+                while not ends.is_set() and one.recv(1 << 16):
+                    pieces = [answer[at : at + 1] for at in range(len(answer))] if seconds_between else [answer]
+                    for piece in pieces:
+                        one.sendall(piece)
+                        ends.wait(seconds_between)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(0.2)
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            ends.set()
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"*1000000000\r\n", b"$9999999999\r\n", b"*3\r\n*1\r\n*1\r\n*1\r\n", b"x" * 10_000, b"?\r\n", b":1\r\n" * 5,
+     b"*-5\r\n" * 3, b"+\r\n*2\r\n:" + b"9" * 4000 + b"\r\n:1\r\n*0\r\n", b"$5\r\nabcdefghi\r\n", b"-ERR no\r\n" * 3],
+)  # fmt: skip
+def test_a_server_that_is_none_is_said_and_takes_no_memory(answer: bytes) -> None:
+    with stranger(answer) as port, member(f"valkey://127.0.0.1:{port}", 0) as one:
+        wait_until(lambda: "cannot be asked" in one.directory.reason and "not asked yet" not in one.directory.reason)
+        with pytest.raises(DirectoryDown):
+            one.directory.holders(HEADS, SECONDS)
+
+
+def test_a_server_that_drips_is_waited_for_no_longer_than_one_that_hangs() -> None:
+    with stranger(b"$1000\r\n" + b"x" * 1000, 0.02) as port, member(f"valkey://127.0.0.1:{port}", 0) as one:
+        wait_until(lambda: "no answer in 1000 ms" in one.directory.reason)
 
 
 @pytest.mark.parametrize(
