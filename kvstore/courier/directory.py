@@ -370,7 +370,7 @@ class ValkeyDirectory:
                 key = _NODE + self._here.node
                 entry = read_entry(self._here.node, self._ask([(b"GET", key)], LEAVE_SECONDS)[0])
                 if entry is not None and entry.incarnation == self._here.incarnation:
-                    self._ask([(b"DEL", key), (b"SREM", _NODES, self._here.node)], LEAVE_SECONDS)
+                    self._ask([(b"DEL", key)], LEAVE_SECONDS)  # who reads the list finds that it is gone
         except DirectoryDown:
             pass  # its entry ends by itself
         self._own.close()
