@@ -63,6 +63,7 @@ MAX_VALUE_BYTES, MAX_LINE_BYTES, MAX_ELEMENTS = 1 << 16, 4096, 2 * MAX_NODES
 ROOM_BYTES, ROOM_PER_COMMAND_BYTES = 1 << 20, 8 << 10
 MAX_TIME_MS = 1 << 48
 DEFAULT_PORT = 6379
+_DOLLAR = ord("$")
 _NODES, _NODE, _HINTS = b"kv:nodes", b"kv:n:", b"kv:h:"
 
 _log = logging.getLogger(__name__)
@@ -533,7 +534,7 @@ class _BoundedReplies:
             count = int(rest)
             if count > MAX_ELEMENTS or depth > 1:
                 raise ValueError(f"a reply of {count} elements")
-            return [self.read(depth + 1) for _ in range(count)] if count >= 0 else None
+            return self._array(count, depth) if count >= 0 else None
         if kind == b":":
             return int(rest)
         if kind == b"+":
@@ -541,6 +542,19 @@ class _BoundedReplies:
         if kind == b"-":
             return _ReplyError(rest[:200].decode("utf-8", "replace"))
         raise ValueError("a reply in another protocol")
+
+    def _array(self, count: int, depth: int) -> list[Any]:
+        items: list[Any] = []
+        while len(items) < count:
+            seen, at = self._seen, self._at
+            end = seen.find(b"\r\n", at, at + 8)
+            size = int(seen[at + 1 : end]) if end > 0 and seen[at] == _DOLLAR else -1
+            if 0 <= size <= len(seen) - end - 4:  # a value that is here already, as most are: without a call
+                items.append(seen[end + 2 : end + 2 + size])
+                self._at = end + 4 + size
+            else:
+                items.append(self.read(depth + 1))
+        return items
 
     def _value(self, size: int) -> bytes | None:
         if size < 0:

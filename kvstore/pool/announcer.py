@@ -41,7 +41,7 @@ class HintBatch:
 
 
 @dataclass(slots=True)
-class _Held:
+class _ToldChunk:
     tier: HitTier
     told_at: float
     told_in: int
@@ -56,7 +56,7 @@ class Announcer:
         self._lock = threading.Lock()
         self._queue: OrderedDict[bytes, HitTier | None] = OrderedDict()
         """What is new, the oldest first; None: removed."""
-        self._held: OrderedDict[bytes, _Held] = OrderedDict()
+        self._held: OrderedDict[bytes, _ToldChunk] = OrderedDict()
         """What is here, the one first that was told longest ago."""
         self._emptied = 0
         self._allowance, self._allowed_at, self._rate = 0.0, _NEVER, AGAIN_PER_SECOND
@@ -133,7 +133,7 @@ class Announcer:
                     self.dropped += 1
 
     def _hold(self, name: bytes, tier: HitTier) -> None:
-        self._held[name] = _Held(tier, _NEVER, self._emptied)
+        self._held[name] = _ToldChunk(tier, _NEVER, self._emptied)
         self._held.move_to_end(name, last=False)
         if len(self._held) > self._most_held:
             self._queue.pop(self._held.popitem()[0], None)

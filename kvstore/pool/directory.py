@@ -144,10 +144,13 @@ def leading_holders(
     `heads`. alive: what was said by a node that is not among them, or by an earlier run of it, counts for nothing."""
     best: dict[bytes, tuple[int, HitTier]] = {}
     going: dict[bytes, tuple[int, HitTier]] = {}
+    known: dict[bytes, tuple[bytes, HitTier] | None] = {}
     for at, ((blocks, _), values) in enumerate(zip(heads, said, strict=False)):
         going_on = {}
         for node, value in values.items():
-            entry, hint = alive.get(node), read_hint(value, now_ms)
+            if value not in known:  # a node says the same of most chunks
+                known[value] = read_hint(value, now_ms)
+            entry, hint = alive.get(node), known[value]
             if entry is None or hint is None or hint[0] != entry.incarnation or (at and node not in going):
                 continue
             is_slow = at and going[node][1] == HitTier.NVME
