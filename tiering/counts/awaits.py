@@ -46,7 +46,8 @@ class AwaitEnd(StrEnum):
 class ParkedAwait:
     """One wait for the last of these keys, which follow each other in a chain. number: of the namespace. tell: called
     when it is over; must do next to nothing. end: None until then. follows: the first key that could not be read when
-    it was looked at. note: what its owner remembers with it."""
+    it was looked at. note: what its owner remembers with it,
+    who says then when no put of it comes."""
 
     number: int
     tenant: bytes
@@ -137,7 +138,7 @@ class Awaits:
         """A put of that block ended before it could be read."""
         with self._lock:
             for table in (self._heads, self._follows):
-                self._end(table.get((number, key), ()), AwaitEnd.SHORT)
+                self._end([one for one in table.get((number, key), ()) if one.note is None], AwaitEnd.SHORT)
 
     def end(self, ones: Iterable[ParkedAwait], why: AwaitEnd) -> None:
         """Those of these that are not over are."""
