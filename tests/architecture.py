@@ -83,7 +83,7 @@ ROOMS_IMPORT_ONLY = {
         "tiering.clock",
         "tiering.frame",
     ),
-    "tiering.remote": ("tiering.frame", "tiering.errors"),
+    "tiering.remote": ("tiering.frame", "tiering.errors", "tiering.clock"),
     "tiering.counts": (),
 }
 

@@ -38,6 +38,7 @@ NEW_ROOMS = (
     "kvstore/openai",
     "kvstore/prefixes",
     "tiering/counts",
+    "tiering/remote",
 )
 """Rooms that came after the budgets of rooms and of files on a verb's way were set: they have a budget of their own."""
 

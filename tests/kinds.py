@@ -54,6 +54,9 @@ PURE_FILES = frozenset(
     prefixes/test_book.py
     prefixes/test_hottest.py
     prefixes/test_partings.py
+    remote/test_names.py
+    remote/test_remote_breaker.py
+    remote/test_writes.py
     service/test_breaker.py
     service/test_lasting.py
     service/test_rate_limited.py
@@ -98,6 +101,7 @@ DRAWN_FILES = (
     "kvstore/test_groups.py",
     "kvstore/test_joint.py",
     "model/",
+    "remote/test_random_faults.py",
     "service/test_tensor_parallel.py",
     "simulation/",
     "tiering/test_adaptive.py",
@@ -124,6 +128,7 @@ SLOW_FILES = (
     "bench/test_restart_sidecar.py",
     "bench/test_traffic.py",
     "bench/test_ttft.py",
+    "bench/test_valkey_rows.py",
     "console/test_browser.py",
     "console/test_cost.py",
     "console/test_schema.py",

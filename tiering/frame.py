@@ -52,6 +52,8 @@ _KEY = struct.Struct("<8sI")
 _KEY_AT, _KEY_END = struct.calcsize("<8sHH"), struct.calcsize("<8sHH8sI")
 _GENERATION = struct.Struct("<Q")
 _GENERATION_AT = _STAMP.size + struct.calcsize("<32s32sIi")
+MAX_NUMBER, MAX_BLOCK_INDEX = (1 << 63) - 1, (1 << 31) - 1
+"""Of a generation and of Unix seconds, and of a block's index: columns of signed numbers hold them."""
 MAX_SLICES = (HEADER_BYTES - _FIXED_BYTES - MAC_BYTES) // DIGEST_BYTES
 """Most layer slices in one frame; a part with more layers is cut into several parts."""
 
@@ -207,6 +209,8 @@ def parse_header(raw: bytes) -> FrameHeader:
         raise BlockCorrupt("codec name is not text") from None
     stamp = Stamp(key_id, epoch, tenant, namespace, codec_name, part, parts, tokens, slices, payload)
     prefix_key, parent, block_index, priority, generation, expires_at = _IDENTITY.unpack_from(raw, _STAMP.size)
+    if generation > MAX_NUMBER or expires_at > MAX_NUMBER or block_index > MAX_BLOCK_INDEX:
+        raise BlockCorrupt("a generation, a time or an index that no block has")
     return FrameHeader(
         stamp, prefix_key, parent, block_index, generation, priority, expires_at, split_digests(raw, slices)
     )
@@ -219,6 +223,11 @@ def names_block(raw: bytes, stamp: bytes, prefix_key: bytes) -> bool:
         and raw.startswith(stamp[:_KEY_AT])
         and raw.startswith(prefix_key, _PREFIX_KEY_AT)
     )
+
+
+def without_signer(stamp: bytes) -> bytes:
+    """A packed stamp but for the key and epoch that sign: equal for equal slot classes."""
+    return stamp[:_KEY_AT] + stamp[_KEY_END:]
 
 
 def epoch_in(header: memoryview) -> tuple[bytes, int]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from engine_adapter.hf.state import compiled_part
-from engine_adapter.hf.tensors import plain_tensors
+from engine_adapter.hf.tensors import plain_tensors, unreadable
 from kvstore.block.errors import BadInput
 from kvstore.block.layout import DTYPE_BYTES, Layout
 
@@ -129,8 +129,11 @@ def fingerprint(model: torch.nn.Module) -> str:
     state.update(_config_text(model).encode())
     for name, tensor in tensors:
         state.update(f"\0{name}\0{list(tensor.shape)}\0{tensor.dtype}\0".encode())
-        for piece in _pieces(tensor, whole=total <= HASH_WHOLE_BYTES):
-            state.update(piece.cpu().numpy().tobytes())
+        try:
+            for piece in _pieces(tensor, whole=total <= HASH_WHOLE_BYTES):
+                state.update(piece.cpu().numpy().tobytes())
+        except (RuntimeError, TypeError) as error:  # a subclass that names nothing inside, and refuses to be seen
+            raise unreadable(name, tensor, error) from error
     return state.hexdigest()
 
 

@@ -12,7 +12,11 @@ from kvstore.block.errors import BadInput
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
-def plain_tensors(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+MAX_NESTED = 8
+"""Wrappers within each other; torchao has two."""
+
+
+def plain_tensors(name: str, tensor: torch.Tensor, nested: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors with memory of their own that this one wraps, by name, with what the wrapper says of them in the
     name; the tensor itself where it wraps none.
 
@@ -24,13 +28,20 @@ def plain_tensors(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.
         return
     try:
         inner_names, context = tensor.__tensor_flatten__()
-    except (AttributeError, NotImplementedError, RuntimeError, TypeError) as error:
-        raise BadInput(
-            f"the weight {name} is a {type(tensor).__name__} that cannot be read "
-            f"({type(error).__name__}): what it computes cannot be told from other weights"
-        ) from error
+        held = {inner: getattr(tensor, inner) for inner in inner_names}
+        if nested == MAX_NESTED or not all(isinstance(one, torch.Tensor | None) for one in held.values()):
+            raise TypeError
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise unreadable(name, tensor, error) from error
     said = _ADDRESS.sub("", str(context))
-    for inner in inner_names:
-        held = getattr(tensor, inner)
-        if held is not None:
-            yield from plain_tensors(f"{name}.{inner} of {type(tensor).__name__} {said}", held)
+    for inner, one in held.items():
+        if one is not None:
+            yield from plain_tensors(f"{name}.{inner} of {type(tensor).__name__} {said}", one, nested + 1)
+
+
+def unreadable(name: str, tensor: torch.Tensor, error: Exception) -> BadInput:
+    """The line that refuses a weight."""
+    return BadInput(
+        f"the weight {name} is a {type(tensor).__name__} that cannot be read "
+        f"({type(error).__name__}): what it computes cannot be told from other weights"
+    )

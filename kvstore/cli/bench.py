@@ -4,6 +4,7 @@ import json
 import shutil
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -82,18 +83,27 @@ def bench_network(
     seconds: Annotated[
         float, typer.Option(metavar="N", min=0.1, help="Of each quiet and each flooded turn of the local door.")
     ] = 3.0,
+    only: Annotated[
+        str | None, typer.Option(metavar="ROWS", help="Measure these alone: grpc or valkey. All if left out.")
+    ] = None,
     check: Check = False,
     as_json: Json = False,
 ) -> int:
     """What a match of 512 keys takes through gRPC beside an empty call and the local match, and what an engine at the
     local door notices while another tenant floods gRPC with 256 calls at a time, from one core, and while another one
-    waits for as many blocks as it may."""
+    waits for as many blocks as it may. Then a frame's way to and from a Valkey, beside a raw socket."""
     with shown_progress() as show:
         show("loading torch")
-        from kvstore.bench.network import rows
+        from kvstore.bench.network import rows, valkey_rows
 
-        result = rows.run(rows.NetworkBenchOptions(seconds=seconds), show)
-    return judge([result], [], as_json, check)
+        ways: dict[str, Callable[[], Result]] = {
+            "grpc": lambda: rows.run(rows.NetworkBenchOptions(seconds=seconds), show),
+            "valkey": lambda: valkey_rows.run(valkey_rows.ValkeyBenchOptions(), show),
+        }
+        if only is not None and only not in ways:
+            raise BadInput(f"--only {only}: the rows are {' and '.join(ways)}")
+        results = [run() for name, run in ways.items() if only in (None, name)]
+    return judge(results, [], as_json, check)
 
 
 @bench.command("restart")

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from kvstore.core.index import Column
-from tiering.frame import KEY_BYTES
+from tiering.frame import KEY_BYTES, MAX_BLOCK_INDEX, MAX_NUMBER
 from tiering.nvme.tier import Found
 
 AT_ROOT, ELSEWHERE = -1, -2
@@ -59,6 +59,7 @@ def recovery_order(
     root: the key that first blocks have for a parent. is_sound: asked of such a generation where there are several,
     whether its frames, which stand at these places, pass their checks.
     """
+    found, impossible = _possible(found)
     places = np.concatenate([np.asarray(one.places, np.int64) for one in found])
     part_of = np.repeat([one.header.slot_class.part for one in found], [len(one.places) for one in found])
     keys, parent_keys = _words(found, "key"), _words(found, "parent")
@@ -83,7 +84,22 @@ def recovery_order(
         _column(found, "expires_at", np.int64)[at],
         [places[chosen[order, part]] for part in range(parts)],
     )
-    return blocks, useless, places[chosen[lost]].ravel().tolist()
+    return blocks, impossible + useless, places[chosen[lost]].ravel().tolist()
+
+
+def _possible(found: Sequence[Found]) -> tuple[list[Found], list[int]]:
+    """Without the entries whose numbers no header has (see `tiering.frame`); and the places of those."""
+    kept, impossible = [], []
+    for one in found:
+        entries = one.entries
+        wrong = (entries["generation"] > MAX_NUMBER) | (entries["expires_at"] > MAX_NUMBER)
+        wrong |= entries["block_index"] > MAX_BLOCK_INDEX
+        if wrong.any():
+            at = np.asarray(one.places, np.int64)
+            impossible += at[wrong].tolist()
+            one = one._replace(places=at[~wrong].tolist(), entries=entries[~wrong])
+        kept.append(one)
+    return kept, impossible
 
 
 def split_keys(column: Column) -> list[bytes]:

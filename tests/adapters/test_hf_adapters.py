@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -162,17 +162,77 @@ def test_quantised_weights_are_served(kind: str, store: EmbeddedStore) -> None:
     assert fingerprint(plain) == fingerprint(model)
 
 
-def test_a_weight_that_cannot_be_read_is_refused_by_one_line() -> None:
-    class Sealed(torch.Tensor):
-        def __tensor_flatten__(self) -> Any:
-            raise NotImplementedError("sealed")
+class Sealed(torch.Tensor):
+    """A weight as libraries of quantisation make them: a subclass that names the tensors inside, or does not."""
 
+    named: Callable[[], Any]
+
+    def __tensor_flatten__(self) -> Any:
+        return self.named()
+
+
+class Unseen(torch.Tensor):
+    """One that names nothing, and refuses to be seen as bytes or copied."""
+
+    is_sealed = False
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") == "detach" and args[0].is_sealed:
+            raise NotImplementedError(f"{cls.__name__} has no detach")
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def raising(error: Exception) -> Callable[[], Any]:
+    def named() -> Any:
+        raise error
+
+    return named
+
+
+def sealed(model: Any, name: str, kind: type[torch.Tensor] = Sealed, **held: Any) -> None:
+    linear = model.get_submodule(name)
+    weight: Any = torch.nn.Parameter(linear.weight.detach(), requires_grad=False).as_subclass(kind)  # type: ignore[arg-type]
+    weight._is_param = True
+    for attribute, value in held.items():
+        setattr(weight, attribute, value)
+    linear.weight = weight
+
+
+UNREADABLE: dict[str, Callable[[], dict[str, Any]]] = {
+    "not implemented": lambda: {"named": raising(NotImplementedError("sealed"))},
+    "a fault of torch": lambda: {"named": raising(RuntimeError("no storage"))},
+    "another protocol": lambda: {"named": raising(TypeError("one argument more"))},
+    "half made": lambda: {"named": raising(AttributeError("scale"))},
+    "no pair": lambda: {"named": lambda: ["inner"]},
+    "nothing": lambda: {"named": lambda: None},
+    "names what is not there": lambda: {"named": lambda: (["inner"], None)},
+    "names what is no tensor": lambda: {"named": lambda: (["inner"], None), "inner": "text"},
+    "fails when it is asked for": lambda: {"named": raising(KeyError("inner"))},
+    "is no subclass with names": lambda: {"kind": Unseen, "is_sealed": True},
+}
+
+
+@pytest.mark.parametrize("how", UNREADABLE)
+def test_a_weight_that_cannot_be_read_is_refused_by_one_line(how: str) -> None:
     model = small_model()
-    linear = model.get_submodule(projections(model)[0])
-    linear.weight = torch.nn.Parameter(linear.weight.detach().as_subclass(Sealed), requires_grad=False)
+    given = UNREADABLE[how]()
+    sealed(model, projections(model)[0], **given)
+    kind = given.get("kind", Sealed).__name__
+    with pytest.raises(BadInput, match=f"{kind} that cannot be read") as caught:
+        cache_of(model)
+    assert "\n" not in str(caught.value) and projections(model)[0] in str(caught.value)
+
+
+def test_a_weight_that_wraps_itself_is_refused_by_one_line() -> None:
+    model = small_model()
+    sealed(model, projections(model)[0], named=lambda: (["inner"], None))
+    weight = model.get_submodule(projections(model)[0]).weight
+    weight.inner = weight
     with pytest.raises(BadInput, match="Sealed that cannot be read") as caught:
         cache_of(model)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 1000
 
 
 def test_compiled_models_are_refused_with_the_model_to_pass() -> None:

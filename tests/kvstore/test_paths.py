@@ -15,6 +15,7 @@ from kvstore.block.errors import BadInput
 from kvstore.config import expanded
 from kvstore.service.settings import read_settings
 from service.test_serve import PATHS, SERVE, ended, serving
+from workbench import MODEL, ids, one_line, random_pages, small_layout
 
 NOT_TEXT = os.fsdecode(b"\xff\xfe dir")
 CLI = SERVE[:-2]
@@ -96,6 +97,45 @@ def test_a_directory_whose_name_is_not_utf_8_is_served_and_checked(tmp_path: Pat
     assert done.returncode == 0 and "All is well" in done.stdout and "\\udcff" in done.stdout
     with kvstore.open(f"embedded:{directory}/kv", dram="1MiB", nvme="16MiB") as store:
         assert store.warmed(60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["stat", "--data", NOT_TEXT],
+        ["stat", "--admin-socket", NOT_TEXT],
+        ["fsck", NOT_TEXT],
+        ["fsck", NOT_TEXT, "--json"],
+        ["serve", "--config", NOT_TEXT],
+        ["replay", NOT_TEXT],
+        ["lint", NOT_TEXT],
+        ["warm", NOT_TEXT, "--namespace", "a", "--data", NOT_TEXT],
+        ["record", f"{NOT_TEXT}.jsonl", "--data", NOT_TEXT],
+    ],
+    ids=" ".join,
+)
+def test_what_is_not_there_under_a_name_that_is_not_utf_8_is_one_line(tmp_path: Path, command: list[str]) -> None:
+    done = subprocess.run(
+        [*CLI, *command], capture_output=True, text=True, env={**os.environ, **PATHS}, cwd=tmp_path, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert len(done.stderr.splitlines()) == 1 and "\\udcff" in done.stderr and "internal error" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("scheme", ["unix", "embedded"])
+def test_what_is_opened_under_a_name_that_is_not_utf_8(tmp_path: Path, scheme: str) -> None:
+    directory = tmp_path / NOT_TEXT
+    with kvstore.open(f"{scheme}:{directory}/kv", **({"dram": "1MiB"} if scheme == "embedded" else {})) as store:
+        layout = small_layout()
+        if scheme == "embedded":
+            handle = store.namespace(model=MODEL, layout=layout)
+            assert handle.put(ids(128), random_pages(layout, 2)).stored == 2
+            return
+        with pytest.raises(kvstore.Unreachable) as caught:
+            store.namespace(model=MODEL, layout=layout)
+        assert one_line(caught.value)
 
 
 WITHOUT_TORCH = """

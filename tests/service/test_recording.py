@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from hashlib import blake2b
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,17 @@ def test_a_lookup_becomes_numbers_that_say_nothing_of_a_key() -> None:
     again = noted.recording.begin(frozenset([3]))
     noted.recording.looked_up(3, KEYS[:3])
     assert not {*first.ids} & {*noted.recording.take(again)[0][0].ids}, "the same prompt, another recording"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_numbers_are_those_that_every_reader_of_json_takes(seed: int) -> None:
+    """Many read a number as a double: above 2**53 two blocks would become one."""
+    noted, keys = Noted(), [blake2b(b"%d %d" % (seed, number)).digest()[:32] for number in range(400)]
+    token = noted.recording.begin(frozenset([seed]))
+    noted.recording.looked_up(seed, keys)
+    ((found,), _) = noted.recording.take(token)
+    assert max(found.ids) < 1 << 53 and len(set(found.ids)) == len(keys)
+    assert [int(float(one)) for one in json.loads(json.dumps(found.ids))] == list(found.ids)
 
 
 def test_equal_keys_of_two_namespaces_are_two_blocks() -> None:

@@ -18,6 +18,8 @@ from tiering.errors import BlockCorrupt
 from tiering.frame import (
     ALIGNMENT,
     HEADER_BYTES,
+    MAX_BLOCK_INDEX,
+    MAX_NUMBER,
     MAX_SLICES,
     FrameHeader,
     Sealer,
@@ -122,10 +124,10 @@ def test_any_header_that_can_be_sealed_can_be_opened(stamp: Stamp, data: st.Data
         stamp,
         data.draw(st.binary(min_size=32, max_size=32)),
         data.draw(st.binary(min_size=32, max_size=32)),
-        data.draw(st.integers(0, 2**32 - 1)),
-        data.draw(st.integers(0, 2**64 - 1)),
+        data.draw(st.integers(0, MAX_BLOCK_INDEX)),
+        data.draw(st.integers(0, MAX_NUMBER)),
         data.draw(st.integers(-(2**31), 2**31 - 1)),
-        data.draw(st.integers(0, 2**64 - 1)),
+        data.draw(st.integers(0, MAX_NUMBER)),
         tuple(random.Random(stamp.slices).randbytes(16) for _ in range(stamp.slices)),
     )
     raw = Sealer(stamp, MAC_KEY).seal(
@@ -218,6 +220,25 @@ def test_a_payload_that_is_not_whole_slices() -> None:
     at = slices_at() + 4
     with pytest.raises(BlockCorrupt, match="slice count"):
         parse_header(raw[:at] + struct.pack("<Q", 3001) + raw[at + 8 :])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"generation": MAX_NUMBER + 1},
+        {"generation": 2**64 - 1},
+        {"expires_at": MAX_NUMBER + 1},
+        {"expires_at": 2**64 - 1},
+        {"block_index": MAX_BLOCK_INDEX + 1},
+        {"block_index": 2**32 - 1},
+    ],
+)
+def test_numbers_that_no_block_has(change: dict[str, int]) -> None:
+    """They would be negative where the store keeps them."""
+    numbers = {"block_index": 5, "generation": 99, "priority": -3, "expires_at": 1_800_000_000}
+    raw = Sealer(STAMP, MAC_KEY).seal(KEY, PARENT, digests=DIGESTS, **{**numbers, **change})
+    with pytest.raises(BlockCorrupt, match="that no block has"):
+        open_header(raw, Keys())
 
 
 @pytest.mark.parametrize("length", [0, 1, 4095, 4097, 8192])

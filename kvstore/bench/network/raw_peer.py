@@ -1,0 +1,67 @@
+"""The raw socket that rows of `kvstore bench network` are compared with: a process that sends and takes so many bytes.
+
+It says where it listens, then serves one connection after the other. On each: `g` asks for the bytes, `s` says that
+they follow and is answered by a byte. It ends with its standard input.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+GET, SET = b"g", b"s"
+
+
+@contextmanager
+def raw_peer(size: int, path: str = "") -> Iterator[socket.socket]:
+    """A connection to a new one, over TCP of loopback or a UNIX socket at `path`."""
+    command = [sys.executable, "-m", "kvstore.bench.network.raw_peer", str(size), path]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as peer:
+        assert peer.stdin is not None and peer.stdout is not None
+        try:
+            port = int(peer.stdout.readline())
+            with socket.socket(socket.AF_UNIX if path else socket.AF_INET) as one:
+                one.connect(path or ("127.0.0.1", port))
+                if not path:
+                    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                yield one
+        finally:
+            peer.stdin.close()
+
+
+def fill(one: socket.socket, view: memoryview) -> None:
+    """Receive all of it."""
+    while view:
+        count = one.recv_into(view)
+        if not count:
+            raise ConnectionResetError("the raw peer ended")
+        view = view[count:]
+
+
+def main(size: int, path: str) -> None:
+    """Serves until standard input ends."""
+    threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
+    door = socket.socket(socket.AF_UNIX if path else socket.AF_INET)
+    door.bind(path or ("127.0.0.1", 0))
+    door.listen()
+    print(0 if path else door.getsockname()[1], flush=True)
+    given, taken = memoryview(bytearray(os.urandom(size))), memoryview(bytearray(size))
+    while True:
+        one, _ = door.accept()
+        if not path:
+            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        while asked := one.recv(1):
+            if asked == GET:
+                one.sendall(given)
+            else:
+                fill(one, taken)
+                one.sendall(asked)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

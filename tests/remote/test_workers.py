@@ -1,0 +1,354 @@
+"""Calls that are abandoned at their deadline: what was lent to one is lent until it returns."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from math import inf
+
+import pytest
+
+from tiering.clock import SystemClock
+from tiering.remote import workers as room
+from tiering.remote.breaker import FIRST_PAUSE_SECONDS, MOST_FAILURES
+from tiering.remote.driver import (
+    PROBE_KEY,
+    RemoteBusy,
+    RemoteEngine,
+    RemoteFault,
+    RemoteTimedOut,
+    RemoteUnreachable,
+    WrongSize,
+)
+from tiering.remote.workers import RemoteWorkers
+from waiting import wait_until
+
+CLOCK = SystemClock()
+LATE = 0.15  # on a busy machine
+SOON, LONG = 0.05, 60.0
+
+
+class Lagging:
+    """A `RemoteEngine` in memory that may hang: it obeys no deadline, and fills a slot when it goes on."""
+
+    name = "lagging"
+
+    def __init__(self) -> None:
+        self.values: dict[bytes, bytes] = {}
+        self.goes_on = threading.Event()
+        self.goes_on.set()
+        self.fault: RemoteFault | None = None
+        self.calls = self.probes = 0
+
+    def _wait(self) -> None:
+        self.calls += 1
+        fault = self.fault
+        self.goes_on.wait()
+        if fault is not None:
+            raise fault
+
+    def exists(self, keys: Sequence[bytes], deadline: float = inf) -> list[bool]:
+        self.probes += list(keys) == [PROBE_KEY]
+        self._wait()
+        return [key in self.values for key in keys]
+
+    def read(self, key: bytes, slot: memoryview, deadline: float = inf) -> bool:
+        self._wait()
+        value = self.values.get(key)
+        if value is None:
+            return False
+        if len(value) != len(slot):
+            raise WrongSize("another size")
+        slot[:] = value
+        return True
+
+    def write(
+        self, key: bytes, header: bytes | memoryview, payload: bytes | memoryview, ttl_ms: int, deadline: float = inf
+    ) -> bool:
+        self._wait()
+        self.values.setdefault(key, bytes(header) + bytes(payload))
+        return True
+
+    def delete(self, keys: Sequence[bytes], deadline: float = inf) -> int:
+        self._wait()
+        return sum(self.values.pop(key, None) is not None for key in keys)
+
+    def close(self) -> None:
+        self.goes_on.set()
+
+
+@contextmanager
+def on(engine: RemoteEngine, **limits: int) -> Iterator[RemoteWorkers]:
+    one = RemoteWorkers(engine, CLOCK, **limits)
+    try:
+        yield one
+    finally:
+        one.close()
+
+
+def soon(seconds: float = SOON) -> float:
+    return CLOCK.monotonic_seconds() + seconds
+
+
+def fail(workers: RemoteWorkers, seconds: float = LONG) -> RemoteFault:
+    with pytest.raises(RemoteFault) as caught:
+        workers.exists([b"x"], soon(seconds)).result()
+    return caught.value
+
+
+def test_the_verbs_reach_the_engine_and_are_counted() -> None:
+    engine = Lagging()
+    with on(engine) as workers:
+        assert workers.write(b"a", b"he", b"llo", 0, soon(LONG)).result() is True
+        slot = memoryview(bytearray(5))
+        assert workers.read(b"a", slot, soon(LONG)).result() and bytes(slot) == b"hello"
+        assert workers.read(b"b", slot, soon(LONG)).result() is False
+        assert workers.exists([b"a", b"b"], soon(LONG)).result() == [True, False]
+        assert workers.delete([b"a"], soon(LONG)).result() == 1
+        assert workers.submit(lambda: 7, soon(LONG)).result() == 7
+        figures = workers.figures()
+        assert (figures.state, figures.failures, figures.detail) == ("up", 0, "")
+        assert (figures.blocks_in, figures.bytes_in, figures.blocks_out, figures.bytes_out) == (1, 5, 1, 5)
+        assert (figures.lookups, figures.found, figures.gbps, figures.p99_ms) == (2, 1, 0.0, 0.0)
+
+
+def test_the_speed_is_that_of_large_reads() -> None:
+    engine = Lagging()
+    engine.values[b"a"] = bytes(room.LARGE_BYTES)
+    with on(engine) as workers:
+        for _ in range(room.MOST_TRANSFERS + 5):
+            assert workers.read(b"a", memoryview(bytearray(room.LARGE_BYTES)), soon(LONG)).result()
+        figures = workers.figures()
+        assert figures.gbps > 0 and figures.p99_ms > 0 and figures.blocks_in == room.MOST_TRANSFERS + 5
+
+
+def test_a_slot_is_lent_until_the_abandoned_call_returns() -> None:
+    engine = Lagging()
+    engine.values[b"a"] = b"late!"
+    with on(engine, threads=1) as workers:
+        engine.goes_on.clear()
+        slot = bytearray(5)
+        is_back = threading.Event()
+        call = workers.read(b"a", memoryview(slot), soon(), is_back.set)
+        with pytest.raises(RemoteTimedOut):
+            call.result()
+        assert not is_back.is_set() and bytes(slot) == bytes(5), "the engine may still write into it"
+        engine.goes_on.set()
+        assert is_back.wait(30) and bytes(slot) == b"late!"
+        slot.clear()  # no view of it is left
+
+
+def test_what_was_lent_is_back_before_the_result() -> None:
+    engine = Lagging()
+    engine.values[b"a"] = b"hello"
+    back: list[str] = []
+    with on(engine) as workers:
+        for number in range(50):
+            workers.read(b"a", memoryview(bytearray(5)), soon(LONG), lambda: back.append("back")).result()
+            assert len(back) == number + 1
+
+
+def test_a_caller_waits_no_longer_than_its_deadline() -> None:
+    engine = Lagging()
+    with on(engine) as workers:
+        engine.goes_on.clear()
+        began = time.monotonic()
+        with pytest.raises(RemoteTimedOut):
+            workers.exists([b"a"], soon()).result()
+        assert SOON <= time.monotonic() - began < SOON + LATE
+
+
+def test_an_abandoned_worker_is_replaced_up_to_a_bound() -> None:
+    engine = Lagging()
+    with on(engine, threads=2, most_abandoned=3) as workers:
+        engine.goes_on.clear()
+        back: list[int] = []
+        calls = [workers.submit(hang(engine), soon(), lambda n=n: back.append(n)) for n in range(5)]  # type: ignore[misc]
+        for call in calls:
+            with pytest.raises((RemoteTimedOut, RemoteBusy)):
+                call.result()
+        while engine.calls < 5:  # each hangs in a thread of its own
+            with pytest.raises((RemoteTimedOut, RemoteBusy)):
+                workers.submit(hang(engine), soon(0.005), lambda: back.append(9)).result()
+        assert all(isinstance(fault_of(workers), RemoteFault) for _ in range(10))
+        assert engine.calls == 5, "no more threads than these"
+        engine.goes_on.set()
+        wait_until(lambda: len(back) >= 5 and workers.submit(lambda: True, soon(LONG)).result())
+        wait_until(lambda: sum(one.name == "kvstore-remote" for one in threading.enumerate()) <= 2)
+
+
+def hang(engine: Lagging) -> object:
+    return lambda: engine.delete([b"x"])
+
+
+def fault_of(workers: RemoteWorkers) -> RemoteFault | None:
+    try:
+        workers.submit(lambda: 1, soon(0.005)).result()
+    except RemoteFault as fault:
+        return fault
+    return None
+
+
+def test_a_call_that_never_began_gives_back_at_once_and_says_nothing_of_the_engine() -> None:
+    engine = Lagging()
+    with on(engine, threads=1, most_abandoned=0) as workers:
+        engine.goes_on.clear()
+        first = workers.exists([b"a"], soon(LONG))
+        back: list[int] = []
+        for number in range(5):
+            call = workers.submit(lambda: engine.exists([b"b"]), soon(), lambda: back.append(0))
+            with pytest.raises(RemoteBusy):
+                call.result()
+            assert len(back) == number + 1
+        assert not workers.is_open and engine.calls == 1
+        engine.goes_on.set()
+        assert first.result() == [False]
+
+
+def test_calls_that_wait_are_bounded() -> None:
+    engine = Lagging()
+    with on(engine, threads=1, most_abandoned=0, most_waiting=3) as workers:
+        engine.goes_on.clear()
+        first = workers.exists([b"a"], soon(LONG))
+        wait_until(lambda: engine.calls == 1)
+        waiting = [workers.exists([b"a"], soon(LONG)) for _ in range(3)]
+        with pytest.raises(RemoteBusy, match="3 calls wait"):
+            workers.exists([b"a"], soon(LONG)).result()
+        engine.goes_on.set()
+        assert [call.result() for call in (first, *waiting)] == [[False]] * 4
+
+
+def test_a_late_call_for_which_no_caller_waits_is_abandoned_too() -> None:
+    engine = Lagging()
+    with on(engine, threads=1, most_abandoned=1) as workers:
+        engine.goes_on.clear()
+        workers.exists([b"a"], soon(0.0))
+        wait_until(lambda: workers.figures().failures >= 0 and fault_of(workers) is None)
+        assert workers.submit(lambda: 5, soon(LONG)).result() == 5
+
+
+# --- the breaker ---
+
+
+def test_it_opens_at_the_third_failure_and_then_costs_nothing() -> None:
+    engine = Lagging()
+    with on(engine) as workers:
+        engine.fault = RemoteUnreachable("refused")
+        for number in range(MOST_FAILURES):
+            assert not workers.is_open, number
+            assert str(fail(workers)) == "refused"
+        asked = engine.calls
+        began = time.monotonic()
+        back: list[int] = []
+        for _ in range(200):
+            with pytest.raises(RemoteUnreachable, match="not asked now: refused"):
+                workers.submit(lambda: engine.exists([b"x"]), soon(LONG), lambda: back.append(0)).result()
+        assert engine.calls - asked <= 1 and len(back) == 200 and time.monotonic() - began < 1.0
+        figures = workers.figures()
+        assert (figures.state, figures.failures, figures.detail) == ("open", MOST_FAILURES, "refused")
+
+
+def test_a_probe_closes_it_and_no_request_waits_for_one() -> None:
+    engine = Lagging()
+    with on(engine) as workers:
+        engine.fault = RemoteUnreachable("refused")
+        for _ in range(MOST_FAILURES):
+            fail(workers)
+        engine.fault = None
+        engine.goes_on.clear()  # the probe hangs
+
+        def probed() -> bool:
+            began = time.monotonic()
+            with suppress(RemoteUnreachable):
+                workers.exists([b"x"], soon(LONG)).result()
+            assert time.monotonic() - began < LATE
+            return engine.probes == 1
+
+        wait_until(probed)
+        engine.goes_on.set()
+        wait_until(lambda: not workers.is_open)
+        assert workers.exists([b"x"], soon(LONG)).result() == [False]
+
+
+def test_failures_between_successes_do_not_open_it() -> None:
+    engine = Lagging()
+    with on(engine) as workers:
+        for _ in range(4):
+            engine.fault = RemoteTimedOut("late")
+            fail(workers)
+            fail(workers)
+            engine.fault = None
+            workers.exists([b"x"], soon(LONG)).result()
+        assert not workers.is_open and workers.figures().failures == 8
+
+
+def test_a_value_that_is_not_ours_says_nothing_of_the_engine() -> None:
+    engine = Lagging()
+    engine.values[b"a"] = b"x"
+    with on(engine) as workers:
+        for _ in range(2 * MOST_FAILURES):
+            with pytest.raises(WrongSize):
+                workers.read(b"a", memoryview(bytearray(5)), soon(LONG)).result()
+        assert not workers.is_open
+
+
+def test_a_deadline_that_no_engine_could_meet_says_nothing_of_it() -> None:
+    engine = Lagging()
+    with on(engine) as workers:
+        workers.exists([b"a"], soon(LONG)).result()
+        engine.fault = RemoteTimedOut("late")
+        for _ in range(2 * MOST_FAILURES):
+            fail(workers, seconds=room.SHORTEST_SECONDS / 2)
+        assert not workers.is_open
+
+
+def test_a_hanging_engine_opens_it() -> None:
+    engine = Lagging()
+    with on(engine) as workers:
+        engine.goes_on.clear()
+        for _ in range(MOST_FAILURES):
+            assert isinstance(fail(workers, SOON), RemoteTimedOut)
+        assert workers.is_open
+        engine.goes_on.set()
+        wait_until(lambda: fault_of(workers) is None)
+        assert FIRST_PAUSE_SECONDS > 0
+
+
+# --- ends ---
+
+
+def test_closing_refuses_what_waits_and_gives_back() -> None:
+    engine = Lagging()
+    workers = RemoteWorkers(engine, CLOCK, threads=1, most_abandoned=0)
+    engine.goes_on.clear()
+    workers.exists([b"a"], soon(LONG))
+    wait_until(lambda: engine.calls == 1)
+    back: list[int] = []
+    waiting = workers.submit(lambda: 1, soon(LONG), lambda: back.append(0))
+    workers.close()
+    workers.close()
+    for call in (waiting, workers.submit(lambda: 1, soon(LONG), lambda: back.append(0))):
+        with pytest.raises(RemoteUnreachable, match="closed"):
+            call.result()
+    assert len(back) == 2
+    wait_until(lambda: not any(one.name == "kvstore-remote" for one in threading.enumerate()))
+
+
+def test_a_driver_with_a_bug_loses_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends its thread, which says so, and the next call has another one."""
+    told: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", told.append)
+
+    def bug() -> int:
+        raise ZeroDivisionError
+
+    with on(Lagging(), threads=1, most_abandoned=0) as workers:
+        for _ in range(2):
+            is_back = threading.Event()
+            with pytest.raises(RemoteFault, match="the driver of lagging failed"):
+                workers.submit(bug, soon(LONG), is_back.set).result()
+            assert is_back.is_set()
+        assert workers.submit(lambda: 1, soon(LONG)).result() == 1
+        wait_until(lambda: len(told) == 2)

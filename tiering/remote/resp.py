@@ -1,0 +1,205 @@
+"""RESP, the protocol of Valkey and Redis, for frames: out of memory of ours, and straight into it.
+
+The clients' packers copy large values several times; here a SET leaves as `sendmsg` of header and payload, and a GET
+arrives in the slot but for the few bytes that came with its first line. That line is read into a small buffer: peeking
+would spin on half a line, and TLS has no peeking. The deadline is looked at before every system call, so a server that
+drips bytes ends at it, too; a size is compared before a byte of the value is taken.
+
+After any exception what the socket holds is unknown: the connection is closed, never used again.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import ssl
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from tiering.clock import Clock
+from tiering.remote.driver import WrongSize
+
+Reply: TypeAlias = "bytes | int | list[Reply] | None"
+Piece: TypeAlias = bytes | memoryview
+
+BUFFER_BYTES = 512
+"""And the longest line."""
+MAX_BULK_BYTES, MAX_ITEMS, MAX_DEPTH = 4096, 1024, 6
+"""Of a small reply: bytes of one string, items in all, lists in lists."""
+SLACK_SECONDS = 0.001
+"""By which a wait may pass the deadline: to set a socket's timeout is a system call, too."""
+_CODE_CHARACTERS = 24
+_DIGITS = 18
+
+
+class RespFault(Exception):
+    """What the server sent is no answer to what was asked."""
+
+
+class ErrorReply(RespFault):
+    """The server refused. code: the first word of what it said; the rest may name keys, and is not shown."""
+
+    def __init__(self, code: str) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+def command(*words: bytes) -> bytes:
+    """A command as it is sent."""
+    return b"".join((b"*%d\r\n" % len(words), *(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)))
+
+
+def set_command(key: bytes, value: Sequence[Piece], ttl_ms: int) -> list[Piece]:
+    """SET of a value in pieces, where there is none yet, as pieces to send."""
+    options = [b"NX", *([b"PX", b"%d" % ttl_ms] if ttl_ms else [])]
+    head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (3 + len(options), len(key), key, sum(map(len, value)))
+    return [head, *value, b"".join((b"\r\n", *(b"$%d\r\n%b\r\n" % (len(one), one) for one in options)))]
+
+
+class RespConnection:
+    """A connected socket. One thread at a time."""
+
+    def __init__(self, sock: socket.socket, clock: Clock) -> None:
+        self._socket = sock
+        self._clock = clock
+        self._buffer = bytearray(BUFFER_BYTES)
+        self._timeout = -1.0  # of the socket, set before a call to it
+        self._at = self._end = 0  # of what is held and was not taken
+        self._readable = select.poll()
+        self._readable.register(sock, select.POLLIN)
+
+    def is_in_step(self) -> bool:
+        """Whether nothing is held and nothing can be read: no rest of an answer, no end of the connection."""
+        return self._at == self._end and not self._readable.poll(0)
+
+    def send(self, pieces: Sequence[Piece], deadline: float) -> None:
+        """All of it. Raises OSError, of which TimeoutError at the deadline."""
+        rest = [view for piece in pieces if (view := memoryview(piece).cast("B"))]
+        while rest:
+            self._wait_at_most(deadline)
+            sent = self._socket.send(rest[0]) if isinstance(self._socket, ssl.SSLSocket) else self._socket.sendmsg(rest)
+            while rest and sent >= len(rest[0]):
+                sent -= len(rest.pop(0))
+            if rest:
+                rest[0] = rest[0][sent:]
+
+    def reply_into(self, slot: memoryview, deadline: float) -> bool:
+        """The answer to a GET: whether there was a value, which fills the slot then."""
+        expected = b"$%d\r\n" % len(slot)
+        line = self._line(deadline, len(expected))  # and no byte more: the value goes to the slot as it is aligned
+        if line in (b"$-1", b"_"):
+            return False
+        if line[:1] != b"$":
+            raise _fault(line)
+        size = _number(line[1:])
+        if size != len(slot):
+            raise WrongSize(f"a value of {size:,} bytes where {len(slot):,} were expected")
+        self._fill(slot, deadline)
+        self._end_of_bulk(deadline)
+        return True
+
+    def reply(self, deadline: float) -> Reply:
+        """A small answer. Raises `ErrorReply`, and `RespFault` for what is none or is too large."""
+        self._items = MAX_ITEMS
+        return self._small(deadline, MAX_DEPTH)
+
+    def _small(self, deadline: float, depth: int) -> Reply:
+        self._items -= 1
+        if self._items < 0 or depth < 0:
+            raise RespFault("an answer of too many items")
+        line = self._line(deadline)
+        kind, text = line[:1], line[1:]
+        if line in (b"$-1", b"*-1", b"_"):
+            return None
+        if kind == b"+":
+            return bytes(text)
+        if kind == b":":
+            return _number(text)
+        if kind == b"$":
+            size = _number(text)
+            if size > MAX_BULK_BYTES:
+                raise RespFault(f"an answer of {size:,} bytes where a few were expected")
+            value = bytearray(size)
+            self._fill(memoryview(value), deadline)
+            self._end_of_bulk(deadline)
+            return bytes(value)
+        if kind in (b"*", b"~", b"%"):
+            count = _number(text) * (2 if kind == b"%" else 1)
+            if count > self._items:
+                raise RespFault("an answer of too many items")
+            return [self._small(deadline, depth - 1) for _ in range(count)]
+        raise _fault(line)
+
+    def _line(self, deadline: float, first: int = BUFFER_BYTES) -> bytes:
+        """first: bytes to ask for at first."""
+        while (end := self._buffer.find(b"\r\n", self._at, self._end)) < 0:
+            self._receive(deadline, first)
+            first = BUFFER_BYTES
+        line = bytes(self._buffer[self._at : end])
+        self._at = end + 2
+        return line
+
+    def _end_of_bulk(self, deadline: float) -> None:
+        while self._end - self._at < 2:
+            self._receive(deadline)
+        if self._buffer[self._at : self._at + 2] != b"\r\n":
+            raise RespFault("a value that does not end where it was said to")
+        self._at += 2
+
+    def _receive(self, deadline: float, most: int = BUFFER_BYTES) -> None:
+        """More into the buffer."""
+        if self._at:  # a few bytes
+            held = self._end - self._at
+            self._buffer[:held] = self._buffer[self._at : self._end]
+            self._at, self._end = 0, held
+        if self._end == BUFFER_BYTES:
+            raise RespFault(f"a line of more than {BUFFER_BYTES} bytes")
+        self._wait_at_most(deadline)
+        self._end += self._received(self._socket.recv_into(memoryview(self._buffer)[self._end :][:most]))
+
+    def _fill(self, view: memoryview, deadline: float) -> None:
+        held = min(len(view), self._end - self._at)
+        view[:held] = self._buffer[self._at : self._at + held]
+        self._at += held
+        while held < len(view):
+            self._wait_at_most(deadline)
+            held += self._received(self._socket.recv_into(view[held:]))
+
+    def _wait_at_most(self, deadline: float) -> None:
+        left = deadline - self._clock.monotonic_seconds()
+        if left <= 0:
+            raise TimeoutError
+        if not 0.0 <= self._timeout - left <= SLACK_SECONDS:
+            self._socket.settimeout(left)
+            self._timeout = left
+
+    @staticmethod
+    def _received(count: int) -> int:
+        if not count:
+            raise ConnectionResetError("it closed the connection")
+        return count
+
+    def interrupt(self) -> None:
+        """From another thread: whatever is under way fails soon."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:  # it is gone
+            pass
+
+    def close(self) -> None:
+        """For good."""
+        self._socket.close()
+
+
+def _number(text: bytes) -> int:
+    if not text.isdigit() or len(text) > _DIGITS:
+        raise RespFault("a length that is no number")
+    return int(text)
+
+
+def _fault(line: bytes) -> RespFault:
+    """Of a line that is not what was expected."""
+    if line[:1] not in (b"-", b"!"):
+        return RespFault(f"an answer of a kind that was not asked for: {line[:1]!r}")
+    code = line[1:].split(b" ", 1)[0][:_CODE_CHARACTERS].decode("ascii", "replace")
+    return ErrorReply(code if code.isalnum() and code.isupper() else "an error")

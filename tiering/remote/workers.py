@@ -1,0 +1,366 @@
+"""Threads that call a remote engine, so that nothing else waits for it beyond a deadline.
+
+    WAITING > RUNNING > RETURNED                       the caller has its result, or the fault
+       |         |
+       |         +----> ABANDONED > RETURNED           at the deadline: the caller goes on; the call still runs
+       +--------------------------> RETURNED           withdrawn at the deadline, or refused: it never ran
+
+**What was lent to a call** (a slot, a payload) is the engine's until `on_return`, which is called once, whatever
+becomes of the call, and from then on never. A caller that was told of a deadline therefore keeps the slot aside until
+then: an abandoned call may still be writing into it.
+
+An abandoned call keeps its thread. Another one takes its place, up to a bound; beyond it calls are refused as busy. A
+thread that comes back where there are enough ends. The engine's own deadline is the call's, so that most late calls
+end by themselves right at it; abandoning is for those that do not.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, Generic, TypeVar
+
+from tiering.clock import Clock
+from tiering.remote.breaker import RemoteBreaker
+from tiering.remote.driver import (
+    PROBE_KEY,
+    RemoteBusy,
+    RemoteEngine,
+    RemoteFault,
+    RemoteTimedOut,
+    RemoteUnreachable,
+)
+
+THREADS, MOST_ABANDONED, MOST_WAITING = 4, 8, 256
+GRACE_SECONDS = 0.01
+"""After the deadline, in which an engine that obeys it ends the call by itself."""
+SHORTEST_SECONDS = 0.01
+"""A call that had less says nothing of the engine: any machine lets a thread wait for so long."""
+PROBE_SECONDS = 1.0
+LARGE_BYTES, MOST_TRANSFERS = 1 << 20, 256
+"""Reads that count for the speed, and how many of the last ones do."""
+
+T = TypeVar("T")
+
+
+def _nothing() -> None:
+    pass
+
+
+class CallState(Enum):
+    """See above."""
+
+    WAITING = auto()
+    RUNNING = auto()
+    ABANDONED = auto()
+    RETURNED = auto()
+
+
+class RemoteCall(Generic[T]):
+    """One call, made by `RemoteWorkers`."""
+
+    def __init__(
+        self, workers: RemoteWorkers, work: Callable[[], T], deadline: float, on_return: Callable[[], None]
+    ) -> None:
+        self.work: Callable[[], T] | None = work
+        self.deadline = deadline
+        self.on_return = on_return
+        self.state = CallState.WAITING
+        self.began = 0.0
+        self.is_probe = False
+        self._workers = workers
+        self._settled = threading.Event()
+        self._value: T | None = None
+        self._fault: RemoteFault | None = None
+
+    def result(self) -> T:
+        """Waits for it, a little longer than to its deadline. Raises `RemoteFault`: `RemoteTimedOut` of a call that is
+        abandoned now, `RemoteBusy` of one that never ran."""
+        if not self._settled.wait(self._workers.seconds_left(self)):
+            self._workers.give_up(self)
+            self._settled.wait()  # for what was on its way already
+        if self._fault is not None:
+            raise self._fault
+        return self._value  # type: ignore[return-value]
+
+    def settle(self, value: T | None, fault: RemoteFault | None) -> None:
+        """By the workers: what the caller is told. The first time counts."""
+        if not self._settled.is_set():
+            self._value, self._fault = value, fault
+            self._settled.set()
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFigures:
+    """Of an engine since the start. state: `up`, or `open` (its breaker). blocks_in, blocks_out: frames; a block has
+    one for each of its parts. lookups, found: names asked for, and those that were there. gbps, p99_ms: of the last
+    reads of a megabyte and more. detail: the last fault, while it counts."""
+
+    state: str
+    blocks_in: int
+    blocks_out: int
+    bytes_in: int
+    bytes_out: int
+    lookups: int
+    found: int
+    failures: int
+    gbps: float
+    p99_ms: float
+    detail: str
+
+
+class RemoteWorkers:
+    """Calls one engine. Thread-safe."""
+
+    def __init__(
+        self,
+        engine: RemoteEngine,
+        clock: Clock,
+        threads: int = THREADS,
+        most_abandoned: int = MOST_ABANDONED,
+        most_waiting: int = MOST_WAITING,
+    ) -> None:
+        """most_abandoned: calls that may hang beside `threads` that work. Threads start with the calls."""
+        self._engine = engine
+        self._clock = clock
+        self._most_serving = threads
+        self._most_threads = threads + most_abandoned
+        self._most_waiting = most_waiting
+        self._breaker = RemoteBreaker()
+        self._lock = threading.Condition()
+        self._waiting: deque[RemoteCall[Any]] = deque()
+        self._running: set[RemoteCall[Any]] = set()
+        self._threads = self._abandoned = self._idle = 0
+        self._is_closed = False
+        self._counts = dict.fromkeys("blocks_in blocks_out bytes_in bytes_out lookups found failures".split(), 0)
+        self._transfers: deque[tuple[float, int]] = deque(maxlen=MOST_TRANSFERS)
+
+    # --- the verbs ---
+
+    def exists(self, keys: Sequence[bytes], deadline: float) -> RemoteCall[list[bool]]:
+        """`RemoteEngine.exists`."""
+
+        def work() -> list[bool]:
+            found = self._engine.exists(keys, deadline)
+            self._count(lookups=len(keys), found=sum(found))
+            return found
+
+        return self.submit(work, deadline)
+
+    def read(
+        self, key: bytes, slot: memoryview, deadline: float, on_return: Callable[[], None] = _nothing
+    ) -> RemoteCall[bool]:
+        """`RemoteEngine.read`. The slot is lent until `on_return`."""
+
+        def work() -> bool:
+            began = self._clock.monotonic_seconds()
+            if not self._engine.read(key, slot, deadline):
+                return False
+            seconds = self._clock.monotonic_seconds() - began
+            self._count(blocks_in=1, bytes_in=len(slot))
+            if len(slot) >= LARGE_BYTES:
+                with self._lock:
+                    self._transfers.append((seconds, len(slot)))
+            return True
+
+        return self.submit(work, deadline, on_return)
+
+    def write(
+        self,
+        key: bytes,
+        header: bytes | memoryview,
+        payload: bytes | memoryview,
+        ttl_ms: int,
+        deadline: float,
+        on_return: Callable[[], None] = _nothing,
+    ) -> RemoteCall[bool]:
+        """`RemoteEngine.write`. Header and payload are lent until `on_return`."""
+
+        def work() -> bool:
+            is_there = self._engine.write(key, header, payload, ttl_ms, deadline)
+            if is_there:
+                self._count(blocks_out=1, bytes_out=len(header) + len(payload))
+            return is_there
+
+        return self.submit(work, deadline, on_return)
+
+    def delete(self, keys: Sequence[bytes], deadline: float) -> RemoteCall[int]:
+        """`RemoteEngine.delete`."""
+        return self.submit(lambda: self._engine.delete(keys, deadline), deadline)
+
+    def submit(self, work: Callable[[], T], deadline: float, on_return: Callable[[], None] = _nothing) -> RemoteCall[T]:
+        """Any work with the engine that raises `RemoteFault` alone. Returns at once.
+
+        deadline: monotonic seconds. on_return: see above; from any thread, must be quick and never raise.
+        """
+        call = RemoteCall(self, work, deadline, on_return)
+        with self._lock:
+            now = self._clock.monotonic_seconds()
+            self._abandon_late(now)
+            if self._breaker.takes_probe(now):
+                self._probe(now)
+            fault = self._refusal() or self._enqueue(call)
+        if fault is not None:
+            self._end(call, None, fault)
+        return call
+
+    def figures(self) -> RemoteFigures:
+        """As of now."""
+        with self._lock:
+            self._abandon_late(self._clock.monotonic_seconds())
+            state, detail = "open" if self._breaker.is_open else "up", self._breaker.why
+            counts, transfers = dict(self._counts), sorted(self._transfers)
+        seconds, size = sum(one[0] for one in transfers), sum(one[1] for one in transfers)
+        p99 = transfers[int(0.99 * len(transfers))][0] if transfers else 0.0
+        return RemoteFigures(
+            state, **counts, gbps=size / seconds / 1e9 if seconds else 0.0, p99_ms=1e3 * p99, detail=detail
+        )
+
+    @property
+    def is_open(self) -> bool:
+        """Whether calls are misses at once: the engine failed, and no probe went well since."""
+        return self._breaker.is_open
+
+    def close(self) -> None:
+        """The engine, too. Calls that wait are refused; those under way end soon, or are abandoned."""
+        with self._lock:
+            self._is_closed = True
+            waiting, self._waiting = list(self._waiting), deque()
+            self._lock.notify_all()
+        for call in waiting:
+            self._end(call, None, RemoteUnreachable(f"{self._engine.name} was closed"))
+        self._engine.close()
+
+    # --- of calls ---
+
+    def seconds_left(self, call: RemoteCall[Any]) -> float:
+        """For which its caller waits."""
+        left = call.deadline + GRACE_SECONDS - self._clock.monotonic_seconds()
+        return min(max(0.0, left), threading.TIMEOUT_MAX)
+
+    def give_up(self, call: RemoteCall[Any]) -> None:
+        """Its caller waits no longer."""
+        with self._lock:
+            is_withdrawn = call.state is CallState.WAITING and call in self._waiting
+            if is_withdrawn:
+                self._waiting.remove(call)
+                call.state = CallState.RETURNED
+            elif call.state is CallState.RUNNING:
+                self._abandon(call, self._clock.monotonic_seconds())
+        if is_withdrawn:
+            self._end(call, None, RemoteBusy(f"no worker of {self._engine.name} was free in time"))
+
+    def _refusal(self) -> RemoteFault | None:
+        name = self._engine.name
+        if self._is_closed:
+            return RemoteUnreachable(f"{name} was closed")
+        if self._breaker.is_open:
+            return RemoteUnreachable(f"{name} is not asked now: {self._breaker.why}")
+        return None
+
+    def _enqueue(self, call: RemoteCall[Any]) -> RemoteFault | None:
+        serving = self._threads - self._abandoned
+        is_short = len(self._waiting) >= self._idle and serving < self._most_serving
+        if is_short and self._threads < self._most_threads:
+            with suppress(RuntimeError):  # the machine has no more threads
+                threading.Thread(target=self._serve, name="kvstore-remote", daemon=True).start()
+                self._threads += 1
+                serving += 1
+        if not serving:
+            return RemoteBusy(f"no worker of {self._engine.name}: {self._abandoned} calls hang")
+        if len(self._waiting) >= self._most_waiting:
+            return RemoteBusy(f"{len(self._waiting)} calls wait for {self._engine.name}")
+        self._waiting.append(call)
+        self._lock.notify()
+        return None
+
+    def _probe(self, now: float) -> None:
+        deadline = now + PROBE_SECONDS
+        probe = RemoteCall(self, lambda: self._engine.exists([PROBE_KEY], deadline), deadline, _nothing)
+        probe.is_probe = True
+        fault = self._enqueue(probe)
+        if fault is not None:
+            self._breaker.probed(now, str(fault))
+
+    def _abandon_late(self, now: float) -> None:
+        """Also those for whose result no caller waits."""
+        for call in [one for one in self._running if one.deadline + GRACE_SECONDS <= now]:
+            self._abandon(call, now)
+
+    def _abandon(self, call: RemoteCall[Any], now: float) -> None:
+        call.state = CallState.ABANDONED
+        self._running.discard(call)
+        self._abandoned += 1
+        fault = RemoteTimedOut(f"{self._engine.name} did not answer in time")
+        self._judge(call, fault, now)
+        call.settle(None, fault)
+
+    def _judge(self, call: RemoteCall[Any], fault: RemoteFault | None, now: float) -> None:
+        """What it says of the engine."""
+        if call.is_probe:
+            self._breaker.probed(now, "" if fault is None else str(fault))
+        elif fault is None:
+            self._breaker.worked()
+        elif not fault.is_of_engine:
+            pass
+        elif not isinstance(fault, RemoteTimedOut) or call.deadline - call.began >= SHORTEST_SECONDS:
+            self._counts["failures"] += 1
+            self._breaker.failed(now, str(fault))
+
+    # --- of threads ---
+
+    def _serve(self) -> None:
+        while (call := self._next()) is not None:
+            self._run(call)
+
+    def _next(self) -> RemoteCall[Any] | None:
+        """The next call to run; None: there are threads enough without this one."""
+        with self._lock:
+            while not self._waiting:
+                if self._is_closed or self._threads - self._abandoned > self._most_serving:
+                    self._threads -= 1
+                    return None
+                self._idle += 1
+                self._lock.wait()
+                self._idle -= 1
+            call = self._waiting.popleft()
+            call.state = CallState.RUNNING
+            call.began = self._clock.monotonic_seconds()
+            self._running.add(call)
+            return call
+
+    def _run(self, call: RemoteCall[Any]) -> None:
+        bug = RemoteFault(f"the driver of {self._engine.name} failed")
+        value, fault = None, bug
+        try:
+            assert call.work is not None
+            if call.deadline <= call.began:
+                raise RemoteBusy(f"no worker of {self._engine.name} was free in time")
+            value, fault = call.work(), None  # type: ignore[assignment]
+        except RemoteFault as error:
+            fault = error
+        finally:
+            with self._lock:
+                if call.state is CallState.ABANDONED:
+                    self._abandoned -= 1
+                else:
+                    self._running.discard(call)
+                    self._judge(call, fault, self._clock.monotonic_seconds())
+                call.state = CallState.RETURNED
+                self._threads -= fault is bug  # which ends this thread
+            self._end(call, value, fault)
+
+    def _end(self, call: RemoteCall[Any], value: Any, fault: RemoteFault | None) -> None:
+        """It returned, or never ran: what was lent comes back before its caller knows."""
+        call.work = None  # it may hold the slot
+        call.on_return()
+        call.settle(value, fault)
+
+    def _count(self, **counts: int) -> None:
+        with self._lock:
+            for what, count in counts.items():
+                self._counts[what] += count

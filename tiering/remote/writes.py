@@ -1,0 +1,76 @@
+"""What is written to a remote engine, and when: the policy, and the queue that a background writer takes from.
+
+`all`: every block that was stored. `learned`: blocks that were used again (a second use), and those that a ttl or a
+priority retains. `none`: nothing; the engine is read alone. Pure: times come in. One thread.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from enum import StrEnum
+from typing import Generic, TypeVar
+
+MOST_QUEUED = 4096
+NO_ROOM_SECONDS = 1.0
+BURST_SECONDS = 0.1
+"""Of the rate, that may leave at once."""
+LEARNED_USES = 2
+
+
+class RemoteWrites(StrEnum):
+    """The setting `remote.writes`."""
+
+    ALL = "all"
+    LEARNED = "learned"
+    NONE = "none"
+
+    def wants(self, uses: int, is_retained: bool) -> bool:
+        """uses: of the block by requests, its put included."""
+        return self is RemoteWrites.ALL or (self is RemoteWrites.LEARNED and (uses >= LEARNED_USES or is_retained))
+
+
+Block = TypeVar("Block", bound=Hashable)
+
+
+class WriteQueue(Generic[Block]):
+    """Blocks that are to be written, oldest first; each once. A full queue loses its oldest, and counts them."""
+
+    def __init__(self, most: int = MOST_QUEUED, bytes_per_second: float = 0.0) -> None:
+        """bytes_per_second: of the link, at most, over any second; 0 for no limit."""
+        self.dropped = 0
+        self._most = most
+        self._rate = bytes_per_second
+        self._queue: OrderedDict[Block, int] = OrderedDict()
+        self._next_at = 0.0
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def offer(self, block: Block, size: int) -> None:
+        """size: in bytes."""
+        if block not in self._queue and len(self._queue) >= self._most:
+            self._queue.popitem(last=False)
+            self.dropped += 1
+        self._queue.setdefault(block, size)
+
+    def forget(self, block: Block) -> None:
+        """It is to be written no more: it was evicted, or dropped."""
+        self._queue.pop(block, None)
+
+    def take(self, now: float) -> Block | None:
+        """The next one to write now."""
+        if not self._queue or now < self._next_at:
+            return None
+        block, size = self._queue.popitem(last=False)
+        if self._rate:
+            self._next_at = max(self._next_at, now - BURST_SECONDS) + size / self._rate
+        return block
+
+    def seconds_until_next(self, now: float) -> float | None:
+        """After which `take` has one; None where it waits for an offer."""
+        return max(0.0, self._next_at - now) if self._queue else None
+
+    def no_room(self, now: float) -> None:
+        """The engine had none: nothing is sent to it for a while."""
+        self._next_at = max(self._next_at, now + NO_ROOM_SECONDS)
