@@ -43,7 +43,9 @@ LONGER_FILES = {
     "tiering/residency.py": 621,
 }
 MOST_BROAD_HANDLERS = 41
-MOST_SETTINGS = 63  # with four of the console, seven of the network process, two of the keys of a pool
+MOST_SETTINGS = (
+    73  # with four of the console, seven of the network process, two of the keys of a pool, ten of what is elsewhere
+)
 MOST_NOBODIES = 258
 
 

@@ -3,8 +3,8 @@
     window: single flight > reserve > fill from the source > adopted as frames come > the next window
     source: it has no more, is busy, or failed > the next one; at most two nodes, then the remote engine
 
-A fetch ends when all is here, when its time is over or no engine waits any more, or when no source is left; what came by
-then stays. A node that publishes still (a ticket's) is asked again for as long as there is time.
+A fetch ends when all is here, when its time is over or no engine waits any more, or when no source is left; what came
+by then stays. A node that publishes still (a ticket's) is asked again for as long as there is time.
 """
 
 from __future__ import annotations

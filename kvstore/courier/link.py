@@ -2,9 +2,9 @@
 
     connect > the bell > Questions > (it rings, or a worker has an answer) > Questions > ... > hung up > connect
 
-One thread waits for the bell; a worker that has an answer brings it itself, and hands on what is wanted by then. All that
-was learned on a connection (namespaces' numbers, mapped memory) goes with it. A sidecar of an earlier version is asked
-nothing.
+One thread waits for the bell; a worker that has an answer brings it itself, and hands on what is wanted by then. All
+that was learned on a connection (namespaces' numbers, mapped memory) goes with it. A sidecar of an earlier version is
+asked nothing.
 """
 
 from __future__ import annotations
