@@ -81,11 +81,6 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is below its own nam
 
 START_SECONDS = 10.0
 """An engine that starts waits so long for its store, once."""
-_SOURCES = (
-    {HitTier.NVME: CacheHitSource.DISK, HitTier.PEER: CacheHitSource.P2P, HitTier.REMOTE: CacheHitSource.P2P}
-    if CacheHitSource is not None
-    else {}
-)
 
 
 @dataclass
@@ -342,7 +337,9 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
         sources: dict[Any, int] = {}
         tiers = self._scheduler.half.hit_tiers(request.request_id, num_external_tokens) if self._scheduler else {}
         for tier, tokens in (tiers or {HitTier.DRAM: num_external_tokens}).items():
-            source = _SOURCES.get(tier, CacheHitSource.HOST)
+            source = CacheHitSource.P2P if tier in (HitTier.PEER, HitTier.REMOTE) else CacheHitSource.HOST
+            if tier is HitTier.NVME:
+                source = CacheHitSource.DISK
             sources[source] = sources.get(source, 0) + tokens
         return {source: tokens for source, tokens in sources.items() if tokens}
 

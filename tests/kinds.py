@@ -111,7 +111,6 @@ DRAWN_FILES = (
     "model/",
     "pool/test_announcer.py",
     "pool/test_flights.py",
-    "peers/test_spoiled_links.py",
     "remote/test_random_faults.py",
     "service/test_tensor_parallel.py",
     "simulation/",

@@ -17,7 +17,15 @@ ROOT = Path(__file__).resolve().parent.parent
 MOST_ROOMS, MOST_FLOORS = 26, 13
 MOST_NEW_LINES = 9000
 """Of the rooms that came later, in all, but for those that have a budget of their own."""
-MOST_LINES_OF = {"kvstore/network": 2500, "kvstore/bench/network": 1000, "tiering/remote": 1300}
+MOST_LINES_OF = {
+    "kvstore/network": 2500,
+    "kvstore/bench/network": 1500,
+    "kvstore/peers": 2500,
+    "kvstore/pool": 850,
+    "kvstore/courier": 4000,
+    "kvstore/elsewhere": 1300,
+    "tiering/remote": 1300,
+}
 MOST_FILES, MOST_KERNEL_FILES, MOST_FLAT_FILES = 15, 24, 4
 MOST_LINES = 600
 LONGER_FILES = {
@@ -35,7 +43,9 @@ LONGER_FILES = {
     "tiering/residency.py": 621,
 }
 MOST_BROAD_HANDLERS = 41
-MOST_SETTINGS = 63  # with four of the console, seven of the network process, two of the keys of a pool
+MOST_SETTINGS = (
+    73  # with four of the console, seven of the network process, two of the keys of a pool, ten of what is elsewhere
+)
 MOST_NOBODIES = 258
 
 

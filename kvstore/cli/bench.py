@@ -84,7 +84,7 @@ def bench_network(
         float, typer.Option(metavar="N", min=0.1, help="Of each quiet and each flooded turn of the local door.")
     ] = 3.0,
     only: Annotated[
-        str | None, typer.Option(metavar="ROWS", help="Measure these alone: grpc, peers or valkey. All if left out.")
+        str | None, typer.Option(metavar="ROWS", help="These alone: grpc, peers or valkey. All if left out.")
     ] = None,
     check: Check = False,
     as_json: Json = False,

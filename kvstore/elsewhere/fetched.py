@@ -29,7 +29,7 @@ from tiering.frame import MacKeys, Stamp
 
 FETCHED_TIERS = (HitTier.PEER, HitTier.REMOTE)
 KEPT_SECONDS = 1.0
-"""That a fetched block is pinned for whoever waits for it."""
+"""That a fetched block is pinned for the engine that waits for it."""
 SHARE_OF_DRAM = 1 / 8
 MOST_MARKS = 1 << 16
 GIVES_WAY_AT_ONCE = 64
@@ -212,7 +212,7 @@ class FetchedBlocks:
 
     @property
     def kept_bytes(self) -> int:
-        """That are pinned for whoever waits for them."""
+        """That are pinned for engines that wait for them."""
         return self._pinned_bytes
 
     def _mark_of(self, row: int) -> _Mark | None:

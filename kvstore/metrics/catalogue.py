@@ -142,7 +142,9 @@ METRICS = (
     _counter("source_bytes", "kind name direction", "bytes", "The same in bytes."),
     _counter("source_failures", "kind name", "failures", "Calls to a source that failed, or were late."),
     _counter("source_refused", "kind name", "frames", "Frames of a source that failed a check."),
-    _gauge("source_p99_seconds", "kind name", "seconds", "The 99th percentile of the last transfers from a source."),
+    _gauge(
+        "source_percentile_seconds", "kind name", "seconds", "The 99th percentile of the last transfers from a source."
+    ),
     _gauge("source_bytes_per_second", "kind name", "bytes per second", "Of the last transfers from a source."),
     _gauge("source_state", "kind name state", "1", "What state a source is in: up, down, banned or open (breaker)."),
     # For joins.

@@ -289,7 +289,7 @@ def _elsewhere(told: ElsewhereStatus) -> _Found:
         yield f"source_{what}_total", counts
     yield "source_failures_total", {name: one.failures for name, one in sources.items()}
     yield "source_refused_total", {name: sum(one.refused.values()) for name, one in sources.items()}
-    yield "source_p99_seconds", {name: one.p99_ms / 1000 for name, one in sources.items()}
+    yield "source_percentile_seconds", {name: one.p99_ms / 1000 for name, one in sources.items()}
     yield "source_bytes_per_second", {name: one.gbps * 1e9 for name, one in sources.items()}
     yield "source_state", {(*name, one.state): 1 for name, one in sources.items()}
 

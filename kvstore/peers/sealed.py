@@ -24,7 +24,7 @@ except ModuleNotFoundError:
     _IS_HERE = False
 
 TAG_BYTES = 16
-PIECE_BYTES = 256 << 10
+PIECE_BYTES = 1 << 20
 _NONCE = struct.Struct(">IQ")
 FRAMES, ASKED, TOLD = 1, 2, 3
 """Directions: frames and statuses of the door, and the puller's requests."""

@@ -227,7 +227,7 @@ class SourceStatus(msgspec.Struct, frozen=True):
 
 class ElsewhereStatus(msgspec.Struct, frozen=True):
     """Blocks that couriers bring. couriers: that are there. adopted: blocks by where they came from; refused: what
-    couriers brought that was not adopted, by what was wrong. kept_bytes: pinned for whoever waits for them; gave_way:
+    couriers brought that was not adopted, by what was wrong. kept_bytes: pinned for who waits for it; gave_way:
     blocks that were not, because others lacked room. The rest is as couriers tell: fetching, now; fetched; reasons,
     why they serve less than there is; dropped_hints: that were not announced."""
 

@@ -236,7 +236,7 @@ class Connection:
 
     @property
     def tenant(self) -> bytes:
-        """Of whoever came in; empty before that."""
+        """Of its caller; empty before that."""
         return self.caller.keys.tenant if isinstance(self.caller, ClientState) else b""
 
     def next_length(self) -> int:

@@ -1,4 +1,4 @@
-"""What is answered later, by whoever ends it: waits for blocks that others store, and questions to couriers.
+"""What is answered later, by the event that ends it: waits for blocks that others store, and questions to couriers.
 
 A part of `dispatch`, and the contract between it and what brings blocks from elsewhere (`kvstore.elsewhere`).
 """

@@ -396,7 +396,7 @@ class Sessions:
                 self._take_notify_pipe(caller)
 
     def ring(self, caller: ClientState) -> None:
-        """There is something to be told; or an answer told it beside what was asked for: perhaps nobody reads it."""
+        """There is something to be told; or an answer told it beside what was asked for, perhaps unread."""
         with self._lock:
             self._notify(caller)
 

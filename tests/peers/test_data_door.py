@@ -133,8 +133,10 @@ def test_a_puller_that_asks_for_what_it_may_not_have_loses_its_connection(
     offer = door.offer(source.offered(), SECRET)
     seal = sealed.FrameSeal(seal_key(offer.token, SECRET)) if offer.is_sealed else None
     with raw(door) as sock:
+        began = time.monotonic()
         sock.sendall(hello_for(offer.token, SECRET, offer.is_sealed) + b"".join(says(seal)))
         assert is_closed(sock)
+        assert time.monotonic() - began < t.OFFER_SECONDS - 1, "at once, and not with the end of its offer"
     assert source.is_released.wait(5) and source.releases == 1
     pulls(door)
 

@@ -89,7 +89,7 @@ def test_pulls_beside_each_other_do_not_mix(medium: Any, door: Any) -> None:
 
 @pytest.mark.parametrize("lie", Lie, ids=lambda lie: lie.name.lower())
 def test_what_came_before_a_fault_is_kept_and_no_deadline_is_missed(medium: Any, lie: Lie) -> None:
-    source, seconds = Source(2), 0.3
+    source, seconds = Source(2), medium.late_seconds
     with medium.lying_holder(source, lie) as offer:
         reader = medium.transport().connect(offer, SECRET, soon())
         assert reader.pull([], source.check(), soon()) == 0  # nothing was asked for

@@ -162,7 +162,7 @@ def _stream(raw: socket.socket, slots: list[memoryview]) -> Cost:
 
 
 def _idle(ask: Callable[[str], Any], way: PullTransport) -> float:
-    """Of both processes together, while a connection is open and nobody asks."""
+    """Of both processes together, while a connection is open and idle."""
     reader = way.connect(_offer(ask, UCX), SECRET, monotonic() + LONGEST_SECONDS)
     before = process_time() + ask(CPU)
     sleep(IDLE_SECONDS)
