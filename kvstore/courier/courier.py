@@ -45,7 +45,7 @@ from kvstore.protocol.courier import (
 )
 from tiering.clock import Clock
 
-LOCATE_THREADS, FETCH_THREADS = 4, 4
+LOCATE_THREADS, FETCH_THREADS = 4, 8
 """Of each tenant."""
 TOLD_SECONDS = 1.0
 MOST_REASONS = 16

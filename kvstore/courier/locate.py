@@ -21,7 +21,7 @@ from kvstore.courier.members import NamedPeers
 from kvstore.courier.peer_source import PeerSource, PeerWays
 from kvstore.courier.remote_source import RemoteSource, RemoteWays
 from kvstore.pool.choice import MOST_ASKED
-from kvstore.pool.directory import Directory, DirectoryDown, Holder, NodeEntry, chunk_heads, hint_name
+from kvstore.pool.directory import CHUNK_BLOCKS, Directory, DirectoryDown, Holder, NodeEntry, chunk_heads, hint_name
 from kvstore.pool.members import AliveTable
 from kvstore.pool.speeds import REMOTE_PRIOR
 from tiering.clock import Clock
@@ -175,7 +175,7 @@ class Locator:
         left = min(HAS_SECONDS, ends_at - self._clock.monotonic_seconds())
         entries = list(asked.values())
         counts = peers.has(run, space, entries, keys[present:], present, left) if entries and left > 0 else []
-        said = {one.node: one.blocks for one in chosen}
+        said = {one.node: _with_tail(one.blocks, len(keys)) for one in chosen}
         found = []
         for entry, count in zip(entries, counts or [None] * len(entries), strict=True):
             blocks = present + count if count is not None else said.get(entry.node, 0)
@@ -214,3 +214,8 @@ class Locator:
         except DirectoryDown as down:
             places.reason, places.detail = MissReason.UNREACHABLE, f"the directory does not answer: {down}"
             return []
+
+
+def _with_tail(hinted: int, asked: int) -> int:
+    """A tail that is shorter than a chunk has no hint: who has all before it is taken to have it too."""
+    return asked if asked - hinted < CHUNK_BLOCKS else hinted

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from kvstore.config import is_loopback
 from kvstore.courier.asking import Dialled, PeerAway
 from kvstore.network.credentials import Rotated
 from kvstore.wire import peer_pb2
@@ -73,16 +74,21 @@ class GrpcPeers:
     ) -> list[peer_pb2.HasResponse | None]:
         """As `PeerCalls.has`."""
         ends_at = self._clock.monotonic_seconds() + seconds
-        calls = [self._stub(peer).Has.future(request, timeout=seconds) for peer, request in asked]
-        found: list[peer_pb2.HasResponse | None] = []
-        for call in calls:
-            answer = None
-            with suppress(grpc.RpcError, grpc.FutureTimeoutError, grpc.FutureCancelledError):
-                answer = call.result(timeout=max(0.0, ends_at - self._clock.monotonic_seconds()))
-            if answer is None:
-                call.cancel()
-            found.append(answer)
-        return found
+        calls: list[Any] = []
+        for peer, request in asked:
+            call = None
+            with suppress(PeerAway, ValueError):  # the latter where its channel was closed meanwhile
+                call = self._stub(peer).Has.future(request, timeout=seconds)
+            calls.append(call)
+        return [self._taken(call, ends_at) if call is not None else None for call in calls]
+
+    def _taken(self, call: Any, ends_at: float) -> peer_pb2.HasResponse | None:
+        answer: peer_pb2.HasResponse | None = None
+        with suppress(grpc.RpcError, grpc.FutureTimeoutError, grpc.FutureCancelledError):
+            answer = call.result(timeout=max(0.0, ends_at - self._clock.monotonic_seconds()))
+        if answer is None:
+            call.cancel()
+        return answer
 
     def close(self) -> None:
         """Hang up."""
@@ -93,6 +99,8 @@ class GrpcPeers:
 
     def _stub(self, peer: Dialled) -> PeerStub:
         credentials = self._credentials.now() if self._credentials is not None else None
+        if credentials is None and not is_loopback(peer.address.rpartition(":")[0].strip("[]")):
+            raise PeerAway("it is on another host, and this node has no certificate; see network.certificate")
         closing = []
         with self._lock:
             known = self._channels.pop(peer, None)

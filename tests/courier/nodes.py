@@ -16,9 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 import kvstore
 from kvstore.block.account import HitTier
 from kvstore.block.identity import Prompt
+from kvstore.client.connection import asked_stat
 from kvstore.client.framing import FramedSocket
 from kvstore.protocol import messages as m
 from network.running import ENVIRONMENT, OPERATOR_TOKEN, token_of
@@ -170,15 +173,13 @@ class Node:
             assert result.reason is None, result
 
     def stat(self) -> dict[str, Any]:
-        done = subprocess.run(
-            [sys.executable, "-m", "kvstore", "stat", "--json", "--socket", str(self.folder / "kv" / "observe.sock")],
-            capture_output=True,
-            text=True,
-            env=ENVIRONMENT,
-        )
-        assert done.returncode == 0, done.stderr
-        found: dict[str, Any] = json.loads(done.stdout)
-        return found
+        """What the sidecar says of itself to observers."""
+        wire = FramedSocket(str(self.folder / "kv" / "observe.sock"), "test", b"", SystemClock(), SOON)
+        try:
+            found: dict[str, Any] = msgspec.to_builtins(asked_stat(wire, SOON))
+            return found
+        finally:
+            wire.close()
 
     def get(self, number: int, blocks: int = 20, seconds: float = 10.0, locates: float = 10.0) -> Got:
         """As an engine gets a prompt: what is elsewhere is asked for until something is, then awaited, then leased and

@@ -178,7 +178,7 @@ def ask(this: World, rng: random.Random) -> None:
             this.counts["put"] += 1
             return
         with Asker(node) as asker:
-            got = asker.get(number, BLOCKS, WAIT_SECONDS, locates=0.0)
+            got = asker.get(number, BLOCKS, WAIT_SECONDS, locates=0.3)
     except (StoreError, TimedOut, AssertionError, OSError) as error:
         if isinstance(error, AssertionError) and not is_asleep(node) and node.sidecar.poll() is None:
             raise

@@ -66,8 +66,13 @@ def test_what_one_wrote_another_reads(two: list[Node], engine: ValkeyServer) -> 
     assert two[1].get(1).tiers == {"dram": BLOCKS}
     name = next(iter(frames(engine)))
     assert 0 < int(say(engine, b"TTL", name).strip(b":\r\n")) <= 3600
-    (source,) = two[1].stat()["elsewhere"]["sources"]
-    assert source["kind"] == "remote" and source["blocks_in"] == BLOCKS and source["state"] == "up"
+
+    def is_told() -> bool:
+        (source,) = two[1].stat()["elsewhere"]["sources"]
+        assert source["kind"] == "remote" and source["state"] == "up"
+        return bool(source["blocks_in"] == BLOCKS)
+
+    wait_until(is_told)
 
 
 def test_a_flipped_bit_is_a_miss_and_is_counted(two: list[Node], engine: ValkeyServer) -> None:

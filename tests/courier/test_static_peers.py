@@ -14,10 +14,13 @@ grpc = pytest.importorskip("grpc", reason="grpcio is not installed (extra: serve
 
 from courier.nodes import Asker, Node, free_port, pool, wait_for_peers  # noqa: E402
 from kvstore.block.identity import Namespace  # noqa: E402
+from kvstore.courier.asking import Dialled, PeerAway  # noqa: E402
+from kvstore.network.dialling import GrpcPeers  # noqa: E402
 from kvstore.peers.tokens import PullTerms, ask_mac  # noqa: E402
 from kvstore.wire import peer_pb2  # noqa: E402
 from kvstore.wire.peer_pb2_grpc import PeerStub  # noqa: E402
 from network.running import Issuer  # noqa: E402
+from tiering.clock import SystemClock  # noqa: E402
 from waiting import wait_until  # noqa: E402
 
 BLOCKS = 20
@@ -148,6 +151,15 @@ def test_nodes_know_each_other_by_certificates(two: list[Node], tmp_path: Path) 
         for one in nodes:
             print(one.log()[-2000:])
             one.close()
+
+
+def test_without_certificates_no_other_host_is_dialled_whatever_a_directory_says() -> None:
+    calls = GrpcPeers(None, SystemClock())
+    for address in ("10.0.0.1:7470", "[2001:db8::1]:7470", "example.com:7470", "x"):
+        with pytest.raises(PeerAway, match="certificate"):
+            calls.who_are_you(Dialled(address, b""), peer_pb2.WhoAreYouRequest(), 1.0)
+        assert calls.has([(Dialled(address, bytes(16)), peer_pb2.HasRequest())], 1.0) == [None]
+    calls.close()
 
 
 @pytest.mark.parametrize(
