@@ -65,6 +65,8 @@ MAX_TIME_MS = 1 << 48
 DEFAULT_PORT = 6379
 _DOLLAR = ord("$")
 _NODES, _NODE, _HINTS = b"kv:nodes", b"kv:n:", b"kv:h:"
+_LIST_ANEW = (b"DEL", _NODES)
+"""What no node can read is of no node: each enters itself again with its next refresh."""
 
 _log = logging.getLogger(__name__)
 
@@ -261,13 +263,17 @@ class ValkeyDirectory:
 
     def _refresh(self, now: float) -> None:
         try:
-            own, clock, listed = self._ask(
-                [
-                    (b"GETRANGE", _NODE + self._here.node, 0, MAX_ENTRY_BYTES),
-                    (b"TIME",),
-                    (b"SRANDMEMBER", _NODES, MAX_NODES),
-                ]
-            )
+            try:
+                own, clock, listed = self._ask(
+                    [
+                        (b"GETRANGE", _NODE + self._here.node, 0, MAX_ENTRY_BYTES),
+                        (b"TIME",),
+                        (b"SRANDMEMBER", _NODES, MAX_NODES),
+                    ]
+                )
+            except _Oversized:
+                self._ask([_LIST_ANEW])
+                raise
             took = self._clock.monotonic_seconds() - now
             self._judge([own, clock, listed])
             self._server_ahead_ms = _milliseconds(clock) - int(1e3 * self._clock.monotonic_seconds())
@@ -301,6 +307,8 @@ class ValkeyDirectory:
 
     def _read_table(self, listed: object, now: float) -> None:
         names = listed if isinstance(listed, list) else []
+        if names is not listed or None in names:  # of another type, or with members that no node has
+            self._ask([_LIST_ANEW])
         nodes = [one for one in names if isinstance(one, bytes) and len(one) == NODE_BYTES]
         if now < self._table_due:
             return
@@ -411,6 +419,10 @@ class _Refused(DirectoryDown):
     """It answers, and does not do it."""
 
 
+class _Oversized(DirectoryDown):
+    """It has more than a call may answer."""
+
+
 class _ReplyError(Exception):
     """What the server says is wrong."""
 
@@ -437,6 +449,10 @@ def _milliseconds(reply: Any) -> int:
     if not 0 <= now_ms < MAX_TIME_MS:
         raise DirectoryDown("it does not tell the time")
     return now_ms
+
+
+class _TooLong(ValueError):
+    """Of what is read."""
 
 
 class _ValkeyWire:
@@ -478,6 +494,8 @@ class _ValkeyWire:
             return [self._replies.read() for _ in commands]
         except (valkey.ValkeyError, OSError, ValueError) as error:
             self.close()
+            if isinstance(error, _TooLong):
+                raise _Oversized(str(error)) from None
             is_late = isinstance(error, valkey.TimeoutError | TimeoutError)
             raise DirectoryDown(f"no answer in {1e3 * seconds:.0f} ms" if is_late else str(error)[:200]) from None
 
@@ -560,7 +578,7 @@ class _BoundedReplies:
         if size < 0:
             return None
         if size > self._room + len(self._seen) - self._at:
-            raise ValueError(f"a value of {size} bytes")
+            raise _TooLong(f"a value of {size} bytes")
         if size > MAX_VALUE_BYTES:
             left = size + 2 - (len(self._seen) - self._at)
             while left > 0:
@@ -594,6 +612,6 @@ class _BoundedReplies:
             raise ValueError("closed by the server")
         self._room -= len(got)
         if self._room < 0:
-            raise ValueError("more than a call may answer")
+            raise _TooLong("more than a call may answer")
         self._seen = self._seen[self._at :] + got
         self._at = 0

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 from kvstore.block.account import HitTier, MissReason
 from kvstore.block.errors import BadInput
+from kvstore.config import is_loopback
 from kvstore.courier.asking import Dialled, PeerAway, PeerCalls, has_mac
 from kvstore.courier.figures import Figures, OncePerKind
 from kvstore.courier.link import CourierRun, CourierSpace
 from kvstore.courier.window import Forged, ReservedWindow
 from kvstore.peers.tokens import NONCE_BYTES, PullTerms, ask_mac, pull_secret
-from kvstore.peers.transport import PeerFault, PullOffer, PullTransport, TimedOutPull
+from kvstore.peers.transport import PeerFault, PullOffer, PullTransport, TimedOutPull, numeric_address, stays_here
 from kvstore.pool.choice import HolderChoice
 from kvstore.pool.directory import NodeEntry
 from kvstore.wire import peer_pb2
@@ -205,6 +206,10 @@ class PeerSource:
         )
         if transport is None or offer.frame_bytes != space.frames or not 0 < offer.blocks <= window.blocks:
             raise PeerFault("an offer that is none to what was asked")
+        if stays_here(numeric_address(offer.address)[0]) and not is_loopback(
+            entry.address.rpartition(":")[0].strip("[]")
+        ):
+            raise PeerFault("a door at the loopback of this host, where the node is not")
         secret = pull_secret(space.grant.identity_key, terms, answer.nonce)
         reader = transport.connect(offer, secret, stops.ends_at)
         window.lend()

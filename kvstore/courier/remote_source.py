@@ -13,7 +13,7 @@ from kvstore.courier.peer_source import Filled, Stops
 from kvstore.courier.window import Forged, ReservedWindow
 from kvstore.pool.speeds import REMOTE_PRIOR
 from tiering.clock import Clock
-from tiering.remote.driver import RemoteEngine, RemoteFault, remote_key
+from tiering.remote.driver import RemoteEngine, RemoteFault, WrongSize, remote_key
 from tiering.remote.salts import NamespaceSalts
 from tiering.remote.workers import RemoteCall, RemoteWorkers
 
@@ -116,7 +116,12 @@ class RemoteSource:
                 sent += 1
             if stops.over.is_set():
                 return Filled(0, MissReason.DISABLED, "no engine waits for it any more")
-            if not calls.popleft().result():
+            try:
+                is_there = calls.popleft().result()
+            except WrongSize:
+                self._refuse(names[at])
+                raise
+            if not is_there:
                 return Filled(0, MissReason.STALE_HINT, f"{ways.name} has it no more")
             if not window.check(at, slot):
                 if window.refused:

@@ -222,6 +222,9 @@ class CourierDesk:
             self.told.tell(caller, verb.told)
         ended = []
         with self._lock:
+            if not self._sessions.has(caller):  # `left` was called, or will be: nobody is there to be asked
+                self.told.left(caller)
+                return c.QuestionsReply()
             book = self._books.setdefault(caller.keys.tenant, TenantQuestions())
             for answer in verb.answers:
                 one = book.answered(caller, answer)

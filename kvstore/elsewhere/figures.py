@@ -15,6 +15,8 @@ from tiering.clock import Clock
 
 TOLD_SECONDS = 1.0
 MOST_COURIERS, MOST_REASONS = 4, 16
+MOST_COUNT = (1 << 63) - 1
+"""That a message can bear: a sum of several may be more."""
 
 
 class FiguresTold:
@@ -51,7 +53,7 @@ class FiguresTold:
         return c.CourierFigures(
             [one for told in all_told for one in told.sources][: c.MAX_SOURCES],
             [one for told in all_told for one in told.reasons][:MOST_REASONS],
-            *(sum(getattr(told, name) for told in all_told) for name in names),
+            *(min(MOST_COUNT, sum(getattr(told, name) for told in all_told)) for name in names),
         )
 
 

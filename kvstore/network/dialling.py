@@ -108,11 +108,14 @@ class GrpcPeers:
                 closing.append(known[1])
                 known = None
             if known is None:
+                target = (
+                    f"dns:///{peer.address}"  # HOST:PORT whatever the host is called: gRPC knows `unix:7` and others
+                )
                 if credentials is None:
-                    channel = grpc.insecure_channel(peer.address, OPTIONS)
+                    channel = grpc.insecure_channel(target, OPTIONS)
                 else:
                     name = [("grpc.ssl_target_name_override", node_name(peer.node))] if peer.node else []
-                    channel = grpc.secure_channel(peer.address, credentials, [*OPTIONS, *name])
+                    channel = grpc.secure_channel(target, credentials, [*OPTIONS, *name])
                 known = credentials, channel, PeerStub(channel)
             self._channels[peer] = known
             while len(self._channels) > MOST_CHANNELS:

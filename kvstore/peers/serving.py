@@ -18,7 +18,7 @@ class Serving:
         self.seal: sealed.FrameSeal | None = None
         self.number = 0  # of the next frame
         self._asked: deque[tuple[int, int]] = deque()  # request, frames
-        self._asked_to = 0  # frames that were asked for, up to here
+        self._asked_to = self._most = 0  # frames that were asked for, up to here; that were offered
         self._is_gone = False
 
     @property
@@ -40,6 +40,7 @@ class Serving:
         if offer is None:
             return _record(t.PullStatus.REFUSED, 0, 0, 0, 0)
         self.offer, self.deadline = offer, offer.until
+        self._most = len(offer.frames.spans) if offer.frames is not None else 0
         if offer.is_sealed:
             self.seal = sealed.FrameSeal(seal_key(offer.token, offer.secret))
         return _record(t.PullStatus.WELCOME, 0, 0, 0, 0) + proof_of(hello, offer.secret)
@@ -50,13 +51,8 @@ class Serving:
         record = t.checked_record(raw, t.ASK_MAGIC)
         if self.seal is not None:
             sealed.opened(self.seal.opening(sealed.ASKED, record.request, raw), message[t.RECORD.size :])
-        offer = self.offer
-        assert offer is not None
-        if offer.is_withdrawn:
-            return
-        most = len(offer.frames.spans) if offer.frames is not None else 0
         is_next = record.number == self._asked_to and 0 < record.follow <= t.FRAMES_ASKED
-        if not is_next or record.number + record.follow > most or len(self._asked) >= t.REQUESTS_UNDER_WAY:
+        if not is_next or record.number + record.follow > self._most or len(self._asked) >= t.REQUESTS_UNDER_WAY:
             raise t.PeerFault("a request that no puller sends")
         self._asked_to += record.follow
         self._asked.append((record.request, record.follow))

@@ -69,8 +69,9 @@ def pull_secret(identity_key: bytes, terms: PullTerms, nonce: bytes) -> bytes:
 
 
 def hello_for(token: bytes, secret: bytes, is_sealed: bool) -> bytes:
-    """The first message of a puller."""
-    said = t.HELLO.pack(t.HELLO_MAGIC, t.VERSION, is_sealed, 0, token, bytes(32))[:-32]
+    """The first message of a puller. No byte of it is a holder's choice: that says where it goes, too, and could have
+    another server take it for a command."""
+    said = t.HELLO.pack(t.HELLO_MAGIC, t.VERSION, is_sealed, 0, _spoken(token), bytes(32))[:-32]
     return said + blake2b(said, key=secret, digest_size=32, person=b"kv-pull-hello").digest()
 
 
@@ -116,15 +117,15 @@ class Offers:
     def take(self, hello: bytes, now: float) -> HeldOffer | None:
         """The offer that a connection's first message is for, which no other connection can take; None where there is
         none, or its MAC is another secret's. One that only knows the token uses nothing up."""
-        magic, version, sealed, zero, token, mac = t.HELLO.unpack(hello)
+        magic, version, sealed, zero, spoken, mac = t.HELLO.unpack(hello)
         if (magic, version, zero) != (t.HELLO_MAGIC, t.VERSION, 0):
             return None
-        name = _name(token)
+        name = _name_of(spoken)
         with self._lock:
             offer = self._waiting.get(name)
             if offer is None or now >= offer.until or sealed != offer.is_sealed:
                 return None
-            if not hmac.compare_digest(hello_for(token, offer.secret, offer.is_sealed)[-32:], mac):
+            if not hmac.compare_digest(hello_for(offer.token, offer.secret, offer.is_sealed)[-32:], mac):
                 return None
             self._taken[name] = self._waiting.pop(name)
         return offer
@@ -176,5 +177,13 @@ def _release(offer: HeldOffer) -> None:
             log.exception("pinned frames could not be released")
 
 
+def _spoken(token: bytes) -> bytes:
+    return blake2b(token, digest_size=t.TOKEN_BYTES, person=b"kv-pull-token").digest()
+
+
 def _name(token: bytes) -> bytes:
-    return blake2b(token, digest_size=16).digest()
+    return _name_of(_spoken(token))
+
+
+def _name_of(spoken: bytes) -> bytes:
+    return blake2b(spoken, digest_size=16).digest()

@@ -4,7 +4,7 @@ A node that wants blocks asks their holder over gRPC, and is answered by a `Pull
 for data, shows that it has the secret of this offer, and reads frames in the order of the offer, block by block, the
 parts of each in order:
 
-    puller > HELLO   token, MAC                        door > WELCOME  MAC        (or REFUSED, and the end)
+    puller > HELLO   token's digest, MAC               door > WELCOME  MAC        (or REFUSED, and the end)
     puller > ASK     request, first frame, frames      door > FRAME    header page and payload, for each of them
                      (two requests under way)          door > GONE     no more will come; the end
 
@@ -18,7 +18,7 @@ import enum
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from ipaddress import ip_address
+from ipaddress import IPv6Address, ip_address
 from typing import NamedTuple, Protocol
 
 from kvstore.block.errors import BadInput, OutOfResources, StoreError
@@ -37,7 +37,7 @@ MOST_ADDRESS_CHARACTERS = 64
 
 HELLO_MAGIC, ASK_MAGIC, FRAME_MAGIC = b"KVPH", b"KVPA", b"KVPF"
 HELLO = struct.Struct("<4sBBH32s32s")
-"""Magic, version, 1 for sealed, 0, token, MAC."""
+"""Magic, version, 1 for sealed, 0, a digest of the token, MAC."""
 RECORD = struct.Struct("<4sBBHQQQ")
 """Magic, version, status, frames that follow, request, number of the frame, its bytes."""
 PROOF_BYTES = 32
@@ -193,8 +193,9 @@ def numeric_address(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":") if len(address) <= MOST_ADDRESS_CHARACTERS else ("", "", "")
     bare = host[1:-1] if host[:1] == "[" and host[-1:] == "]" else host
     try:
-        ip_address(bare)
-        if port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16:
+        ip = ip_address(bare)
+        is_odd = ip.is_unspecified or ip.is_multicast or (isinstance(ip, IPv6Address) and ip.ipv4_mapped is not None)
+        if not is_odd and port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16:
             return bare, int(port)
     except ValueError:
         pass

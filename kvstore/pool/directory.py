@@ -16,6 +16,7 @@ blocks has no hint: of these only peers are asked that are known by name.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Annotated, NamedTuple, Protocol
@@ -41,6 +42,8 @@ HINT_SECONDS = 15 * 60.0
 _PERSON = b"kv-hint-v1"
 _TIERS = {HitTier.DRAM: b"\1", HitTier.NVME: b"\2"}
 _TIER_OF = {said: tier for tier, said in _TIERS.items()}
+_ADDRESS = re.compile(r"(?:\[[0-9A-Fa-f:.]{2,64}\]|[0-9A-Za-z_][0-9A-Za-z_.-]{0,252}):[0-9]{1,5}", re.ASCII)
+"""HOST:PORT. What a directory says may be anybody's: it names no scheme, path or user."""
 _SAID_BYTES = INCARNATION_BYTES + 1
 _STAMP_BYTES = 8
 
@@ -176,4 +179,4 @@ def read_entry(node: bytes, value: object) -> NodeEntry | None:
         entry = msgspec.json.decode(value, type=NodeEntry)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
-    return entry if entry.node == node else None
+    return entry if entry.node == node and _ADDRESS.fullmatch(entry.address) else None

@@ -180,6 +180,18 @@ def test_hints_and_entries_end_by_themselves(server: ValkeyServer) -> None:
         assert 0 < people.pttl(b"kv:n:" + a.here.node) <= 1e3 * NODE_SECONDS
 
 
+@pytest.mark.parametrize("kind", ["giant", "large", "another type"])
+def test_a_list_of_nodes_that_none_can_read_is_made_anew(modern: ValkeyServer, kind: str) -> None:
+    with operator(modern) as people:
+        if kind == "another type":
+            people.set(b"kv:nodes", b"x")
+        else:
+            people.sadd(b"kv:nodes", b"x" * (32 << 20 if kind == "giant" else 100 << 10))
+        with pool(modern, 2) as (a, b):
+            wait_until(lambda: set(people.smembers(b"kv:nodes")) == {a.here.node, b.here.node})
+            assert a.sees(b)
+
+
 def test_a_node_that_leaves_is_gone_at_once(modern: ValkeyServer) -> None:
     with pool(modern, 2) as (a, b), operator(modern) as people:
         b.directory.close()

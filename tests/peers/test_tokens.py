@@ -99,3 +99,11 @@ def test_offers_end_with_their_time_and_are_bounded(offers: Offers) -> None:
     assert offers.end_due(101.0 + t.OFFER_SECONDS) == 102.0 + t.OFFER_SECONDS
     assert [source.releases for source in sources] == [1, 1, 0]
     offers.add(Source(1).offered(), SECRET, False, 103.0)
+
+
+def test_no_byte_of_a_hello_is_the_holder_s_choice() -> None:
+    """It chooses the token and where the puller connects: another service there would read it."""
+    token = b"\r\nFLUSHALL\r\n".ljust(32, b" ")
+    said = hello_for(token, SECRET, False)
+    assert not any(token[at : at + 4] in said for at in range(12))
+    assert said[:8] == t.HELLO_MAGIC + bytes([t.VERSION, 0, 0, 0])

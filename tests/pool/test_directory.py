@@ -115,6 +115,27 @@ def test_what_is_no_entry_of_that_node_is_none() -> None:
         assert read_entry(node(1), good.replace(was, then)) is None
 
 
+def test_an_address_is_a_host_and_a_port() -> None:
+    """gRPC takes `unix:/run/x`, `dns://server/x` and others for addresses, too."""
+    odd = ("unix:/run/x:1", "unix:///run/x:1", "dns://10.0.0.1/x:1", "ipv4:10.0.0.1:1,10.0.0.2:1", "a b:1", "a@b:1", "")
+    for address in (
+        *odd,
+        "a:1\r\n",
+        "a:1\n",
+        "a",
+        "a:",
+        ":1",
+        "a:123456",
+        "[unix:x]:1",
+        "-a:1",
+        "a%2f:1",
+        "h" * 300 + ":1",
+    ):
+        assert read_entry(node(1), entry_bytes(NodeEntry(node(1), RUN, address))) is None, address
+    for address in ("127.0.0.1:7470", "[2001:db8::1]:7470", "kv-0.kv.pool.svc.cluster.local:7470", "host_1:1"):
+        assert read_entry(node(1), entry_bytes(NodeEntry(node(1), RUN, address))) is not None, address
+
+
 @given(st.binary(max_size=200))
 def test_any_bytes_are_an_entry_or_none(value: bytes) -> None:
     assert read_entry(node(1), value) is None

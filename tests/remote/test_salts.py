@@ -126,3 +126,11 @@ def test_a_drop_that_cannot_be_told_is_a_fault(server: ValkeyServer) -> None:
 def calls(server: ValkeyServer) -> int:
     told = said(server, b"INFO stats\r\n").decode()
     return int(told.partition("total_commands_processed:")[2].split()[0])
+
+
+def test_what_lies_where_a_salt_should_and_is_none_makes_room(engine: ValkeyEngine, server: ValkeyServer) -> None:
+    key = salt_key(TENANT)
+    said(server, b"*3\r\n$5\r\nRPUSH\r\n$%d\r\n%b\r\n$1\r\nx\r\n" % (len(key), key))
+    node = Node(engine)
+    node.put()
+    assert node.has()

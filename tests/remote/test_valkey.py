@@ -524,3 +524,14 @@ def test_no_address_is_refused_in_one_line(url: str, said: str) -> None:
     with pytest.raises(ValueError, match=said) as caught:
         ValkeyAddress.parse(url)
     assert "\n" not in str(caught.value) and "secret" not in str(caught.value)
+
+
+def test_a_value_of_another_type_is_none_of_ours_and_says_nothing_of_the_engine(server: ValkeyServer) -> None:
+    empty(server)
+    engine, key = on(server.port), key_of(1)
+    assert said(server, b"*3\r\n$5\r\nRPUSH\r\n$%d\r\n%b\r\n$1\r\nx\r\n" % (len(key), key)) == b":1\r\n"
+    with pytest.raises(WrongSize, match="another type") as found:
+        engine.read(key, slot())
+    assert not found.value.is_of_engine
+    assert engine.delete([key]) == 1 and engine.read(key, slot()) is False
+    engine.close()

@@ -23,7 +23,7 @@ from typing import Self
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
 from tiering.clock import Clock
-from tiering.remote.driver import RemoteFault, RemoteTimedOut, RemoteUnreachable
+from tiering.remote.driver import RemoteFault, RemoteTimedOut, RemoteUnreachable, WrongSize
 from tiering.remote.resp import ErrorReply, Piece, Reply, RespConnection, RespFault, command, set_command
 
 CALL_SECONDS, CONNECT_SECONDS = 2.0, 0.5
@@ -38,6 +38,7 @@ _SCHEMES = {"valkey": False, "redis": False, "valkeys": True, "rediss": True}
 _ALLOWED = "valkey://[USER@]HOST[:PORT], valkeys://[USER@]HOST[:PORT][?ca=FILE] for TLS, or valkey+unix:PATH"
 _CLUSTER = "is one of a cluster, whose redirections are not followed; name a server, or a proxy, that has all keys"
 _OUT_OF_MEMORY = "OOM"
+_WRONG_TYPE = "WRONGTYPE"
 _MEANINGS = {
     "WRONGPASS": "user or password is wrong: see password_file and the user in the URL",
     "NOAUTH": "it wants a password: set password_file, and the user in the URL",
@@ -209,6 +210,8 @@ class ValkeyEngine:
         except ErrorReply as error:
             if error.code == _OUT_OF_MEMORY:
                 raise _NoRoom from None
+            if error.code == _WRONG_TYPE:
+                raise WrongSize("a value of another type") from None
             meaning = _MEANINGS.get(error.code, "see its log")
             raise RemoteFault(f"{self.name} answered {error.code}: {meaning}") from None
         except RespFault as error:
