@@ -194,7 +194,8 @@ class Handlers:
         try:
             number, _ = _check_asked(caller, verb.namespace, verb.keys)
             if caller.is_courier or not verb.seconds >= 0:
-                raise BadInput(f"seconds={verb.seconds}; give 0 or more, and no couriers wait")
+                text = "couriers wait for no blocks" if caller.is_courier else f"seconds={verb.seconds}; give 0 or more"
+                raise BadInput(text)
             if verb.located and self.parking.elsewhere is not None:
                 return self.parking.elsewhere.park(caller, number, verb, tell)
         except BadInput as error:
