@@ -174,9 +174,8 @@ class Handlers:
 
     def serve(self, caller: ClientState, verb: m.Verb) -> Response:
         """Do what is asked. Never raises for what a client can cause."""
-        verbs = (
-            self.parking.elsewhere.verbs if self.parking.elsewhere is not None and caller.is_courier else self._verbs
-        )
+        elsewhere = self.parking.elsewhere
+        verbs = elsewhere.verbs if elsewhere is not None and caller.is_courier else self._verbs
         handler = verbs.get(type(verb))
         if handler is None:  # hello comes once, and the door sees to it
             text = "this is a tenant's socket; that is a verb of the admin socket, admin.sock in the sidecar's --data"
