@@ -296,6 +296,9 @@ def test_a_ticket_goes_along_and_is_asked_again_while_the_other_engine_stores(
         two.courier.holds(handle(two.one), near, prompt)
         two.two.run()
         assert told(request)["hits"] == {"peer": 448} and set(two.courier.tickets) == {ticket}
+        choice = two.two.half.choice
+        assert choice is not None and choice.costs.counts.fetches > 0
+        assert not choice.costs.loads.has_seen(HitTier.PEER), "how long the other engine computed is no speed"
 
 
 @pytest.mark.parametrize("reason", [MissReason.UNREACHABLE, MissReason.STALE_HINT])

@@ -133,7 +133,7 @@ def kept(saved: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) ->
         pool(tmp_path_factory.mktemp("pool"), 2, static=True, dram="512MiB", python=python) as nodes,
     ):
         urls = {role: f"unix:{one.socket}" for role, one in zip((PREFILL, DECODE), nodes, strict=True)}
-        engines = Engines(saved(), urls, tmp_path_factory.mktemp("engines"))
+        engines = Engines(saved(), urls, tmp_path_factory.mktemp("engines"), lease_deadline_ms=5000)
         made = TwoNodes(nodes, engines, f"valkey+unix:{server.socket_path}")
         yield made
         engines.end()
@@ -147,6 +147,13 @@ def two(kept: TwoNodes) -> Iterator[TwoNodes]:
     for one in kept.nodes:
         if one.network is None or one.network.poll() is not None:
             one.start_network()
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def way(request: pytest.FixtureRequest, kept: TwoNodes) -> str:
+    """How nodes know of each other: first this, then that, and thus it stays."""
+    kept.know_by(request.param)
+    return str(request.param)
 
 
 class Asker:
@@ -177,9 +184,7 @@ def ticket_of(node: Node, ids: list[int]) -> str:
         asker.wire.close()
 
 
-@pytest.mark.parametrize("way", WAYS)
 def test_what_one_node_prefills_another_one_decodes(two: TwoNodes, way: str) -> None:
-    two.know_by(way)
     prompts = drawn(3, shortest=300, longest=1500, salt=WAYS.index(way))
     prefilled = two.engines.prefill(prompts)
     hints = [{"kvstore": one["kvstore"], "remote_host": "10.0.0.7"} for one in prefilled]
@@ -188,9 +193,7 @@ def test_what_one_node_prefills_another_one_decodes(two: TwoNodes, way: str) -> 
         assert two.check(ids, answer) == {"peer": full(len(ids))}, answer
 
 
-@pytest.mark.parametrize("way", WAYS)
 def test_it_is_decoded_while_the_other_node_still_stores(two: TwoNodes, way: str) -> None:
-    two.know_by(way)
     (ids,) = drawn(1, shortest=1800, salt=10 + WAYS.index(way))
     with two.decoding(ids, ticket_of(two.first, ids)) as found:
         two.engines.prefill([ids])
@@ -199,7 +202,6 @@ def test_it_is_decoded_while_the_other_node_still_stores(two: TwoNodes, way: str
 
 def test_no_door_that_a_ticket_names_is_dialled(two: TwoNodes) -> None:
     """A node of the pool is where the pool says that it is; one that is not of it is asked nothing."""
-    two.know_by("peers")
     prompts = drawn(2, shortest=600, longest=900, salt=20)
     two.engines.prefill(prompts[1:])
     first, asker = two.first.stat(), Asker(two.second)
@@ -221,7 +223,6 @@ def test_no_door_that_a_ticket_names_is_dialled(two: TwoNodes) -> None:
 
 def test_a_network_process_that_is_killed_costs_time_and_nothing_else(two: TwoNodes) -> None:
     """Before decode asks, and, with another prompt, in the middle of what comes."""
-    two.know_by("peers")
     ids, other = drawn(2, shortest=1800, salt=30)
     (prefilled,) = two.engines.prefill([ids])
     two.first.kill_network()
@@ -244,7 +245,6 @@ def test_a_network_process_that_is_killed_costs_time_and_nothing_else(two: TwoNo
 )
 def test_whatever_is_killed_the_tokens_are_right(two: TwoNodes, when: str) -> None:
     """The engine that prefills: before it stored anything, when it stored some, when it told its ticket."""
-    two.know_by("directory")
     (ids,) = drawn(1, shortest=1990, salt=len(when))
     ticket, stored = ticket_of(two.first, ids), two.first.stat()["blocks"]
     if when == "after":

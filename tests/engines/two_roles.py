@@ -31,9 +31,10 @@ MOST_TOKENS = 6
 class Engines:
     """Two that run at a time, each with a role of its own."""
 
-    def __init__(self, model: str, urls: dict[str, str], scratch: Path) -> None:
-        """urls: of the sidecars, by role."""
+    def __init__(self, model: str, urls: dict[str, str], scratch: Path, **settings: Any) -> None:
+        """urls: of the sidecars, by role. settings: of the connectors, in place of patient ones."""
         self.urls = urls
+        self.settings: dict[str, Any] = {"codec": "raw", **models.PATIENT, **settings}
         self.model = model
         self._runs: dict[str, Nursery] = {}
         self._scratch = scratch
@@ -44,7 +45,7 @@ class Engines:
             scratch = self._scratch / role
             scratch.mkdir(exist_ok=True)
             self._runs[role] = Nursery(scratch)
-        transfer = models.connector(self.urls[role], codec="raw", **models.PATIENT) | {"kv_role": role}
+        transfer = models.connector(self.urls[role], **self.settings) | {"kv_role": role}
         plan = {"model": self.model, "transfer": transfer, "options": OPTIONS, "kept": True, "steps": steps}
         return self._runs[role].run(plan)
 
