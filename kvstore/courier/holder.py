@@ -28,6 +28,8 @@ from tiering.frame import KEY_BYTES
 MOST_PULL_BYTES, MOST_PULL_BLOCKS = 256 << 20, 512
 """In one offer; of the former at least one block."""
 MOST_PULLS, MOST_PULLS_OF_NODE = 32, 8
+MOST_PINNED_BYTES = 512 << 20
+"""By all offers together, but for a single one."""
 LONGEST_WAIT_SECONDS = 2.0
 """For blocks to be brought up from slower tiers."""
 BUSY, KEY_MISMATCH, ABSENT = str(MissReason.BUSY), str(MissReason.KEY_MISMATCH), str(MissReason.ABSENT)
@@ -52,6 +54,7 @@ class PeerHolder:
         self._new_token = new_token
         self._lock = threading.Lock()
         self._pulls = Counter[bytes]()
+        self._pinned_bytes = 0
         self.is_leaving = False
 
     def WhoAreYou(self, request: peer_pb2.WhoAreYouRequest, call: AskedBy) -> peer_pb2.WhoAreYouResponse:
@@ -126,15 +129,21 @@ class PeerHolder:
                 return peer_pb2.OpenPullResponse(reason=str(MissReason.UNREACHABLE))
             spans = [column[block] for block in range(blocks) for column in columns]
             size = sum(span.nbytes for span in spans)
+            if not self._pins(size):
+                return peer_pb2.OpenPullResponse(reason=BUSY)
 
             def release() -> None:
                 run.release(reply.lease)
-                self._ended(terms.asking)
+                self._ended(terms.asking, size)
                 self._figures.sent(terms.asking, blocks, size)
 
             nonce = self._new_token(NONCE_BYTES)
             secret = pull_secret(space.grant.identity_key, terms, nonce)
-            offer = door.offer(OfferedFrames(spans, space.frames, release), secret)
+            try:
+                offer = door.offer(OfferedFrames(spans, space.frames, release), secret)
+            except BaseException:
+                self._pins(-size)
+                raise
             is_offered = True
         finally:
             if not is_offered:
@@ -150,8 +159,17 @@ class PeerHolder:
             reason=str(reply.reason or "") if blocks < len(terms.keys) else "",
         )
 
-    def _ended(self, node: bytes) -> None:
+    def _pins(self, size: int) -> bool:
+        """So many bytes more; False where that would be too much."""
         with self._lock:
+            if size > 0 and self._pinned_bytes and self._pinned_bytes + size > MOST_PINNED_BYTES:
+                return False
+            self._pinned_bytes += size
+            return True
+
+    def _ended(self, node: bytes, size: int = 0) -> None:
+        with self._lock:
+            self._pinned_bytes -= size
             self._pulls[node] -= 1
             if self._pulls[node] <= 0:
                 del self._pulls[node]

@@ -147,11 +147,13 @@ class Node:
     def kill_network(self, how: signal.Signals = signal.SIGKILL) -> None:
         assert self.network is not None
         self.network.send_signal(how)
+        self.network.send_signal(signal.SIGCONT)  # it may be stopped
         self.network.wait()
 
     def kill_sidecar(self, how: signal.Signals = signal.SIGKILL) -> None:
         assert self.sidecar is not None
         self.sidecar.send_signal(how)
+        self.sidecar.send_signal(signal.SIGCONT)
         self.sidecar.wait()
 
     def close(self) -> None:

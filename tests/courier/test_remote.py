@@ -3,12 +3,14 @@ it does not."""
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -51,7 +53,7 @@ def frames(engine: ValkeyServer) -> set[bytes]:
     return {line for line in say(engine, b"KEYS", b"kvf:f:*").split(b"\r\n") if line.startswith(b"kvf:f:")}
 
 
-def stored(two: list[Node], engine: ValkeyServer, number: int) -> set[bytes]:
+def stored(two: Sequence[Node], engine: ValkeyServer, number: int) -> set[bytes]:
     """A prompt that node 0 stored; the names of its frames."""
     before = frames(engine)
     two[0].put(number)
@@ -152,3 +154,38 @@ def test_what_was_dropped_is_not_served(two: list[Node], engine: ValkeyServer) -
             assert not found.number and not found.blocks
     stored(two, engine, 7)
     assert two[1].get(7).tiers == {"remote": BLOCKS}
+
+
+def test_the_keeper_starts_the_courier_and_starts_it_again(tmp_path: Path, engine: ValkeyServer) -> None:
+    remote = {"url": f"valkey+unix:{engine.socket_path}", "ttl": 3600}
+    with pool(tmp_path, 1, remote=remote, with_keeper=True) as (one,):
+        wait_until(lambda: one.stat()["elsewhere"]["couriers"] == 1)
+        stored([one], engine, 8)
+        assert one.sidecar is not None
+        children = Path(f"/proc/{one.sidecar.pid}/task/{one.sidecar.pid}/children")
+        (courier,) = (int(pid) for pid in children.read_text().split() if "network" in command_of(int(pid)))
+        os.kill(courier, signal.SIGKILL)
+        wait_until(lambda: one.stat()["elsewhere"]["couriers"] == 0)
+        wait_until(lambda: one.stat()["elsewhere"]["couriers"] == 1)
+        stored([one], engine, 9)
+
+
+def command_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+
+
+def test_a_sidecar_without_couriers_is_asked_nothing(tmp_path: Path, engine: ValkeyServer) -> None:
+    """As one of an earlier version, or one that was not told of it."""
+    earlier = Node(tmp_path / "earlier", None, {}, {})
+    earlier.start_sidecar()
+    try:
+        flags = ["--observe-socket", str(earlier.folder / "kv" / "observe.sock"), "--data", str(earlier.folder / "kv")]
+        remote = ["--remote", f"valkey+unix:{engine.socket_path}", "--listen", "none"]
+        earlier.network = earlier._run("network", "network", "--json", *flags, *remote)
+        wait_until(lambda: "courier.sock does not answer" in earlier.log())
+        time.sleep(1.0)
+        assert earlier.log().count("courier.sock") == 1, "once, however often it calls"
+        earlier.put(1)
+        assert earlier.network.poll() is None
+    finally:
+        earlier.close()
