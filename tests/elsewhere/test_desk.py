@@ -5,8 +5,6 @@ from __future__ import annotations
 import secrets
 import select
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -441,14 +439,3 @@ def test_what_a_courier_tells_is_shown_and_cleaned(sidecar: Sidecar) -> None:
         assert one.name == "node-b[2J" and (one.gbps, one.p99_ms) == (0.0, 0.0) and one.refused == {"mac": 2}
         wait_until(lambda: courier.questions(told=c.CourierFigures([])) and not sidecar.desk.reasons())
     wait_until(lambda: sidecar.desk.status().couriers == 0)
-
-
-def test_a_sidecar_without_couriers_imports_nothing_of_them() -> None:
-    """As `kvstore serve` does: the desk is handed in."""
-    program = (
-        "import sys, kvstore.cli.main, kvstore.service.serve, kvstore.metrics.server\n"
-        "rooms = ('kvstore.elsewhere', 'kvstore.courier', 'kvstore.pool')\n"
-        "print([one for one in sys.modules if one.startswith(rooms)])"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.strip() == "[]"
