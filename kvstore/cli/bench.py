@@ -91,8 +91,8 @@ def bench_network(
 ) -> int:
     """What a match of 512 keys takes through gRPC beside an empty call and the local match, and what an engine at the
     local door notices while another tenant floods gRPC with 256 calls at a time, from one core, and while another one
-    waits for as many blocks as it may. Then frames from node to node, by each transport, and to and from a Valkey, beside
-    a raw stream."""
+    waits for as many blocks as it may. Then frames from node to node, by each transport, and to and from a Valkey,
+    beside a raw stream."""
     with shown_progress() as show:
         show("loading torch")
         from kvstore.bench.network import pull_rows, rows, valkey_rows
