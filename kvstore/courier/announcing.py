@@ -29,7 +29,7 @@ from tiering.remote.writes import RemoteWrites, WriteQueue
 
 LOOK_SECONDS, SPACES_SECONDS = 0.5, 2.0
 LIST_SECONDS = 30.0
-"""Between two lists of a namespace: of more of them than a sidecar watches at a time changes are lost again and again."""
+"""Between two lists of a namespace: of more than a sidecar watches at a time changes are lost again and again."""
 NOWHERE, DRAM, NVME = 0, 1, 2
 """Where a block can be read, in `Changed`."""
 WRITE_SECONDS, WRITE_LEASE_SECONDS = 5.0, 1.0
