@@ -14,12 +14,14 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
+from itertools import groupby, pairwise
 from typing import Any, Protocol
 
 import numpy as np
 
+from kvstore.block.account import HitTier
 from tiering.counts.awaits import Awaits
 from tiering.counts.changes import BlockChanges, BlockPlace
 from tiering.tier import TierMiss
@@ -503,3 +505,19 @@ class IndexRetentionHints:
     def group(self, row: int) -> int:
         """As `RetentionHints.group`."""
         return self._groups[self._index.namespace_of(row)] if self._groups is not None else 0
+
+
+IN_COLUMNS = 2048
+"""Blocks of a chain from which on numpy is faster."""
+TierRuns = tuple[tuple[HitTier, int], ...]
+"""Of a chain's blocks, in which tier they lie: runs of (tier, blocks)."""
+
+
+def tier_runs(rows: Sequence[int], is_above: Callable[[int], bool], above: Callable[[], Column]) -> TierRuns:
+    """Of readable blocks, where each can be read best. above: `is_above`, by row."""
+    if len(rows) <= IN_COLUMNS:
+        runs = groupby(HitTier.DRAM if is_above(row) else HitTier.NVME for row in rows)
+        return tuple((tier, len(list(run))) for tier, run in runs)
+    is_here = above()[np.array(rows, np.int64)] != 0
+    ends = [0, *(np.flatnonzero(is_here[1:] != is_here[:-1]) + 1).tolist(), len(rows)]
+    return tuple((HitTier.DRAM if is_here[at] else HitTier.NVME, stop - at) for at, stop in pairwise(ends))

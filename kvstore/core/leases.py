@@ -16,13 +16,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import count, groupby, pairwise
+from itertools import count
 from math import inf
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from kvstore.block.account import HitTier, MissReason
+from kvstore.core.index import TierRuns as TierRuns
 from kvstore.core.table import BlockTable
 from kvstore.protocol import messages as m
 from kvstore.protocol.replies import LeaseReply
@@ -399,12 +400,6 @@ class Numbers:
 # What a lease's answer is made of.
 
 
-IN_COLUMNS = 2048
-"""Blocks of a chain from which on numpy is faster."""
-TierRuns = tuple[tuple[HitTier, int], ...]
-"""Of a chain's blocks, in which tier they lie: runs of (tier, blocks)."""
-
-
 class LeasedFrames:
     """What a lease says of its blocks' frames, by part."""
 
@@ -456,18 +451,6 @@ def join_runs(runs: list[tuple[HitTier, int]], more: Sequence[tuple[HitTier, int
         else:
             runs.append((tier, length))
     return runs
-
-
-def tier_runs(blocks: BlockTable, rows: Sequence[int]) -> TierRuns:
-    """Of readable blocks, where each can be read best."""
-    if blocks.lower is None:
-        return ((HitTier.DRAM, len(rows)),) if rows else ()
-    if len(rows) <= IN_COLUMNS:
-        runs = groupby(HitTier.DRAM if blocks.is_above(row) else HitTier.NVME for row in rows)
-        return tuple((tier, len(list(run))) for tier, run in runs)
-    is_here = blocks.residency.listed_column[np.array(rows, np.int64)] != 0
-    ends = [0, *(np.flatnonzero(is_here[1:] != is_here[:-1]) + 1).tolist(), len(rows)]
-    return tuple((HitTier.DRAM if is_here[at] else HitTier.NVME, stop - at) for at, stop in pairwise(ends))
 
 
 class Fetched(Protocol):

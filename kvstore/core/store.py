@@ -26,7 +26,7 @@ from kvstore.block.identity import NOWHERE, Identity, Namespace, NodeIdentity, T
 from kvstore.config import Limits
 from kvstore.core.collective import ANSWER_SECONDS, Chain, CollectivePut, CollectivePuts, chain_of
 from kvstore.core.dram_recovery import DramRecovery, read_first
-from kvstore.core.index import NO_ROW, RowState
+from kvstore.core.index import NO_ROW, RowState, tier_runs
 from kvstore.core.leases import (
     ENDED_PLACES,
     ChainWaits,
@@ -42,7 +42,6 @@ from kvstore.core.leases import (
     flat,
     join_runs,
     no_lease,
-    tier_runs,
 )
 from kvstore.core.levels import Levels, SlotRequest
 from kvstore.core.nvme_recovery import NvmeRecovery
@@ -1399,7 +1398,9 @@ class Store:
         return LeaseEnd(reason, "not all blocks could be brought up to DRAM in time")
 
     def _tiers(self, rows: Sequence[int]) -> TierRuns:
-        found = tier_runs(self._blocks, rows)
+        found: TierRuns = ((HitTier.DRAM, len(rows)),) if rows else ()
+        if self._levels is not None:
+            found = tier_runs(rows, self._blocks.is_above, lambda: self._blocks.residency.listed_column)
         return found if self.fetched is None or not self.fetched.is_any_marked else self.fetched.tiers(rows, found)
 
     def _is_moving(self, number: int) -> bool:

@@ -370,8 +370,7 @@ class Handlers:
     def reserve(self, caller: ClientState, verb: m.Reserve, couriers: int = 0) -> m.Answer:
         """Slots. couriers: of how many tenants there are some, where one of them asks. Raises `BadInput`."""
         number, slices = _check_asked(caller, verb.namespace, verb.keys)
-        ttl = verb.ttl_seconds
-        skipped = verb.skipped
+        ttl, skipped = verb.ttl_seconds, verb.skipped
         if not 0 <= skipped <= MAX_SKIPPED or (skipped and (verb.collective or not verb.keys)):
             raise BadInput(
                 f"skipped={skipped}; give 0 to {MAX_SKIPPED}, with keys that follow, and 0 in a collective put"
@@ -388,7 +387,8 @@ class Handlers:
             raise BadInput(f"ttl_seconds={ttl}; give seconds above 0 and below 2**40, or nothing")
         if len(caller.reservations) >= MAX_RESERVATIONS:
             return m.Failed(m.RequestFault.BUSY, f"{MAX_RESERVATIONS} reservations are under way, which is the limit")
-        check_participant(verb, len(slices))
+        if verb.collective:
+            check_participant(verb, len(slices))
         began_at = self._store.clock.monotonic_seconds()
         if couriers:
             first = verb.first_block

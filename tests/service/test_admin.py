@@ -229,7 +229,7 @@ def test_a_drop_names_its_tenant_where_two_have_the_namespace(sidecar: Sidecar) 
             ask.purge(path, CLOCK, "a" * 129, 20)
         with pytest.raises(BadInput, match=r"this is a tenant's socket; that is a verb of the admin socket"):
             ask.stat(str(sidecar.path), CLOCK)
-        assert ask.drop(path, CLOCK, one, "default", 20) == 10
+        assert ask.drop(path, CLOCK, one, "default", 20).blocks == 10
         assert mine.match(ids(640)).blocks == 0 and theirs.match(ids(192)).blocks == 3
         assert mine.put(ids(640), random_pages(mine.layout, 10)).stored == 10
 
@@ -254,7 +254,7 @@ def test_a_drop_that_is_not_over_in_time_says_so(sidecar: Sidecar) -> None:
             ask.drop(str(sidecar.admin_path), CLOCK, handle.namespace.digest().hex(), "", 0.2)
         assert handle.match(ids(640)).blocks == 0
         gate.set()
-        assert ask.drop(str(sidecar.admin_path), CLOCK, handle.namespace.digest().hex(), "", 20) == 0
+        assert ask.drop(str(sidecar.admin_path), CLOCK, handle.namespace.digest().hex(), "", 20).blocks == 0
         assert sidecar.store.usage().nvme.used == 0  # type: ignore[union-attr]
 
 
@@ -266,7 +266,7 @@ def test_a_purged_tenant_is_shown_out_and_comes_again_with_other_keys(sidecar: S
         handle.put(ids(640), random_pages(handle.layout, 10), durability="disk")
         before, wire = handle._grant.identity_key, handle.door._run.wire  # type: ignore[attr-defined]
         connections = set(sidecar.sessions._callers)
-        assert ask.purge(str(sidecar.admin_path), CLOCK, "default", 20) == 10
+        assert ask.purge(str(sidecar.admin_path), CLOCK, "default", 20).blocks == 10
         wait_until(lambda: not connections & set(sidecar.sessions._callers))  # it may be back, with another connection
         wait_until(lambda: handle.match(ids(640)).reason is MissReason.KEY_MISMATCH)
         assert wire.closed and set(sidecar.store.tenant_names().values()) == {"guest", "default"}

@@ -166,7 +166,7 @@ def test_a_miss_behind_a_drop_says_so_and_what_nobody_remembers_is_not_made_up(t
     with Sidecar(tmp_path, limits=Limits(forgotten=3)) as sidecar, sidecar.client() as store:
         handle = opened(store)
         handle.put(ids(320), random_pages(LAYOUT, 5))
-        assert ask.drop(str(sidecar.admin_path), CLOCK, sidecar.admin.facts().namespaces[0].id, "", 30.0) == 5
+        assert ask.drop(str(sidecar.admin_path), CLOCK, sidecar.admin.facts().namespaces[0].id, "", 30.0).blocks == 5
         gone = evicted_note(sidecar, handle, ids(320), "cmpl-1")
         assert gone.cause == "drop"
         command = [sys.executable, "-m", "kvstore", "why", "cmpl-1", "--admin-socket", str(sidecar.admin_path)]
