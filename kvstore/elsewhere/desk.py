@@ -222,7 +222,7 @@ class CourierDesk:
             self.told.tell(caller, verb.told)
         ended = []
         with self._lock:
-            if not self._sessions.has(caller):  # `left` was called, or will be: nobody is there to be asked
+            if caller not in self._sessions.callers():  # `left` was called, or will be: nobody is there to be asked
                 self.told.left(caller)
                 return c.QuestionsReply()
             book = self._books.setdefault(caller.keys.tenant, TenantQuestions())
