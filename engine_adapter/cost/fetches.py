@@ -103,12 +103,16 @@ class FetchModel:
         stop = min(located, max(reached, (start // block + 1) * block))
         return decided(stop, affordable, explores=True)
 
-    def ended(self, decision: FetchDecision, seconds: float, now: float, *, came: bool) -> None:
+    def ended(
+        self, decision: FetchDecision, seconds: float, now: float, *, came: bool, of_ticket: bool = False
+    ) -> None:
         """A fetch ended after that time. came: all of it; else only that it takes at least so long is learned, and the
-        time is regretted."""
+        time is regretted. of_ticket: it may have waited for another engine to compute, which teaches nothing."""
         counts = self._costs.counts
         counts.fetches += 1
         counts.short_fetches += not came
+        if of_ticket:
+            return
         if came or seconds > decision.expected_seconds:
             parts = [(decision.tier, decision.size_bytes)]
             self._costs.loads.observe(parts, seconds, now, decision.waiting_seconds)

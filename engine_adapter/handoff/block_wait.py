@@ -137,7 +137,7 @@ class WaitPlan:
     def __init__(self, policy: WaitPolicy | None, fetch: FetchPolicy | None) -> None:
         self.policy, self.fetch = policy, fetch
         self._blocks = 0
-        self._is_fetching = self._has_fetched = self._rests = False
+        self._is_fetching = self._has_fetched = self._rests = self._was_fetched = False
 
     def is_open(self, has_courier: bool) -> bool:
         """Whether anything may be waited for after another look."""
@@ -174,11 +174,13 @@ class WaitPlan:
     def awaited(self, awaited: m.Awaited) -> None:
         """It was waited for that."""
         if self._is_fetching and self.fetch is not None:
-            self._is_fetching, self._has_fetched = False, True
+            self._is_fetching, self._has_fetched, self._was_fetched = False, True, True
             self._rests = awaited.end is not AwaitEnd.READABLE  # else a holder that fails would be asked at once again
             self.fetch.ended(awaited)
         elif self.policy is not None:
-            self.policy.ended(awaited.end)
+            is_ours = awaited.end is AwaitEnd.SHORT and self._was_fetched  # what the fetch had begun, and not a put
+            self._rests |= is_ours
+            self.policy.ended(AwaitEnd.DEADLINE if is_ours else awaited.end)
 
     def ended(self) -> None:
         """It is not wanted any more. Safe to call again."""

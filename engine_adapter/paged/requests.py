@@ -310,7 +310,7 @@ class RequestFetch:
         decision, self._decision, now = self._decision, None, self._clock()
         if decision is not None:
             seconds, name = now - self._began_at, self._state.request.request_id
-            self._choice.fetches.ended(decision, seconds, now, came=came)
+            self._choice.fetches.ended(decision, seconds, now, came=came, of_ticket=bool(self._state.facts.ticket))
             if came:
                 self._choice.fetch_seconds[name] = self._choice.fetch_seconds.get(name, 0.0) + seconds
 

@@ -91,8 +91,8 @@ def bench_network(
 ) -> int:
     """What a match of 512 keys takes through gRPC beside an empty call and the local match, and what an engine at the
     local door notices while another tenant floods gRPC with 256 calls at a time, from one core, and while another one
-    waits for as many blocks as it may. Then frames from node to node, by each transport, and to and from a Valkey, beside
-    a raw stream."""
+    waits for as many blocks as it may. Then frames from node to node, by each transport, and to and from a Valkey,
+    beside a raw stream."""
     with shown_progress() as show:
         show("loading torch")
         from kvstore.bench.network import pull_rows, rows, valkey_rows
@@ -103,7 +103,7 @@ def bench_network(
             "valkey": lambda: valkey_rows.run(valkey_rows.ValkeyBenchOptions(), show),
         }
         if only is not None and only not in ways:
-            raise BadInput(f"--only {only}: the rows are {' and '.join(ways)}")
+            raise BadInput(f"--only {only}: the rows are {', '.join(ways)}")
         results = [run() for name, run in ways.items() if only in (None, name)]
     return judge(results, [], as_json, check)
 

@@ -537,11 +537,17 @@ class ChainWaits:
         self._awaits.now = clock.monotonic_seconds
 
     def park(
-        self, number: int, keys: Sequence[bytes], seconds: float, tell: Callable[[ParkedAwait], object]
+        self,
+        number: int,
+        keys: Sequence[bytes],
+        seconds: float,
+        tell: Callable[[ParkedAwait], object],
+        fetch: object = None,
     ) -> ParkedAwait:
-        """Wait until the last of these keys can be read; it may be over at once. Its time passes by `Awaits.expire`."""
+        """Wait until the last of these keys can be read; it may be over at once. Its time passes by `Awaits.expire`.
+        fetch: as in `ParkedAwait`."""
         index = self._blocks.index
-        one = ParkedAwait(number, self._blocks.spaces[number].tenant, keys, seconds, tell)
+        one = ParkedAwait(number, self._blocks.spaces[number].tenant, keys, seconds, tell, fetch)
         self._awaits.register(one)
         with self._lock:
             if self._is_served(number):

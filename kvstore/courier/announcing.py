@@ -27,7 +27,9 @@ from tiering.frame import HEADER_BYTES
 from tiering.remote.driver import RemoteFault
 from tiering.remote.writes import RemoteWrites, WriteQueue
 
-LOOK_SECONDS, SPACES_SECONDS = 0.25, 2.0
+LOOK_SECONDS, SPACES_SECONDS = 0.5, 2.0
+LIST_SECONDS = 30.0
+"""Between two lists of a namespace: of more than a sidecar watches at a time changes are lost again and again."""
 NOWHERE, DRAM, NVME = 0, 1, 2
 """Where a block can be read, in `Changed`."""
 WRITE_SECONDS, WRITE_LEASE_SECONDS = 5.0, 1.0
@@ -40,11 +42,14 @@ _TIERS = {DRAM: HitTier.DRAM, NVME: HitTier.NVME}
 
 @dataclass(slots=True)
 class _Followed:
-    """A namespace. after: of `Changes`; 0 where nothing was asked yet. told: names of the chunks that are announced."""
+    """A namespace. after: of `Changes`; 0 where nothing was asked yet. is_listed: whether all of it is known. told:
+    names of the chunks that are announced."""
 
     space: CourierSpace
     after: int = 0
     run: bytes = b""
+    is_listed: bool = False
+    listed_at: float = -inf
     told: set[bytes] = field(default_factory=set)
 
 
@@ -123,8 +128,12 @@ class Follower:
             one.after, one.run = changed.next, changed.run
             if not changed.run:
                 return
-            if is_new:
+            one.is_listed &= not is_new
+            now = self._clock.monotonic_seconds()
+            if not one.is_listed and now - one.listed_at >= LIST_SECONDS:
+                one.listed_at = now
                 self._list(one)
+                one.is_listed = True
             for (key, where), index in zip(changed.changes, changed.indexes, strict=False):
                 self._take(one, key, index, where, is_news=True)
             if len(changed.changes) < 1024:
@@ -205,6 +214,8 @@ class Follower:
         ways, run, space = remote.ways, self._run, self._followed[space_id].space
         ends_at = self._clock.monotonic_seconds() + WRITE_SECONDS
         names = ways.names(run, space, [key], ends_at)
+        if all(ways.workers.exists(names, ends_at).result()):
+            return True  # another node wrote it, or an earlier run of this one
         reply = run.lease(space, [key], WRITE_LEASE_SECONDS)
         if not reply.lease:
             return True  # it is gone, or DRAM is all pinned: its next use brings it here again

@@ -58,7 +58,7 @@ class FetchJob:
         """For the sidecar."""
         tier = self.source.tier if self.source is not None else None
         where = self.source.name if self.source is not None else ""
-        reason = self.reason if self.reached < len(self.question.keys) else None
+        reason = (self.reason or MissReason.DEADLINE) if self.reached < len(self.question.keys) else None
         return QuestionAnswered(self.question.number, self.reached, tier, 0.0, where, reason, self.detail[:1000])
 
 

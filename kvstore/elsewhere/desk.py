@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import count
 from math import inf
 from typing import Any
 
@@ -87,6 +88,7 @@ class CourierDesk:
         self._clock = store.clock
         self._lock = threading.Lock()
         self._books: dict[bytes, TenantQuestions] = {}  # of tenants that have couriers
+        self._numbers = defaultdict[bytes, Iterator[int]](lambda: count(1))  # of a tenant's questions: none comes again
         self._alone_since = self._clock.monotonic_seconds()  # where there are none
         self._due: deque[tuple[float, bytes]] = deque()  # of locates, which all have as much time
         self._looks_at = 0.0  # when reservations are looked at next
@@ -225,7 +227,8 @@ class CourierDesk:
             if caller not in self._sessions.callers():  # `left` was called, or will be: nobody is there to be asked
                 self.told.left(caller)
                 return c.QuestionsReply()
-            book = self._books.setdefault(caller.keys.tenant, TenantQuestions())
+            tenant = caller.keys.tenant
+            book = self._books.setdefault(tenant, TenantQuestions(self._numbers[tenant]))
             for answer in verb.answers:
                 one = book.answered(caller, answer)
                 if one is not None and not self._is_located(book, one):
@@ -309,14 +312,14 @@ class CourierDesk:
             self._over.append((tenant, fetch))
             tell(one)
 
-        one = self._store.park(number, verb.keys, verb.seconds, ended)
-        fetch.asker = one
+        one = fetch.asker = self._store.park(number, verb.keys, verb.seconds, ended, fetch)
+        if one.end is not None:
+            return one
         with self._lock:
             courier = book.courier
-            is_asked = courier is not None and one.end is None and book.add(fetch)
+            is_asked = courier is not None and book.add(fetch)
             if is_asked and one.end is not None:  # meanwhile, and perhaps that was noted before it was asked
                 book.no_more(fetch)
-        one.note = fetch
         if not is_asked:
             reason = UNREACHABLE if courier is None else MissReason.BUSY
             text = NO_COURIER if courier is None else "as much is asked as may be"
@@ -333,9 +336,9 @@ class CourierDesk:
 
     def awaited(self, one: ParkedAwait, answer: m.Awaited) -> m.Awaited:
         """As `Elsewhere.awaited`."""
-        if not isinstance(one.note, OpenQuestion) or answer.end is AwaitEnd.READABLE:
+        if not isinstance(one.fetch, OpenQuestion) or answer.end is AwaitEnd.READABLE:
             return answer
-        found = one.note.answer
+        found = one.fetch.answer
         if found is None:
             reason = MissReason.DEADLINE if answer.end is AwaitEnd.DEADLINE else None
             return msgspec.structs.replace(answer, reason=reason)
@@ -440,13 +443,13 @@ class CourierDesk:
         if is_asked and book is not None and not done.wait(FORGET_SECONDS):
             with self._lock:
                 book.no_more(one)
-        rest = "what other nodes and remote engines have of it remains until it is evicted there"
-        if one.answer is None:
+        answer, rest = one.answer, "what other nodes and remote engines have of it remains until it is evicted there"
+        if answer is None:
             return [f"{'no courier answered in time' if is_asked else NO_COURIER}: {rest}"]
-        if one.answer.blocks or one.answer.reason is not None:
-            count = f"{one.answer.blocks} blocks remain elsewhere" if one.answer.blocks else rest
-            return [f"{count}: {printable(one.answer.detail) or one.answer.reason or 'no more is known'}"]
-        return []
+        remains = [f"{answer.blocks} blocks remain elsewhere"] if answer.blocks else []
+        remains += [rest] if answer.reason is not None and not answer.blocks else []
+        said = printable(answer.detail) or answer.reason or ""
+        return [": ".join([*remains, *([said] if said else [])])] if remains or said else []
 
     def _is_dropping(self, tenant: bytes, number: int) -> bool:
         if not self._dropping:

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
 from math import inf
 
 from kvstore.block.account import HitTier, MissReason
@@ -65,8 +64,9 @@ class LocatedChain:
 class TenantQuestions:
     """Of one tenant. Callers hold the desk's lock; `now`: monotonic seconds."""
 
-    def __init__(self) -> None:
-        self._numbers = count(1)
+    def __init__(self, numbers: Iterator[int]) -> None:
+        """numbers: of its questions, none of which was given before."""
+        self._numbers = numbers
         self._open: dict[int, OpenQuestion] = {}
         self._unasked: dict[int, None] = {}  # of them, those that no courier was handed
         self._over: deque[OpenQuestion] = deque()  # are open until their courier was told

@@ -110,7 +110,7 @@ class Offers:
         offer = HeldOffer(self._random(t.TOKEN_BYTES), frames, secret, is_sealed, now + t.OFFER_SECONDS)
         with self._lock:
             if len(self._waiting) + len(self._taken) >= self._most:
-                raise t.PullBusy(f"{self._most} pulls are offered or under way")
+                raise t.PullBusy(f"{self._most} pulls are offered or under way, or the door is closed")
             self._waiting[_name(offer.token)] = offer
         return offer
 
@@ -158,7 +158,9 @@ class Offers:
         return next_one
 
     def end_all(self) -> None:
-        """Those that wait; the connections end their own."""
+        """Those that wait, and no more are taken; the connections end their own."""
+        with self._lock:
+            self._most = 0
         self.end_due(inf)
 
     def pinned(self) -> int:

@@ -117,8 +117,8 @@ class OfferedFrames:
     """What a holder has pinned for one puller.
 
     spans: whole frames where they lie, block by block, the parts of each in order. frame_bytes: by part.
-    release: ends the pins. Called once, from a thread of the door, when all frames went, or the puller has gone, or
-    after `OFFER_SECONDS`; from then on no span is read. It must not wait for anything.
+    release: ends the pins. Called once, from a thread of the door or one that withdraws or closes, when all frames
+    went, or the puller has gone, or after `OFFER_SECONDS`; from then on no span is read. It must not wait for anything.
     """
 
     spans: Sequence[memoryview]
@@ -174,8 +174,8 @@ class FrameDoor(Protocol):
     address: str
 
     def offer(self, frames: OfferedFrames, secret: bytes) -> PullOffer:
-        """Let the node that has the secret pull these frames, once, within 5 s. Raises `PullBusy`; the frames are the
-        caller's to release then."""
+        """Let the node that has the secret pull these frames, once, within 5 s. Raises `PullBusy`, also where the door
+        is closed; the frames are the caller's to release then."""
         ...
 
     def withdraw(self, token: bytes) -> None:

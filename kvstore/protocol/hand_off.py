@@ -19,7 +19,7 @@ import msgspec
 from kvstore.block.account import MissReason
 from kvstore.block.identity import INCARNATION_BYTES, NODE_BYTES, Identity
 from kvstore.protocol import messages as m
-from kvstore.protocol.handing_over import MAX_TICKET_CHARACTERS
+from kvstore.protocol.handing_over import MAX_TICKET_CHARACTERS, MAX_TICKET_SECONDS
 from tiering.frame import KEY_BYTES, KEY_ID_BYTES
 
 PREFIX = "kv1."
@@ -81,13 +81,15 @@ def opened(
         return found
     if found.owner != identity.node and not of_others:
         return _refused(MissReason.STALE_HINT, "the ticket is of another node")
-    return m.TicketOpened(found.head, found.blocks, found.until_ms / 1000 - now)
+    left = found.until_ms / 1000 - now
+    return m.TicketOpened(found.head, found.blocks, min(max(0.0, left), MAX_TICKET_SECONDS))
 
 
 def hand_off_in(
     text: str, identity: Identity, namespace: bytes, block_tokens: int, now: float
 ) -> HandOff | m.TicketOpened:
-    """What a ticket says, whichever node's it is; or why it is of no use."""
+    """What a ticket says, whichever node's it is; or why it is of no use. The time of another node's is by its clock,
+    which is not compared with this one's: what is old of it that node does not have any more, and says so."""
     body, mac = _split(text)
     hand_off = _decoded(body)
     if not hmac.compare_digest(mac, _mac(identity, body)) or hand_off is None:
@@ -98,7 +100,9 @@ def hand_off_in(
         return _refused(
             MissReason.OTHER_NAMESPACE, "the ticket is of another model, layout or codec than this engine's"
         )
-    if hand_off.owner == identity.node and hand_off.incarnation != identity.incarnation:
+    if hand_off.owner != identity.node:
+        return hand_off
+    if hand_off.incarnation != identity.incarnation:
         return _refused(MissReason.STALE_HINT, "the ticket is of an earlier run of the sidecar")
     if hand_off.until_ms / 1000 <= now:
         return _refused(MissReason.STALE_HINT, "the ticket's time is over")

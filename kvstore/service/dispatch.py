@@ -174,9 +174,8 @@ class Handlers:
 
     def serve(self, caller: ClientState, verb: m.Verb) -> Response:
         """Do what is asked. Never raises for what a client can cause."""
-        verbs = (
-            self.parking.elsewhere.verbs if self.parking.elsewhere is not None and caller.is_courier else self._verbs
-        )
+        elsewhere = self.parking.elsewhere
+        verbs = elsewhere.verbs if elsewhere is not None and caller.is_courier else self._verbs
         handler = verbs.get(type(verb))
         if handler is None:  # hello comes once, and the door sees to it
             text = "this is a tenant's socket; that is a verb of the admin socket, admin.sock in the sidecar's --data"
@@ -194,7 +193,8 @@ class Handlers:
         try:
             number, _ = _check_asked(caller, verb.namespace, verb.keys)
             if caller.is_courier or not verb.seconds >= 0:
-                raise BadInput(f"seconds={verb.seconds}; give 0 or more, and no couriers wait")
+                text = "couriers wait for no blocks" if caller.is_courier else f"seconds={verb.seconds}; give 0 or more"
+                raise BadInput(text)
             if verb.located and self.parking.elsewhere is not None:
                 return self.parking.elsewhere.park(caller, number, verb, tell)
         except BadInput as error:

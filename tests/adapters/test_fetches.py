@@ -20,10 +20,12 @@ from engine_adapter.cost.fetches import FetchModel
 from engine_adapter.cost.model import CostModel
 from engine_adapter.cost.speeds import LoadSpeed, PrefillSpeed
 from engine_adapter.handoff import block_wait
+from engine_adapter.handoff.block_wait import AwaitStep, WaitPlan, WaitPolicy
 from engine_adapter.handoff.fetch import REASON_OF_END, BoundedFetch, FetchPolicy
 from engine_adapter.paged.requests import RequestSpec
 from far import Courier, FarStore
 from kvstore.block.account import HitTier, MissReason
+from kvstore.block.identity import Prompt
 from kvstore.client.handle import NamespaceHandle
 from kvstore.node import EmbeddedStore
 from kvstore.protocol import messages as m
@@ -296,6 +298,9 @@ def test_a_ticket_goes_along_and_is_asked_again_while_the_other_engine_stores(
         two.courier.holds(handle(two.one), near, prompt)
         two.two.run()
         assert told(request)["hits"] == {"peer": 448} and set(two.courier.tickets) == {ticket}
+        choice = two.two.half.choice
+        assert choice is not None and choice.costs.counts.fetches > 0
+        assert not choice.costs.loads.has_seen(HitTier.PEER), "how long the other engine computed is no speed"
 
 
 @pytest.mark.parametrize("reason", [MissReason.UNREACHABLE, MissReason.STALE_HINT])
@@ -319,6 +324,24 @@ def test_a_holder_that_fails_at_once_is_not_asked_without_a_pause(
         prompt, near = two.prompt(500), handle(two.two)
         two.ask("d", prompt, RequestSpec(ticket=near.seal(near.hashed(prompt), 60).ticket))
         assert two.courier.asked["Locate"] <= 2 + 0.3 / block_wait.RELOCATE_SECONDS
+
+
+def test_what_a_courier_gives_up_is_no_put_that_was_given_up() -> None:
+    """A fetch that is over gives its slots back a moment later, and ends a wait for the same block."""
+    for was_fetched in (False, True):
+        policy = WaitPolicy(Prompt(640, [bytes(32)] * 10), BLOCK, lambda *_: None, lambda: 0.0, 1.0)
+        plan = WaitPlan(policy, FetchPolicy(BoundedFetch(9, 1.0), BLOCK))
+        if was_fetched:
+            assert isinstance(plan.looked(0, True), m.Located)
+            assert plan.located(m.Located(1, 9, HitTier.PEER, 1.0)) is not None
+            plan.awaited(m.Awaited(0, AwaitEnd.DEADLINE))
+        else:
+            policy.seconds_left(0)
+        for _ in range(3):
+            if was_fetched:
+                assert plan.looked(0, True) == AwaitStep(0, block_wait.RELOCATE_SECONDS), "it rests, and asks nobody"
+            plan.awaited(m.Awaited(0, AwaitEnd.SHORT))
+        assert policy.is_over is not was_fetched
 
 
 # Everything at once ---------------------------------------------------------------------------------------------------

@@ -127,8 +127,7 @@ def test_a_holder_that_stops_costs_its_waiters_no_more_than_their_time(healed: l
     healed[0].put(20)
     with Asker(healed[1]) as asker:
         keys = asker.hashed(20, BLOCKS).keys
-        wait_until(lambda: asker.locate(keys).number > 0)
-        located = asker.locate(keys)
+        located = asker.find(keys)
         assert healed[0].network is not None
         os.kill(healed[0].network.pid, signal.SIGSTOP)
         began_at = time.monotonic()
@@ -147,8 +146,7 @@ def test_a_fetch_whose_process_is_killed_leaves_nothing_behind(healed: list[Node
     healed[0].put(number)
     with Asker(healed[1]) as asker:
         keys = asker.hashed(number, BLOCKS).keys
-        wait_until(lambda: asker.locate(keys).number > 0)
-        located = asker.locate(keys)
+        located = asker.find(keys)
         assert healed[0].network is not None and located.number
         os.kill(healed[0].network.pid, signal.SIGSTOP)  # so that it is under way for long
         told: list[object] = []

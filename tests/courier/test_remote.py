@@ -107,8 +107,7 @@ def test_a_server_that_hangs_costs_no_more_than_the_time_of_who_waits(two: list[
     stored(two, engine, 4)
     with Asker(two[1]) as asker:
         keys = asker.hashed(4, BLOCKS).keys
-        wait_until(lambda: asker.locate(keys).number > 0)
-        located = asker.locate(keys)
+        located = asker.find(keys)
         engine.stop()
         try:
             began_at = time.monotonic()
@@ -125,8 +124,7 @@ def test_a_courier_that_is_killed_leaves_no_slot(two: list[Node], engine: Valkey
     stored(two, engine, 5)
     with Asker(two[1]) as asker:
         keys = asker.hashed(5, BLOCKS).keys
-        wait_until(lambda: asker.locate(keys).number > 0)
-        located = asker.locate(keys)
+        located = asker.find(keys)
         engine.stop()
         number = asker.wire.submit(m.Await(asker.number, [keys[located.blocks - 1]], 20.0, located.number))
         wait_until(lambda: two[1].stat()["elsewhere"]["fetching"] > 0)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import secrets
 import select
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -269,6 +267,19 @@ def test_places_that_are_not_known_and_keys_that_are_elsewhere(sidecar: Sidecar)
         assert engine.awaited().end is AwaitEnd.READABLE
 
 
+def test_a_place_is_never_taken_for_one_that_a_later_courier_found(sidecar: Sidecar) -> None:
+    keys = chain(3)
+    with closing(Engine(sidecar.path)) as engine:
+        with closing(Fetcher(sidecar)) as courier:
+            found = located(sidecar, engine, courier, keys, 3)
+        wait_until(lambda: sidecar.admin.facts().elsewhere.couriers == 0)  # type: ignore[union-attr]
+        with closing(Fetcher(sidecar)) as courier:
+            assert located(sidecar, engine, courier, chain(3), 3).number > found.number
+            engine.send(m.Await(engine.space, keys, 20.0, found.number))
+            answer = engine.awaited()
+            assert (answer.end, answer.reason) == (AwaitEnd.SHORT, MissReason.STALE_HINT)
+
+
 def test_couriers_that_hang_up_leave_no_waiter(sidecar: Sidecar) -> None:
     keys = chain(3)
     with closing(Engine(sidecar.path)) as engine:
@@ -336,7 +347,7 @@ def test_it_has_few_verbs(sidecar: Sidecar) -> None:
             answer = courier.call(verb)
             assert isinstance(answer, m.Failed) and answer.fault is m.RequestFault.BAD_INPUT, verb
         refused = courier.call(m.Await(space, chain(1), 0.0))
-        assert isinstance(refused, m.Failed)
+        assert isinstance(refused, m.Failed) and "couriers wait for no blocks" in refused.text
         for verb in (m.Adopt(1, 0, 0, [], HitTier.PEER), m.Questions(), m.Holdings(space)):
             answer = engine.ask(verb)
             assert isinstance(answer, m.Failed) and "courier.sock" in answer.text
@@ -379,6 +390,9 @@ def test_a_drop_says_what_remains_elsewhere(sidecar: Sidecar) -> None:
             (0, None, "", ""),
             (7, None, "node-c is away", "7 blocks remain elsewhere: node-c is away"),
             (0, MissReason.UNREACHABLE, "valkey does not answer", "valkey does not answer"),
+            (0, None, "2 other nodes may have copies", "2 other nodes may have copies"),
+            (3, None, "", "3 blocks remain elsewhere"),
+            (0, MissReason.DEADLINE, "", "evicted there: deadline"),
         ):
             number = engine.send(m.Drop(engine.space))
             (asked,) = courier.one().forgets
@@ -425,14 +439,3 @@ def test_what_a_courier_tells_is_shown_and_cleaned(sidecar: Sidecar) -> None:
         assert one.name == "node-b[2J" and (one.gbps, one.p99_ms) == (0.0, 0.0) and one.refused == {"mac": 2}
         wait_until(lambda: courier.questions(told=c.CourierFigures([])) and not sidecar.desk.reasons())
     wait_until(lambda: sidecar.desk.status().couriers == 0)
-
-
-def test_a_sidecar_without_couriers_imports_nothing_of_them() -> None:
-    """As `kvstore serve` does: the desk is handed in."""
-    program = (
-        "import sys, kvstore.cli.main, kvstore.service.serve, kvstore.metrics.server\n"
-        "rooms = ('kvstore.elsewhere', 'kvstore.courier', 'kvstore.pool')\n"
-        "print([one for one in sys.modules if one.startswith(rooms)])"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.strip() == "[]"

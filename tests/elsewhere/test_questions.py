@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import secrets
+from itertools import count
 from math import inf, nan
 
 import pytest
@@ -38,7 +39,7 @@ def fetch(book: TenantQuestions) -> OpenQuestion:
 
 
 def with_courier(*couriers: str) -> TenantQuestions:
-    book = TenantQuestions()
+    book = TenantQuestions(count(1))
     for one in couriers:
         assert book.take(one) == c.QuestionsReply()
     return book
@@ -167,7 +168,7 @@ def test_how_far_a_key_leads() -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_whatever_happens_tables_agree(seed: int) -> None:
     print(f"seed {seed}")
-    chance, book = random.Random(seed), TenantQuestions()
+    chance, book = random.Random(seed), TenantQuestions(count(1))
     book.take("a")
     ended: set[int] = set()
     added: dict[int, OpenQuestion] = {}

@@ -5,10 +5,8 @@ both, and the full blocks are hit. What goes between them is what proxies pass o
 from __future__ import annotations
 
 import os
-import random
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +14,8 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines has an environment of its own")
 
 from engines import models
-from engines.conftest import Nursery, Sidecar, started
+from engines.conftest import Sidecar, started
+from engines.two_roles import AT_ONCE, BLOCK, FOR_PREFILL, OPTIONS, Engines, drawn, full, is_right, killed
 from kvstore.cli import ask
 from kvstore.node import SystemClock
 from kvstore.protocol.status import SidecarStatus
@@ -25,93 +24,30 @@ from waiting import wait_until
 COUNT = int(os.environ.get("HAND_OVER_PROMPTS", "40"))
 """1,000 of up to 4,000 tokens is the long form."""
 LONGEST = 2000 if COUNT <= 40 else 4000
-SEED = int(os.environ.get("ENGINE_SEED", "0")) or random.SystemRandom().randrange(1 << 30)
-BLOCK = 128
-AT_ONCE = 4
-LEAD = 1e-4
-"""Where two tokens are as likely but for less than this, rounding may decide (`test_vllm`)."""
-OPTIONS: dict[str, Any] = dict(dtype="float32", max_model_len=4224, max_num_batched_tokens=512)
-FOR_PREFILL = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
-"""As vLLM's toy proxy, llm-d's `nixlv2` and production-stack have it."""
-MOST_TOKENS = 6
-
-
-class Engines:
-    """Two that run at a time, each with a role of its own."""
-
-    def __init__(self, model: str, sidecar: Sidecar, scratch: Path) -> None:
-        self.sidecar = sidecar
-        self.model = model
-        self._runs: dict[str, Nursery] = {}
-        self._scratch = scratch
-
-    def ask(self, role: str, steps: list[dict[str, Any]]) -> list[Any]:
-        """An engine of that role, step by step."""
-        if role not in self._runs:
-            scratch = self._scratch / role
-            scratch.mkdir(exist_ok=True)
-            self._runs[role] = Nursery(scratch)
-        transfer = models.connector(self.sidecar.url, codec="raw", **models.PATIENT) | {"kv_role": role}
-        plan = {"model": self.model, "transfer": transfer, "options": OPTIONS, "kept": True, "steps": steps}
-        return self._runs[role].run(plan)
-
-    def prefill(self, prompts: list[list[int]], hints: dict[str, Any] | None = None) -> list[dict[str, Any]]:
-        """What the first one tells of each."""
-        step = {"do": "generate", "max_tokens": 1, "hints": hints or FOR_PREFILL, "at_once": AT_ONCE}
-        (told,) = self.ask("kv_producer", [{**step, "prompts": prompts}])
-        return list(told)
-
-    def decode(self, prompts: list[list[int]], hints: list[dict[str, Any]]) -> list[tuple[dict[str, Any], Any]]:
-        """What the second one answers to each, and what it answers where it computes all of it."""
-        ask = {"do": "generate", "max_tokens": MOST_TOKENS, "leads": True}
-        steps = [{**ask, "prompts": [ids], "hints": one} for ids, one in zip(prompts, hints, strict=True)]
-        alone = {**ask, "prompts": prompts, "skip_reading": True, "hints": {"kvstore": {"store": False}}}
-        *told, truth = self.ask("kv_consumer", [*steps, alone])
-        return [(one[0], right) for one, right in zip(told, truth, strict=True)]
-
-    def facts(self) -> SidecarStatus:
-        """Of the sidecar."""
-        return ask.stat(f"{self.sidecar.directory}/admin.sock", SystemClock())
-
-    def end(self, role: str = "") -> None:
-        """Kill it, or all."""
-        for name in [role] if role else list(self._runs):
-            self._runs.pop(name).end()
 
 
 @pytest.fixture(scope="module")
-def engines(saved: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+def sidecar() -> Iterator[Sidecar]:
     """Of all tests here."""
-    with started("handover") as sidecar:
-        made = Engines(saved(), sidecar, tmp_path_factory.mktemp("handover"))
+    with started("handover") as made:
         yield made
-        made.end()
 
 
-def drawn(count: int, *, shortest: int = 200, longest: int = LONGEST, salt: int = 0) -> list[list[int]]:
-    print(f"seed {SEED}")
-    draw = random.Random(SEED + salt)
-    return [[draw.randrange(999) for _ in range(draw.randrange(shortest, longest))] for _ in range(count)]
+@pytest.fixture(scope="module")
+def engines(sidecar: Sidecar, saved: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    """Of all tests here."""
+    urls = dict.fromkeys(("kv_producer", "kv_consumer"), sidecar.url)
+    made = Engines(saved(), urls, tmp_path_factory.mktemp("handover"))
+    yield made
+    made.end()
 
 
-def full(tokens: int, block: int = BLOCK) -> int:
-    return (tokens - 1) // block * block
-
-
-def is_right(told: dict[str, Any], truth: dict[str, Any]) -> bool:
-    """Whether the tokens are the same, as far as one leads clearly."""
-    return told["tokens"] == truth["tokens"] or truth["lead"] < LEAD
+def facts(sidecar: Sidecar) -> SidecarStatus:
+    return ask.stat(f"{sidecar.directory}/admin.sock", SystemClock())
 
 
 def test_what_one_prefills_the_other_one_decodes(engines: Engines) -> None:
-    prompts = drawn(COUNT)
+    prompts = drawn(COUNT, longest=LONGEST)
     hit = wanted = 0
     for first in range(0, COUNT, AT_ONCE):
         some = prompts[first : first + AT_ONCE]
@@ -130,8 +66,8 @@ def test_what_one_prefills_the_other_one_decodes(engines: Engines) -> None:
     assert hit >= 0.999 * wanted
 
 
-def test_both_legs_at_once_and_decode_first(engines: Engines) -> None:
-    prompts = drawn(3, shortest=900, salt=1)
+def test_both_legs_at_once_and_decode_first(engines: Engines, sidecar: Sidecar) -> None:
+    prompts = drawn(3, shortest=900, longest=LONGEST, salt=1)
     engines.prefill([[1, 2, 3]])  # it runs
     for ids in prompts:
         found: list[Any] = []
@@ -141,7 +77,7 @@ def test_both_legs_at_once_and_decode_first(engines: Engines) -> None:
             )
         )
         decoding.start()
-        wait_until(lambda: engines.facts().awaits.parked == 1)  # it asks first
+        wait_until(lambda: facts(sidecar).awaits.parked == 1)  # it asks first
         engines.prefill([ids])
         decoding.join(120)
         ((told, truth),) = found
@@ -151,7 +87,8 @@ def test_both_legs_at_once_and_decode_first(engines: Engines) -> None:
 
 def test_the_first_token_appended_shifts_nothing(engines: Engines) -> None:
     prompts = [
-        ids[: 3 * BLOCK + more] for ids, more in zip(drawn(4, shortest=600, salt=2), (-1, 0, 1, 60), strict=True)
+        ids[: 3 * BLOCK + more]
+        for ids, more in zip(drawn(4, shortest=600, longest=LONGEST, salt=2), (-1, 0, 1, 60), strict=True)
     ]
     prefilled = engines.prefill(prompts)
     longer = [ids + one["tokens"] for ids, one in zip(prompts, prefilled, strict=True)]
@@ -176,9 +113,11 @@ def test_stale_and_foreign_tickets_are_computed(engines: Engines) -> None:
 
 
 @pytest.mark.slow
-def test_unequal_tensor_parallelism_is_named_and_computed(engines: Engines, run: Callable[..., Any]) -> None:
+def test_unequal_tensor_parallelism_is_named_and_computed(
+    engines: Engines, sidecar: Sidecar, run: Callable[..., Any]
+) -> None:
     (ids,) = drawn(1, shortest=600, longest=900, salt=5)
-    transfer = models.connector(engines.sidecar.url, codec="raw", **models.PATIENT) | {"kv_role": "kv_producer"}
+    transfer = models.connector(sidecar.url, codec="raw", **models.PATIENT) | {"kv_role": "kv_producer"}
     step = {"do": "generate", "prompts": [ids], "max_tokens": 1, "hints": FOR_PREFILL}
     plan = {"model": engines.model, "transfer": transfer, "steps": [step]}
     ((prefilled,),) = run({**plan, "options": {**OPTIONS, "tensor_parallel_size": 2}})
@@ -186,18 +125,18 @@ def test_unequal_tensor_parallelism_is_named_and_computed(engines: Engines, run:
     assert is_right(told, truth) and told["kvstore"]["misses"]["other_namespace"] == full(len(ids)), told
 
 
-def test_a_prefill_that_is_killed_costs_time_and_nothing_else(engines: Engines) -> None:
+def test_a_prefill_that_is_killed_costs_time_and_nothing_else(engines: Engines, sidecar: Sidecar) -> None:
     """Last: the engine is gone."""
-    (ids,) = drawn(1, shortest=LONGEST - 10, salt=4)
+    (ids,) = drawn(1, shortest=LONGEST - 10, longest=LONGEST, salt=4)
     engines.prefill([[1, 2, 3]])
     prefilling = threading.Thread(target=lambda: killed(engines, ids))
     found: list[Any] = []
     decoding = threading.Thread(target=lambda: found.extend(engines.decode([ids], [{"kvstore": {"await": True}}])))
     decoding.start()
-    wait_until(lambda: engines.facts().awaits.parked == 1)
-    before = engines.facts().awaits.ended
+    wait_until(lambda: facts(sidecar).awaits.parked == 1)
+    before = facts(sidecar).awaits.ended
     prefilling.start()
-    wait_until(lambda: engines.facts().awaits.ended != before)  # the first block came
+    wait_until(lambda: facts(sidecar).awaits.ended != before)  # the first block came
     engines.end("kv_producer")
     decoding.join(150)
     prefilling.join(150)
@@ -205,11 +144,3 @@ def test_a_prefill_that_is_killed_costs_time_and_nothing_else(engines: Engines) 
     account = told["kvstore"]
     assert is_right(told, truth)
     assert account["hits"].get("dram", 0) + sum(account["misses"].values()) == account["asked"] == len(ids)
-
-
-def killed(engines: Engines, ids: list[int]) -> None:
-    """A prefill of which nothing is told."""
-    try:
-        engines.prefill([ids])
-    except (AssertionError, AttributeError, OSError, ValueError, KeyError):
-        pass

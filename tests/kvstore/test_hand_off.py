@@ -20,6 +20,7 @@ from kvstore.client.pending import PendingReply
 from kvstore.node import EmbeddedStore
 from kvstore.protocol import messages as m
 from kvstore.protocol.hand_off import PREFIX, HandOff, opened
+from kvstore.protocol.handing_over import MAX_TICKET_SECONDS
 from service.sidecar import Sidecar
 from torture.peer import Peer, packed_namespace
 from waiting import wait_until
@@ -115,6 +116,14 @@ def changed_as(hand_off: HandOff, **fields: object) -> HandOff:
 def test_what_is_old_or_of_elsewhere_has_a_name(fields: dict[str, object], reason: MissReason) -> None:
     told = look(changed_as(GOOD, **fields).seal(MINE))
     assert told.reason is reason and told.blocks == 0 and told.detail
+
+
+@pytest.mark.parametrize("ahead_seconds", [-3600, 0, 3600, -(1 << 49), 1 << 50])
+def test_clocks_of_two_nodes_are_not_compared(ahead_seconds: int) -> None:
+    theirs = changed_as(GOOD, owner=bytes(16), until_ms=int(1000 * (NOW + ahead_seconds))).seal(MINE)
+    told = opened(theirs, MINE, NAMESPACE, 64, NOW, of_others=True)
+    assert (told.reason, told.head, told.blocks) == (None, HEAD, 31)
+    assert 0 <= told.seconds <= MAX_TICKET_SECONDS
 
 
 def test_another_tenants_is_told_by_its_key() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import select
 import socket
 import subprocess
@@ -23,9 +22,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc  # noqa: E402
 
 from kvstore.network.door import MOST_CONNECTIONS  # noqa: E402, F401
 from kvstore.wire import admin_pb2_grpc, score_pb2_grpc, store_pb2, store_pb2_grpc  # noqa: E402
-from service.test_serve import PATHS  # noqa: E402
+from network.tokens import ENVIRONMENT, OPERATOR_TOKEN, token_of  # noqa: E402
 
-OPERATOR_TOKEN = "operator-0123456789abcdef"
 CLIENT_OPTIONS = [
     ("grpc.enable_http_proxy", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -34,11 +32,6 @@ CLIENT_OPTIONS = [
 ]
 SOON = 60.0
 """A deadline that a busy machine keeps."""
-
-
-def token_of(tenant: str) -> str:
-    """Its bearer token in these tests."""
-    return f"{tenant}-token-0123456789abcdef"
 
 
 def bearer(token: str) -> list[tuple[str, str]]:
@@ -119,12 +112,6 @@ def ended_by_peer(socks: Sequence[socket.socket]) -> int:
 
 def command_of(*flags: str) -> list[str]:
     return [sys.executable, "-m", "kvstore", "network", "--json", *flags]
-
-
-ENVIRONMENT = {
-    **os.environ,
-    "PYTHONPATH": os.pathsep.join([PATHS["PYTHONPATH"], *filter(None, [os.environ.get("PYTHONPATH")])]),
-}
 
 
 @contextmanager

@@ -511,6 +511,8 @@ def test_an_address_is_read(url: str, want: ValkeyAddress) -> None:
         ("valkey://h/2", "not the address"),
         ("valkey://h:99999", "allowed is"),
         ("valkey://h:0", "not the address"),
+        (f"valkey://{'h' * 64}", "too long"),
+        ("valkey://h..x", "empty or too long"),
         ("valkey://h:x", "allowed is"),
         ("valkey://h?ca=/x", "not options"),
         ("valkeys://h?ca=", "not options"),

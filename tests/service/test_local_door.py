@@ -342,7 +342,7 @@ def test_what_is_no_message_ends_the_connection_and_nothing_else(sidecar: Sideca
 
 
 @pytest.mark.parametrize(
-    ("oldest", "newest", "spoken"), [(1, 1, 1), (1, 2, 2), (1, 9, 3), (3, 9, 3), (4, 9, 0), (0, 0, 0)]
+    ("oldest", "newest", "spoken"), [(1, 1, 1), (1, 2, 2), (1, 9, 4), (3, 9, 4), (4, 9, 4), (5, 9, 0), (0, 0, 0)]
 )
 def test_the_highest_version_in_common_is_spoken(sidecar: Sidecar, oldest: int, newest: int, spoken: int) -> None:
     """spoken: 0 for none."""

@@ -45,19 +45,19 @@ class AwaitEnd(StrEnum):
 @dataclass(eq=False, slots=True)
 class ParkedAwait:
     """One wait for the last of these keys, which follow each other in a chain. number: of the namespace. tell: called
-    when it is over; must do next to nothing. end: None until then. follows: the first key that could not be read when
-    it was looked at. note: what its owner remembers with it,
-    who says then when no put of it comes."""
+    when it is over; must do next to nothing. fetch: what brings the blocks here, if they are fetched; it ends the wait
+    then, and a put that gives up does not. end: None until it is over. follows: the first key that could not be read
+    when it was looked at."""
 
     number: int
     tenant: bytes
     keys: Sequence[bytes]
     seconds: float
     tell: Callable[[ParkedAwait], object]
+    fetch: object = None
     since: float = 0.0
     end: AwaitEnd | None = None
     follows: bytes = b""
-    note: object = None
 
 
 class AwaitCounts(NamedTuple):
@@ -138,7 +138,7 @@ class Awaits:
         """A put of that block ended before it could be read."""
         with self._lock:
             for table in (self._heads, self._follows):
-                self._end([one for one in table.get((number, key), ()) if one.note is None], AwaitEnd.SHORT)
+                self._end([one for one in table.get((number, key), ()) if one.fetch is None], AwaitEnd.SHORT)
 
     def end(self, ones: Iterable[ParkedAwait], why: AwaitEnd) -> None:
         """Those of these that are not over are."""

@@ -35,8 +35,8 @@ class BlockPlace(IntEnum):
 
 class ChangesTold(NamedTuple):
     """changes: prefix keys and where these blocks can be read from then on, the oldest first. next: where to go on.
-    is_lost: something happened between that cannot be told any more. indexes: of each, the blocks
-    before it in its chain."""
+    is_lost: something happened between that cannot be told any more. indexes: of each, the blocks before it in its
+    chain."""
 
     changes: list[tuple[bytes, int]]
     next: int

@@ -2,8 +2,9 @@
 
 The clients' packers copy large values several times; here a SET leaves as `sendmsg` of header and payload, and a GET
 arrives in the slot but for the few bytes that came with its first line. That line is read into a small buffer: peeking
-would spin on half a line, and TLS has no peeking. The deadline is looked at before every system call, so a server that
-drips bytes ends at it, too; a size is compared before a byte of the value is taken.
+would spin on half a line, and TLS has no peeking. What is left of the deadline is the limit of every system call, and
+the kernel keeps it while it fills a whole value in one of them: a server that drips bytes is late as any other. A size
+is compared before a byte of the value is taken.
 
 After any exception what the socket holds is unknown: the connection is closed, never used again.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import select
 import socket
 import ssl
+import struct
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -27,7 +29,8 @@ BUFFER_BYTES = 512
 MAX_BULK_BYTES, MAX_ITEMS, MAX_DEPTH = 4096, 1024, 6
 """Of a small reply: bytes of one string, items in all, lists in lists."""
 SLACK_SECONDS = 0.001
-"""By which a wait may pass the deadline: to set a socket's timeout is a system call, too."""
+"""By which a wait may pass the deadline: to set a socket's limit is a system call, too. To the kernel 0 is none."""
+_TIMEVAL = struct.Struct("@ll")
 _CODE_CHARACTERS = 24
 _DIGITS = 18
 
@@ -63,7 +66,10 @@ class RespConnection:
         self._socket = sock
         self._clock = clock
         self._buffer = bytearray(BUFFER_BYTES)
-        self._timeout = -1.0  # of the socket, set before a call to it
+        self._is_tls = isinstance(sock, ssl.SSLSocket)  # whose limits Python keeps, a poll before each call
+        if not self._is_tls:
+            sock.settimeout(None)
+        self._limits = {socket.SO_RCVTIMEO: -1.0, socket.SO_SNDTIMEO: -1.0}  # set before a call to the socket
         self._at = self._end = 0  # of what is held and was not taken
         self._readable = select.poll()
         self._readable.register(sock, select.POLLIN)
@@ -76,8 +82,11 @@ class RespConnection:
         """All of it. Raises OSError, of which TimeoutError at the deadline."""
         rest = [view for piece in pieces if (view := memoryview(piece).cast("B"))]
         while rest:
-            self._wait_at_most(deadline)
-            sent = self._socket.send(rest[0]) if isinstance(self._socket, ssl.SSLSocket) else self._socket.sendmsg(rest)
+            self._wait_at_most(deadline, socket.SO_SNDTIMEO)
+            try:
+                sent = self._socket.send(rest[0]) if self._is_tls else self._socket.sendmsg(rest)
+            except BlockingIOError:  # at the kernel's limit
+                continue
             while rest and sent >= len(rest[0]):
                 sent -= len(rest.pop(0))
             if rest:
@@ -154,30 +163,37 @@ class RespConnection:
             self._at, self._end = 0, held
         if self._end == BUFFER_BYTES:
             raise RespFault(f"a line of more than {BUFFER_BYTES} bytes")
-        self._wait_at_most(deadline)
-        self._end += self._received(self._socket.recv_into(memoryview(self._buffer)[self._end :][:most]))
+        self._end += self._received(memoryview(self._buffer)[self._end :][:most], deadline, 0)
 
     def _fill(self, view: memoryview, deadline: float) -> None:
         held = min(len(view), self._end - self._at)
         view[:held] = self._buffer[self._at : self._at + held]
         self._at += held
         while held < len(view):
-            self._wait_at_most(deadline)
-            held += self._received(self._socket.recv_into(view[held:]))
+            held += self._received(view[held:], deadline, 0 if self._is_tls else socket.MSG_WAITALL)
 
-    def _wait_at_most(self, deadline: float) -> None:
+    def _received(self, view: memoryview, deadline: float, flags: int) -> int:
+        while True:
+            self._wait_at_most(deadline, socket.SO_RCVTIMEO)
+            try:
+                count = self._socket.recv_into(view, 0, flags)
+            except BlockingIOError:  # at the kernel's limit
+                continue
+            if not count:
+                raise ConnectionResetError("it closed the connection")
+            return count
+
+    def _wait_at_most(self, deadline: float, option: int) -> None:
         left = deadline - self._clock.monotonic_seconds()
         if left <= 0:
             raise TimeoutError
-        if not 0.0 <= self._timeout - left <= SLACK_SECONDS:
+        if 0.0 <= self._limits[option] - left <= SLACK_SECONDS:
+            return
+        self._limits[option] = left = max(left, SLACK_SECONDS)
+        if self._is_tls:
             self._socket.settimeout(left)
-            self._timeout = left
-
-    @staticmethod
-    def _received(count: int) -> int:
-        if not count:
-            raise ConnectionResetError("it closed the connection")
-        return count
+        else:
+            self._socket.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(left), int(left % 1 * 1e6)))
 
     def interrupt(self) -> None:
         """From another thread: whatever is under way fails soon."""

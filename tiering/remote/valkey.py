@@ -78,6 +78,7 @@ class ValkeyAddress:
         try:
             parts = urlsplit(url)
             host, port, user = parts.hostname, parts.port, unquote(parts.username or "")
+            (host or "").encode("idna")  # as a connection will; a host that no name can be is said here
         except ValueError as error:
             raise ValueError(f"{error} in {scheme}://...; allowed is {_ALLOWED}") from None
         if parts.password is not None:
