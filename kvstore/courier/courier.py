@@ -206,7 +206,7 @@ class _TenantWork:
             places = session.locator.find(run, space, question.keys, present, *ticket, seconds=left)
         except Unavailable as away:
             return QuestionAnswered(number, present, reason=away.reason, detail=away.detail)
-        session.locator.keep(number, places)
+        session.locator.keep(run.tenant, number, places)
         return places_answer(number, places, present)
 
     def _begin_fetch(self, run: CourierRun, question: FetchQuestion) -> None:

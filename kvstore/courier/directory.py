@@ -65,8 +65,7 @@ MAX_TIME_MS = 1 << 48
 DEFAULT_PORT = 6379
 _DOLLAR = ord("$")
 _NODES, _NODE, _HINTS = b"kv:nodes", b"kv:n:", b"kv:h:"
-_LIST_ANEW = (b"DEL", _NODES)
-"""What no node can read is of no node: each enters itself again with its next refresh."""
+_LIST_ANEW = (b"DEL", _NODES)  # that none can read: each node enters itself again with its next refresh
 
 _log = logging.getLogger(__name__)
 
@@ -203,10 +202,8 @@ class ValkeyDirectory:
         except Empty:
             raise DirectoryDown("all connections are in use") from None
         try:
-            replies = wire.call(
-                [(b"HRANDFIELD", _HINTS + name, MAX_HOLDERS, b"WITHVALUES") for _, name in heads],
-                max(0.0, deadline - self._clock.monotonic_seconds()),
-            )
+            wanted = [(b"HRANDFIELD", _HINTS + name, MAX_HOLDERS, b"WITHVALUES") for _, name in heads]
+            replies = wire.call(wanted, max(0.0, deadline - self._clock.monotonic_seconds()))
         except DirectoryDown as error:
             with self._lock:
                 self._missing_lookups += 1
@@ -225,13 +222,9 @@ class ValkeyDirectory:
         """This node has these. Its thread does so for the `Announcer`. Raises `DirectoryDown`."""
         node, run, ttl_ms = self._here.node, self._here.incarnation, int(1e3 * HINT_SECONDS)
         if self._fields_age:
-            replies = self._ask(
-                [
-                    (b"HSETEX", _HINTS + name, b"PX", ttl_ms, b"FIELDS", 1, node, hint_value(run, tier))
-                    for name, tier in hints
-                ],
-                seconds,
-            )
+            how = (b"PX", ttl_ms, b"FIELDS", 1, node)
+            wanted = [(b"HSETEX", _HINTS + name, *how, hint_value(run, tier)) for name, tier in hints]
+            replies = self._ask(wanted, seconds)
             if not any(isinstance(reply, _ReplyError) and reply.is_unknown_command for reply in replies):
                 return self._judge(replies)
             self._fields_age = False
@@ -263,14 +256,9 @@ class ValkeyDirectory:
 
     def _refresh(self, now: float) -> None:
         try:
+            mine = (b"GETRANGE", _NODE + self._here.node, 0, MAX_ENTRY_BYTES)
             try:
-                own, clock, listed = self._ask(
-                    [
-                        (b"GETRANGE", _NODE + self._here.node, 0, MAX_ENTRY_BYTES),
-                        (b"TIME",),
-                        (b"SRANDMEMBER", _NODES, MAX_NODES),
-                    ]
-                )
+                own, clock, listed = self._ask([mine, (b"TIME",), (b"SRANDMEMBER", _NODES, MAX_NODES)])
             except _Oversized:
                 self._ask([_LIST_ANEW])
                 raise
@@ -294,8 +282,7 @@ class ValkeyDirectory:
             self._announcer.lost()
         was = self._claim.state
         if self._claim.look(found, now):
-            value, ttl_ms = entry_bytes(self._entry()), int(1e3 * NODE_SECONDS)
-            key = _NODE + self._here.node
+            key, value, ttl_ms = _NODE + self._here.node, entry_bytes(self._entry()), int(1e3 * NODE_SECONDS)
             try:
                 self._judge(self._ask([(b"SET", key, value, b"PX", ttl_ms), (b"SADD", _NODES, self._here.node)]))
                 self._claim.wrote()
@@ -451,10 +438,6 @@ def _milliseconds(reply: Any) -> int:
     return now_ms
 
 
-class _TooLong(ValueError):
-    """Of what is read."""
-
-
 class _ValkeyWire:
     """One connection, of one thread at a time."""
 
@@ -492,10 +475,10 @@ class _ValkeyWire:
             self._replies.allow(seconds, room)
             self._connection.send_packed_command(self._connection.pack_commands(commands), check_health=False)
             return [self._replies.read() for _ in commands]
-        except (valkey.ValkeyError, OSError, ValueError) as error:
+        except (valkey.ValkeyError, OSError, ValueError, _Oversized) as error:
             self.close()
-            if isinstance(error, _TooLong):
-                raise _Oversized(str(error)) from None
+            if isinstance(error, _Oversized):
+                raise
             is_late = isinstance(error, valkey.TimeoutError | TimeoutError)
             raise DirectoryDown(f"no answer in {1e3 * seconds:.0f} ms" if is_late else str(error)[:200]) from None
 
@@ -578,7 +561,7 @@ class _BoundedReplies:
         if size < 0:
             return None
         if size > self._room + len(self._seen) - self._at:
-            raise _TooLong(f"a value of {size} bytes")
+            raise _Oversized(f"a value of {size} bytes")
         if size > MAX_VALUE_BYTES:
             left = size + 2 - (len(self._seen) - self._at)
             while left > 0:
@@ -612,6 +595,6 @@ class _BoundedReplies:
             raise ValueError("closed by the server")
         self._room -= len(got)
         if self._room < 0:
-            raise _TooLong("more than a call may answer")
+            raise _Oversized("more than a call may answer")
         self._seen = self._seen[self._at :] + got
         self._at = 0

@@ -91,7 +91,7 @@ class Fetcher:
     def _fetch(self, job: FetchJob) -> None:
         question, run = job.question, job.run
         space = run.space(question.namespace)
-        places = self._locator.kept(question.located)
+        places = self._locator.kept(run.tenant, question.located)
         if places is None:
             ticket = (question.node, question.incarnation)
             places = self._locator.find(run, space, question.keys, job.reached, *ticket, seconds=self._left(job) / 4)

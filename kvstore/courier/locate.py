@@ -72,20 +72,20 @@ class Locator:
         self._remote = remote
         self._clock = clock
         self._lock = threading.Lock()
-        self._kept: OrderedDict[int, Places] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, int], Places] = OrderedDict()
         self._recent: OrderedDict[tuple[bytes, bytes, int], tuple[float, Places]] = OrderedDict()
 
-    def keep(self, number: int, places: Places) -> None:
-        """For the fetch that names that question."""
+    def keep(self, tenant: str, number: int, places: Places) -> None:
+        """For the fetch that names that question; each tenant has numbers of its own."""
         with self._lock:
-            self._kept[number] = places
+            self._kept[tenant, number] = places
             while len(self._kept) > MOST_KEPT:
                 self._kept.popitem(last=False)
 
-    def kept(self, number: int) -> Places | None:
+    def kept(self, tenant: str, number: int) -> Places | None:
         """They are taken."""
         with self._lock:
-            return self._kept.pop(number, None)
+            return self._kept.pop((tenant, number), None)
 
     def find(
         self,

@@ -224,7 +224,7 @@ class CourierDesk:
             self.told.tell(caller, verb.told)
         ended = []
         with self._lock:
-            if not self._sessions.has(caller):  # `left` was called, or will be: no courier is there to be asked
+            if caller not in self._sessions.callers():  # `left` was called, or is about to be
                 self.told.left(caller)
                 return c.QuestionsReply()
             tenant = caller.keys.tenant

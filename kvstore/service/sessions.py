@@ -161,10 +161,6 @@ class Sessions:
         with self._lock:
             return list(self._callers.values())
 
-    def has(self, caller: ClientState) -> bool:
-        """Whether that connection is there."""
-        return caller.number in self._callers
-
     # Leases --------------------------------------------------------------------------------------------------------
 
     def leased_blocks(self, caller: ClientState) -> int:

@@ -1,0 +1,21 @@
+"""What a courier found is kept for the fetch that may follow."""
+
+from __future__ import annotations
+
+from kvstore.block.identity import NodeIdentity
+from kvstore.courier.locate import MOST_KEPT, Locator, Places
+from kvstore.pool.members import AliveTable
+from tiering.clock import SystemClock
+
+
+def test_places_are_of_one_tenant_s_question_and_are_taken_once() -> None:
+    """Each tenant's questions are numbered from 1 on."""
+    locator = Locator(AliveTable(NodeIdentity()), None, None, None, None, SystemClock())
+    of_a, of_b = Places(detail="a"), Places(detail="b")
+    locator.keep("a", 1, of_a)
+    locator.keep("b", 1, of_b)
+    assert locator.kept("a", 1) is of_a and locator.kept("a", 1) is None
+    assert locator.kept("c", 1) is None and locator.kept("b", 1) is of_b
+    for number in range(MOST_KEPT + 1):
+        locator.keep("a", number, of_a)
+    assert locator.kept("a", 0) is None and locator.kept("a", 1) is of_a
