@@ -507,7 +507,7 @@ class Fetched(Protocol):
         ...
 
     def give_way(self) -> bool:
-        """Somebody lacks room: some more are not pinned any more; False where none is."""
+        """An engine lacks room: some more are not pinned any more; False where none is."""
         ...
 
     def forget(self, number: int) -> None:

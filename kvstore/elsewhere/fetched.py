@@ -130,7 +130,7 @@ class FetchedBlocks:
             self._let_go([next(iter(self._pins))])
 
     def give_way(self) -> bool:
-        """Somebody lacks room: some of them, the oldest first, are not pinned any more; False where none is."""
+        """An engine lacks room: some of them, the oldest first, are not pinned any more; False where none is."""
         some = list(islice(self._pins, GIVES_WAY_AT_ONCE))
         self._let_go(some)
         self.gave_way += len(some)

@@ -31,8 +31,6 @@ MOST_STRANGERS = 128
 """Connections of a thread that have not said yet which offer they are for."""
 _TURN_BYTES = 4 << 20
 """That one connection is sent before others have their turn."""
-_READS_IN_TURN = 4 * t.REQUESTS_UNDER_WAY
-"""Of one connection, before others have their turn; what is left wakes the thread again."""
 _BACKLOG = 256
 _PAUSE_SECONDS = 0.1
 """In which nothing is accepted, where the process has no descriptor left."""
@@ -264,8 +262,8 @@ class _Loop:
             self._drop(one)
 
     def _hear(self, one: _Connection) -> None:
-        """Read what it says, a message at a time. Where it says more than a puller does at once, others come first."""
-        for _ in range(_READS_IN_TURN):
+        """Read what it says, a message at a time, and never more than the messages that it may send."""
+        while True:
             try:
                 count = one.sock.recv_into(memoryview(one.read)[one.got : one.needs])
             except BlockingIOError:

@@ -110,7 +110,7 @@ class LocateQuestion(msgspec.Struct, array_like=True, frozen=True):
 
 class FetchQuestion(msgspec.Struct, array_like=True, frozen=True):
     """Bring these blocks here: those of the chain behind the first `present`. located: the `LocateQuestion` that found
-    them, so that its places need not be looked for again. seconds: that somebody waits for them."""
+    them, so that its places need not be looked for again. seconds: that an engine waits for them."""
 
     number: int
     located: int
@@ -187,8 +187,8 @@ class Questions(msgspec.Struct, array_like=True, frozen=True, tag="questions"):
 
 
 class QuestionsReply(msgspec.Struct, array_like=True, frozen=True, tag="questions"):
-    """To `Questions`: each question once. over: fetches that nobody waits for any more. more: whether to ask again at
-    once."""
+    """To `Questions`: each question once. over: fetches that no engine waits for any more. more: whether to ask again
+    at once."""
 
     locates: list[LocateQuestion] = []
     fetches: list[FetchQuestion] = []

@@ -369,7 +369,7 @@ class Granted(msgspec.Struct, array_like=True, frozen=True, tag="granted"):
 
 
 class Matched(msgspec.Struct, array_like=True, frozen=True, tag="matched"):
-    """To `MatchPrefix`. has_courier: whether there is somebody to ask of what is elsewhere (`Locate`)."""
+    """To `MatchPrefix`. has_courier: whether one is there that knows what is elsewhere (`Locate`)."""
 
     reply: MatchReply
     has_courier: bool = False

@@ -91,8 +91,7 @@ class ClientState:
     """One connection. number: by which the kernel knows its mappings. namespaces: that it opened, each with the layer
     slices of its parts. named: these by the numbers that the client has for them. extents: shared with it. shares: how
     often each of them was. retired_seen: how far it was told what to unmap. is_rung: whether its bell was, since it
-    asked last. fingerprint: of the keys that it hashes with, if others than its tenant has. is_courier: it came
-    in at courier.sock."""
+    asked last. fingerprint: of the keys that it hashes with, if others than its tenant has. is_courier: it is one."""
 
     number: int
     session: Session
@@ -128,11 +127,9 @@ class Sessions:
     def __init__(self, store: Store, first_number: int, new_token: Callable[[int], bytes]) -> None:
         """first_number: of a connection; above those of every earlier run. new_token: random bytes, that many."""
         self._store, self._new_token, self._first_number = store, new_token, first_number
-        self._lock = threading.Lock()
-        self._numbers = Numbers(new_token(NUMBER_KEY_BYTES), CONNECTION_BITS)
+        self._lock, self._numbers = threading.Lock(), Numbers(new_token(NUMBER_KEY_BYTES), CONNECTION_BITS)
         self._sessions: dict[tuple[bytes, bytes], Session] = {}  # by tenant and token
-        self._callers: dict[int, ClientState] = {}
-        self._departed: DisconnectedClients[ClientState] = DisconnectedClients(store)
+        self._callers, self._departed = dict[int, ClientState](), DisconnectedClients[ClientState](store)
         self._leased_places: Counter[bytes] = Counter()  # of all a tenant's sessions
         self._mapped: deque[int] = deque()  # extents that were given back: whoever maps them was not rung for yet
 
@@ -308,8 +305,7 @@ class Sessions:
         """It is gone; None where that is known. Under the lock."""
         whose = caller.session.tenant.tenant + COURIERS * caller.is_courier  # who keep no engine out
         gone = self._departed.add(caller.number, whose, caller, caller.extents)
-        if gone is not None:
-            caller.session.departed += 1
+        caller.session.departed += gone is not None
         return gone
 
     def sweep(self) -> int:

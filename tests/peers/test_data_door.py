@@ -172,34 +172,13 @@ def test_a_puller_that_asks_and_never_reads_holds_its_pins_for_their_time_alone(
     pulls(door)
 
 
-def test_a_puller_that_goes_on_asking_after_its_offer_is_gone_keeps_no_other_from_the_door(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(t, "OFFER_SECONDS", 1.0)
-    door = SocketFrameDoor("127.0.0.1:0", SystemClock(), random_bytes)
-    offer, sock, is_over = door.offer(Source(1).offered(), SECRET), raw(door), threading.Event()
-    sock.sendall(hello_for(offer.token, SECRET, False))
-    assert len(sock.recv(t.RECORD.size + t.PROOF_BYTES, socket.MSG_WAITALL)) == t.RECORD.size + t.PROOF_BYTES
-    door.withdraw(offer.token)
-    assert sock.recv(t.RECORD.size, socket.MSG_WAITALL)[5] == t.PullStatus.GONE
-
-    def flood() -> None:
-        try:
-            while True:
-                sock.sendall(2048 * asked(0, 1))
-        except OSError:  # hung up on, when its time is over
-            is_over.set()
-
-    flooding = threading.Thread(target=flood, daemon=True)
-    flooding.start()
-    pulls(door)
-    assert is_over.wait(20)
-    flooding.join()
-    sock.close()
+def test_a_door_that_is_closed_takes_no_offer() -> None:
+    """Nothing would end it, and its pins would stay."""
+    door, source = SocketFrameDoor("127.0.0.1:0", SystemClock(), random_bytes), Source(1)
     door.close()
-    with pytest.raises(t.PullBusy):
-        door.offer(Source(1).offered(), SECRET)
-    assert door.pinned() == 0
+    with pytest.raises(t.PullBusy, match="closed"):
+        door.offer(source.offered(), SECRET)
+    assert door.pinned() == 0 and source.releases == 0, "it is the caller's"
 
 
 def test_strangers_make_room_for_each_other(door: SocketFrameDoor, monkeypatch: pytest.MonkeyPatch) -> None:
