@@ -222,57 +222,45 @@ def test_no_door_that_a_ticket_names_is_dialled(two: TwoNodes) -> None:
 
 
 def test_a_network_process_that_is_killed_costs_time_and_nothing_else(two: TwoNodes) -> None:
-    """Before decode asks, and, with another prompt, in the middle of what comes."""
-    ids, other = drawn(2, shortest=1800, salt=30)
+    (ids,) = drawn(1, shortest=1800, salt=30)
     (prefilled,) = two.engines.prefill([ids])
     two.first.kill_network()
     (answer,) = two.engines.decode([ids], [{"kvstore": prefilled["kvstore"]}])
-    assert two.check(ids, answer) == {}, answer
-    assert AWAY & answer[0]["kvstore"]["misses"].keys(), answer
-    two.first.start_network()
+    assert two.check(ids, answer) == {} and AWAY & answer[0]["kvstore"]["misses"].keys(), answer
+
+
+LATER = ("before", "after", "prefill's network", "decode's network")
+
+
+@pytest.mark.parametrize("what", ["between", *(pytest.param(one, marks=pytest.mark.slow) for one in LATER)])
+def test_whatever_is_killed_the_tokens_are_right(two: TwoNodes, what: str) -> None:
+    """The engine that prefills: before it stored anything, when it stored some, when it told its ticket. A network
+    process while blocks come."""
     wait_for_peers(two.nodes, 1)
-    came = adopted(two.second)
-    with two.decoding(other, ticket_of(two.first, other)) as found:
-        prefilling = two.prefill_fails(other)
-        wait_until(lambda: adopted(two.second) > came or not prefilling.is_alive())
-        two.first.kill_network()
-    prefilling.join(SOON)
-    two.check(other, found[0])
-
-
-@pytest.mark.parametrize(
-    "when", ["between", *(pytest.param(one, marks=pytest.mark.slow) for one in ("before", "after", "decode's network"))]
-)
-def test_whatever_is_killed_the_tokens_are_right(two: TwoNodes, when: str) -> None:
-    """The engine that prefills: before it stored anything, when it stored some, when it told its ticket."""
-    (ids,) = drawn(1, shortest=1990, salt=len(when))
-    ticket, stored = ticket_of(two.first, ids), two.first.stat()["blocks"]
-    if when == "after":
+    (ids,) = drawn(1, shortest=1990, salt=40 + len(what))
+    ticket, came = ticket_of(two.first, ids), adopted(two.second)
+    if what == "after":
         two.engines.prefill([ids])
         two.engines.end(PREFILL)
-    with two.decoding(ids, ticket) if when != "after" else decoded(two, ids, ticket) as found:
-        if when == "before":
-            two.engines.end(PREFILL)
-        elif when != "after":
-            prefilling = two.prefill_fails(ids)
-            wait_until(lambda: two.first.stat()["blocks"] > stored)
-            if when == "between":
+        found = two.engines.decode([ids], [{"kvstore": {"ticket": ticket}}])
+    else:
+        with two.decoding(ids, ticket) as found:
+            if what == "before":
                 two.engines.end(PREFILL)
             else:
-                two.second.kill_network()
-            prefilling.join(SOON)
+                prefilling = two.prefill_fails(ids)
+                wait_until(lambda: adopted(two.second) > came or not prefilling.is_alive())
+                if what == "between":
+                    two.engines.end(PREFILL)
+                else:
+                    (two.first if what == "prefill's network" else two.second).kill_network()
+                prefilling.join(SOON)
     hits = two.check(ids, found[0])
-    print(when, hits, found[0][0]["kvstore"])
-    if when in ("between", "after"):
-        assert 0 < hits.get("peer", 0) <= full(len(ids)), found
-    elif when == "before":
+    print(what, hits, found[0][0]["kvstore"])
+    if what == "before":
         assert hits == {} and AWAY & found[0][0]["kvstore"]["misses"].keys(), found
-
-
-@contextmanager
-def decoded(two: TwoNodes, ids: list[int], ticket: str) -> Iterator[list[Any]]:
-    """As `TwoNodes.decoding`, where nothing is to happen meanwhile."""
-    yield two.engines.decode([ids], [{"kvstore": {"ticket": ticket}}])
+    else:
+        assert 0 < hits.get("peer", 0) <= full(len(ids)), found
 
 
 def adopted(node: Node) -> int:
