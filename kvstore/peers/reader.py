@@ -21,6 +21,8 @@ from kvstore.peers.tokens import hello_for, proof_of
 from tiering.clock import Clock
 
 Check = Callable[[int, memoryview], bool]
+Opening = Callable[[], bool]
+"""Whether a sealed frame was what its tag says; it is open then."""
 
 
 class FramePuller(ABC):
@@ -50,8 +52,8 @@ class FramePuller(ABC):
     def _fill(self, view: memoryview, deadline: float) -> None: ...
 
     @abstractmethod
-    def _fill_slot(self, record: bytes, view: memoryview, deadline: float) -> None:
-        """What lies behind the record of a frame, opened where it is sealed."""
+    def _fill_slot(self, record: bytes, view: memoryview, deadline: float) -> Opening | None:
+        """What lies behind the record of a frame; and what opens it where it lies, if it is sealed still."""
 
     def _expect(self, number: int, views: Sequence[memoryview]) -> None:  # noqa: B027  # most have nothing to do
         """These slots are asked for, from that frame on."""
@@ -122,9 +124,9 @@ class FramePuller(ABC):
             if self._record != expected:
                 self._hear_end(self._record, t.PullStatus.GONE, deadline)
                 return
-            self._fill_slot(expected, view, deadline)
+            opening = self._fill_slot(expected, view, deadline)
             self._number += 1
-            if not checks.check(at, view):
+            if not checks.check(at, view, opening):
                 return
 
     def _ask(self, views: Sequence[memoryview], deadline: float) -> int:
@@ -186,12 +188,16 @@ class _Checks:
         self._good = self._under_way = 0
         self.has_failed = False
 
-    def check(self, at: int, view: memoryview) -> bool:
+    def check(self, at: int, view: memoryview, opening: Opening | None) -> bool:
         """Whether it makes sense to go on."""
+
+        def is_good() -> bool:
+            return (opening is None or opening()) and self._check(at, view)
+
         if self._checker is None:
-            self._note(self._check(at, view))
+            self._note(is_good())
         else:
-            self._checker.work.put((self._check, at, view))
+            self._checker.work.put(is_good)
             self._under_way += 1
             while self._under_way and not self._checker.done.empty():
                 self._hear()
@@ -217,21 +223,20 @@ class _Checks:
 
 
 class _Checker:
-    """A thread that looks at frames."""
+    """A thread that opens frames, and looks at them."""
 
     def __init__(self) -> None:
-        self.work: SimpleQueue[tuple[Check, int, memoryview] | None] = SimpleQueue()
+        self.work: SimpleQueue[Callable[[], bool] | None] = SimpleQueue()
         self.done: SimpleQueue[bool | BaseException] = SimpleQueue()
         Thread(target=self._run, name="kvstore-pull-checks", daemon=True).start()
 
     def _run(self) -> None:
-        while (given := self.work.get()) is not None:
-            check, at, view = given
+        while (is_good := self.work.get()) is not None:
             try:
-                self.done.put(check(at, view))
+                self.done.put(is_good())
             except BaseException as error:  # it is raised where the pull is
                 self.done.put(error)
-            given = check = view = None  # type: ignore[assignment]  # nothing of a slot stays here
+            is_good = None  # nothing of a slot stays here
 
     def stop(self) -> None:
         """When it has looked at what it was given."""

@@ -1,8 +1,8 @@
 """Frames in secret: AES-256-GCM, a nonce for each message, and the message's record as what it is bound to.
 
 A key is of one connection (`tokens.seal_key`), and a nonce is the direction and a number that only rises, so none is
-used twice. Pieces of a frame pass through a small ring while they are in the cache: what is decrypted into a slot is
-worth nothing before the tag behind it was compared. The one file that imports `cryptography`.
+used twice. A door seals pieces of a frame into a small ring while they are in the cache. A puller opens a frame in its
+slot: what lies there is worth nothing before the tag behind it was compared. The one file that imports `cryptography`.
 """
 
 from __future__ import annotations
@@ -68,6 +68,16 @@ class FrameSeal:
         opening.authenticate_additional_data(record)
         return opening
 
+    def opens(self, direction: int, number: int, record: bytes, message: memoryview, tag: bytes | bytearray) -> bool:
+        """Open a message where it lies, and say whether not a bit of it and its record is another one."""
+        opening = self.opening(direction, number, record)
+        opening.update_into(message, message)
+        try:
+            opened(opening, tag)
+        except t.PeerFault:
+            return False
+        return True
+
     def tag(self, direction: int, number: int, record: bytes) -> bytes:
         """Of a message that is a record alone."""
         sealing = self.sealing(direction, number, record)
@@ -79,7 +89,7 @@ class FrameSeal:
         return Cipher(self._algorithm, modes.GCM(_NONCE.pack(direction, number)))
 
 
-def opened(opening: Any, tag: bytes | memoryview) -> None:
+def opened(opening: Any, tag: bytes | bytearray | memoryview) -> None:
     """Raises `PeerFault` where any bit of message or record is another one."""
     try:
         opening.finalize_with_tag(bytes(tag))

@@ -10,10 +10,11 @@ import contextlib
 import socket
 import struct
 from collections.abc import Callable
+from functools import partial
 
 from kvstore.peers import sealed
 from kvstore.peers import transport as t
-from kvstore.peers.reader import FramePuller
+from kvstore.peers.reader import FramePuller, Opening
 from tiering.clock import Clock
 
 _TIMEVAL = struct.Struct("@ll")
@@ -27,7 +28,8 @@ class SocketPullTransport:
     name = "sockets"
 
     def __init__(self, clock: Clock, *, seal: str = "auto", checks_beside: bool = False) -> None:
-        """seal: as the door has it. checks_beside: check a frame in a second thread while the next one comes in."""
+        """seal: as the door has it. checks_beside: open and check a frame in a second thread while the next one
+        comes in."""
         self._clock, self._seal, self._checks_beside = clock, seal, checks_beside
 
     def connect(self, offer: t.PullOffer, secret: bytes, deadline: float) -> SocketPullReader:
@@ -68,7 +70,6 @@ class SocketPullReader(FramePuller):
         sock.settimeout(None)  # the kernel has the limits
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sock = sock
-        self._ring = memoryview(bytearray(sealed.PIECE_BYTES if seal is not None else 0))
 
     def free_slots(self, when_free: Callable[[], None]) -> bool:
         """At once: the kernel writes into them while `pull` runs, and at no other time."""
@@ -79,17 +80,13 @@ class SocketPullReader(FramePuller):
             self._sock.shutdown(socket.SHUT_RDWR)  # who reads in another thread is woken
         self._sock.close()
 
-    def _fill_slot(self, record: bytes, view: memoryview, deadline: float) -> None:
+    def _fill_slot(self, record: bytes, view: memoryview, deadline: float) -> Opening | None:
+        self._fill(view, deadline)
         if self._seal is None:
-            self._fill(view, deadline)
-            return
-        opening = self._seal.opening(sealed.FRAMES, self._number, record)
-        for at in range(0, len(view), sealed.PIECE_BYTES):
-            into = view[at : at + sealed.PIECE_BYTES]
-            piece = self._ring[: len(into)]
-            self._fill(piece, deadline)
-            opening.update_into(piece, into)
-        self._hear_tag(opening, deadline)
+            return None
+        tag = bytearray(sealed.TAG_BYTES)
+        self._fill(memoryview(tag), deadline)
+        return partial(self._seal.opens, sealed.FRAMES, self._number, record, view, tag)
 
     def _fill(self, view: memoryview, deadline: float) -> None:
         while view:
