@@ -224,7 +224,7 @@ class CourierDesk:
             self.told.tell(caller, verb.told)
         ended = []
         with self._lock:
-            if not self._sessions.has(caller):  # `left` was called, or will be: nobody is there to be asked
+            if not self._sessions.has(caller):  # `left` was called, or will be: there is no courier to be asked
                 self.told.left(caller)
                 return c.QuestionsReply()
             tenant = caller.keys.tenant
