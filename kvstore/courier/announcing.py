@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
 
 from kvstore.block.account import HitTier, MissReason
@@ -46,11 +46,11 @@ class _Followed:
     names of the chunks that are announced."""
 
     space: CourierSpace
+    told: set[bytes]
     after: int = 0
     run: bytes = b""
     is_listed: bool = False
     listed_at: float = -inf
-    told: set[bytes] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -72,13 +72,16 @@ class Follower:
         remote: RemoteWriting | None,
         clock: Clock,
         looked: Callable[[], None],
+        told: dict[bytes, set[bytes]],
     ) -> None:
-        """looked: called now and then: figures are to be told."""
+        """looked: called now and then: figures are to be told. told: by namespace, the names of the chunks that are
+        announced, also by the tenant's connections before this one: what went meanwhile is withdrawn."""
         self._run = run
         self._announcer = announcer
         self._remote = remote
         self._clock = clock
         self._looked = looked
+        self._told = told
         self._followed: dict[bytes, _Followed] = {}
         self._listed_at = -inf
         self._queue = WriteQueue[tuple[bytes, bytes]]()
@@ -114,7 +117,7 @@ class Follower:
         if now - self._listed_at >= SPACES_SECONDS:
             self._listed_at = now
             for space in self._run.list_spaces():
-                self._followed.setdefault(space.id, _Followed(space))
+                self._followed.setdefault(space.id, _Followed(space, self._told.setdefault(space.id, set())))
         if self._announcer is None and self._remote is None:
             return
         for one in self._followed.values():
@@ -140,7 +143,8 @@ class Follower:
                 return
 
     def _list(self, one: _Followed) -> None:
-        after, before, one.told = 0, one.told, set()
+        after, before = 0, set(one.told)
+        one.told.clear()
         while not self._ends.is_set():
             verb = m.Holdings(one.space.number, after)
             listed = self._run.connection.ask(verb, m.HoldingsReply, ANSWER_SECONDS)

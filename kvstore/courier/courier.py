@@ -148,12 +148,14 @@ class _TenantWork:
         self._lock = threading.Lock()
         self._jobs: dict[int, FetchJob] = {}
         self._told_at = float("-inf")
+        self._announced: dict[bytes, set[bytes]] = {}
 
     def begin(self, run: CourierRun) -> None:
         """As `Errands.begin`."""
         session = self._session = self._courier.session_of(run)
         parts = self._courier.parts
-        self.follower = Follower(run, session.announcer, parts.remote, self._clock, lambda: self._tell(run))
+        told = self._announced
+        self.follower = Follower(run, session.announcer, parts.remote, self._clock, lambda: self._tell(run), told)
         self.follower.start()
 
     def take(self, run: CourierRun, wanted: m.QuestionsReply) -> None:
@@ -239,7 +241,8 @@ class _TenantWork:
         if nodes:
             names = ", ".join(one.hex()[:12] for one in nodes[:MOST_NAMED]) + (", ..." if nodes[MOST_NAMED:] else "")
             said.append(f"{len(nodes)} other nodes may have copies ({names}): drop it there too")
-        return QuestionAnswered(question.number, int(bool(failed)), detail="; ".join(said))
+        reason = MissReason.UNREACHABLE if failed else None
+        return QuestionAnswered(question.number, 0, reason=reason, detail="; ".join(said))
 
     def _tell(self, run: CourierRun) -> None:
         now = self._clock.monotonic_seconds()

@@ -12,6 +12,7 @@ import hmac
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count as counted_from
 
 from kvstore.block.account import MissReason
 from kvstore.block.errors import BadInput, Unreachable
@@ -135,12 +136,17 @@ class PeerHolder:
             def release() -> None:
                 run.release(reply.lease)
                 self._ended(terms.asking, size)
-                self._figures.sent(terms.asking, blocks, size)
+
+            frames_sent = counted_from(1)
+
+            def sent(frame_bytes: int) -> None:
+                is_whole = next(frames_sent) % len(columns) == 0  # the parts of a block go one after the other
+                self._figures.sent(terms.asking, int(is_whole), frame_bytes)
 
             nonce = self._new_token(NONCE_BYTES)
             secret = pull_secret(space.grant.identity_key, terms, nonce)
             try:
-                offer = door.offer(OfferedFrames(spans, space.frames, release), secret)
+                offer = door.offer(OfferedFrames(spans, space.frames, release, sent), secret)
             except BaseException:
                 self._pins(-size)
                 raise

@@ -114,6 +114,7 @@ class Locator:
             self._find_remote(places, self._remote, from_remote, present, size, now)
         if places.sources:
             places.reason = None
+        if places.sources and not node:  # a ticket promises more than who comes without it may count on
             with self._lock:
                 self._recent[chain] = self._clock.monotonic_seconds(), places
                 while len(self._recent) > MOST_RECENT:

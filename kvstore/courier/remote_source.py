@@ -94,6 +94,7 @@ class RemoteSource:
                 ways.told.say(f"remote {ways.name}", f"the remote engine {ways.name} fails: {fault}")
             filled = Filled(0, MissReason(fault.reason), str(fault))
         window.adopt()
+        window.run.uses.did_not_come(window.keys[window.adopted :])
         if isinstance(window.failed, Forged):
             ways.figures.refused(ways.name, "header")
             filled = Filled(0, MissReason.CORRUPT, str(window.failed))

@@ -45,6 +45,12 @@ class Uses:
             while len(self._came) > MOST_CAME:
                 self._came.popitem(last=False)
 
+    def did_not_come(self, keys: Iterable[bytes]) -> None:
+        """The remote engine turned out not to have these, or not as they should be."""
+        with self._lock:
+            for key in keys:
+                self._came.pop(key[:NAME_BYTES], None)
+
     def has_come(self, key: bytes) -> bool:
         """See `came`."""
         return key[:NAME_BYTES] in self._came

@@ -97,7 +97,7 @@ class ReservedWindow:
             self.failed = failed
             return
         if done < self.adopted + whole:  # the reservation is over: dropped, purged, or it ran out
-            self.failed = Unavailable(MissReason.DISABLED, "the sidecar gave the slots to somebody else")
+            self.failed = Unavailable(MissReason.DISABLED, "the sidecar gave the slots to another client")
         self.adopted = max(self.adopted, min(done, self.adopted + whole))
 
     def lend(self) -> None:

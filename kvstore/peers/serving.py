@@ -75,6 +75,7 @@ class Serving:
         frame = t.as_bytes(self.offer.frames.spans[self.number])
         record = _record(t.PullStatus.FRAME, follow - 1, request, self.number, frame.nbytes)
         self.number += 1
+        self.offer.frames.sent(frame.nbytes)
         return record, frame
 
 

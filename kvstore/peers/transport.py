@@ -116,14 +116,16 @@ class PullOffer:
 class OfferedFrames:
     """What a holder has pinned for one puller.
 
-    spans: whole frames where they lie, block by block, the parts of each in order. frame_bytes: by part.
-    release: ends the pins. Called once, from a thread of the door or one that withdraws or closes, when all frames
-    went, or the puller has gone, or after `OFFER_SECONDS`; from then on no span is read. It must not wait for anything.
+    spans: whole frames where they lie, block by block, the parts of each in order. frame_bytes: by part. sent: told the
+    bytes of each frame when it is sent. release: ends the pins. Called once, from a thread of the door or one that
+    withdraws or closes, when all frames went, or the puller has gone, or after `OFFER_SECONDS`; from then on no span is
+    read. Neither may wait for anything.
     """
 
     spans: Sequence[memoryview]
     frame_bytes: tuple[int, ...]
     release: Callable[[], None]
+    sent: Callable[[int], None] = lambda size: None
 
     def __post_init__(self) -> None:
         parts = len(self.frame_bytes)

@@ -29,6 +29,7 @@ class Source:
         self.frame_bytes = tuple(stamp.frame_bytes for stamp in self.stamps)
         self.spans = [self._frame(rng, at) for at in range(2 * blocks)]
         self.releases = 0
+        self.sent: list[int] = []
         self.is_released = threading.Event()
 
     def _frame(self, rng: random.Random, at: int) -> memoryview:
@@ -46,7 +47,7 @@ class Source:
             self.releases += 1
             self.is_released.set()
 
-        return OfferedFrames(list(self.spans), self.frame_bytes, release)
+        return OfferedFrames(list(self.spans), self.frame_bytes, release, self.sent.append)
 
     def slots(self, first: int = 0, frames: int | None = None) -> list[memoryview]:
         stop = len(self.spans) if frames is None else first + frames

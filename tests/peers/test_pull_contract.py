@@ -85,6 +85,7 @@ def test_pulls_beside_each_other_do_not_mix(medium: Any, door: Any) -> None:
         thread.join()
     assert wrong == []
     wait_until(lambda: all(source.releases == 1 for source in sources))
+    assert all(source.sent == [span.nbytes for span in source.spans] for source in sources)
 
 
 @pytest.mark.parametrize("lie", Lie, ids=lambda lie: lie.name.lower())
