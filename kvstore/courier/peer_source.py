@@ -15,7 +15,7 @@ from kvstore.courier.link import CourierRun, CourierSpace
 from kvstore.courier.window import Forged, ReservedWindow
 from kvstore.peers.tokens import NONCE_BYTES, PullTerms, ask_mac, pull_secret
 from kvstore.peers.transport import PeerFault, PullOffer, PullTransport, TimedOutPull, numeric_address, stays_here
-from kvstore.pool.choice import HolderChoice
+from kvstore.pool.choice import HolderChoice, late_has_failed
 from kvstore.pool.directory import NodeEntry
 from kvstore.wire import peer_pb2
 from tiering.clock import Clock
@@ -148,9 +148,12 @@ class PeerSource:
         try:
             filled = self._pulled(window, stops)
         except PeerAway as away:
-            filled = self._failed(MissReason.DEADLINE if away.is_late else MissReason.UNREACHABLE, str(away))
+            given = stops.ends_at - began_at
+            filled = (
+                self._late(str(away), given, 0) if away.is_late else self._failed(MissReason.UNREACHABLE, str(away))
+            )
         except TimedOutPull as late:
-            filled = self._failed(MissReason.DEADLINE, str(late))
+            filled = self._late(str(late), stops.ends_at - began_at, late.verified)
         except PeerFault as fault:
             if window.refused:
                 ways.figures.refused(entry.node, "frame")
@@ -173,6 +176,11 @@ class PeerSource:
             ways.figures.came(entry.node, window.adopted, size)
             ways.figures.speeds.learn(entry.node, size, now - began_at, now)
         return Filled(window.adopted, filled.reason, filled.detail)
+
+    def _late(self, detail: str, given: float, frames: int) -> Filled:
+        """given: seconds that the fetch had. frames: that came by then."""
+        has_failed = late_has_failed(given, frames)
+        return self._failed(MissReason.DEADLINE, detail) if has_failed else Filled(0, MissReason.DEADLINE, detail)
 
     def _failed(self, reason: MissReason, detail: str) -> Filled:
         ways, entry = self._ways, self.entry

@@ -108,3 +108,12 @@ class HolderChoice:
             and (not fingerprint or fingerprint in entry.fingerprints)
             and not self.is_banned(one.node, one.incarnation, now)
         )
+
+
+FAIR_SECONDS = 0.25
+
+
+def late_has_failed(given_seconds: float, came: int) -> bool:
+    """Whether a node that was late has failed: it had a fair time, and nothing came. An engine that would compute the
+    blocks sooner waits for less, and must not get a node banned that is well, for all who ask."""
+    return not came and given_seconds >= FAIR_SECONDS

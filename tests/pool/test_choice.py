@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.block.account import HitTier
-from kvstore.pool.choice import BAN_SECONDS, FAILURES, MAX_RECORDS, MOST_ASKED, HolderChoice
+from kvstore.pool.choice import BAN_SECONDS, FAILURES, MAX_RECORDS, MOST_ASKED, HolderChoice, late_has_failed
 from kvstore.pool.directory import Holder, NodeEntry
 from kvstore.pool.speeds import SpeedBook
 
@@ -140,3 +140,12 @@ def test_remembered_failures_are_bounded() -> None:
             choice.failed(node(number), RUNS[0], 0.0)
     banned = [choice.is_banned(node(number), RUNS[0], 0.0) for number in range(MAX_RECORDS + 10)]
     assert banned == [False] * 10 + [True] * MAX_RECORDS
+
+
+@pytest.mark.parametrize(
+    ("given", "came", "has_failed"), [(0.05, 0, False), (0.3, 0, True), (0.3, 1, False), (30.0, 0, True)]
+)
+def test_a_node_that_is_late_has_failed_where_it_had_a_fair_time_and_sent_nothing(
+    given: float, came: int, has_failed: bool
+) -> None:
+    assert late_has_failed(given, came) is has_failed
