@@ -114,7 +114,7 @@ def test_the_server_needs_no_torch() -> None:
         found.add(name)
         for line in importlib.metadata.requires(name) or []:
             requirement, _, marker = line.partition(";")
-            named = re.search(r"extra == ['\"](\w+)['\"]", marker)
+            named = re.search(r"extra == ['\"]([\w-]+)['\"]", marker)
             if named is None or named.group(1) == extra:
                 other = re.split(r"[^\w.-]", requirement.strip())[0].lower()
                 if _is_installed(other):

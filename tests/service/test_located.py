@@ -29,6 +29,7 @@ from paged_engine import PagedEngine, Shape, SharedStore
 from service.sidecar import Sidecar
 from small_courier import SmallCourier
 from tiering.counts.awaits import AwaitEnd
+from waiting import wait_until
 from workbench import blank_pages, open_at, random_pages, same_tokens, small_layout
 
 SECONDS = 30.0
@@ -128,7 +129,7 @@ def test_an_engine_gets_what_the_other_store_has_and_counts_it_once(tmp_path: Pa
             assert both.ask("b", prompt)["hits"] == {"dram": 448}
             looked = sidecar.admin.facts().looked
             assert looked.hit_tokens[str(tier)] == 448, looked
-        assert settled(sidecar)
+        wait_until(lambda: settled(sidecar))
 
 
 def test_what_comes_in_part_is_taken_and_the_rest_named(tmp_path: Path) -> None:
@@ -157,7 +158,7 @@ def test_a_courier_that_hangs_up_while_it_is_waited_for_is_unreachable(tmp_path:
         assert account["hits"] == {} and account["misses"]["unreachable"] == 448, account
         courier._thread.join(SECONDS)
         assert both.ask("b", prompt)["hits"] == {"dram": 448}, "it was computed, and stored here"
-        assert settled(sidecar)
+        wait_until(lambda: settled(sidecar))
 
 
 def test_the_blocking_verbs_do_the_same(tmp_path: Path) -> None:
@@ -229,7 +230,7 @@ def test_a_request_that_may_wait_gets_it_in_its_look_up(tmp_path: Path) -> None:
             short = StoreRequest(namespace, Report(450, 64))
             assert short.matched_tokens([tokens[-1], *tokens[:449]]) == 0
             assert short.report.account.misses == {MissReason.STALE_HINT: 448, MissReason.PARTIAL_BLOCK: 2}
-        assert settled(sidecar)
+        wait_until(lambda: settled(sidecar))
 
 
 def test_chunks_that_are_elsewhere_are_fetched_one_by_one(tmp_path: Path) -> None:
@@ -252,7 +253,7 @@ def test_chunks_that_are_elsewhere_are_fetched_one_by_one(tmp_path: Path) -> Non
         there.store(other, range(3))
         assert here.ask(other, "b") == [ChunkState.MISSING] * 3
         here.chunks.forget("b")
-        assert settled(sidecar)
+        wait_until(lambda: settled(sidecar))
 
 
 def test_pages_that_are_elsewhere_are_counted_where_they_can_be_fetched_in_time(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from kvstore.block.account import HitTier
 from kvstore.block.errors import BadInput, Unreachable
 from kvstore.cli import ask
 from kvstore.client.framing import FramedSocket
@@ -77,6 +78,10 @@ def one_of_each(packed: bytes, keys: list[bytes], lease: int) -> list[m.Verb]:
         m.SealTicket: m.SealTicket(0, keys, 1.0),
         m.OpenTicket: m.OpenTicket(0, "kv1."),
         m.Prefixes: m.Prefixes(),
+        m.Locate: m.Locate(0, keys),
+        m.Adopt: m.Adopt(1, 0, 0, [bytes(4096)], HitTier.PEER),
+        m.Holdings: m.Holdings(0, 0),
+        m.Questions: m.Questions(),
     }
     assert set(made) == set(m.Verb.__args__), "a new verb: say here that it is refused"
     return [verb for kind, verb in made.items() if kind not in TELLING]

@@ -347,6 +347,7 @@ def test_every_setting_is_documented_with_its_default() -> None:
         "console.": settings.console,
         "keys.": settings.keys,
         "network.": settings.network,
+        "remote.": settings.remote,
         "http.": settings.http,
         "log.": settings.log,
         "tenants.NAME.": TenantSettings(""),
