@@ -263,6 +263,7 @@ def test_what_a_courier_asks_when_it_is_gone_is_asked_by_nobody(sidecar: Sidecar
     nothing_is_left(sidecar)
 
 
+@pytest.mark.slow
 def test_ten_thousand_rounds_leave_the_memory_as_it_was(sidecar: Sidecar) -> None:
     with closing(RawCourier(sidecar.courier_path)) as courier:
         space = courier.open(SPACE, PAYLOAD)
@@ -354,6 +355,7 @@ def test_a_flood_of_couriers_is_served_in_turn_with_engines(sidecar: Sidecar) ->
     nothing_is_left(sidecar)
 
 
+@pytest.mark.slow
 def test_engines_locate_no_more_than_is_asked_at_a_time(sidecar: Sidecar) -> None:
     """A flood of questions, and waits for what others located."""
     assert sidecar.desk is not None

@@ -114,6 +114,7 @@ def test_who_has_no_keys_is_told_nothing_and_pins_nothing(two: list[Node]) -> No
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="the openssl command is not installed")
+@pytest.mark.slow
 def test_nodes_know_each_other_by_certificates(two: list[Node], tmp_path: Path) -> None:
     """Sealed, too; and a node that answers with another one's certificate is asked nothing."""
     issuer = Issuer(tmp_path / "ca")
