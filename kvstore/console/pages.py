@@ -57,7 +57,7 @@ from kvstore.console.planning import PlanAnswer, PlannedModel, PlanQuestion, mod
 from kvstore.console.rings import WINDOWS, RingWindow
 from kvstore.console.stream import Broadcast
 from kvstore.console.watch import SidecarWatch
-from kvstore.protocol.status import NamespaceStatus, SidecarStatus
+from kvstore.protocol.status import ElsewhereStatus, NamespaceStatus, SidecarStatus
 from kvstore.protocol.told import PrefixFigures, RequestRecord
 
 CSP = (
@@ -137,6 +137,12 @@ class EnginesAnswer(msgspec.Struct, frozen=True):
 
     engines: EngineFigures
     moves: list[MoveFigures]
+
+
+class ElsewhereAnswer(msgspec.Struct, frozen=True):
+    """`/api/elsewhere`. elsewhere: as `kvstore stat` has it; None where nothing of it is configured."""
+
+    elsewhere: ElsewhereStatus | None
 
 
 class RequestAnswer(msgspec.Struct, frozen=True):
@@ -321,6 +327,10 @@ def _add_api(app: FastAPI, watch: SidecarWatch, hub: Broadcast) -> None:
         figures = EngineFigures(facts.sessions[:MOST_LISTED], _hidden_sessions(facts), facts.departed, facts.door)
         return _json(EnginesAnswer(figures, moves_of(facts)))
 
+    @app.get("/api/elsewhere", summary="Other nodes, the directory and the remote tier, as couriers tell of them")
+    async def elsewhere(request: Request) -> Response:
+        return _json(ElsewhereAnswer(known(request).elsewhere))
+
     @app.get("/api/whatif", summary="What other sizes would find, estimated")
     async def whatif(request: Request) -> Response:
         return _json(whatif_of(known(request), watch.window("1h").sums))
@@ -486,6 +496,7 @@ def _add_document(app: FastAPI, version: str, acts: bool) -> None:
         "/api/tenants": list[TenantFigures],
         "/api/namespaces": NamespacesAnswer,
         "/api/engines": EnginesAnswer,
+        "/api/elsewhere": ElsewhereAnswer,
         "/api/whatif": WhatIfFigures,
         "/api/request": RequestAnswer,
         "/api/models": list[PlannedModel],

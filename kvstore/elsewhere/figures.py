@@ -17,6 +17,8 @@ TOLD_SECONDS = 1.0
 MOST_COURIERS, MOST_REASONS = 4, 16
 MOST_COUNT = (1 << 63) - 1
 """That a message can bear: a sum of several may be more."""
+MOST_NUMBER = 1e9
+"""Of gigabytes a second and of milliseconds. Whoever reads a status takes one with much larger numbers for broken."""
 
 
 class FiguresTold:
@@ -84,4 +86,4 @@ def _cleaned(figures: c.CourierFigures) -> c.CourierFigures:
 
 
 def _number(value: float) -> float:
-    return value if isfinite(value) and value >= 0 else 0.0
+    return min(value, MOST_NUMBER) if isfinite(value) and value >= 0 else 0.0

@@ -40,6 +40,7 @@ READS = tuple(
         "tenants",
         "namespaces",
         "engines",
+        "elsewhere",
         "whatif",
         "request?id=unknown",
         "models",
@@ -101,6 +102,11 @@ def test_its_figures_are_those_of_stat_to_the_token(served: tuple[Sidecar, Runni
         (one["kind"], one["done"]) for one in told["moves"]
     ]
     assert shown.ask("/api/events").json[-1]["kind"] == "contact"
+
+
+def test_without_couriers_nothing_is_said_of_elsewhere(served: tuple[Sidecar, RunningConsole]) -> None:
+    sidecar, shown = served
+    assert shown.ask("/api/elsewhere").json == {"elsewhere": None} and sidecar.desk is None
 
 
 def test_what_other_sizes_would_find_is_what_was_asked_for_again(served: tuple[Sidecar, RunningConsole]) -> None:

@@ -7,13 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import msgspec
 import pytest
 
 from console.browser import CHROMIUM, Browser
 from console.running import LAYOUT, RunningConsole, console, serve_traffic, tell_prompts
+from elsewhere.courier import RawCourier
 from kvstore.block.account import MissReason
 from kvstore.console.pages import HELP, PAGES
+from kvstore.protocol import courier as c
 from kvstore.protocol.told import RequestTold
+from metrics.busy_sidecar import SOURCES, tell_sources
 from service.sidecar import Sidecar
 from tiering.nvme.lmdb_index import LmdbMaker
 from waiting import wait_until
@@ -183,6 +187,51 @@ def test_prefixes_are_those_of_the_api_and_a_sentence_says_what_to_do(
     assert browser.value(rows) == [one["id"] for one in told["hottest"]] != []
     for one in told["hottest"]:
         assert one["stored_tokens"] <= one["tokens"] and one["bytes"] > 0 and one["tenant"] == "default"
+
+
+def test_other_nodes_have_their_state_in_words_and_the_apis_figures(tmp_path: Path, browser: Browser) -> None:
+    section = "[...document.querySelectorAll('#main section')].find(one => one.textContent.startsWith('Other nodes'))"
+    with Sidecar(tmp_path, couriers=True) as sidecar, console(sidecar.observe_path) as shown:
+        shown.until("/api/elsewhere", lambda one: one["elsewhere"]["couriers"] == 0)
+        browser.looks(1280, 900, "light")
+        browser.open(f"{shown.url}moves")
+        browser.until(section)
+        text = browser.value(f"{section}.textContent")
+        assert "no courier is there" in text and "No courier has told of one." in text
+        courier = RawCourier(sidecar.courier_path)
+        tell_sources(courier)
+        answer = shown.until("/api/elsewhere", lambda one: len(one["elsewhere"]["sources"]) == len(SOURCES))
+        assert answer["elsewhere"] == msgspec.to_builtins(sidecar.admin.facts().elsewhere)
+        for theme, width, height in LOOKS:
+            browser.looks(width, height, theme)
+            browser.open(f"{shown.url}moves")
+            browser.until(f"{section} && {section}.querySelector('b.state')")
+            browser.value(f"{section}.scrollIntoView()")
+            browser.picture(tmp_path / f"elsewhere-{theme}-{width}.png")
+            widths = browser.value("[document.documentElement.scrollWidth, innerWidth]")
+            assert widths[0] <= widths[1], widths
+            states = f"[...{section}.querySelectorAll('b.state')].map(one => [one.textContent, one.className])"
+            assert browser.value(states) == [
+                ["up", "state ok"],
+                ["banned", "state warning"],
+                ["breaker open", "state warning"],
+                ["down", "state error"],
+            ]
+            first = browser.value(f"[...{section}.querySelector('tbody tr').cells].map(cell => cell.textContent)")
+            wanted = ["3", "0", "3 MiB", "0 B", "5", "3", "1", "digest 2", "2.50", "8.0", "40"]
+            assert first == ["peer", "10.0.0.7:9400", "up", *wanted]
+            assert "degraded: directory 10.0.0.2:9500 does not answer" in browser.value(f"{section}.textContent")
+        courier.close()
+        hostile = RawCourier(sidecar.courier_path)
+        told = c.SourceFigures("<img src=x>", "<script>x()</script>", "constructor", refused={"<b>": 1}, gbps=1e300)
+        hostile.questions(told=c.CourierFigures([told], ["<i>x"]))
+        shown.until("/api/elsewhere", lambda one: len(one["elsewhere"]["sources"]) == 1)
+        browser.open(f"{shown.url}moves")
+        browser.until(f"{section}.textContent.includes('constructor')")
+        assert browser.value(f"{section}.querySelectorAll('img, script, i, td b:not(.state)').length") == 0
+        hostile.close()
+    assert [one for one in browser.logged if "ERR_" not in one and "EventSource" not in one] == []
+    browser.logged.clear()
 
 
 def test_it_says_so_when_numbers_are_old_and_when_it_is_back(tmp_path: Path, browser: Browser) -> None:

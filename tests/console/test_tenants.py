@@ -100,7 +100,7 @@ def test_a_tenants_prefixes_are_its_own(shown: RunningConsole) -> None:
 
 
 def test_what_is_of_all_tenants_is_none_of_theirs(shown: RunningConsole) -> None:
-    for path in ("/api/events", "/api/engines", "/api/whatif", "/api/stream", "/api/nothing"):
+    for path in ("/api/events", "/api/engines", "/api/elsewhere", "/api/whatif", "/api/stream", "/api/nothing"):
         answer = shown.ask(path, authorization=f"Bearer {TOKENS['red']}")
         assert answer.status == 403 and "that tenant alone" in answer.json["error"]
     assert asked(shown, "/api/series", "red")["sums"] == {}
@@ -146,6 +146,7 @@ def test_no_request_tells_anything_of_another_tenant(shown: RunningConsole) -> N
         *PAGES,
         "/api/events",
         "/api/engines",
+        "/api/elsewhere",
         "/api/whatif",
         "/openapi.json",
         "/api/",

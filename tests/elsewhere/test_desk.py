@@ -16,6 +16,7 @@ import pytest
 from elsewhere.courier import OtherNode, RawCourier
 from kvstore.block.account import HitTier, MissReason
 from kvstore.block.identity import Identity, Namespace
+from kvstore.client.connection import checked_facts
 from kvstore.elsewhere.desk import MOST_OF_TENANT
 from kvstore.protocol import courier as c
 from kvstore.protocol import messages as m
@@ -427,7 +428,8 @@ def test_changes_tell_where_in_its_chain_a_block_is_and_holdings_list_what_is_th
 
 def test_what_a_courier_tells_is_shown_and_cleaned(sidecar: Sidecar) -> None:
     source = c.SourceFigures("peer", "node-b\x1b[2J", "up", 3, 4, 5, 6, 7, 8, 9, {"mac": 2}, float("nan"), -inf, 10)
-    figures = c.CourierFigures([source], ["the directory is gone"], 1, 2, 3, 4)
+    huge = c.SourceFigures("remote", "r", "up", gbps=1e300, p99_ms=1e300)
+    figures = c.CourierFigures([source, huge], ["the directory is gone"], 1, 2, 3, 4)
     assert sidecar.desk is not None
     with closing(Fetcher(sidecar)) as courier:
         courier.questions(told=figures)
@@ -435,7 +437,8 @@ def test_what_a_courier_tells_is_shown_and_cleaned(sidecar: Sidecar) -> None:
         status = sidecar.admin.facts().elsewhere
         assert status is not None and status.couriers == 1 and status.fetching == 1
         assert status.reasons == sidecar.desk.reasons() == ["the directory is gone"]
-        (one,) = status.sources
+        one, other = status.sources
+        assert (other.gbps, other.p99_ms) == (1e9, 1e9) and checked_facts(sidecar.admin.facts())
         assert one.name == "node-b[2J" and (one.gbps, one.p99_ms) == (0.0, 0.0) and one.refused == {"mac": 2}
         wait_until(lambda: courier.questions(told=c.CourierFigures([])) and not sidecar.desk.reasons())
     wait_until(lambda: sidecar.desk.status().couriers == 0)

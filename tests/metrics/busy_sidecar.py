@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from elsewhere.courier import RawCourier
 from kvstore.block.account import MissReason
 from kvstore.client.handle import NamespaceHandle
 from kvstore.metrics.metrics import Metrics
+from kvstore.protocol import courier as c
 from kvstore.protocol.status import Readiness
 from metrics.scraped import Scrape
 from service.sidecar import Sidecar
@@ -30,6 +32,18 @@ CAUSED = (
     MissReason.CORRUPT,
 )
 """Misses that it has seen at the end."""
+SOURCES = (
+    c.SourceFigures("peer", "10.0.0.7:9400", "up", 3, 0, 3 << 20, 0, 5, 3, 1, {"digest": 2}, 2.5, 8.0, 40),
+    c.SourceFigures("peer", "10.0.0.8:9400", "banned", refused={"seal": 1}, detail="for 10 s"),
+    c.SourceFigures("remote", "valkey", "open", 0, 9, 0, 9 << 20, 4, 0, 6, {}, 0.75, 21.5, 0, "timed out"),
+    c.SourceFigures("directory", "10.0.0.2:9500", "down", lookups=7, failures=7, detail="connection refused"),
+)
+"""One in each state."""
+
+
+def tell_sources(courier: RawCourier) -> None:
+    """Until it goes, the sidecar tells of them."""
+    courier.questions(told=c.CourierFigures(list(SOURCES), ["directory 10.0.0.2:9500 does not answer"], 1, 3, 3 << 20))
 
 
 def metrics_of(sidecar: Sidecar) -> Metrics:
@@ -42,6 +56,7 @@ def metrics_of(sidecar: Sidecar) -> Metrics:
         "0.0.0",
         sidecar.whatif,
         sidecar.told,
+        couriers=sidecar.desk,
     )
 
 
@@ -68,8 +83,11 @@ def busy_sidecar(directory: Path) -> Iterator[tuple[Sidecar, Metrics]]:
         assert (
             store.namespace(model=MODEL, layout=layout).put(before, random_pages(layout, 4), durability="disk").stored
         )
-    with Sidecar(directory, **options) as sidecar, sidecar.client() as store:
+    with Sidecar(directory, couriers=True, **options) as sidecar, sidecar.client() as store, ExitStack() as there:
         assert sidecar.store.warmed(20)
+        courier = RawCourier(sidecar.courier_path)
+        there.callback(courier.close)
+        tell_sources(courier)
         handle, other = (store.namespace(model=name, layout=layout) for name in (MODEL, "other"))
         _hits_and_misses(sidecar, handle, other)
         _eviction(sidecar, handle)

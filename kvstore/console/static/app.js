@@ -11,7 +11,7 @@ const PAGES = [
   ["/", "Overview", overview, { whatif: "/api/whatif" }], ["/misses", "Why misses", pages.misses, { misses: "/api/misses?window=" }],
   ["/prefixes", "Prefixes", prefixes, { prefixes: "/api/prefixes" }],
   ["/tenants", "Tenants", pages.tenants, { tenants: "/api/tenants", namespaces: "/api/namespaces" }],
-  ["/moves", "Moves and disk", pages.moves, { engines: "/api/engines" }], ["/engines", "Engines", pages.engines, { engines: "/api/engines" }],
+  ["/moves", "Moves and disk", pages.moves, { engines: "/api/engines", elsewhere: "/api/elsewhere" }], ["/engines", "Engines", pages.engines, { engines: "/api/engines" }],
   ["/request", "Request", pages.request, filled.has("id") ? { answer: `/api/request?${new URLSearchParams({ id: filled.get("id") })}` } : {}],
   ["/plan", "Plan", pages.plan, { models: "/api/models", planned: `/api/plan?${filled}` }],
   ["/operate", "Operate", operate, (status) => (status.acts ? { namespaces: "/api/namespaces", tenants: "/api/tenants" } : {})],

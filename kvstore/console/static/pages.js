@@ -37,7 +37,7 @@ export function tenants({ status, tenants: told, namespaces }) {
       make("p.quiet", {}, "Engines share blocks within one namespace only: a model that is listed twice differs in layout, codec or weights.")),
   ];
 }
-export function moves({ status, series, engines }) {
+export function moves({ status, series, engines, elsewhere }) {
   const kinds = [...new Set(engines.moves.map((one) => one.kind))];
   const hues = ["dram", "miss", "engine", "remote", "nvme", "miss2"];
   const lines = kinds.filter((kind) => series.counters[`moves.${kind}`]).map((kind, at) => ({ label: kind, hue: hues[at % hues.length], hatch: 0, values: series.counters[`moves.${kind}`] }));
@@ -51,6 +51,7 @@ export function moves({ status, series, engines }) {
     panel("Disk", make("dl", {}, ...[["taken", nvme ? `${bytes(nvme.taken_bytes)} of ${bytes(nvme.budget_bytes)}` : "- (no disk tier)"], ["what is written", nvme ? String(status.nvme_writes ?? "-") : "-"],
       ["verified by the scrub", known(scrub.verified_bytes) ? bytes(scrub.verified_bytes) : "-"], ["damaged", whole(scrub.damaged)], ["unreadable", whole(scrub.unreadable)], ["mended", whole(scrub.mended)], ["last pass ended", moment(scrub.last_pass_ended)]].flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]))),
     panel("What does not work", status.health.level === "ok" ? make("p", {}, "Everything works.") : make("p", {}, status.health.text)),
+    elsewherePanel(elsewhere.elsewhere),
   ];
 }
 export function engines({ status, series, engines: told }) {
@@ -64,6 +65,21 @@ export function engines({ status, series, engines: told }) {
     panel("The door", make("dl", {}, ...[["tenants' connections", whole(door.connections)], ["operators and observers", whole(door.admin_connections)], ["turned away", whole(door.refused)], ["unreadable messages", whole(door.malformed)], ["waited p50", ms(door.wait_ms_p50)], ["waited p99", ms(door.wait_ms_p99)]].flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]))),
     panel("Requests since the sidecar began", table(["verb", "*served"], Object.entries(door.served).sort((a, b) => b[1] - a[1]).map(([name, count]) => [name, whole(count)]), "None yet.")),
   ];
+}
+const STATES = { __proto__: null, up: ["ok", "up"], banned: ["warning", "banned"], open: ["warning", "breaker open"], down: ["error", "down"] };
+function elsewherePanel(told) {
+  const title = "Other nodes and the remote tier";
+  if (!told) return wide(title, make("p.quiet", {}, "None is configured: this sidecar serves what engines of this host stored."));
+  const rows = told.sources.map((one) => {
+    const [level, word] = STATES[one.state] ?? ["unknown", one.state];
+    return [one.kind, one.name, make("span", {}, make(`b.state.${level}`, {}, word), one.detail ? `: ${one.detail}` : ""), whole(one.blocks_in), whole(one.blocks_out), bytes(one.bytes_in), bytes(one.bytes_out), whole(one.lookups), whole(one.found), whole(one.failures), counted(one.refused),
+      one.gbps ? one.gbps.toFixed(2) : "-", one.p99_ms ? one.p99_ms.toFixed(1) : "-", whole(one.hints)];
+  });
+  const why = told.couriers ? told.reasons : ["no courier is there: what other nodes and remote engines have is not fetched (kvstore network)", ...told.reasons];
+  return wide(title, why.length ? make("ul.events", {}, ...why.map((one) => make("li.warning", {}, `degraded: ${one}`))) : null,
+    table(["kind", "name", "state", "*blocks in", "*blocks out", "*bytes in", "*bytes out", "*look-ups", "*found", "*failures", "refused", "*GB/s", "*p99 ms", "*hints"], rows, "No courier has told of one."),
+    make("p", {}, `Blocks adopted: ${counted(told.adopted)}. Refused here: ${counted(told.refused)}. Being fetched: ${whole(told.fetching)}. Kept for who waits: ${bytes(told.kept_bytes)}; ${whole(told.gave_way)} blocks gave way to others. Hints not announced: ${whole(told.dropped_hints)}.`),
+    make("p.quiet", {}, "Counts are since each courier began; GB/s and p99 are of the last transfers of a megabyte and more, and \"-\" before the first."));
 }
 const counted = (counts) => Object.entries(counts).filter(([, count]) => count > 0).map(([name, count]) => `${name.replaceAll("_", " ")} ${whole(count)}`).join(", ") || "none";
 function gone({ at, gone: went }) {
