@@ -45,7 +45,10 @@ def without_network_packages() -> str:
 
 
 WHY_NOT = without_network_packages()
-pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=f"a node needs extras server and valkey: {WHY_NOT}")
+pytestmark = [
+    pytest.mark.slow,  # two engines and two nodes, each with two processes
+    pytest.mark.skipif(bool(WHY_NOT), reason=f"a node needs extras server and valkey: {WHY_NOT}"),
+]
 
 
 class TwoNodes:
