@@ -174,7 +174,7 @@ class LocalDoor:
 
     def usage(self) -> DoorStatus:
         """Who is here, and what was done since the start."""
-        there = [one for one in list(self._connections) if one.refusal is None]
+        there = [one for one in list(self._connections) if one.refusal is None and one.listener.greet is None]
         admin = sum(one.admin is not None for one in there)
         waits = sorted(self._waits)
         p50, p99 = [round(1000 * waits[len(waits) * one // 100], 3) for one in (50, 99)] if waits else (None, None)
@@ -188,7 +188,7 @@ class LocalDoor:
 
     def counts(self) -> DoorCounts:
         """The same without what is known of single connections: cheap, however many there are."""
-        there = [one for one in list(self._connections) if one.refusal is None]
+        there = [one for one in list(self._connections) if one.refusal is None and one.listener.greet is None]
         admin = sum(one.admin is not None for one in there)
         served, waits = dict(self._served), self._wait_counts.now()
         return DoorCounts(len(there) - admin, admin, dict(self._refusals), self.malformed_messages, served, waits)
