@@ -147,6 +147,7 @@ SLOW_FILES = (
     "console/test_schema.py",
     "courier/test_compose.py",
     "courier/test_events.py",
+    "courier/test_leaving.py",
     "courier/test_pool.py",
     "courier/test_remote.py",
     "demo/",

@@ -183,7 +183,7 @@ class Follower:
 
     def used(self, space: CourierSpace, keys: Sequence[bytes]) -> None:
         """A request named these blocks, which are here. Any thread: noted, and looked at in the next turn."""
-        self._run.uses.note(keys)
+        self._run.uses.note_chain(space.id, keys)
         if self._remote is not None and self._remote.writes is RemoteWrites.LEARNED:
             self._run.uses.wanted.extend((space.id, key) for key in keys if self._run.uses.of(key) == 2)
 

@@ -49,6 +49,10 @@ class PeerCalls(Protocol):
         """Raises `PeerAway`."""
         ...
 
+    def offer(self, peer: Dialled, request: peer_pb2.OfferRequest, seconds: float) -> peer_pb2.OfferResponse:
+        """Raises `PeerAway`."""
+        ...
+
     def close(self) -> None:
         """Hang up."""
         ...
@@ -70,3 +74,8 @@ class AskedBy(Protocol):
 def has_mac(identity_key: bytes, terms: PullTerms) -> bytes:
     """Of `Has`; that of `OpenPull` is `ask_mac`, so that none can be taken for the other. Raises `PeerFault`."""
     return blake2b(terms.packed(), key=identity_key, digest_size=32, person=b"kv-has-ask").digest()
+
+
+def offer_mac(identity_key: bytes, terms: PullTerms) -> bytes:
+    """Of `Offer`, likewise. Raises `PeerFault`."""
+    return blake2b(terms.packed(), key=identity_key, digest_size=32, person=b"kv-offer-ask").digest()

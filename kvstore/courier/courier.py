@@ -23,14 +23,16 @@ from kvstore.courier.asking import VERSION, PeerCalls
 from kvstore.courier.fetch import Fetcher, FetchJob, places_answer
 from kvstore.courier.figures import BANNED, MOST_SHOWN, PEER, REMOTE, UP, Figures, OncePerKind
 from kvstore.courier.holder import PeerHolder
-from kvstore.courier.link import CourierLink, CourierRun
+from kvstore.courier.link import CourierLink, CourierRun, CourierSpace
 from kvstore.courier.locate import LOOK_SECONDS, Locator
 from kvstore.courier.members import NamedPeers
-from kvstore.courier.peer_source import PeerWays
+from kvstore.courier.peer_source import PeerSource, PeerWays, hand_over
+from kvstore.peers.tokens import PullTerms
 from kvstore.peers.transport import FrameDoor, PullTransport
 from kvstore.pool.announcer import Announcer
 from kvstore.pool.choice import HolderChoice
 from kvstore.pool.directory import Directory, NodeEntry
+from kvstore.pool.hottest import MOST_OFFERED_BYTES
 from kvstore.pool.members import AliveTable
 from kvstore.protocol import messages as m
 from kvstore.protocol.courier import (
@@ -109,16 +111,18 @@ class _NodeSession:
         self.directory: PoolDirectory | None = None
         self.announcer: Announcer | None = None
         self.named: NamedPeers | None = None
-        ways: PeerWays | None = None
+        self.ways: PeerWays | None = None
         if parts.calls is not None:
-            ways = PeerWays(parts.calls, parts.transports, self.choice, figures, parts.told, clock, parts.new_token)
+            self.ways = PeerWays(
+                parts.calls, parts.transports, self.choice, figures, parts.told, clock, parts.new_token
+            )
             if parts.directory is not None:
                 self.announcer = Announcer()
                 self.directory = parts.directory(here, entry, self.table, self.announcer)
             if parts.peers:
                 self.named = NamedPeers(parts.peers, here, self.table, parts.calls, parts.told, clock)
         remote = parts.remote.ways if parts.remote is not None else None
-        self.locator = Locator(self.table, self.named, self.directory, ways, remote, clock)
+        self.locator = Locator(self.table, self.named, self.directory, self.ways, remote, clock)
         self.fetcher = Fetcher(self.locator, figures, clock)
 
     def start(self) -> None:
@@ -262,7 +266,7 @@ class Courier:
 
     def __init__(self, parts: CourierParts) -> None:
         self.parts = parts
-        self.holder = PeerHolder(self.runs, parts.doors, parts.figures, parts.clock, parts.new_token)
+        self.holder = PeerHolder(self.runs, parts.doors, parts.figures, parts.clock, parts.new_token, self._take_offer)
         self._address = ""
         self._lock = threading.Lock()
         self._session: _NodeSession | None = None
@@ -284,7 +288,10 @@ class Courier:
             one.link.start()
 
     def close(self) -> None:
-        """Leave: nothing more is offered, the directory is told, the links are hung up."""
+        """Leave: what is hot is offered to other nodes, then nothing more; the directory is told, the links are hung
+        up."""
+        if self._session is not None and self._session.ways is not None:
+            hand_over(self.runs(), self._session.table, self._session.ways)
         self.holder.is_leaving = True
         with self._lock:
             self._is_closed = True
@@ -314,6 +321,20 @@ class Courier:
         if was is not None:
             was.close()
         return session
+
+    def _take_offer(
+        self, run: CourierRun, space: CourierSpace, terms: PullTerms, seconds: float
+    ) -> tuple[int, MissReason | None]:
+        session, now = self._session, self.parts.clock.monotonic_seconds()
+        entry = session.table.alive(now).get(terms.asking) if session is not None else None
+        if session is None or session.ways is None or entry is None:
+            return 0, MissReason.UNREACHABLE  # a node that is not known here
+        keys = list(terms.keys[: max(1, MOST_OFFERED_BYTES // space.block_bytes)])
+        question = FetchQuestion(0, 0, space.number, keys, run.match(space, keys), seconds)
+        job = session.fetcher.job(run, question)
+        job.invited = PeerSource(entry, session.ways)
+        answer = session.fetcher.fetch(job)
+        return answer.blocks, answer.reason
 
     def _entry(self, here: NodeIdentity) -> NodeEntry:
         prints = tuple(sorted({one.fingerprint for one in self.runs()}))[:64]

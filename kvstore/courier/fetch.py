@@ -39,7 +39,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class FetchJob:
-    """One fetch that is under way. reached: blocks that are here."""
+    """One fetch that is under way. reached: blocks that are here. invited: by which node, where no engine waits: then
+    only that one is asked, and it ends as soon as there is no room."""
 
     run: CourierRun
     question: FetchQuestion
@@ -48,6 +49,7 @@ class FetchJob:
     reason: MissReason | None = None
     detail: str = ""
     source: Source | None = None
+    invited: PeerSource | None = None
 
     def misses(self, reason: MissReason | None, detail: str) -> None:
         """Why there are no more. Of several sources the one that says most."""
@@ -91,7 +93,7 @@ class Fetcher:
     def _fetch(self, job: FetchJob) -> None:
         question, run = job.question, job.run
         space = run.space(question.namespace)
-        places = self._locator.kept(run.tenant, question.located)
+        places = Places([job.invited]) if job.invited else self._locator.kept(run.tenant, question.located)
         if places is None:
             ticket = (question.node, question.incarnation)
             places = self._locator.find(run, space, question.keys, job.reached, *ticket, seconds=self._left(job) / 4)
@@ -152,7 +154,7 @@ class Fetcher:
                 run.abort(reply.reservation)
             if job.reached > first:
                 return True
-            if reply.reason not in PASSING:
+            if reply.reason not in PASSING or job.invited is not None:
                 job.misses(reply.reason, reply.detail or "the sidecar has no room for it")
                 return False
             job.stops.over.wait(min(LONGEST_AGAIN_SECONDS, max(0.0, self._left(job))))

@@ -17,11 +17,12 @@ from itertools import count as counted_from
 from kvstore.block.account import MissReason
 from kvstore.block.errors import BadInput, Unreachable
 from kvstore.client.connection import Unavailable
-from kvstore.courier.asking import VERSION, AskedBy, has_mac
+from kvstore.courier.asking import VERSION, AskedBy, has_mac, offer_mac
 from kvstore.courier.figures import Figures
 from kvstore.courier.link import CourierRun, CourierSpace
 from kvstore.peers.tokens import NONCE_BYTES, PullTerms, ask_mac, pull_secret
 from kvstore.peers.transport import FrameDoor, OfferedFrames, PeerFault, PullBusy
+from kvstore.pool.hottest import LEAVING_SECONDS, MOST_OFFERED_BLOCKS
 from kvstore.wire import peer_pb2
 from tiering.clock import Clock
 from tiering.frame import KEY_BYTES
@@ -33,6 +34,8 @@ MOST_PINNED_BYTES = 512 << 20
 """By all offers together, but for a single one."""
 LONGEST_WAIT_SECONDS = 2.0
 """For blocks to be brought up from slower tiers."""
+TakesOffer = Callable[[CourierRun, CourierSpace, PullTerms, float], tuple[int, MissReason | None]]
+"""How many blocks are here afterwards, and why not all. Raises `Unavailable`."""
 BUSY, KEY_MISMATCH, ABSENT = str(MissReason.BUSY), str(MissReason.KEY_MISMATCH), str(MissReason.ABSENT)
 
 
@@ -46,13 +49,16 @@ class PeerHolder:
         figures: Figures,
         clock: Clock,
         new_token: Callable[[int], bytes],
+        takes: TakesOffer,
     ) -> None:
-        """runs: the tenants' connections. doors: for data, by transport."""
+        """runs: the tenants' connections. doors: for data, by transport. takes: what a node that leaves offers."""
         self._runs = runs
         self._doors = doors
         self._figures = figures
         self._clock = clock
         self._new_token = new_token
+        self._takes = takes
+        self._taking = threading.Lock()
         self._lock = threading.Lock()
         self._pulls = Counter[bytes]()
         self._pinned_bytes = 0
@@ -109,6 +115,25 @@ class PeerHolder:
         finally:
             if not is_offered:
                 self._ended(terms.asking)
+
+    def Offer(self, request: peer_pb2.OfferRequest, call: AskedBy) -> peer_pb2.OfferResponse:
+        """Pull what a node that leaves has, one offer at a time, as far as there is room without waiting for it."""
+        if request.first_block or len(request.keys) > MOST_OFFERED_BLOCKS * KEY_BYTES:
+            raise BadInput(
+                f"an offer that begins late or is too long; offer the first {MOST_OFFERED_BLOCKS} blocks at most"
+            )
+        found = self._asked(request, call, offer_mac)
+        if isinstance(found, str):
+            return peer_pb2.OfferResponse(reason=found)
+        if not self._taking.acquire(blocking=False):
+            return peer_pb2.OfferResponse(reason=BUSY)
+        try:
+            blocks, reason = self._takes(*found, min(call.seconds_left(), LEAVING_SECONDS))
+        except Unavailable as away:
+            return peer_pb2.OfferResponse(reason=str(away.reason))
+        finally:
+            self._taking.release()
+        return peer_pb2.OfferResponse(blocks=blocks, reason=str(reason or ""))
 
     def pulls(self) -> int:
         """That are offered or under way."""
@@ -182,7 +207,7 @@ class PeerHolder:
 
     def _asked(
         self,
-        request: peer_pb2.HasRequest | peer_pb2.OpenPullRequest,
+        request: peer_pb2.HasRequest | peer_pb2.OpenPullRequest | peer_pb2.OfferRequest,
         call: AskedBy,
         mac_of: Callable[[bytes, PullTerms], bytes],
     ) -> tuple[CourierRun, CourierSpace, PullTerms] | str:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from hashlib import blake2b
 
 from kvstore.block.account import HitTier, MissReason
 from kvstore.block.errors import BadInput
+from kvstore.client.connection import Unavailable
 from kvstore.config import is_loopback
-from kvstore.courier.asking import Dialled, PeerAway, PeerCalls, has_mac
+from kvstore.courier.asking import Dialled, PeerAway, PeerCalls, has_mac, offer_mac
 from kvstore.courier.figures import Figures, OncePerKind
 from kvstore.courier.link import CourierRun, CourierSpace
 from kvstore.courier.window import Forged, ReservedWindow
 from kvstore.peers.tokens import NONCE_BYTES, PullTerms, ask_mac, pull_secret
 from kvstore.peers.transport import PeerFault, PullOffer, PullTransport, TimedOutPull, numeric_address, stays_here
-from kvstore.pool.choice import HolderChoice, late_has_failed
-from kvstore.pool.directory import NodeEntry
+from kvstore.pool.choice import MOST_ASKED, HolderChoice, late_has_failed
+from kvstore.pool.directory import CHUNK_BLOCKS, NodeEntry
+from kvstore.pool.hottest import LEAVING_SECONDS, MOST_OFFERED_BYTES, hottest
+from kvstore.pool.members import AliveTable
 from kvstore.wire import peer_pb2
 from tiering.clock import Clock
 
@@ -25,6 +31,8 @@ OPEN_SECONDS = 1.0
 BRING_UP_SECONDS = 1.0
 MOST_ASKED_KEYS = 4096
 """In a question how many blocks are there."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,3 +250,53 @@ class PeerSource:
             self._ways.mismatch(self.entry, run)
             return Filled(0, MissReason.KEY_MISMATCH, f"{self.name} has other keys of this tenant")
         return Filled(0, MissReason.STALE_HINT, f"{self.name} has it no more")
+
+
+def hand_over(runs: Sequence[CourierRun], table: AliveTable, ways: PeerWays) -> None:
+    """Offer other nodes what is hot here, tenant by tenant, until all is told or the time is over. They pull it as
+    ever, or refuse: nothing is pushed. Chains that begin alike go to the same node."""
+    ends_at = ways.clock.monotonic_seconds() + LEAVING_SECONDS
+    nodes = list(table.alive(ways.clock.monotonic_seconds()).values())
+    taken, room = 0, MOST_OFFERED_BYTES
+    for run in runs if nodes else ():
+        for space_id, keys in hottest(run.uses.chains(), run.uses.of):
+            space = run.space_of(space_id)
+            if space is None or run.is_over or room < space.block_bytes or ways.clock.monotonic_seconds() >= ends_at:
+                continue
+            with suppress(Unavailable):
+                here = keys[: min(run.match(space, keys), room // space.block_bytes)]
+                blocks = _offered(run, space, here, nodes, ways, ends_at) if here else 0
+                taken, room = taken + blocks, room - blocks * space.block_bytes
+    if taken:
+        _log.info("other nodes have what was hot here", extra={"blocks": taken})
+
+
+def _offered(
+    run: CourierRun,
+    space: CourierSpace,
+    keys: Sequence[bytes],
+    nodes: Sequence[NodeEntry],
+    ways: PeerWays,
+    ends_at: float,
+) -> int:
+    """How many blocks of it the first node has that takes some."""
+    head = keys[:CHUNK_BLOCKS][-1]
+    fit = [one for one in nodes if run.fingerprint in one.fingerprints]
+    for entry in sorted(fit, key=lambda one: blake2b(head + one.node, digest_size=8).digest())[:MOST_ASKED]:
+        left = ends_at - ways.clock.monotonic_seconds()
+        if left <= 0:
+            break
+        terms = PullTerms(ways.new_token(NONCE_BYTES), run.node, entry.node, space.id, 0, keys)
+        request = peer_pb2.OfferRequest(
+            fingerprint=run.fingerprint,
+            namespace=space.id,
+            keys=b"".join(keys),
+            node=run.node,
+            nonce=terms.nonce,
+            mac=offer_mac(space.grant.identity_key, terms),
+        )
+        with suppress(PeerAway):  # an earlier version of it knows no offers
+            answer = ways.calls.offer(Dialled(entry.address, entry.node), request, left)
+            if answer.blocks:
+                return min(answer.blocks, len(keys))
+    return 0

@@ -1,15 +1,18 @@
-"""How often blocks were named by requests of late, and which came from the remote engine itself. Bounded."""
+"""How often blocks were named by requests of late, in which chains, and which came from the remote engine itself.
+Bounded."""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 MOST_NAMES = 1 << 17
 """Of a generation: at its end the one before is forgotten."""
 NAME_BYTES = 8
 MOST_WANTED, MOST_CAME = 1 << 14, 1 << 16
+MOST_CHAINS, MOST_CHAIN_KEYS = 256, 1024
+"""The last ones that were named, and how many leading blocks of each."""
 
 
 class Uses:
@@ -21,6 +24,7 @@ class Uses:
         self._new: dict[bytes, int] = {}
         self._old: dict[bytes, int] = {}
         self._came: OrderedDict[bytes, None] = OrderedDict()
+        self._chains: OrderedDict[tuple[bytes, bytes], list[bytes]] = OrderedDict()
         self.wanted: deque[tuple[bytes, bytes]] = deque(maxlen=MOST_WANTED)
 
     def note(self, keys: Iterable[bytes]) -> None:
@@ -31,6 +35,22 @@ class Uses:
                 if name not in self._new and len(self._new) >= self._most:
                     self._old, self._new = self._new, {}
                 self._new[name] = max(self._new.get(name, 0), self._old.get(name, 0)) + 1
+
+    def note_chain(self, space: bytes, keys: Sequence[bytes]) -> None:
+        """A request of that namespace named these, from its first block on."""
+        self.note(keys)
+        leading = list(keys[:MOST_CHAIN_KEYS])
+        if leading:
+            with self._lock:
+                self._chains[space, leading[-1]] = leading
+                self._chains.move_to_end((space, leading[-1]))
+                while len(self._chains) > MOST_CHAINS:
+                    self._chains.popitem(last=False)
+
+    def chains(self) -> list[tuple[bytes, list[bytes]]]:
+        """Namespace and leading keys of the last ones."""
+        with self._lock:
+            return [(space, keys) for (space, _), keys in self._chains.items()]
 
     def of(self, key: bytes) -> int:
         """How often it was named."""

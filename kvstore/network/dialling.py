@@ -69,6 +69,11 @@ class GrpcPeers:
         answer: peer_pb2.OpenPullResponse = _answer(lambda: self._stub(peer).OpenPull(request, timeout=seconds))
         return answer
 
+    def offer(self, peer: Dialled, request: peer_pb2.OfferRequest, seconds: float) -> peer_pb2.OfferResponse:
+        """As `PeerCalls.offer`."""
+        answer: peer_pb2.OfferResponse = _answer(lambda: self._stub(peer).Offer(request, timeout=seconds))
+        return answer
+
     def has(
         self, asked: Sequence[tuple[Dialled, peer_pb2.HasRequest]], seconds: float
     ) -> list[peer_pb2.HasResponse | None]:

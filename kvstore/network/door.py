@@ -197,7 +197,7 @@ class GrpcDoor:
             if service == HEALTH:
                 lane = self._health_lane
             elif service == PEER:
-                call, lane = self._peer_call(context), self._peer_lanes[name == "OpenPull"]
+                call, lane = self._peer_call(context), self._peer_lanes[name in ("OpenPull", "Offer")]
             else:
                 call = self._call(service, context)
                 lane = self._lanes.of(call.caller, name in LONG)

@@ -101,6 +101,11 @@ class ProcessBeside:
         if self._child is not None:
             self._child.terminate()
 
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it was told to end, needs the sidecar for it, and has not ended yet."""
+        return self._beats and self._child is not None and self._child.poll() is None
+
     def end(self) -> None:
         """It is started no more."""
         self._command = []
@@ -180,6 +185,7 @@ class Keeper:
         self._ready_at = 0.0
         self._ending = False
         self._kill_at: float | None = None
+        self._ends_by: float | None = None  # the child is told to, once those beside it have left
         self._selector = selectors.DefaultSelector()
         self._signals, self._signalled = socket.socketpair()
         self._signals.setblocking(False)
@@ -286,6 +292,11 @@ class Keeper:
                     if ended is not None:
                         words, figures = ended
                         self._say("warning", f"the {one.name} {words}", **figures)
+            if self._ends_by is not None and (
+                time.monotonic() > self._ends_by or not any(one.is_leaving for one in self._beside)
+            ):
+                self._ends_by, self._kill_at = None, time.monotonic() + self._end_seconds + END_SECONDS
+                self._child.send_signal(signal.SIGTERM)
             if self._kill_at is not None and time.monotonic() > self._kill_at:
                 self._say("error", "the sidecar did not end in time and is killed")
                 self._child.kill()
@@ -295,9 +306,10 @@ class Keeper:
         assert self._child is not None
         for number in self._signals.recv(4096):
             if number in (signal.SIGTERM, signal.SIGINT):
+                self._ends_by = 0.0 if self._ending else time.monotonic() + BESIDE_END_SECONDS  # twice: now
                 self._ending = True
-                self._kill_at = time.monotonic() + self._end_seconds + END_SECONDS
-                self._child.send_signal(signal.SIGTERM)
+                for one in self._beside:
+                    one.begin_again()
             elif number == signal.SIGHUP:
                 self._kill_at = time.monotonic() + self._end_seconds + END_SECONDS
                 self._child.send_signal(signal.SIGHUP)

@@ -93,3 +93,29 @@ class OpenPullResponse(_message.Message):
     nonce: bytes
     reason: str
     def __init__(self, token: _Optional[bytes] = ..., address: _Optional[str] = ..., transport: _Optional[str] = ..., blocks: _Optional[int] = ..., frame_bytes: _Optional[_Iterable[int]] = ..., is_sealed: _Optional[bool] = ..., nonce: _Optional[bytes] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class OfferRequest(_message.Message):
+    __slots__ = ("fingerprint", "namespace", "first_block", "keys", "node", "nonce", "mac")
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    MAC_FIELD_NUMBER: _ClassVar[int]
+    fingerprint: bytes
+    namespace: bytes
+    first_block: int
+    keys: bytes
+    node: bytes
+    nonce: bytes
+    mac: bytes
+    def __init__(self, fingerprint: _Optional[bytes] = ..., namespace: _Optional[bytes] = ..., first_block: _Optional[int] = ..., keys: _Optional[bytes] = ..., node: _Optional[bytes] = ..., nonce: _Optional[bytes] = ..., mac: _Optional[bytes] = ...) -> None: ...
+
+class OfferResponse(_message.Message):
+    __slots__ = ("blocks", "reason")
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    blocks: int
+    reason: str
+    def __init__(self, blocks: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...

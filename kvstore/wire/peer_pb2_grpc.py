@@ -50,6 +50,11 @@ class PeerStub:
                 request_serializer=kvstore_dot_wire_dot_peer__pb2.OpenPullRequest.SerializeToString,
                 response_deserializer=kvstore_dot_wire_dot_peer__pb2.OpenPullResponse.FromString,
                 _registered_method=True)
+        self.Offer = channel.unary_unary(
+                '/kvstore.v1.Peer/Offer',
+                request_serializer=kvstore_dot_wire_dot_peer__pb2.OfferRequest.SerializeToString,
+                response_deserializer=kvstore_dot_wire_dot_peer__pb2.OfferResponse.FromString,
+                _registered_method=True)
 
 
 class PeerServicer:
@@ -77,6 +82,13 @@ class PeerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Offer(self, request, context):
+        """The caller leaves soon: pull these blocks from it, as far as there is room. To refuse costs nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PeerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -94,6 +106,11 @@ def add_PeerServicer_to_server(servicer, server):
                     servicer.OpenPull,
                     request_deserializer=kvstore_dot_wire_dot_peer__pb2.OpenPullRequest.FromString,
                     response_serializer=kvstore_dot_wire_dot_peer__pb2.OpenPullResponse.SerializeToString,
+            ),
+            'Offer': grpc.unary_unary_rpc_method_handler(
+                    servicer.Offer,
+                    request_deserializer=kvstore_dot_wire_dot_peer__pb2.OfferRequest.FromString,
+                    response_serializer=kvstore_dot_wire_dot_peer__pb2.OfferResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -178,6 +195,33 @@ class Peer:
             '/kvstore.v1.Peer/OpenPull',
             kvstore_dot_wire_dot_peer__pb2.OpenPullRequest.SerializeToString,
             kvstore_dot_wire_dot_peer__pb2.OpenPullResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Offer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Peer/Offer',
+            kvstore_dot_wire_dot_peer__pb2.OfferRequest.SerializeToString,
+            kvstore_dot_wire_dot_peer__pb2.OfferResponse.FromString,
             options,
             channel_credentials,
             insecure,

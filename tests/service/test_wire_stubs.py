@@ -132,7 +132,16 @@ MESSAGES_ONLY_HERE = {
     "ScoreResponse": "for routers: no local client asks this",
     "NodeScore": "for routers: no local client asks this",
     **dict.fromkeys(
-        ("WhoAreYouRequest", "WhoAreYouResponse", "HasRequest", "HasResponse", "OpenPullRequest", "OpenPullResponse"),
+        (
+            "WhoAreYouRequest",
+            "WhoAreYouResponse",
+            "HasRequest",
+            "HasResponse",
+            "OpenPullRequest",
+            "OpenPullResponse",
+            "OfferRequest",
+            "OfferResponse",
+        ),
         "between nodes: no local client asks this",
     ),
 }
@@ -181,7 +190,7 @@ BYTES_FIELDS = {
             "kvstore.v1.WhoAreYouResponse.fingerprints",
             *(
                 f"kvstore.v1.{verb}Request.{one}"
-                for verb in ("Has", "OpenPull")
+                for verb in ("Has", "OpenPull", "Offer")
                 for one in ("fingerprint", "namespace", "keys", "node", "nonce", "mac")
             ),
             "kvstore.v1.OpenPullResponse.token",
@@ -291,6 +300,7 @@ def test_each_call_is_unary_and_has_messages_of_its_own() -> None:
         "WhoAreYou",
         "Has",
         "OpenPull",
+        "Offer",
     }
 
 

@@ -1,0 +1,43 @@
+"""What a node that leaves offers to others: the chunks that requests named again, each with all that leads up to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvstore.pool.directory import CHUNK_BLOCKS
+
+LEAVING_SECONDS = 2.0
+"""For all of it; a keeper kills a network process 3 s after it told it to end."""
+MOST_OFFERED_CHUNKS, MOST_OFFERED_BYTES = 64, 256 << 20
+"""By a node that leaves; of the latter also taken from one offer."""
+MOST_OFFERED_BLOCKS = MOST_OFFERED_CHUNKS * CHUNK_BLOCKS
+HOT_USES = 2
+
+
+def hottest(
+    chains: Sequence[tuple[bytes, list[bytes]]], uses: Callable[[bytes], int]
+) -> list[tuple[bytes, list[bytes]]]:
+    """Namespace and leading keys of chains, of the hottest chunks alone; the hottest chain first. uses: how often a key
+    was named, at least as often as the keys behind it."""
+    chunks: dict[tuple[bytes, bytes], tuple[int, int]] = {}  # by its last key: how hot, and how deep
+    for space, keys in chains:
+        for end in _ends(keys):
+            count = uses(keys[end - 1])
+            if count >= HOT_USES:
+                chunks[space, keys[end - 1]] = -count, end
+    chosen = set(sorted(chunks, key=lambda one: chunks[one])[:MOST_OFFERED_CHUNKS])
+    leading: dict[tuple[bytes, bytes], list[bytes]] = {}
+    for space, keys in chains:
+        most = 0
+        for end in _ends(keys):
+            if (space, keys[end - 1]) not in chosen:
+                break
+            most = end
+        if most:
+            leading[space, keys[most - 1]] = keys[:most]
+    return [(one[0], leading[one]) for one in sorted(leading, key=lambda one: chunks[one])]
+
+
+def _ends(keys: Sequence[bytes]) -> list[int]:
+    """Where chunks end, the shorter one at the end of a chain included."""
+    return sorted({*range(CHUNK_BLOCKS, len(keys), CHUNK_BLOCKS), len(keys)})
