@@ -109,7 +109,9 @@ METRICS = (
     _gauge("loading_slots", "", "slots", "Slots of an earlier run's slabs."),
     _gauge("loading_slots_taken", "", "slots", "Of these, how many were taken in."),
     # Who is here.
-    _gauge("sessions", "", "sessions", "Engines and couriers that are connected, or have gone and may map memory still."),
+    _gauge(
+        "sessions", "", "sessions", "Engines and couriers that are connected, or have gone and may map memory still."
+    ),
     _gauge("connections", "door", "connections", "Connections now; admin: of operators."),
     _counter("refused_connections", "reason", "connections", "Connections that were turned away."),
     _counter("malformed_messages", "", "messages", "Messages that ended their connection because they were none."),
