@@ -206,7 +206,7 @@ def test_its_pages_show_it_alone(shown: RunningConsole, tmp_path: Path) -> None:
         )
         browser.logged.clear()  # of the form: that it has no field for a user's name
         links = "[...document.querySelectorAll('#nav a')].filter(one => !one.hidden).map(one => one.textContent)"
-        assert browser.value(links) == ["Why misses", "Prefixes", "Tenants", "Request", "Plan"]
+        assert browser.value(links) == ["Why misses", "Prefixes", "Tenants", "Request", "Plan", "Help"]
         pages = {"tenants": "192", "misses": "Nothing was missed", "request?id=cmpl": "cmpl-red", "plan": "formula"}
         pages["prefixes"] = "part at token 40"
         for page, words in pages.items():
