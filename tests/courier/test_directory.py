@@ -180,7 +180,6 @@ def test_hints_and_entries_end_by_themselves(server: ValkeyServer) -> None:
         assert 0 < people.pttl(b"kv:n:" + a.here.node) <= 1e3 * NODE_SECONDS
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["giant", "large", "another type"])
 def test_a_list_of_nodes_that_none_can_read_is_made_anew(modern: ValkeyServer, kind: str) -> None:
     with operator(modern) as people:
@@ -226,7 +225,6 @@ def test_an_emptied_directory_is_filled_again(server: ValkeyServer) -> None:
         assert a.sees(b, c)
 
 
-@pytest.mark.slow
 def test_a_server_that_is_killed_and_comes_back_is_filled_again(server: ValkeyServer) -> None:
     with pool(server, 2) as (a, b):
         a.has(*NAMES)
@@ -278,7 +276,6 @@ def test_look_ups_do_not_wait_for_announcements(modern: ValkeyServer) -> None:
         wait_until(lambda: b.announcer.queued == 0 and not b.directory.reason)
 
 
-@pytest.mark.slow
 def test_a_copied_data_directory_says_so_and_keeps_quiet(modern: ValkeyServer) -> None:
     with pool(modern, 2) as (a, b), member(url(modern), 0, incarnation=7) as clone:
         a.has(*NAMES)
@@ -291,7 +288,6 @@ def test_a_copied_data_directory_says_so_and_keeps_quiet(modern: ValkeyServer) -
         assert clone.directory.reason == ""
 
 
-@pytest.mark.slow
 def test_a_node_that_was_killed_and_comes_back_is_another_run(modern: ValkeyServer) -> None:
     with member(url(modern), 1) as b, operator(modern) as people:
         old = NodeEntry(node(0), run(1), "127.0.0.1:1")
@@ -307,7 +303,6 @@ def test_a_node_that_was_killed_and_comes_back_is_another_run(modern: ValkeyServ
             assert again.directory.reason == ""
 
 
-@pytest.mark.slow
 def test_what_is_no_hint_and_no_entry_is_left_out_and_bounded(server: ValkeyServer) -> None:
     with pool(server, 2) as (a, b), operator(server) as people:
         a.has(*NAMES)
@@ -333,7 +328,6 @@ def test_what_is_no_hint_and_no_entry_is_left_out_and_bounded(server: ValkeyServ
         wait_until(lambda: b.finds((a, 16)))
 
 
-@pytest.mark.slow
 def test_a_chunk_with_very_many_hints_and_a_pool_of_very_many_nodes_are_read_in_part(modern: ValkeyServer) -> None:
     with pool(modern, 2) as (a, b), operator(modern) as people:
         assert a.sees(b)
@@ -350,7 +344,6 @@ def test_a_chunk_with_very_many_hints_and_a_pool_of_very_many_nodes_are_read_in_
         wait_until(lambda: b.finds((a, 80)))
 
 
-@pytest.mark.slow
 def test_a_million_hints_cost_a_look_up_nothing(modern: ValkeyServer) -> None:
     with pool(modern, 2) as (a, b), operator(modern) as people:
         value = hint_value(a.here.incarnation, DRAM)
@@ -413,7 +406,6 @@ def test_a_wrong_password_is_said_and_a_right_one_is_taken_with_the_next_try(mod
         wait_until(lambda: one.directory.reason == "")
 
 
-@pytest.mark.slow
 def test_a_server_that_takes_no_more_is_said_and_look_ups_go_on(tmp_path: Path) -> None:
     with valkey_server(tmp_path, ("--maxmemory-policy", "noeviction")) as server, pool(server, 2) as (a, b):
         a.has(*NAMES)
