@@ -90,6 +90,8 @@ def test_who_has_no_keys_is_told_nothing_and_pins_nothing(two: list[Node]) -> No
     me, nonce = secrets.token_bytes(16), secrets.token_bytes(16)
     terms = PullTerms(nonce, me, holder, space, 0, keys)
     common = {"fingerprint": fingerprint, "namespace": space, "keys": b"".join(keys), "node": me, "nonce": nonce}
+    unsigned = peer_pb2.HasRequest(**common, mac=b"")
+    wait_until(lambda: stub.Has(unsigned, timeout=10).reason != "absent")  # the namespace is known to its courier
     for mac in (b"", bytes(32), ask_mac(key, terms), secrets.token_bytes(32)):
         assert stub.Has(peer_pb2.HasRequest(**common, mac=mac), timeout=10).reason == "key_mismatch"
         asked = peer_pb2.OpenPullRequest(**common, mac=mac, transports=["sockets"])
