@@ -21,7 +21,7 @@ from kvstore.client.connection import Unavailable
 from kvstore.courier.announcing import Follower, RemoteWriting
 from kvstore.courier.asking import VERSION, PeerCalls
 from kvstore.courier.fetch import Fetcher, FetchJob, places_answer
-from kvstore.courier.figures import BANNED, MOST_SHOWN, PEER, REMOTE, UP, Figures, OncePerKind
+from kvstore.courier.figures import BANNED, MOST_SHOWN, OPEN, PEER, REMOTE, UP, Figures, OncePerKind
 from kvstore.courier.holder import PeerHolder
 from kvstore.courier.link import CourierLink, CourierRun, CourierSpace
 from kvstore.courier.locate import LOOK_SECONDS, Locator
@@ -356,8 +356,9 @@ class Courier:
                 reasons += [session.directory.reason] if session.directory.reason else []
         if parts.remote is not None:
             ways = parts.remote.ways
-            seen = ways.workers.figures()
-            sources.append(counts.told(REMOTE, ways.name, ways.name, seen.state, detail=seen.detail))
+            fault = ways.workers.last_fault()
+            state = OPEN if ways.workers.is_open else UP
+            sources.append(counts.told(REMOTE, ways.name, ways.name, state, detail=fault))
         dropped = session.announcer.dropped if session is not None and session.announcer is not None else 0
         lines = [line[:MAX_WHERE_CHARACTERS] for line in reasons[:MOST_REASONS]]
         return CourierFigures(

@@ -56,11 +56,6 @@ def ask_mac(identity_key: bytes, terms: PullTerms) -> bytes:
     return blake2b(terms.packed(), key=identity_key, digest_size=32, person=b"kv-pull-ask").digest()
 
 
-def is_asked_by_tenant(identity_key: bytes, terms: PullTerms, mac: bytes) -> bool:
-    """Whether that MAC is the one of these terms."""
-    return hmac.compare_digest(ask_mac(identity_key, terms), mac)
-
-
 def pull_secret(identity_key: bytes, terms: PullTerms, nonce: bytes) -> bytes:
     """nonce: the holder's, 16 random bytes, which it answers beside its offer."""
     if len(nonce) != NONCE_BYTES:

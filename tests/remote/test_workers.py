@@ -12,7 +12,7 @@ import pytest
 
 from tiering.clock import SystemClock
 from tiering.remote import workers as room
-from tiering.remote.breaker import FIRST_PAUSE_SECONDS, MOST_FAILURES
+from tiering.remote.breaker import MOST_FAILURES
 from tiering.remote.driver import (
     PROBE_KEY,
     RemoteBusy,
@@ -98,7 +98,7 @@ def fail(workers: RemoteWorkers, seconds: float = LONG) -> RemoteFault:
     return caught.value
 
 
-def test_the_verbs_reach_the_engine_and_are_counted() -> None:
+def test_the_verbs_reach_the_engine() -> None:
     engine = Lagging()
     with on(engine) as workers:
         assert workers.write(b"a", b"he", b"llo", 0, soon(LONG)).result() is True
@@ -108,20 +108,7 @@ def test_the_verbs_reach_the_engine_and_are_counted() -> None:
         assert workers.exists([b"a", b"b"], soon(LONG)).result() == [True, False]
         assert workers.delete([b"a"], soon(LONG)).result() == 1
         assert workers.submit(lambda: 7, soon(LONG)).result() == 7
-        figures = workers.figures()
-        assert (figures.state, figures.failures, figures.detail) == ("up", 0, "")
-        assert (figures.blocks_in, figures.bytes_in, figures.blocks_out, figures.bytes_out) == (1, 5, 1, 5)
-        assert (figures.lookups, figures.found, figures.gbps, figures.p99_ms) == (2, 1, 0.0, 0.0)
-
-
-def test_the_speed_is_that_of_large_reads() -> None:
-    engine = Lagging()
-    engine.values[b"a"] = bytes(room.LARGE_BYTES)
-    with on(engine) as workers:
-        for _ in range(room.MOST_TRANSFERS + 5):
-            assert workers.read(b"a", memoryview(bytearray(room.LARGE_BYTES)), soon(LONG)).result()
-        figures = workers.figures()
-        assert figures.gbps > 0 and figures.p99_ms > 0 and figures.blocks_in == room.MOST_TRANSFERS + 5
+        assert not workers.is_open and workers.last_fault() == ""
 
 
 def test_a_slot_is_lent_until_the_abandoned_call_returns() -> None:
@@ -225,7 +212,7 @@ def test_a_late_call_for_which_no_caller_waits_is_abandoned_too() -> None:
     with on(engine, threads=1, most_abandoned=1) as workers:
         engine.goes_on.clear()
         workers.exists([b"a"], soon(0.0))
-        wait_until(lambda: workers.figures().failures >= 0 and fault_of(workers) is None)
+        wait_until(lambda: fault_of(workers) is None)
         assert workers.submit(lambda: 5, soon(LONG)).result() == 5
 
 
@@ -246,8 +233,7 @@ def test_it_opens_at_the_third_failure_and_then_costs_nothing() -> None:
             with pytest.raises(RemoteUnreachable, match="not asked now: refused"):
                 workers.submit(lambda: engine.exists([b"x"]), soon(LONG), lambda: back.append(0)).result()
         assert engine.calls - asked <= 1 and len(back) == 200 and time.monotonic() - began < 1.0
-        figures = workers.figures()
-        assert (figures.state, figures.failures, figures.detail) == ("open", MOST_FAILURES, "refused")
+        assert workers.is_open and workers.last_fault() == "refused"
 
 
 def test_a_probe_closes_it_and_no_request_waits_for_one() -> None:
@@ -281,7 +267,7 @@ def test_failures_between_successes_do_not_open_it() -> None:
             fail(workers)
             engine.fault = None
             workers.exists([b"x"], soon(LONG)).result()
-        assert not workers.is_open and workers.figures().failures == 8
+        assert not workers.is_open
 
 
 def test_a_value_that_is_not_ours_says_nothing_of_the_engine() -> None:
@@ -313,7 +299,6 @@ def test_a_hanging_engine_opens_it() -> None:
         assert workers.is_open
         engine.goes_on.set()
         wait_until(lambda: fault_of(workers) is None)
-        assert FIRST_PAUSE_SECONDS > 0
 
 
 # --- ends ---
