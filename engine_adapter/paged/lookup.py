@@ -127,16 +127,21 @@ class PrefixLookup:
     # Inside ----------------------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """What a wait looks at is no look-up of the request's: the one that ends it is."""
+        """What a wait looks at is no look-up of the request's: the one that ends it is, or finds all of the prompt."""
         wait = self._wait
-        self._asked_at, self._is_counted = 0.0, wait is None or not wait.is_open
+        self._asked_at, self._counts_short = 0.0, wait is None or not wait.is_open
+        self._counts = self._counts_short or self.namespace.has_courier
         if wait is not None and (wait.plan.policy is not None or self._seen is not None):
             self._match_seconds = max(self._match_seconds, OPEN_MS / 1000)
-        self._pending_match = self._submitted(self._is_counted)
+        self._pending_match = self._submitted(self._counts, self._counts_short)
 
-    def _submitted(self, counts: bool) -> PendingReply[Match]:
+    def _submitted(self, counts: bool, counts_short: bool) -> PendingReply[Match]:
         return self.namespace.submit_match(
-            self.prompt, deadline_ms=1000 * self._match_seconds, counts=counts, request=told_name(self.request)
+            self.prompt,
+            deadline_ms=1000 * self._match_seconds,
+            counts=counts,
+            request=told_name(self.request),
+            counts_short=counts_short,
         )
 
     def _poll_match(self) -> None:
@@ -151,8 +156,8 @@ class PrefixLookup:
             if wait is not None and wait.goes_on(match.blocks):
                 self._seen = match
                 return
-        if not self._is_counted:
-            self._submitted(counts=True)  # for the store's own account; its answer is not waited for
+        if not (self._counts and (self._counts_short or match.blocks == len(match.keys))):
+            self._submitted(counts=True, counts_short=True)  # for the store's own account; its answer is not waited for
         if wait is not None:
             match = replace(match, account=wait.plan.account(match.account), detail=wait.plan.detail or match.detail)
         self._match, self.account, self.detail = match, match.account, match.detail

@@ -130,12 +130,14 @@ class OpenNamespace(msgspec.Struct, array_like=True, frozen=True, tag="namespace
 
 class MatchPrefix(msgspec.Struct, array_like=True, frozen=True, tag="match"):
     """As `Door.match`. counts: whether it is a look-up for an engine's request, which people want to see counted.
-    request: the engine's name for that, for people."""
+    request: the engine's name for that, for people. counts_short: whether also where not all of it is here; the client
+    that may have the rest fetched asks again then."""
 
     namespace: int
     keys: Keys
     counts: bool = True
     request: str = ""
+    counts_short: bool = True
 
 
 class LeasePrefix(msgspec.Struct, array_like=True, frozen=True, tag="lease"):

@@ -253,7 +253,7 @@ class Handlers:
         began_at = self._store.clock.monotonic_seconds()
         matched = self._store.handle(caller, verb)
         assert isinstance(matched, m.Matched)
-        if verb.counts and not caller.is_courier:
+        if verb.counts and not caller.is_courier and (verb.counts_short or matched.reply.blocks == len(verb.keys)):
             seconds = self._store.clock.monotonic_seconds() - began_at
             self._counting.looked_up(number, verb.keys, matched.reply, seconds)
             if verb.request:

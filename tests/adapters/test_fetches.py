@@ -157,20 +157,30 @@ def test_each_request_is_one_look_up_to_the_store(tmp_path: Path) -> None:
     with hosts(tmp_path) as two:
         two.knows_couriers()
         counted: list[bool] = []
-        door = handle(two.two)._door
+        door, near = handle(two.two)._door, two.near
         submit = door.submit
 
         def noted(request: Any, *given: Any) -> Any:
-            counted.append(isinstance(request, m.MatchPrefix) and request.counts)
-            return submit(request, *given)
+            reply = submit(request, *given)
+            if isinstance(request, m.MatchPrefix):
+                is_whole = near.core.match(request.namespace, request.keys).blocks == len(request.keys)
+                counted.append(request.counts and (request.counts_short or is_whole))
+            return reply
 
         door.submit = noted  # type: ignore[method-assign]
-        prompt = two.prompt(500)
-        for name, share in (("part", 0.5), ("whole", 1.0), ("here", 1.0)):
+        part, whole = two.prompt(500), two.prompt(500)
+        unknown = [two.random.randrange(1000) for _ in range(500)]
+        for name, share, asked, looks in (
+            ("nothing is elsewhere", 1.0, unknown, 2),
+            ("part", 0.5, part, 2),
+            ("whole", 1.0, whole, 2),
+            ("here", 1.0, whole, 1),
+        ):
             two.courier.brings = share
             counted.clear()
-            two.ask(name, prompt)
-            assert sum(counted) == 1, name
+            two.ask(name, asked)
+            assert (sum(counted), len(counted)) == (1, looks), name
+            two.two.settle()
 
 
 def test_what_is_fetched_is_told_to_routers_and_what_did_not_come_is_not(tmp_path: Path) -> None:

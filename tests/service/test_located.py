@@ -193,6 +193,22 @@ def test_without_a_courier_no_message_more_is_sent(tmp_path: Path) -> None:
         assert not sent["Locate"] + sent["Await"] + sent["OpenTicket"], sent
 
 
+def test_beside_a_courier_only_what_is_not_all_here_is_looked_up_again(tmp_path: Path) -> None:
+    with hosts(tmp_path) as (sidecar, far), engines(sidecar, far) as both:
+        first, second = both.prompt(500), both.prompt(500)
+        with SmallCourier(sidecar.courier_path, far):
+            both.ask("a", first)
+            namespace = both.two.half._namespace.now()
+            assert namespace is not None and namespace.has_courier
+            for name, prompt, messages in (("b", first, 1), ("c", second, 2), ("d", second, 1)):
+                looked = sidecar.admin.facts().looked.lookups
+                with counted(namespace) as sent:
+                    both.ask(name, prompt)
+                assert (sent["MatchPrefix"], sent["LeasePrefix"]) == (messages, 1), (name, sent)
+                assert sidecar.admin.facts().looked.lookups == looked + 1, name
+        wait_until(lambda: settled(sidecar))
+
+
 def test_a_sidecar_of_an_earlier_version_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with hosts(tmp_path) as (sidecar, far), engines(sidecar, far) as both:
         prompt = both.prompt(300)

@@ -101,6 +101,7 @@ NOT_PUBLISHED = {
     "MatchPrefix.keys": "they are in `prompt`, beside which token ids may be given",
     "MatchPrefix.counts": "a match from another host serves no engine's request here, so it is not counted",
     "MatchPrefix.request": "nor is it shown beside one",
+    "MatchPrefix.counts_short": "as `counts`",
     "Opened.packed": "the fields of `Namespace` are published one by one, for those who do not read the packed form",
     "SidecarStatus.awaits": "of engines on the host; in `kvstore stat --json` and in the metrics",
     "SidecarStatus.elsewhere": "of couriers on the host; in `kvstore stat --json` and in the metrics",
