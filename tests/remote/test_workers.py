@@ -98,7 +98,7 @@ def fail(workers: RemoteWorkers, seconds: float = LONG) -> RemoteFault:
     return caught.value
 
 
-def test_the_verbs_reach_the_engine_and_are_counted() -> None:
+def test_the_verbs_reach_the_engine() -> None:
     engine = Lagging()
     with on(engine) as workers:
         assert workers.write(b"a", b"he", b"llo", 0, soon(LONG)).result() is True
@@ -110,18 +110,6 @@ def test_the_verbs_reach_the_engine_and_are_counted() -> None:
         assert workers.submit(lambda: 7, soon(LONG)).result() == 7
         figures = workers.figures()
         assert (figures.state, figures.failures, figures.detail) == ("up", 0, "")
-        assert (figures.blocks_in, figures.bytes_in, figures.blocks_out, figures.bytes_out) == (1, 5, 1, 5)
-        assert (figures.lookups, figures.found, figures.gbps, figures.p99_ms) == (2, 1, 0.0, 0.0)
-
-
-def test_the_speed_is_that_of_large_reads() -> None:
-    engine = Lagging()
-    engine.values[b"a"] = bytes(room.LARGE_BYTES)
-    with on(engine) as workers:
-        for _ in range(room.MOST_TRANSFERS + 5):
-            assert workers.read(b"a", memoryview(bytearray(room.LARGE_BYTES)), soon(LONG)).result()
-        figures = workers.figures()
-        assert figures.gbps > 0 and figures.p99_ms > 0 and figures.blocks_in == room.MOST_TRANSFERS + 5
 
 
 def test_a_slot_is_lent_until_the_abandoned_call_returns() -> None:

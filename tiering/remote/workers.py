@@ -41,8 +41,6 @@ GRACE_SECONDS = 0.01
 SHORTEST_SECONDS = 0.01
 """A call that had less says nothing of the engine: any machine lets a thread wait for so long."""
 PROBE_SECONDS = 1.0
-LARGE_BYTES, MOST_TRANSFERS = 1 << 20, 256
-"""Reads that count for the speed, and how many of the last ones do."""
 
 T = TypeVar("T")
 
@@ -96,20 +94,11 @@ class RemoteCall(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class RemoteFigures:
-    """Of an engine since the start. state: `up`, or `open` (its breaker). blocks_in, blocks_out: frames; a block has
-    one for each of its parts. lookups, found: names asked for, and those that were there. gbps, p99_ms: of the last
-    reads of a megabyte and more. detail: the last fault, while it counts."""
+    """Of an engine. state: `up`, or `open` (its breaker). failures: calls since the start that failed or were late.
+    detail: the last fault, while it counts."""
 
     state: str
-    blocks_in: int
-    blocks_out: int
-    bytes_in: int
-    bytes_out: int
-    lookups: int
-    found: int
     failures: int
-    gbps: float
-    p99_ms: float
     detail: str
 
 
@@ -136,38 +125,19 @@ class RemoteWorkers:
         self._running: set[RemoteCall[Any]] = set()
         self._threads = self._abandoned = self._idle = 0
         self._is_closed = False
-        self._counts = dict.fromkeys("blocks_in blocks_out bytes_in bytes_out lookups found failures".split(), 0)
-        self._transfers: deque[tuple[float, int]] = deque(maxlen=MOST_TRANSFERS)
+        self._failures = 0
 
     # --- the verbs ---
 
     def exists(self, keys: Sequence[bytes], deadline: float) -> RemoteCall[list[bool]]:
         """`RemoteEngine.exists`."""
-
-        def work() -> list[bool]:
-            found = self._engine.exists(keys, deadline)
-            self._count(lookups=len(keys), found=sum(found))
-            return found
-
-        return self.submit(work, deadline)
+        return self.submit(lambda: self._engine.exists(keys, deadline), deadline)
 
     def read(
         self, key: bytes, slot: memoryview, deadline: float, on_return: Callable[[], None] = _nothing
     ) -> RemoteCall[bool]:
         """`RemoteEngine.read`. The slot is lent until `on_return`."""
-
-        def work() -> bool:
-            began = self._clock.monotonic_seconds()
-            if not self._engine.read(key, slot, deadline):
-                return False
-            seconds = self._clock.monotonic_seconds() - began
-            self._count(blocks_in=1, bytes_in=len(slot))
-            if len(slot) >= LARGE_BYTES:
-                with self._lock:
-                    self._transfers.append((seconds, len(slot)))
-            return True
-
-        return self.submit(work, deadline, on_return)
+        return self.submit(lambda: self._engine.read(key, slot, deadline), deadline, on_return)
 
     def write(
         self,
@@ -179,14 +149,7 @@ class RemoteWorkers:
         on_return: Callable[[], None] = _nothing,
     ) -> RemoteCall[bool]:
         """`RemoteEngine.write`. Header and payload are lent until `on_return`."""
-
-        def work() -> bool:
-            is_there = self._engine.write(key, header, payload, ttl_ms, deadline)
-            if is_there:
-                self._count(blocks_out=1, bytes_out=len(header) + len(payload))
-            return is_there
-
-        return self.submit(work, deadline, on_return)
+        return self.submit(lambda: self._engine.write(key, header, payload, ttl_ms, deadline), deadline, on_return)
 
     def delete(self, keys: Sequence[bytes], deadline: float) -> RemoteCall[int]:
         """`RemoteEngine.delete`."""
@@ -212,13 +175,7 @@ class RemoteWorkers:
         """As of now."""
         with self._lock:
             self._abandon_late(self._clock.monotonic_seconds())
-            state, detail = "open" if self._breaker.is_open else "up", self._breaker.why
-            counts, transfers = dict(self._counts), sorted(self._transfers)
-        seconds, size = sum(one[0] for one in transfers), sum(one[1] for one in transfers)
-        p99 = transfers[int(0.99 * len(transfers))][0] if transfers else 0.0
-        return RemoteFigures(
-            state, **counts, gbps=size / seconds / 1e9 if seconds else 0.0, p99_ms=1e3 * p99, detail=detail
-        )
+            return RemoteFigures("open" if self._breaker.is_open else "up", self._failures, self._breaker.why)
 
     @property
     def is_open(self) -> bool:
@@ -308,7 +265,7 @@ class RemoteWorkers:
         elif not fault.is_of_engine:
             pass
         elif not isinstance(fault, RemoteTimedOut) or call.deadline - call.began >= SHORTEST_SECONDS:
-            self._counts["failures"] += 1
+            self._failures += 1
             self._breaker.failed(now, str(fault))
 
     # --- of threads ---
@@ -359,8 +316,3 @@ class RemoteWorkers:
         call.work = None  # it may hold the slot
         call.on_return()
         call.settle(value, fault)
-
-    def _count(self, **counts: int) -> None:
-        with self._lock:
-            for what, count in counts.items():
-                self._counts[what] += count
