@@ -32,6 +32,8 @@ LIST_SECONDS = 30.0
 """Between two lists of a namespace: of more than a sidecar watches at a time changes are lost again and again."""
 NOWHERE, DRAM, NVME = 0, 1, 2
 """Where a block can be read, in `Changed`."""
+MANY_CHANGES = 1024
+"""In an answer: more are asked for at once."""
 WRITE_SECONDS, WRITE_LEASE_SECONDS = 5.0, 1.0
 MOST_WRITTEN_AT_ONCE = 64
 """Blocks between two looks at what changed."""
@@ -88,11 +90,6 @@ class Follower:
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._work, name=f"kv-follow-{run.tenant}", daemon=True)
 
-    @property
-    def dropped(self) -> int:
-        """Blocks that were to be written, and were not."""
-        return self._queue.dropped
-
     def start(self) -> None:
         """Follow."""
         self._thread.start()
@@ -139,7 +136,7 @@ class Follower:
                 one.is_listed = True
             for (key, where), index in zip(changed.changes, changed.indexes, strict=False):
                 self._take(one, key, index, where, is_news=True)
-            if len(changed.changes) < 1024:
+            if len(changed.changes) < MANY_CHANGES:
                 return
 
     def _list(self, one: _Followed) -> None:
@@ -207,7 +204,6 @@ class Follower:
                     self._queue.no_room(self._clock.monotonic_seconds())
             except RemoteFault as fault:
                 self._queue.no_room(self._clock.monotonic_seconds())
-                remote.ways.figures.failed(remote.ways.name)
                 remote.ways.told.say(f"writes {remote.ways.name}", f"nothing is written to {remote.ways.name}: {fault}")
             except Unavailable as away:
                 _log.debug("a block was not written", extra={"reason": away.detail})

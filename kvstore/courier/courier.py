@@ -15,13 +15,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
+import msgspec
+
 from kvstore.block.account import MissReason
 from kvstore.block.identity import NodeIdentity
 from kvstore.client.connection import Unavailable
 from kvstore.courier.announcing import Follower, RemoteWriting
 from kvstore.courier.asking import VERSION, PeerCalls
 from kvstore.courier.fetch import Fetcher, FetchJob, places_answer
-from kvstore.courier.figures import BANNED, MOST_SHOWN, OPEN, PEER, REMOTE, UP, Figures, OncePerKind
+from kvstore.courier.figures import BANNED, MOST_SHOWN, PEER, REMOTE, UP, Figures, OncePerKind
 from kvstore.courier.holder import PeerHolder
 from kvstore.courier.link import CourierLink, CourierRun, CourierSpace
 from kvstore.courier.locate import LOOK_SECONDS, Locator
@@ -31,7 +33,7 @@ from kvstore.peers.tokens import PullTerms
 from kvstore.peers.transport import FrameDoor, PullTransport
 from kvstore.pool.announcer import Announcer
 from kvstore.pool.choice import HolderChoice
-from kvstore.pool.directory import Directory, NodeEntry
+from kvstore.pool.directory import MAX_FINGERPRINTS, Directory, NodeEntry
 from kvstore.pool.hottest import MOST_OFFERED_BYTES
 from kvstore.pool.members import AliveTable
 from kvstore.protocol import messages as m
@@ -337,7 +339,7 @@ class Courier:
         return answer.blocks, answer.reason
 
     def _entry(self, here: NodeIdentity) -> NodeEntry:
-        prints = tuple(sorted({one.fingerprint for one in self.runs()}))[:64]
+        prints = tuple(sorted({one.fingerprint for one in self.runs()}))[:MAX_FINGERPRINTS]
         return NodeEntry(here.node, here.incarnation, self._address, prints, (VERSION,), tuple(self.parts.doors))
 
     def figures(self) -> CourierFigures:
@@ -356,11 +358,9 @@ class Courier:
                 reasons += [session.directory.reason] if session.directory.reason else []
         if parts.remote is not None:
             ways = parts.remote.ways
-            fault = ways.workers.last_fault()
-            state = OPEN if ways.workers.is_open else UP
-            sources.append(counts.told(REMOTE, ways.name, ways.name, state, detail=fault))
+            seen = ways.workers.figures()
+            one: SourceFigures = counts.told(REMOTE, ways.name, ways.name, seen.state, detail=seen.detail)
+            sources.append(msgspec.structs.replace(one, failures=seen.failures))
         dropped = session.announcer.dropped if session is not None and session.announcer is not None else 0
         lines = [line[:MAX_WHERE_CHARACTERS] for line in reasons[:MOST_REASONS]]
-        return CourierFigures(
-            sources, lines, max(0, counts.fetching), counts.fetched_blocks, counts.fetched_bytes, dropped
-        )
+        return CourierFigures(sources, lines, counts.fetching, counts.fetched_blocks, counts.fetched_bytes, dropped)

@@ -7,6 +7,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from math import inf
 
 from kvstore.pool.speeds import SpeedBook
 from kvstore.protocol.courier import MAX_SOURCES, MAX_WHERE_CHARACTERS, SourceFigures
@@ -126,24 +127,35 @@ MOST_SHOWN = MAX_SOURCES - 8
 """Nodes; engines and the directory are shown beside them."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Wrong:
+    line: str
+    said_at: float
+    logged_at: float
+
+
 class OncePerKind:
     """What is wrong at the moment, by kind. Thread-safe. A kind is logged when it begins, again after a minute in which
-    it went on, and when it ends."""
+    it went on, and when it ends; what was not said again for a minute counts as over."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._said: dict[str, tuple[float, str]] = {}
+        self._said: OrderedDict[str, _Wrong] = OrderedDict()  # the one first that was said longest ago
 
     def say(self, kind: str, line: str) -> None:
         """It is so now. line: for people."""
         now = self._clock.monotonic_seconds()
         with self._lock:
-            at, _ = self._said.get(kind, (float("-inf"), ""))
             if kind not in self._said and len(self._said) >= MOST_WRONG:
-                return
-            is_due = now - at >= AGAIN_SECONDS
-            self._said[kind] = now if is_due else at, line
+                oldest = next(iter(self._said))
+                if now - self._said[oldest].said_at < AGAIN_SECONDS:
+                    return
+                del self._said[oldest]
+            logged_at = self._said[kind].logged_at if kind in self._said else -inf
+            is_due = now - logged_at >= AGAIN_SECONDS
+            self._said[kind] = _Wrong(line, now, now if is_due else logged_at)
+            self._said.move_to_end(kind)
         if is_due:
             _log.warning("%s", line)
 
@@ -156,5 +168,6 @@ class OncePerKind:
 
     def reasons(self) -> list[str]:
         """What is wrong now."""
+        now = self._clock.monotonic_seconds()
         with self._lock:
-            return [line for _, line in self._said.values()]
+            return [one.line for one in self._said.values() if now - one.said_at < AGAIN_SECONDS]

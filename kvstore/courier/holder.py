@@ -135,11 +135,6 @@ class PeerHolder:
             self._taking.release()
         return peer_pb2.OfferResponse(blocks=blocks, reason=str(reason or ""))
 
-    def pulls(self) -> int:
-        """That are offered or under way."""
-        with self._lock:
-            return sum(self._pulls.values())
-
     def _opened(
         self, run: CourierRun, space: CourierSpace, terms: PullTerms, door: FrameDoor, wait: float
     ) -> peer_pb2.OpenPullResponse:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
@@ -122,10 +122,10 @@ class Locator:
         return places
 
     def _find_remote(
-        self, places: Places, remote: RemoteWays, asked: object, present: int, size: int, now: float
+        self, places: Places, remote: RemoteWays, asked: Callable[[], int], present: int, size: int, now: float
     ) -> None:
         try:
-            found = asked() if callable(asked) else 0
+            found = asked()
         except RemoteFault as fault:
             if not places.sources:
                 places.reason, places.detail = MissReason(fault.reason), str(fault)

@@ -9,14 +9,13 @@ from kvstore.block.errors import StoreError
 from kvstore.block.identity import INCARNATION_BYTES, NODE_BYTES, NodeIdentity
 from kvstore.courier.asking import VERSION, Dialled, PeerAway, PeerCalls
 from kvstore.courier.figures import OncePerKind
-from kvstore.pool.directory import NODE_SECONDS, NodeEntry
+from kvstore.pool.directory import MAX_FINGERPRINTS, NODE_SECONDS, NodeEntry
 from kvstore.pool.members import AliveTable
 from kvstore.wire import peer_pb2
 from tiering.clock import Clock
 
 ASK_SECONDS = 1.5
 ANSWER_SECONDS = 1.0
-MOST_FINGERPRINTS = 64
 
 
 class NamedPeers:
@@ -87,5 +86,5 @@ def entry_of(found: peer_pb2.WhoAreYouResponse, address: str) -> NodeEntry:
         raise ValueError("it names no node")
     if VERSION not in found.versions:
         raise ValueError(f"it speaks versions {list(found.versions)[:8]} of the protocol between nodes, not {VERSION}")
-    fingerprints = tuple(found.fingerprints[:MOST_FINGERPRINTS])
+    fingerprints = tuple(found.fingerprints[:MAX_FINGERPRINTS])
     return NodeEntry(found.node, found.incarnation, address, fingerprints, (VERSION,), tuple(found.transports[:8]))

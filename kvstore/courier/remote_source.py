@@ -90,7 +90,6 @@ class RemoteSource:
             filled = self._read(window, stops)
         except RemoteFault as fault:
             if fault.is_of_engine:
-                ways.figures.failed(ways.name)
                 ways.told.say(f"remote {ways.name}", f"the remote engine {ways.name} fails: {fault}")
             filled = Filled(0, MissReason(fault.reason), str(fault))
         window.adopt()

@@ -77,13 +77,6 @@ class Flights(Generic[K]):
             over = [(key, self._over(key)) for key in list(self._led.get(leader, ()))]
         _tell(over, False)
 
-    def expire(self, now: float) -> None:
-        """Whose time is over did not land."""
-        with self._lock:
-            late = [key for key, flight in self._flights.items() if flight.until <= now]
-            over = [(key, self._over(key)) for key in late]
-        _tell(over, False)
-
     def _leads(self, leader: Hashable, key: K) -> bool:
         return key in self._led.get(leader, ())
 

@@ -72,10 +72,6 @@ class SpeedBook:
     def __len__(self) -> int:
         return len(self._sources)
 
-    def knows(self, source: Hashable) -> bool:
-        """Whether anything came from it."""
-        return source in self._sources
-
     def milliseconds(self, source: Hashable, size_bytes: int, now: float, prior: SourcePrior = PEER_PRIOR) -> float:
         """That so many bytes are expected to take."""
         with self._lock:

@@ -69,8 +69,6 @@ class FlightsMachine(RuleBasedStateMachine):
     @rule(seconds=st.integers(0, 5))
     def time_goes_on(self, seconds: int) -> None:
         self.now += seconds
-        self.flights.expire(self.now)
-        self.over([key for key, of in self.led.items() if of[1] <= self.now], False)
 
     @invariant()
     def as_many_as_are_led(self) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.pool.speeds import HALF_LIFE_SECONDS, MAX_SOURCES, PEER_PRIOR, SourcePrior, SpeedBook
+from kvstore.pool.speeds import HALF_LIFE_SECONDS, MAX_SOURCES, PEER_PRIOR, SourcePrior, SourceSpeed, SpeedBook
 
 MB = 1 << 20
 
@@ -49,7 +49,7 @@ def test_what_is_known_fades_and_sources_are_bounded() -> None:
     assert book.milliseconds("a", 64 * MB, 20.0 + 20 * HALF_LIFE_SECONDS) == pytest.approx(unknown, rel=0.01)
     for number in range(2 * MAX_SOURCES):
         book.learn(number, MB, 0.001, 100.0)
-    assert len(book) == MAX_SOURCES and not book.knows("a") and book.knows(2 * MAX_SOURCES - 1)
+    assert len(book) == MAX_SOURCES and book.speed("a") == SourceSpeed() != book.speed(2 * MAX_SOURCES - 1)
     assert book.milliseconds("b", 0, 0.0, SourcePrior(0.5, 1.0)) == 500.0
 
 

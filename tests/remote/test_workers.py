@@ -12,7 +12,7 @@ import pytest
 
 from tiering.clock import SystemClock
 from tiering.remote import workers as room
-from tiering.remote.breaker import MOST_FAILURES
+from tiering.remote.breaker import FIRST_PAUSE_SECONDS, MOST_FAILURES
 from tiering.remote.driver import (
     PROBE_KEY,
     RemoteBusy,
@@ -108,7 +108,8 @@ def test_the_verbs_reach_the_engine() -> None:
         assert workers.exists([b"a", b"b"], soon(LONG)).result() == [True, False]
         assert workers.delete([b"a"], soon(LONG)).result() == 1
         assert workers.submit(lambda: 7, soon(LONG)).result() == 7
-        assert not workers.is_open and workers.last_fault() == ""
+        figures = workers.figures()
+        assert (figures.state, figures.failures, figures.detail) == ("up", 0, "")
 
 
 def test_a_slot_is_lent_until_the_abandoned_call_returns() -> None:
@@ -212,7 +213,7 @@ def test_a_late_call_for_which_no_caller_waits_is_abandoned_too() -> None:
     with on(engine, threads=1, most_abandoned=1) as workers:
         engine.goes_on.clear()
         workers.exists([b"a"], soon(0.0))
-        wait_until(lambda: fault_of(workers) is None)
+        wait_until(lambda: workers.figures().failures >= 0 and fault_of(workers) is None)
         assert workers.submit(lambda: 5, soon(LONG)).result() == 5
 
 
@@ -233,7 +234,8 @@ def test_it_opens_at_the_third_failure_and_then_costs_nothing() -> None:
             with pytest.raises(RemoteUnreachable, match="not asked now: refused"):
                 workers.submit(lambda: engine.exists([b"x"]), soon(LONG), lambda: back.append(0)).result()
         assert engine.calls - asked <= 1 and len(back) == 200 and time.monotonic() - began < 1.0
-        assert workers.is_open and workers.last_fault() == "refused"
+        figures = workers.figures()
+        assert (figures.state, figures.failures, figures.detail) == ("open", MOST_FAILURES, "refused")
 
 
 def test_a_probe_closes_it_and_no_request_waits_for_one() -> None:
@@ -267,7 +269,7 @@ def test_failures_between_successes_do_not_open_it() -> None:
             fail(workers)
             engine.fault = None
             workers.exists([b"x"], soon(LONG)).result()
-        assert not workers.is_open
+        assert not workers.is_open and workers.figures().failures == 8
 
 
 def test_a_value_that_is_not_ours_says_nothing_of_the_engine() -> None:
@@ -299,6 +301,7 @@ def test_a_hanging_engine_opens_it() -> None:
         assert workers.is_open
         engine.goes_on.set()
         wait_until(lambda: fault_of(workers) is None)
+        assert FIRST_PAUSE_SECONDS > 0
 
 
 # --- ends ---

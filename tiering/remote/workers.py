@@ -20,6 +20,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Generic, TypeVar
 
@@ -91,6 +92,16 @@ class RemoteCall(Generic[T]):
             self._settled.set()
 
 
+@dataclass(frozen=True, slots=True)
+class RemoteFigures:
+    """Of an engine. state: `up`, or `open` (its breaker). failures: calls since the start that failed or were late.
+    detail: the last fault, while it counts."""
+
+    state: str
+    failures: int
+    detail: str
+
+
 class RemoteWorkers:
     """Calls one engine. Thread-safe."""
 
@@ -114,6 +125,7 @@ class RemoteWorkers:
         self._running: set[RemoteCall[Any]] = set()
         self._threads = self._abandoned = self._idle = 0
         self._is_closed = False
+        self._failures = 0
 
     # --- the verbs ---
 
@@ -159,16 +171,16 @@ class RemoteWorkers:
             self._end(call, None, fault)
         return call
 
+    def figures(self) -> RemoteFigures:
+        """As of now."""
+        with self._lock:
+            self._abandon_late(self._clock.monotonic_seconds())
+            return RemoteFigures("open" if self._breaker.is_open else "up", self._failures, self._breaker.why)
+
     @property
     def is_open(self) -> bool:
         """Whether calls are misses at once: the engine failed, and no probe went well since."""
         return self._breaker.is_open
-
-    def last_fault(self) -> str:
-        """While it counts; for people. Late calls count, also those for whose result no caller waits."""
-        with self._lock:
-            self._abandon_late(self._clock.monotonic_seconds())
-            return self._breaker.why
 
     def close(self) -> None:
         """The engine, too. Calls that wait are refused; those under way end soon, or are abandoned."""
@@ -253,6 +265,7 @@ class RemoteWorkers:
         elif not fault.is_of_engine:
             pass
         elif not isinstance(fault, RemoteTimedOut) or call.deadline - call.began >= SHORTEST_SECONDS:
+            self._failures += 1
             self._breaker.failed(now, str(fault))
 
     # --- of threads ---
