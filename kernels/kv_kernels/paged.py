@@ -67,6 +67,7 @@ def run(
     launch: Launch,
     constants: dict[str, Any],
     *further: Any,
+    warps: int = WARPS,
 ) -> None:
     """Launch a kernel with what all of them are told, one program per block, layer, 64 tokens and head."""
     layers, groups = launch.last - launch.first, launch.block_tokens // GROUP
@@ -96,7 +97,7 @@ def run(
             PAGE_TOKENS=pools.page_tokens,
             INTEGER=INTEGERS[pools.dtype.itemsize],
             ALIGNED=pools.aligned,
-            num_warps=WARPS,
+            num_warps=warps,
             **constants,
         )
 

@@ -19,11 +19,15 @@ import triton
 import triton.language as tl
 
 from kv_kernels.int8 import GROUP, Axis, PlaneForm
-from kv_kernels.paged import pages_of, place, pool_at, power_of_two, run, step_of
+from kv_kernels.paged import WARPS, pages_of, place, pool_at, power_of_two, run, step_of
 from kv_kernels.pools import PoolTable, check_launch, check_status
 
 _TILE = 8192
-"""Numbers that a program holds at a time."""
+"""Numbers that a program of `paged.WARPS` warps holds at a time."""
+_PAIRS_TILE, _LANES = 1024, 32
+"""Where channels go in pairs: numbers of V that a warp holds at a time, and pairs that it has."""
+_AT_ONCE = tl.constexpr(16)
+"""Tokens of a pair of channels that are held at a time."""
 _KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _UNFUSED = {"enable_fp_fusion": False}
 
@@ -50,8 +54,14 @@ def gather_quantize(
     assert launch.form is not None
     form = launch.form
     ends = (*form.gap, form.padding[0])
-    constants = _constants(pools, form.planes)
-    run(_gather_quantize, pools, table, payloads, payload_at, launch, constants, *_places(form.planes), status, ends)
+    constants, warps = _constants(pools, form.planes), WARPS
+    pairs = _pairs_at_once(pools, form.planes[0])
+    constants["K_PAIRS"] = pairs
+    if pairs:
+        warps = pairs // _LANES
+        constants["V_TOKENS"] = min(64, warps * _PAIRS_TILE // constants["V_STEP"])
+    more = (*_places(form.planes), status, ends, 0)
+    run(_gather_quantize, pools, table, payloads, payload_at, launch, constants, *more, warps=warps)
 
 
 def dequantize_scatter(
@@ -87,6 +97,17 @@ def _constants(pools: PoolTable, planes: tuple[PlaneForm, ...]) -> dict[str, Any
     return constants
 
 
+def _pairs_at_once(pools: PoolTable, plane: PlaneForm) -> int:
+    """Pairs of neighbouring channels that a program takes at a time, one for each thread; 0 where K is not made of
+    pairs: scales of tokens, numbers of 32 bits, or channels that lie apart."""
+    *between, step = pools.strides[0]
+    if plane.axis is not Axis.CHANNEL or pools.dtype.itemsize != 2 or step != 1 or not pools.aligned:
+        return 0
+    if any(stride % 2 for stride in between):
+        return 0
+    return next((pairs for pairs in (2 * _LANES, _LANES) if plane.width % (2 * pairs) == 0), 0)
+
+
 def _step(plane: PlaneForm) -> int:
     """Numbers of a row that a program holds at a time: all that share a scale."""
     if plane.axis is Axis.CHANNEL:
@@ -97,7 +118,7 @@ def _step(plane: PlaneForm) -> int:
 # The kernels ----------------------------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["first", "layers"])
+@triton.jit(do_not_specialize=["first", "layers", "nothing"])
 def _gather_quantize(
     payloads,
     row_bytes,
@@ -116,11 +137,13 @@ def _gather_quantize(
     v_places,
     status,
     ends,
+    nothing,
     PLANES: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     INTEGER: tl.constexpr,
     ALIGNED: tl.constexpr,
     KIND: tl.constexpr,
+    K_PAIRS: tl.constexpr,
     K_AXIS: tl.constexpr,
     K_WIDTH: tl.constexpr,
     K_STEP: tl.constexpr,
@@ -136,7 +159,11 @@ def _gather_quantize(
     state = status + block
     line = head * groups + group
     pool = pool_at(addresses, layer, 0, PLANES, INTEGER, ALIGNED) + head * k_strides[2]
-    if K_AXIS == 0:
+    if K_PAIRS:
+        # 0, of which the compiler does not know that 16 divides it: it gives each thread one pair at a time, not four.
+        apart, into = pool + nothing, payload + nothing
+        _write_pairs(apart, k_strides, row, group, into, k_places, line, state, PAGE_TOKENS, KIND, K_WIDTH, K_PAIRS)
+    elif K_AXIS == 0:
         _write_channels(pool, k_strides, row, group, payload, k_places, line, state, PAGE_TOKENS, KIND, K_WIDTH, K_STEP)
     else:
         _write_tokens(
@@ -179,15 +206,86 @@ def _write_channels(
         column = at + tl.arange(0, STEP)
         inside = column < WIDTH
         bits = tl.load(lines[:, None] + column[None, :].to(tl.int64) * strides[3], mask=inside[None, :], other=0)
-        x = _to_float(bits, KIND)
-        low, high = tl.min(x, 0) + 0.0, tl.max(x, 0) + 0.0  # of two zeros the positive one, on every route
-        scale = _scale_up(tl.div_rn(high - low, tl.full([STEP], 255.0, tl.float32)))
-        _report(state, _is_not_finite(x, 0), scale)
-        y = (x - low[None, :]) * _inverse(scale)[None, :]
+        least, most = _ends(bits, KIND)
+        low, scale = _channel_scale(least, most, state, KIND, STEP)
+        y = (_to_float(bits, KIND) - low[None, :]) * _inverse(scale)[None, :]
         codes = _steps(y, 0.0, 255.0) - 128.0
         tl.store(codes_at[:, None] + column[None, :], codes.to(tl.int8), mask=inside[None, :])
         tl.store(scales_at + column, scale.to(tl.int16), mask=inside)
         tl.store(zeros_at + column, _to_bits(low, KIND), mask=inside)
+
+
+@triton.jit
+def _write_pairs(
+    pool,
+    strides,
+    row,
+    group,
+    payload,
+    places,
+    line,
+    state,
+    PAGE_TOKENS: tl.constexpr,
+    KIND: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    # As `_write_channels`, where a number has 16 bits and channels are neighbours. A thread has two channels of all
+    # tokens, so that threads exchange nothing, and reads them twice: first for the scale, then from the cache.
+    lines = pool.to(tl.pointer_type(tl.int32))
+    codes_at = (payload + places[0]).to(tl.pointer_type(tl.int16)) + line * 64 * (WIDTH // 2)
+    scales_at = (payload + places[1]).to(tl.pointer_type(tl.int16)) + line * WIDTH
+    zeros_at = (payload + places[2]).to(tl.pointer_type(tl.int16)) + line * WIDTH
+    for at in range(0, WIDTH // 2, PAIRS):
+        pair = at + tl.arange(0, PAIRS)
+        both = _pairs(lines, strides, row, group * 64, pair, PAGE_TOKENS)
+        least0, most0 = _ends(both.to(tl.int16), KIND)
+        least1, most1 = _ends((both >> 16).to(tl.int16), KIND)
+        for token in range(_AT_ONCE, 64, _AT_ONCE):
+            both = _pairs(lines, strides, row, group * 64 + token, pair, PAGE_TOKENS)
+            least, most = _ends(both.to(tl.int16), KIND)
+            least0, most0 = tl.minimum(least0, least), tl.maximum(most0, most)
+            least, most = _ends((both >> 16).to(tl.int16), KIND)
+            least1, most1 = tl.minimum(least1, least), tl.maximum(most1, most)
+        low0, scale0 = _channel_scale(least0, most0, state, KIND, PAIRS)
+        low1, scale1 = _channel_scale(least1, most1, state, KIND, PAIRS)
+        inverse0, inverse1 = _inverse(scale0), _inverse(scale1)
+        for token in range(0, 64, _AT_ONCE):
+            both = _pairs(lines, strides, row, group * 64 + token, pair, PAGE_TOKENS)
+            codes0 = _steps((_to_float(both.to(tl.int16), KIND) - low0[None, :]) * inverse0[None, :], 0.0, 255.0)
+            codes1 = _steps(
+                (_to_float((both >> 16).to(tl.int16), KIND) - low1[None, :]) * inverse1[None, :], 0.0, 255.0
+            )
+            codes = (codes0.to(tl.int32) | (codes1.to(tl.int32) << 8)) ^ 0x8080  # 128 less, each
+            number = token + tl.arange(0, _AT_ONCE)
+            tl.store(codes_at + number[:, None] * (WIDTH // 2) + pair[None, :], codes.to(tl.int16))
+        tl.store(scales_at + 2 * pair, scale0.to(tl.int16))
+        tl.store(scales_at + 2 * pair + 1, scale1.to(tl.int16))
+        tl.store(zeros_at + 2 * pair, _to_bits(low0, KIND))
+        tl.store(zeros_at + 2 * pair + 1, _to_bits(low1, KIND))
+
+
+@triton.jit
+def _pairs(lines, strides, row, token, pair, PAGE_TOKENS: tl.constexpr):
+    page, within = pages_of(row, token, _AT_ONCE, PAGE_TOKENS)
+    at = (page * strides[0] + within * strides[1]) // 2
+    return tl.load(lines + at[:, None] + pair[None, :])
+
+
+@triton.jit
+def _ends(bits, KIND: tl.constexpr):
+    """Of each channel the least and the most, as `_ordered` has them."""
+    ordered = _ordered(bits, KIND)
+    return tl.min(ordered, 0), tl.max(ordered, 0)
+
+
+@triton.jit
+def _channel_scale(least, most, state, KIND: tl.constexpr, COUNT: tl.constexpr):
+    """The zero point of each channel, and the bits of its scale."""
+    low, high = _of_ordered(least, KIND) + 0.0, _of_ordered(most, KIND) + 0.0  # of two zeros the positive one
+    scale = _scale_up(tl.div_rn(high - low, tl.full([COUNT], 255.0, tl.float32)))
+    _report(state, tl.maximum(most, ~least) >= _infinity(KIND), scale)
+    return low, scale
 
 
 @triton.jit
@@ -217,10 +315,10 @@ def _write_tokens(
             column = step * STEP + tl.arange(0, STEP)
             inside = (column < WIDTH)[None, :]
             bits = tl.load(lines[:, None] + column[None, :].to(tl.int64) * strides[3], mask=inside, other=0)
-            x = _to_float(bits, KIND)
-            scale = _scale_up(tl.div_rn(tl.max(tl.abs(x), 1), tl.full([TOKENS], 127.0, tl.float32)))
-            _report(state, _is_not_finite(x, 1), scale)
-            codes = _steps(x * _inverse(scale)[:, None], -127.0, 127.0)
+            largest = tl.max(_magnitude(bits, KIND), 1)
+            scale = _scale_up(tl.div_rn(_of_ordered(largest, KIND), tl.full([TOKENS], 127.0, tl.float32)))
+            _report(state, largest >= _infinity(KIND), scale)
+            codes = _steps(_to_float(bits, KIND) * _inverse(scale)[:, None], -127.0, 127.0)
             tl.store(codes_at[:, None] + column[None, :], codes.to(tl.int8), mask=inside)
             tl.store(scales_at + step, scale.to(tl.int16))
 
@@ -387,13 +485,33 @@ def _steps(y, least, most):
 
 
 @triton.jit
-def _is_not_finite(x, AXIS: tl.constexpr):
-    """Whether any number along that axis is a NaN or an infinity, as 0 or 1."""
-    return tl.max(((x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) >= 0x7F800000).to(tl.int32), AXIS)
+def _magnitude(bits, KIND: tl.constexpr):
+    """A number's bits without its sign: these order as magnitudes do, and a NaN is above every number."""
+    return bits.to(tl.int32) & (0x7FFFFFFF if KIND == "fp32" else 0x7FFF)
+
+
+@triton.jit
+def _ordered(bits, KIND: tl.constexpr):
+    """Integers that order as the numbers do: -0.0 just below 0.0, and NaNs beyond the infinity of their sign."""
+    wide = bits.to(tl.int32)
+    return wide ^ ((wide >> 31) & (0x7FFFFFFF if KIND == "fp32" else 0x7FFF))
+
+
+@triton.jit
+def _of_ordered(ordered, KIND: tl.constexpr):
+    """The number that `_ordered` made an integer of."""
+    bits = _ordered(ordered, KIND)  # it is its own inverse
+    return _to_float(bits if KIND == "fp32" else bits.to(tl.int16), KIND)
+
+
+@triton.jit
+def _infinity(KIND: tl.constexpr):
+    """The magnitude of an infinity; that of a NaN is larger."""
+    return 0x7F800000 if KIND == "fp32" else (0x7F80 if KIND == "bf16" else 0x7C00)
 
 
 @triton.jit
 def _report(state, is_not_finite, scale):
     """Raise a block's status to the worst of these groups."""
-    worst = tl.max(tl.where(is_not_finite != 0, 1, tl.where(scale > 0x7BFF, 2, 0)), 0)
+    worst = tl.max(tl.where(is_not_finite, 1, tl.where(scale > 0x7BFF, 2, 0)), 0)
     tl.atomic_max(state, worst, mask=worst > 0, sem="relaxed")

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from kv_kernels.device_transfers import SEGMENT_BYTES
 from kv_kernels.int8 import KC64
 from kvstore.bench.engines import decode_rows, kernel_rows, transfer_rows
 from kvstore.bench.engines.decode_rows import DecodeRow
@@ -46,7 +47,7 @@ class KernelsOptions:
     page_tokens: int = 16
     kv_bytes: tuple[int, ...] = (256 << 20, 1 << 30)
     transfer_bytes: int = 1 << 30
-    segment_bytes: int = 32 << 20
+    segment_bytes: int = SEGMENT_BYTES
     laps: int = 9
     route: str | None = None
     model: str = ONE_B

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from kv_kernels.device import Region, Stream, host_tensor
+from kv_kernels.device_transfers import SEGMENTS
 from kv_kernels.int8 import KC64
 from kv_kernels.pinned import PinnedExtents
 from kv_kernels.pools import PoolTable
@@ -34,7 +35,6 @@ LOAD, SAVE, BOTH = DIRECTIONS = ("load", "save", "both")
 TARGET = 0.90
 """Share of the plain copy, on a GPU, from `TARGETED_BYTES` on the wire on."""
 TARGETED_BYTES = 256 << 20
-SEGMENTS = 4
 WAIT_SECONDS = 60.0
 CLOSE_SECONDS = 10.0
 _KEPT: list[Extent] = []
