@@ -24,7 +24,7 @@ from kv_kernels.pools import PoolTable, check_launch, check_status
 
 _TILE = 8192
 """Numbers that a program of `paged.WARPS` warps holds at a time."""
-_PAIRS_TILE, _LANES = 1024, 32
+_PAIRS_TILE, _LANES = 2048, 32
 """Where channels go in pairs: numbers of V that a warp holds at a time, and pairs that it has."""
 _AT_ONCE = tl.constexpr(16)
 """Tokens of a pair of channels that are held at a time."""

@@ -227,7 +227,7 @@ def read_first(blocks: BlockTable, lock: threading.Lock, clock: Clock, rows: Seq
             is_sound = False
         with lock:
             if row not in blocks.unverified:
-                continue  # somebody else was faster
+                continue  # another reader was faster
             blocks.tally.checked(CheckedAt.LEASE, space.block_bytes, is_sound=is_sound)
             blocks.unverified.discard(row)
             if not is_sound and blocks.is_above(row) and blocks.quarantine(row):

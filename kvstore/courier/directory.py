@@ -27,6 +27,7 @@ from urllib.parse import unquote, urlsplit
 from kvstore.block.account import HitTier
 from kvstore.block.errors import BadInput, shown
 from kvstore.block.identity import NODE_BYTES, NodeIdentity
+from kvstore.courier.figures import DIRECTORY, DOWN, OPEN, UP
 from kvstore.pool.announcer import Announcer
 from kvstore.pool.directory import (
     HINT_SECONDS,
@@ -42,7 +43,7 @@ from kvstore.pool.directory import (
     read_entry,
 )
 from kvstore.pool.members import MAX_NODES, AliveTable, ClaimState, NodeClaim
-from kvstore.protocol.courier import SourceFigures
+from kvstore.protocol.courier import MAX_WHERE_CHARACTERS, SourceFigures
 from tiering.clock import Clock
 
 try:
@@ -173,16 +174,16 @@ class ValkeyDirectory:
 
     def figures(self) -> SourceFigures:
         """For people."""
-        state = "up" if self._down is None else "open" if self._is_slow else "down"
+        state = UP if self._down is None else OPEN if self._is_slow else DOWN
         return SourceFigures(
-            kind="directory",
-            name=str(self._address)[-256:],
+            kind=DIRECTORY,
+            name=str(self._address)[-MAX_WHERE_CHARACTERS:],
             state=state,
             lookups=self._counts["lookups"],
             found=self._counts["found"],
             failures=self._counts["failures"],
             hints=self._announcer.held,
-            detail=self.reason[:256],
+            detail=self.reason[:MAX_WHERE_CHARACTERS],
         )
 
     def alive(self) -> Mapping[bytes, NodeEntry]:

@@ -27,7 +27,6 @@ from tiering.clock import Clock
 from tiering.counts.changes import BlockPlace
 from tiering.frame import MacKeys, Stamp
 
-FETCHED_TIERS = (HitTier.PEER, HitTier.REMOTE)
 KEPT_SECONDS = 1.0
 """That a fetched block is pinned for the engine that waits for it."""
 SHARE_OF_DRAM = 1 / 8

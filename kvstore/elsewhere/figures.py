@@ -18,7 +18,7 @@ MOST_COURIERS, MOST_REASONS = 4, 16
 MOST_COUNT = (1 << 63) - 1
 """That a message can bear: a sum of several may be more."""
 MOST_NUMBER = 1e9
-"""Of gigabytes a second and of milliseconds. Whoever reads a status takes one with much larger numbers for broken."""
+"""Of gigabytes a second and of milliseconds. A client takes a status with much larger numbers for broken."""
 
 
 class FiguresTold:

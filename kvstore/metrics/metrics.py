@@ -26,7 +26,7 @@ from kvstore.protocol import messages as m
 from kvstore.protocol.status import ID_DIGITS, ElsewhereStatus, Readiness, printable
 from kvstore.service.accounting import AccountingCounts, Counting, OfferedTokens, Outcome
 from kvstore.service.admin import Couriers, all_tiers_budget_bytes
-from kvstore.service.connections import DoorCounts
+from kvstore.service.door_figures import DoorCounts
 from kvstore.service.local_door import LocalDoor
 from kvstore.service.sessions import Sessions
 from kvstore.service.told import ToldRequests

@@ -15,9 +15,8 @@ from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from kvstore.block.errors import StoreError
 from kvstore.block.identity import TenantKeys
@@ -28,7 +27,6 @@ from kvstore.service.dispatch import Handlers
 from kvstore.service.parked import Parked, ParkedLocate, Response
 from kvstore.service.sessions import ClientState
 from tiering.clock import Clock
-from tiering.counts.histogram import HistogramCounts
 from tiering.counts.waits import Waits
 
 _READ_BYTES = 256 << 10
@@ -69,27 +67,6 @@ class DoorLimits:
     threads: int = 16
     long_threads: int = 8
     sweep_seconds: float = 0.05
-
-
-class Refusal(StrEnum):
-    """Why a connection was turned away. `DEPARTED`: too many of its tenant's are gone and not given back."""
-
-    USER = "user"
-    FULL = "full"
-    DEPARTED = "departed"
-    CLOSING = "closing"
-
-
-class DoorCounts(NamedTuple):
-    """Connections now; since the start: refused ones by reason, messages that were none, requests by verb, and how long
-    these waited, in seconds, from the moment that one may have been there until it was begun."""
-
-    connections: int
-    admin_connections: int
-    refused: dict[Refusal, int]
-    malformed: int
-    served: dict[str, int]
-    waits: HistogramCounts
 
 
 CourierGreeting = Callable[[m.Hello], "tuple[ClientState | None, m.Answer]"]

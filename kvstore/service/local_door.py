@@ -20,7 +20,7 @@ import selectors
 import socket
 import struct
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -36,22 +36,20 @@ from kvstore.service.connections import (
     Connection,
     CourierGreeting,
     DoorAwaits,
-    DoorCounts,
     DoorLimits,
     Lines,
     Listener,
     QueuedRequest,
-    Refusal,
     Turns,
     close_all,
     read_request,
 )
 from kvstore.service.descriptors import MOST_UNCLOSED, DescriptorsSent, share_of
 from kvstore.service.dispatch import Handlers
+from kvstore.service.door_figures import DoorCounts, DoorFigures, Refusal
 from kvstore.service.parked import Response
 from kvstore.service.sessions import ClientState, Sessions
 from tiering.clock import Clock
-from tiering.counts.histogram import Histogram
 from tiering.counts.waits import Waits
 from tiering.faults import CONNECTIONS, DOOR_THREADS, SENT, FaultReports, RateLimitedLog, Unheard, kind_of
 from tiering.files import listening_socket, remove_socket
@@ -61,14 +59,13 @@ _TOKEN_SECONDS = 0.001
 _PEER = struct.Struct("iII")  # struct ucred
 ADMIN_THREADS = 4
 ADMIN_MODE = 0o600
-WAITS_KEPT = 4096
-"""Of the last requests, for how long they waited."""
 TURN_SECONDS = 0.001
 SLOW_COST = 10
 """Messages that one counts for, against the rate, where a thread of the pool serves it."""
 ACCEPT_COST, LOOK_COST = 5, 1 / 8
 """The same for a connection, which its tenant pays, and for each one of which the kernel is asked what is unread."""
-END_THREADS, TURNED_AWAY = 2, 32
+END_THREADS = 2
+TURNED_AWAY = 32
 """Connections that are told why they may not come in, at a time; those who came first make room."""
 SHOW_OUT_SECONDS = 10.0
 UNREAD_SECONDS = 1.0
@@ -94,10 +91,15 @@ class LocalDoor:
     ) -> None:
         """failed: called where a fault of its own ends it, after that was logged. faults: told of descriptors and
         threads that the machine has none of."""
-        self._handlers, self._sessions, self._clock = handlers, sessions, clock
-        self._limits, self._failed = limits, failed
-        self._log, self._faults = RateLimitedLog(_log, clock), faults or Unheard()
-        self._selector, self._listeners = selectors.DefaultSelector(), list[Listener]()
+        self._handlers = handlers
+        self._sessions = sessions
+        self._clock = clock
+        self._limits = limits
+        self._failed = failed
+        self._log = RateLimitedLog(_log, clock)
+        self._faults = faults or Unheard()
+        self._selector = selectors.DefaultSelector()
+        self._listeners: list[Listener] = []
         self._connections: set[Connection] = set()
         self._rejected: deque[Connection] = deque()
         self._leaving: set[ClientState] = set()  # connections that are gone, and `Sessions` was not told yet
@@ -118,17 +120,16 @@ class LocalDoor:
         self._is_watchful = True  # whether somebody came, or has to be looked after, since it looked around
         self._accept_paused: list[Listener] = []  # there were no descriptors left for who wants to come in
         self._is_ending = False  # a thread of the pool gives back what leases that are over pinned
-        self._closing, self._closes_at = False, 0.0
-        self._swept_at, self._is_sweeping = clock.monotonic_seconds(), False
+        self._closing = False
+        self._closes_at = 0.0
+        self._swept_at = clock.monotonic_seconds()
         self._thread: threading.Thread | None = None
         self._sweep_pool = ThreadPoolExecutor(1, "kv-door-sweep")
         self._end_pool = ThreadPoolExecutor(END_THREADS, "kv-door-end")  # what clients that are gone held is given back
+        self._is_sweeping = False
         self._to_show_out: deque[tuple[bytes, threading.Event]] = deque()
         self._awaits = DoorAwaits(handlers, clock, self._wake, self._answer, self._watch)
-        self._waits: deque[float] = deque(maxlen=WAITS_KEPT)
-        self._served: Counter[str] = Counter()
-        self.refused_connections = self.malformed_messages = 0
-        self._refusals, self._wait_counts = dict.fromkeys(Refusal, 0), Histogram()
+        self._figures = DoorFigures()
 
     # Life ----------------------------------------------------------------------------------------------------------
 
@@ -174,12 +175,7 @@ class LocalDoor:
 
     def usage(self) -> DoorStatus:
         """Who is here, and what was done since the start."""
-        there = [one for one in list(self._connections) if one.refusal is None and one.listener.greet is None]
-        admin = sum(one.admin is not None for one in there)
-        waits = sorted(self._waits)
-        p50, p99 = [round(1000 * waits[len(waits) * one // 100], 3) for one in (50, 99)] if waits else (None, None)
-        refused, malformed = self.refused_connections, self.malformed_messages
-        return DoorStatus(len(there) - admin, admin, refused, malformed, dict(self._served), p50, p99)
+        return self._figures.status(*self._there())
 
     def waited(self) -> dict[int, Waits]:
         """How long the requests of each connection that is here waited to be begun, by its number."""
@@ -188,10 +184,13 @@ class LocalDoor:
 
     def counts(self) -> DoorCounts:
         """The same without what is known of single connections: cheap, however many there are."""
+        return self._figures.counts(*self._there())
+
+    def _there(self) -> tuple[int, int]:
+        """Connections of tenants, and those of the admin and observers' sockets; couriers' are neither."""
         there = [one for one in list(self._connections) if one.refusal is None and one.listener.greet is None]
         admin = sum(one.admin is not None for one in there)
-        served, waits = dict(self._served), self._wait_counts.now()
-        return DoorCounts(len(there) - admin, admin, dict(self._refusals), self.malformed_messages, served, waits)
+        return len(there) - admin, admin
 
     def start(self) -> None:
         """Serve in a thread of its own."""
@@ -449,8 +448,7 @@ class LocalDoor:
         connection.refusal = refusal
         self._connections.add(connection)
         if refusal is not None:
-            self.refused_connections += 1
-            self._refusals[why] += 1
+            self._figures.refused[why] += 1
             self._rejected.append(connection)
             if len(self._rejected) > TURNED_AWAY:
                 self._disconnect(self._rejected[0])
@@ -544,7 +542,7 @@ class LocalDoor:
             connection.ending = True
             return
         verb = request.verb
-        self._served[m.name_of(verb)] += 1
+        self._figures.served[m.name_of(verb)] += 1
         if isinstance(connection.caller, ClientState):
             connection.pay(self._handlers.cost(connection.caller, verb))
         if isinstance(verb, m.Await | m.Cancel) and isinstance(connection.caller, ClientState):
@@ -589,7 +587,7 @@ class LocalDoor:
         self._answer(connection, number, Response(refusal))
 
     def _refuse(self, connection: Connection, text: str) -> None:
-        self.malformed_messages += 1
+        self._figures.malformed += 1
         self._answer(connection, m.NO_NUMBER, Response(m.failed(m.RequestFault.MALFORMED, text)))
         connection.ending = True
 
@@ -784,8 +782,7 @@ class LocalDoor:
         self._answer(connection, request.number, served)
 
     def _waited(self, connection: Connection, seconds: float) -> None:
-        self._waits.append(seconds)
-        self._wait_counts.add(seconds)
+        self._figures.waited(seconds)
         connection.waited.add(seconds)
 
     def _answer(self, connection: Connection, number: int, served: Response, *, asks: bool = False) -> None:

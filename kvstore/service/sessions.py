@@ -127,9 +127,11 @@ class Sessions:
     def __init__(self, store: Store, first_number: int, new_token: Callable[[int], bytes]) -> None:
         """first_number: of a connection; above those of every earlier run. new_token: random bytes, that many."""
         self._store, self._new_token, self._first_number = store, new_token, first_number
-        self._lock, self._numbers = threading.Lock(), Numbers(new_token(NUMBER_KEY_BYTES), CONNECTION_BITS)
+        self._lock = threading.Lock()
+        self._numbers = Numbers(new_token(NUMBER_KEY_BYTES), CONNECTION_BITS)
         self._sessions: dict[tuple[bytes, bytes], Session] = {}  # by tenant and token
-        self._callers, self._departed = dict[int, ClientState](), DisconnectedClients[ClientState](store)
+        self._callers: dict[int, ClientState] = {}
+        self._departed: DisconnectedClients[ClientState] = DisconnectedClients(store)
         self._leased_places: Counter[bytes] = Counter()  # of all a tenant's sessions
         self._mapped: deque[int] = deque()  # extents that were given back: whoever maps them was not rung for yet
 
@@ -243,7 +245,8 @@ class Sessions:
         """Returns the leases that nobody holds any more, and those that only departed connections do."""
         ended, expired = [], []
         for lease in leases:
-            if (held := caller.session.leases.get(lease)) is None or caller.number not in held.holders:
+            held = caller.session.leases.get(lease)
+            if held is None or caller.number not in held.holders:
                 continue
             held.holders.remove(caller.number)
             if not held.holders:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_adapter.adapter import (
+    SAVE_BYTES_PER_MS,
+    SAVE_DEADLINE_MS,
     BlockPool,
     EngineAdapter,
     Report,
@@ -21,6 +26,7 @@ from engine_adapter.hf.hbm_blocks import HbmBlocks
 from kvstore.block.account import Account, HitTier, MissReason
 from kvstore.block.layout import Layout
 from kvstore.block.pages import Pages
+from kvstore.client.handle import PutResult
 from workbench import bench, blank_pages, plausible_pages, random_pages, same_tokens, small_layout
 
 CHUNK = 128
@@ -76,6 +82,22 @@ def test_a_request_saves_and_another_loads() -> None:
     assert second.report.account.misses == {MissReason.GRID: 64, MissReason.PARTIAL_BLOCK: 2}
     assert second.load(into) == 384, "loading again changes nothing"
     assert second.report.lookup_ms > 0 and second.report.restored_ms > 0 and first.report.save_ms > 0
+
+
+def test_a_save_has_time_by_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that was never full takes memory from the system first, some 2 GB a second."""
+    namespace = bench().namespace()
+    deadlines = []
+    put: Callable[..., PutResult] = namespace.put
+
+    def asked(*args: Any, deadline_ms: float, **options: Any) -> PutResult:
+        deadlines.append(deadline_ms)
+        return put(*args, deadline_ms=deadline_ms, **options)
+
+    monkeypatch.setattr(namespace, "put", asked)
+    request_on(namespace, 450).save(list(range(448)), random_pages(small_layout(), 7))
+    assert deadlines == [SAVE_DEADLINE_MS + 7 * small_layout().raw_bytes / SAVE_BYTES_PER_MS]
+    assert 1e9 / SAVE_BYTES_PER_MS >= 1000, "a GB has a second more, at least"
 
 
 def test_a_request_that_is_given_up_pins_nothing() -> None:

@@ -248,7 +248,7 @@ def test_couriers_that_are_killed_or_stopped_with_slots_mapped(sidecar: Sidecar,
     engine_is_served(sidecar)
 
 
-def test_what_a_courier_asks_when_it_is_gone_is_asked_by_nobody(sidecar: Sidecar) -> None:
+def test_what_a_courier_asks_when_it_is_gone_is_not_asked(sidecar: Sidecar) -> None:
     """A large message may be served in another thread than the one that notices that its courier hung up."""
     assert sidecar.desk is not None
     courier = RawCourier(sidecar.courier_path)

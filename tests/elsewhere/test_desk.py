@@ -232,7 +232,7 @@ def test_a_fetch_that_ends_short_says_why(sidecar: Sidecar) -> None:
 
 
 @pytest.mark.parametrize("how", ["deadline", "cancelled", "gone", "hang-up"])
-def test_whoever_ends_the_wait_its_fetch_is_over(sidecar: Sidecar, how: str) -> None:
+def test_however_the_wait_ends_its_fetch_is_over(sidecar: Sidecar, how: str) -> None:
     keys = chain(3)
     with ExitStack() as stack:
         engine = stack.enter_context(closing(Engine(sidecar.path)))
