@@ -87,6 +87,7 @@ def test_every_module_of_this_tree_is_in_the_wheel(wheel_of_this_tree: Path) -> 
     assert not missing, f"left out, most likely for want of an __init__.py beside them: {sorted(missing)}"
 
 
+@pytest.mark.slow
 def test_the_stubs_of_the_published_protocol_are_in_the_wheel(wheel_of_this_tree: Path) -> None:
     stubs = {
         f"kvstore/wire/{path.stem}{ending}"

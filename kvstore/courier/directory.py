@@ -19,6 +19,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, LifoQueue
 from typing import Any
@@ -353,13 +354,11 @@ class ValkeyDirectory:
             self._lookups.put(wire)
 
     def _drop_lookups(self) -> None:
-        while True:
-            try:
+        with suppress(Empty):
+            while True:
                 self._lookups.get_nowait().close()
-            except Empty:
-                return
-            with self._lock:
-                self._missing_lookups += 1
+                with self._lock:
+                    self._missing_lookups += 1
 
     def _leave(self) -> None:
         try:
@@ -367,7 +366,7 @@ class ValkeyDirectory:
                 key = _NODE + self._here.node
                 entry = read_entry(self._here.node, self._ask([(b"GET", key)], LEAVE_SECONDS)[0])
                 if entry is not None and entry.incarnation == self._here.incarnation:
-                    self._ask([(b"DEL", key)], LEAVE_SECONDS)  # who reads the list finds that it is gone
+                    self._ask([(b"DEL", key)], LEAVE_SECONDS)
         except DirectoryDown:
             pass  # its entry ends by itself
         self._own.close()

@@ -24,9 +24,8 @@ from kvstore.metrics.exposition import Exposition, LabelValues, Samples
 from kvstore.node import EmbeddedStore
 from kvstore.protocol import messages as m
 from kvstore.protocol.status import ID_DIGITS, ElsewhereStatus, Readiness, printable
-from kvstore.service.accounting import AccountingCounts, Counting, OfferedTokens, Outcome
+from kvstore.service.accounting import AccountingCounts, Counting, DoorCounts, OfferedTokens, Outcome
 from kvstore.service.admin import Couriers, all_tiers_budget_bytes
-from kvstore.service.door_figures import DoorCounts
 from kvstore.service.local_door import LocalDoor
 from kvstore.service.sessions import Sessions
 from kvstore.service.told import ToldRequests

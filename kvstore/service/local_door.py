@@ -30,6 +30,7 @@ from kvstore.block.errors import StoreError
 from kvstore.block.identity import TenantKeys
 from kvstore.protocol import messages as m
 from kvstore.protocol.status import DoorStatus
+from kvstore.service.accounting import DoorCounts, DoorFigures, Refusal
 from kvstore.service.connections import (
     LARGE_BYTES,
     AdminVerbs,
@@ -46,7 +47,6 @@ from kvstore.service.connections import (
 )
 from kvstore.service.descriptors import MOST_UNCLOSED, DescriptorsSent, share_of
 from kvstore.service.dispatch import Handlers
-from kvstore.service.door_figures import DoorCounts, DoorFigures, Refusal
 from kvstore.service.parked import Response
 from kvstore.service.sessions import ClientState, Sessions
 from tiering.clock import Clock

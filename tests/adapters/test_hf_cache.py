@@ -105,7 +105,7 @@ def test_cold_answers_are_those_of_plain_generate(family: str, tokens: int) -> N
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("kept", list(SavedBlocks))
 def test_warm_answers_are_the_cold_ones(
     family: str, dtype: torch.dtype, kept: SavedBlocks, store: EmbeddedStore

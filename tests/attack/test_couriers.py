@@ -113,6 +113,7 @@ ODD: list[Any] = [
 ]
 
 
+@pytest.mark.slow
 def test_lies_in_every_field_of_every_verb_of_couriers(sidecar: Sidecar) -> None:
     seed = int(os.environ.get("SEED", secrets.randbits(32)))
     print(f"SEED={seed}")

@@ -113,6 +113,7 @@ def test_a_namespace_is_dropped_and_a_tenant_purged_and_both_are_written_down(de
     assert stat.S_IMODE(os.stat(desk.directory / "audit").st_mode) == 0o600
 
 
+@pytest.mark.slow
 def test_prefixes_are_warmed_from_the_disk(tmp_path: Path) -> None:
     with desk_at(tmp_path, dram="1MiB", nvme="8MiB", indexes=LmdbMaker) as desk:
         for number in range(1, 200):  # until what came first is on the disk alone
@@ -179,6 +180,7 @@ def test_whatever_lacks_the_token_the_page_the_name_or_the_ticket_does_nothing(d
     assert done.status == 200 and desk.audit()[0]["who"].startswith("operator's login")
 
 
+@pytest.mark.slow
 def test_the_same_request_a_second_time_does_nothing(desk: Desk) -> None:
     order = {"ticket": desk.ticket(), "tenant": "default", "confirm": "default"}
     with ThreadPoolExecutor(4) as pool:
@@ -201,6 +203,7 @@ def test_a_tenant_is_told_the_same_of_what_is_there_and_what_is_not(desk: Desk) 
     assert status["acts"] is False and desk.blocks == 10
 
 
+@pytest.mark.slow
 def test_a_console_that_only_reads_has_no_such_route(tmp_path: Path) -> None:
     with Sidecar(tmp_path) as sidecar, console(sidecar.observe_path) as shown:
         assert shown.ask("/api/operator").status == 404 and shown.ask("/api/audit").status == 404
@@ -217,6 +220,7 @@ def test_where_the_sidecar_is_gone_it_says_so_and_writes_it_down(desk: Desk) -> 
     assert desk.audit()[0]["result"] == "failed" and "no sidecar" in desk.audit()[0]["text"]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_written_down_is_not_done(desk: Desk) -> None:
     os.rename(desk.directory / "audit", desk.directory / "moved")
     os.mkdir(desk.directory / "audit")

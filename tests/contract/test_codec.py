@@ -377,6 +377,7 @@ class OnDevice(CodecContract):
         self.blocks_are_good(name, skip, damaged, 4711)
 
 
+@pytest.mark.slow
 class TestRawOnDevice(OnDevice, TestRawCodec):
     def make(self) -> Codec:
         return codec_named("raw", self.route())

@@ -24,6 +24,7 @@ from tiering.clock import SystemClock  # noqa: E402
 from waiting import wait_until  # noqa: E402
 
 BLOCKS = 20
+SLOW = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +65,7 @@ def test_a_ticket_s_node_is_asked_while_it_publishes(two: list[Node]) -> None:
     assert two[1].get(3).is_right
 
 
+@pytest.mark.slow
 def test_nothing_is_fetched_from_a_node_with_other_keys(two: list[Node], tmp_path: Path) -> None:
     other = Node(tmp_path / "other", None, {"peers": [two[0].address]}, {})
     other.start()
@@ -170,13 +172,21 @@ def test_without_certificates_no_other_host_is_dialled_whatever_a_directory_says
     [
         (["--peer", "10.0.0.9:7470"], "certificate"),
         (["--peer", "127.0.0.1:0"], "the port that the other node listens at"),
-        (["--pull", "127.0.0.1:7471"], "network.peers or network.directory"),
-        (["--directory", "http://x"], "valkey://"),
-        (["--directory", "valkey://127.0.0.1:1", "--seal", "never"], "auto, always"),
-        (["--remote", "http://x"], "remote.url"),
-        (["--remote", "valkey://127.0.0.1:1", "--remote-writes", "some"], "all, learned, none"),
-        (["--listen", "unix:/tmp/x.sock", "--peer", "127.0.0.1:1"], "no UNIX socket"),
-        (["--listen", "none"], "listen is missing"),
+        pytest.param(["--pull", "127.0.0.1:7471"], "network.peers or network.directory", marks=SLOW),
+        pytest.param(["--directory", "http://x"], "valkey://", marks=SLOW),
+        pytest.param(
+            ["--directory", "valkey://127.0.0.1:1", "--seal", "never"], "auto, always", marks=pytest.mark.slow
+        ),
+        pytest.param(["--remote", "http://x"], "remote.url", marks=SLOW),
+        pytest.param(
+            ["--remote", "valkey://127.0.0.1:1", "--remote-writes", "some"],
+            "all, learned, none",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ["--listen", "unix:/tmp/x.sock", "--peer", "127.0.0.1:1"], "no UNIX socket", marks=pytest.mark.slow
+        ),
+        pytest.param(["--listen", "none"], "listen is missing", marks=SLOW),
     ],
 )
 def test_what_cannot_be_is_one_clear_line(tmp_path: Path, flags: list[str], words: str) -> None:

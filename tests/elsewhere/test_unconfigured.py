@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from service.test_serve import PATHS
 
 ABSENT = (
@@ -51,6 +53,7 @@ print(there())
 """
 
 
+@pytest.mark.slow
 def test_nothing_of_it_is_imported(tmp_path: Path) -> None:
     config = tmp_path / "kvstore.toml"
     data = tmp_path / "kv"

@@ -246,6 +246,7 @@ def _errors(curve: LruCurve, requests: Any, found: Any, sizes: list[float]) -> t
     return float(np.abs(off[:-1]).mean()), float(np.abs(off[:-1]).max()), float(off[-1])
 
 
+@pytest.mark.slow
 def test_the_shorter_trace_is_met_with_one_seed() -> None:
     mean, worst, ceiling = errors_of("mooncake_synthetic", 0)
     print(f"seed 0: MAE {mean:.4f}, worst {worst:.4f}, ceiling {ceiling:+.4f}")

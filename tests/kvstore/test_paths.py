@@ -124,7 +124,7 @@ def test_what_is_not_there_under_a_name_that_is_not_utf_8_is_one_line(tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("scheme", ["unix", "embedded"])
+@pytest.mark.parametrize("scheme", [pytest.param("unix", marks=pytest.mark.slow), "embedded"])
 def test_what_is_opened_under_a_name_that_is_not_utf_8(tmp_path: Path, scheme: str) -> None:
     directory = tmp_path / NOT_TEXT
     with kvstore.open(f"{scheme}:{directory}/kv", **({"dram": "1MiB"} if scheme == "embedded" else {})) as store:

@@ -66,6 +66,7 @@ def test_several_tenants_are_scraped_with_the_token_alone(tmp_path: Path) -> Non
         assert ended(process) == (0, [])
 
 
+@pytest.mark.slow
 def test_several_tenants_without_a_token_have_no_metrics_and_the_log_says_so(tmp_path: Path) -> None:
     with serving(tmp_path, "--nvme", "off", "--config", str(with_tenants(tmp_path))) as (process, said):
         status, text = page(said["http_port"], token=TOKEN)
@@ -77,6 +78,7 @@ def test_several_tenants_without_a_token_have_no_metrics_and_the_log_says_so(tmp
     assert len(warnings) == 1 and "no http.token_file" in warnings[0]
 
 
+@pytest.mark.slow
 def test_a_token_that_cannot_be_read_ends_the_start_in_one_line(tmp_path: Path) -> None:
     config = with_tenants(tmp_path, 'token_file = "/nonexistent/token"\n')
     command = [sys.executable, "-m", "kvstore", "serve", "--data", f"{tmp_path}/kv", "--config", str(config)]

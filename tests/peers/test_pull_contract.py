@@ -14,7 +14,7 @@ from kvstore.block.errors import BadInput
 from kvstore.peers import tokens
 from kvstore.peers import transport as t
 from peers.frames import SECRET, Source
-from peers.media import LIED_AT, MEDIA, Lie
+from peers.media import FURTHER_MEDIA, LIED_AT, MEDIA, Lie
 from tiering.frame import HEADER_BYTES
 from waiting import wait_until
 
@@ -25,7 +25,10 @@ def soon(seconds: float = 20.0) -> float:
     return time.monotonic() + seconds
 
 
-@pytest.fixture(params=MEDIA, ids=lambda medium: medium.name)
+EVERY_MEDIUM = [*MEDIA, *[pytest.param(one, marks=pytest.mark.slow) for one in FURTHER_MEDIA]]
+
+
+@pytest.fixture(params=EVERY_MEDIUM, ids=lambda medium: medium.name)
 def medium(request: pytest.FixtureRequest) -> Any:
     return request.param
 

@@ -78,6 +78,8 @@ class Proxy:
             if self.tls is not None:
                 near = self.tls.wrap_socket(near, server_side=True)
             far = socket.create_connection(("127.0.0.1", self.target))
+            for one in (near, far):  # or a second small write waits 40 ms for the acknowledgement of the first
+                one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError:
             near.close()
             return
