@@ -28,7 +28,8 @@ TEST_LIMIT_SECONDS := 600
 # Tests start hundreds of processes: where the environment forbids it to be kept, each would compile the product anew.
 export PYTHONDONTWRITEBYTECODE :=
 PYTEST := $(VENV)/bin/python -m pytest -rs --timeout $(TEST_LIMIT_SECONDS)
-TOGETHER := -n auto --dist loadfile
+# One more than there are cores: some tests wait for another process.
+TOGETHER := -n $(shell expr $$(nproc) + 1) --dist loadfile
 
 # Engines run in an environment of their own: they name versions of torch and of much else.
 ENGINE_TESTS := tests/engines

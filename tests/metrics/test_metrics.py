@@ -206,7 +206,7 @@ def test_the_sum_holds_in_each_snapshot_under_load(tmp_path: Path, snapshots: in
             thread.start()
         began, before, moved = time.perf_counter(), None, 0
         try:
-            for _ in counted(snapshots, lambda: before is not None and has_both(before)):
+            for _ in counted(snapshots, lambda: has_both(scrape(metrics))):
                 now = scrape(metrics)
                 assert now.adds_up()
                 if before is not None:
