@@ -324,6 +324,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_a_flood_of_couriers_is_served_in_turn_with_engines(sidecar: Sidecar) -> None:
     tests = str(Path(__file__).parents[1])
     with closing(Peer(str(sidecar.path))) as engine:

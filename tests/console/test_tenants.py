@@ -90,6 +90,7 @@ def test_a_tenant_sees_its_own_figures(shown: RunningConsole) -> None:
     assert len(asked(shown, "/api/request?id=cmpl", "")["found"]) == 2
 
 
+@pytest.mark.slow
 def test_a_tenants_prefixes_are_its_own(shown: RunningConsole) -> None:
     own, everything = asked(shown, "/api/prefixes", "red"), asked(shown, "/api/prefixes", "")
     assert [(one["tenant"], one["tokens"], one["model"]) for one in own["hottest"]] == [("red", 192, "model-of-red")]

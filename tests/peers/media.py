@@ -252,6 +252,6 @@ CLEAR = SocketMedium("sockets", "auto")
 BESIDE = SocketMedium("sockets, digests beside", "auto", True)
 SEALED = SocketMedium("sockets, sealed", "always")
 UCX, UCX_SEALED = UcxMedium("ucx", "auto"), UcxMedium("ucx, sealed", "always")
-MEDIA = [CLEAR, SEALED, *([UCX] if ucx._IS_HERE else [])]
-FURTHER_MEDIA = [BESIDE, *([UCX_SEALED] if ucx._IS_HERE else [])]
+MEDIA = [CLEAR, *([UCX] if ucx._IS_HERE else [])]
+FURTHER_MEDIA = [BESIDE, SEALED, *([UCX_SEALED] if ucx._IS_HERE else [])]
 """`make test-all` has these as well."""

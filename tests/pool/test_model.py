@@ -147,7 +147,10 @@ def pulled(asker: PoolNode, holder: Holder, document: int, there: PoolNode, now:
     return document in there.has
 
 
-@pytest.mark.parametrize(("nodes", "seconds", "dying"), [(10, 200.0, 0.0), (100, 30.0, 0.0), (10, 200.0, 0.01)])
+@pytest.mark.parametrize(
+    ("nodes", "seconds", "dying"),
+    [(10, 200.0, 0.0), pytest.param(100, 30.0, 0.0, marks=pytest.mark.slow), (10, 200.0, 0.01)],
+)
 def test_a_pool_finds_what_it_has(nodes: int, seconds: float, dying: float) -> None:
     seed = 30
     print(f"seed {seed}: {nodes} nodes, {seconds:.0f} s, {dying:.0%} of the nodes die in each second")
