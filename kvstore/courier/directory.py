@@ -59,7 +59,7 @@ SLOW_SECONDS = 0.05
 """A refresh that took longer leaves a breaker open that look-ups opened."""
 NODES_PER_REFRESH = 256
 """A larger pool's table is read less often, in proportion: else what is read grows with the square of the nodes."""
-LOOKUP_CONNECTIONS = 4
+LOOKUP_CONNECTIONS = 8  # twice as many as one tenant's threads use at once
 FAILURES_TO_OPEN = 3
 MAX_VALUE_BYTES, MAX_LINE_BYTES, MAX_ELEMENTS = 1 << 16, 4096, 2 * MAX_NODES
 ROOM_BYTES, ROOM_PER_COMMAND_BYTES = 1 << 20, 8 << 10
@@ -200,7 +200,7 @@ class ValkeyDirectory:
             return []
         deadline = self._clock.monotonic_seconds() + seconds
         try:
-            wire = self._lookups.get(timeout=max(0.0, seconds))
+            wire = self._lookups.get(timeout=max(0.0, seconds / 2))  # the other half is the server's
         except Empty:
             raise DirectoryDown("all connections are in use") from None
         try:

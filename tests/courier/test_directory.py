@@ -17,6 +17,7 @@ from kvstore.block.account import HitTier
 from kvstore.block.errors import BadInput
 from kvstore.block.identity import NodeIdentity
 from kvstore.courier.directory import (
+    FAILURES_TO_OPEN,
     LOOKUP_CONNECTIONS,
     REFRESH_SECONDS,
     DirectoryAddress,
@@ -505,3 +506,18 @@ def test_what_is_no_address_is_refused_in_a_line(text: str) -> None:
 
 def test_it_refreshes_before_its_entry_ends() -> None:
     assert 3 * REFRESH_SECONDS < NODE_SECONDS
+
+
+def test_who_waits_for_a_connection_in_vain_is_no_failure_of_the_directory(modern: ValkeyServer) -> None:
+    """Else a tenant that floods its node with look-ups would have the directory called slow for all."""
+    with member(url(modern), 1) as one, member(url(modern), 2) as two:
+        two.has(*NAMES)
+        wait_until(lambda: one.finds((two, 80)))
+        wires = [one.directory._lookups.get(timeout=SECONDS) for _ in range(LOOKUP_CONNECTIONS)]
+        for _ in range(2 * FAILURES_TO_OPEN):
+            with pytest.raises(DirectoryDown, match="all connections are in use"):
+                one.directory.holders(HEADS, 0.002)
+        assert one.directory.figures().failures == 0 and not one.directory.reason
+        for wire in wires:
+            one.directory._lookups.put(wire)
+        assert one.finds((two, 80))
