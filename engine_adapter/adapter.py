@@ -307,7 +307,8 @@ class StoreRequest:
         usable = cut_to_grid(account, self.report.chunk_tokens).hit_tokens
         self._pooled_tokens = min(found, usable)
         if usable > self._pooled_tokens:
-            first_token = self._pooled_tokens
+            first_token, account = self._pooled_tokens, cut_to_grid(match.account, self.report.chunk_tokens)
+            match = match.cut(usable // namespace.block_tokens, account.cut(usable, MissReason.GRID))
             self._lease = namespace.lease(match, first_token, deadline_ms=self._deadline_ms, request=request)
             account = self._lease.account.behind(HitTier.HBM, found)
         account = cut_to_grid(account, self.report.chunk_tokens)

@@ -144,6 +144,7 @@ SLOW_FILES = (
     "bench/test_valkey_rows.py",
     "console/test_browser.py",
     "console/test_cost.py",
+    "console/test_engine_browser.py",
     "console/test_schema.py",
     "courier/test_compose.py",
     "courier/test_directory.py",

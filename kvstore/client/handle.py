@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
 from numbers import Integral, Real
@@ -72,7 +72,8 @@ class Match:
     """How much of a prompt is stored. Pins nothing: only a lease is a promise.
 
     keys: the prefix key of every full block. blocks, tokens: the readable prefix. tiers: runs of (tier, blocks).
-    account: every token of the prompt, by tier or reason. reason, detail: why the prefix ends where it does.
+    account: every token of the prompt, by tier or reason. reason, detail: why the prefix ends where it does. found:
+    blocks before `cut`.
     """
 
     keys: list[bytes] = field(repr=False)
@@ -82,6 +83,13 @@ class Match:
     account: Account
     reason: MissReason | None
     detail: str
+    found: int = 0
+
+    def cut(self, blocks: int, account: Account) -> Match:
+        """Of fewer blocks: a lease pins no more. account: of every token of the prompt, then."""
+        kept = min(blocks, self.blocks)
+        tokens = self.tokens // self.blocks * kept if self.blocks else 0
+        return replace(self, blocks=kept, tokens=tokens, account=account, found=self.found or self.blocks)
 
     @property
     def tier_of_block(self) -> list[HitTier]:
@@ -445,7 +453,7 @@ class NamespaceHandle(HandOffVerbs):
             check_request(request)
         first_block = min(first_token // self.block_tokens, match.blocks)
         wait_ms = min(float(deadline_ms), 1000 * MAX_SECONDS)
-        return m.LeasePrefix(self.number, match.keys[: match.blocks], first_block, wait_ms, request)
+        return m.LeasePrefix(self.number, match.keys[: match.blocks], first_block, wait_ms, request, found=match.found)
 
     def _leased(self, match: Match, request: str, leased: NamedLease) -> Lease:
         reply = leased.reply

@@ -142,7 +142,8 @@ class MatchPrefix(msgspec.Struct, array_like=True, frozen=True, tag="match"):
 
 class LeasePrefix(msgspec.Struct, array_like=True, frozen=True, tag="lease"):
     """As `Door.lease`. request: the engine's own name for what it serves, by which all its leases can be released.
-    counts: as in `MatchPrefix`."""
+    counts: as in `MatchPrefix`. found: blocks that the look-up before it found, where the lease is of fewer; for the
+    counts alone."""
 
     namespace: int
     keys: Keys
@@ -150,6 +151,7 @@ class LeasePrefix(msgspec.Struct, array_like=True, frozen=True, tag="lease"):
     deadline_ms: float
     request: str = ""
     counts: bool = True
+    found: int = 0
 
 
 class Attach(msgspec.Struct, array_like=True, frozen=True, tag="attach"):

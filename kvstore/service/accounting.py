@@ -204,13 +204,16 @@ class Counting:
             self._lookup_seconds.add(seconds)
             self._miss(counts, reply.reason or MissReason.ABSENT, len(keys) - reply.blocks)
             if reply.blocks:
-                name = number, keys[reply.blocks - 1], reply.blocks
+                name = number, keys[0], reply.blocks
                 self._open[name] = self._open.get(name, 0) + 1
                 if len(self._open) > OPEN_LOOKUPS:
                     self._open.popitem(last=False)
 
-    def leased(self, number: int, keys: Sequence[bytes], reply: LeaseReply, seconds: float = 0.0) -> None:
-        """A client wanted to have a prefix, and waited so long for the store."""
+    def leased(
+        self, number: int, keys: Sequence[bytes], reply: LeaseReply, seconds: float = 0.0, found: int = 0
+    ) -> None:
+        """A client wanted to have a prefix, and waited so long for the store. found: blocks of the look-up before it,
+        where these are fewer: what is not leased of them stays found."""
         with self._lock:
             counts = self._used(number)
             if not keys:
@@ -218,7 +221,7 @@ class Counting:
             counts.leases += 1
             self._tokens.leases += 1
             tokens = len(keys) * counts.block_tokens
-            name = number, keys[-1], len(keys)
+            name = number, keys[0], max(found, len(keys))
             times = self._open.pop(name, 0)
             if times:
                 counts.found -= len(keys)

@@ -326,7 +326,7 @@ class Handlers:
         self, caller: ClientState, number: int, verb: m.LeasePrefix, reply: LeaseReply, seconds: float = 0.0
     ) -> m.Answer:
         if verb.counts and not caller.is_courier:
-            self._counting.leased(number, verb.keys, reply, seconds)
+            self._counting.leased(number, verb.keys, reply, seconds, verb.found)
             self._prefixes.granted(caller.keys.tenant, number, verb.keys, verb.first_block, reply.blocks)
             if verb.request:
                 self._told.leased(caller, verb, number, reply, seconds, self._gone(number, verb, reply))

@@ -62,6 +62,22 @@ def test_a_lease_without_a_look_up_asks_by_itself_and_what_the_engine_has_is_its
     assert facts.granted_tokens == 64 and facts.hit_rate == pytest.approx(1 / 3)
 
 
+def test_of_what_a_shorter_lease_leaves_out_it_is_known_that_it_was_there() -> None:
+    """An engine that computes the rest of what was found had that much of the prompt, and not more."""
+    one = Counting(FakeClock())
+    one.opened(0, 64)
+    for _ in range(2):
+        one.looked_up(0, keys(1, 2, 3, 4), found(3, 4))
+    one.leased(0, keys(1, 2), LeaseReply(7, 0, 2, tiers=((HitTier.DRAM, 2),)), found=3)
+    (counts,) = one.all().values()
+    assert (counts.asked, counts.found, counts.hits) == (8, 4, {HitTier.DRAM: 2})
+    one.leased(0, keys(1, 2), LeaseReply(8, 0, 2, tiers=((HitTier.DRAM, 2),)), found=3)
+    one.leased(0, keys(1, 2), LeaseReply(9, 0, 2, tiers=((HitTier.DRAM, 2),)), found=3)
+    (counts,) = one.all().values()
+    assert (counts.asked, counts.found, counts.hits) == (10, 2, {HitTier.DRAM: 6}), "the third had no look-up"
+    assert adds_up(looked([counts]))
+
+
 def test_what_is_remembered_is_bounded() -> None:
     one = Counting(FakeClock())
     one.opened(0, 64)
