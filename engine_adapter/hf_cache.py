@@ -106,7 +106,7 @@ class PrefixCache:
     change of adapters, hooks, weights and the like the same cache goes on in another namespace, and finds the old one
     again when the change is taken back. What a running stream computes after a change is not kept.
 
-    Not thread-safe; nobody else may use the model during a call.
+    Not thread-safe; no other code may use the model during a call.
     """
 
     def __init__(
@@ -374,7 +374,7 @@ class PrefixCache:
         return prompt_tokens // self.chunk_tokens * self.chunk_tokens if whole_chunks else prompt_tokens
 
     def _withdraw_if_changed(self, row: _PromptRow) -> None:
-        """Whoever takes the tokens may do anything to the model between two of them."""
+        """The caller may change the model between two tokens."""
         if row.request.is_open and not self._watch.is_still(row.generation):
             row.request.withdraw(CHANGED)
 

@@ -53,8 +53,7 @@ _FIELDS_WITHOUT_EFFECT = frozenset(
     "_commit_hash _name_or_path bos_token_id eos_token_id id2label initializer_range label2id output_attentions "
     "output_hidden_states pad_token_id problem_type return_dict transformers_version use_cache".split()
 )
-"""Fields of a configuration, at any depth, that do not change KV. All others do, also those that nobody has heard of
-yet."""
+"""Fields of a configuration, at any depth, that do not change KV. All others do, unknown ones included."""
 
 _PIECE_BYTES = 1 << 20
 

@@ -479,7 +479,7 @@ class _SchedulerSide:
         self.half.added(mine, facts)
 
     def step(self, output: Any) -> StepPlan:
-        """What the scheduler decided. In most steps nothing is due, and nobody has new pages."""
+        """The plan for a step of the scheduler's. In most steps nothing is due, and no request has new pages."""
         scheduled = output.num_scheduled_tokens
         resolve = getattr(getattr(output, "kv_connector_block_state", None), "get_block_ids", None)
         cached = output.scheduled_cached_reqs
@@ -559,7 +559,7 @@ class _SchedulerSide:
         return {"kvstore": told} if told is not None else None
 
     def reset(self) -> None:
-        """A name for weights that nobody else has: only this run of the engine knows them."""
+        """Rename the weights to a unique name: only this run of the engine knows them."""
         self.half.renamed(time.time_ns())
 
     def events(self) -> list[Any]:

@@ -577,7 +577,7 @@ def expanded(path: str | bytes | os.PathLike[str], name: str = "") -> str:
         raise BadInput(f"{said} is no path; give one that is not empty and has no NUL in it")
     found = os.path.expanduser(given)
     if found.startswith("~"):
-        raise BadInput(f"{said}: {given.split('/')[0]} is nobody's home here; give the whole path, or ./{given}")
+        raise BadInput(f"{said}: {given.split('/')[0]} is no user's home here; give the whole path, or ./{given}")
     return found
 
 

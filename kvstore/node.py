@@ -264,8 +264,8 @@ class EmbeddedStore:
         readable. A crash leaves the old key with nothing to be found, or no key. Handles of it are of no use any more.
 
         Raises `BadInput` for a tenant without keys, and `TierUnavailable` where its blocks are not all void yet: it is
-        served on. Raises `KeysUnusable` where the key file could not be written: nobody knows whether the key would be
-        there after a crash, so the tenant is not served before it is purged again, or the store opened again.
+        served on. Raises `KeysUnusable` where the key file could not be written: whether the key would survive a crash
+        is unknown, so the tenant is not served before it is purged again, or the store opened again.
         """
         keys = self.keys.known(tenant)
         blocks = self._store.purge(keys.tenant, seconds)
@@ -424,7 +424,7 @@ def _open_nvme(
     try:
         make_directory(directory)
         config = NvmeConfig.of(nvme, slab, disk_room(directory))
-        # Before the index is open, which whoever is refused here would leave so.
+        # Before the index is open: a refusal here must leave it closed.
         check_pieces(options.shares, config.budget_bytes // config.slab_bytes, config.slab_bytes, "nvme")
         tier = NvmeTier(
             parts.files(directory),

@@ -97,7 +97,7 @@ class LoadChoice:
             self.costs.finished(under_way.decision, taken, now, loaded_tokens, under_way.fetch_seconds)
 
     def dropped(self, request: str) -> None:
-        """There was no load, or nobody knows how long it took."""
+        """There was no load, or its duration is unknown."""
         self._decided.pop(request, None)
         self._under_way.pop(request, None)
         self.fetch_seconds.pop(request, None)

@@ -1,12 +1,12 @@
-"""Loads under way, and whom they hold up.
+"""Loads in flight, and which requests they hold up.
 
     ordered > every rank has reported > over
 
-    a step waits for it    the engine takes its pages for cached from the start: they are nobody else's until it is
-                           known that they came, and nobody's at all if they did not
+    a step waits for it    the engine takes its pages for cached from the start: no other request may use them until the
+                           load has succeeded, and none at all if it failed
     beside the steps       its request is parked: it holds pages and does not run. If the load brought nothing, the
-                           engine takes the pages back and looks at that request before all others: it lets those pass
-                           who are parked, or, without room for itself, it would keep them from ever beginning
+                           engine takes the pages back and looks at that request before all others: it must let parked
+                           requests pass or, without room for itself, it would keep them from ever beginning
 
 Knows requests, pages and reports, and no engine; one thread.
 """
@@ -72,7 +72,7 @@ class LoadPlan:
 
     @property
     def takes_no_more(self) -> bool:
-        """Whether nobody gets pages for a load beside the steps, since somebody who was turned away waits for room."""
+        """Whether no further load beside the steps may take pages, since a request that was rejected waits for room."""
         return bool(self._rejected)
 
     def resumes(self, request_id: str) -> bool:
@@ -109,8 +109,8 @@ class LoadPlan:
         return invalid_pages
 
     def give_up(self) -> None:
-        """Whether any load that a step waits for comes is not known any more: its pages are nobody's, and nobody waits
-        to hear of it."""
+        """The outcome of loads that steps wait for is unknown from now on: no request may use their pages, and none
+        waits for a report."""
         self._is_given_up = True
         for load in self._under_way.values():
             self._invalid_pages.update(load.pages)

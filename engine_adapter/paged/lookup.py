@@ -108,13 +108,13 @@ class PrefixLookup:
             return 0
 
     def take(self) -> Lease | None:
-        """The lease, for a load. Whoever takes it releases it."""
+        """The lease, for a load; the caller releases it."""
         lease, self.lease = self.lease, None
         self._is_over = True
         return lease
 
     def give_back(self) -> None:
-        """Nobody wants it. Safe to call again."""
+        """The result is not needed: release it. Safe to call again."""
         self._is_over = True
         for pending in (self._pending_match, self._pending_lease):
             if pending is not None:

@@ -1,12 +1,11 @@
 """An engine's paged KV as it was registered, and the proof that it is read the way it is written.
 
-Nothing about a page is taken for granted. Several *forms* are known in which engines lay K and V of one page; the
-engine itself writes a page of random numbers, and the form under which exactly these are found is the right one. Where
-none is, or the engine cannot be made to write, a page is a run of bytes that nobody looks into: `raw` copies it all the
-same. And where K lies across, `raw` takes each head's numbers in the order in which they lie, since turning them round
-costs more than everything else of a copy; the form is part of the namespace's name. Either way one block is copied to
-another through the store's own codec and compared byte for byte before anything is stored. Must never import an engine,
-and must leave pages as they were.
+Several *forms* are known in which engines lay out K and V in a page. None is assumed: the engine itself writes a page
+of random numbers, and the form under which exactly these are found is the right one. If none is, or the engine cannot
+be made to write, a page is an opaque run of bytes, which `raw` copies all the same. If K lies transposed, `raw` keeps
+each head's numbers in their order, since transposing costs more than the rest of a copy; the form is part of the
+namespace's name. Either way one block is copied to another through the store's own codec and compared byte for byte
+before anything is stored. Must never import an engine, and must leave pages as they were.
 """
 
 from __future__ import annotations
@@ -142,7 +141,7 @@ def register(groups: Sequence[RegisteredGroup], rank: int, scales: str, write: W
 
 
 def is_opaque(packing: str) -> bool:
-    """Whether any group's pages are bytes that nobody can read as numbers."""
+    """Whether any group's pages are opaque bytes."""
     return any(one.startswith(OPAQUE) for one in packing.split("+"))
 
 

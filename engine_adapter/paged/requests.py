@@ -175,8 +175,8 @@ class AuditUnderWay:
 @dataclass(eq=False, slots=True)
 class RequestState:
     """One request on its way. account, detail: of its first admission. number: of the namespace in which the prompt was
-    hashed. late_at: computed tokens at which it is asked how much is stored, where nobody waited for that (0: no more),
-    with `late_lookup`. stop_token, stop_reason: up to where a load would go, decided for `chosen_for` tokens of the
+    hashed. late_at: computed tokens at which `late_lookup` asks how much is stored, if its admission did not wait for
+    that (0: no more). stop_token, stop_reason: up to where a load would go, decided for `chosen_for` tokens of the
     engine's own. offered: blocks up to which its KV was offered, or is held. taken_tokens: of the engine's own and
     ours, at its last admission. held_out: whether its hit is computed all the same, None until that is decided.
     added_at, and found_tokens of the store's: while its first token is waited for, to learn what hits save. sealing:

@@ -152,8 +152,8 @@ class PagedScheduler:
             self._end_audit(state)
 
     def broke(self, error: Exception) -> None:
-        """A fault of our own: the engine runs on without the store, until it ends. Whether pages that a step waited
-        for have come is not known any more: they are nobody's."""
+        """A bug in the connector: the engine runs on without the store, until it ends. The outcome of loads that steps
+        wait for is unknown: no request may use their pages."""
         if not self._is_broken:
             _log.error("nothing is looked up or saved any more in this engine", exc_info=error)
         self._is_broken = True
@@ -275,7 +275,7 @@ class PagedScheduler:
 
     def begins_with(self, request_id: str, computed: int) -> None:
         """It runs from now on, and has so many tokens. Beside other connectors: what one of these has brought, and
-        what is computed behind that, is not saved, since nobody tells in time whether it came."""
+        what is computed behind that, is not saved, since its outcome is reported too late."""
         state = self._states.get(request_id)
         if state is not None and computed > state.taken_tokens:
             state.facts = replace(state.facts, saves=False)
@@ -474,8 +474,8 @@ class PagedScheduler:
         return is_read and self._namespace.now() is not None
 
     def _gains_nothing(self, state: RequestState, local_tokens: int) -> bool:
-        """Whether behind what the engine has itself there is no whole block that could be loaded, and no answer yet
-        that says more: nobody waits for one that is good for the account alone."""
+        """Whether no whole block behind the engine's own tokens can be loaded, and no answer has come yet: the request
+        does not wait for one that only the account needs."""
         tokens, block, lookup = state.request.num_tokens, self.block_tokens, state.lookup
         if state.facts.hands_over:
             return False  # what is not stored any more is to be saved before it is over
@@ -653,7 +653,7 @@ class PagedScheduler:
         self._is_offered(state, stop_block)
 
     def _ask_late(self, state: RequestState, computed: int) -> None:
-        """How much of a request is stored, where nobody waited for that; in each step until it is known."""
+        """Look up a request whose admission did not wait for that; in each step until the answer is there."""
         if state.late_lookup is None:
             self._look_up(state)
             state.late_lookup, state.lookup = state.lookup, None

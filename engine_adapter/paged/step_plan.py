@@ -86,8 +86,8 @@ def _elsewhere() -> None:
 @dataclass(frozen=True, slots=True)
 class LoadOrder:
     """Bring leased blocks into pages. number: the order's own. tables: by group, from the page of first_token on.
-    waits: the step needs it; otherwise the request is parked until it is reported. here: of a load that its step waits
-    for, so that nobody can end the scheduler's half meanwhile."""
+    waits: the step needs it; otherwise the request is parked until it is reported. here: the scheduler's lease, for a
+    worker in its process and a load that its step waits for: the lease cannot be released meanwhile."""
 
     number: int
     request: str

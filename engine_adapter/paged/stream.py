@@ -1,9 +1,9 @@
-"""The order of what a worker's own threads do on a device, behind what its engine has put into its stream.
+"""Orders the work that a worker's own threads do on a device behind what its engine has put into its stream.
 
     engine's thread   mark()                   where its stream is: behind the step that has just been put in
-    another thread    with behind(mark): ...   what this thread puts in comes after it, on a stream of its own
+    another thread    with behind(mark): ...   this thread's work comes after it, on a stream of its own
 
-An engine puts its steps into a stream that is current in its own thread only. Whoever reads its pages in another thread
+An engine puts its steps into a stream that is current in its own thread only. Another thread that reads its pages
 without a mark reads them before they are written. On a CPU a step is done when the next line runs, and nothing here
 does anything.
 """

@@ -60,9 +60,9 @@ WINDOW_FENCE_SECONDS = 0.02
 IDLE_WAIT_SECONDS = 0.005
 """An engine with nothing to do but to wait for loads would spin, and keep the loader from the interpreter's lock."""
 PRESSED_SHARE = 0.5
-"""Of what may wait to be saved: with more than this, saves wait for nobody."""
+"""Of the bytes that may wait to be saved: above this, saves no longer yield to the engine."""
 SAVE_DEADLINE_MS = 5000.0
-"""How long the put of a piece waits for the store, in a thread that nobody waits for."""
+"""How long the put of a piece waits for the store, in a thread that no request waits for."""
 NO_LAYER = 1 << 30
 
 
@@ -368,7 +368,7 @@ class PagedWorker:
     def _pause(self) -> float | None:
         """Seconds until it may be the turn of the first save, 0 when it is; None: when something has changed. Under the
         lock."""
-        # Somebody waits for a load, nobody for a save.
+        # Requests wait for loads, and none for a save.
         if not self._saves or len(self._done_loads) < self._loading:
             return None
         return self._pause_of(self._saves[0])
@@ -413,7 +413,7 @@ class PagedWorker:
             if not computed:
                 return ()
             stored, codec = _block(into, namespace.layout), namespace.namespace.codec
-            # Of several groups nobody says how deep in the model a layer is: then all may be off as the last may.
+            # With several groups a layer's depth in the model is unknown: all may then be off as much as the last.
             deepest = len(pages.planes) - 1 if len(namespace.layout.groups) > 1 else None
             dtype = opaque_dtype(namespace.layout.packing)
             if dtype is not None:

@@ -1,8 +1,8 @@
 """What all transfers of one device share, and which pages may go that way.
 
-Streams, staging rings, tables' memory, page-locked extents and the threads behind them: made once, by whoever opens a
-store, when pages on that device are seen first; 512 MiB of the device's memory. `close` ends the threads after
-what they have begun; copies that are bound then take the plain route. Must never be made when a module is imported.
+Streams, staging rings, tables' memory, page-locked extents and the threads behind them: made once, by the store's
+codecs, when pages on that device are first seen; 512 MiB of the device's memory. `close` ends the threads after what
+they have begun; copies that are bound then take the plain route. Must never be made when a module is imported.
 """
 
 from __future__ import annotations

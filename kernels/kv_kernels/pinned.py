@@ -5,14 +5,14 @@
     add      known at once; a worker registers it with the device in chunks, and until a chunk is in, copies of its
              slots go through a bounce ring
     hold     a transfer uses some of it: the memory stays, registered or not as it is; any other memory bounces
-    remove   when nobody holds it any more it is unregistered, and only then may the memory go
+    remove   once no transfer holds it, it is unregistered, and only then may the memory go
 
-Registering page-locks pages where they are and moves none: which NUMA node an extent lies on was decided by whoever
-touched its pages first. What this process touches first, the bounce rings, lies near the CPUs of the thread that uses
-it (`worker.ThreadWorker`, `cuda.local_cpus`). No memory policy is set.
+Registering page-locks pages where they are and moves none: the first touch of its pages has decided which NUMA node an
+extent lies on. The bounce rings, which this process touches first, lie near the CPUs of the thread that uses them
+(`worker.ThreadWorker`, `cuda.local_cpus`). No memory policy is set.
 
-A reader's mapping is read-only; where the device cannot page-lock such memory, it is refused, and everything bounces.
-Must never call a run page-locked that is not wholly inside one registered chunk: a copy across two may be refused.
+A reader's mapping is read-only; a device that cannot page-lock such memory refuses it, and everything bounces. Must
+never call a run page-locked that is not wholly inside one registered chunk: a copy across two may be refused.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class PinnedExtents:
             memory.before_unmap(partial(self._leaves, memory.address))
 
     def close(self, timeout_s: float) -> bool:
-        """Unregister all that nobody holds, and adopt no more: whether within this time."""
+        """Unregister all that no transfer holds, and adopt no more; returns whether that was done in time."""
         if os.getpid() != self._process:
             return True
         with self._lock:
@@ -121,9 +121,9 @@ class PinnedExtents:
             raise ValueError(f"memory at {address:#x} of {size_bytes} bytes is here already: remove it first")
 
     def remove(self, address: int, timeout_s: float) -> bool:
-        """Unregister an extent that was added, once nobody holds it; until then the memory must stay.
+        """Unregister an added extent, once no transfer holds it; until then the memory must stay.
 
-        False where that takes longer than the timeout, or the worker has too much to do: it is still here then, to be
+        False if that takes longer than the timeout, or the worker has too much to do: it is still here then, to be
         removed by another call.
         """
         with self._lock:

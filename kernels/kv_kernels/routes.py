@@ -2,8 +2,8 @@
 
     pages in host memory      raw    numpy, at memcpy speed (`host`)
                               8 bits loops compiled by numba (`int8_host`); plain torch where there is no numba
-    pages on one GPU          streams and kernels (`device_copy`), where whoever opened the store handed in a way and
-                              the pages are for it
+    pages on one GPU          streams and kernels (`device_copy`), if the store was opened with a route to that GPU that
+                              takes the pages
     anything else             plain torch (`reference`, `int8_plain`): no triton, planes on different devices
 
 All routes of a codec write the same bytes.

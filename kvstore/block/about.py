@@ -1,9 +1,9 @@
-"""What is kept beside blocks of their namespace, on NVMe and for a keeper, and what can be kept at all.
+"""The namespace record that is kept beside blocks, on NVMe and by a keeper, and which namespaces can have one.
 
     about    number of parts, 2 bytes > payload bytes of each part, 8 bytes each > `Namespace.pack`
 
-It has to fit into a slab's header, and each part's payload into a frame. A namespace that does not is refused when it
-is opened, whoever opens it; one that is found on a disk, written by another version, is left out there.
+It must fit into a slab's header, and each part's payload into a frame. A namespace for which they do not is refused
+when a client opens it; one that is found on a disk, written by another version, is left out.
 """
 
 from __future__ import annotations

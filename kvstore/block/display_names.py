@@ -42,8 +42,8 @@ def checked_name(name: object) -> str:
 
 
 class DisplayNames:
-    """Names by tenant and digest. Thread-safe; whoever tells one never waits for the disk, and one tenant's names take
-    nothing from another's."""
+    """Names by tenant and digest. Thread-safe; noting a name never waits for the disk, and one tenant's names displace
+    none of another's."""
 
     def __init__(self, path: Path, faults: FaultReports | None = None) -> None:
         """Reads what is there."""

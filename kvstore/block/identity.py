@@ -376,9 +376,9 @@ class Namespace:
 
     @staticmethod
     def unpack(packed: bytes) -> Namespace:
-        """The mirror of `pack`. Raises `ValueError` for anything else; whoever calls compares the digest.
+        """The mirror of `pack`. Raises `ValueError` for anything else; the caller compares the digest.
 
-        It comes from other processes, and off disks: nothing is built that was not looked at before.
+        The input comes from other processes, and off disks: everything is checked before anything is built.
         """
         try:
             version, model, epoch, codec, config, groups, cut = _listed(_inflated(packed), 7, 7)
@@ -399,7 +399,7 @@ class Namespace:
 
     def difference(self, other: Namespace) -> str:
         """The first field that differs, with both values; empty where none does. Digests of what a model computes are
-        named where nothing else differs: they follow from the other fields, and nobody can read them."""
+        named only if nothing else differs: they follow from the other fields, and mean nothing to people."""
         mine, theirs = self.fields(), other.fields()
         for name in sorted(mine.keys() | theirs.keys(), key=lambda name: (name in _DIGESTS, name)):
             if mine.get(name) != theirs.get(name):

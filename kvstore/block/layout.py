@@ -256,7 +256,7 @@ class Layout:
     ) -> Layout:
         """One latent plane of latent_dim + rope_dim numbers per token (DeepSeek-V2, arXiv 2405.04434).
 
-        head_shards: ranks, all of which hold the same; it is one part, whoever stores it.
+        head_shards: ranks, all of which hold the same; it is one part, whichever rank stores it.
         """
         _check_layers(layers)
         for name, given in (("latent_dim", latent_dim), ("rope_dim", rope_dim)):

@@ -68,8 +68,7 @@ class SidecarConnection:
     """One connection. Thread-safe."""
 
     def __init__(self, wire: FramedSocket, clock: Clock, silent: Callable[[], bool] = lambda: False) -> None:
-        """silent: has the client's thread ping the sidecar soon, without waiting for it; returns whether there is such
-        a thread."""
+        """silent: has the client's thread ping the sidecar soon, without waiting; returns whether that thread runs."""
         self.wire = wire
         self.breaker = Breaker()
         self._clock = clock
@@ -501,8 +500,7 @@ def check_answer(verb: m.Verb, answer: m.Answer, parts: int | None) -> None:
 
 
 def asked_stat(wire: FramedSocket, seconds: float) -> SidecarStatus:
-    """The status that a sidecar reports at its operator's or observers' socket. Raises `StoreError`, `TimedOut` and
-    `ValueError`."""
+    """A sidecar's status, from its operator's or observers' socket. Raises `StoreError`, `TimedOut`, `ValueError`."""
     answer = wire.call(m.Stat(), seconds).answer
     if isinstance(answer, m.StatReply):
         return checked_facts(answer.facts)

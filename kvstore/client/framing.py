@@ -28,8 +28,7 @@ from tiering.clock import Clock
 T = TypeVar("T")
 _READ_BYTES = 256 << 10
 MAX_UNSENT_BYTES = 64 << 20
-"""Submitted, and not taken by the socket yet: beyond it the sidecar counts as stuck. Thirty prompts of 65,536
-blocks."""
+"""Submitted, and not taken by the socket: beyond it the sidecar is stuck. Thirty prompts of 65,536 blocks."""
 LOOK_SECONDS = 0.5
 """How often a long wait checks whether the sidecar is silent."""
 _DESCRIPTOR = struct.Struct("i")
@@ -60,8 +59,7 @@ class Silent(Unreachable):
 
 
 class _KeptAnswer:
-    """An answer as it arrived. The thread that sent the request decodes it, so the thread that reads for all does not
-    pay."""
+    """An answer as it arrived; the thread that asked decodes it, so the thread that reads for all does not pay."""
 
     __slots__ = ("answer", "descriptors")
 
@@ -96,8 +94,7 @@ class FramedSocket:
         fingerprint: bytes = b"",
         tenant: str = "",
     ) -> None:
-        """Connect and say hello within that time. fingerprint, tenant: as in `Hello`. Raises `Unreachable` with the
-        reason."""
+        """Connect and say hello within that time. fingerprint, tenant: as in `Hello`. Raises `Unreachable`."""
         self._clock = clock
         self._send_lock = threading.Lock()
         self._state = threading.Condition()
@@ -168,8 +165,7 @@ class FramedSocket:
         return self._decoded(kept)
 
     def submit(self, verb: m.Verb) -> int:
-        """Queue a request without blocking; returns the number under which `poll` or `wait` finds its answer. Raises
-        `Backpressure`."""
+        """Queue a request without blocking; returns the number for `poll` or `wait`. Raises `Backpressure`."""
         number = self._new_number()
         frame = _OutgoingFrame(number, verb)
         with self._state:
@@ -182,8 +178,7 @@ class FramedSocket:
         return number
 
     def poll(self, number: int) -> AnsweredCall | None:
-        """The answer to a submitted request if it is there. Does not block. If this raises, the number is still to be
-        cancelled."""
+        """The answer to a submitted request, if it is there. Does not block. If it raises, `cancel` the number."""
         if self._unsent:
             self._push()
         if not self._state.acquire(blocking=False):
@@ -295,7 +290,7 @@ class FramedSocket:
         self._push()
 
     def _push(self) -> None:
-        """Send what the socket takes now. A thread that holds the send lock pushes again after it, so nothing is left
+        """Send what the socket takes now. A thread that holds the send lock pushes again after it: nothing stays
         behind."""
         while self._unsent and not self.closed and self._send_lock.acquire(blocking=False):
             try:

@@ -109,8 +109,7 @@ class PutResult:
 
 
 class Reading(Protocol):
-    """Asked by a put before and after it reads pages, which is while it fills slots and never while it waits for
-    them."""
+    """Asked by a put before and after it reads pages: while it fills slots, never while it waits for them."""
 
     def begin(self) -> bool:
         """Whether the pages may still be read."""
@@ -580,8 +579,7 @@ class OpenStore(Protocol):
 
 
 class DoorTime:
-    """How long a put may still wait. left: seconds; None without a deadline: each answer then has the store's
-    default."""
+    """How long a put may still wait. left: seconds; None without a deadline: each answer has the store's default."""
 
     def __init__(self, door: Door, deadline_ms: float | None) -> None:
         if deadline_ms is not None:

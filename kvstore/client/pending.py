@@ -73,8 +73,7 @@ class PendingReply(Generic[T]):
         return self._result is not None or self._is_ready()
 
     def cancel(self) -> None:
-        """Undo what comes later; `poll` returns a miss, `disabled`. An answer that was polled already stays its
-        owner's."""
+        """Undo what comes later; `poll` returns a miss, `disabled`. An answer polled before stays its owner's."""
         with self._lock:
             if self._result is None:
                 self._cancel_from_finalizer.detach()

@@ -339,8 +339,7 @@ class SocketDoor:
         return m.Done()
 
     def _report(self, request: m.ReportFrame) -> m.Done:
-        """Waits for the answer, so that the lease is not released before the sidecar has looked. Not sent to a silent
-        sidecar."""
+        """Waits for the answer: the sidecar must look before the lease is released. Not sent to a silent sidecar."""
         held = self._held.get(request.lease)
         if held is not None:
             try:
@@ -475,8 +474,7 @@ class SocketDoor:
             self.clock.sleep(max(limits.first_pause, min(until_next, left)))
 
     def _connect_once(self, seconds: float) -> SidecarConnection | None:
-        """Connect, if the pause since the last failure is over. One thread connects; others wait for it at most
-        `seconds`."""
+        """Connect, if the pause since the last failure is over. One thread connects; others wait at most `seconds`."""
         if self.closed:
             raise Unavailable(MissReason.DISABLED, "the store is closed")
         if not self._lock.acquire(timeout=seconds):

@@ -186,8 +186,8 @@ class CollectivePuts:
         return True
 
     def lost(self, record: ReservationRecord, now: float) -> bool:
-        """A reservation is given up for all; returns whether it was a collective one without open shares, whose slots
-        can be freed."""
+        """A reservation is given up for all; returns whether it was a collective one without open shares: free its
+        slots."""
         put = self._of_record.get(record.number)
         if put is None:
             return False

@@ -56,8 +56,7 @@ class DirtyBlocks:
         self._waiting[row] = self._pop(row)
 
     def used(self, rows: Iterable[int]) -> None:
-        """Move these to the end of the order, one after the other, except prioritized ones; declined ones wait
-        again."""
+        """Move these to the end of the order, in turn, except prioritized ones; declined ones wait again."""
         waiting, declined = self._waiting, self._declined
         for row in rows:
             if row in waiting:

@@ -30,8 +30,7 @@ from tiering.tier import TierMiss
 NO_ROW = -1
 
 _AT_ONCE = 4096
-"""Keys looked up in one go, before the result is checked for a missing one and other threads may have the
-interpreter."""
+"""Keys looked up in one go, before a missing one is noticed and other threads may have the interpreter."""
 
 _REMEMBERED_BYTES = 14
 """Of an evicted block's key: enough to tell it from all others, with the namespace in 16 bytes."""
@@ -139,8 +138,7 @@ class PrefixIndex:
         return TierMiss.NEVER_SEEN
 
     def stamp_of_eviction(self, namespace: int, key: bytes) -> int:
-        """The stamp that `remove` was given with an evicted key, at the first call for it; 0 later, or if none is
-        remembered."""
+        """The stamp that `remove` was given with an evicted key, at the first call for it; 0 later, or without one."""
         names = self._names[namespace]
         name = key[:_REMEMBERED_BYTES] + names.mark
         known = names.forgotten.get(name, 0)

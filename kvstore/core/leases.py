@@ -497,8 +497,7 @@ class Fetched(Protocol):
         ...
 
     def tiers(self, rows: Sequence[int], runs: TierRuns) -> TierRuns:
-        """The tiers in which blocks were found; a block from elsewhere that no lease has had yet counts as its
-        origin's."""
+        """Where blocks were found; one from elsewhere that no lease has had yet counts as its origin's."""
         ...
 
     def pinned(self) -> list[int]:

@@ -284,8 +284,7 @@ class Levels:
 
     def _must_choose(self) -> bool:
         """Whether the policy must choose now. It is put off until nearly all of DRAM is dirty, when most is known of
-        the blocks; but not once dirty blocks left DRAM before their turn, since others may be in use so much that they
-        stay."""
+        the blocks; but not once dirty blocks left DRAM before their turn, since those left may be in constant use."""
         waiting = self._dirty.waiting_bytes
         return waiting > (1 - FLUSH_FRACTION) * self._blocks.dram.budget_bytes or self._dirty.missed > 0
 
@@ -364,8 +363,8 @@ class Levels:
         return way[::-1]
 
     def demote_all(self, seconds: float) -> int:
-        """Flush dirty blocks, except declined ones, for at most that long: those to be retained first. Returns how many
-        are left."""
+        """Flush dirty blocks but declined ones, for at most that long, retained ones first. Returns how many are
+        left."""
         self._demote_all(seconds)
         return len(self._dirty)
 
@@ -539,8 +538,7 @@ class Levels:
         return good
 
     def _make_room(self, number: int, rows: Sequence[int]) -> tuple[list[int], list[list[int]]]:
-        """Slots on NVMe for as many of the blocks as possible, at least one. Raises `TierFull` and
-        `TierUnavailable`."""
+        """Slots on NVMe for as many blocks as possible, at least one. Raises `TierFull` and `TierUnavailable`."""
         tier, space = self._lower.tier, self._blocks.spaces[number]
         is_disk_full = False  # the disk has no room for another slab, though the budget allows one
         for _ in range(self._limits.room_steps):

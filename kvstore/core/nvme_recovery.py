@@ -148,8 +148,7 @@ class NvmeRecovery:
             self._thread.join(timeout_seconds)
 
     def forget(self, number: int) -> None:
-        """A namespace is dropped: blocks of it that were left for the next start go too. Under the lock, once all is
-        loaded."""
+        """A namespace is dropped: blocks left for the next start go too. Under the lock, once all is loaded."""
         self._lower.tier.delete(self._left.pop(number, []))
         for owner, key in [one for one in self._blocks.older if one[0] == number]:
             self._lower.tier.delete(self._blocks.older.pop((owner, key)))
@@ -307,8 +306,7 @@ class NvmeRecovery:
     def _is_plain(
         self, space: OpenedNamespace, found: RecoveryOrder, first: int, keys: list[bytes], parents: Column, rows: Column
     ) -> bool:
-        """Whether no block of a slice is known yet, and each one's parent is in the slice or was taken in and is still
-        there."""
+        """Whether no block of a slice is known yet, and each one's parent is in the slice or was taken in and stays."""
         index = self._blocks.index
         if index.knows_any(space.number, keys) or (parents == ELSEWHERE).any():
             return False

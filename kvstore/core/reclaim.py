@@ -174,8 +174,7 @@ class SlabReclaim:
         return [row for row in self._index.families(self._rows[slab]) if self._residency.all_places(row)]
 
     def _meet(self, slab: int) -> None:
-        """Retaining a block retains its ancestors too, so a slab's own blocks tell whether anything in it is
-        retained."""
+        """Retained blocks retain their ancestors: a slab's own blocks tell whether anything in it is retained."""
         if self._ways is None:
             self._ways = self._departures.leading_to_what_stays()
         rows = self._tier.rows_in(slab)

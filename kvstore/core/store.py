@@ -258,7 +258,7 @@ class Store:
             )
 
     def own_number(self, number: int) -> int:
-        """A namespace's number among its tenant's, from 0 on: clients see this one, so they cannot count other tenants'
+        """A namespace's number among its tenant's, from 0 on. Clients see this one, and so cannot count others'
         namespaces."""
         with self._lock:
             spaces = self._blocks.spaces
@@ -375,8 +375,8 @@ class Store:
         return readable
 
     def _rows_of(self, number: int) -> Column:
-        """A namespace's rows, without those being stored, deepest first. The lock is free between pieces, so some may
-        be evicted meanwhile."""
+        """A namespace's rows that are not being stored, deepest first. The lock is free between pieces: some may be
+        evicted."""
         index, found = self._blocks.index, []
         with self._lock:
             for first in range(0, index.rows_end, SCANNED_ROWS):
@@ -489,8 +489,8 @@ class Store:
         *,
         takes_what_there_is: bool = False,
     ) -> LeaseReply | None:
-        """deadline_ms: None for no wait at all. takes_what_there_is: grant a shorter lease while ended leases still pin
-        what it needs; otherwise return None then."""
+        """deadline_ms: None for no wait. takes_what_there_is: while ended leases still pin: a shorter lease, not
+        None."""
         with self._lock:
             if self._closed:
                 return LeaseReply(0, first_block, 0, reason=MissReason.DISABLED, detail="the store is closed")
@@ -832,8 +832,7 @@ class Store:
         skipped: int = 0,
         couriers: int = 0,
     ) -> ReserveReply:
-        """put: the collective put that this is for; its number is not given to any client. ends_at: when to stop making
-        room."""
+        """put: the collective put that this is for; its number goes to no client. ends_at: when to stop making room."""
         with self._lock:
             if self._closed or number in self._blocks.dropping:
                 return ReserveReply(0, 0, stopped_at=0, reason=MissReason.DISABLED)
@@ -945,8 +944,8 @@ class Store:
         return done, reason
 
     def abort(self, reservation: int) -> None:
-        """End a reservation; blocks that are not visible yet are given up. A collective put ends for all its
-        participants, and this one writes no more."""
+        """End a reservation; blocks that are not visible are given up. Of a collective put: for all; this one writes no
+        more."""
         with self._lock:
             if self._collective.participants.get(reservation) is not None:
                 self._abort_share(self._collective.let_go(reservation).record)
@@ -968,8 +967,7 @@ class Store:
         self._to_abort.append(reservation)
 
     def _abort(self, record: ReservationRecord) -> None:
-        """Under the lock, which is released between pieces: the reservation may be cancelled and the store closed
-        meanwhile."""
+        """Under the lock, which is released between pieces: it may be cancelled, and the store closed, meanwhile."""
         if not record.cancelled:
             self._touch_published(record)
         most = max(1, ABORTED_PLACES // record.parts)
@@ -991,8 +989,7 @@ class Store:
             self._collective.freed(record)
 
     def cancel(self, reservation: int) -> None:
-        """End a reservation whose producer is out of reach and may still write: its blocks are given up now, its slots
-        with `abort`."""
+        """End a reservation whose producer may still write, out of reach: its blocks go now, its slots with `abort`."""
         with self._lock:
             share = self._collective.participants.get(reservation)
             record = share.record if share is not None else self._reservations.get(reservation)
@@ -1012,8 +1009,8 @@ class Store:
         return self._collective.due_at if self.fetched is None else min(self._collective.due_at, self.fetched.due_at)
 
     def expire_due(self) -> None:
-        """End collective puts whose time is over, also while no request comes. Called often; takes the lock only if
-        something is due."""
+        """End collective puts whose time is over, also while no request comes. Takes the lock only if something is
+        due."""
         if self._clock.monotonic_seconds() < self.runs_out_at and not self.is_ending:
             return
         with self._lock:
@@ -1067,8 +1064,8 @@ class Store:
         return self._blocks.dram.is_shared(extent, holder)
 
     def unmapped(self, extents: Sequence[int], holder: int) -> Unmapped:
-        """How many leading extents of these a holder has unmapped, as far as a moment's questions to the kernel tell.
-        Takes no lock."""
+        """How many leading extents a holder has unmapped, as far as a moment's questions to the kernel tell. No
+        lock."""
         is_shared = self._blocks.dram.is_shared
         return look(extents, lambda extent: is_shared(extent, holder), self._clock.thread_seconds)
 
@@ -1255,8 +1252,7 @@ class Store:
         return self._closer.is_alive() or not self._levels.close(0)
 
     def close_after_fork(self) -> None:
-        """In a forked child: the memory is the parent's, so the store is closed here. The thread that held the lock is
-        gone."""
+        """In a forked child: memory and threads are the parent's, so the store is closed here, under a new lock."""
         self._closed = True
         self._lock = threading.Lock()
         self._moves_done = threading.Condition(self._lock)
@@ -1432,8 +1428,7 @@ class Store:
         self._finish(self._endings.under_way())
 
     def _pin(self, number: int, rows: Sequence[int]) -> None:
-        """Pin distinct blocks of a namespace. Leases, repairs and moves pin alike, since one block may have all
-        three."""
+        """Pin distinct blocks of a namespace. Leases, repairs and moves pin alike: one block may have all three."""
         self._pinned_bytes += self._blocks.residency.pins.pin(rows) * self._blocks.spaces[number].block_bytes
 
     def _unpin(self, number: int, rows: Sequence[int]) -> None:
@@ -1573,8 +1568,7 @@ class Store:
     def _take_slots(
         self, record: ReservationRecord | SlotRequest, scarce: bool, is_patient: bool
     ) -> SlotClass | _ExtentMove | _Awaited | MissReason | None:
-        """Slots for the next rows; returns what must happen outside the lock before there are more, or None when
-        done."""
+        """Slots for the next rows; returns what must happen outside the lock before there are more, or None if done."""
         blocks = self._blocks
         make_room = blocks.residency.room_within if scarce else blocks.residency.room
         take_places = blocks.make_place_above if isinstance(record, SlotRequest) else blocks.place
@@ -1620,8 +1614,7 @@ class Store:
         return reason
 
     def _who_has_the_room(self, asker: ReservationRecord | None) -> tuple[MissReason, str]:
-        """Why nothing in DRAM can be evicted. `pinned_full` only if a client must release something first. Under the
-        lock."""
+        """Why DRAM can evict nothing. `pinned_full` only if a client must release something first. Under the lock."""
         dram, levels = self._blocks.dram, self._levels
         if dram.awaited() or dram.guarded_bytes():
             return MissReason.DEADLINE, "memory that changes hands is still mapped by clients; try again"
@@ -1696,8 +1689,7 @@ class Store:
             self._publish(other, min(other.done))
 
     def _touch_published(self, record: ReservationRecord) -> None:
-        """Count a stored chain as used, as far as it is readable. Once per reservation: until then its rows pin the
-        chain."""
+        """Count a stored chain as used, as far as it is readable. Once: until then the reservation's rows pin it."""
         if not record.published:
             return
         chain = self._blocks.index.chain(record.rows[record.published - 1])

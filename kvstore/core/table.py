@@ -696,8 +696,7 @@ class BlockTable:
             self.lower.tier.delete(self.older.pop((number, key), []))
 
     def retire_empty(self, number: int, most: int) -> list[Extent]:
-        """Take up to that many empty extents of a namespace out of the pool. They are unmapped when the caller drops
-        the returned list."""
+        """Take up to so many empty extents of a namespace out of the pool; they are unmapped with the returned list."""
         gone: list[Extent] = []
         for slot_class in self.spaces[number].classes:
             for extent in list(self.dram.extents_of(slot_class)):

@@ -72,8 +72,7 @@ class AskedBy(Protocol):
 
 
 def has_mac(identity_key: bytes, terms: PullTerms) -> bytes:
-    """The MAC of `Has`; that of `OpenPull` is `ask_mac`, so that neither can stand for the other. Raises
-    `PeerFault`."""
+    """The MAC of `Has`; `OpenPull`'s is `ask_mac`, so that neither can stand for the other. Raises `PeerFault`."""
     return blake2b(terms.packed(), key=identity_key, digest_size=32, person=b"kv-has-ask").digest()
 
 

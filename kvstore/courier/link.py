@@ -59,8 +59,7 @@ class CourierSpace:
 
 @dataclass(eq=False)
 class CourierRun:
-    """One connection, and what was learned on it. fingerprint: of the tenant's keys. node, incarnation: the
-    sidecar's."""
+    """One connection, and what was learned on it. node, incarnation: the sidecar's."""
 
     tenant: str
     connection: SidecarConnection

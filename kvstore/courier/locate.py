@@ -34,16 +34,14 @@ MOST_NAMED = 8
 """Nodes of `network.peers` that are asked at once."""
 MOST_KEPT = 4096
 RECENT_SECONDS, MOST_RECENT = 1.0, 256
-"""How long a finding about a chain, perhaps too late for its own request, answers further ones at once; and how many
-are kept."""
+"""How long a finding about a chain, perhaps too late for its own request, serves others; and how many are kept."""
 
 Source = PeerSource | RemoteSource
 
 
 @dataclass
 class Places:
-    """sources: to ask in this order. blocks, tier, milliseconds, where: of the best of them. reason, detail: why there
-    is none."""
+    """sources: to ask in this order. blocks, tier, milliseconds, where: the best one's. reason, detail: why none."""
 
     sources: list[Source] = field(default_factory=list)
     blocks: int = 0

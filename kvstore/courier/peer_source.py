@@ -37,8 +37,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """What a source made of a window. blocks: readable now. reason: why there are no more; None if the window is
-    full."""
+    """A source's result for a window. blocks: readable now. reason: why there are no more; None if it is full."""
 
     blocks: int
     reason: MissReason | None = None

@@ -40,8 +40,7 @@ class RemoteWays:
         return self.engine.name
 
     def has(self, run: CourierRun, space: CourierSpace, keys: Sequence[bytes], ends_at: float) -> Callable[[], int]:
-        """Ask how many leading blocks of these there are. The returned function waits for the answer, and raises
-        `RemoteFault`."""
+        """Ask how many leading blocks there are. The returned function waits for the answer; raises `RemoteFault`."""
         stamps, step = space.grant.stamps, max(1, -(-len(keys) // MOST_PROBED))
         last = len(stamps) - 1
 

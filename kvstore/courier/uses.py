@@ -1,5 +1,4 @@
-"""How often recent requests named each block, in which chains, and which blocks came from the remote engine itself.
-Bounded."""
+"""How often recent requests named each block, in which chains, and which came from the remote engine. Bounded."""
 
 from __future__ import annotations
 

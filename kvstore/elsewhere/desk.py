@@ -81,8 +81,7 @@ class CourierDesk:
         tenant_keys: Callable[[str], TenantKeys],
         door: str = "",
     ) -> None:
-        """tenant_keys: by a tenant's name; raises `StoreError` if there are none. door: where peers reach this node,
-        for tickets."""
+        """tenant_keys: by a tenant's name; raises `StoreError` without any. door: where peers reach this node."""
         self._store, self._sessions, self._handlers = store, sessions, handlers
         self._tenant_keys = tenant_keys
         self._clock = store.clock

@@ -142,8 +142,7 @@ class FetchedBlocks:
             del self._marks[row]
 
     def tiers(self, rows: Sequence[int], runs: TierRuns) -> TierRuns:
-        """The tiers in which blocks were found; a block from elsewhere that no lease has had yet counts as its
-        origin's."""
+        """Where blocks were found; one from elsewhere that no lease has had yet counts as its origin's."""
         if self._marks.keys().isdisjoint(rows):
             return runs
         found: list[tuple[HitTier, int]] = []

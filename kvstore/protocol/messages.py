@@ -102,10 +102,10 @@ class RequestFault(StrEnum):
 
 
 class Hello(msgspec.Struct, array_like=True, frozen=True, tag="hello"):
-    """The first message. session: a token of the engine's making, 16 to 64 random bytes, by which all its connections
-    are one session, whoever comes first; without it the connection is a session of its own. engine: name and version,
-    for people. fingerprint: of the keys that its open namespaces hash with; nothing while none is open. tenant: for
-    whom a courier works; nothing on any other socket than its own."""
+    """The first message. session: a token that the engine makes, 16 to 64 random bytes, by which all its connections
+    join one session, in any order; without it the connection is a session of its own. engine: name and version, for
+    people. fingerprint: of the keys that its open namespaces hash with; nothing while none is open. tenant: that a
+    courier works for; nothing on any other socket than the couriers'."""
 
     oldest: int
     newest: int
@@ -528,7 +528,7 @@ Answer = (
 
 
 class Reply(msgspec.Struct, array_like=True, frozen=True):
-    """What the sidecar sends. number: of the request. retired: extents to be unmapped as soon as nobody reads them."""
+    """What the sidecar sends. number: of the request. retired: extents to unmap as soon as no get reads them."""
 
     number: int
     answer: Answer

@@ -20,7 +20,7 @@ class NotifyPipe:
         self._descriptor = descriptor
 
     def notify(self) -> bool:
-        """Waits for nothing; whether anybody may be listening."""
+        """Does not block; returns whether the client may still be listening."""
         try:
             os.write(self._descriptor, b"!")
         except BlockingIOError:  # full
@@ -30,7 +30,7 @@ class NotifyPipe:
         return True
 
     def close(self) -> None:
-        """Whoever listens is told that nobody rings any more."""
+        """The client sees the end of the pipe."""
         os.close(self._descriptor)
 
 
@@ -43,14 +43,14 @@ class NotifyPipeEnd:
         self._descriptor = descriptor
 
     def wait(self) -> bool:
-        """Until it rings; False where nobody rings any more, or it was closed."""
+        """Wait for a notification; False once the sidecar has closed the pipe, or this end was closed."""
         try:
             return bool(os.read(self._descriptor, _READ_BYTES))
         except OSError:
             return False
 
     def close(self) -> None:
-        """Once; not while somebody waits."""
+        """Once, and not while a thread waits."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)

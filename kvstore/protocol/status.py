@@ -1,4 +1,4 @@
-"""What a running sidecar says of itself: to `kvstore stat`, and to whoever reads its JSON.
+"""What a running sidecar reports of itself: to `kvstore stat`, and to programs that read its JSON.
 
 Plain values under names that scripts may rely on: fields are only ever appended, with defaults. Sizes are in bytes,
 times in seconds, instants in Unix time. Text that a client gave is cut and printable. Knows no keys and no tokens.
@@ -44,9 +44,9 @@ class TierStatus(msgspec.Struct, frozen=True):
 
 
 class TenantStatus(msgspec.Struct, frozen=True):
-    """What a tenant has taken of each tier, in whole extents and slabs, and what nobody takes from it. share, weight:
-    as they were set; None where nothing was. nvme: None without such a tier. retained: what is kept for a time because
-    somebody asked for it, and retained_budget how much may be; None where nothing was said of the tenant."""
+    """What a tenant uses of each tier, in whole extents and slabs, and what is guaranteed to it. share, weight: as they
+    were set; None if they were not. nvme: None without NVMe. retained: bytes that clients asked to retain, and
+    retained_budget the most that may be; None if the tenant has no settings."""
 
     tenant: str
     share: float | None

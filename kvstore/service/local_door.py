@@ -398,9 +398,7 @@ class LocalDoor:
         try:
             self._accept(listener)
         except Exception as error:
-            self._log.error(
-                f"accept {listener.path}", "no connection is accepted at %s", listener.path, error=error
-            )
+            self._log.error(f"accept {listener.path}", "no connection is accepted at %s", listener.path, error=error)
             self._pause_accept(listener)
 
     def _pause_accept(self, listener: Listener) -> None:
