@@ -1,8 +1,8 @@
 """What the two halves of a connector tell each other about one step of the engine.
 
-The half in the scheduler's process decides and the half in each worker does. Orders go out with the step's metadata,
-reports come back with its output; both are pickled by the engine, so they are plain and small. Pages are named by the
-engine's numbers, and blocks by their prefix keys: no token ids cross.
+The half in the scheduler's process decides, and the half in each worker executes. Orders go out with the step's
+metadata, reports come back with its output; the engine pickles both, so they are plain and small. Pages are named by
+the engine's numbers, and blocks by their prefix keys: no token ids cross.
 """
 
 from __future__ import annotations
@@ -186,8 +186,8 @@ class AuditReport:
 
 @dataclass(slots=True)
 class StepReports:
-    """What all workers have to say after a step. failures: loads that steps waited for in vain, by rank. facts: of
-    those that could not say it when the engine started. step: its number."""
+    """All workers' reports after a step. failures: loads that steps waited for in vain, by rank. facts: of workers that
+    could not tell them when the engine started. step: its number."""
 
     loads: list[LoadReport] = field(default_factory=list)
     saves: list[SaveReport] = field(default_factory=list)
@@ -197,7 +197,7 @@ class StepReports:
     step: int = 0
 
     def merge(self, other: StepReports) -> None:
-        """Take in what another worker says."""
+        """Add another worker's reports."""
         self.step = max(self.step, other.step)
         self.loads += other.loads
         self.saves += other.saves
