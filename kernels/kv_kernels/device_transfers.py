@@ -80,7 +80,8 @@ class DeviceTransfers:
         return self._copy(planes, table, form.tokens, form.size_bytes, codec, plain)
 
     def close(self, timeout_s: float) -> bool:
-        """Take no more transfers, finish those that are under way, and end the threads: whether within this time."""
+        """Take no more transfers, finish those under way, and end the threads; returns whether that was done in
+        time."""
         workers = self._workers
         have_ended = [workers.loads.close(timeout_s), workers.saves.close(timeout_s), self.extents.close(timeout_s)]
         return workers.pins.close(timeout_s) and all(have_ended)
@@ -107,7 +108,7 @@ class DeviceTransfers:
 
 
 def on_cuda(index: int) -> DeviceTransfers:
-    """Of a GPU. Raises RuntimeError where there is none, or no memory on it."""
+    """The transfers of a GPU. Raises RuntimeError if there is none, or no memory on it."""
     cpus = local_cpus(index)
     names = [f"kv-{name}-{index}" for name in Workers._fields]
     device = CudaDevice(index)
