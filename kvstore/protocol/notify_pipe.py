@@ -1,8 +1,8 @@
-"""A pipe by which the sidecar notifies a client, to be read while there is something to be told.
+"""A pipe by which the sidecar notifies a client: readable while there is something to ask for.
 
 A pipe and not a socket: nothing comes back through it, descriptors of memory least of all. Its ends are two open files,
-so that a client can change nothing about the one that is written to, and a byte that finds no room need not be there:
-those before it say the same.
+so that a client can change nothing about the one that is written to; and a byte that finds no room is not needed: those
+before it say the same.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class NotifyPipe:
     """The sidecar's end."""
 
     def __init__(self, descriptor: int) -> None:
-        """Takes it over: of a pipe that does not block."""
+        """Takes over a non-blocking pipe's descriptor."""
         self._descriptor = descriptor
 
     def notify(self) -> bool:
@@ -57,6 +57,6 @@ class NotifyPipeEnd:
 
 
 def new_notify_pipe() -> tuple[NotifyPipe, int]:
-    """And the descriptor to be sent to the client. Raises `OSError`."""
+    """The sidecar's end, and the descriptor to send to the client. Raises `OSError`."""
     theirs, ours = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     return NotifyPipe(ours), theirs
