@@ -316,8 +316,7 @@ class StoreRequest:
         return account
 
     def _found(self, namespace: NamespaceHandle, prompt: Prompt) -> Match:
-        """The match, after waiting for blocks that are elsewhere or are being stored. The last look-up counts as the
-        request's."""
+        """The match, after waiting for blocks elsewhere or being stored. The last look-up counts as the request's."""
         usable = reusable_tokens(prompt.tokens, prompt.tokens, self.report.chunk_tokens) // namespace.block_tokens
         fetch = FetchPolicy(BoundedFetch(usable, UNLEARNED_SECONDS), namespace.block_tokens)
         policy = None

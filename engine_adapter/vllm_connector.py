@@ -190,8 +190,8 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def _save_patience(self, facts: WorkerSpec) -> float:
-        """Seconds; None if the engine computes on another device, another engine waits for its saves, or several
-        workers save one block."""
+        """Seconds; None if the engine computes on another device, another one waits, or several workers save one
+        block."""
         is_producer = self._config.kv_transfer_config.kv_role == "kv_producer"
         if facts.device != "cpu" or is_producer or self._config.parallel_config.tensor_parallel_size > 1:
             return 0.0
@@ -403,8 +403,7 @@ class _SchedulerSide:
         self._block_events: BlockEvents | None = None
 
     def begin(self, facts: Sequence[WorkerSpec], wait_seconds: float = START_SECONDS) -> None:
-        """The pages are known: name the namespace. What forbids that is logged in one line, and the engine runs
-        without."""
+        """The pages are known: name the namespace. What forbids that is logged, and the engine runs without."""
         refused = unsupported(
             self._config, self._groups, is_failure_told=KVConnectorTransferResults is not None
         ) or next((one.refused for one in facts if one.refused), "")
@@ -518,8 +517,7 @@ class _SchedulerSide:
                 self.half.begins_with(request_id, tokens)
 
     def _is_other(self, mine: EngineView) -> bool:
-        """Whether its adapter's files have changed since it came: the engine may have read them anew, as it does in
-        each step if a request asks for that."""
+        """Whether its adapter's files changed since it came: the engine may have read them anew for a request."""
         if mine.request.lora_request is None or not mine.extra_keys:
             return False
         try:

@@ -80,8 +80,7 @@ class RequestReader:
 
 
 def hinted(facts: RequestSpec, params: Any) -> RequestSpec:
-    """With the hints of the request's user; those that are not understood are named in the answer and have no
-    effect."""
+    """With the hints of the request's user; unknown ones are named in the answer and have no effect."""
     given = params.get("kvstore") if isinstance(params, dict) else None
     if given is None:
         return facts

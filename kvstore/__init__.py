@@ -216,14 +216,14 @@ class _Codecs:
         return loaded(name)
 
     def close(self) -> None:
-        """End what they have going on GPUs."""
+        """End their work on GPUs."""
         if self._loaded is not None:
             self._loaded.close()
 
 
 def policy_named(name: str, thinned: float = 1.0) -> PolicyMaker:
-    """What makes an eviction policy of that name. thinned: the share of all blocks that it is told of, where a tier is
-    modelled by a part of its blocks. Raises `BadInput`, also where what it needs is not there."""
+    """The maker of an eviction policy. thinned: the share of all blocks that it is told of, if a tier is modelled by a
+    part of its blocks. Raises `BadInput`, also if a package that it needs is missing."""
     simple: dict[str, PolicyMaker] = {"lru": LeafFirstLru, "s3-fifo": S3Fifo}
     if checked_policy(name, "policy") in simple:
         return simple[name]
@@ -248,7 +248,7 @@ def policy_named(name: str, thinned: float = 1.0) -> PolicyMaker:
 
 
 def _open_gpu(index: int) -> DeviceTransfers | None:
-    """When pages on a GPU are seen first: what moves blocks between them and host memory."""
+    """The route between pages on a GPU and host memory, made when such pages are first seen."""
     try:
         from kv_kernels.device_transfers import on_cuda
     except ImportError:  # there is no triton

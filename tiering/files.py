@@ -414,8 +414,7 @@ def _refuse_shared(status: os.stat_result) -> None:
 
 
 def read_file(path: Path, most_bytes: int, check: Callable[[os.stat_result], None] = lambda status: None) -> bytes:
-    """The contents of a file. check: raises if it must not be read. Raises `OSError`, `Unfit` if it is no file or
-    longer."""
+    """The contents of a file. check: raises if it must not be read. Raises `OSError`, `Unfit` if no file or longer."""
     descriptor = _open_regular(path, os.O_RDONLY)
     try:
         check(os.fstat(descriptor))

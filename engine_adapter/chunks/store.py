@@ -122,8 +122,7 @@ class ChunkStore:
         self._workers = {space: _worker_of(space, limits, clock) for space in spaces}
 
     def ask(self, owner: str, name: bytes) -> ChunkState:
-        """Whether a chunk can be loaded now. The first call asks the store; a missing chunk stays missing for its
-        owner."""
+        """Whether a chunk can be loaded now. The first call asks the store; a missing one stays so for its owner."""
         if name in self._missing.get(owner, ()):
             return ChunkState.MISSING
         asked = self._asked.get(name)

@@ -159,7 +159,7 @@ class WaitPlan:
         return self._waiting(left, has_courier)
 
     def located(self, located: m.Located) -> AwaitStep | None:
-        """What is elsewhere is known: what to wait for before the next look; None for nothing, and the last look
+        """What is elsewhere is known: what to wait for before the next look; None: nothing, and the last look
         stands."""
         assert self.fetch is not None
         stop, seconds = self.fetch.chosen(located, self._blocks)

@@ -74,8 +74,7 @@ class AuditPlan:
         return audit is None or audit.pending is None or audit.pending.poll() is not None
 
     def computed(self, state: RequestState, one: Computed, plan: SavePlan, orders: StepPlan) -> None:
-        """A step computes as much of a request: order the comparison, if the request is held out and the block is
-        complete."""
+        """A step computes as much of a request: order the comparison, if it is held out and the block is complete."""
         audit, block = state.audit, self._facts.layout.block_tokens
         if audit is None or audit.pending is None or one.stop < (audit.block + 1) * block:
             return

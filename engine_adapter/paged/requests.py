@@ -103,8 +103,7 @@ class RequestSpec:
     trace: RequestTrace = NO_TRACE
 
     def kept_seconds(self, usual: float | None, handed_over: float) -> float | None:
-        """For how long its blocks are retained. usual: if it says nothing; handed_over: at least, if it is handed
-        over."""
+        """For how long its blocks are retained. usual: if it says nothing; handed_over: at least, if handed over."""
         given = self.ttl if self.ttl is not None else usual
         return max(given or 0.0, handed_over) if self.hands_over else given
 
@@ -334,8 +333,7 @@ def wait_of(
     is_busy: Callable[[], bool],
     least_seconds: float,
 ) -> BlockWait:
-    """The wait of a request before its first admission. least_seconds: how long at least a ticket's first block is
-    waited for."""
+    """The wait of a request before its first admission. least_seconds: at least so long for a ticket's first block."""
     facts, block = state.facts, namespace.block_tokens
     policy = None
     if facts.ticket or facts.awaits:

@@ -25,8 +25,7 @@ HURRIED_SECONDS = 10.0
 
 @dataclass(slots=True)
 class Offer:
-    """One save under way. held: leading blocks that the store has, as far as is known. dropped: not all of it was
-    read."""
+    """One save under way. held: leading blocks that the store has, as far as known. dropped: not all of it was read."""
 
     order: SaveOrder
     first_block: int

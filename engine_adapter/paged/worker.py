@@ -68,8 +68,7 @@ NO_LAYER = 1 << 30
 
 @dataclass(slots=True)
 class _Reader:
-    """An order that reads pages. after: the step that computes them. since: when it came. bytes: waiting to be saved
-    for it."""
+    """An order that reads pages. after: the step that computes them. since: when it came. bytes: queued for it."""
 
     order: SaveOrder | AuditOrder
     after: Any

@@ -42,8 +42,7 @@ class BlockCopy(Protocol):
     """Bound to pages: blocks to payloads and back. See `kvstore.block.pages.Coder`."""
 
     def encode(self, tokens: Sequence[int], into: Sequence[Span], digest: Digest) -> Encoded:
-        """The blocks at `tokens` into payloads. The payloads are no longer written to once it has ended or is
-        closed."""
+        """The blocks at `tokens` into payloads, which are no longer written to once it has ended or is closed."""
         ...
 
     def decode(

@@ -80,8 +80,7 @@ class DeviceTransfers:
         return self._copy(planes, table, form.tokens, form.size_bytes, codec, plain)
 
     def close(self, timeout_s: float) -> bool:
-        """Take no more transfers, finish those under way, and end the threads; returns whether that was done in
-        time."""
+        """Take no more transfers, finish those under way, and end the threads; returns whether that was in time."""
         workers = self._workers
         have_ended = [workers.loads.close(timeout_s), workers.saves.close(timeout_s), self.extents.close(timeout_s)]
         return workers.pins.close(timeout_s) and all(have_ended)

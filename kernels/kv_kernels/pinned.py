@@ -237,8 +237,7 @@ class PinnedExtents:
         return True
 
     def _go_on(self) -> None:
-        """Register one chunk at a time, so that a removal waits for one at most. Not under the lock: the worker has its
-        own."""
+        """Register one chunk at a time: a removal waits for one at most. Not under the lock: the worker has its own."""
         with self._lock:
             self._is_registering = bool(self._waiting)
         if self._is_registering and not self._worker.submit(self._register_next):

@@ -74,6 +74,5 @@ class BounceRing:
         return self._memory[index]
 
     def used_until(self, event: Event) -> None:
-        """Copies use the segment that was taken last until this event; one that they write is emptied before its
-        turn."""
+        """Copies use the last taken segment until this event; one that they write is emptied before its turn."""
         self._used[self._taken] = event

@@ -61,8 +61,7 @@ class PageKernel(Protocol):
 
 
 class _Batch(NamedTuple):
-    """The part of a transfer that goes through one segment. part: which slice; ends_part: whether it is the slice's
-    last."""
+    """The part of a transfer that goes through one segment. part: which slice; ends_part: whether it is its last."""
 
     part: int
     layers: LayerSlice
@@ -130,8 +129,7 @@ class _Mover:
         return self._extents.hold(addresses, stop)
 
     def _start(self, transfer: Transfer, hold: Hold, put_in: Callable[[], None]) -> bool:
-        """Put a transfer into the streams, here or on the worker, which then waits for its end. False: too many
-        wait."""
+        """Put a transfer into the streams, here or on the worker, which then waits for its end. False: too many."""
 
         def later() -> None:
             if transfer.is_direct:

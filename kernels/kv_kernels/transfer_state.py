@@ -79,8 +79,7 @@ class Transfer:
         return self._worker.wait(lambda: self._outcome is not TransferOutcome.PENDING, timeout_s)
 
     def cancel(self) -> None:
-        """Put in no more of it, and neither publish it nor call it loaded. Work that is in the streams is still
-        done."""
+        """Put in no more of it, and neither publish it nor call it loaded. Work in the streams is still done."""
         self.is_cancelled = True
 
     def put_in(self, copied: Event | None, launched: Event | None) -> None:

@@ -121,8 +121,7 @@ class DisplayNames:
 
 
 def read_names(path: Path) -> dict[str, dict[str, str]]:
-    """A directory's names, by tenant and namespace in hexadecimal; none if the file is missing, unreadable or
-    malformed."""
+    """A directory's names, by tenant and namespace in hexadecimal; none if the file is missing or unreadable."""
     try:
         raw = read_secret_file(path, MOST_BYTES)
         if raw is None:

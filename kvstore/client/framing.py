@@ -290,8 +290,7 @@ class FramedSocket:
         self._push()
 
     def _push(self) -> None:
-        """Send what the socket takes now. A thread that holds the send lock pushes again after it: nothing stays
-        behind."""
+        """Send what the socket takes now. The send lock's holder pushes again after it: nothing stays behind."""
         while self._unsent and not self.closed and self._send_lock.acquire(blocking=False):
             try:
                 if not self._flush(None, None):

@@ -80,8 +80,7 @@ class _Column:
 
 
 class _OpenedFrames(NamedTuple):
-    """A column's frames of some blocks, from `first` on: of each the payload bytes, and the digests of its layer
-    slices."""
+    """A column's frames of some blocks, from `first` on: the payloads, and the digests of their layer slices."""
 
     column: _Column
     first: int

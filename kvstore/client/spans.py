@@ -76,8 +76,7 @@ class SpanQueue:
     """The spans of one engine's scheduler, whose thread alone adds to it."""
 
     def __init__(self, model: str, wall_ns: Callable[[], int], make_tracer: Callable[[], Any] | None = None) -> None:
-        """model: as the engine calls it. wall_ns: nanoseconds since 1970. make_tracer: in place of the process's
-        own."""
+        """model: as the engine calls it. wall_ns: since 1970. make_tracer: in place of the process's own."""
         self._model = model
         self._wall_ns = wall_ns
         self._make_tracer = make_tracer or _tracer

@@ -186,8 +186,7 @@ class CollectivePuts:
         return True
 
     def lost(self, record: ReservationRecord, now: float) -> bool:
-        """A reservation is given up for all; returns whether it was a collective one without open shares: free its
-        slots."""
+        """A reservation is given up for all; returns whether it was a collective one without open shares."""
         put = self._of_record.get(record.number)
         if put is None:
             return False

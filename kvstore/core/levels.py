@@ -363,8 +363,7 @@ class Levels:
         return way[::-1]
 
     def demote_all(self, seconds: float) -> int:
-        """Flush dirty blocks but declined ones, for at most that long, retained ones first. Returns how many are
-        left."""
+        """Flush dirty blocks but declined ones, for at most that long, retained ones first. Returns how many stay."""
         self._demote_all(seconds)
         return len(self._dirty)
 

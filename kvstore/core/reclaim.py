@@ -106,8 +106,7 @@ class ExtentReclaim:
         self._offers: dict[int, list[tuple[int, ExtentRoom]]] = {}
         self._in_use: set[int] | None = None
         self.giver: tuple[int, int] | None = None
-        """Set once `own` is exhausted: the namespace that gives an extent, and how many of its blocks go; None if none
-        can."""
+        """Set once `own` is exhausted: the namespace that gives an extent, and how many of its blocks; or None."""
 
     def own(self, worst: Iterable[int]) -> Iterator[int]:
         """Leaves of the asking namespace, as long as they are worse than an extent that another one has to give."""

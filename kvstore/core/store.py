@@ -258,8 +258,7 @@ class Store:
             )
 
     def own_number(self, number: int) -> int:
-        """A namespace's number among its tenant's, from 0 on. Clients see this one, and so cannot count others'
-        namespaces."""
+        """A namespace's number among its tenant's, from 0 on. Clients see only this one: it hides others' number."""
         with self._lock:
             spaces = self._blocks.spaces
             return sum(space.tenant == spaces[number].tenant for space in spaces[:number])
@@ -375,8 +374,7 @@ class Store:
         return readable
 
     def _rows_of(self, number: int) -> Column:
-        """A namespace's rows that are not being stored, deepest first. The lock is free between pieces: some may be
-        evicted."""
+        """A namespace's rows that are not being stored, deepest first. The lock is free between pieces."""
         index, found = self._blocks.index, []
         with self._lock:
             for first in range(0, index.rows_end, SCANNED_ROWS):
@@ -489,8 +487,7 @@ class Store:
         *,
         takes_what_there_is: bool = False,
     ) -> LeaseReply | None:
-        """deadline_ms: None for no wait. takes_what_there_is: while ended leases still pin: a shorter lease, not
-        None."""
+        """deadline_ms: None: no wait. takes_what_there_is: while ended leases pin: a shorter lease, not None."""
         with self._lock:
             if self._closed:
                 return LeaseReply(0, first_block, 0, reason=MissReason.DISABLED, detail="the store is closed")
@@ -944,8 +941,7 @@ class Store:
         return done, reason
 
     def abort(self, reservation: int) -> None:
-        """End a reservation; blocks that are not visible are given up. Of a collective put: for all; this one writes no
-        more."""
+        """End a reservation; invisible blocks are given up. Of a collective put: for all; this one writes no more."""
         with self._lock:
             if self._collective.participants.get(reservation) is not None:
                 self._abort_share(self._collective.let_go(reservation).record)
@@ -1009,8 +1005,7 @@ class Store:
         return self._collective.due_at if self.fetched is None else min(self._collective.due_at, self.fetched.due_at)
 
     def expire_due(self) -> None:
-        """End collective puts whose time is over, also while no request comes. Takes the lock only if something is
-        due."""
+        """End collective puts whose time is over, also without requests. Takes the lock only if one is due."""
         if self._clock.monotonic_seconds() < self.runs_out_at and not self.is_ending:
             return
         with self._lock:
@@ -1064,8 +1059,7 @@ class Store:
         return self._blocks.dram.is_shared(extent, holder)
 
     def unmapped(self, extents: Sequence[int], holder: int) -> Unmapped:
-        """How many leading extents a holder has unmapped, as far as a moment's questions to the kernel tell. No
-        lock."""
+        """How many leading extents a holder has unmapped, as far as a moment's questions tell. Takes no lock."""
         is_shared = self._blocks.dram.is_shared
         return look(extents, lambda extent: is_shared(extent, holder), self._clock.thread_seconds)
 

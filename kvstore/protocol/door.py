@@ -163,8 +163,7 @@ class TenantClient:
 
 
 def missed(request: Request, reason: MissReason, detail: str) -> object:
-    """The answer to a request that no store answered. Total over the requests that `Door.call` answers without
-    raising."""
+    """The answer to a request that no store answered. Total over requests for which `Door.call` does not raise."""
     match request:
         case m.MatchPrefix():
             return m.Matched(MatchReply(0, reason=reason, detail=detail))

@@ -219,8 +219,7 @@ class Persist(msgspec.Struct, array_like=True, frozen=True, tag="persist"):
 
 
 class Extents(msgspec.Struct, array_like=True, frozen=True, tag="extents"):
-    """Descriptors of the tenant's extents; other numbers are left out, as if the extents were gone. writable: to fill
-    slots in."""
+    """Descriptors of the tenant's extents; other numbers are left out, as gone ones are. writable: to fill slots."""
 
     numbers: Annotated[list[int], Meta(max_length=MAX_EXTENTS)]
     writable: bool

@@ -85,8 +85,7 @@ class PromptTold(msgspec.Struct, array_like=True, frozen=True):
 
 
 def told_name(request: str) -> str:
-    """An engine's name of a request in a form that can be sent: a client may have given it one that is long, or no
-    text."""
+    """An engine's name of a request in a form that can be sent: clients may give long ones, or no text."""
     return request.encode("utf-8", "replace").decode()[:MAX_REQUEST_CHARACTERS]
 
 

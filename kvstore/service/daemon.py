@@ -215,8 +215,7 @@ class Daemon:
         return self.door.is_served
 
     def drain(self, drained: Callable[[], None]) -> None:
-        """End the service. drained: called when no client is served any more and memory is as the next process is to
-        find it."""
+        """End the service. drained: called when no client is served any more, and memory may be handed on."""
         self._stopping = True
         self._insight_ends.set()
         self._keys_end.set()

@@ -196,8 +196,7 @@ class Unread:
         return self.sent_count >= MOST_OF_CONNECTION and self.count() >= MOST_OF_CONNECTION
 
     def end(self) -> bool:
-        """Hang up; descriptors that waited are not sent. Returns whether the socket was closed, as it is if none is
-        unread."""
+        """Hang up; waiting descriptors are not sent. Returns whether the socket was closed: if none is unread."""
         self._queued = 0
         self.is_ended = True
         if not self.count():

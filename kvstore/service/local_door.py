@@ -673,8 +673,7 @@ class LocalDoor:
         self._begin_pooled()
 
     def _begin_pooled(self) -> None:
-        """They wait here and not in the executor's queue, where each would wait behind all that a flooding client sent
-        before."""
+        """They wait here and not in the executor's queue, where each would wait behind a flooding client's."""
         for lines, pool in ((self._lines, self._pool), (self._long_lines, self._long_pool)):
             while (asked := lines.begin()) is not None:
                 if not self._submitted(pool, self._serve_slowly, asked):
@@ -836,8 +835,7 @@ class LocalDoor:
         self._watch(connection)
 
     def _hang_up_on_the_worst(self, beside: Connection) -> None:
-        """Disconnect the client with the most descriptors unread for a while, if there is one other than the one that
-        waits."""
+        """Disconnect the client with the most descriptors unread for a while, other than the one that waits."""
         since = self._clock.monotonic_seconds() - UNREAD_SECONDS
         counts = {one: one.unread.count_since(since) for one in self._connections}
         worst = max(counts, key=lambda one: counts[one], default=beside)

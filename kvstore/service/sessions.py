@@ -283,8 +283,7 @@ class Sessions:
     # Going ---------------------------------------------------------------------------------------------------------
 
     def left(self, caller: ClientState) -> None:
-        """A connection is gone. Leases that no other connection holds pin nothing any more; `sweep` frees their
-        places."""
+        """A connection is gone. Leases that no other one holds pin nothing any more; `sweep` frees their places."""
         with self._lock:
             if self._callers.pop(caller.number, None) is None:
                 return
@@ -393,8 +392,7 @@ class Sessions:
                 self._take_notify_pipe(caller)
 
     def ring(self, caller: ClientState) -> None:
-        """Notify a client that there is a list to ask for, or that an answer it may not have read yet has brought
-        it."""
+        """Notify a client that there is a list to ask for, or that an answer, perhaps unread, has brought it."""
         with self._lock:
             self._notify(caller)
 

@@ -370,8 +370,7 @@ class ExtentPool:
             self._keeper.forget(extent.name)
 
     def _await_prepared(self) -> None:
-        """If one is being made ahead, it is ready sooner than a new one; but it serves one caller only. Under the
-        lock."""
+        """One being made ahead is ready sooner than a new one; but it serves one caller only. Under the lock."""
         self._awaiting += 1
         try:
             self._prepared.wait_for(

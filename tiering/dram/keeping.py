@@ -57,8 +57,7 @@ class Ledger:
 
     @classmethod
     def new(cls, slot_class: SlotClass, slots: int, about: bytes, name: bytes) -> Ledger:
-        """An empty one. about: the record by which the floor above names the namespace; see `SlabHeader`. Raises
-        `OSError`."""
+        """An empty one. about: the namespace's record, for the floor above; see `SlabHeader`. Raises `OSError`."""
         header = SlabHeader(0, slot_class, slots, bytes(8), 0, name, about)
         memory = Extent(_whole_pages(PAGE_BYTES + _WORD_BYTES * slots))
         memory.view[:PAGE_BYTES] = header.pack(_NO_KEY)

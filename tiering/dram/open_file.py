@@ -61,8 +61,7 @@ def is_open_elsewhere(witness: OpenFile) -> bool | None:
 
 
 def free_pages(descriptor: int, size_bytes: int) -> None:
-    """Free all pages, also those that others map: they find zeros, in new pages that are charged to them. Raises
-    `OSError`."""
+    """Free all pages, also those that others map: they find zeros, in new pages charged to them. Raises `OSError`."""
     if _libc.fallocate(descriptor, _KEEP_SIZE_AND_PUNCH_HOLE, 0, size_bytes):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 

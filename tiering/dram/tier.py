@@ -285,7 +285,7 @@ class DramTier:
         self._ledger.stop_closing(number)
 
     def retire(self, number: int) -> Extent:
-        """Give back an extent without readable frames; its memory goes with the last mapping, and with the returned
+        """Give back an extent without readable frames; its memory goes with the last mapping, and the returned
         object."""
         extent = self._ledger.remove(number)
         self._left.pop(number, None)
@@ -298,8 +298,7 @@ class DramTier:
         return extent.memory
 
     def share(self, number: int, holder: int, *, writable: bool) -> int:
-        """A descriptor of an extent for another process; see `Extent.share`. Raises `BlockMissing` if it is gone. Needs
-        no lock."""
+        """A descriptor of an extent for another process; see `Extent.share`. Raises `BlockMissing`. Needs no lock."""
         extent = self._extents.get(number)
         if extent is None:
             raise BlockMissing("no extent of that number")
