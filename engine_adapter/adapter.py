@@ -25,10 +25,10 @@ from kvstore.block.pages import Pages
 from kvstore.client.handle import Lease, Match, NamespaceHandle
 
 SAVE_DEADLINE_MS = 1000.0
-"""How long a save waits for the store, whatever its size: a request may be waiting behind it."""
+"""How long a save waits for the store, whatever its size: another request may be waiting behind it."""
 SAVE_BYTES_PER_MS = 500_000
-"""And for so many bytes a millisecond more. A store whose memory has never been used takes it from the system first,
-which gives some 2 GB a second; one that has it answers at once."""
+"""Added to that by a save's size: a store that touches its memory for the first time gets some 2 GB a second from the
+system."""
 
 _AWAY = frozenset({MissReason.UNREACHABLE, MissReason.DEADLINE, MissReason.DISABLED})
 
@@ -61,12 +61,12 @@ class EngineAdapter(Protocol):
         ...
 
     def release(self) -> None:
-        """Let go of whatever is pinned. Safe to call again."""
+        """Unpin. Safe to call again."""
         ...
 
 
 class BlockPool(Protocol):
-    """Decoded blocks of one namespace in the engine's own memory, looked at before the store. Keys are prefix keys."""
+    """Decoded blocks of one namespace in the engine's own memory, asked before the store. Keys are prefix keys."""
 
     def leading(self, keys: Sequence[bytes]) -> int:
         """How many of these blocks, from the first on, are here."""
@@ -236,8 +236,8 @@ class StoreRequest:
         return report.account.hit_tokens
 
     def save(self, token_ids: Sequence[int], pages: Pages) -> None:
-        """Put. The whole prefix is offered each time, not only what is new: what is there is skipped without a copy,
-        and what was evicted or refused a moment ago gets another chance. What an inexact codec decoded is left out."""
+        """Put. The whole prefix is offered each time: stored blocks are skipped without a copy, and evicted or refused
+        ones get another chance. Blocks that an inexact codec decoded are left out."""
         if self._namespace is None:
             return
         report, start = self.report, self._clock()
@@ -265,7 +265,7 @@ class StoreRequest:
         report.save_ms += 1e3 * (self._clock() - start)
 
     def finished(self, token_ids: Sequence[int], pages: Pages) -> None:
-        """Save what is left, and let go."""
+        """Save the rest, and release."""
         self.save(token_ids, pages)
         self.release()
 
@@ -280,12 +280,11 @@ class StoreRequest:
 
     @property
     def is_open(self) -> bool:
-        """Whether it still asks the store for anything."""
+        """Whether it still uses the store."""
         return self._namespace is not None
 
     def withdraw(self, detail: str) -> None:
-        """Nothing more is loaded or saved in this request: the model that computes it is no longer the one that the
-        namespace stands for."""
+        """Load and save nothing more in this request: the model that computes it no longer is the namespace's."""
         if self._namespace is not None:
             self._namespace = None
             self.release()
@@ -318,7 +317,7 @@ class StoreRequest:
         return account
 
     def _found(self, namespace: NamespaceHandle, prompt: Prompt) -> Match:
-        """What is here, after waiting for what is elsewhere or is being stored. The last look is the request's."""
+        """The match, after waiting for blocks elsewhere or being stored. The last look-up counts as the request's."""
         usable = reusable_tokens(prompt.tokens, prompt.tokens, self.report.chunk_tokens) // namespace.block_tokens
         fetch = FetchPolicy(BoundedFetch(usable, UNLEARNED_SECONDS), namespace.block_tokens)
         policy = None
@@ -357,7 +356,7 @@ class StoreRequest:
         return account
 
     def _decodes(self, computed: int, blocks: int) -> range:
-        """Of that many blocks that were restored, which are not as the engine computed them."""
+        """How many of so many restored blocks are decoded, and not as the engine computed them."""
         is_exact = self._namespace is not None and self._namespace.is_exact
         return range(blocks, blocks) if is_exact else range(min(computed, blocks), blocks)
 
@@ -369,7 +368,7 @@ class StoreRequest:
         return [run for run in ((0, min(start, tokens)), (min(stop, tokens), tokens)) if run[0] < run[1]]
 
     def _fail(self, error: Exception) -> MissReason:
-        """The store failed: it is not asked again in this request. Returns the reason for what is a miss by that."""
+        """Record a fault; the store is not asked again in this request. Returns the miss reason."""
         self._namespace = None
         self.release()
         reason = reason_of(error)
@@ -383,7 +382,7 @@ class StoreRequest:
 
 
 def chosen_codec(given: str | None, layout: Layout) -> str:
-    """The codec of an adapter: the given one, else 8 bits wherever these numbers can be kept so."""
+    """An adapter's codec: the given one, else 8 bits if the layout's numbers allow it."""
     if given is not None:
         return given
     codec = default_codec(layout)
@@ -431,6 +430,6 @@ def grid_chunks(start: int, stop: int, chunk_tokens: int) -> Iterator[tuple[int,
 
 
 def _cut_pages(pages: Pages, first_token: int, stop: int) -> Pages:
-    """Those that hold the tokens from `first_token`, a block boundary, up to `stop`."""
+    """The pages from token `first_token`, a block boundary, up to `stop`."""
     page = pages.page_tokens
     return pages.cut(first_token // page, -(-stop // page))

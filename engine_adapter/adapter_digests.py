@@ -1,9 +1,9 @@
 """The digests of LoRA adapters that an engine has loaded, for a thread that must not wait.
 
-An engine reads an adapter's files once, by a number that it gives it, and keeps the weights; what lies at the path may
-be something else later on. So a digest belongs to a number and to the files as they were then. Files that changed since
-are other weights if the engine reads them anew, and a doubt if not: such an adapter is not cached any more. Must never
-put a path or a name into an identity.
+An engine reads an adapter's files once, under a number that it gives the adapter, and keeps the weights; the files at
+the path may change later. So a digest belongs to a number and to the files as they were then. Changed files are other
+weights if the engine reads them anew, and a doubt if not: such an adapter is not cached any more. Must never put a path
+or a name into an identity.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MAX_ADAPTERS = 4096
-"""Remembered; beyond that the one that was seen first is forgotten, and read again."""
+"""Beyond it the first one seen is forgotten, and read again."""
 
 Signature = tuple[tuple[str, int, int, int], ...]
 
@@ -30,7 +30,7 @@ class AdapterDigests:
     """By the engine's number of each adapter. One thread asks."""
 
     def __init__(self, digest: Callable[[Path], str | None]) -> None:
-        """digest: of an adapter's folder; None where it cannot be read. Called in threads."""
+        """digest: of an adapter's folder; None if it cannot be read. Called in threads."""
         self._digest = digest
         self._known: dict[int, _Known] = {}
 

@@ -100,7 +100,7 @@ _ANSWERED = frozenset(
         MissReason.KEY_MISMATCH,
     }
 )
-"""Reasons that the store alone can give."""
+"""Reasons that only the store can give."""
 _PLAIN = {"requests": "requests_total", "saved_blocks": "saved_blocks_total", "dropped_saves": "dropped_saves_total"}
 _LABELLED = {
     "failed_loads": ("loads_total", "failed"),
@@ -117,7 +117,7 @@ _LABELLED = {
 _MILLISECONDS = {"cost_saved_ms": "prefill_saved_seconds_total", "cost_regret_ms": "cost_regret_seconds_total"}
 
 Observation = tuple[str, tuple[str, ...], float]
-"""A family's name, the values of its labels, and what is added to a counter, set, or observed."""
+"""A family's name, the values of its labels, and the number to add, set or observe."""
 
 
 def observations(counts: Mapping[str, Any]) -> Iterator[Observation]:
@@ -159,7 +159,7 @@ def _counted(name: str, count: float) -> Iterator[Observation]:
 
 
 def _is_up(counts: Mapping[str, Any]) -> bool | None:
-    """None where no request asked the store. Where it told of what is elsewhere, it is that which cannot be reached."""
+    """None if no request asked the store. If it reported blocks elsewhere, those nodes are the unreachable ones."""
     if counts.get("cost_locates"):
         return True
     if counts.get(f"miss_{MissReason.UNREACHABLE}"):

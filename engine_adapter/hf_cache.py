@@ -48,9 +48,9 @@ CHUNK_TOKENS_CUDA = 2048
 MAX_NAMESPACES = 16
 """Handles that a cache keeps, of as many states of its model: adapters take turns."""
 TICKET_SECONDS = 60.0
-"""That a ticket of `prefill` is good for, and that what it names is kept before other blocks."""
+"""For how long a ticket of `prefill` is good, and its blocks are retained."""
 MAX_PAUSE_SECONDS = 60.0
-"""Before a namespace that a store would not open is asked for again."""
+"""Before retrying to open a namespace that a store refused."""
 
 _log = getLogger(__name__)
 
@@ -106,7 +106,7 @@ class PrefixCache:
     change of adapters, hooks, weights and the like the same cache goes on in another namespace, and finds the old one
     again when the change is taken back. What a running stream computes after a change is not kept.
 
-    Not thread-safe; nobody else may use the model during a call.
+    Not thread-safe; no other code may use the model during a call.
     """
 
     def __init__(
@@ -340,14 +340,14 @@ class PrefixCache:
         return logits
 
     def _save_what_is_shared(self, row: _PromptRow, earlier: Sequence[_PromptRow], buffers: BufferSet) -> None:
-        """What others of the batch computed, and this one begins with: it is looked up like everything else."""
+        """Save what an earlier row of the batch computed and this one begins with, so that the look-up finds it."""
         for other in earlier:
             if _common(row.tokens, other.tokens[: other.prompt_tokens]) >= self.layout.block_tokens:
                 self._save(other, buffers, other.with_kv)
 
     def _save_next(self, rows: Sequence[_PromptRow], buffers: BufferSet) -> None:
-        """One chunk of one prompt, so that no token waits long for what is saved. Where the store is away none is: the
-        save behind the last token offers all of it."""
+        """Save one chunk of one prompt, so that no token waits long. None if the store is away: the save behind the
+        last token offers everything."""
         for row in rows:
             if row.request.is_away:
                 continue
@@ -358,7 +358,7 @@ class PrefixCache:
                     return
 
     def _save(self, row: _PromptRow, buffers: BufferSet, stop: int) -> None:
-        """Offer a row's full blocks up to that token, if there are more of them than were offered before."""
+        """Offer a row's full blocks up to that token, if there are new ones."""
         if self.kept is SavedBlocks.WHOLE_CHUNKS:
             stop = self._kept_tokens(min(stop, row.prompt_tokens))
         if self._watch.is_opaque:  # a hook may have done anything between two tokens, and taken it back
@@ -374,14 +374,14 @@ class PrefixCache:
         return prompt_tokens // self.chunk_tokens * self.chunk_tokens if whole_chunks else prompt_tokens
 
     def _withdraw_if_changed(self, row: _PromptRow) -> None:
-        """Whoever takes the tokens may do anything to the model between two of them."""
+        """The caller may change the model between two tokens."""
         if row.request.is_open and not self._watch.is_still(row.generation):
             row.request.withdraw(CHANGED)
 
     # Checks --------------------------------------------------------------------------------------------------------
 
     def _look_at_model(self) -> None:
-        """If the model computes other KV than before, go on in that KV's namespace. Where the store does not open it go
+        """If the model computes other KV than before, switch to that KV's namespace. If the store does not open it, go
         on without one, and ask again after a pause. Raises `BadInput`."""
         identity = self._watch.identity()
         if identity == self._identity and not self._is_unopened:
@@ -427,8 +427,8 @@ class PrefixCache:
         return self._opened[identity]
 
     def _checked(self, given: NamespaceHandle, identity: ModelIdentity) -> NamespaceHandle:
-        """A namespace of the caller's must be this model's. Fields of config that it leaves out are the caller's, as
-        long as the model stays what it was and computes by its weights and configuration alone."""
+        """The caller's namespace, which must be this model's. Config fields that it leaves out are the caller's
+        responsibility, as long as the model stays what it was and computes by its weights and configuration alone."""
         theirs = given.namespace
         config = {**theirs.config, **{k: v for k, v in self._namespace_config(identity).items() if k in theirs.config}}
         mine = Namespace(identity.weights, self.layout, theirs.codec, theirs.weights_epoch, config)

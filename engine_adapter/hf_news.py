@@ -1,8 +1,9 @@
-"""What became of a cache's requests, and what their hits saved: told to the sidecar, for `kvstore why` and the console.
+"""The outcomes of a cache's requests, and the time that hits saved, reported to the sidecar for `kvstore why` and the
+console.
 
-    a prompt is computed > its speed is learned > a prompt is loaded > what that saved > told behind its last token
+    a prompt is computed > its speed is learned > a prompt is loaded > what that saved > reported behind its last token
 
-Nothing waits for it, and nothing is told where no sidecar answers. Must never import an engine.
+Nothing waits for it, and without a sidecar nothing is reported. Must never import an engine.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ class CacheNews:
         self._passes.append((start, stop, now))
 
     def pass_ends(self, now: float) -> None:
-        """All that was begun is computed. Of several passes it is not known what each took."""
+        """All begun passes are computed. Of several at once it is not known what each took."""
         if len(self._passes) == 1:
             start, stop, began = self._passes[0]
             self.speed.observe([(start, stop - start)], 0, now - began)
         self._passes.clear()
 
     def requests_end(self, namespace: NamespaceHandle | None, reports: Sequence[Report]) -> None:
-        """Requests are over. One that was not begun has no account, and is not told."""
+        """Requests are over. One that was not begun has no account, and is not reported."""
         asked = [one for one in reports if one.account.asked]
         if namespace is None or not asked:
             return

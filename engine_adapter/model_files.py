@@ -29,7 +29,7 @@ TENSOR_SAMPLE_BYTES = 4 << 10
 and may change few tensors, which samples spread over the file can miss."""
 
 BLIND_SAMPLES, BLIND_SAMPLE_BYTES = 1024, 4 << 10
-"""Of a large file whose tensors are not known without unpickling it."""
+"""Of a large file whose tensors cannot be located without unpickling it."""
 
 MAX_HEADER_BYTES = 100 << 20
 """What the safetensors format allows for a header."""
@@ -53,8 +53,7 @@ _FIELDS_WITHOUT_EFFECT = frozenset(
     "_commit_hash _name_or_path bos_token_id eos_token_id id2label initializer_range label2id output_attentions "
     "output_hidden_states pad_token_id problem_type return_dict transformers_version use_cache".split()
 )
-"""Fields of a configuration, at any depth, that do not change KV. All others do, also those that nobody has heard of
-yet."""
+"""Fields of a configuration, at any depth, that do not change KV. All others do, unknown ones included."""
 
 _PIECE_BYTES = 1 << 20
 
@@ -125,7 +124,7 @@ def adapter_digest(adapter_dir: str | Path) -> str | None:
 
 
 def _weight_files(place: Path) -> list[Path]:
-    """Also those that are links to nothing: they are a download that is not complete, and reading them fails."""
+    """Including dangling links: they mean an incomplete download, and reading them fails."""
     if place.is_file():
         return [place] if place.suffix in _WEIGHT_SUFFIXES else []
     return sorted(
@@ -144,7 +143,7 @@ def _settings_files(place: Path) -> list[Path]:
 
 
 def _config_digest(place: Path) -> bytes:
-    """Of the fields that count; of nothing where there is no configuration, as beside a GGUF file."""
+    """Of the fields that count; of nothing without a configuration, as beside a GGUF file."""
     path = place / _CONFIG
     if place.is_file() or not path.exists():
         return blake2b(digest_size=32).digest()

@@ -1,9 +1,9 @@
 """The store behind SGLang's HiCache: `KvStoreHiCache`, a storage backend of its `dynamic` kind.
 
 SGLang copies pages between the GPU and host pools; this copies them between those pools and the store. It sees pages
-and their hashes: SHA-256 over the whole prefix, from a root that is the same in every process. All else that decides a
-page's bytes is in the namespace, of each pool and rank one. SGLang calls from threads of its own, which may wait. Must
-know nothing of how chunks are kept, and no fault of the store leaves it: it is a miss, or `False`.
+and their hashes: SHA-256 over the whole prefix, from a root that is the same in every process. Everything else that
+decides a page's bytes is in the namespace, one for each pool and rank. SGLang calls from threads of its own, which may
+wait. Must know nothing of how chunks are kept, and no fault of the store leaves it: it is a miss, or `False`.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ SETTINGS = (
     "model_impl prefill_attention_backend qsa_indexer_dtype quantization quantization_param_path rl_quant_profile "
     "speculative_algorithm speculative_draft_kv_cache_dtype"
 ).split()
-"""What of SGLang's arguments decides KV, besides the weights."""
+"""SGLang's arguments that decide KV, besides the weights."""
 KEPT_FIGURES = 1024
-"""Operations whose figures wait to be asked for."""
+"""Operations whose figures are kept until they are asked for."""
 Extra: TypeAlias = "HiCacheStorageExtraInfo | None"
 
 
@@ -81,7 +81,7 @@ class KvStoreHiCache(HiCacheStorage):
         self._model, self._facts = engine_facts(args, model_dir)
         self._stores = open_twice(kvstore.open, str(url), self._facts["engine"])
         self.outcomes = ChunkOutcomes()
-        """Pages of all pools by what became of them: see `ChunkSpace`."""
+        """Pages of all pools by outcome: see `ChunkSpace`."""
         self._spaces: dict[str, ChunkSpace] = {}
         self._metrics = StorageMetrics()
         self.registered_pools: dict[str, Any] = {}
@@ -122,7 +122,7 @@ class KvStoreHiCache(HiCacheStorage):
         return all([space.clear() for space in self._spaces.values()])
 
     def batch_exists(self, keys: list[str], extra_info: Extra = None) -> int:
-        """How many of these pages, from the first on, are stored here, or are elsewhere and can be here in time."""
+        """How many leading pages are stored here, or are elsewhere and can be here in time."""
         space = self._spaces.get("kv")
         fetch_ms = self._deadline_ms if _is_first(extra_info) else 0.0
         return space.found(_names(keys), fetch_ms=fetch_ms) if space is not None else 0
@@ -132,13 +132,13 @@ class KvStoreHiCache(HiCacheStorage):
         return self._load("kv", keys, host_indices, extra_info)
 
     def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Extra = None) -> list[bool]:
-        """Store pages; `True` for those that are held, also where they were before."""
+        """Store pages; `True` for those that are held, also from before."""
         return self._store("kv", keys, host_indices, extra_info)
 
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: Any = None, extra_info: Extra = None
     ) -> PoolTransferResult:
-        """The longest prefix of which every pool has what it needs, and all prefixes of which that is so."""
+        """The longest prefix of which every pool has what it needs, and all such prefixes."""
         pages = self.batch_exists(keys, extra_info)
         hits, restorable = {"kv": pages} if pages else {}, list(range(1, pages + 1))
         for transfer in pool_transfers or ():
@@ -235,7 +235,7 @@ class KvStoreHiCache(HiCacheStorage):
 
     def _restorable(self, transfer: PoolTransfer, names: list[bytes]) -> list[int]:
         """Lengths of a prefix, in pages, for which this pool has what it needs. Of trailing pages the longest lengths
-        are looked at first, and what is not known by the deadline is not there."""
+        are looked at first; pages not known by the deadline count as missing."""
         space = self._spaces.get(str(transfer.name))
         if space is None:
             return []
@@ -320,6 +320,6 @@ def _is_first(info: Extra) -> bool:
 
 
 def _names(keys: Sequence[str]) -> list[bytes]:
-    """As bytes, up to the first that is no hash of the kind that is known."""
+    """As bytes, up to the first that is no hash of the known kind."""
     known = [len(key) == HASH_DIGITS and key.isascii() for key in keys]
     return [key.encode() for key in keys[: [*known, False].index(False)]]

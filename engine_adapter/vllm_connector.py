@@ -112,14 +112,14 @@ class Handshake(KVConnectorHandshakeMetadata):
 
 @dataclass
 class ConnectorCounts(KVConnectorStats):
-    """What was counted since the last step. data: flat, by name."""
+    """Counts since the last step. data: flat, by name."""
 
     def reset(self) -> None:
         """Begin anew."""
         self.data.clear()
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """The sum, and of what is as it is now the latter."""
+        """The sum; of present values the latter."""
         for name, count in other.data.items():
             is_new = name not in self.data or name.startswith(SAVING)
             self.data[name] = count if is_new else self.data[name] + count
@@ -190,8 +190,8 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def _save_patience(self, facts: WorkerSpec) -> float:
-        """Seconds. None where the engine computes on another device, where somebody waits for what it saves, and where
-        several workers save one block together."""
+        """Seconds; None if the engine computes on another device, another one waits, or several workers save one
+        block."""
         is_producer = self._config.kv_transfer_config.kv_role == "kv_producer"
         if facts.device != "cpu" or is_producer or self._config.parallel_config.tensor_parallel_size > 1:
             return 0.0
@@ -222,7 +222,7 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.start_loads()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Where layers come one by one: until this one is there."""
+        """Where layers come one by one: wait for this one."""
         if self._worker is not None:
             self._worker.wait_layer(layer_name)
 
@@ -265,7 +265,7 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return extra_config.get("load") == LoadMode.LAYERWISE
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """What the scheduler has to know of this step."""
+        """This worker's reports to the scheduler."""
         if self._worker is None:
             return None
         reports = self._worker.take_reports()
@@ -278,7 +278,7 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
     # Scheduler -------------------------------------------------------------------------------------------------------
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """Every worker has said what its pages are."""
+        """Every worker has told what its pages are."""
         facts = [one.facts for _, one in sorted(metadata.items()) if isinstance(one, Handshake)]
         if self._scheduler is not None and facts:
             self._scheduler.is_alone = True
@@ -351,8 +351,8 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.events()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """What was counted since the last step. Nothing beside other connectors: a `MultiConnector` looks for the class
-        of a child's counts among vLLM's own, and ends the engine where it is not one of them."""
+        """Counts since the last step. None beside other connectors: a `MultiConnector` looks for the class of a child's
+        counts among vLLM's own, and ends the engine if it is not one of them."""
         if self._scheduler is None or not self._scheduler.is_alone:
             return None
         counted = self._scheduler.half.take_counts().to_dict()
@@ -369,13 +369,13 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return ConnectorMetrics(*args, **kwargs)
 
     def reset_cache(self) -> bool | None:
-        """The engine's weights may be others now: nothing that was stored before is found from here on."""
+        """The engine's weights may have changed: nothing that was stored before is found from here on."""
         if self._scheduler is not None:
             self._scheduler.reset()
         return True
 
     def shutdown(self) -> None:
-        """Let go of everything."""
+        """Release everything."""
         if self._worker is not None:
             self._worker.close()
         if self._scheduler is not None:
@@ -403,7 +403,7 @@ class _SchedulerSide:
         self._block_events: BlockEvents | None = None
 
     def begin(self, facts: Sequence[WorkerSpec], wait_seconds: float = START_SECONDS) -> None:
-        """The pages are known: name the namespace. Whatever forbids that is one line, and the engine runs without."""
+        """The pages are known: name the namespace. What forbids that is logged, and the engine runs without."""
         refused = unsupported(
             self._config, self._groups, is_failure_told=KVConnectorTransferResults is not None
         ) or next((one.refused for one in facts if one.refused), "")
@@ -479,7 +479,7 @@ class _SchedulerSide:
         self.half.added(mine, facts)
 
     def step(self, output: Any) -> StepPlan:
-        """What the scheduler decided. In most steps nothing is due, and nobody has new pages."""
+        """The plan for a step of the scheduler's. In most steps nothing is due, and no request has new pages."""
         scheduled = output.num_scheduled_tokens
         resolve = getattr(getattr(output, "kv_connector_block_state", None), "get_block_ids", None)
         cached = output.scheduled_cached_reqs
@@ -517,8 +517,7 @@ class _SchedulerSide:
                 self.half.begins_with(request_id, tokens)
 
     def _is_other(self, mine: EngineView) -> bool:
-        """Whether its adapter's files have changed since it came: the engine may have read them anew, as it does in
-        each step where a request wants that, and computes with those."""
+        """Whether its adapter's files changed since it came: the engine may have read them anew for a request."""
         if mine.request.lora_request is None or not mine.extra_keys:
             return False
         try:
@@ -552,18 +551,18 @@ class _SchedulerSide:
         return lambda request_id: self._tables.get(request_id, [])
 
     def finished(self, request: Any) -> dict[str, Any] | None:
-        """It is over. What its user sees as `kv_transfer_params`."""
+        """A request is over. Returns what its user sees as `kv_transfer_params`."""
         self._requests.pop(request.request_id, None)
         self._tables.pop(request.request_id, None)
         told = self.half.finished(request.request_id)
         return {"kvstore": told} if told is not None else None
 
     def reset(self) -> None:
-        """A name for weights that nobody else has: only this run of the engine knows them."""
+        """Rename the weights to a unique name: only this run of the engine knows them."""
         self.half.renamed(time.time_ns())
 
     def events(self) -> list[Any]:
-        """What became of blocks that this engine stored, by the engine's own hashes."""
+        """News of blocks that this engine stored, by the engine's own hashes."""
         if self._block_events is None:
             self._block_events = BlockEvents(
                 BlockStored, BlockRemoved, maybe_convert_block_hash, _extra_keys, self._kind

@@ -18,14 +18,14 @@ from kvstore.block.identity import ExtraKey
 from kvstore.client.spans import NO_TRACE, SpanQueue
 
 CONVERSATION_PRIORITY = 100
-"""Of a turn of a conversation, of which nothing else is said."""
+"""Of a turn of a conversation without other hints."""
 HINTS = ("store", "ttl", "priority", "conversation", "ticket", "await")
 """In `kv_transfer_params`, under "kvstore"."""
 ACCOUNT = frozenset(
     ("asked", "hits", "misses", "detail", "load_ms", "saved_blocks", "put_reasons", "ignored", "block_tokens")
 )
-"""What an engine tells there of a request that it has ended: a proxy that passes it on to the next engine wants nothing
-by it."""
+"""What an engine reports there of a request that it has ended: a proxy may pass it on to the next engine, for which it
+means nothing."""
 PRODUCER, CONSUMER = "kv_producer", "kv_consumer"
 
 
@@ -80,7 +80,7 @@ class RequestReader:
 
 
 def hinted(facts: RequestSpec, params: Any) -> RequestSpec:
-    """With what the user of this request wants; what is not understood is named in the answer and has no effect."""
+    """With the hints of the request's user; unknown ones are named in the answer and have no effect."""
     given = params.get("kvstore") if isinstance(params, dict) else None
     if given is None:
         return facts
@@ -146,6 +146,6 @@ class EngineView:
         return list(self.request.all_token_ids[first:stop])
 
     def final(self, computed: int, *, has_drafts: bool) -> int:
-        """Tokens whose KV is final once so many are computed. Where tokens are drafted, those of the prompt only: what
-        lies behind may be the KV of a draft that is turned down, and is written again."""
+        """Tokens whose KV is final once so many are computed. With draft tokens, those of the prompt only: later KV may
+        be of a draft that is rejected, and is written again."""
         return min(computed, self.num_prompt_tokens if has_drafts else self.num_tokens)

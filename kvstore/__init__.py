@@ -116,7 +116,7 @@ def open(
     """Open a store.
 
     url: "unix:PATH" for the sidecar behind that socket, "embedded:DIRECTORY" for a store in this process; its keys are
-    kept in DIRECTORY/keys. engine: name and version of whoever asks, which a sidecar shows. session: for a sidecar, the
+    kept in DIRECTORY/keys. engine: name and version of the client, which a sidecar shows. session: for a sidecar, the
     `session` of the store that another process of the same engine opened: leases can be handed between such processes.
     All other options are those of a store in this process, which a sidecar was given when it was started. dram: the
     memory budget, as a size ("2GiB"). nvme: the budget on disk, in DIRECTORY/nvme; without it blocks live in memory
@@ -126,7 +126,7 @@ def open(
     DRAM is full: "lru", "adaptive" (LRU, and what it learns where that finds more) or "s3-fifo". nvme_writes: what of
     that is written to disk: "all", "learned" (what is likely to come back), or a number for no more of that than so
     many times the size of `nvme` a day; what a put asks to keep is written whatever it says. shares: what single
-    tenants have of each tier, by name; if not given, whatever is worst goes first, whosoever it is. Raises `BadInput`,
+    tenants have of each tier, by name; if not given, the worst block goes first, whichever tenant's. Raises `BadInput`,
     `DirectoryInUse` or `KeysUnusable`, each with one line that says what to do.
     """
     scheme, _, rest = str(url).partition(":")
@@ -169,7 +169,7 @@ def embedded(
     nvme_writes: str | float = DEFAULT_WRITES,
     shares: Mapping[str, Share] | None = None,
 ) -> EmbeddedStore:
-    """Open a store in this process: `open("embedded:DIRECTORY", ...)` for whoever needs to know its type."""
+    """Open a store in this process: `open("embedded:DIRECTORY", ...)` with its exact type."""
     from kvstore.node import StoreParts, open_embedded  # a client of a sidecar has no store in its process
 
     options = StoreOptions(
@@ -191,8 +191,8 @@ def embedded(
 
 
 class _Codecs:
-    """Codecs by their names. Torch is imported when the first one is asked for, which is when a namespace is opened:
-    whoever looks at a sidecar, or writes a service around a store, may do without."""
+    """Codecs by their names. Torch is imported when the first one is asked for, which is when a namespace is opened: a
+    program that inspects a sidecar, or wraps a store in a service, needs no torch."""
 
     def __init__(self) -> None:
         self._loaded: Codecs | None = None
@@ -216,14 +216,14 @@ class _Codecs:
         return loaded(name)
 
     def close(self) -> None:
-        """End what they have going on GPUs."""
+        """End their work on GPUs."""
         if self._loaded is not None:
             self._loaded.close()
 
 
 def policy_named(name: str, thinned: float = 1.0) -> PolicyMaker:
-    """What makes an eviction policy of that name. thinned: the share of all blocks that it is told of, where a tier is
-    modelled by a part of its blocks. Raises `BadInput`, also where what it needs is not there."""
+    """The maker of an eviction policy. thinned: the share of all blocks that it is told of, if a tier is modelled by a
+    part of its blocks. Raises `BadInput`, also if a package that it needs is missing."""
     simple: dict[str, PolicyMaker] = {"lru": LeafFirstLru, "s3-fifo": S3Fifo}
     if checked_policy(name, "policy") in simple:
         return simple[name]
@@ -248,7 +248,7 @@ def policy_named(name: str, thinned: float = 1.0) -> PolicyMaker:
 
 
 def _open_gpu(index: int) -> DeviceTransfers | None:
-    """When pages on a GPU are seen first: what moves blocks between them and host memory."""
+    """The route between pages on a GPU and host memory, made when such pages are first seen."""
     try:
         from kv_kernels.device_transfers import on_cuda
     except ImportError:  # there is no triton

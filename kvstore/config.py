@@ -39,15 +39,15 @@ _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)")
 _PAGE_BYTES = 4096
 
 Size = str | int
-"""As people write one: "2GiB", or a number of bytes. In a file of settings it is text."""
+"""As people write one: "2GiB", or a number of bytes. In a settings file it is text."""
 
 POLICIES = ("lru", "s3-fifo", "adaptive")
-"""How DRAM chooses what goes first."""
+"""Eviction policies of DRAM."""
 DEFAULT_POLICY = "lru"
 AUTO, OFF = "auto", "off"
-"""In a sidecar's settings: a budget that is chosen from what the machine has, and no NVMe."""
+"""In a sidecar's settings: a budget chosen from what the machine has; and no NVMe."""
 DEFAULT_WRITES, LEARNED_WRITES = "all", "learned"
-"""What of that which leaves DRAM is written to NVMe."""
+"""Which of the blocks that leave DRAM are written to NVMe."""
 LEAST_WRITES, MOST_WRITES = 0.001, 10_000.0
 """Times the size of NVMe a day."""
 MAX_NAMESPACES = (1 << 15) - 1
@@ -66,15 +66,15 @@ AUDIT_FILE = "console-audit.jsonl"
 DEFAULT_TENANT = "default"
 DEFAULT_DRAM = "1GiB"
 MAX_SOCKET_BYTES = 107
-"""What the kernel takes for a socket's path (unix(7))."""
+"""The kernel's limit for a socket's path (unix(7))."""
 DEFAULT_SCRUB = "8MiB/s"
 """Seven hours for 200 GiB, and less than a hundredth of what an NVMe disk can read."""
 MOST_EXTENTS = 512
-"""A large budget is cut into no more than this many while extents can still grow: each holds a descriptor."""
+"""A large budget is cut into at most so many, as long as extents can be larger: each holds a descriptor."""
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only processes of this host can come in there."""
+    """Whether only processes of this host can connect there."""
     if host == "localhost":
         return True
     try:
@@ -124,8 +124,8 @@ def format_size(size_bytes: float) -> str:
 
 
 def parse_writes(given: str | float, name: str) -> float | None:
-    """What of that which leaves DRAM is written to NVMe: None for everything, inf for what is likely to come back, or a
-    number for no more of that than so many times the size of NVMe a day. Raises `BadInput`. `name` is the option."""
+    """Which of the blocks that leave DRAM are written to NVMe: None for all, inf for those likely to come back, or a
+    number to bound these to so many times the size of NVMe a day. Raises `BadInput`. name: the option."""
     if given == DEFAULT_WRITES:
         return None
     if given == LEARNED_WRITES:
@@ -153,7 +153,7 @@ LEAST_WEIGHT, MOST_WEIGHT = 0.001, 1000.0
 
 
 def checked_share(given: Share, names: tuple[str, str]) -> Share:
-    """What one tenant has of each tier. Raises `BadInput`. names: of the two options, for the message."""
+    """One tenant's share of each tier. Raises `BadInput`. names: of the two options, for the message."""
     for name, value in zip(names, (given.guaranteed, given.weight), strict=True):
         if isinstance(value, bool) or not isinstance(value, Real):
             raise BadInput(f"{name}={value!r} is not a number")
@@ -165,7 +165,7 @@ def checked_share(given: Share, names: tuple[str, str]) -> Share:
 
 
 def checked_shares(shares: Mapping[str, Share]) -> Mapping[str, Share]:
-    """Of all tenants, each as a share, and that there is as much. Raises `BadInput`."""
+    """All tenants' shares, which must not exceed the whole. Raises `BadInput`."""
     if not isinstance(shares, Mapping) or not all(isinstance(share, Share) for share in shares.values()):
         raise BadInput(
             f"shares={shares!r}; give a kvstore.Share for each tenant's name, such as "
@@ -181,7 +181,7 @@ def checked_shares(shares: Mapping[str, Share]) -> Mapping[str, Share]:
 
 
 def check_pieces(shares: Mapping[str, Share], pieces: int, piece_bytes: int, tier: str) -> None:
-    """What is guaranteed is kept in whole pieces of a tier. Raises `BadInput` where that is none."""
+    """Guarantees are rounded down to whole pieces of a tier. Raises `BadInput` if one comes to none."""
     key, least_bytes = {"dram": ("extent", MIN_EXTENT_BYTES), "nvme": ("slab", MIN_SLAB_BYTES)}[tier]
     for name, share in shares.items():
         if share.guaranteed and share.guaranteed * pieces < 1 - 1e-9:
@@ -195,9 +195,9 @@ def check_pieces(shares: Mapping[str, Share], pieces: int, piece_bytes: int, tie
 
 
 MAX_SECONDS = 10**9
-"""Longer than anything here is waited for."""
+"""Longer than any wait."""
 MOST_RETAINED = 0.9
-"""What is kept for a time must leave room for what comes."""
+"""Retained blocks must leave room for new ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,16 +227,14 @@ class Limits:
 
     @property
     def most_leases(self) -> int:
-        """Of one tenant."""
         return self.leases if self.tenant_leases is None else self.tenant_leases
 
     @property
     def most_namespaces(self) -> int:
-        """Of one tenant."""
         return self.namespaces if self.tenant_namespaces is None else self.tenant_namespaces
 
     def shared_by(self, tenants: int) -> Limits:
-        """The same for so many tenants: where no share was given, each has an equal one, which no other can take."""
+        """The same limits for so many tenants: without a given share, each has an equal one, for itself alone."""
         return replace(
             self,
             forgotten=self.forgotten // tenants,
@@ -275,7 +273,8 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class TierOptions:
-    """What a store's tiers have, in bytes and bytes per second, and what goes where; `kvstore.open` explains each."""
+    """The budgets and rates of a store's tiers, in bytes and bytes per second, and what goes where; `kvstore.open`
+    explains each."""
 
     dram: Size = DEFAULT_DRAM
     nvme: Size | None = None
@@ -286,8 +285,8 @@ class TierOptions:
     nvme_writes: str | float = DEFAULT_WRITES
 
     def check(self, section: str = "", words: Mapping[str, Sequence[str]] = MappingProxyType({})) -> None:
-        """What can be told without the machine. section: that names of options begin with, for messages. words: that
-        may be given in place of a size, by option. Raises `BadInput`."""
+        """What can be checked without the machine. section: prefix of options' names, for messages. words: allowed in
+        place of a size, by option. Raises `BadInput`."""
         for key in ("dram", "nvme", "extent", "slab"):
             size, others = getattr(self, key), words.get(key, ())
             if size is None or size in others:
@@ -368,7 +367,7 @@ MOST_TTL_SECONDS = 10 * 366 * 86400.0
 
 
 def check_network(network: NetworkSettings, remote: RemoteSettings, has_keeper: bool = True) -> None:
-    """Raises `BadInput`. has_keeper: who starts the network process."""
+    """Raises `BadInput`. has_keeper: whether a keeper starts the network process."""
     _check_remote(remote)
     if network.listen is None:
         if network != NetworkSettings():
@@ -436,7 +435,7 @@ def _check_remote(remote: RemoteSettings) -> None:
 
 
 def host_and_port(listen: str, key: str = "http.listen") -> tuple[str, int]:
-    """The two of HOST:PORT. key: what it was given for. Raises `BadInput`."""
+    """Parse HOST:PORT. key: the setting, for messages. Raises `BadInput`."""
     host, _, port = listen.rpartition(":")
     if not host or not (port.isascii() and port.isdigit()) or not 0 <= int(port) <= 65535:
         raise BadInput(
@@ -569,19 +568,18 @@ def memory_limit(files: dict[str, str]) -> int:
 
 
 def expanded(path: str | bytes | os.PathLike[str], name: str = "") -> str:
-    """The path, with ~ and ~user as homes, as a shell has it where it stands alone. name: of what was given, for
-    messages. Raises `BadInput`."""
+    """The path, with ~ and ~user as homes, as in a shell. name: of the option, for messages. Raises `BadInput`."""
     given = os.fsdecode(path)
     said = f"{name}={given!r}" if name else repr(given)
     if not given or "\0" in given:
         raise BadInput(f"{said} is no path; give one that is not empty and has no NUL in it")
     found = os.path.expanduser(given)
     if found.startswith("~"):
-        raise BadInput(f"{said}: {given.split('/')[0]} is nobody's home here; give the whole path, or ./{given}")
+        raise BadInput(f"{said}: {given.split('/')[0]} is no user's home here; give the whole path, or ./{given}")
     return found
 
 
 def check_deadline(deadline_ms: float) -> None:
-    """Raise `BadInput` unless that can be milliseconds to wait."""
+    """Raise `BadInput` unless that is a possible number of milliseconds to wait."""
     if not isinstance(deadline_ms, Real) or not deadline_ms >= 0:
         raise BadInput(f"deadline_ms={deadline_ms!r}; give milliseconds, 0 or more")

@@ -94,8 +94,8 @@ DISK_THREADS = 4
 DAY_SECONDS = 86_400
 LEASE_BITS = 64
 SESSION_BITS = 40
-"""Of a generation that say which it is of those of one tenant in one session; the session is above them: no generation
-is used again after a restart."""
+"""Bits of a generation that count those of one tenant in one session; the session is above them: no generation is
+reused after a restart."""
 
 _log = logging.getLogger(__name__)
 
@@ -113,8 +113,8 @@ class EmbeddedDoor:
         threads: LeaseThreads | None = None,
         names: DisplayNames | None = None,
     ) -> None:
-        """requests: what is held for an engine's requests, for all doors that `release_request` is to reach. threads:
-        for leases that are submitted, shared by doors to one store. names: told what models are called."""
+        """requests: leases held for an engine's requests, shared by all doors that `release_request` is to reach.
+        threads: for submitted leases, shared by doors to one store. names: told what models are called."""
         self._store = store
         self._names = names
         self._client = TenantClient(keys)
@@ -158,7 +158,7 @@ class EmbeddedDoor:
         return self._store is store and self._client.keys.tenant == keys.tenant
 
     def number_in_store(self, number: int) -> int:
-        """By which the store knows a namespace."""
+        """The store's number of a namespace."""
         return self._client.named[number]
 
     def _note_name(self, number: int, name: str) -> None:
@@ -190,7 +190,7 @@ class EmbeddedStore:
         names: DisplayNames | None = None,
         node_lock: NodeLock | None = None,
     ) -> None:
-        """before_close: ends what else uses this store's memory. faults: of the machine, as the store was told.
+        """before_close: ends other work in this store's memory. faults: of the machine, as the store reported them.
         names: of models, for people. node_lock: tells whether another process is this node too."""
         self._store = store
         self.faults = faults or Faults(store.clock)
@@ -235,7 +235,7 @@ class EmbeddedStore:
         return EmbeddedDoor(self._store, self.tenant_keys(self.tenant), self._requests, self._threads, self.names)
 
     def tenant_keys(self, tenant: str) -> TenantKeys:
-        """A tenant's keys, made and kept if it is new: for doors to other processes."""
+        """A tenant's keys, made and kept if it is new: for other processes' doors."""
         keys = self.keys.tenant(tenant)
         if self._ring.mac_key(keys.tenant, keys.key_id, keys.epoch) is None:  # nor was it retired a moment ago
             self._ring.add(keys)
@@ -243,16 +243,16 @@ class EmbeddedStore:
 
     @property
     def core(self) -> Store:
-        """What is behind all handles: for doors to other processes."""
+        """The store behind all handles: for other processes' doors."""
         return self._store
 
     def for_tenant(self, tenant: str) -> EmbeddedStore:
-        """The same store as another tenant, which shares memory with this one and nothing else."""
+        """The same store for another tenant, with which only memory is shared."""
         shared = self._threads, self._before_close, self.faults, self.names, self.node_lock
         return EmbeddedStore(self._store, self._ring, self.keys, self._lock, self._codecs, tenant, *shared)
 
     def release_request(self, request: str) -> None:
-        """End every lease, and every submitted one, that was taken or attached to for a request of the engine."""
+        """End every lease, pending ones too, that was taken or attached to for a request of the engine."""
         self._requests.release(request)
 
     def tenant_names(self) -> dict[bytes, str]:
@@ -264,8 +264,8 @@ class EmbeddedStore:
         readable. A crash leaves the old key with nothing to be found, or no key. Handles of it are of no use any more.
 
         Raises `BadInput` for a tenant without keys, and `TierUnavailable` where its blocks are not all void yet: it is
-        served on. Raises `KeysUnusable` where the key file could not be written: nobody knows whether the key would be
-        there after a crash, so the tenant is not served before it is purged again, or the store opened again.
+        served on. Raises `KeysUnusable` where the key file could not be written: whether the key would survive a crash
+        is unknown, so the tenant is not served before it is purged again, or the store opened again.
         """
         keys = self.keys.known(tenant)
         blocks = self._store.purge(keys.tenant, seconds)
@@ -287,7 +287,7 @@ class EmbeddedStore:
         return self._store.evict(blocks)
 
     def warmed(self, timeout_seconds: float) -> bool:
-        """Wait until what was on disk can be found; whether it can after at most that long."""
+        """Wait at most that long for recovery from disk to end; returns whether it went well."""
         return self._store.warmed(timeout_seconds)
 
     def usage(self) -> StoreUsage:
@@ -411,7 +411,7 @@ def open_embedded(directory: str, options: StoreOptions, parts: StoreParts) -> E
 
 
 def new_uid() -> bytes:
-    """Names a slab or an index, so that what belongs to one that is gone never fits another."""
+    """Names a slab or an index, so that records of one that is gone never fit another."""
     return secrets.token_bytes(UID_BYTES)
 
 
@@ -424,7 +424,7 @@ def _open_nvme(
     try:
         make_directory(directory)
         config = NvmeConfig.of(nvme, slab, disk_room(directory))
-        # Before the index is open, which whoever is refused here would leave so.
+        # Before the index is open: a refusal here must leave it closed.
         check_pieces(options.shares, config.budget_bytes // config.slab_bytes, config.slab_bytes, "nvme")
         tier = NvmeTier(
             parts.files(directory),
@@ -487,9 +487,9 @@ def build_store(
 ) -> Store:
     """Put the parts together: memory, tiers, policies, tables, movers.
 
-    parts: without `scrub_limits` nothing is scrubbed. admission: says what of that which leaves DRAM is written to
-    NVMe. shares: of tenants, by their opaque ids; if not given, whatever is worst goes first, whosoever it is. faults:
-    told of what the machine has none of. node: which one it is. Raises `BadInput` where the tier cannot be written.
+    parts: without `scrub_limits` nothing is scrubbed. admission: decides which blocks that leave DRAM are written to
+    NVMe. shares: of tenants, by opaque id; if not given, the worst block goes first, whichever tenant's. faults: told
+    of what the machine lacks. node: which one it is. Raises `BadInput` if the tier cannot be written.
     """
     clock = clock or SystemClock()
     numbers_key = parts.numbers_key or secrets.token_bytes(NUMBER_KEY_BYTES)
@@ -550,8 +550,8 @@ def build_store(
 
 
 def _session(tier: NvmeTier | None, dram: DramTier) -> int:
-    """The number that heads the generations of this run, above that of every frame that is there. Raises
-    `BadInput` where the tier's directory cannot be written."""
+    """The number that heads the generations of this run, above that of every existing frame. Raises `BadInput` if the
+    tier's directory cannot be written."""
     session = tier.session if tier is not None else 0
     newest = dram.newest_generation()
     if newest and newest >> SESSION_BITS >= session:  # the directory is another one, or there is none
@@ -565,7 +565,7 @@ def _session(tier: NvmeTier | None, dram: DramTier) -> int:
 
 
 def _first_generation(session: int) -> int:
-    """A tenant's first one: random, so that it tells nothing of the order in which tenants came."""
+    """A tenant's first one: random, so that the order in which tenants came stays hidden."""
     return (session << SESSION_BITS) + 1 + secrets.randbelow(1 << SESSION_BITS - 1)
 
 
@@ -585,8 +585,8 @@ def build_replay(
     nvme_blocks: int = 0,
     admission: Callable[[Replay], Admission] | None = None,
 ) -> Replay:
-    """The tables of a store that has room for so many blocks, and no memory: for traces. nvme_blocks: of the tier
-    below, where there is one. admission: to it; None for everything."""
+    """The tables of a store with room for so many blocks, without memory: for traces. nvme_blocks: of NVMe, if there is
+    one. admission: to it; None for everything."""
     layout = Layout.gqa(layers=1, kv_heads=1, head_dim=8, dtype="bfloat16", block_tokens=64)
     payload_bytes = 1 << 12
     dram_bytes = dram_blocks * frame_bytes(payload_bytes)

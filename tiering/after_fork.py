@@ -1,7 +1,7 @@
 """What a forked child closes before anything else runs in it.
 
 A child has its parent's memory and none of its threads: locks may be held for ever, and connections, files and shared
-memory are the parent's. An owner of such things is registered here, and is closed in each child.
+memory are the parent's. Owners of such things register here, and are closed in each child.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Protocol
 
 
 class ClosesAfterFork(Protocol):
-    """Something that a forked child must not go on with."""
+    """Owns something that a forked child must not use."""
 
     def close_after_fork(self) -> None:
         """Called in the child, in its one thread. Takes no lock that the parent's threads may have held."""

@@ -1,4 +1,4 @@
-"""Time. What needs it is handed a `Clock`; `SystemClock` is the machine's own, which entrances hand in."""
+"""Time. Code that needs it is handed a `Clock`; `SystemClock` is the machine's own, which the entry points hand in."""
 
 from __future__ import annotations
 
@@ -18,12 +18,10 @@ class Clock(Protocol):
         ...
 
     def thread_seconds(self) -> float:
-        """That the processor has worked for the calling thread."""
+        """Processor time of the calling thread."""
         ...
 
-    def sleep(self, seconds: float) -> None:
-        """Wait."""
-        ...
+    def sleep(self, seconds: float) -> None: ...
 
 
 class SystemClock:

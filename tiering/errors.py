@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class TierError(Exception):
-    """Any operating fault of a tier. errno: of the system call that it comes from, where the cause does not say."""
+    """Any operating fault of a tier. errno: of the system call behind it, if the cause does not tell."""
 
     errno: int | None = None
 
@@ -26,8 +26,8 @@ class BlockCorrupt(TierError):
 
 
 class EpochRetired(BlockCorrupt):
-    """A frame of an epoch that is accepted no more: nothing is wrong with it, and nothing of it is believed."""
+    """A frame signed in a retired epoch: sound perhaps, but not believed."""
 
 
 class IndexDoubtful(TierError):
-    """The index of durable frames cannot be trusted; it is built again from the frames' headers."""
+    """The index of durable frames cannot be trusted, and is rebuilt from the frames' headers."""

@@ -1,6 +1,6 @@
 """Failpoints: names for the moments between two steps on a disk whose order matters.
 
-Whoever does such steps is handed a `Reach` and calls it between them, where no wrapper around `Files` or `FrameIndex`
+Code that does such steps is handed a `Reach` and calls it between them, where no wrapper around `Files` or `FrameIndex`
 could. Tests end the process at a name; otherwise nothing happens. Never on the path of a put to DRAM or a get from it.
 """
 

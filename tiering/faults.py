@@ -1,8 +1,8 @@
-"""What of the machine ran out or failed, and who is told: disk, descriptors, memory, threads.
+"""What the machine ran out of, or failed at (disk, descriptors, memory, threads), and who is told.
 
-Whoever asks the machine for something says what came of it, each time, in a word of its own (`what`: "nvme writes",
-"connections", ...); who listens counts, writes a line now and then, and tells the operator for as long as it lasts.
-Knows no blocks and no tenants. Listeners must not call back, and never raise.
+Code that asks the machine for something reports the outcome, each time, under a name of its own (`what`: "nvme writes",
+"connections", ...); the listener counts, logs now and then, and tells the operator while the fault lasts. Knows no
+blocks and no tenants. Listeners must not call back, and never raise.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tiering.clock import Clock
 
 
 class FaultKind(StrEnum):
-    """What ran out, or failed; as it is said to people."""
+    """What ran out, or failed; as people are told."""
 
     DISK_FULL = "disk full"
     DISK_FAULT = "disk fault"
@@ -41,7 +41,7 @@ MOVE_THREADS, DOOR_THREADS, EXTENT_THREADS = (
     "starts of a door thread",
     "starts of an extent thread",
 )
-"""`what` as it is told."""
+"""Names for `what`."""
 
 _BY_ERRNO = {
     errno.ENOSPC: FaultKind.DISK_FULL,
@@ -52,7 +52,7 @@ _BY_ERRNO = {
     errno.ETOOMANYREFS: FaultKind.NO_DESCRIPTORS,
     errno.ENOMEM: FaultKind.NO_MEMORY,
     errno.ENOBUFS: FaultKind.NO_MEMORY,
-    errno.EAGAIN: FaultKind.NO_THREADS,  # of clone; no file of ours is opened so that it would answer this
+    errno.EAGAIN: FaultKind.NO_THREADS,  # from clone: no file is opened in a way that could return this
     errno.EIO: FaultKind.DISK_FAULT,
     errno.EROFS: FaultKind.DISK_FAULT,
     errno.ENXIO: FaultKind.DISK_FAULT,
@@ -60,30 +60,30 @@ _BY_ERRNO = {
     errno.EUCLEAN: FaultKind.DISK_FAULT,
 }
 SHORTAGES = frozenset({FaultKind.NO_DESCRIPTORS, FaultKind.NO_MEMORY, FaultKind.NO_THREADS, FaultKind.DISK_FULL})
-"""Of the machine, and no fault of what was given: the same start may go well later."""
+"""The machine is short of something, and the input is sound: the same start may succeed later."""
 _THREAD_WORDS = "start new thread"
 _MOST_CAUSES = 8
 
 
 class FaultReports(Protocol):
-    """Who is told. Thread-safe; cheap where nothing is wrong."""
+    """Takes reports. Thread-safe; cheap while nothing is wrong."""
 
     @property
     def failing(self) -> Collection[str]:
-        """What does not work now: only there has `worked` anything to do."""
+        """Present faults: only for these does `worked` do anything."""
         ...
 
     def failed(self, what: str, kind: FaultKind, detail: str) -> None:
-        """It did not work. detail: for people, without anything of a client's."""
+        """`what` failed. detail: for people, without anything of a client's."""
         ...
 
     def worked(self, what: str) -> None:
-        """It did: whatever was wrong with it is over."""
+        """`what` worked: its fault, if any, is over."""
         ...
 
 
 class Unheard:
-    """`FaultReports` that are thrown away."""
+    """`FaultReports` that drops everything."""
 
     failing: Collection[str] = frozenset()
 
@@ -95,7 +95,7 @@ class Unheard:
 
 
 def kind_of(error: BaseException) -> FaultKind:
-    """What ran out or failed, by the error or whatever it came from."""
+    """The kind of an error, or of whatever it was raised from."""
     for one in _causes(error):
         if isinstance(one, MemoryError):
             return FaultKind.NO_MEMORY
@@ -117,42 +117,42 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Warnings that something outside causes as often as it likes: one line per kind and minute.
+# Warnings that something outside can cause at will: one line per kind and minute.
 #
 # A client that sends nonsense, or a disk that stays full, must fill no log. The first warning of a kind is written;
 # those that follow within the minute are counted, and the next line says how many they were.
 
 
 MOST_KINDS = 64
-"""That are told apart at a time; further ones share one line per minute."""
+"""Told apart at a time; further ones share one line per minute."""
 
 
 @dataclass(slots=True)
 class _Told:
-    """When a line was written, and how many were not since."""
+    """When a line was written, and how many were suppressed since."""
 
     at: float
     suppressed: int = 0
 
 
 class RateLimitedLog:
-    """A logger for warnings, each of a kind: a cause, and whoever caused it. Thread-safe."""
+    """A logger for warnings, each of a kind: a cause, and its source. Thread-safe."""
 
     def __init__(self, logger: logging.Logger, clock: Clock, seconds: float = 60) -> None:
-        """seconds: for which a kind has said enough with one line."""
+        """seconds: one line of a kind per so many."""
         self._logger = logger
         self._clock = clock
         self._seconds = seconds
         self._lock = threading.Lock()
-        self._kinds: OrderedDict[str, _Told] = OrderedDict()  # those that were told longest ago first
+        self._kinds: OrderedDict[str, _Told] = OrderedDict()  # least recently told first
         self._others = _Told(-inf)
 
     def warn(self, kind: str, message: str, *args: object) -> bool:
-        """Log a warning, if its kind has not had its line yet; whether it was."""
+        """Log a warning, unless its kind has had its line; returns whether it was logged."""
         return self._log(logging.WARNING, kind, message, args, None)
 
     def error(self, kind: str, message: str, *args: object, error: BaseException | None = None) -> bool:
-        """The same for a fault of our own, with its traceback."""
+        """The same for a fault in this program, with its traceback."""
         return self._log(logging.ERROR, kind, message, args, error)
 
     def _log(self, level: int, kind: str, message: str, args: tuple[object, ...], error: BaseException | None) -> bool:
@@ -171,7 +171,7 @@ class RateLimitedLog:
         return True
 
     def _told(self, kind: str, now: float) -> _Told:
-        """What was told of a kind, or of all together for which there is no place."""
+        """The record of a kind, or the common one if there are too many kinds."""
         if kind not in self._kinds:
             if len(self._kinds) >= MOST_KINDS:
                 oldest = next(iter(self._kinds))
@@ -183,7 +183,7 @@ class RateLimitedLog:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The faults of a store's machine: counted, said in the log once a minute, and told as long as they last.
+# The faults of a store's machine: counted, logged once a minute, and reported while they last.
 #
 #     failed > degraded, a line in the log > failed, failed, ... (counted) > worked > well again, a line in the log
 #
@@ -195,8 +195,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class MachineFault:
-    """What does not work now. count: failures since it last worked. kind: a `FaultKind`, or one that only another
-    version knows. detail: of the last one. Published as it is, as `tiering.tier` says."""
+    """A present fault. count: failures since it last worked. kind: a `FaultKind`, or one that only another version
+    knows. detail: of the last failure. Published as it is, as `tiering.tier` says."""
 
     what: str
     kind: str
@@ -206,7 +206,7 @@ class MachineFault:
     detail: str
 
     def __str__(self) -> str:
-        """As people are told."""
+        """As people read it."""
         return f"{self.kind}: {self.count:,} {self.what} failed, last {_span(self.last_seconds_ago)} ago"
 
 
@@ -219,18 +219,18 @@ class _Failing:
 
 
 class Faults:
-    """`FaultReports`. Thread-safe; calls nobody but the log."""
+    """`FaultReports` that counts and logs. Thread-safe; calls nothing but the log."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._lines = RateLimitedLog(_log, clock)
         self._lock = threading.Lock()
-        self.failing: dict[str, dict[FaultKind, _Failing]] = {}  # by what it is that does not work
+        self.failing: dict[str, dict[FaultKind, _Failing]] = {}  # by `what`
         self._counts: Counter[FaultKind] = Counter()
 
     def failed(self, what: str, kind: FaultKind, detail: str) -> None:
         """As in the contract."""
-        with suppress(MemoryError):  # there may be none to count what there is none of
+        with suppress(MemoryError):  # there may be no memory to count with
             self._count(what, kind, detail)
 
     def _count(self, what: str, kind: FaultKind, detail: str) -> None:
@@ -255,7 +255,7 @@ class Faults:
             self._lines.warn(f"{what} again", "%s work again, after %s: %s", what, _span(seconds), words)
 
     def now(self) -> list[MachineFault]:
-        """What does not work, that which failed most lately first."""
+        """Present faults, the latest first."""
         at = self._clock.monotonic_seconds()
         with self._lock:
             found = [

@@ -33,8 +33,7 @@ _DRAFT_SUFFIX = ".slab.new"
 
 
 class Unfit(FileExistsError):
-    """Something else stands where a file or a directory is to be, or one that no store can have written here: says what
-    was found and what is to be there."""
+    """Something else stands at the path, or a file that no store wrote: says what was found and what belongs there."""
 
     def __init__(self, found: str) -> None:
         super().__init__(errno.EEXIST, found)
@@ -93,11 +92,11 @@ class Files(Protocol):
 class DirectFiles:
     """`Files` in a directory, past the page cache where the file system allows it.
 
-    Direct I/O costs a sixth of the CPU of a buffered read and does not push other memory out. It wants memory, offset
+    Direct I/O costs a sixth of the CPU of a buffered read and does not push other memory out. It needs memory, offset
     and length aligned to pages; memory that is not, as that of a `bytes`, is copied once more. Some file systems refuse
     it: `direct` says what this one does, and buffered I/O then serves the same calls.
 
-    One object per directory at a time: whoever makes it holds the `DirectoryLock`. Other files are left alone.
+    One object per directory at a time: its maker holds the `DirectoryLock`. Other files are left alone.
 
         1. `create` fills a draft, `name.new`, and renames it: a crash leaves no slab of half the size. Drafts left
            behind are removed when the directory is opened.
@@ -151,7 +150,7 @@ class DirectFiles:
         try:
             try:
                 self._reach("draft made")
-                # Asked while the draft is ours: until it is gone nobody else can create this name.
+                # Checked while the draft exists: until it is gone no other process can create this name.
                 if os.path.lexists(path):
                     _refuse_other_than_file(path)
                     raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
@@ -225,7 +224,7 @@ class DirectFiles:
 
     @contextmanager
     def _in_use(self, name: str, offset: int = 0, length: int = 0) -> Iterator[int]:
-        """The slab's descriptor, which stays open until the end of the block. The range must be pages of the slab."""
+        """The slab's descriptor, open until the end of the block. The range must be pages of the slab."""
         assert offset >= 0 and offset % _PAGE_BYTES == 0, f"offset {offset} is no page's"
         assert length % _PAGE_BYTES == 0, f"{length} bytes are not whole pages"
         path = self._path(name)
@@ -268,10 +267,9 @@ class DirectFiles:
 
 
 class ReadOnlyFiles(DirectFiles):
-    """The slabs of a directory that is only looked at: nothing in it is made, changed or removed.
+    """The slabs of a directory that is only inspected: nothing in it is made, changed or removed.
 
-    Whatever would do so raises `OSError`, and so does a directory that is not there. A file system that allows no
-    writing will do.
+    Attempts to do so raise `OSError`, and so does a missing directory. A read-only file system will do.
     """
 
     _access = os.O_RDONLY
@@ -313,7 +311,7 @@ class DirectoryLock:
             self._descriptor = -1
 
     def release(self) -> None:
-        """Let others in. Safe to call twice."""
+        """Unlock. Safe to call twice."""
         if self._descriptor >= 0:
             if os.getpid() == self._owner:  # a forked child shares the lock: it neither keeps it alive nor ends it
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)
@@ -322,10 +320,11 @@ class DirectoryLock:
 
 
 class ReadingLock:
-    """Keeps everybody else out of a directory that is only looked at: the same lock, and nothing is written for it.
+    """Keeps every other process out of a directory that is only inspected: the same lock, and nothing is written for
+    it.
 
-    Where there is no lock file nobody has opened the directory, and nothing is locked. Raises `BlockingIOError` naming
-    the process that has it.
+    Without a lock file no process has the directory open, and nothing is locked. Raises `BlockingIOError` naming the
+    process that has it.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -337,7 +336,7 @@ class ReadingLock:
         _take_lock(self._descriptor)
 
     def release(self) -> None:
-        """Let others in. Safe to call twice."""
+        """Unlock. Safe to call twice."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -354,7 +353,7 @@ def _take_lock(descriptor: int) -> None:
 
 
 def _lock_holder(descriptor: int) -> str:
-    """As the kernel has it, else as the file says, which is not true of one who only looks."""
+    """As the kernel has it, else as the file says, which does not tell of inspecting processes."""
     status = os.fstat(descriptor)
     wanted = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     for line in "".join(read_text_files(["/proc/locks"]).values()).splitlines():
@@ -365,7 +364,7 @@ def _lock_holder(descriptor: int) -> str:
 
 
 def names_in(directory: Path) -> set[str]:
-    """What stands in a directory. Raises `OSError`."""
+    """The names in a directory. Raises `OSError`."""
     return set(os.listdir(directory))
 
 
@@ -381,8 +380,8 @@ def disk_room(directory: Path) -> int:
 
 
 def make_directory(directory: Path) -> None:
-    """Create a directory (and its parents) that only its owner can read; one that exists is left as it is. Raises
-    `OSError`, `Unfit` where something else has the name."""
+    """Create a directory (and its parents) that only its owner can read; an existing one is left as it is. Raises
+    `OSError`, and `Unfit` if something else has the name."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except FileExistsError:
@@ -401,8 +400,8 @@ def read_text_files(paths: Iterable[str]) -> dict[str, str]:
 
 
 def read_secret_file(path: Path, most_bytes: int) -> bytes | None:
-    """The contents, or None where there is no such file. Raises `PermissionError` if others could read it, and
-    `Unfit` where it is no file or longer."""
+    """The contents, or None without such a file. Raises `PermissionError` if others could read it, `Unfit` if it is no
+    file or longer."""
     try:
         return read_file(path, most_bytes, _refuse_shared)
     except FileNotFoundError:
@@ -415,8 +414,7 @@ def _refuse_shared(status: os.stat_result) -> None:
 
 
 def read_file(path: Path, most_bytes: int, check: Callable[[os.stat_result], None] = lambda status: None) -> bytes:
-    """The contents of a file. check: raises where it must not be read. Raises `OSError`, and `Unfit` where it is no
-    file or longer."""
+    """The contents of a file. check: raises if it must not be read. Raises `OSError`, `Unfit` if no file or longer."""
     descriptor = _open_regular(path, os.O_RDONLY)
     try:
         check(os.fstat(descriptor))
@@ -438,7 +436,7 @@ def _read_whole(descriptor: int, most_bytes: int) -> bytes:
 
 
 def _open_regular(path: Path, flags: int) -> int:
-    """A descriptor of a file on a disk. Whatever else may stand there is not waited for. Raises `OSError`."""
+    """A descriptor of a regular file; never waits for anything else that may stand there. Raises `OSError`."""
     try:
         descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -484,16 +482,17 @@ def what_stands_at(path: Path) -> str:
 
 
 def open_again(descriptor: int, *, writable: bool) -> int:
-    """The file behind a descriptor as a new open file, with locks and a mode of its own. Raises `OSError`, also where
-    somebody has a lease on it: else the kernel would have us wait for him, for 45 seconds if he likes."""
+    """The file behind a descriptor as a new open file, with locks and a mode of its own. Raises `OSError`, also while
+    another process has a lease on it: otherwise the kernel would have this one wait for the lease holder, for up to 45
+    seconds."""
     access = os.O_RDWR if writable else os.O_RDONLY
     return os.open(f"/proc/self/fd/{descriptor}", access | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def listening_socket(path: Path, mode: int) -> socket.socket:
-    """A UNIX socket that others can connect to, those whom the mode allows. One that a dead process left is replaced.
+    """A UNIX socket that clients with the mode's permission can connect to. One left by a dead process is replaced.
 
-    Raises `OSError`: `EADDRINUSE` where a process still listens there, and `Unfit` where something else has the name.
+    Raises `OSError`: `EADDRINUSE` if a process still listens there, and `Unfit` if something else has the name.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
     try:
@@ -513,12 +512,12 @@ def listening_socket(path: Path, mode: int) -> socket.socket:
 
 
 def remove_socket(path: Path) -> None:
-    """Take a socket's name away."""
+    """Unlink a socket."""
     path.unlink(missing_ok=True)
 
 
 def _is_left_socket(path: Path) -> bool:
-    """Whether there is a socket that nobody listens on."""
+    """Whether there is a socket without a listener."""
     try:
         if not stat.S_ISSOCK(path.lstat().st_mode):
             raise Unfit(f"it is {what_stands_at(path)}, where a socket is to be")
@@ -561,7 +560,7 @@ def write_secret_file(path: Path, contents: bytes, reach: Reach = go_on, mode: i
 
 @dataclass
 class _OpenSlab:
-    """A slab's descriptor, and how many calls use it at this moment. Guarded by the lock of the table it is in."""
+    """A slab's descriptor, and how many calls use it now. Guarded by the lock of its table."""
 
     descriptor: int
     size_bytes: int
@@ -607,7 +606,7 @@ def _takes_direct_io(directory: Path) -> bool:
 
 
 def _reads_directly(path: Path) -> bool:
-    """Whether a file can be read past the cache. A refusal is EINVAL; of a bad sector the reader is told later."""
+    """Whether a file can be read past the cache. A refusal is EINVAL; a bad sector is the reader's to find."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECT)
         try:
@@ -628,6 +627,6 @@ def _sync_directory(directory: Path) -> None:
 
 
 def private_pages(size_bytes: int) -> FrameSpan:
-    """New memory of this process alone, aligned as a disk wants it; it goes when the last view of it does."""
+    """New private memory, aligned as a disk wants it; it goes when its last view does."""
     view = memoryview(mmap.mmap(-1, size_bytes))
     return FrameSpan(ctypes.addressof(ctypes.c_ubyte.from_buffer(view)), view)

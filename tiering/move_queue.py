@@ -1,7 +1,7 @@
 """The move queue: runs planned moves by priority, in a few threads, with a bound on everything.
 
-What moves is decided elsewhere, and how it moves is the callable's business. Here is decided when it runs, how often,
-and whether at all: a slow or failing tier makes misses, not waits. A full queue, a deadline that passed and a tier that
+What moves is decided elsewhere, and how is the callable's business. This file decides when a move runs, how often, and
+whether at all: a slow or failing tier makes misses, not waits. A full queue, a deadline that passed and a tier that
 keeps failing are answers, and they are given at once.
 
 Knows neither frames nor places. Must never run the work of one key twice at the same time, interrupt a running move,
@@ -26,18 +26,18 @@ from tiering.faults import MOVE_THREADS, FaultKind, FaultReports, Unheard, kind_
 from tiering.tier import MoveCounts, TierMiss
 
 MOST_PASSES = 64
-"""Moves of higher priorities that may pass a priority with waiting moves before one of those is due."""
+"""Moves of higher priorities that may pass a priority with waiting moves before one of its own is due."""
 BUGS_KEPT = 16
 
 _log = logging.getLogger(__name__)
 
 ANSWERS: dict[type[TierError], TierMiss] = {
     BlockMissing: TierMiss.EVICTED,
-    EpochRetired: TierMiss.RETIRED,  # before the next one, which it is one of
+    EpochRetired: TierMiss.RETIRED,  # before its base class
     BlockCorrupt: TierMiss.CORRUPT,
     TierFull: TierMiss.PINNED_FULL,
 }
-"""What a tier that works may say: final, and no fault of the tier. Any other error is one."""
+"""What a working tier may answer: final, and no fault. Any other error is a fault of the tier."""
 
 
 class Priority(IntEnum):
@@ -51,7 +51,7 @@ class Priority(IntEnum):
 
 
 class BreakerState(Enum):
-    """`OPEN`: the tier's moves are refused. `TRIAL`: all but the one whose end decides are."""
+    """`OPEN`: the tier's moves are refused. `TRIAL`: all but one, whose outcome decides."""
 
     CLOSED = "closed"
     OPEN = "open"
@@ -81,7 +81,7 @@ class QueueLimits:
 
 
 class Move:
-    """One holder's handle on a move. Holders of one move share its fate, and each may leave it once."""
+    """One holder's handle on a move. Holders of one move share its outcome, and each may leave it once."""
 
     __slots__ = ("_left", "_queue", "_task")
 
@@ -92,7 +92,7 @@ class Move:
 
     @property
     def done(self) -> bool:
-        """Whether it ended, in whatever way."""
+        """Whether it has ended, with any outcome."""
         return self._task.ended.is_set()
 
     @property
@@ -118,7 +118,7 @@ class Move:
         self._queue._attach(self, self._task, callback)
 
     def cancel(self) -> bool:
-        """Leave the move. True if that ended it: it had not begun, and nobody else waits for it.
+        """Leave the move. True if that ended it: it had not begun, and no other holder waits for it.
 
         A handle that left still hears how the move ended.
         """
@@ -153,7 +153,7 @@ class _Task:
         """Wake the waiters; returns the calls to make once no lock is held."""
         assert not self.ended.is_set(), "a move ends once"
         calls, self.callbacks = self.callbacks, []
-        self.work = None  # a handle that is kept must not keep the memory that the work refers to
+        self.work = None  # a kept handle must not keep the memory that the work refers to
         self.finding = finding
         self.ended.set()
         return calls
@@ -175,7 +175,7 @@ class _Breaker:
 
 
 class MoveQueue:
-    """Runs moves. Thread-safe; has no threads before the first submit, and they sleep while there is nothing to do."""
+    """Runs moves. Thread-safe; starts its threads at the first submit, and they sleep while there is nothing to do."""
 
     def __init__(
         self,
@@ -185,12 +185,11 @@ class MoveQueue:
         shares: Mapping[str, int] | None = None,
         faults: FaultReports | None = None,
     ) -> None:
-        """shares: of these tiers, the most moves that run at the same time; the others may have all threads. faults:
-        told of threads that cannot be had, of moves that do not come back, and of memory that a move had none of; what
-        a tier refuses, the tier tells.
+        """shares: for these tiers, the most moves that run at a time; the others may have all threads. faults: told of
+        threads that cannot be had, of moves that hang, and of moves that lacked memory; a tier reports its own faults.
 
-        All moves of one priority that wait at the same time should be of one tier: what waits behind a move that its
-        tier's share does not allow waits with it.
+        All waiting moves of one priority should be of one tier: a move that its tier's share does not allow holds up
+        those behind it.
         """
         if threads < 1 or min((shares or {}).values(), default=1) < 1:
             raise ValueError(f"threads={threads}, shares={shares}; give at least 1 of each")
@@ -200,7 +199,7 @@ class MoveQueue:
         self._limits = limits
         self._threads = threads
         self._faults = faults or Unheard()
-        self._untold: list[tuple[str, FaultKind, str]] = []  # faults, told once the lock is not held
+        self._untold: list[tuple[str, FaultKind, str]] = []  # faults, reported outside the lock
         self._lock = threading.Lock()
         self._arrived = threading.Condition(self._lock)
         self._worker_left = threading.Condition(self._lock)
@@ -224,11 +223,11 @@ class MoveQueue:
         *,
         deadline: float | None = None,
     ) -> Move:
-        """Have `work` run. It returns when the move is made, or raises a `TierError`; after a fault it may run again.
+        """Queue `work`. It returns when the move is made, or raises a `TierError`; after a fault it may run again.
 
-        A move of the same key that has not ended is joined: `work` is not used, the higher of both priorities holds
+        If a move of the same key has not ended, this joins it: `work` is not used, the higher of both priorities holds
         if there is room in it, and the later of both deadlines. The deadline is a reading of the clock in seconds; a
-        move that has not begun by then never does. Never blocks: what is refused comes back done.
+        move that has not begun by then never does. Never blocks: a refused move comes back done.
         """
         with self._lock:
             joined = None if self._closed else self._tasks.get(key)
@@ -252,7 +251,7 @@ class MoveQueue:
         return Move(self, task)
 
     def is_down(self, tier: str) -> bool:
-        """Whether a move of that tier would be refused now: nobody need prepare one, nor wait for one under way."""
+        """Whether a move of that tier would be refused now, so that preparing one, or waiting for one, is useless."""
         with self._lock:
             return self._is_down(tier)
 
@@ -270,7 +269,7 @@ class MoveQueue:
             return {priority: len(queue) for priority, queue in self._queues.items()}
 
     def counts(self) -> list[MoveCounts]:
-        """What waits, runs and has ended, for every tier and priority that ever had a move."""
+        """Waiting, running and ended moves, for every tier and priority that ever had one."""
         with self._lock:
             waiting = Counter((task.tier, task.priority) for task in self._tasks.values() if not task.begun)
             running = Counter((task.tier, task.priority) for task in self._running)
@@ -282,12 +281,12 @@ class MoveQueue:
             ]
 
     def seconds(self) -> dict[Priority, HistogramCounts]:
-        """How long moves of each priority ran, from their beginning to their end, whatever came of them."""
+        """How long moves of each priority ran, from beginning to end, with any outcome."""
         with self._lock:
             return {priority: histogram.now() for priority, histogram in self._seconds.items()}
 
     def bugs(self) -> list[str]:
-        """The last `BUGS_KEPT` stack traces of what moves and callbacks raised that is no `TierError`.
+        """The last `BUGS_KEPT` stack traces of exceptions, other than `TierError`, from moves and callbacks.
 
         As text, because an exception keeps the memory of all the frames it came through.
         """
@@ -295,7 +294,8 @@ class MoveQueue:
             return list(self._bugs)
 
     def close(self, timeout_seconds: float) -> bool:
-        """End what waits as DOWN and await what runs, for at most that long. Whether all threads have ended.
+        """End waiting moves as DOWN and await running ones, for at most that long. Returns whether all threads have
+        ended.
 
         Not to be called from a callback, which would wait for itself.
         """
@@ -320,7 +320,7 @@ class MoveQueue:
         self._arrived.notify()
 
     def _refusal(self, task: _Task) -> TierMiss | None:
-        """Why a new move cannot be taken."""
+        """Why a new move cannot be queued."""
         if self._is_down(task.tier):
             if self._is_stalled() and not self._closed:
                 words = f"no thread is back from its move after {self._limits.stall_seconds:g} s"
@@ -343,7 +343,7 @@ class MoveQueue:
         return max(self._running.values()) + self._limits.stall_seconds < self._clock.monotonic_seconds()
 
     def _has_workers(self) -> bool:
-        """Start the threads that are missing. One is enough to go on with, if the system gives no more."""
+        """Start the missing threads. One suffices, if the system gives no more."""
         while self._workers < self._threads:
             name = f"kv-move-{self._workers}"
             try:
@@ -385,12 +385,11 @@ class MoveQueue:
     # Running -------------------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        """One worker's life."""
         while (task := self._next()) is not None:
             self._finish(task, self._run(task))
 
     def _next(self) -> _Task | None:
-        """Sleep until there is a move to begin, or none to come."""
+        """Sleep until a move can begin, or the queue is closed."""
         with self._lock:
             while not self._closed:
                 waiting = [priority for priority in Priority if self._may_run(self._queues[priority])]
@@ -402,7 +401,7 @@ class MoveQueue:
             return None
 
     def _may_run(self, queue: OrderedDict[Hashable, _Task]) -> bool:
-        """Whether there is a first move, and its tier's share allows one more."""
+        """Whether there is a first move, and its tier's share allows it."""
         tier = next((task.tier for task in queue.values()), None)
         if tier not in self._shares:
             return tier is not None
@@ -437,7 +436,7 @@ class MoveQueue:
             return task.deadline is not None and task.deadline < self._clock.monotonic_seconds()
 
     def _attempt(self, task: _Task) -> tuple[TierMiss | None, bool]:
-        """Run the work once: what came of it, and whether to try again."""
+        """Run the work once; returns the outcome, and whether to try again."""
         assert task.work is not None
         try:
             task.work()
@@ -453,7 +452,7 @@ class MoveQueue:
             return TierMiss.DOWN, False
         except Exception as error:
             # The worker's loop is one of the three places that may catch everything: a bug in one move must not end
-            # the thread that all the others wait for. It is not tried again, on state that it did not expect.
+            # the thread that all the others wait for. It is not retried, since its state is unknown.
             self._keep(error)
             self._failed(task)
             return TierMiss.DOWN, False
@@ -469,7 +468,7 @@ class MoveQueue:
                 breaker.faults = 0
 
     def _failed(self, task: _Task) -> bool:
-        """Count a fault; whether the tier may be asked again at once."""
+        """Count a fault; returns whether the tier may be asked again at once."""
         with self._lock:
             breaker = self._breakers[task.tier]
             calls: list[_Call] = []
@@ -485,7 +484,7 @@ class MoveQueue:
         return again
 
     def _end_waiting(self, tier: str) -> list[_Call]:
-        """A breaker opened: what waits for its tier hears of it now, not when a worker comes by."""
+        """A breaker opened: end the moves that wait for its tier now, not when a worker comes by."""
         tasks = [task for task in self._tasks.values() if task.tier == tier and not task.begun]
         return [call for task in tasks for call in self._end(task, TierMiss.DOWN)]
 
@@ -498,7 +497,7 @@ class MoveQueue:
         self._make(calls)
 
     def _end(self, task: _Task, finding: TierMiss | None) -> list[_Call]:
-        """Take a move out of the books, under the lock; returns the calls to make outside of it."""
+        """Take a move out of the tables, under the lock; returns the calls to make outside of it."""
         assert self._tasks[task.key] is task
         del self._tasks[task.key]
         (self._done if finding is None else self._failed_moves)[task.tier, task.priority] += 1

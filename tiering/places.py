@@ -1,8 +1,8 @@
 """Slots that late readers may still have mapped, and how many readers each has.
 
-A lease of a long prompt has a place for each block and part, so that this counts by extent in columns: some 20 ns and
-four bytes for a place, where a dict takes 150 ns and a hundred bytes. Few places at a time are walked in a plain loop:
-numpy's machinery alone takes longer. No lock: who calls serialises.
+A lease of a long prompt has a place for each block and part, so this counts in columns by extent: some 20 ns and four
+bytes a place, where a dict takes 150 ns and a hundred bytes. Few places at a time are walked in a plain loop: numpy's
+own overhead takes longer. No lock: the caller serialises.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import numpy as np
 from tiering.tier import NO_PLACE, SLOT_BITS, Column, extent_of, slot_of
 
 _FEW = 64
-"""Places that are walked in a plain loop."""
+"""Up to so many places are walked in a plain loop."""
 
 
 class HeldPlaces:
-    """A count for each place; of most it is 0."""
+    """A count for each place; 0 for most."""
 
     def __init__(self) -> None:
         self._counts: dict[int, array[int]] = {}  # by extent, then by slot
         self._held: Counter[int] = Counter()  # by extent: the sum of its counts
 
     def defer_reuse(self, places: Collection[int]) -> None:
-        """One more reader of each; they are distinct."""
+        """Add a reader of each; they are distinct."""
         if len(places) <= _FEW:
             for place in places:
                 extent, slot = extent_of(place), slot_of(place)
@@ -41,7 +41,7 @@ class HeldPlaces:
             self._held[extent] += len(slots)
 
     def allow_reuse(self, places: Collection[int]) -> list[int]:
-        """One reader less of each; returns the places that no reader holds any more."""
+        """Remove a reader of each; returns the places without a reader left."""
         done: list[int] = []
         if len(places) <= _FEW:
             for place in places:
@@ -63,7 +63,7 @@ class HeldPlaces:
         return done
 
     def __contains__(self, place: int) -> bool:
-        """Whether anybody holds it."""
+        """Whether any reader holds it."""
         counts, slot = self._counts.get(extent_of(place)), slot_of(place)
         return counts is not None and slot < len(counts) and counts[slot] > 0
 
@@ -72,20 +72,19 @@ class HeldPlaces:
         return bool(self._counts)
 
     def extents(self) -> Iterable[int]:
-        """Those that have a held place."""
+        """Extents with a held place."""
         return self._counts.keys()
 
     def has_extent(self, extent: int) -> bool:
-        """Whether a place of it is held."""
         return extent in self._counts
 
     def places(self) -> Column:
-        """All that are held."""
+        """All held places."""
         found = [np.flatnonzero(counts) | (extent << SLOT_BITS) for extent, counts in self._counts.items()]
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
     def counts(self) -> Counter[int]:
-        """How many readers each held place has; for checks."""
+        """Readers of each held place; for checks."""
         return Counter(
             {
                 (extent << SLOT_BITS) | slot: count
@@ -126,12 +125,11 @@ def _by_extent(places: Collection[int]) -> Iterator[tuple[int, Column]]:
 # ---------------------------------------------------------------------------------------------------------------------
 # Where the frames of blocks of several parts stand, of the parts behind the first.
 #
-# A table for each number of parts, dense: a row that goes leaves its place in there to the last one. So a block takes
-# memory for the parts that it has, and none for those that blocks of other namespaces have. Rows are found by two
-# numbers each. The first slot of a table is no row's: a row that is in no table reads `NO_PLACE` there, without being
-# asked for.
+# A dense table for each number of parts: the last row moves into the slot of a removed one. So a block takes memory for
+# its own parts only, whatever blocks of other namespaces have. A row is found by two numbers. The first slot of a table
+# belongs to no row: a row in no table reads `NO_PLACE` there, without a check.
 #
-# No lock: who calls serialises. Columns that are given away must be let go before a row comes or goes.
+# No lock: the caller serialises. Returned columns must be dropped before a row is added or removed.
 
 
 _DIGEST_BYTES = 16
@@ -159,7 +157,8 @@ class _Table:
         return range(first, len(self.owners))
 
     def remove(self, slot: int) -> tuple[list[int], int]:
-        """Returns the places of a slot, and which row has it now: the one that was last, or the one that goes."""
+        """Returns the slot's places, and the row that the slot belongs to now: the last one of the table, or the
+        removed one."""
         places, digests, parts = self.places, self.digests, self.parts
         start, last = slot * parts, (len(self.owners) - 1) * parts
         gone = places[start : start + parts].tolist()
@@ -177,12 +176,12 @@ class FurtherParts:
 
     def __init__(self) -> None:
         self.counts = array("H")
-        """Of parts behind the first, by row; 0 where a row is in no table."""
+        """Parts behind the first, by row; 0 for a row in no table."""
         self._slots = array("i")
         self._tables: dict[int, _Table] = {}
 
     def extend(self, rows: int) -> None:
-        """That many rows more."""
+        """Add so many rows."""
         self.counts.extend(array("H", bytes(2 * rows)))
         self._slots.extend(array("i", bytes(4 * rows)))
 
@@ -197,7 +196,7 @@ class FurtherParts:
             self.counts[row], self._slots[row] = parts, slot
 
     def remove(self, row: int) -> list[int]:
-        """A row that has further parts has none any more; returns its places."""
+        """Remove a row's further parts; returns their places."""
         parts, slot = self.counts[row], self._slots[row]
         table = self._tables[parts]
         places, moved = table.remove(slot)
@@ -253,7 +252,7 @@ class FurtherParts:
         return [bytes(digests[(at := slots[row] * step + first) : at + size]) for row in rows]
 
     def tables(self) -> Iterator[tuple[Column, Column]]:
-        """Of each table all rows, and their places, by row and part."""
+        """Each table's rows, and their places by row and part."""
         for table in self._tables.values():
             owners = np.frombuffer(table.owners, np.int32)[1:]
             yield owners, np.frombuffer(table.places, np.int64).reshape(-1, table.parts)[1:]
@@ -263,7 +262,7 @@ class FurtherParts:
         return sum(len(table.places) for table in self._tables.values())
 
     def check(self) -> None:
-        """Each row that has further parts is once in the table of as many, and its slot is the one that it knows."""
+        """Each row with further parts is once in the table for that number, at the slot that it knows."""
         found = 0
         for parts, table in self._tables.items():
             assert len(table.owners) > 1, "an empty table goes"
@@ -275,7 +274,7 @@ class FurtherParts:
         assert found == sum(map(bool, self.counts)), "a row is in the table that it names"
 
     def _table_of(self, rows: Sequence[int], part: int) -> _Table | None:
-        """Of all of them: rows of one namespace have equally many parts, or none any more. None also where they have
-        no such part."""
+        """The table of all these rows: rows of one namespace have equally many parts, or none any more. None also if
+        they have no such part."""
         parts = next((parts for row in rows if (parts := self.counts[row])), 0)
         return self._tables[parts] if parts >= part else None

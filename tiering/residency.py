@@ -1,6 +1,6 @@
-"""Which block is where, in which state, and what has to happen to make room.
+"""Which block is where, in which state, and what must happen to make room.
 
-Pure: events come in, decisions (`Move`) go out. No clock, no thread, no I/O, no randomness; who calls holds a lock.
+Pure: events come in, decisions (`Move`) go out. No clock, no thread, no I/O, no randomness; the caller holds a lock.
 
 A frame's life, drawn from the table below:
 
@@ -76,14 +76,14 @@ _NEXT = [
 
 
 class IllegalTransition(AssertionError):
-    """A state and an event that do not belong together: a bug above."""
+    """An event that a slot's state does not allow: a bug above."""
 
 
 class SlotTable:
     """The states of the equal slots of one extent or slab, with a count per state and a stack of free slots.
 
-    `owners[slot]` is the row of the whole block whose frame stands there. A committed frame whose block is not
-    complete, or was given up while its producer still writes, has none.
+    `owners[slot]` is the row of the whole block whose frame stands there. A committed frame of an incomplete block, or
+    of one that was given up while its producer still writes, has none.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -105,7 +105,7 @@ class SlotTable:
         return self.counts[FrameState.RESIDENT]
 
     def reserve(self, count: int) -> list[int]:
-        """That many free slots, now RESERVED; there must be as many."""
+        """Take so many free slots, now RESERVED; there must be as many."""
         free = self._free
         slots = [free.pop() for _ in range(count)]
         for slot in slots:
@@ -113,7 +113,7 @@ class SlotTable:
         return slots
 
     def apply(self, slot: int, event: FrameEvent) -> int:
-        """One step of the table; returns the `FrameState` that the slot is in now, as a plain number."""
+        """One step of the table; returns the slot's new `FrameState` as a plain number."""
         before = self.states[slot]
         after = _NEXT[event][before]
         if after is None:
@@ -127,7 +127,7 @@ class SlotTable:
         return after
 
     def load(self, states: bytes) -> None:
-        """States as they were found; the table must be new."""
+        """Set the states that were found; the table must be new."""
         assert len(states) == self.capacity == self.counts[FrameState.FREE]
         self.states[:] = states
         self.counts = [states.count(state) for state in FrameState]
@@ -150,7 +150,7 @@ class Grow:
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """Give up blocks, all their frames: this one first, the worst of all."""
+    """Evict blocks, all their frames: this one first, the worst of all."""
 
     row: int
 
@@ -195,13 +195,13 @@ class TierRoom(Protocol):
 
 
 class Pins:
-    """How many leases, reservations and moves forbid the eviction of each block, from any tier."""
+    """How many leases, reservations and moves pin each block, in every tier."""
 
     def __init__(self) -> None:
         self.counts = array("i")
 
     def pin(self, rows: Sequence[int]) -> int:
-        """Forbid eviction of distinct blocks, once more each; returns how many were not pinned before."""
+        """Pin distinct blocks once more; returns how many were not pinned before."""
         counts, fresh = self.counts, 0
         for row in rows:
             count = counts[row]
@@ -231,7 +231,7 @@ class Pins:
         return len(left) - int(np.count_nonzero(left))
 
     def affordable(self, rows: Sequence[int], new_pins: int) -> int:
-        """How many of these blocks, from the first on, can be pinned with at most `new_pins` that nobody pins yet."""
+        """How many leading blocks of these can be pinned with at most `new_pins` blocks that were unpinned before."""
         counts = self.counts
         for count, row in enumerate(rows):
             if not counts[row]:
@@ -241,7 +241,7 @@ class Pins:
         return len(rows)
 
     def grow_to(self, row: int) -> None:
-        """Have a count for this row."""
+        """Make a count up to this row."""
         missing = row + 1 - len(self.counts)
         if missing > 0:
             more = max(missing, 1024, len(self.counts) >> 3)
@@ -266,7 +266,7 @@ class Residency:
         self.groups = policy if isinstance(policy, ByGroup) else None
         self.pins = pins
         self.retention: Retention | None = None
-        """What is kept here for a time; by whoever puts the parts together."""
+        """What is retained here; set by `node`, which composes the store."""
         self._listed = bytearray()
         self.blocks = 0  # that are listed
         self._children = array("i")  # that have a place here, or are about to
@@ -275,12 +275,12 @@ class Residency:
         self._header_digests = bytearray()  # 16 bytes per row, of the first part
         self._further = FurtherParts()
         self.held = HeldPlaces()
-        """Of readers whose lease ran out while they may still read."""
+        """Places that readers with expired leases may still read."""
 
     # What happened -------------------------------------------------------------------------------------------------
 
     def child_came(self, parent: int) -> None:
-        """A block below `parent` is about to get a place here: the parent cannot go before it."""
+        """A child of `parent` is about to get a place here: the parent cannot be evicted before it."""
         self._children[parent] += 1
         if self._children[parent] == 1 and self._listed[parent]:
             self.policy.became_inner(parent)
@@ -324,7 +324,7 @@ class Residency:
                 self.retention.left(row)
 
     def loaded(self, rows: range, parents: Column, generations: Column, places: Sequence[Column]) -> None:
-        """Blocks from before a restart are readable here, the one that was used last first; places: by part.
+        """Blocks from before a restart are readable here, most recently used first; places: by part.
 
         parents: rows, which may be among these, or a negative number.
         """
@@ -382,7 +382,7 @@ class Residency:
             self._places[row] = place
 
     def forget(self, row: int) -> list[int]:
-        """The block has no frames any more; returns the places that it had, in the order of its parts."""
+        """The block has no frames any more; returns the places it had, in the order of its parts."""
         self._generations[row] = 0
         place = self._places[row]
         if place == NO_PLACE:
@@ -396,19 +396,19 @@ class Residency:
         return bool(self.held)
 
     def defer_reuse(self, places: Collection[int]) -> None:
-        """A lease ran out, but its reader may still be copying: these slots are not reused before `allow_reuse`."""
+        """A lease expired, but its reader may still be copying: these slots are not reused before `allow_reuse`."""
         self.held.defer_reuse(places)
 
     def defer_reuse_of_current(self, rows: array[int], part: int, places: Column) -> None:
-        """The same of one part's places that blocks had, as far as they have them still; the others become
-        `NO_PLACE` in there."""
+        """The same for one part's places, as far as the blocks still have them; the others become `NO_PLACE` in the
+        argument."""
         column = np.frombuffer(rows, np.int32)
         now = self._further.places_column(column, part) if part else np.frombuffer(self._places, np.int64)[column]
         places[now != places] = NO_PLACE
         self.held.defer_reuse(places[places != NO_PLACE])
 
     def allow_reuse(self, places: Collection[int]) -> list[int]:
-        """The reader is done; returns the places that nobody holds any more."""
+        """The reader is done; returns the places that no reader holds any more."""
         return self.held.allow_reuse(places)
 
     # What is known -------------------------------------------------------------------------------------------------
@@ -418,11 +418,11 @@ class Residency:
         return bool(self._listed[row])
 
     def retained_bytes(self) -> int:
-        """What is kept here for a time."""
+        """Bytes retained here."""
         return sum(self.retention.kept_bytes()) if self.retention is not None else 0
 
     def children(self, row: int) -> int:
-        """Blocks below it that have a place here, or are about to."""
+        """Its children that have a place here, or are about to."""
         return self._children[row]
 
     def place(self, row: int, part: int) -> int:
@@ -430,7 +430,7 @@ class Residency:
         return self.places_of((row,), part)[0] if part else self._places[row]
 
     def all_places(self, row: int) -> list[int]:
-        """Where a block's frames stand, of all its parts that have one."""
+        """Where a block's frames stand, for all parts that have one."""
         place = self._places[row]
         return [place, *self._further.all_places(row)] if place != NO_PLACE else []
 
@@ -442,19 +442,19 @@ class Residency:
         return [column[row] for row in rows]
 
     def is_held(self, place: int) -> bool:
-        """Whether a reader whose lease ran out may still have the slot mapped."""
+        """Whether a reader with an expired lease may still have the slot mapped."""
         return place in self.held
 
     def is_in_use(self, row: int) -> bool:
-        """Whether somebody needs the block here, or may still be reading it; or it is not readable here yet."""
+        """Whether the block is pinned, may still be read under an expired lease, or is not readable here yet."""
         return not self._listed[row] or bool(self.pins.counts[row]) or self.is_row_held(row)
 
     def is_row_held(self, row: int) -> bool:
-        """Whether a reader whose lease ran out may still have a slot of the block mapped."""
+        """Whether a reader with an expired lease may still have a slot of the block mapped."""
         return bool(self.held) and any(place in self.held for place in self.all_places(row))
 
     def all_in_use(self) -> list[int]:
-        """Blocks that have a place here and of which that is so."""
+        """Blocks with a place here that are in use."""
         listed = np.frombuffer(self._listed, np.uint8)
         is_used = (listed == 0) | (np.frombuffer(self.pins.counts, np.int32)[: len(listed)] != 0)
         first = np.frombuffer(self._places, np.int64)
@@ -469,16 +469,16 @@ class Residency:
 
     @property
     def listed_column(self) -> Column:
-        """`is_listed`, by row: to be let go before anything comes or goes here."""
+        """`is_listed`, by row: a view that must be dropped before the table changes."""
         return np.frombuffer(self._listed, np.uint8)
 
     @property
     def child_counts(self) -> Column:
-        """`children`, by row; the same."""
+        """`children`, by row; likewise."""
         return np.frombuffer(self._children, np.int32)
 
     def pieces_in_use(self) -> set[int]:
-        """Those that have a block which somebody pins, or may still have mapped."""
+        """Pieces with a block that is pinned, or that a late reader may still have mapped."""
         pins = np.frombuffer(self.pins.counts, np.int32)[: len(self._listed)]
         first = np.frombuffer(self._places, np.int64)[pins != 0]
         pieces = {*self.held.extents(), *np.unique(first[first != NO_PLACE] >> SLOT_BITS).tolist()}
@@ -517,7 +517,7 @@ class Residency:
 
         Call it while a class is short of slots. In this order: grow into the budget; give back an extent of another
         class that can be emptied without evicting anything; evict the worst leaf, of these groups if they are given.
-        Evicting somebody else's worst leaves until one of their extents can be emptied is how memory wanders to where
+        Evicting other namespaces' worst leaves until one of their extents can be emptied is how memory moves to where
         it is used.
         """
         short = [slot_class for slot_class in wanted if not tier.free_slots(slot_class)]
@@ -535,8 +535,8 @@ class Residency:
         return Evict(row) if row is not None else None
 
     def worst(self, groups: Sequence[int] | None = None) -> Iterator[int]:
-        """Leaves that nobody pins, worst first; of these groups, one after the other, if they are given. Each one may
-        be evicted before the next is asked for."""
+        """Unpinned leaves, worst first; of these groups, one after the other, if they are given. Each may be evicted
+        before the next is asked for."""
         pins, retention = self.pins.counts, self.retention
         is_simple = retention is None or not len(retention)
         victims = self._victims(groups) if is_simple else self._victims_kept_last(groups)
@@ -548,7 +548,7 @@ class Residency:
         return self.groups.victims_of(groups)
 
     def _victims_kept_last(self, groups: Sequence[int] | None) -> Iterator[int]:
-        """The same, with what is kept for a time last. What was come upon becomes recent at the end."""
+        """The same, retained ones last; those that were passed over become recent at the end."""
         retention = self.retention
         assert retention is not None
         proposed: set[int] = set()
@@ -578,7 +578,7 @@ class Residency:
         assert set(self.policy.victims()) == leaves, "the policy proposes exactly the leaves"
 
     def _vacate(self, wanted: Sequence[SlotClass], tier: TierRoom) -> Vacate | None:
-        """A wanted class keeps a free slot if it has one, or a block's parts would take extents from each other."""
+        """Each wanted class keeps a free slot if it has one, or a block's parts would take extents from each other."""
         best: ExtentRoom | None = None
         for slot_class in tier.reclaimable_classes():
             free = tier.free_slots(slot_class)
@@ -599,7 +599,7 @@ class Residency:
         return extent.slots.live <= spare_in_class - extent.slots.free and self.can_move(extent)
 
     def can_move(self, extent: ExtentRoom) -> bool:
-        """Whether nobody is using what stands in an extent."""
+        """Whether no block in an extent is in use."""
         slots = extent.slots
         if slots.counts[FrameState.RESERVED] or slots.counts[FrameState.ZOMBIE] or slots.counts[FrameState.DELETING]:
             return False
@@ -607,7 +607,7 @@ class Residency:
         return not any(row < 0 or self.pins.counts[row] for row in owners) and not self.is_any_held(extent.number)
 
     def grow_to(self, row: int) -> None:
-        """Have columns for this row."""
+        """Make columns up to this row."""
         self.pins.grow_to(row)
         missing = row + 1 - len(self._listed)
         if missing <= 0:

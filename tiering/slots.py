@@ -1,7 +1,7 @@
-"""The slots of a tier: pieces of one slot class each, cut into equal slots, and who has free ones.
+"""The slots of a tier: pieces of one slot class each, cut into equal slots, and which have free ones.
 
 A piece is an extent of memory or a slab on disk. This file keeps numbers only: states, counts and owners. It never
-touches a byte of a frame, decides nothing, and takes no lock: who calls serialises.
+touches a byte of a frame, decides nothing, and takes no lock: the caller serialises.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tiering.tier import SLOT_BITS, SLOT_MASK, Column, SlotClass, Usage, extent_
 
 
 class Piece:
-    """An extent or a slab. `closing`: it is being emptied, so its free slots are out of use."""
+    """An extent or a slab. closing: it is being emptied, and its free slots are out of use."""
 
     def __init__(self, number: int, slot_class: SlotClass, capacity: int) -> None:
         assert 0 < capacity < 1 << SLOT_BITS
@@ -64,7 +64,7 @@ class SlotLedger(Generic[P]):
         self._use(piece)
 
     def remove(self, number: int) -> P:
-        """Take a piece out that holds nothing readable; returns it."""
+        """Take out a piece without readable frames; returns it."""
         piece = self.pieces[number]
         counts = piece.slots.counts
         assert counts[FrameState.FREE] + counts[FrameState.QUARANTINED] == piece.slots.capacity
@@ -80,7 +80,6 @@ class SlotLedger(Generic[P]):
         return piece
 
     def clear(self) -> None:
-        """Forget everything."""
         self.pieces.clear()
         self.held.clear()
         self._classes.clear()
@@ -95,7 +94,7 @@ class SlotLedger(Generic[P]):
             owner.free -= piece.slots.free
 
     def stop_closing(self, number: int) -> None:
-        """Back into use."""
+        """Put them back into use."""
         piece = self.pieces[number]
         piece.closing = False
         self._use(piece)
@@ -109,7 +108,7 @@ class SlotLedger(Generic[P]):
         while owner is not None and owner.with_free and len(places) < count:
             piece = next(iter(owner.with_free.values()))
             take = min(count - len(places), piece.slots.free)
-            first = piece.number << SLOT_BITS  # spelled out, here and below: every frame comes through here
+            first = piece.number << SLOT_BITS  # inlined, here and below: every frame comes through here
             places += [first | slot for slot in piece.slots.reserve(take)]
             owner.free -= take
             if not piece.slots.free:
@@ -132,7 +131,7 @@ class SlotLedger(Generic[P]):
                 owner.with_free[piece.number] = piece
 
     def own(self, places: Iterable[int], rows: Iterable[int]) -> None:
-        """Note which block's frame stands at each place."""
+        """Record which block's frame stands at each place."""
         pieces = self.pieces
         for place, row in zip(places, rows, strict=True):
             pieces[place >> SLOT_BITS].slots.owners[place & SLOT_MASK] = row
@@ -145,7 +144,7 @@ class SlotLedger(Generic[P]):
             np.frombuffer(self.pieces[number].slots.owners, "i")[slots[mine]] = rows[mine]
 
     def state(self, place: int) -> int | None:
-        """The `FrameState` of a slot as a number; None where there is no such slot."""
+        """The `FrameState` of a slot as a number; None if there is no such slot."""
         piece = self.pieces.get(extent_of(place))
         if piece is None or slot_of(place) >= piece.slots.capacity:
             return None
@@ -154,12 +153,12 @@ class SlotLedger(Generic[P]):
     # Facts for decisions -------------------------------------------------------------------------------------------
 
     def free_slots(self, slot_class: SlotClass) -> int:
-        """Free slots of a class, pieces that are being emptied left out."""
+        """Free slots of a class, without pieces that are being emptied."""
         owner = self._classes.get(slot_class)
         return owner.free if owner is not None else 0
 
     def reclaimable_classes(self, piece_bytes: int) -> Iterator[SlotClass]:
-        """Classes that could do with one piece of that size less."""
+        """Classes that can spare a piece of that size."""
         for slot_class, owner in self._classes.items():
             if owner.free + owner.quarantined >= piece_bytes // slot_class.frame_bytes:
                 yield slot_class
@@ -174,7 +173,7 @@ class SlotLedger(Generic[P]):
         return [] if owner is None else list(owner.pieces.values())
 
     def rows_in(self, number: int) -> list[int] | None:
-        """Whose frames stand in a piece; None where one is being written, or is of nobody who is known."""
+        """The rows of the frames in a piece; None if one is being written, or has no known owner."""
         slots = self.pieces[number].slots
         rows = [slots.owners[slot] for slot, state in enumerate(slots.states) if state == FrameState.RESIDENT]
         return rows if not slots.counts[FrameState.RESERVED] and min(rows, default=0) >= 0 else None
@@ -185,7 +184,7 @@ class SlotLedger(Generic[P]):
         return [sum(column) for column in columns] or [0] * len(FrameState)
 
     def usage(self, taken_bytes: int, budget_bytes: int) -> Usage:
-        """Slots by state, and the bytes that the tier says it has taken."""
+        """Slots by state, and the bytes that the tier has taken."""
         sums = self.sums()
         return Usage(
             free=sums[FrameState.FREE],

@@ -1,8 +1,8 @@
 """The contract of a tier: a place for frames of equal size, with a bounded number of bytes.
 
-A tier moves bytes and keeps the states of its slots; it decides nothing: what to keep, what to evict and what to tell
-people is decided above. Callers serialise their calls; only `read` and the copies into a reserved view run beside
-others. A *place* is a slot's address in a tier, one integer: extent number in the upper bits, slot in the lower.
+A tier moves bytes and keeps the states of its slots. It decides nothing: what to keep, what to evict and what to tell
+people is decided above. Callers serialise their calls; only `read` and copies into a reserved view run beside others. A
+*place* is a slot's address in a tier, one integer: extent number in the upper bits, slot in the lower.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NO_PLACE = -1
 
 
 class TierMiss(Enum):
-    """What a tier, or the table over the tiers, saw of a block that is not readable."""
+    """Why a block is not readable, as a tier or the tables over the tiers see it."""
 
     NEVER_SEEN = "never_seen"
     EVICTED = "evicted"
@@ -40,7 +40,7 @@ class TierMiss(Enum):
 
 
 class MappedMemory(Protocol):
-    """Memory that many frames lie in, as this process maps it. Does not keep it mapped: views do."""
+    """Memory with many frames, as this process maps it. Does not keep it mapped: views do."""
 
     @property
     def address(self) -> int: ...
@@ -52,15 +52,14 @@ class MappedMemory(Protocol):
     def writable(self) -> bool: ...
 
     def before_unmap(self, leave: Callable[[Callable[[], object]], object]) -> None:
-        """When the last view is gone, `leave` is called in place of unmapping, with what unmaps it, to be called once
-        nothing needs the memory any more. It is called by a finalizer, at any point of any thread: it must not wait.
-        """
+        """When the last view is gone, call `leave` in place of unmapping, with a function that unmaps, to be called
+        once nothing needs the memory any more. A finalizer calls it, at any point of any thread: it must not block."""
         ...
 
 
 class FrameSpan(NamedTuple):
-    """A frame's bytes in this process: where they start, a writable view of all of them, and what they lie in, where
-    that is told."""
+    """A frame's bytes in this process: where they start, a writable view of all of them, and the memory they lie in, if
+    known."""
 
     address: int
     view: memoryview
@@ -96,8 +95,8 @@ class Usage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MoveCounts:
-    """Moves of one kind, which is a tier or a direction of one, and priority: waiting and running now, and how they
-    ended since the start. A move that was refused, or given up before it began, counts as failed."""
+    """Moves of one kind (a tier, or one of its directions) and priority: waiting and running now, and their outcomes
+    since the start. A move that was refused, or given up before it began, counts as failed."""
 
     kind: str
     priority: str
@@ -109,9 +108,9 @@ class MoveCounts:
 
 @dataclass(frozen=True, slots=True)
 class ScrubUsage:
-    """What a scrub did since the start. frames, bytes: verified, good or damaged. unreadable: times that a frame could
-    not be read. mended: damaged blocks that were written down again. last_pass_ended: Unix time; the two of the last
-    pass are None before the first one ended."""
+    """What a scrub did since the start. frames, bytes: verified, good or damaged. unreadable: failed reads. mended:
+    damaged blocks that were written again. last_pass_ended: Unix time; the two of the last pass are None before the
+    first one ended."""
 
     bytes_per_second: int
     passes: int
@@ -126,7 +125,7 @@ class ScrubUsage:
 
     @property
     def counters(self) -> dict[str, int]:
-        """What happened, under the names that a store counts it by; what never did is left out."""
+        """Its counts above 0, under the names of the store's counters."""
         counts = {
             "scrubbed_frames": self.frames,
             "scrub_damaged_frames": self.damaged,
@@ -142,19 +141,19 @@ class Tier(Protocol):
     name: str
 
     def reserve(self, slot_class: SlotClass, count: int) -> list[int]:
-        """Places for up to `count` frames; fewer, or none, where the tier has no free slot of that class."""
+        """Places for up to `count` frames; fewer, or none, if the tier has no free slot of that class."""
         ...
 
     def commit(self, places: Sequence[int], frames: Sequence[bytes | memoryview]) -> None:
         """Store frames and make them readable.
 
-        A frame is given from its start on, as far as it does not stand at its place yet: whole, or its header alone
-        where a tier in memory let the payload be written there.
+        A frame is given from its start on, as far as it does not stand at its place yet: whole, or its header alone if
+        a tier in memory let the payload be written there.
         """
         ...
 
     def abort(self, places: Sequence[int]) -> None:
-        """Give reserved places back; what was written there is never read."""
+        """Give reserved places back; bytes written there are never read."""
         ...
 
     def read(self, place: int, into: memoryview) -> None:
@@ -171,8 +170,8 @@ class Tier(Protocol):
 
 
 class LowerTier(Protocol):
-    """What the tables over the tiers need of the one below DRAM: its slots, and whose they are. budget_bytes: of all
-    slots that may be."""
+    """What the tables need of the tier below DRAM: its slots and their owners. budget_bytes: of all slots that may
+    be."""
 
     budget_bytes: int
 
@@ -185,7 +184,7 @@ class LowerTier(Protocol):
         ...
 
     def delete(self, places: Sequence[int], *, claim: bool = False) -> None:
-        """As `Tier.delete`. claim: the slots are for whoever evicted the frames, and not for everybody."""
+        """As `Tier.delete`. claim: keep the slots for the caller, who evicted the frames."""
         ...
 
     def quarantine(self, places: Sequence[int]) -> None:
@@ -193,7 +192,7 @@ class LowerTier(Protocol):
         ...
 
     def own(self, places: Iterable[int], rows: Iterable[int]) -> None:
-        """Note which block's frame stands at each place."""
+        """Record which block's frame stands at each place."""
         ...
 
     def own_many(self, places: Column, rows: Column) -> None:
@@ -210,7 +209,7 @@ class LowerTier(Protocol):
 
     @property
     def piece_bytes(self) -> int:
-        """Of one of them."""
+        """Of one piece."""
         ...
 
     def pieces(self) -> int:
@@ -218,12 +217,10 @@ class LowerTier(Protocol):
         ...
 
     def rows_in(self, piece: int) -> list[int] | None:
-        """Whose frames stand in a piece; None where one is being written, or is of nobody who is known."""
+        """The rows of the frames in a piece; None if one is being written, or has no known owner."""
         ...
 
-    def check(self) -> None:
-        """Verify its invariants."""
-        ...
+    def check(self) -> None: ...
 
 
 def place_of(extent: int, slot: int) -> int:

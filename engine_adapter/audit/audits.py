@@ -27,20 +27,20 @@ _log = getLogger(__name__)
 FRACTION = 1 / 1000
 """Of the hits: costs a thousandth of what they save."""
 LONGEST_AUDIT_SECONDS = 600.0
-"""A request that was held out and never ended does not keep others from being audited for longer."""
+"""After this, a held-out request that never ended no longer blocks further audits."""
 
 
 FIRST_HITS = 2
-"""That are compared and found right before any hit is loaded: with an inexact codec a prompt's first block and a
-later one."""
+"""Comparisons that must find nothing wrong before any hit is loaded: with an inexact codec, a prompt's first block and
+a later one."""
 MOST_GIVEN_UP = 16
-"""Comparisons of the first hits that may come to nothing before hits are loaded without them."""
+"""Comparisons of the first hits that may fail to complete before hits are loaded without them."""
 
 
 class Holdout:
-    """Which hits are computed all the same; of these one at a time is compared. hits: that were asked about. held_out:
-    that are compared. busy: that would be, had not another one been under way. first_left: comparisons that have to
-    find nothing wrong before a hit is loaded."""
+    """Which hits are computed all the same; one of these at a time is compared. hits: considered. held_out: compared.
+    busy: would be, but another comparison was under way. first_left: comparisons that must find nothing wrong before a
+    hit is loaded."""
 
     def __init__(self, choose: Callable[[], float], fraction: float = FRACTION, first: int = FIRST_HITS) -> None:
         """choose: evenly from 0 up to 1, as `random.Random.random`. fraction: 0 turns it off, the first ones too; with
@@ -62,8 +62,8 @@ class Holdout:
         return self._fraction >= 1.0 or self.first_left > 0
 
     def begins(self, request: str, now_seconds: float) -> bool:
-        """Whether this hit is held out. Ask once for each request, and only where the store found something: chance
-        alone must decide, or hits and held-out ones cannot be compared."""
+        """Whether this hit is held out. Ask once for each request, and only if the store found something: chance alone
+        must decide, or hits and held-out ones cannot be compared."""
         self.hits += 1
         if not self.takes_all and self._choose() >= self._fraction:
             return False
@@ -75,12 +75,12 @@ class Holdout:
         return True
 
     def compares(self, request: str) -> bool:
-        """Whether this one is compared, and not only computed."""
+        """Whether it is compared, and not only computed."""
         return self._under_way is not None and self._under_way[0] == request
 
     def ended(self, request: str, is_sound: bool = False) -> None:
-        """The request is over, compared or given up. Of one that is not compared: nothing happens. is_sound: it was
-        compared, and nothing was wrong."""
+        """The request is over, compared or given up; no effect for one that is not compared. is_sound: it was compared,
+        and nothing was wrong."""
         if not self.compares(request):
             return
         self._under_way = None
@@ -107,7 +107,7 @@ class Holdout:
 
 
 class AuditVerdict(StrEnum):
-    """What a stored block is, beside the computed one."""
+    """How a stored block compares with the computed one."""
 
     EXACT = "exact"  # bit for bit, or what the codec makes of the computed block bit for bit
     CLOSE = "close"  # as far off as another order of additions, and the codec, can make it
@@ -189,11 +189,11 @@ class AuditCounts:
 
 LOG_EVERY_SECONDS = 60.0
 MOST_NAMESPACES = 256
-"""Of which is known when they were logged last."""
+"""Namespaces whose last log line is remembered."""
 
 
 class Audits:
-    """Counts what was compared, and says in the log what has drifted: once a minute for each namespace."""
+    """Counts comparisons, and logs drifted ones: once a minute for each namespace."""
 
     def __init__(self) -> None:
         self.counts = AuditCounts()
@@ -201,7 +201,7 @@ class Audits:
 
     def record(self, namespace: str, results: Sequence[AuditResult], now_seconds: float) -> AuditVerdict | None:
         """The blocks of one held-out request. namespace: its name for people. Returns the worst verdict, on which the
-        caller should act: what has drifted must not be served. None: there was nothing left to compare."""
+        caller must act: drifted blocks must not be served. None: nothing was compared."""
         if not results:
             return None
         counts = self.counts
@@ -258,7 +258,7 @@ class Audits:
 MOST_BITS = 24
 """Of a number of tokens: longer prompts share a bin."""
 LEAST_OF_AN_ARM = 2
-"""Of a bin: below, nothing is known of how much its times vary."""
+"""Times needed in each arm of a bin before their variance is estimated."""
 
 
 @dataclass(slots=True)
@@ -282,7 +282,7 @@ class _Times:
 
 @dataclass(frozen=True, slots=True)
 class HitSaving:
-    """Of one hit, on average, in milliseconds. hits, held_out: of the bins that have enough of both."""
+    """What one hit saves on average, in milliseconds. hits, held_out: of the bins that have enough of both."""
 
     mean_ms: float
     standard_error_ms: float

@@ -44,8 +44,8 @@ Planes = Mapping[int, Sequence[torch.Tensor]]
 # attention reads a K and a V that are each off by what the codec makes of them. These are two roundings more in each
 # layer, of a size that is measured on the block itself; four times their random walk is allowed as well. Where every
 # block was computed behind restored ones, the tests find at most 0.9 of what is then allowed in the wide random models
-# above, 0.25 with usual weights, 0.2 in the trained one. Changes of less than that hide behind it, so whoever audits 8
-# bits compares first blocks too: nothing lies before them.
+# above, 0.25 with usual weights, 0.2 in the trained one. Changes of less than that hide behind it, so an audit of 8
+# bits must compare first blocks too: nothing lies before them.
 
 ALLOWED_AT_FIRST: dict[torch.dtype, float] = {
     torch.float32: 2.0**-12,
@@ -123,8 +123,8 @@ def compare_block(
 def compare_opaque(
     stored: Planes, computed: Planes, dtype: torch.dtype, deepest: int | None = None
 ) -> AuditResult | None:
-    """The same of pages of which nobody knows where in them K and V lie. dtype: of the engine's tensors. Where these
-    are no floats only equal bytes say something: else None."""
+    """The same for opaque pages, in which the places of K and V are unknown. dtype: of the engine's tensors. If these
+    are no floats, only equal bytes are a result: else None."""
     size = torch.empty((), dtype=dtype).element_size()
     widths = [plane.shape[-1] for planes in computed.values() for plane in planes if plane.dtype is torch.uint8]
     if dtype in ALLOWED_AT_FIRST and all(width % size == 0 for width in widths):

@@ -1,8 +1,8 @@
 """Chunks of one kind, found, loaded and stored by threads that may wait: an engine's own I/O threads.
 
-A namespace is opened in the background, over two connections, so that what stores does not hold up what looks up. This
-is the edge at which any fault becomes a miss, or a chunk that is not stored; nothing raises because of the store. Must
-never import an engine.
+A namespace is opened in the background, over two connections, so that stores do not delay look-ups. This is the edge at
+which any fault becomes a miss, or a chunk that is not stored; nothing raises because of the store. Must never import an
+engine.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from kvstore.client.handle import Match, NamespaceHandle
 from kvstore.protocol import messages as m
 
 KNOWN_KEYS = 1 << 14
-"""Names whose keys are remembered: those before a batch are hashed with every batch."""
+"""Names whose keys are remembered: those before a batch are hashed again with every batch."""
 CLOSE_SECONDS = 1.0
 
 _NO_CHAIN = frozenset(
     {MissReason.DIVERGED, MissReason.ABSENT, MissReason.EVICTED, MissReason.CORRUPT, MissReason.OTHER_NAMESPACE}
 )
-"""Why chunks cannot be stored behind what comes before: it is not there, or they stand somewhere else."""
+"""Why chunks cannot be stored behind those before: these are missing, or in another chain."""
 
 _log = getLogger(__name__)
 
 
 def open_twice(opened: Callable[..., ClosableStore], url: str, engine: str) -> tuple[ClosableStore, ClosableStore]:
-    """For look-ups and loads, and for stores: one engine, of two connections. A store in this process needs no second.
-    Nothing is asked of a sidecar yet. opened: `kvstore.open`. Raises `BadInput`."""
+    """Two connections of one engine: for look-ups and loads, and for stores. A store in this process needs no second.
+    Connects to no sidecar yet. opened: `kvstore.open`. Raises `BadInput`."""
     first = opened(url, engine=engine)
     session = getattr(first, "session", None)
     return first, opened(url, engine=engine, session=session) if session is not None else first
 
 
 class ChunkOutcomes:
-    """What became of chunks, counted by outcome, and whether the store can be asked. Thread-safe."""
+    """The outcomes of chunks, counted, and whether the store can be asked. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -57,13 +57,13 @@ class ChunkOutcomes:
         self._is_away = False
 
     def count(self, **chunks: int) -> None:
-        """So many, of each outcome."""
+        """Add so many, by outcome."""
         with self._lock:
             self._counts.update({outcome: number for outcome, number in chunks.items() if number})
 
     @contextmanager
     def caught(self) -> Iterator[None]:
-        """A fault of the store ends what is within, and nothing else."""
+        """A context that a fault of the store ends early, and that lets nothing through."""
         try:
             yield
         except Exception as error:
@@ -71,7 +71,7 @@ class ChunkOutcomes:
             _log.debug("a fault of the store: %s: %s", type(error).__name__, error)
 
     def told(self, reason: MissReason | None) -> None:
-        """Why the last question found no more. One line for each change of state."""
+        """Why the last look-up found no more. Logs one line for each change of state."""
         is_away = reason is MissReason.UNREACHABLE
         with self._lock:
             was_away, self._is_away = self._is_away, is_away
@@ -79,7 +79,7 @@ class ChunkOutcomes:
             _log.warning("the store %s", "cannot be asked: chunks are computed, not loaded" if is_away else "answers")
 
     def take(self) -> dict[str, int]:
-        """Since the last call."""
+        """The counts since the last call."""
         with self._lock:
             counts, self._counts = self._counts, Counter()
         return dict(counts)
@@ -110,7 +110,7 @@ class ChunkSpace:
 
     @property
     def handle(self) -> NamespaceHandle | None:
-        """For look-ups and loads; None while the store was not reached yet. Waits for nothing."""
+        """For look-ups and loads; None while the store was not reached yet. Does not block."""
         return self._reading.now()
 
     def pages(self, slots: Sequence[int]) -> Pages:
@@ -122,8 +122,9 @@ class ChunkSpace:
         return Prompt(len(names) * self.block_tokens, [self._key(handle, name) for name in names])
 
     def found(self, names: Sequence[bytes], *, counts: bool = True, fetch_ms: float = 0.0) -> int:
-        """How many, from the first on. counts: as a look-up, for people. fetch_ms: what is elsewhere is found where
-        `load` could fetch it in that time; 0 where the names are no prompt's first ones, or are not fetched."""
+        """How many leading chunks are stored. counts: as a look-up, for people. fetch_ms: chunks elsewhere count as
+        found if `load` could fetch them in that time; 0 if the names are no prompt's first ones, or nothing is to be
+        fetched."""
         blocks, handle = 0, self.handle
         with self._outcomes.caught():
             if handle is not None and names:
@@ -138,11 +139,11 @@ class ChunkSpace:
         return blocks
 
     def load(self, names: Sequence[bytes], pages: Pages, deadline_ms: float, *, fetches: bool = False) -> int:
-        """How many chunks, from the first on, are in their pages now, verified. deadline_ms: for all of them to come up
-        from lower tiers, or from elsewhere. What is there the leases say. fetches: as `found` has it."""
+        """How many leading chunks are in their pages now, verified. deadline_ms: for promotions and fetches of all of
+        them. The leases tell what is stored. fetches: as in `found`."""
         done, ends_at, reason, handle = 0, self._clock() + deadline_ms / 1000, None, self.handle
         with self._outcomes.caught():
-            while handle is not None and done < len(names):  # a lease may be for fewer: what may be pinned is bounded
+            while handle is not None and done < len(names):  # a lease may be for fewer: pins are bounded
                 left_ms = max(0.0, 1000 * (ends_at - self._clock()))
                 wanted = self.prompt(handle, names[done:])
                 hoped = Match(wanted.keys, len(wanted.keys), wanted.tokens, (), Account.of([]), None, "")
@@ -160,13 +161,13 @@ class ChunkSpace:
         return done
 
     def _fetched(self, handle: NamespaceHandle, prompt: Prompt, here: int, ends_at: float) -> bool:
-        """Whether it was waited for what is elsewhere, until then at most."""
+        """Whether it waited for chunks from elsewhere, at most until then."""
         fetch = FetchPolicy(BoundedFetch(len(prompt.keys), max(0.0, ends_at - self._clock())), self.block_tokens)
         return handle.has_courier and wait_for_blocks(handle, prompt, "", WaitPlan(None, fetch), here)
 
     def store(self, before: Sequence[bytes], names: Sequence[bytes], pages: Pages, deadline_ms: float) -> list[bool]:
-        """Which of these chunks are held now, those included that were there. before: what comes before them, from the
-        beginning on, as far as it is known. Where they do not fit behind that, each is stored by itself: the last ones
+        """Which of these chunks are held now, those stored before included. before: the chunks before them, from the
+        beginning on, as far as they are known. If they do not fit behind those, each is stored by itself: the last ones
         first, since what was used last is evicted last."""
         held, ends_at = [False] * len(names), self._clock() + deadline_ms / 1000
         with self._outcomes.caught():
@@ -188,7 +189,7 @@ class ChunkSpace:
         return held
 
     def clear(self) -> bool:
-        """Evict them all, from every tier and for all engines; whether that was done."""
+        """Evict them all, from every tier and for all engines; returns whether that was done."""
         with self._outcomes.caught():
             if (handle := self.handle) is not None:
                 handle.door.call(m.Drop(handle.number), m.Counted)

@@ -31,13 +31,13 @@ from kvstore.client.handle import Lease, Match, NamespaceHandle
 from kvstore.client.pending import PendingReply
 
 POLL_SECONDS = 0.0002
-"""Between two looks at what was submitted."""
+"""Between two polls of submitted requests."""
 IN_FLIGHT = 48
-"""Look-ups and leases submitted at a time; a connection may have 64 requests that are not answered."""
+"""Look-ups and leases submitted at a time; a connection may have 64 unanswered requests."""
 
 
 class ChunkState(Enum):
-    """What is known of a chunk. HELD: it is pinned in memory, verified, until it is loaded or forgotten."""
+    """HELD: pinned in memory and verified, until it is loaded or forgotten."""
 
     PENDING = auto()
     HELD = auto()
@@ -63,8 +63,8 @@ class ChunkLimits:
 
 @dataclass(eq=False, slots=True)
 class ChunkJob:
-    """good: the names of the chunks that were copied and verified, or stored; failed: all others. size_bytes: of the
-    good ones. left: those that are neither yet. since, seconds: when it was submitted, and how long it took."""
+    """good: names of the chunks that were copied and verified, or stored; failed: all others. size_bytes: of the good
+    ones. left: undecided ones. since, seconds: when it was submitted, and how long it took."""
 
     number: int
     owner: str
@@ -79,7 +79,7 @@ class ChunkJob:
 
 @dataclass(eq=False, slots=True)
 class _Asked:
-    """A chunk that somebody waits for."""
+    """A chunk that some request waits for."""
 
     name: bytes
     space: ChunkSpace
@@ -97,7 +97,7 @@ _Ordered = tuple[ChunkJob, ChunkSpace | None, bytes, Lease | None]
 
 
 class ChunkStore:
-    """Chunks in the store, for one engine. One thread of the engine's calls everything."""
+    """Chunks in the store, for one engine. One thread of the engine calls everything."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class ChunkStore:
         outcomes: ChunkOutcomes,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """space_of: which of the spaces a chunk's name belongs to; -1 for none. They are closed with this."""
+        """space_of: the space that a chunk's name belongs to; -1 for none. The spaces are closed with this."""
         self.limits = limits
         self._spaces, self._space_of, self._outcomes, self._clock = spaces, space_of, outcomes, clock
         self._unmap_wait = limits.ask_seconds + limits.lease_ms / 1000
@@ -122,7 +122,7 @@ class ChunkStore:
         self._workers = {space: _worker_of(space, limits, clock) for space in spaces}
 
     def ask(self, owner: str, name: bytes) -> ChunkState:
-        """Whether a chunk can be loaded now. The first call asks the store; what is missing stays so for its owner."""
+        """Whether a chunk can be loaded now. The first call asks the store; a missing one stays so for its owner."""
         if name in self._missing.get(owner, ()):
             return ChunkState.MISSING
         asked = self._asked.get(name)
@@ -146,7 +146,7 @@ class ChunkStore:
         return asked.state
 
     def forget(self, owner: str) -> None:
-        """An owner asks no more: what only it asked for is released."""
+        """An owner asks no more: chunks that only it asked for are released."""
         self._missing.pop(owner, None)
         for name in self._of_owner.pop(owner, ()):
             asked = self._asked.get(name)
@@ -156,8 +156,8 @@ class ChunkStore:
                     self._let_go(asked)
 
     def proceed(self, seconds: float = 0.0) -> None:
-        """Go on with what was asked, and wait at most so long for answers. An engine that has nothing else to do calls
-        so often that other threads hardly get the interpreter."""
+        """Go on with pending requests, and wait at most so long for answers. An idle engine calls so often that other
+        threads hardly get the interpreter."""
         for _ in range(1 + int(seconds / POLL_SECONDS)):
             room = min(IN_FLIGHT - len(self._under_way), len(self._waiting))
             burst = [self._waiting.popleft() for _ in range(room)]
@@ -192,7 +192,7 @@ class ChunkStore:
         return True
 
     def _is_fetching(self, asked: _Asked, handle: NamespaceHandle) -> bool:
-        """Whether a chunk that is not here may be here soon. Once: it is looked for again after that."""
+        """Whether a missing chunk may be here soon. Asked once: it is looked up again after that."""
         wait = asked.wait
         if wait is None:
             fetch = FetchPolicy(BoundedFetch(1, self.limits.lease_ms / 1000), handle.block_tokens)
@@ -221,7 +221,7 @@ class ChunkStore:
         self._release(asked.lease)
 
     def load(self, number: int, owner: str, names: Sequence[bytes], slots: Sequence[int]) -> None:
-        """Copy chunks into slots, each verified. What is not held fails."""
+        """Copy chunks into slots, each verified. Chunks that are not held fail."""
         self._jobs.append(job := ChunkJob(number, owner, True, self._clock(), len(names)))
         for name, slot in zip(names, slots, strict=True):
             asked = self._asked.get(name)
@@ -237,9 +237,9 @@ class ChunkStore:
             self._workers[space].start_loads()
 
     def store(self, number: int, names: Sequence[bytes], slots: Sequence[int]) -> None:
-        """Put the chunks in these slots, a prefix in its order; those that are there already are skipped. Where there
-        is no room for all in the queue, the first ones are taken. The last of these go first: what was used last is
-        evicted last, and a prefix is of use without its end, but not without its beginning."""
+        """Put the chunks in these slots, a prefix in order; stored ones are skipped. If the queue lacks room for all,
+        the first ones are taken. The last of these are put first: what was used last is evicted last, and a prefix is
+        useful without its end, but not without its beginning."""
         queued = sum(not job.is_load for job, *_ in self._orders.values())
         is_open = not self._is_closed and all(space.handle is not None for space in self._spaces)
         taken = min(max(0, self.limits.queued_stores - queued), len(names)) if is_open else 0
@@ -263,8 +263,8 @@ class ChunkStore:
         return self._spaces[place] if 0 <= place < len(self._spaces) and not self._is_closed else None
 
     def finished(self) -> list[ChunkJob]:
-        """Jobs that ended since the last call. What could not be loaded is missing for its owner from now on. While
-        loads are under way, and none is over, it waits a moment for one (`PagedWorker.finished`)."""
+        """Jobs that ended since the last call. Chunks that could not be loaded are missing for their owner from now on.
+        While loads are under way, and none is over, it waits a moment for one (`PagedWorker.finished`)."""
         now = self._clock()
         if now - self._swept >= 1.0:  # a request was held up, or its engine had no slot for it
             self._swept = now
@@ -280,8 +280,8 @@ class ChunkStore:
         return jobs
 
     def drain(self) -> None:
-        """Return when no job is left and nothing touches the memory. A copy that has begun is never broken off; a store
-        that has not begun after `drain_seconds` fails."""
+        """Return when no job is left and nothing touches the memory. A begun copy is never broken off; a store that has
+        not begun after `drain_seconds` fails."""
         for worker in self._workers.values():
             worker.settle(self.limits.drain_seconds)
         self._give_up_stores()
@@ -291,7 +291,7 @@ class ChunkStore:
                 worker.settle(0.1)
 
     def close(self) -> None:
-        """End all threads that touch the memory, and let go of all that is held. What has not begun fails."""
+        """End all threads that touch the memory, and release all chunks. Jobs that have not begun fail."""
         if self._is_closed:
             return
         self._is_closed = True

@@ -21,11 +21,11 @@ from engine_adapter.cost.speeds import LONGEST_SECONDS, as_tokens
 from kvstore.block.account import HitTier
 
 PATIENCE = 4.0
-"""Times what a fetch is expected to take: longer than that it is not waited for."""
+"""A fetch is waited for no longer than so many times its expected duration."""
 LEAST_WAIT_SECONDS = 0.05
-"""Unless that is less than this, in which a machine may do something else."""
+"""But at least for so long, in which any machine may do something else."""
 UNLEARNED_SECONDS = 2.0
-"""The longest wait of an engine that has not learned how fast it computes, and for what nothing is known of."""
+"""The longest wait of an engine that has not learned how fast it computes, and for fetches of unknown duration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class FetchModel:
     """Decides with what an engine's cost model has learned, and teaches it."""
 
     def __init__(self, costs: CostModel, *, is_on: bool, explore_every: int = EXPLORE_EVERY) -> None:
-        """is_on: whether what is slower to fetch is computed; it is learned anyway."""
+        """is_on: whether blocks that are slower to fetch are computed; speeds are learned anyway."""
         self._costs, self._is_on, self._explore_every = costs, is_on, explore_every
         self._declining = 0
 
@@ -95,7 +95,7 @@ class FetchModel:
         self._declining = (self._declining + (not is_cheaper)) % self._explore_every
         if not is_cheaper and self._declining:
             return decided(0, 0.0)
-        # A helping: as much as takes no longer than computing everything, if the tier is as it was when last seen.
+        # Exploration: as much as takes no longer than computing everything, if the tier is as it was when last seen.
         affordable = prefill.more_seconds(start, prompt) or 0.0
         share = min(1.0, affordable / max(1e-9, fetching(located, costs.loads.doubted_of_tier)))
         block = max(1, block_tokens)

@@ -1,4 +1,4 @@
-"""How much of a found prefix to load, and how much to compute: whichever is believed to be over sooner.
+"""How much of a found prefix to load, and how much to compute: whichever is expected to be over sooner.
 
     position   0         local            load up to here       found            prompt
                |== engine =|====== loaded ======|--- declined ---|--- not found ---|
@@ -7,10 +7,10 @@
     1. `choose` when a prefix was found: how much of it, and what that is expected to take.
     2. `finished` when the load has ended: what it took teaches the speeds, and regret is counted.
 
-What was never learned is loaded. What would be declined is tried all the same once in a while, by a *helping*: a belief
-that nothing contradicts could not be mended. A tier that was slow when last seen, and is only hoped to be better now,
-is tried by a helping, too. Pure: no clock, no waiting, some microseconds a call; must never raise for any number that
-it is given. Not thread-safe.
+A tier whose speed was never learned is loaded from. A load that would be declined is tried now and then all the same,
+as an *exploration load*, since a belief that is never tested cannot be corrected; so is a tier that was slow when last
+seen and is only hoped to be better now. Pure: no clock, no waiting, some microseconds a call; must never raise for any
+number that it is given. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from engine_adapter.cost.speeds import LONGEST_SECONDS, LoadSpeed, PrefillSpeed,
 from kvstore.block.account import HitTier, MissReason
 
 SYNCHRONOUS_MS = 2.0
-"""A load below this is over before another step would be: the engine waits for it. What takes longer is loaded beside
-the engine's steps, and its end is noticed between two of them."""
+"""A shorter load is over before another step would be: the engine waits for it. A longer one runs beside the engine's
+steps, and its end is noticed between two of them."""
 EXPLORE_EVERY = 64
-"""Of the decisions that decline something, this one loads a helping of it. That takes no longer than computing the
+"""Of so many decisions that decline something, one loads part of it to explore. That takes no longer than computing the
 prompt, as far as is known: so all of them together take at most a 64th more than they had to."""
 
 
@@ -57,7 +57,7 @@ class Decision:
 
     @property
     def is_learned(self) -> bool:
-        """Whether it was decided by speeds, and not by default."""
+        """Whether learned speeds decided, and not the default."""
         return self.predicted_compute_ms is not None
 
     def remaining_seconds(self, elapsed_seconds: float) -> float:
@@ -70,12 +70,12 @@ class Decision:
 
 @dataclass
 class CostCounts:
-    """What became of the decisions. Tokens of whole blocks: loaded + declined is what was found.
+    """Outcomes of the decisions. Tokens of whole blocks: loaded + declined is what was found.
 
     explored: decisions that loaded more than was believed right. unlearned: those before speeds were learned. judged:
-    finished loads that were held against computing; regret_ms and saved_ms: by how much they took longer, or less, with
-    the fetch before them. locates: times that it was asked what is elsewhere; fetches: that ended; short_fetches: of
-    these, those that did not bring all.
+    finished loads that were compared with computing; regret_ms and saved_ms: by how much they took longer, or less,
+    with the fetch before them. locates: how often the store was asked what is elsewhere; fetches: that ended;
+    short_fetches: of these, those that did not bring all.
     """
 
     decisions: int = 0
@@ -253,7 +253,7 @@ class CostModel:
         return found
 
     def _cheapest(self, found: _Found, waiting_seconds: float) -> int:
-        """Up to which token; of equals the longest, which spares the engine's work."""
+        """The token to load up to; of equals the longest, which spares the engine's work."""
         best_token = found.local
         best_seconds = self.prefill.more_seconds(found.local, found.prompt) or 0.0
         for token, load_seconds in found.stops:
@@ -264,12 +264,12 @@ class CostModel:
         return best_token
 
     def _is_due(self) -> bool:
-        """Whether this one, of those that decline something, is to be tried all the same."""
+        """Whether to explore now."""
         self._declining = (self._declining + 1) % self._explore_every
         return self._declining == 0
 
     def _exploration_load(self, doubted: _Found, chosen: int, block: int) -> int:
-        """Further than what was chosen: by one block at least, and up to where loading takes no longer than computing
+        """Further than was chosen: by one block at least, and up to where loading takes no longer than computing
         everything would, if the tiers are as they were when last seen."""
         affordable = self.prefill.more_seconds(doubted.local, doubted.prompt) or 0.0
         reached = max(run.token_at(affordable) for run in doubted.runs)

@@ -32,27 +32,27 @@ from kvstore.protocol import messages as m
 from tiering.counts.awaits import MAX_AWAIT_SECONDS, AwaitEnd
 
 FIRST_SHARE = 0.25
-"""Of the time that computing what is missing takes: how long the first block is waited for."""
+"""Of the time that computing the missing blocks takes: how long the first block is waited for."""
 UNLEARNED_SECONDS = 2.0
 """The same for an engine that has not learned how fast it computes, and between two blocks."""
 OPEN_MS = 250.0
-"""A ticket is opened by then, or it is not waited for; a look takes no longer either, of which a wait has several."""
+"""A ticket must be opened by then, or it is not waited for; a look takes no longer either, and a wait has several."""
 RELOCATE_SECONDS = 0.05
-"""While another engine stores blocks that may be on another node, it is asked so often how many are there."""
+"""While another engine, perhaps on another node, stores blocks, the store is asked so often how many there are."""
 _HIDDEN = frozenset({MissReason.ABSENT, MissReason.IN_FLIGHT, MissReason.DIVERGED, MissReason.EVICTED})
-"""What the store says of blocks that a ticket would have promised."""
+"""The store's reasons for blocks that a ticket would have promised."""
 
 Seconds = Callable[[int, int], float | None]
-"""That computing a prompt's tokens from the first to before the second takes; None where that is not known."""
+"""Time to compute a prompt's tokens from the first to before the second; None if unknown."""
 
 
 class WaitPolicy:
-    """Of one prompt: whether to wait on, and what to tell of it. refused: why its ticket was of no use."""
+    """For one prompt: whether to go on waiting, and how it is accounted. refused: why its ticket was of no use."""
 
     def __init__(
         self, prompt: Prompt, block_tokens: int, compute: Seconds, clock: Callable[[], float], least_seconds: float
     ) -> None:
-        """least_seconds: for which the first block is waited for in any case."""
+        """least_seconds: the first block is waited for at least so long."""
         self._keys, self._block_tokens = prompt.keys, block_tokens
         self._compute, self._clock, self._least_seconds = compute, clock, least_seconds
         self._wanted = max(0, prompt.tokens - 1) // block_tokens
@@ -74,13 +74,13 @@ class WaitPolicy:
             self._wanted, self.is_of_ticket = min(self._wanted, told.blocks), True
 
     def located(self, located: m.Located) -> None:
-        """It was asked how much is elsewhere. A ticket's node that does not answer, or has nothing, is why it is not
-        here."""
+        """The store told how much is elsewhere. If a ticket's node does not answer, or has nothing, that is the reason
+        of the miss."""
         if self.is_of_ticket and located.reason in (MissReason.STALE_HINT, MissReason.UNREACHABLE):
             self.refused, self.detail = located.reason, located.detail
 
     def seconds_left(self, blocks: int) -> float:
-        """So many blocks are there: for how long to wait for the next one; 0 when that is over."""
+        """So many blocks are here: how long to wait for the next one; 0 when that is over."""
         left = 0.0
         if not self.is_over and blocks < self._wanted:
             now = self._clock()
@@ -101,14 +101,14 @@ class WaitPolicy:
             self.detail = f"{self.detail}: {end}"
 
     def account(self, account: Account) -> Account:
-        """What is told of the prompt: why its ticket was of no use, where it was of none."""
+        """The account, with the reason why the ticket was of no use, if it was of none."""
         if self.refused is None:
             return account
         origins = [(one.origin, one.tokens) for one in account.segments]
         return Account.of([(self.refused if origin in _HIDDEN else origin, tokens) for origin, tokens in origins])
 
     def _limit(self, blocks: int) -> float:
-        """Until when the block behind so many is waited for."""
+        """Until when to wait for the block behind so many."""
         assert self._began is not None
         began_at, first = self._began
         start = first * self._block_tokens
@@ -123,7 +123,7 @@ class WaitPolicy:
 
 @dataclass(frozen=True, slots=True)
 class AwaitStep:
-    """Wait for that block, so long. located: of `m.Located`, where it is fetched meanwhile."""
+    """Wait for that block, so long. located: the number from `m.Located`, if it is fetched meanwhile."""
 
     block: int
     seconds: float
@@ -131,8 +131,8 @@ class AwaitStep:
 
 
 class WaitPlan:
-    """Of one request: what to do after each answer. policy: for what another engine stores, if it is to wait for that.
-    fetch: for what is elsewhere, if anybody may fetch it. Pure."""
+    """One request's plan: what to do after each answer. policy: for blocks that another engine stores, if it is to wait
+    for them. fetch: for blocks elsewhere, if there is a courier. Pure."""
 
     def __init__(self, policy: WaitPolicy | None, fetch: FetchPolicy | None) -> None:
         self.policy, self.fetch = policy, fetch
@@ -140,13 +140,13 @@ class WaitPlan:
         self._is_fetching = self._has_fetched = self._rests = self._was_fetched = False
 
     def is_open(self, has_courier: bool) -> bool:
-        """Whether anything may be waited for after another look."""
+        """Whether it may wait for anything after another look."""
         may_wait = self.policy is not None and not self.policy.is_over
         return may_wait or (has_courier and self.fetch is not None and not self.fetch.is_over)
 
     def looked(self, blocks: int, has_courier: bool) -> AwaitStep | m.Located | None:
-        """It was looked, and so many blocks are here: what to wait for before the next look; None for nothing. An empty
-        `m.Located` stands for asking what is elsewhere."""
+        """A look found so many blocks: what to wait for before the next look; None for nothing. An empty `m.Located`
+        stands for asking what is elsewhere."""
         if self._has_fetched and self.fetch is not None:
             self.fetch.looked(blocks)
             self._rests |= blocks <= self._blocks
@@ -159,7 +159,8 @@ class WaitPlan:
         return self._waiting(left, has_courier)
 
     def located(self, located: m.Located) -> AwaitStep | None:
-        """That is elsewhere: what to wait for before the next look; None for nothing, and what was seen stands."""
+        """What is elsewhere is known: what to wait for before the next look; None: nothing, and the last look
+        stands."""
         assert self.fetch is not None
         stop, seconds = self.fetch.chosen(located, self._blocks)
         if stop > self._blocks:
@@ -172,10 +173,10 @@ class WaitPlan:
         return self._waiting(left, has_courier=True)
 
     def awaited(self, awaited: m.Awaited) -> None:
-        """It was waited for that."""
+        """That wait is over."""
         if self._is_fetching and self.fetch is not None:
             self._is_fetching, self._has_fetched, self._was_fetched = False, True, True
-            self._rests = awaited.end is not AwaitEnd.READABLE  # else a holder that fails would be asked at once again
+            self._rests = awaited.end is not AwaitEnd.READABLE  # else a failing holder would be asked again at once
             self.fetch.ended(awaited)
         elif self.policy is not None:
             is_ours = awaited.end is AwaitEnd.SHORT and self._was_fetched  # what the fetch had begun, and not a put
@@ -183,7 +184,7 @@ class WaitPlan:
             self.policy.ended(AwaitEnd.DEADLINE if is_ours else awaited.end)
 
     def ended(self) -> None:
-        """It is not wanted any more. Safe to call again."""
+        """The request is over. Safe to call again."""
         if (self._is_fetching or self._has_fetched) and self.fetch is not None:
             self.fetch.looked(self._blocks)
         self._is_fetching = self._has_fetched = False
@@ -192,14 +193,14 @@ class WaitPlan:
                 part.is_over = True
 
     def account(self, account: Account) -> Account:
-        """What is told of the prompt."""
+        """As `WaitPolicy.account`."""
         for part in (self.fetch, self.policy):
             account = part.account(account) if part is not None else account
         return account
 
     @property
     def detail(self) -> str:
-        """In words, why it waited in vain; or nothing."""
+        """Why it waited in vain, in words; or nothing."""
         parts = (self.policy, self.fetch)
         return next((part.detail for part in parts if part is not None and part.detail), "")
 
@@ -210,8 +211,8 @@ class WaitPlan:
 
 
 def wait_for_blocks(namespace: NamespaceHandle, prompt: Prompt, ticket: str, plan: WaitPlan, blocks: int) -> bool:
-    """In a thread that may wait, after a look that found so many blocks: until what its plan waits for is here, or will
-    not come soon. Whether it was waited, so that it is to be looked again."""
+    """In a thread that may wait, after a look that found so many blocks: wait until the plan's blocks are here, or will
+    not come soon. Returns whether it waited, so that another look is due."""
     has_waited = False
     while (step := plan.looked(blocks, namespace.has_courier)) is not None:
         if isinstance(step, m.Located):
@@ -238,7 +239,7 @@ class ParkedWaits:
         self._parked.pop(pending, None)
 
     def read(self) -> None:
-        """Look whether anything came for any of them, once: each that is asked then knows."""
+        """Read the socket once for all of them: each one asked then knows."""
         for pending in self._parked:
             if not pending.is_ready():
                 pending.poll()
@@ -254,7 +255,7 @@ class BlockWait:
         """ticket: "" to wait for all full blocks of the prompt, where there is a policy for that."""
         self.plan = plan
         self.is_over = False
-        """Whether what was seen last stands."""
+        """Whether the last look stands."""
         self._namespace, self._prompt, self._ticket, self._parked = namespace, prompt, ticket, parked
         self._opening = namespace.submit_open(ticket, OPEN_MS) if ticket and plan.policy is not None else None
         self._locating: PendingReply[m.Located] | None = None
@@ -262,7 +263,7 @@ class BlockWait:
 
     @property
     def is_open(self) -> bool:
-        """Whether anything may be waited for after another look."""
+        """Whether it may wait for anything after another look."""
         return self.plan.is_open(self._namespace.has_courier)
 
     @property
@@ -271,8 +272,7 @@ class BlockWait:
         return self._opening is not None or self._pending is not None
 
     def may_look(self) -> bool:
-        """Whether to look how much is there, unless it is over; else something is waited for, and this is asked
-        again."""
+        """Whether to look up how much is there, unless it is over; else it is waiting, and this is asked again."""
         if self._opening is not None:
             told = self._opening.poll()
             if told is None:
@@ -296,7 +296,7 @@ class BlockWait:
         return True
 
     def goes_on(self, blocks: int) -> bool:
-        """It was looked, and so many are there: whether anything is waited for."""
+        """A look found so many blocks: whether it waits on."""
         step = self.plan.looked(blocks, self._namespace.has_courier)
         if isinstance(step, m.Located):
             self._locating = self._namespace.submit_locate(self._prompt, self._ticket)
@@ -305,7 +305,7 @@ class BlockWait:
         return not self.is_over
 
     def end(self) -> None:
-        """It is not wanted any more. Safe to call again."""
+        """The request is over. Safe to call again."""
         if self._pending is not None:
             self._parked.remove(self._pending)
         for pending in (self._opening, self._locating, self._pending):

@@ -1,10 +1,10 @@
-"""How much of one prompt is fetched from elsewhere, and what is told of it where it does not come.
+"""How much of one prompt is fetched from elsewhere, and how blocks that do not come are accounted.
 
     looked, and more would be of use > LOCATING > nothing is worth it           over
                                                 > FETCHING: awaited > looked   over, or, with a ticket, again
 
-Who knows what computing takes decides how far (`FetchChoice`); `block_wait` has the order of things. What was
-located and is not here in the end is a miss by what kept it away; what was located and not wanted is
+`FetchChoice` decides how far, by what computing takes; `block_wait` has the order of things. Blocks that were located
+and are not here in the end are misses by the reason that kept them away; located and not wanted is
 `cheaper_to_compute`. Must never import an engine.
 """
 
@@ -26,18 +26,18 @@ REASON_OF_END: dict[AwaitEnd, MissReason | None] = {
     AwaitEnd.GONE: MissReason.UNREACHABLE,
     AwaitEnd.FULL: MissReason.BUSY,
 }
-"""Where the store does not say why what was fetched did not come. Total."""
+"""The reason if the store gives none for a fetch that did not come. Total."""
 
 
 class FetchChoice(Protocol):
     """Decides for one prompt."""
 
     def asks(self, blocks: int) -> bool:
-        """So many blocks are here: whether those behind them would be of use, and it is asked where they are."""
+        """So many blocks are here: whether those behind them would be of use, and the store is asked for them."""
         ...
 
     def choose(self, located: m.Located, blocks: int) -> tuple[int, float]:
-        """Up to which block to fetch, `blocks` for no more than are here; and for how many seconds to wait for that."""
+        """Up to which block to fetch, `blocks` for none; and for how many seconds to wait for that."""
         ...
 
     def ended(self, *, came: bool) -> None:
@@ -45,13 +45,13 @@ class FetchChoice(Protocol):
         ...
 
     def looked(self, blocks: int) -> None:
-        """After it, or where it is not waited for any more: so many blocks are here."""
+        """After a fetch, or when it is not waited for any more: so many blocks are here."""
         ...
 
 
 class FetchPolicy:
-    """Of one prompt. is_over: nothing more is fetched, but where a ticket is waited for. reason: of the last fetch that
-    did not bring all."""
+    """Of one prompt. is_over: nothing more is fetched, except while a ticket is waited for. reason: of the last fetch
+    that did not bring all."""
 
     def __init__(self, choice: FetchChoice, block_tokens: int) -> None:
         self._choice, self._block_tokens = choice, block_tokens
@@ -87,11 +87,11 @@ class FetchPolicy:
             self.detail = awaited.detail or f"block {self._stop} was to come from {self._where}: {awaited.end}"
 
     def looked(self, blocks: int) -> None:
-        """It was looked again after a fetch."""
+        """A look after a fetch found so many blocks."""
         self._choice.looked(blocks)
 
     def account(self, account: Account) -> Account:
-        """What is told of the prompt: of the blocks that were located, why those did not come that are not here."""
+        """The account, with the reasons why located blocks did not come."""
         if self._located:
             account = account.missed_before(self._located * self._block_tokens, MissReason.CHEAPER_TO_COMPUTE)
         if self._stop and self.reason is not None:
@@ -100,7 +100,7 @@ class FetchPolicy:
 
 
 class BoundedFetch:
-    """`FetchChoice` of an engine that has not learned what computing takes: all that is of use, unless that is said to
+    """`FetchChoice` of an engine that has not learned what computing takes: all useful blocks, unless they are said to
     take longer than so many seconds."""
 
     def __init__(self, usable_blocks: int, seconds: float) -> None:
@@ -111,7 +111,7 @@ class BoundedFetch:
         return self._usable > blocks
 
     def choose(self, located: m.Located, blocks: int) -> tuple[int, float]:
-        """Waited for a few times as long as is said; where nothing is known, for all of the time."""
+        """Wait a few times as long as is expected; if that is unknown, for all of the time."""
         stop = min(located.blocks, self._usable)
         told = 1e-3 * located.milliseconds * (stop - blocks) / max(1, located.blocks - blocks)
         if self._seconds < told < inf:

@@ -4,7 +4,7 @@
       row 0   | block 0 | block 1 | block 2 | ...      one page of the store: one block of one row, all heads
       row 1   | block 0 | block 1 | ...                every row begins at index 0: a token's index is its position
 
-Must never be given to two requests at once, nor hold more than `MAX_FREE` sets that nobody uses.
+Must never be given to two requests at once, nor hold more than `MAX_FREE` unused sets.
 """
 
 from __future__ import annotations

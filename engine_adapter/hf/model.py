@@ -31,7 +31,7 @@ _FIELDS_WITHOUT_EFFECT = frozenset(
     "label2id max_position_embeddings output_attentions output_hidden_states pad_token_id problem_type return_dict "
     "transformers_version use_cache".split()
 )
-"""Fields of a configuration that do not change KV. All others do, also those that nobody has heard of yet."""
+"""Fields of a configuration that do not change KV. All others do, unknown ones included."""
 
 _ROPE_THAT_DEPENDS_ON_LENGTH = ("dynamic", "longrope")
 

@@ -1,11 +1,11 @@
-"""Which blocks an engine has told routers of, and where these can be read now: what its events are made of.
+"""Which blocks an engine has announced to routers, and where these can be read now: the source of its events.
 
     a save is ordered  > expected  > the store says that the block is there, or the save's report does  > announced
-    announced          > the store says that it moved or went   > told again, so that no router goes on believing it
+    announced          > the store says that it moved or went   > announced again, so that no router trusts old news
 
-The store tells what became of blocks in its order (`m.Changes`), so what is told here ends with what it holds. Where
-that order is lost (a store that began anew, or an engine that asked too rarely), all that was announced is taken back.
-Must never import an engine, and never waits.
+The store reports changes in order (`m.Changes`), so the last announcement of a block agrees with the store. If the
+order is lost (the store restarted, or the engine asked too rarely), all announcements are taken back. Must never import
+an engine, and never waits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvstore.protocol import messages as m
 from tiering.frame import KEY_BYTES
 
 MOST_BLOCKS = 1 << 15
-"""That are expected or announced, some 700 bytes each; what falls out is taken back."""
+"""Expected or announced, some 700 bytes each; a block that is dropped is taken back."""
 ASK_EVERY_SECONDS = 0.02
 
 B = TypeVar("B")
@@ -37,7 +37,7 @@ class TellsChanges(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Announcement(Generic[B]):
-    """A block's news. came: where it can be read best from now on, None: nowhere. went: where that was before."""
+    """A block's news. came: the fastest tier that has it from now on, None: nowhere. went: where it was before."""
 
     block: B
     came: HitTier | None
@@ -61,8 +61,8 @@ class Announcements(Generic[B]):
         namespace: Callable[[], TellsChanges | None],
         most: int = MOST_BLOCKS,
     ) -> None:
-        """clock: monotonic seconds. describe: what events are made of, for a block of a request by its number; None:
-        nothing is told of it. namespace: to ask; None where there is none at present."""
+        """clock: monotonic seconds. describe: describes a request's block, by its number, for events; None: it is not
+        announced. namespace: to ask; None if there is none at present."""
         self._clock = clock
         self._describe = describe
         self._namespace = namespace
@@ -74,7 +74,7 @@ class Announcements(Generic[B]):
         self._run = b""
         self._after = 0
         self.resets = 0
-        """How often all was taken back."""
+        """How often all announcements were taken back."""
 
     def expect(self, request: Any, keys: Sequence[bytes], first_block: int) -> None:
         """A save of a request's blocks is ordered, from that one on."""
@@ -93,9 +93,9 @@ class Announcements(Generic[B]):
             self._tell(oldest, None)
 
     def saved(self, keys: bytes, first_block: int, held: int) -> None:
-        """A save came to its end, which was of blocks from `first_block` on: of a request's blocks the store holds the
-        first `held`; of the others nothing is to be expected. keys: of all of them, joined. What the store tells of a
-        block itself counts more: that is newer, or comes yet."""
+        """A save of blocks from `first_block` on has ended: the store holds the first `held` of the request's blocks;
+        the others are not expected any more. keys: of all of them, joined. The store's own reports of a block take
+        precedence: they are newer, or yet to come."""
         for number in range(first_block, len(keys) // KEY_BYTES):
             key = keys[KEY_BYTES * number : KEY_BYTES * (number + 1)]
             known = self._known.get(key)
@@ -107,7 +107,7 @@ class Announcements(Generic[B]):
                 del self._known[key]
 
     def step(self) -> None:
-        """Take what the store has told, and ask again."""
+        """Take the store's reports, and ask again."""
         if self._pending is not None:
             told = self._pending.poll()
             if told is None:
@@ -120,12 +120,12 @@ class Announcements(Generic[B]):
             self._pending = namespace.submit_changes(self._after)
 
     def take(self) -> list[Announcement[B]]:
-        """News since it was asked last, in their order."""
+        """News since the last call, in order."""
         news, self._news = self._news, []
         return news
 
     def forget(self) -> None:
-        """Another namespace from here on: all that was announced is taken back."""
+        """The namespace has changed: all announcements are taken back."""
         if self._pending is not None:
             self._pending.cancel()
         self._pending, self._run, self._after = None, b"", 0

@@ -52,8 +52,8 @@ class AuditPlan:
         """Of the namespace, for people."""
 
     def begins(self, state: RequestState, match: Match, namespace: NamespaceHandle, now: float) -> bool:
-        """Whether this hit is computed all the same; asked once for each request that hits. The last block that could
-        have been used is compared, or the first."""
+        """Whether this hit is computed all the same; asked once for each request that hits. The last usable block is
+        compared, or the first."""
         holdout, request = self._choice.holdout, state.request.request_id
         if not holdout.begins(request, now):
             return False
@@ -69,12 +69,12 @@ class AuditPlan:
         return True
 
     def is_ready(self, state: RequestState) -> bool:
-        """Whether what is stored of the block is held, or cannot be: known within the deadline of its lease."""
+        """Whether the stored block is held, or cannot be: known by its lease's deadline."""
         audit = state.audit
         return audit is None or audit.pending is None or audit.pending.poll() is not None
 
     def computed(self, state: RequestState, one: Computed, plan: SavePlan, orders: StepPlan) -> None:
-        """A step computes as much of a request: order the comparison, if it is held out and the block is among it."""
+        """A step computes as much of a request: order the comparison, if it is held out and the block is complete."""
         audit, block = state.audit, self._facts.layout.block_tokens
         if audit is None or audit.pending is None or one.stop < (audit.block + 1) * block:
             return
@@ -99,8 +99,8 @@ class AuditPlan:
         orders.audits.append(audit.order)
 
     def reported(self, report: AuditReport, plan: SavePlan, now: float) -> AuditVerdict | None:
-        """One rank has compared; the verdict, once all have. None where one of them had nothing to compare: it may be
-        the one that knows that the step was computed behind a load that failed."""
+        """One rank has compared; the verdict, once all have. None if one of them had nothing to compare: it may be the
+        one that knows that the step was computed behind a failed load."""
         state = self._under_way.get(report.number)
         audit = state.audit if state is not None else None
         if state is None or audit is None or audit.order is None:
@@ -118,8 +118,8 @@ class AuditPlan:
         return self._choice.audits.record(self.name, results, now)
 
     def close(self) -> dict[int, set[int]]:
-        """Whatever is reported from now on is of no interest. The comparisons under way, each with the ranks that have
-        not reported: until they have, they read pages."""
+        """Ignore all further reports. Returns the comparisons under way, each with the ranks that have not reported:
+        until then they read pages."""
         reading = {}
         for number, state in self._under_way.items():
             if state.audit is not None:
@@ -130,12 +130,12 @@ class AuditPlan:
         return reading
 
     def ended(self, state: RequestState) -> None:
-        """There is nothing more to come of it, unless a comparison is under way. Safe to call again."""
+        """The request is over; nothing more comes of it, unless a comparison is under way. Safe to call again."""
         if state.audit is not None and state.audit.order is None:
             self._end(state, [])
 
     def _end(self, state: RequestState, verdicts: Sequence[AuditVerdict]) -> None:
-        """Let go of what is held, and count. verdicts: none where nothing was compared."""
+        """Release, and count. verdicts: none if nothing was compared."""
         audit = state.audit
         assert audit is not None
         if audit.pending is not None:
@@ -150,6 +150,6 @@ class AuditPlan:
         self._choice.holdout.ended(state.request.request_id, is_sound)
 
     def take_outcomes(self) -> dict[str, int]:
-        """Since it was last asked: blocks by verdict, of each rank, and requests of which nothing could be compared."""
+        """Since the last call: blocks by verdict, of each rank, and requests without a comparison."""
         outcomes, self._outcomes = self._outcomes, {}
         return outcomes

@@ -1,7 +1,7 @@
-"""How far a found prefix is loaded, and what that taught.
+"""How far a found prefix is loaded, and what was learned from that.
 
-The cost model learns from the engine's steps and from finished loads; a hit in a thousand is held out, computed, and
-compared. This file is what the scheduler's half asks. No clock, no waiting. Must never import an engine.
+The cost model learns from the engine's steps and from finished loads; one hit in a thousand is held out, computed, and
+compared. The scheduler's half asks this file. No clock, no waiting. Must never import an engine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvstore.block.account import HitTier, MissReason
 from kvstore.client.handle import Match
 
 STEPS_AHEAD = 8
-"""An engine that schedules ahead of its workers has so many steps under way at most; more are not timed."""
+"""An engine that schedules ahead of its workers has at most so many steps under way; more are not timed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +41,15 @@ class LoadChoice:
     """For one engine and namespace."""
 
     def __init__(self, bytes_per_token: float, *, is_on: bool, audit: float, choose: Callable[[], float]) -> None:
-        """bytes_per_token: of the payloads. is_on: whether what is slower to load is computed; it is learned anyway.
-        choose: evenly from 0 up to 1."""
+        """bytes_per_token: of the payloads. is_on: whether tokens that are slower to load are computed; speeds are
+        learned anyway. choose: evenly from 0 up to 1."""
         self.holdout = Holdout(choose, audit)
         self.audits = Audits()
         self.saving = TtftSaving()
         self.costs = CostModel(PrefillSpeed(), LoadSpeed(), bytes_per_token=bytes_per_token)
         self.fetches = FetchModel(self.costs, is_on=is_on)
         self.fetch_seconds: dict[str, float] = {}
-        """That requests whose load has not begun have waited for what was elsewhere, and came."""
+        """How long requests whose load has not begun waited for a fetch that came."""
         self._is_on = is_on
         self._decided: dict[str, Decision] = {}
         self._under_way: dict[str, _Under] = {}
@@ -60,7 +60,7 @@ class LoadChoice:
     def stop_token(
         self, request: str, match: Match, local_tokens: int, cap: int, block_tokens: int, busy: bool, now: float
     ) -> tuple[int, MissReason]:
-        """Up to which token to load, and why what lies behind it is not. cap: what can be used."""
+        """Up to which token to load, and why not further. cap: what can be used."""
         runs, position = [], 0
         for tier, blocks in match.tiers:
             start, position = position, position + blocks * block_tokens
@@ -77,8 +77,8 @@ class LoadChoice:
         return local_tokens + decision.load_tokens, MissReason.CHEAPER_TO_COMPUTE
 
     def load_ms(self, tokens: int, now: float) -> float:
-        """What loading so many tokens from DRAM is expected to take; infinite until one has been seen, since what is
-        believed before is what good machines do."""
+        """The expected time to load so many tokens from DRAM; infinite until a load was seen, since the prior is a fast
+        machine's."""
         if not self.costs.loads.has_seen(HitTier.DRAM):
             return inf
         return self.costs.predicted_load_ms([(HitTier.DRAM, tokens)], now)
@@ -97,7 +97,7 @@ class LoadChoice:
             self.costs.finished(under_way.decision, taken, now, loaded_tokens, under_way.fetch_seconds)
 
     def dropped(self, request: str) -> None:
-        """There was no load, or nobody knows how long it took."""
+        """There was no load, or its duration is unknown."""
         self._decided.pop(request, None)
         self._under_way.pop(request, None)
         self.fetch_seconds.pop(request, None)
@@ -107,7 +107,7 @@ class LoadChoice:
         self._steps.append((number, now, work, waits))
 
     def step_ends(self, number: int, now: float) -> None:
-        """That step has reported. Those before it that have not never will."""
+        """That step has reported. Earlier ones without a report never will."""
         last, self._last_report_at = self._last_report_at, now
         while self._steps and self._steps[0][0] <= number:
             scheduled, began, work, waited = self._steps.popleft()
@@ -115,7 +115,7 @@ class LoadChoice:
                 self.costs.prefill.observe(work.prefills, work.decodes, now - max(began, last))
 
     def take_costs(self) -> dict[str, float]:
-        """`CostCounts` since it was last asked."""
+        """`CostCounts` since the last call."""
         now, before = self.costs.counts.to_dict(), self._told
         self._told = now
         return {name: count - before.get(name, 0) for name, count in now.items()} if now != before else {}

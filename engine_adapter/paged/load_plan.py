@@ -1,12 +1,12 @@
-"""Loads under way, and whom they hold up.
+"""Loads in flight, and which requests they hold up.
 
     ordered > every rank has reported > over
 
-    a step waits for it    the engine takes its pages for cached from the start: they are nobody else's until it is
-                           known that they came, and nobody's at all if they did not
+    a step waits for it    the engine takes its pages for cached from the start: no other request may use them until the
+                           load has succeeded, and none at all if it failed
     beside the steps       its request is parked: it holds pages and does not run. If the load brought nothing, the
-                           engine takes the pages back and looks at that request before all others: it lets those pass
-                           who are parked, or, without room for itself, it would keep them from ever beginning
+                           engine takes the pages back and looks at that request before all others: it must let parked
+                           requests pass or, without room for itself, it would keep them from ever beginning
 
 Knows requests, pages and reports, and no engine; one thread.
 """
@@ -56,15 +56,15 @@ class LoadPlan:
         return load
 
     def turn_away(self, request_id: str) -> None:
-        """Its load brought nothing: the engine takes its pages back."""
+        """A request's load brought nothing: the engine takes its pages back."""
         self._parked.discard(request_id)
         self._rejected.add(request_id)
 
     # What requests may do --------------------------------------------------------------------------------------------
 
     def asks(self, state: RequestState, local_tokens: int) -> bool:
-        """A request asks what is promised to it. local_tokens: what the engine itself has for it. Returns whether it
-        has to ask again in the next step."""
+        """A request asks for its promise. local_tokens: what the engine itself has for it. Returns whether it must ask
+        again in the next step."""
         request_id = state.request.request_id
         self._parked.discard(request_id)
         is_held_up = request_id in self._rejected and bool(self._parked)
@@ -72,11 +72,11 @@ class LoadPlan:
 
     @property
     def takes_no_more(self) -> bool:
-        """Whether nobody gets pages for a load beside the steps, since somebody who was turned away waits for room."""
+        """Whether no further load beside the steps may take pages, since a request that was rejected waits for room."""
         return bool(self._rejected)
 
     def resumes(self, request_id: str) -> bool:
-        """A request gets pages. Returns whether it was parked, and these are for what lies behind its load."""
+        """A request gets pages. Returns whether it was parked, and these are for the tokens behind its load."""
         if request_id not in self._parked:
             self._rejected.discard(request_id)
             return False
@@ -89,7 +89,7 @@ class LoadPlan:
         self._rejected.discard(request_id)
 
     def _is_unsure(self, state: RequestState, local_tokens: int) -> bool:
-        """Whether what the engine itself has for a request may be pages that another one's load brings just now."""
+        """Whether the engine's own tokens of a request may be pages that another request's load is filling."""
         if self._is_given_up:
             return False
         for load in self._under_way.values():
@@ -104,13 +104,13 @@ class LoadPlan:
     # What a failed load leaves behind --------------------------------------------------------------------------------
 
     def take_invalid_pages(self) -> set[int]:
-        """Pages without KV, and those that were computed behind them, since it was last asked."""
+        """Pages without KV, and those computed behind them, since the last call."""
         invalid_pages, self._invalid_pages = self._invalid_pages, set()
         return invalid_pages
 
     def give_up(self) -> None:
-        """Whether any load that a step waits for comes is not known any more: its pages are nobody's, and nobody waits
-        to hear of it."""
+        """The outcome of loads that steps wait for is unknown from now on: no request may use their pages, and none
+        waits for a report."""
         self._is_given_up = True
         for load in self._under_way.values():
             self._invalid_pages.update(load.pages)

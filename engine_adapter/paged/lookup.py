@@ -25,11 +25,11 @@ from kvstore.protocol.told import told_name
 _log = getLogger(__name__)
 
 HELD_SECONDS = 20.0
-"""A lease that the engine has no room for is given back after so long, well before it runs out, and taken anew."""
+"""A lease for which the engine has no room is released after so long, well before it expires, and taken anew."""
 
 
 def account_unasked(tokens: int, block_tokens: int) -> Account:
-    """Of a prompt behind whose part that the engine has itself no whole block could be loaded."""
+    """The account of a prompt that has no loadable whole block behind the engine's own part."""
     tail, reason = tokens % block_tokens, MissReason.PARTIAL_BLOCK
     if not tail:
         tail, reason = 1, MissReason.LAST_TOKEN
@@ -51,8 +51,8 @@ class PrefixLookup:
         wait: BlockWait | None = None,
         trace: RequestTrace = NO_TRACE,
     ) -> None:
-        """Asks at once. clock: monotonic seconds. wait: for what is elsewhere, or what another engine stores. trace:
-        told when the look-up and the lease were answered."""
+        """Asks at once. clock: monotonic seconds. wait: for blocks that are elsewhere, or that another engine stores.
+        trace: told when the look-up and the lease were answered."""
         self.namespace = namespace
         self.prompt = prompt
         self.request = request
@@ -83,11 +83,11 @@ class PrefixLookup:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has nothing to give any more."""
+        """Whether it has nothing left to give."""
         return self._is_over
 
     def found(self) -> Match | None:
-        """The look-up's answer once it is there; None while it is not, or where there will be none."""
+        """The look-up's answer; None while it is not there, or if there will be none."""
         if self._match is None and not self._is_over:
             try:
                 self._poll_match()
@@ -98,8 +98,8 @@ class PrefixLookup:
     def matched(self, first_token: int, stop_token: int, reason: MissReason) -> int | None:
         """How many leading tokens are promised, up to `stop_token` at most; None: ask again.
 
-        first_token: the engine has those before it. stop_token: what is found behind it is a miss for this reason, but
-        for the prompt's last token. What is promised stays until `take` or `give_back`.
+        first_token: the engine has those before it. stop_token: tokens found behind it are misses for this reason, but
+        for the prompt's last token. The promise stays until `take` or `give_back`.
         """
         try:
             return self._matched(first_token, stop_token, reason)
@@ -108,13 +108,13 @@ class PrefixLookup:
             return 0
 
     def take(self) -> Lease | None:
-        """The lease, for a load. Whoever takes it releases it."""
+        """The lease, for a load; the caller releases it."""
         lease, self.lease = self.lease, None
         self._is_over = True
         return lease
 
     def give_back(self) -> None:
-        """Nobody wants it. Safe to call again."""
+        """The result is not needed: release it. Safe to call again."""
         self._is_over = True
         for pending in (self._pending_match, self._pending_lease):
             if pending is not None:
@@ -127,7 +127,8 @@ class PrefixLookup:
     # Inside ----------------------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """What a wait looks at is no look-up of the request's: the one that ends it is, or finds all of the prompt."""
+        """Looks of a wait do not count as the request's look-up: only the one that ends the wait does, or finds all of
+        the prompt."""
         wait = self._wait
         self._asked_at, self._counts_short = 0.0, wait is None or not wait.is_open
         self._counts = self._counts_short or self.namespace.has_courier
@@ -166,7 +167,7 @@ class PrefixLookup:
             self._is_over = True
 
     def _polled(self) -> Match | None:
-        """What a look has found; None while it is not there, or where it is a miss."""
+        """What a look has found; None while it is not there, or for a miss."""
         if self._pending_match is None:
             self._look()
         assert self._pending_match is not None
@@ -224,7 +225,7 @@ class PrefixLookup:
         return promised
 
     def _is_good(self, first_token: int) -> bool:
-        """Whether a lease is held, and of all that is wanted behind the engine's own."""
+        """Whether a lease is held, of all that is wanted behind the engine's own."""
         if self.lease is None or self.lease.released:
             return False
         return self.lease.first_token <= first_token and self._clock() - self._leased_at <= HELD_SECONDS

@@ -1,4 +1,4 @@
-"""A namespace that is opened in the background, however long that takes, by somebody who must not wait."""
+"""Opens a namespace in the background, however long that takes, for a scheduler that must not wait."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class ClosableStore(OpenStore, Protocol):
 
 
 class NamespaceOpener:
-    """The one that was wanted last, once it is open. Thread-safe."""
+    """The namespace that was last wanted, once it is open. Thread-safe."""
 
     def __init__(self, open_store: Callable[[], ClosableStore], shard: int | None = None) -> None:
-        """open_store: asks nothing of the store yet. shard: of the heads, as in `kvstore.open(...).namespace`."""
+        """open_store: must not connect yet. shard: of the heads, as in `kvstore.open(...).namespace`."""
         self._shard = shard
         self._open_store = open_store
         self._changed = threading.Condition()
@@ -41,10 +41,10 @@ class NamespaceOpener:
         self._closed = False
         self._tell_when_open: Callable[[], None] | None = None
         self._failed: tuple[MissReason, str] | None = None
-        """How it went the last time, if it was in vain."""
+        """Why the last attempt failed."""
 
     def want(self, facts: NamespaceSpec) -> None:
-        """From now on this one; whatever was open is not any more."""
+        """Open this one; an open one is given up."""
         with self._changed:
             self._wanted, self._handle = facts, None
             if self._failed is not None and self._failed[0] is not MissReason.UNREACHABLE:
@@ -55,7 +55,7 @@ class NamespaceOpener:
                 self._thread.start()
 
     def now(self) -> NamespaceHandle | None:
-        """The handle; None while there is none. Waits for nothing."""
+        """The handle; None while there is none. Does not block."""
         return self._handle
 
     def why_not(self) -> tuple[MissReason, str]:
@@ -66,22 +66,21 @@ class NamespaceOpener:
 
     @property
     def detail(self) -> str:
-        """The words alone."""
         return self.why_not()[1]
 
     def why(self, number: int) -> MissReason:
-        """Why the namespace of that number is not open, after it was waited for."""
+        """Why the namespace of that number did not open in time."""
         is_past = self._wanted is not None and self._wanted.number > number
         return MissReason.DISABLED if self._closed or is_past else self.why_not()[0]
 
     def wait(self, number: int, seconds: float) -> NamespaceHandle | None:
-        """The handle of the namespace of that number, within that time; none, at once, where a later one is wanted."""
+        """The handle of the namespace of that number, within that time; none, at once, if a later one is wanted."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_known(number), seconds)
             return self._handle if self._number == number else None
 
     def tell_when_open(self, tell: Callable[[], None]) -> None:
-        """Call this once, as soon as there is a handle: now, or in the thread that opens it. It must not raise."""
+        """Call this once there is a handle: now, or in the thread that opens it. It must not raise."""
         with self._changed:
             if self._handle is None:
                 self._tell_when_open = tell

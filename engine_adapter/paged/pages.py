@@ -1,12 +1,11 @@
 """An engine's paged KV as it was registered, and the proof that it is read the way it is written.
 
-Nothing about a page is taken for granted. Several *forms* are known in which engines lay K and V of one page; the
-engine itself writes a page of random numbers, and the form under which exactly these are found is the right one. Where
-none is, or the engine cannot be made to write, a page is a run of bytes that nobody looks into: `raw` copies it all the
-same. And where K lies across, `raw` takes each head's numbers in the order in which they lie, since turning them round
-costs more than everything else of a copy; the form is part of the namespace's name. Either way one block is copied to
-another through the store's own codec and compared byte for byte before anything is stored. Must never import an engine,
-and must leave pages as they were.
+Several *forms* are known in which engines lay out K and V in a page. None is assumed: the engine itself writes a page
+of random numbers, and the form under which exactly these are found is the right one. If none is, or the engine cannot
+be made to write, a page is an opaque run of bytes, which `raw` copies all the same. If K lies transposed, `raw` keeps
+each head's numbers in their order, since transposing costs more than the rest of a copy; the form is part of the
+namespace's name. Either way one block is copied to another through the store's own codec and compared byte for byte
+before anything is stored. Must never import an engine, and must leave pages as they were.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class EnginePages:
         as_they_lie: Mapping[int, Sequence[torch.Tensor]] | None = None,
     ) -> None:
         """planes: by layer number, [pages, page_tokens / split, kv_heads, width]. split: kernel pages to a page.
-        as_they_lie: the same memory in that shape, where each head's numbers of a page may stand in another order."""
+        as_they_lie: the same memory in that shape, in which each head's numbers of a page may be in another order."""
         self.facts = facts
         self.numbers = dict(numbers or {})
         self._planes = planes
@@ -100,7 +99,7 @@ class EnginePages:
 
 
 def register(groups: Sequence[RegisteredGroup], rank: int, scales: str, write: Write) -> EnginePages:
-    """Find out what the pages are, and prove it. Where they cannot be stored the facts say why (`refused`)."""
+    """Find out the pages' form, and prove it. If they cannot be stored the facts say why (`refused`)."""
     page_tokens = groups[0].page_tokens
     empty = next((group.name for group in groups if not group.layers), None)
     if empty is not None:
@@ -142,12 +141,12 @@ def register(groups: Sequence[RegisteredGroup], rank: int, scales: str, write: W
 
 
 def is_opaque(packing: str) -> bool:
-    """Whether any group's pages are bytes that nobody can read as numbers."""
+    """Whether any group's pages are opaque bytes."""
     return any(one.startswith(OPAQUE) for one in packing.split("+"))
 
 
 def opaque_dtype(packing: str) -> torch.dtype | None:
-    """Of the engine's tensors whose pages are bytes; bytes where there are several such. None where there are none."""
+    """The dtype of the engine's opaque tensors; bytes if there are several. None if no pages are opaque."""
     kinds = {one.split(":")[1] for one in packing.split("+") if one.startswith(f"{OPAQUE}:")}
     if len(kinds) != 1:
         return torch.uint8 if is_opaque(packing) else None
@@ -183,7 +182,7 @@ def layout_of(facts: Sequence[WorkerSpec], total_kv_heads: int, block_tokens: in
 
 
 def _forms(tensor: torch.Tensor, group: RegisteredGroup) -> Iterator[tuple[str, int, list[torch.Tensor]]]:
-    """Every form that the tensor's shape admits: its name, kernel pages to a page, and the planes in it."""
+    """Every form that the tensor's shape admits: its name, kernel pages to a page, and its planes."""
     heads, widths = group.kv_heads, group.widths
     shape = tuple(tensor.shape)
     if len(widths) == 1 and len(shape) == 3 and shape[2] == widths[0]:
@@ -219,7 +218,6 @@ def _forms(tensor: torch.Tensor, group: RegisteredGroup) -> Iterator[tuple[str, 
 
 
 def _planes_in(form: str, tensor: torch.Tensor, group: RegisteredGroup) -> list[torch.Tensor]:
-    """The planes of a form that the tensor's shape admits."""
     return next(planes for name, _, planes in _forms(tensor, group) if name == form)
 
 
@@ -271,7 +269,7 @@ def _planes_of(group: RegisteredGroup, write: Write) -> tuple[str, list[list[tor
 
 
 def _written_form(name: str, tensor: torch.Tensor, group: RegisteredGroup, write: Write) -> str:
-    """The form in which the engine wrote what it was given; empty where there is none."""
+    """The form in which the engine wrote the given numbers; empty if none fits."""
     if str(tensor.dtype).removeprefix("torch.") not in DTYPE_BYTES or not tensor.dtype.is_floating_point:
         return ""
     for form, _, planes in _forms(tensor, group):
@@ -283,7 +281,7 @@ def _written_form(name: str, tensor: torch.Tensor, group: RegisteredGroup, write
 def _is_written(
     name: str, tensor: torch.Tensor, planes: Sequence[torch.Tensor], group: RegisteredGroup, write: Write
 ) -> bool:
-    """Whether a page that the engine writes is found in these planes, bit for bit. The page is then as it was."""
+    """Whether a page that the engine writes is found in these planes, bit for bit. The page is restored."""
     tokens, page = planes[0].shape[1], min(1, planes[0].shape[0] - 1)
     random = torch.Generator().manual_seed(PROBE_SEED)
     meant = [
@@ -339,7 +337,7 @@ def _refusal(pages: EnginePages, groups: Sequence[RegisteredGroup]) -> str:
 
 
 def _copy_block(pages: EnginePages, layout: Layout, source: list[int], target: list[int], *, is_exact: bool) -> None:
-    """One block from pages to pages through the store's own codec."""
+    """Copy one block through the store's own codec."""
     codec = codec_named("raw")
     for part in layout.parts:
         payload = torch.zeros(codec.payload_bytes(part), dtype=torch.uint8)

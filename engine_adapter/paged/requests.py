@@ -1,4 +1,4 @@
-"""What a connector's scheduler half has to know of an engine's requests."""
+"""What a connector's scheduler half needs to know of an engine's requests."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Breakable(Protocol):
     """A half of a connector."""
 
     def broke(self, error: Exception) -> None:
-        """A fault of our own."""
+        """A bug was caught."""
         ...
 
 
 def edge(otherwise: object) -> Callable[[Method], Method]:
-    """Whatever goes wrong inside a method ends what the store does for this engine, and not the engine."""
+    """A decorator: an exception in a method ends what the store does for this engine, and not the engine."""
 
     def guarded(method: Method) -> Method:
         @wraps(method)
@@ -103,14 +103,13 @@ class RequestSpec:
     trace: RequestTrace = NO_TRACE
 
     def kept_seconds(self, usual: float | None, handed_over: float) -> float | None:
-        """For which its blocks are kept before others. usual: where it says nothing; handed_over: at least, where it is
-        handed over."""
+        """For how long its blocks are retained. usual: if it says nothing; handed_over: at least, if handed over."""
         given = self.ttl if self.ttl is not None else usual
         return max(given or 0.0, handed_over) if self.hands_over else given
 
     @property
     def is_kept(self) -> bool:
-        """Whether its user wants its blocks to be kept before others: also those that are stored already."""
+        """Whether its user asked for retention, also of blocks that are stored already."""
         return self.ttl is not None or (self.priority or 0) > 0
 
 
@@ -144,12 +143,12 @@ class LoadUnderWay:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it brought what was ordered."""
+        """Whether it brought all that was ordered."""
         return self.tokens >= self.order.stop_token
 
     @property
     def end(self) -> int:
-        """Tokens of the prompt that its request has with it."""
+        """The token up to which its request's KV is there."""
         return max(self.tokens, self.order.first_token)
 
     @property
@@ -175,8 +174,8 @@ class AuditUnderWay:
 @dataclass(eq=False, slots=True)
 class RequestState:
     """One request on its way. account, detail: of its first admission. number: of the namespace in which the prompt was
-    hashed. late_at: computed tokens at which it is asked how much is stored, where nobody waited for that (0: no more),
-    with `late_lookup`. stop_token, stop_reason: up to where a load would go, decided for `chosen_for` tokens of the
+    hashed. late_at: computed tokens at which `late_lookup` asks how much is stored, if its admission did not wait for
+    that (0: no more). stop_token, stop_reason: up to where a load would go, decided for `chosen_for` tokens of the
     engine's own. offered: blocks up to which its KV was offered, or is held. taken_tokens: of the engine's own and
     ours, at its last admission. held_out: whether its hit is computed all the same, None until that is decided.
     added_at, and found_tokens of the store's: while its first token is waited for, to learn what hits save. sealing:
@@ -212,18 +211,18 @@ class RequestState:
     is_renewed: bool = False
 
     def hit_tiers(self, tokens: int) -> dict[HitTier, int]:
-        """Of that many tokens that are loaded for it: from which tiers. Empty where that is not known."""
+        """The tiers of so many tokens that are loaded for it. Empty if unknown."""
         found: dict[HitTier, int] = {**self.account.hits}
         found.pop(HitTier.ENGINE, None)
         return found if sum(found.values()) == tokens else {}
 
     def seal(self, namespace: NamespaceHandle, seconds: float) -> None:
-        """Have its ticket made, if another engine goes on with it."""
+        """Have its ticket made, if it is handed over to another engine."""
         if self.facts.hands_over and self.sealing is None and self.prompt.keys:
             self.sealing = namespace.submit_seal(self.prompt, seconds)
 
     def ticket(self) -> str:
-        """By which another engine goes on with it; "" where there is none."""
+        """The ticket for the next engine; "" if there is none."""
         told = self.sealing.poll() if self.sealing is not None else None
         if self.sealing is not None:
             self.sealing.cancel()
@@ -231,11 +230,11 @@ class RequestState:
 
     @property
     def is_to_renew(self) -> bool:
-        """Whether what is stored of it already is to be kept as it wants, and the store was not told so yet."""
+        """Whether its stored blocks are to be retained as it asks, and the store was not told yet."""
         return self.facts.is_kept and not self.is_renewed
 
     def take_renewal(self, computed: int) -> int:
-        """How many leading blocks that is, once and with the prompt's last step; 0 for none."""
+        """How many leading blocks to renew, once and with the prompt's last step; 0 for none."""
         held = min(self.offered, len(self.prompt.keys))
         if not held or not self.is_to_renew or computed < self.request.num_prompt_tokens:
             return 0
@@ -243,7 +242,7 @@ class RequestState:
         return held
 
     def told(self) -> dict[str, Any]:
-        """To the request's user, when it is over. load_ms: None where the step that loaded is the one that ends it."""
+        """What its user is told when it is over. load_ms: None if the step that loaded is the one that ends it."""
         told: dict[str, Any] = {
             **self.account.to_dict(),
             "detail": self.detail,
@@ -278,14 +277,14 @@ class RequestFetch:
         self._first = self._stop = 0  # the blocks that are expected
 
     def asks(self, blocks: int) -> bool:
-        """A request that is admitted waits for nothing, and its last token is computed."""
+        """An admitted request waits for nothing, and its last token is computed."""
         local = self._state.local_tokens // self._block_tokens
         asks = not self._state.is_admitted and self._usable > max(blocks, local)
         self._choice.costs.counts.locates += asks
         return asks
 
     def choose(self, located: Located, blocks: int) -> tuple[int, float]:
-        """What is fetched is told to routers when it is here, as what is stored."""
+        """Fetched blocks are announced to routers when they are here, as stored ones are."""
         assert located.tier is not None
         block, state = self._block_tokens, self._state
         self._decision = decision = self._choice.fetches.choose(
@@ -315,13 +314,12 @@ class RequestFetch:
                 self._choice.fetch_seconds[name] = self._choice.fetch_seconds.get(name, 0.0) + seconds
 
     def looked(self, blocks: int) -> None:
-        """Of what is not here nothing is expected any more."""
+        """Blocks that are not here are not expected any more."""
         keys = b"".join(self._state.prompt.keys[: self._stop])
         self._announced.saved(keys, self._first, blocks)
 
     @property
     def _usable(self) -> int:
-        """Blocks that a load could bring."""
         return max(0, self._state.prompt.tokens - 1) // self._block_tokens
 
 
@@ -335,7 +333,7 @@ def wait_of(
     is_busy: Callable[[], bool],
     least_seconds: float,
 ) -> BlockWait:
-    """Of a request before it is admitted first. least_seconds: for which a ticket's first block is waited for."""
+    """The wait of a request before its first admission. least_seconds: at least so long for a ticket's first block."""
     facts, block = state.facts, namespace.block_tokens
     policy = None
     if facts.ticket or facts.awaits:
@@ -358,7 +356,7 @@ class RequestNews:
     def add(
         self, state: RequestState, facts: NamespaceSpec | None, namespace: NamespaceHandle | None
     ) -> dict[str, Any]:
-        """A request is over. facts, namespace: that are in use, if any. Returns what its user is told."""
+        """A request is over. facts, namespace: those in use, if any. Returns what its user is told."""
         request, told = state.request, state.told()
         is_of_it = namespace is not None and facts is not None and state.number == facts.number
         if namespace is not None and is_of_it and state.is_admitted and state.facts.saves:
@@ -379,7 +377,7 @@ class RequestNews:
         return told
 
     def tell(self, namespace: NamespaceHandle | None, choice: LoadChoice | None, gpus: int, now: float) -> None:
-        """Tell, if it is time. choice: which knows what hits save; gpus: that a step takes."""
+        """Report, if it is time. choice: knows what hits save; gpus: that a step uses."""
         if namespace is None or not self._waiting or now - self._told_at < TELL_SECONDS:
             return
         self._told_at = now
@@ -401,17 +399,17 @@ class RequestNews:
 
 
 SAVING = "ttft_saved_ms_"
-"""What begins so in `RequestCounts.to_dict` is as it is now; of everything else there is more since the last time."""
+"""Keys of `RequestCounts.to_dict` with this prefix are present values; all others are increments."""
 LOAD_SECONDS = "load_seconds"
 """In `RequestCounts.to_dict`: a list."""
 
 
 @dataclass(slots=True)
 class RequestCounts:
-    """In tokens unless named otherwise. hits, misses: by tier and by reason; their sum is what was asked for. A load
-    that failed is a miss. load_seconds: of each load that ended whole. audited: blocks, by what became of them
+    """In tokens unless named otherwise. hits, misses: by tier and by reason; their sum is the tokens asked for. A
+    failed load is a miss. load_seconds: of each load that ended whole. audited: blocks, by outcome
     (`AuditPlan.take_outcomes`). costs: of the decisions how far to load (`LoadChoice.take_costs`). saving: what a hit
-    saves as far as is known, which is no sum; None where nothing is new."""
+    saves as far as is known, which is no sum; None without news."""
 
     requests: int = 0
     asked: int = 0
@@ -427,7 +425,6 @@ class RequestCounts:
     saving: HitSaving | None = None
 
     def add(self, account: Account) -> None:
-        """One more request."""
         self.requests += 1
         self.asked += account.asked
         for tier, tokens in account.hits.items():

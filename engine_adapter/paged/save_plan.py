@@ -1,10 +1,10 @@
 """Which blocks of which request are offered to the store, and which pages are being read for that.
 
     a step completes a block > a save is ordered > its pages are watched > the workers report
-                                                 > a page is given to somebody else: the save is fenced
+                                                 > a page is given to another request: the save is fenced
 
-A page that holds what an inexact codec restored is never encoded again. What was refused, dropped or evicted meanwhile
-is offered anew with the request's next block. Knows pages and keys, no engine and no tokens; one thread.
+A page with numbers that an inexact codec restored is never encoded again. Blocks that were refused, dropped or evicted
+meanwhile are offered again with the request's next block. Knows pages and keys, no engine and no tokens; one thread.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ from engine_adapter.paged.step_plan import PageRun, SaveOrder, SaveReport
 from kvstore.block.account import MissReason
 
 FREED = 0
-"""The page that stands in an engine's tables where there is none any more. It is never a request's own."""
+"""The page number in an engine's tables for a page that was freed. It never belongs to a request."""
 QUIET_SECONDS = 0.03
-"""Without a step, and the engine has nothing to do: between two steps of one that runs there is less."""
+"""After so long without a step the engine is idle: a running one has less between two steps."""
 HURRIED_SECONDS = 10.0
-"""After a save was given up, others do not wait for so long."""
+"""For so long after a save was lost, others do not wait."""
 
 
 @dataclass(slots=True)
 class Offer:
-    """One save under way. held: blocks from the prompt's start that the store has, as far as is known. dropped: not
-    all of it was read."""
+    """One save under way. held: leading blocks that the store has, as far as known. dropped: not all of it was read."""
 
     order: SaveOrder
     first_block: int
@@ -48,11 +47,11 @@ class SavePlan:
         self._block_tokens = block_tokens
         self._offers: dict[int, Offer] = {}
         self._reading: dict[int, set[int]] = {}
-        """Pages that are read, and by which orders: a page of the engine's own cache may be read by several."""
+        """Pages being read, and by which orders: a page of the engine's own cache may be read by several."""
         self._read: dict[int, set[int]] = {}
         """The same by order."""
         self._decoded: dict[int, int] = {}
-        """Pages that hold what an inexact codec restored, each with the load that brought it."""
+        """Pages that an inexact codec restored, each with its load."""
 
     def __len__(self) -> int:
         """Saves under way."""
@@ -66,12 +65,12 @@ class SavePlan:
         return sorted({number for page in pages for number in self._reading.get(page, ())})
 
     def decoded(self, pages: Iterable[int], number: int) -> None:
-        """These hold what an inexact codec restored: in the load of that number."""
+        """An inexact codec restored these, in the load of that number."""
         self._decoded.update(dict.fromkeys(pages, number))
 
     def computed(self, pages: Iterable[int], number: int) -> None:
-        """These do not after all: that load failed, and the engine computes them. Where they are somebody else's by
-        now, what they hold is not that load's."""
+        """The load of that number failed, and the engine computes these itself. A page that another load has filled
+        since keeps its mark."""
         for page in pages:
             if self._decoded.get(page) == number:
                 del self._decoded[page]
@@ -98,13 +97,13 @@ class SavePlan:
         self.watch(order.number, order.tables)
 
     def watch(self, number: int, tables: Iterable[PageRun]) -> None:
-        """These pages are read by an order of that number."""
+        """An order of that number reads these pages."""
         self._read[number] = {page for run in tables for page in run.pages}
         for page in self._read[number]:
             self._reading.setdefault(page, set()).add(number)
 
     def unwatch(self, number: int) -> None:
-        """They are not any more. Safe to call again."""
+        """It reads them no more. Safe to call again."""
         for page in self._read.pop(number, ()):
             readers = self._reading[page]
             readers.discard(number)
@@ -180,7 +179,7 @@ class SavePatience:
         self._hurried_until = now + HURRIED_SECONDS
 
     def seconds_left(self, since: float, now: float) -> float:
-        """For how long a save that was ordered at that time is not looked at again; 0 when it is its turn."""
+        """How long a save that was ordered at that time still waits; 0 when it is its turn."""
         left = since + self._seconds - now
         if left <= 0 or now < self._hurried_until:
             return 0.0

@@ -1,12 +1,12 @@
-"""The half of a connector that is with an engine's scheduler: it decides what is loaded and saved.
+"""The half of a connector in an engine's scheduler: it decides what is loaded and saved.
 
     request   added (looked up) > matched (asked until there is an answer) > allocated (a load is ordered)
-              > step after step: what was computed is offered > finished
+              > step after step: computed blocks are offered > finished
     step      orders for the workers > their reports
 
 Nothing here waits, but for a third of a millisecond in a step that has nothing else to do. Tokens are hashed here,
-once; what leaves this process are prefix keys. This is the edge at which any fault of the store becomes a miss. Must
-never import an engine, and must never offer a token's KV before the engine has accepted the token.
+once; only prefix keys leave this process. This is the edge at which any fault of the store becomes a miss. Must never
+import an engine, and must never offer a token's KV before the engine has accepted the token.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ IDLE_WAIT_SECONDS = 0.0003
 """How long an engine that runs nothing waits for answers in each step: to be asked again costs it a whole step."""
 IDLE_PAUSE_SECONDS = 0.00002
 AWAIT_PAUSE_SECONDS = 0.001
-"""The same, once in a step, where all that it could do is to wait for blocks that another engine stores."""
+"""The same, once in a step, if all that it could do is wait for blocks that another engine stores."""
 TICKET_SECONDS = 60.0
-"""That a ticket is good for, and that what it names is kept."""
+"""For how long a ticket is good, and its blocks are retained."""
 HELD_OUT = "computed all the same, as the first hits of an engine and a share of all others are (audit)"
 
 _log = getLogger(__name__)
@@ -80,7 +80,7 @@ class PagedScheduler:
         pause: Callable[[float], None],
     ) -> None:
         """open_store: in the session that the workers join. clock: monotonic seconds. choose: evenly from 0 up to 1.
-        pause: for so many seconds."""
+        pause: sleeps."""
         self.settings = settings
         self.choice: LoadChoice | None = None
         self._clock, self._choose, self._pause = clock, choose, pause
@@ -95,7 +95,7 @@ class PagedScheduler:
         self._loads, self._plan = LoadPlan(1, 1), SavePlan((0,), 1, 1)
         self._audits: AuditPlan | None = None
         self._former_audits: dict[int, set[int]] = {}
-        """Comparisons that are not wanted any more, each with the ranks that have not reported."""
+        """Comparisons that were given up, each with the ranks that have not reported."""
         self._saving: dict[int, EngineRequest] = {}
         self._taken: set[int] = set()
         """Pages that were given to requests since the last step."""
@@ -112,8 +112,8 @@ class PagedScheduler:
     # The namespace ---------------------------------------------------------------------------------------------------
 
     def use(self, facts: NamespaceSpec, ranks: Sequence[int]) -> None:
-        """From now on requests belong to this namespace; it is opened in the background, however long that takes.
-        Raises `BadInput` where the codec is none for such pages; then nothing has changed."""
+        """From now on requests belong to this namespace, which is opened in the background. Raises `BadInput` if the
+        codec cannot keep such pages; then nothing has changed."""
         layout, settings, codec = facts.layout, self.settings, codec_named(facts.codec)
         payload_bytes = sum(codec.payload_bytes(part) for part in layout.parts)
         if self._facts is None:
@@ -133,27 +133,27 @@ class PagedScheduler:
         self._namespace.want(facts)
 
     def wait_open(self, seconds: float) -> bool:
-        """For an engine that starts: whether the store is there, within that time."""
+        """For an engine that starts: whether the store is reached within that time."""
         return self._facts is not None and self._namespace.wait(self._facts.number, seconds) is not None
 
     def why_not_open(self) -> str:
-        """In words, where `wait_open` waited in vain."""
+        """Why `wait_open` waited in vain, in words."""
         return self._namespace.detail
 
     def tell_when_open(self, tell: Callable[[], None]) -> None:
-        """Call this, in any thread, once the store is there."""
+        """Call this, in any thread, once the store is reached."""
         self._namespace.tell_when_open(tell)
 
     def refuse(self, reason: MissReason, detail: str) -> None:
-        """From now on nothing is looked up and nothing is saved. What is under way comes to its end."""
+        """Look up and save nothing from now on. Work under way comes to its end."""
         self._refused = (reason, detail)
         for state in self._states.values():
             self._let_go(state)
             self._end_audit(state)
 
     def broke(self, error: Exception) -> None:
-        """A fault of our own: the engine runs on without the store, until it ends. Whether pages that a step waited
-        for have come is not known any more: they are nobody's."""
+        """A bug in the connector: the engine runs on without the store, until it ends. The outcome of loads that steps
+        wait for is unknown: no request may use their pages."""
         if not self._is_broken:
             _log.error("nothing is looked up or saved any more in this engine", exc_info=error)
         self._is_broken = True
@@ -161,7 +161,7 @@ class PagedScheduler:
         self._loads.give_up()
 
     def renamed(self, weights_epoch: int) -> None:
-        """The weights were changed in place: what was stored before, and what is computed now, is not theirs."""
+        """The weights were changed in place: KV stored before, and computed now, does not belong to them."""
         if self._facts is None:
             return
         for state in self._states.values():
@@ -177,7 +177,7 @@ class PagedScheduler:
 
     @property
     def block_tokens(self) -> int:
-        """Of a stored block; 0 where nothing can be stored."""
+        """Of a stored block; 0 if nothing can be stored."""
         return self._facts.layout.block_tokens if self._facts is not None else 0
 
     @property
@@ -189,8 +189,8 @@ class PagedScheduler:
 
     @edge(None)
     def added(self, request: EngineRequest, facts: RequestSpec) -> None:
-        """A new request: its look-up begins, unless it is alone. Then it is asked about at once what it has itself, and
-        may need none: what a look-up takes of the processors is taken from the step that computes the request."""
+        """A new request: its look-up begins, unless it is alone. Then the engine asks at once for a match, and may need
+        none: a look-up would take processor time from the step that computes the request."""
         account = Account.of([(MissReason.DISABLED, request.num_tokens)])
         state = RequestState(request, facts, account, added_at=self._clock())
         self._states[request.request_id] = state
@@ -275,7 +275,7 @@ class PagedScheduler:
 
     def begins_with(self, request_id: str, computed: int) -> None:
         """It runs from now on, and has so many tokens. Beside other connectors: what one of these has brought, and
-        what is computed behind that, is not saved, since nobody tells in time whether it came."""
+        what is computed behind that, is not saved, since its outcome is reported too late."""
         state = self._states.get(request_id)
         if state is not None and computed > state.taken_tokens:
             state.facts = replace(state.facts, saves=False)
@@ -283,7 +283,7 @@ class PagedScheduler:
 
     @edge(None)
     def finished(self, request_id: str) -> dict[str, object] | None:
-        """It is over, or was given up. What its user is told."""
+        """A request is over, or was given up. Returns what its user is told."""
         state = self._states.pop(request_id, None)
         if state is None:
             return None
@@ -305,8 +305,8 @@ class PagedScheduler:
     # A step ----------------------------------------------------------------------------------------------------------
 
     def step(self, running: set[str], due: Sequence[Computed], grown: Iterable[int], work: StepWork) -> StepPlan:
-        """What the workers do around this step. running: requests of which it computes anything. due: those of them
-        that complete a block. grown: pages that are new to requests that ran before."""
+        """The workers' orders for this step. running: requests of which it computes anything. due: those of them that
+        complete a block. grown: new pages of requests that ran before."""
         orders, self._orders = self._orders, StepPlan()
         if running:
             self._step += 1
@@ -331,7 +331,7 @@ class PagedScheduler:
 
     @edge(None)
     def reported(self, reports: StepReports | None) -> None:
-        """A step is over, which need not be the last one that was scheduled; what the workers have done."""
+        """A step is over, not necessarily the last scheduled one; the workers' reports."""
         self._news.tell(self._namespace.now(), self.choice, len(self._ranks), self._clock())
         self.announced.step()
         if reports is None:
@@ -351,12 +351,12 @@ class PagedScheduler:
         self._failures.update(reports.failures)
 
     def take_invalid_pages(self) -> set[int]:
-        """Pages that a load which a step waited for has left without KV, and those that were computed behind them,
-        since it was last asked. The engine must not give them to other requests, nor to this one if it comes anew."""
+        """Pages that a load which a step waited for has left without KV, and those computed behind them, since the last
+        call. The engine must not give them to other requests, nor to this one if it comes anew."""
         return self._loads.take_invalid_pages()
 
     def take_counts(self) -> RequestCounts:
-        """What was counted since it was last asked."""
+        """Counts since the last call."""
         self._collect()
         counts, self._counts = self._counts, RequestCounts()
         if self.choice is not None and counts.requests:
@@ -364,7 +364,7 @@ class PagedScheduler:
         return counts
 
     def _collect(self) -> None:
-        """What is counted elsewhere."""
+        """Take in counts from other objects."""
         costs, audited = self._counts.costs, self._counts.audited
         for name, cost in self.choice.take_costs().items() if self.choice is not None else ():
             costs[name] = costs.get(name, 0) + cost
@@ -372,7 +372,7 @@ class PagedScheduler:
             audited[name] = audited.get(name, 0) + blocks
 
     def announce(self, describe: Callable[[Any, int], Any]) -> None:
-        """From now on it is known what to tell of blocks; describe: as `Announcements` has it."""
+        """Announce blocks from now on; describe: as in `Announcements`."""
         self.announced = Announcements(self._clock, describe, self._namespace.now)
 
     def close(self) -> None:
@@ -424,7 +424,7 @@ class PagedScheduler:
             )
 
     def _wait_of(self, state: RequestState, namespace: NamespaceHandle) -> BlockWait | None:
-        """For what is elsewhere of a request, or stored just now, before it is admitted first."""
+        """The wait for blocks of a request that are elsewhere, or being stored, before its first admission."""
         choice, least = self.choice, self.settings.lease_deadline_ms / 1000
         if state.is_admitted or choice is None:
             return None
@@ -463,19 +463,19 @@ class PagedScheduler:
 
     @property
     def _is_told_by_page(self) -> bool:
-        """Whether the engine hears which pages a load did not bring, and not only of which request: it takes no such
-        word where there are several groups, or pages that left a window are missing."""
+        """Whether the engine can be told which pages a load did not bring, and not only of which request: not with
+        several groups, nor while pages that left a window are missing."""
         groups = self._facts.layout.groups if self._facts is not None else ()
         return len(groups) == 1 and not groups[0].window
 
     def _is_asked(self, state: RequestState) -> bool:
-        """Whether there is somebody to ask what is stored of it."""
+        """Whether the store can be asked about it."""
         is_read = state.facts.refused is None and state.facts.reads and self._refused is None
         return is_read and self._namespace.now() is not None
 
     def _gains_nothing(self, state: RequestState, local_tokens: int) -> bool:
-        """Whether behind what the engine has itself there is no whole block that could be loaded, and no answer yet
-        that says more: nobody waits for one that is good for the account alone."""
+        """Whether no whole block behind the engine's own tokens can be loaded, and no answer has come yet: the request
+        does not wait for one that only the account needs."""
         tokens, block, lookup = state.request.num_tokens, self.block_tokens, state.lookup
         if state.facts.hands_over:
             return False  # what is not stored any more is to be saved before it is over
@@ -503,7 +503,7 @@ class PagedScheduler:
         return is_alone or (self.choice is not None and self.choice.load_ms(promised, self._clock()) < SYNCHRONOUS_MS)
 
     def _reads_here(self, state: RequestState) -> bool:
-        """Whether a worker that is in this process may read with the lease of this half: in the step, all of it."""
+        """Whether a worker in this process may read with this half's lease: in the step, all of it."""
         return state.waits and self.settings.load is not LoadMode.LAYERWISE and len(self._ranks) == 1
 
     def _let_go(self, state: RequestState) -> None:
@@ -616,7 +616,7 @@ class PagedScheduler:
                 self.broke(error)
 
     def _offer(self, state: RequestState, one: Computed, orders: StepPlan) -> None:
-        """Order a save of the blocks that this step completes, and what else is due."""
+        """Order a save of the blocks that this step completes, and whatever else is due."""
         if self._audits is not None:
             self._audits.computed(state, one, self._plan, orders)
         if state.found_tokens and one.stop >= state.request.num_prompt_tokens:
@@ -653,7 +653,7 @@ class PagedScheduler:
         self._is_offered(state, stop_block)
 
     def _ask_late(self, state: RequestState, computed: int) -> None:
-        """How much of a request is stored, where nobody waited for that; in each step until it is known."""
+        """Look up a request whose admission did not wait for that; in each step until the answer is there."""
         if state.late_lookup is None:
             self._look_up(state)
             state.late_lookup, state.lookup = state.lookup, None
@@ -711,7 +711,7 @@ class PagedScheduler:
             state.offered = min(state.offered, offer.held)  # offered again when the next block is due
 
     def _is_offered(self, state: RequestState, blocks: int) -> None:
-        """So many blocks of it, and no more, were offered or are held."""
+        """Whether exactly so many blocks of it were offered or are held."""
         state.offered = blocks
         saves = state.facts.refused is None and state.facts.saves and self.settings.save is not SavePolicy.NONE
         due = (blocks + 1) * self.block_tokens if saves and self.block_tokens else NEVER

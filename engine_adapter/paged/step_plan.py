@@ -1,8 +1,8 @@
 """What the two halves of a connector tell each other about one step of the engine.
 
-The half in the scheduler's process decides and the half in each worker does. Orders go out with the step's metadata,
-reports come back with its output; both are pickled by the engine, so they are plain and small. Pages are named by the
-engine's numbers, and blocks by their prefix keys: no token ids cross.
+The half in the scheduler's process decides, and the half in each worker executes. Orders go out with the step's
+metadata, reports come back with its output; the engine pickles both, so they are plain and small. Pages are named by
+the engine's numbers, and blocks by their prefix keys: no token ids cross.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def _elsewhere() -> None:
 @dataclass(frozen=True, slots=True)
 class LoadOrder:
     """Bring leased blocks into pages. number: the order's own. tables: by group, from the page of first_token on.
-    waits: the step needs it; otherwise the request is parked until it is reported. here: of a load that its step waits
-    for, so that nobody can end the scheduler's half meanwhile."""
+    waits: the step needs it; otherwise the request is parked until it is reported. here: the scheduler's lease, for a
+    worker in its process and a load that its step waits for: the lease cannot be released meanwhile."""
 
     number: int
     request: str
@@ -186,8 +186,8 @@ class AuditReport:
 
 @dataclass(slots=True)
 class StepReports:
-    """What all workers have to say after a step. failures: loads that steps waited for in vain, by rank. facts: of
-    those that could not say it when the engine started. step: its number."""
+    """All workers' reports after a step. failures: loads that steps waited for in vain, by rank. facts: of workers that
+    could not tell them when the engine started. step: its number."""
 
     loads: list[LoadReport] = field(default_factory=list)
     saves: list[SaveReport] = field(default_factory=list)
@@ -197,7 +197,7 @@ class StepReports:
     step: int = 0
 
     def merge(self, other: StepReports) -> None:
-        """Take in what another worker says."""
+        """Add another worker's reports."""
         self.step = max(self.step, other.step)
         self.loads += other.loads
         self.saves += other.saves

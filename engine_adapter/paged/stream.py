@@ -1,9 +1,9 @@
-"""The order of what a worker's own threads do on a device, behind what its engine has put into its stream.
+"""Orders the work that a worker's own threads do on a device behind what its engine has put into its stream.
 
     engine's thread   mark()                   where its stream is: behind the step that has just been put in
-    another thread    with behind(mark): ...   what this thread puts in comes after it, on a stream of its own
+    another thread    with behind(mark): ...   this thread's work comes after it, on a stream of its own
 
-An engine puts its steps into a stream that is current in its own thread only. Whoever reads its pages in another thread
+An engine puts its steps into a stream that is current in its own thread only. Another thread that reads its pages
 without a mark reads them before they are written. On a CPU a step is done when the next line runs, and nothing here
 does anything.
 """
@@ -27,12 +27,12 @@ class EngineStream:
         self._own = threading.local()
 
     def mark(self) -> Any:
-        """Of the thread that asks; not while it captures a graph."""
+        """A point in the calling thread's stream; not while it captures a graph."""
         return self._module.current_stream(self._device).record_event() if self._module is not None else None
 
     @contextmanager
     def behind(self, mark: Any) -> Iterator[None]:
-        """What is put in comes after the mark; what has been put in is not waited for."""
+        """Work put in within this context comes after the mark; it does not wait for it on the host."""
         if self._module is None:
             yield
             return
@@ -44,6 +44,6 @@ class EngineStream:
             yield
 
     def wait(self) -> None:
-        """Until everything that this thread has put in is done."""
+        """Wait until everything that this thread has put in is done."""
         if self._module is not None:
             self._module.current_stream(self._device).synchronize()

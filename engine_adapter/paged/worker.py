@@ -1,6 +1,6 @@
-"""The half of a connector that is with an engine's pages: it loads and saves what the other half decided.
+"""The half of a connector in an engine's worker: it loads and saves pages as the other half decided.
 
-    step   begin (fences) > loads that the step waits for > forward > loads beside it, saves > what is over, reports
+    step   begin (fences) > loads that the step waits for > forward > loads beside it, saves > finished loads, reports
 
 Loads and saves run on threads of their own. A save reads pages that the engine may want back at any time: the scheduler
 names such saves in the step that writes to their pages (`cancelled_saves`), and `begin` returns when none of them reads
@@ -50,26 +50,25 @@ from tiering.frame import KEY_BYTES
 _log = getLogger(__name__)
 
 PIECE_BYTES = 8 << 20
-"""Of a save, put at a time: others' blocks go in between, and a fence waits for no more than the rest of one."""
+"""Of a save, put at a time: other clients' blocks go in between, and a fence waits for one piece at most."""
 SAVE_NICENESS = 10
-"""On a machine whose processors the engine computes with, it goes first."""
+"""The engine goes first on a machine whose processors it computes with."""
 OPEN_SECONDS = 5.0
-"""How long a load waits for its namespace to be opened, which happens once, when the store is there."""
+"""How long a load waits for its namespace to be opened, which happens once."""
 WINDOW_FENCE_SECONDS = 0.02
 """How long a step waits for saves of pages that it wants, in engines with sliding windows."""
 IDLE_WAIT_SECONDS = 0.005
-"""An engine with nothing to do but to wait for loads would spin, and keep the loader from the interpreter's lock."""
+"""An engine with nothing to do but wait for loads would spin, and keep the interpreter's lock from the loader."""
 PRESSED_SHARE = 0.5
-"""Of what may wait to be saved: with more than this, saves wait for nobody."""
+"""Of the bytes that may wait to be saved: above this, saves no longer yield to the engine."""
 SAVE_DEADLINE_MS = 5000.0
-"""How long the put of a piece waits for the store, in a thread that nobody waits for."""
+"""How long the put of a piece waits for the store, in a thread that no request waits for."""
 NO_LAYER = 1 << 30
 
 
 @dataclass(slots=True)
 class _Reader:
-    """An order that reads pages. after: the step that computes them. since: when it came. bytes: that wait to be saved
-    for it."""
+    """An order that reads pages. after: the step that computes them. since: when it came. bytes: queued for it."""
 
     order: SaveOrder | AuditOrder
     after: Any
@@ -118,7 +117,7 @@ class PagedWorker:
         self._save_reports: list[SaveReport] = []
         self._audit_reports: list[AuditReport] = []
         self._layers: dict[int, int] = {}
-        """By order, of loads that the step needs layer by layer: the last one that is there."""
+        """By order, of loads that the step needs layer by layer: the last loaded layer."""
         self._invalid: set[int] = set()
         self._failures = 0
         self._orders = StepPlan()
@@ -150,7 +149,7 @@ class PagedWorker:
             self._fence(set(orders.cancelled_saves))
 
     def start_loads(self) -> None:
-        """Run those that the step waits for; begin the others."""
+        """Run the loads that the step waits for; begin the others."""
         orders, self._orders.loads = self._orders.loads, []
         before = self.pages.stream.mark() if orders else None  # which may read what was in these pages
         for order in orders:
@@ -166,7 +165,7 @@ class PagedWorker:
                 self._changed.notify_all()
 
     def wait_layer(self, name: str) -> None:
-        """Until this layer's pages are as the step needs them, or the load has failed."""
+        """Wait until this layer's pages are as the step needs them, or the load has failed."""
         if self._layers:
             number = self.pages.numbers.get(name, NO_LAYER)
             with self._changed:
@@ -205,8 +204,8 @@ class PagedWorker:
             self._changed.notify_all()
 
     def finished(self) -> tuple[set[str], set[str], set[int]]:
-        """Requests whose loads are over, those of them that brought less, and pages that are not valid: theirs, and of
-        the loads that the step waited for."""
+        """Requests whose loads are over, those of them that got less, and invalid pages: theirs, and of the loads that
+        the step waited for."""
         if not self._loading and not self._layers and not self._invalid:
             return set(), set(), set()
         with self._changed:
@@ -221,7 +220,7 @@ class PagedWorker:
             return {report.request for report in done}, failed, invalid
 
     def take_reports(self) -> StepReports | None:
-        """What the scheduler has not been told; None where there is nothing. The step is over."""
+        """New reports for the scheduler; None without any. The step is over."""
         with self._lock:
             self._unmap_wait.step_ended(self._clock())
             step = self._orders.number if self._orders.number != self._told_step else 0
@@ -234,7 +233,7 @@ class PagedWorker:
             return taken
 
     def settle(self, seconds: float) -> bool:
-        """Wait at most this long for all loads and saves that were begun; whether none is left. Any thread."""
+        """Wait at most this long for all begun loads and saves; returns whether none is left. Any thread."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: self._closed or not (self._saves or self._saving or len(self._done_loads) < self._loading),
@@ -242,7 +241,7 @@ class PagedWorker:
             )
 
     def close(self, seconds: float = 5.0) -> None:
-        """Save what waits, as far as that goes in the time; then hang up. Safe to call again."""
+        """Save what waits, as far as time allows; then hang up. Safe to call again."""
         give_up_at = self._clock() + seconds
         with self._changed:
             self._is_hurried = True
@@ -294,7 +293,7 @@ class PagedWorker:
             self._invalid.update(run.pages[max(0, first - run.first) : last - run.first])
 
     def _load(self, order: LoadOrder, asked_at: float) -> LoadReport:
-        """Any thread. Attach, copy, verify, let go."""
+        """Any thread. Attach, copy, verify, release."""
         tokens, reason = order.first_token, None
         try:
             here = order.here
@@ -322,7 +321,7 @@ class PagedWorker:
         return LoadReport(order.number, order.request, self._rank, tokens, seconds, reason)
 
     def _loaded(self, namespace: NamespaceHandle, lease: Lease, pages: Pages, order: LoadOrder) -> Iterator[Loaded]:
-        """At once, or layer by layer; what is said last holds for all layers."""
+        """At once, or layer by layer; the last report holds for all layers."""
         if not order.layerwise:
             yield namespace.get(lease, into=pages, first_token=order.first_token)
             return
@@ -366,15 +365,14 @@ class PagedWorker:
                 self._report_save(order, held, stored, self._clock() - started, reason, dropped=is_dropped)
 
     def _pause(self) -> float | None:
-        """Seconds until it may be the turn of the first save, 0 when it is; None: when something has changed. Under the
-        lock."""
-        # Somebody waits for a load, nobody for a save.
+        """Seconds until it may be the turn of the first save, 0 when it is; None: wait for a change. Under the lock."""
+        # Requests wait for loads, and none for a save.
         if not self._saves or len(self._done_loads) < self._loading:
             return None
         return self._pause_of(self._saves[0])
 
     def _pause_of(self, save: _Reader) -> float:
-        """Of this one, as far as the engine is what it waits for. Under the lock."""
+        """The same for one save, as far as it waits for the engine. Under the lock."""
         if not self._unmap_wait or self._is_hurried or self._waiting_bytes > PRESSED_SHARE * self._save_bytes:
             return 0
         # An audit has a lease, which runs out; other engines wait for what is urgent.
@@ -383,7 +381,7 @@ class PagedWorker:
         return self._unmap_wait.seconds_left(save.since, self._clock())
 
     def _let_pass(self, save: _Reader) -> None:
-        """The saver's thread, between two pieces: an engine that has something to do again goes first."""
+        """The saver's thread, between two pieces: an engine that has work again goes first."""
         if not self._unmap_wait:
             return
         with self._changed:
@@ -391,7 +389,7 @@ class PagedWorker:
                 self._changed.wait(pause)
 
     def _audit(self, order: AuditOrder, reader: _Reader) -> tuple[AuditResult, ...]:
-        """Any thread. The stored block beside the computed one."""
+        """Any thread. Compare the stored block with the computed one."""
         try:
             namespace = self._opened(order.namespace, OPEN_SECONDS)
             if namespace is None:
@@ -413,7 +411,7 @@ class PagedWorker:
             if not computed:
                 return ()
             stored, codec = _block(into, namespace.layout), namespace.namespace.codec
-            # Of several groups nobody says how deep in the model a layer is: then all may be off as the last may.
+            # With several groups a layer's depth in the model is unknown: all may then be off as much as the last.
             deepest = len(pages.planes) - 1 if len(namespace.layout.groups) > 1 else None
             dtype = opaque_dtype(namespace.layout.packing)
             if dtype is not None:
@@ -425,7 +423,7 @@ class PagedWorker:
             return ()
 
     def _save(self, order: SaveOrder, save: _Reader) -> tuple[int, int, MissReason | None]:
-        """Any thread. Leading blocks that are held, new ones, and why there are no more."""
+        """Any thread. Returns leading blocks that are held, new ones, and why there are no more."""
         stored, held = 0, 0
         try:
             namespace = self._opened(order.namespace, OPEN_SECONDS)
@@ -466,10 +464,10 @@ class PagedWorker:
         return held, stored, None
 
     def _fence(self, numbers: set[int]) -> None:
-        """None of these saves reads pages any more when this returns.
+        """Cancel these saves; when this returns, none of them reads pages any more.
 
-        They are given up, except where pages of a window are among them: without those nothing of the prompt behind
-        could be stored any more, so there they are waited for a little.
+        Saves of pages that leave a window are waited for a little instead: without those blocks nothing of the prompt
+        behind could be stored any more.
         """
         with self._changed:
             if any(group.window for group in self.pages.facts.groups):
@@ -520,11 +518,9 @@ class PagedWorker:
     # The store -------------------------------------------------------------------------------------------------------
 
     def _opened(self, number: int, seconds: float) -> NamespaceHandle | None:
-        """The namespace of that number, within that time."""
         return self._namespace.wait(number, seconds) if self._namespace is not None else None
 
     def _why_closed(self, number: int) -> MissReason:
-        """Why the namespace of that number is not open."""
         return self._namespace.why(number) if self._namespace is not None else MissReason.DISABLED
 
     def _fault(self, error: Exception) -> MissReason:
@@ -549,14 +545,14 @@ class _Reading:
 
 
 def _cut(run: PageRun, first_token: int, stop_token: int, page_tokens: int) -> PageRun:
-    """The pages of these tokens, as far as they are there."""
+    """The pages of these tokens, as far as there are any."""
     first, stop = first_token // page_tokens, -(-stop_token // page_tokens)
     start = max(first, run.first)
     return PageRun(start, run.pages[start - run.first : stop - run.first])
 
 
 def _blank(pages: Pages) -> Pages:
-    """As many pages, in memory of their own: of every group all of them."""
+    """As many pages, in new memory, for every group."""
     planes = {layer: [plane[: len(pages.table)].clone() for plane in both] for layer, both in pages.planes.items()}
     return Pages(planes, range(len(pages.table)), pages.page_tokens)
 

@@ -1,8 +1,7 @@
-"""The contract of what moves blocks between pages and payloads.
+"""The contract of copies between pages and payloads.
 
-A copy is bound to pages and one part. Everything is told for many blocks at once, so that a device can have all of them
-under way. Must never say that a block is good whose digests it has not compared. Imports no torch: clients
-import it.
+A copy is bound to pages and one part. Each call is for many blocks, so that a device can have all of them in flight.
+Must never say that a block is good whose digests it has not compared. Imports no torch: clients import it.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Protocol
 
 
 class Flaw(Enum):
-    """Why an encoder cannot write a block. Loops and kernels tell the value, or 0."""
+    """Why an encoder cannot write a block. Loops and kernels return the value, or 0."""
 
     NONFINITE = 1  # a NaN or an infinity
     OUT_OF_RANGE = 2  # numbers too far apart for a scale in fp16
@@ -22,7 +21,7 @@ class Flaw(Enum):
 Digest = Callable[..., bytes]
 """Of one or several buffers taken as one: 16 bytes."""
 Encoded = Generator[list[bytes] | Flaw, None, None]
-"""Of each block in order the digests of its layer slices, or why it cannot be written, which is the last one then."""
+"""Of each block in order the digests of its layer slices, or why it cannot be written, which then comes last."""
 
 
 class Span(Protocol):
@@ -43,7 +42,7 @@ class BlockCopy(Protocol):
     """Bound to pages: blocks to payloads and back. See `kvstore.block.pages.Coder`."""
 
     def encode(self, tokens: Sequence[int], into: Sequence[Span], digest: Digest) -> Encoded:
-        """The blocks at `tokens` into payloads. Nothing writes into them any more once it has ended or is closed."""
+        """The blocks at `tokens` into payloads, which are no longer written to once it has ended or is closed."""
         ...
 
     def decode(
@@ -54,5 +53,5 @@ class BlockCopy(Protocol):
         expected: Sequence[Sequence[bytes]],
         digest: Digest,
     ) -> int:
-        """Payloads into the blocks at `tokens`; how many of the first ones have the digests expected."""
+        """Payloads into the blocks at `tokens`; returns how many leading blocks have the expected digests."""
         ...

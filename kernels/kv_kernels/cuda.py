@@ -89,7 +89,7 @@ class CudaDevice:
     """One GPU."""
 
     def __init__(self, index: int) -> None:
-        """Raises RuntimeError where there is no such GPU."""
+        """Raises RuntimeError if there is no such GPU."""
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if not 0 <= index < count:
             raise RuntimeError(
@@ -117,7 +117,7 @@ class CudaDevice:
         return CudaStream(torch.cuda.current_stream(self._device))
 
     def memory(self, size_bytes: int) -> torch.Tensor:
-        """Waits for the whole device: what had this memory before may still be in use on the compute stream."""
+        """Waits for the whole device: the memory's last user may still be running on the compute stream."""
         memory = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
         torch.cuda.synchronize(self._device)
         return memory
@@ -127,7 +127,7 @@ class CudaDevice:
 
 
 def local_cpus(index: int) -> frozenset[int]:
-    """CPUs of the NUMA node that a GPU hangs on; empty where the system does not say."""
+    """CPUs of the NUMA node that a GPU hangs on; empty if the system does not tell."""
     properties = torch.cuda.get_device_properties(index)
     numbers = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
     if None in numbers:

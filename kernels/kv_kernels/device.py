@@ -1,11 +1,11 @@
 """What a transfer needs of a device: streams, events, copies, and host memory that they can reach.
 
 Two implementations: `cuda`, and `chaos`, which runs on a CPU in any order that is legal and finds missing waits. The
-words are CUDA's: a stream runs what is put into it one after another; streams are ordered among each other, and with
-the host, by events only. Nothing here blocks but `Event.wait`.
+words are CUDA's: a stream runs its work in order; streams are ordered among each other, and with the host, by events
+only. Nothing here blocks but `Event.wait`.
 
-Memory is told as flat uint8 tensors, so that one call moves many runs; regions are told as addresses, and only to who
-asks for them. Must never know blocks, tiers or keys.
+Memory is passed as flat uint8 tensors, so that one call moves many runs; regions are addresses, and only a device that
+checks asks for them. Must never know blocks, tiers or keys.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Region(NamedTuple):
 
 
 Regions = Callable[[], Iterable[Region]]
-"""Regions that a launch touches: asked for by the device that checks, never by CUDA."""
+"""The regions that a launch touches: asked for by the device that checks, never by CUDA."""
 
 
 class Direction(Enum):
@@ -39,7 +39,7 @@ class Direction(Enum):
 class Event(Protocol):
     """A point in a stream: done when everything put into the stream before it is done.
 
-    Both raise RuntimeError where the device itself has failed, and what it was doing is not known.
+    Both methods raise RuntimeError if the device has failed and the state of its work is unknown.
     """
 
     def is_done(self) -> bool: ...
@@ -84,11 +84,11 @@ class Host(Protocol):
     """Host memory that copies can reach without a detour."""
 
     def pinned(self, size_bytes: int) -> torch.Tensor:
-        """New page-locked memory, flat uint8. Raises RuntimeError where there is none."""
+        """New page-locked memory, flat uint8. Raises RuntimeError if there is none."""
         ...
 
     def register(self, address: int, size_bytes: int, *, writable: bool) -> str:
-        """Page-lock memory that exists; returns nothing, or why it was refused."""
+        """Page-lock existing memory; returns nothing, or why it was refused."""
         ...
 
     def unregister(self, address: int) -> None:
@@ -119,7 +119,7 @@ class Device(Protocol):
         ...
 
     def run(self, body: Callable[[], object]) -> None:
-        """Inside of a launch's work: do what starts kernels, in the launch's stream."""
+        """Inside of a launch's work: start kernels, in the launch's stream."""
         ...
 
 

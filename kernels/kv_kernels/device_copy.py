@@ -6,9 +6,9 @@
               as they land
 
 All segments are put into the streams at once; the calling thread waits without the interpreter lock. A payload is moved
-without its frame's header: neighbouring slots then are copies of their own, which costs nothing where a payload is
-larger than about 64 KiB, and a copy never writes a header. Must never say that a block is good, or has landed, before
-the host has waited for it; pages of a block that is not good hold garbage.
+without its frame's header: neighbouring slots are then separate copies, which costs nothing if a payload is larger than
+about 64 KiB, and a copy never writes a header. Must never say that a block is good, or has landed, before the host has
+waited for it; pages of a block that is not good hold garbage.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class DeviceCopy:
         return self._plain().decode(payloads, tokens, skip, expected, digest)
 
     def _adopt(self, payloads: Sequence[Any]) -> None:
-        """What they lie in is page-locked soon; these blocks may go through the bounce ring yet."""
+        """Have the payloads' memory page-locked soon; these blocks may still go through the bounce ring."""
         for memory in {id(payload.memory): payload.memory for payload in payloads}.values():
             if memory is not None:
                 self._ways.extents.adopt(memory)
@@ -147,8 +147,8 @@ class DeviceCopy:
     def _told(
         self, tokens: Sequence[int], skip: int, direction: Direction
     ) -> Iterator[tuple[Tables, _Rows, list[PoolTable], list[Transfer]]]:
-        """Tables that are on their way, the page table as it is here, the pools of each run of layers, and a list for
-        what is started with them: that is over when this is."""
+        """The uploaded tables, the page table on the host, the pools of each run of layers, and a list for the
+        transfers started with them; these have ended when the context ends."""
         table = self._rows(tokens, skip)
         slices = tuple([part.stop - part.first for part in self._layers])
         shape = TableShape(len(self._addresses), len(table), self._block_pages, slices)
@@ -264,14 +264,14 @@ class _Scatter(_Kernel):
 
 
 def _page(plane: torch.Tensor, page: int) -> Region:
-    """From its first number to its last one, whatever lies between."""
+    """From its first number to its last, whatever lies between."""
     reach = sum([(size - 1) * stride for size, stride in zip(plane.shape[1:], plane.stride()[1:], strict=True)])
     size = plane.element_size()
     return Region(plane.data_ptr() + page * plane.stride(0) * size, (reach + 1) * size)
 
 
 def _wait(transfer: Transfer) -> None:
-    """Until it is done. Raises what ended it, if it failed."""
+    """Raises what ended it, if it failed."""
     transfer.wait(None)
     if transfer.outcome is not TransferOutcome.DONE:
         raise transfer.error or RuntimeError(f"a transfer ended as {transfer.outcome.value}")
@@ -292,4 +292,4 @@ def _is_done() -> bool:
 
 
 def _nothing() -> None:
-    """The caller has the slots, and waits."""
+    """A release that does nothing: the caller has the slots, and waits."""

@@ -1,11 +1,11 @@
-"""What a transfer tells its kernels and what they tell it, besides slots and pages.
+"""What a transfer passes to its kernels and gets from them, besides slots and pages.
 
     up      addresses of the pools | page table | status, zeroed       one copy, before the first launch
     down    status of a run of blocks | digests of their layer slices  one copy each, behind its last launch
 
-Both lie in one piece of the device's memory and in one of page-locked host memory, laid out alike, and are used again
-by later transfers: a launch has their addresses only. Must never be lent out again, or given back, before the host has
-waited for all that was put in with them.
+Both lie in one piece of the device's memory and in one of page-locked host memory, laid out alike, and later transfers
+reuse them: a launch has their addresses only. Must never be reused, or given back, before the host has waited for all
+that was put in with them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class TableMemory:
         self._free: list[Memory] = []
 
     def take(self, size_bytes: int) -> Memory:
-        """At least so much. New memory waits for the whole device, so it is taken large. Raises RuntimeError."""
+        """At least so much. New memory waits for the whole device, so it is allocated large. Raises RuntimeError."""
         with self._lock:
             for at, memory in enumerate(self._free):
                 if len(memory.host) >= size_bytes:
@@ -66,8 +66,8 @@ class TableShape(NamedTuple):
 
 
 class Findings(NamedTuple):
-    """Of a run of blocks, on the device: status int32 [blocks]; for each run of layers digests int64
-    [blocks, slices, 2]; and all of it as bytes, there and on the host."""
+    """Of a run of blocks, on the device: status int32 [blocks]; for each run of layers digests int64 [blocks, slices,
+    2]; and all of it as bytes, there and on the host."""
 
     status: torch.Tensor
     digests: list[torch.Tensor]
@@ -78,7 +78,7 @@ class Findings(NamedTuple):
         return [region(part) for part in self.there if len(part)]
 
     def bring(self, kernels: Stream) -> None:
-        """To the host, in that stream's order."""
+        """Copy them to the host, in that stream's order."""
         kernels.copy(self.here, self.there)
 
 
@@ -86,7 +86,7 @@ class Tables:
     """Of one transfer, or of several that are put in together."""
 
     def __init__(self, device: Device, memory: TableMemory, shape: TableShape) -> None:
-        """Raises RuntimeError where there is no memory."""
+        """Raises RuntimeError if there is no memory."""
         self._device = device
         self._shape = shape
         self._table_at = _aligned(8 * shape.addresses)
@@ -127,7 +127,7 @@ class Tables:
         return Findings(there[0].view(torch.int32), pieces, there, here)
 
     def found(self, findings: Findings) -> tuple[list[int], bytes]:
-        """On the host, when they are there: of each block the status, and the digests of all its layer slices."""
+        """On the host, once copied: of each block the status, and the digests of all its layer slices."""
         status, raw = [torch.empty_like(part) for part in findings.here]
         self._device.host.copy([status, raw], findings.here)
         words, at, runs = raw.numpy().view(np.int64), 0, []

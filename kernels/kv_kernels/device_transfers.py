@@ -1,8 +1,8 @@
 """What all transfers of one device share, and which pages may go that way.
 
-Streams, staging rings, tables' memory, page-locked extents and the threads behind them: made once, by whoever opens a
-store, when pages on that device are seen first; 512 MiB of the device's memory. `close` ends the threads after
-what they have begun; copies that are bound then take the plain route. Must never be made when a module is imported.
+Streams, staging rings, tables' memory, page-locked extents and the threads behind them: made once, by the store's
+codecs, when pages on that device are first seen; 512 MiB of the device's memory. `close` ends the threads after what
+they have begun; copies that are bound then take the plain route. Must never be made when a module is imported.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class DeviceTransfers:
         return self._copy(planes, table, form.tokens, form.size_bytes, codec, plain)
 
     def close(self, timeout_s: float) -> bool:
-        """Take no more transfers, finish those that are under way, and end the threads: whether within this time."""
+        """Take no more transfers, finish those under way, and end the threads; returns whether that was in time."""
         workers = self._workers
         have_ended = [workers.loads.close(timeout_s), workers.saves.close(timeout_s), self.extents.close(timeout_s)]
         return workers.pins.close(timeout_s) and all(have_ended)
@@ -107,7 +107,7 @@ class DeviceTransfers:
 
 
 def on_cuda(index: int) -> DeviceTransfers:
-    """Of a GPU. Raises RuntimeError where there is none, or no memory on it."""
+    """The transfers of a GPU. Raises RuntimeError if there is none, or no memory on it."""
     cpus = local_cpus(index)
     names = [f"kv-{name}-{index}" for name in Workers._fields]
     device = CudaDevice(index)

@@ -1,8 +1,8 @@
 """Copies between pages in host memory and a payload, at memcpy speed.
 
 Pages come as [pages, page_tokens, heads, width] with any strides, the payload is [layer][plane][head, token, width] in
-C order. Where pages lie in memory in the payload's own order, be it with gaps between heads, a few layer slices are one
-copy of long runs; anything else is copied page by page along its strides. Either way numpy does it, by an assignment
+C order. If pages lie in memory in the payload's own order, with or without gaps between heads, a few layer slices are
+one copy of long runs; anything else is copied page by page along its strides. Either way numpy copies, by an assignment
 (half the price of calling `copyto`), without the interpreter lock. Digests are taken after each copy, while its bytes
 are in the cache.
 
@@ -38,12 +38,12 @@ _MEMORY = memoryview((ctypes.c_char * ((1 << 57) - _FIRST_ADDRESS)).from_address
 UNWRITABLE_PAGES = "pages that are read-only, or expanded, cannot be loaded into; give pages that can be written"
 
 _COPY_BYTES = 1 << 20
-"""Layers are copied together up to this size. What was copied has to be in the cache still when its digest is taken;
-and the fewer copies, the fewer times a thread gives the interpreter lock away and has to wait for it."""
+"""Layers are copied together up to this size: the copied bytes must still be in the cache when their digest is taken;
+and with fewer copies a thread gives the interpreter lock away, and waits for it, less often."""
 
 
 class RunForm(NamedTuple):
-    """Of a plane whose pages lie in memory as the payload does, but for gaps between heads: head h of page p begins at
+    """A plane whose pages lie in memory as the payload does, but for gaps between heads: head h of page p begins at
     address + p * stride + h * of_head."""
 
     stride: int
@@ -107,7 +107,7 @@ class BlockByBlock:
         raise NotImplementedError
 
     def decode_block(self, payload: Span, token: int, skip: int, expected: Sequence[bytes], digest: Digest) -> bool:
-        """A payload into the block at `token`, without its first `skip` tokens; False where a digest differs."""
+        """A payload into the block at `token`, without its first `skip` tokens; False if a digest differs."""
         raise NotImplementedError
 
 
@@ -139,12 +139,12 @@ class RawCopy(BlockByBlock):
 
     @cached_property
     def _arrays(self) -> list[list[Array]]:
-        """Of each layer the planes as [pages, head, token, width] in numbers, for what is not a run."""
+        """Of each layer the planes as [pages, head, token, width] in numbers, for planes that are no runs."""
         return [[_as_unsigned(plane).transpose(0, 2, 1, 3) for plane in layer] for layer in self._planes]
 
     @cached_property
     def _checked(self) -> list[list[Array]]:
-        """Of each layer all pieces of its planes, as [pages, length]: what a digest is taken from."""
+        """Of each layer all pieces of its planes, as [pages, length]: digests are taken from these."""
         return [
             [array[:, layer, plane, piece] for plane in range(array.shape[2]) for piece in range(array.shape[3])]
             for _, _, _, _, array in self._groups
@@ -157,7 +157,6 @@ class RawCopy(BlockByBlock):
 
     @cached_property
     def _scratch(self) -> Array:
-        """Room for a layer slice."""
         return np.empty(self._slice_bytes, dtype=_BYTE)
 
     def encode_block(self, token: int, into: Span, digest: Digest) -> list[bytes]:
@@ -190,7 +189,7 @@ class RawCopy(BlockByBlock):
         for start, stop, low, high, array in self._groups:
             _assign(array[page], slices[start:stop], low < address + slices.size and address < high)
             for pieces, want in islice(checked, stop - start):
-                if len(pieces) == 2:  # spelled out: this is a tenth of what a small block costs
+                if len(pieces) == 2:  # inlined: this is a tenth of a small block's cost
                     first, second = pieces
                     found = digest(first[page], second[page])
                 else:
@@ -235,7 +234,7 @@ class RawCopy(BlockByBlock):
             start = stop
 
     def _page(self, token: int) -> int:
-        """Of the block at `token` the one page that holds it, where a page is a block."""
+        """The one page of the block at `token`, if a page is a block."""
         number, rest = divmod(token, self._page_tokens)
         assert not rest and 0 <= number < len(self._table), "the block is not inside the pages"
         return self._table[number]
@@ -249,7 +248,7 @@ class RawCopy(BlockByBlock):
 
 
 def is_tensor(given: Any) -> bool:
-    """Whether it is an array or a tensor; torch need not be known for that."""
+    """Whether it is an array or a tensor; works without torch."""
     return isinstance(given, np.ndarray) or hasattr(given, "is_cpu")
 
 
@@ -300,7 +299,7 @@ def _runs(planes: Sequence[Sequence[Any]], head_bytes: int, block_tokens: int) -
                 form, address = (plane.shape, plane.strides, plane.dtype), plane.ctypes.data
             else:
                 form, address = (plane.shape, plane.stride(), plane.dtype), plane.data_ptr()
-            if form != known:  # it is nearly always as the plane before
+            if form != known:  # nearly always that of the plane before
                 known, run_form = form, _run_form(plane, head_bytes, block_tokens)
                 has_gaps |= run_form is not None and run_form.of_head != head_bytes
             if run_form is None:

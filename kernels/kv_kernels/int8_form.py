@@ -1,6 +1,6 @@
-"""Where things lie in an 8-bit payload: the sizes and offsets of a layer slice, without torch.
+"""The sizes and offsets of an 8-bit layer slice, without torch.
 
-`int8` draws the slices and says what the numbers become; `kvstore plan`, which counts bytes alone, needs no more than
+`int8` draws the slices and says what the numbers become; `kvstore plan`, which only counts bytes, needs no more than
 this file. Pure.
 """
 
@@ -18,7 +18,7 @@ SCALE_BYTES = 2
 
 
 class Axis(IntEnum):
-    """Over what a plane's numbers share a scale."""
+    """The numbers of a plane that share a scale."""
 
     CHANNEL = 0  # 64 tokens of a channel; with a zero point
     TOKEN = 1  # the width of a token
@@ -37,8 +37,8 @@ class PlaneForm(NamedTuple):
 
 
 class SliceForm(NamedTuple):
-    """A layer slice: its planes, its bytes, and the two runs (first, stop) of it that are zeros, if not empty: before
-    K's zero points, and at the end."""
+    """A layer slice: its planes, its bytes, and the two runs (first, stop) of zeros in it, if not empty: before K's
+    zero points, and at the end."""
 
     heads: int
     tokens: int

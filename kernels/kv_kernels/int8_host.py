@@ -72,7 +72,6 @@ class Int8Copy(BlockByBlock):
 
     @cached_property
     def _scratch(self) -> Array:
-        """Room for a layer slice."""
         return np.empty(self._form.size_bytes, np.uint8)
 
     def encode_block(self, token: int, into: Span, digest: Digest) -> list[bytes] | Flaw:

@@ -28,7 +28,7 @@ class PlainInt8Copy(BlockByBlock):
         writable: bool = True,
     ) -> None:
         """planes: per layer slice, per plane, a tensor [pages, page_tokens, heads, width]; table: physical pages.
-        writable: whether they can be loaded into, which torch does not know of memory that it was given."""
+        writable: whether they can be loaded into, which torch cannot tell of memory that it was given."""
         self._form = form
         self._writable = writable
         self._planes = planes

@@ -5,14 +5,14 @@
     add      known at once; a worker registers it with the device in chunks, and until a chunk is in, copies of its
              slots go through a bounce ring
     hold     a transfer uses some of it: the memory stays, registered or not as it is; any other memory bounces
-    remove   when nobody holds it any more it is unregistered, and only then may the memory go
+    remove   once no transfer holds it, it is unregistered, and only then may the memory go
 
-Registering page-locks pages where they are and moves none: which NUMA node an extent lies on was decided by whoever
-touched its pages first. What this process touches first, the bounce rings, lies near the CPUs of the thread that uses
-it (`worker.ThreadWorker`, `cuda.local_cpus`). No memory policy is set.
+Registering page-locks pages where they are and moves none: the first touch of its pages has decided which NUMA node an
+extent lies on. The bounce rings, which this process touches first, lie near the CPUs of the thread that uses them
+(`worker.ThreadWorker`, `cuda.local_cpus`). No memory policy is set.
 
-A reader's mapping is read-only; where the device cannot page-lock such memory, it is refused, and everything bounces.
-Must never call a run page-locked that is not wholly inside one registered chunk: a copy across two may be refused.
+A reader's mapping is read-only; a device that cannot page-lock such memory refuses it, and everything bounces. Must
+never call a run page-locked that is not wholly inside one registered chunk: a copy across two may be refused.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kv_kernels.device import Host, host_tensor
 from kv_kernels.worker import Worker
 
 CHUNK_BYTES = 1 << 30
-"""At most so much is registered at once: it takes the driver long, and other calls wait for it."""
+"""At most so much is registered at once: the driver takes long, and other calls wait for it."""
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class HostMapping(Protocol):
     def writable(self) -> bool: ...
 
     def before_unmap(self, leave: Callable[[Callable[[], object]], object]) -> None:
-        """`leave` is called in place of unmapping, by a finalizer, with what unmaps it."""
+        """A finalizer calls `leave` in place of unmapping, with a function that unmaps."""
         ...
 
 
@@ -86,7 +86,7 @@ class PinnedExtents:
         self._chunk_bytes = chunk_bytes
         self._starts: list[int] = []
         self._extents: list[_Extent] = []
-        self._lock = threading.RLock()  # a finalizer may come while it is held
+        self._lock = threading.RLock()  # reentrant: a finalizer may run while it is held
         self._was_refused = False
         self._is_closed = False
         self._process = os.getpid()
@@ -95,7 +95,7 @@ class PinnedExtents:
         self._is_registering = False
 
     def adopt(self, memory: HostMapping) -> None:
-        """Memory of slots that the caller has views of. The same one may be given again, and is looked up only."""
+        """Memory of slots that the caller has views of. Memory that is known already is only looked up."""
         with self._lock:
             at = bisect_right(self._starts, memory.address) - 1
             if self._is_closed or (at >= 0 and memory.address < self._extents[at].end):
@@ -104,7 +104,7 @@ class PinnedExtents:
             memory.before_unmap(partial(self._leaves, memory.address))
 
     def close(self, timeout_s: float) -> bool:
-        """Unregister all that nobody holds, and adopt no more: whether within this time."""
+        """Unregister all that no transfer holds, and adopt no more; returns whether that was done in time."""
         if os.getpid() != self._process:
             return True
         with self._lock:
@@ -113,17 +113,17 @@ class PinnedExtents:
         return all([self.remove(address, timeout_s) for address in addresses])
 
     def add(self, address: int, size_bytes: int, keep: object, *, writable: bool) -> None:
-        """keep: what keeps the memory mapped; it is let go of after `remove`. writable: whether the mapping is.
+        """keep: what keeps the memory mapped, until after `remove`. writable: whether the mapping is.
 
-        Raises ValueError where it overlaps an extent that is here.
+        Raises ValueError if it overlaps a known extent.
         """
         if not self._insert(address, size_bytes, keep, writable):
             raise ValueError(f"memory at {address:#x} of {size_bytes} bytes is here already: remove it first")
 
     def remove(self, address: int, timeout_s: float) -> bool:
-        """Unregister an extent that was added, once nobody holds it; until then the memory must stay.
+        """Unregister an added extent, once no transfer holds it; until then the memory must stay.
 
-        False where that takes longer than the timeout, or the worker has too much to do: it is still here then, to be
+        False if that takes longer than the timeout, or the worker has too much to do: it is still here then, to be
         removed by another call.
         """
         with self._lock:
@@ -143,8 +143,8 @@ class PinnedExtents:
         return self._worker.wait(gone.is_set, timeout_s)
 
     def hold(self, addresses: Sequence[int], size_bytes: int) -> Hold:
-        """Keep these slots' memory in place. What is in no extent, the caller keeps. Raises ValueError where one is in
-        an extent that is going, or only partly in one."""
+        """Keep these slots' memory in place. The caller keeps memory that is in no extent. Raises ValueError if a slot
+        is in an extent that is being removed, or only partly in one."""
         with self._lock:
             extents: dict[int, _Extent] = {}
             for address in addresses:
@@ -159,7 +159,7 @@ class PinnedExtents:
         return Hold(self, list(extents.values()))
 
     def runs(self, addresses: Sequence[int], size_bytes: int) -> Runs:
-        """These slots, of equal size, neighbours as one run. They must be held. What is in no extent is not pinned."""
+        """These slots, of equal size, neighbours as one run. They must be held. Memory in no extent is not pinned."""
         tensors: list[torch.Tensor] = []
         are_pinned = []
         at = 0
@@ -200,7 +200,7 @@ class PinnedExtents:
         return extent
 
     def _leaves(self, address: int, unmap: Callable[[], object]) -> None:
-        """The last view of an adopted extent is gone. Waits for nothing."""
+        """The last view of an adopted extent is gone. Does not block."""
         if os.getpid() != self._process:  # a forked child has neither the worker nor the device
             unmap()
             return
@@ -213,14 +213,14 @@ class PinnedExtents:
         with self._lock:
             extent = next((known for known in self._extents if known.address == address), None)
         if extent is not None:
-            if extent.holds:  # by a transfer whose device failed: what it still does is not known
+            if extent.holds:  # by a transfer whose device failed: it may still be running
                 self._kept.append(unmap)
                 return
             self._unregister(extent, threading.Event())
         unmap()
 
     def _insert(self, address: int, size_bytes: int, keep: object, writable: bool) -> bool:
-        """False where it overlaps another one."""
+        """False if it overlaps another one."""
         chunks = -(-size_bytes // self._chunk_bytes)
         extent = _Extent(address, host_tensor(address, size_bytes), keep, writable, [False] * chunks)
         with self._lock:
@@ -237,7 +237,7 @@ class PinnedExtents:
         return True
 
     def _go_on(self) -> None:
-        """One chunk at a time, so that who leaves waits for one at most. Not under the lock: the worker has its own."""
+        """Register one chunk at a time: a removal waits for one at most. Not under the lock: the worker has its own."""
         with self._lock:
             self._is_registering = bool(self._waiting)
         if self._is_registering and not self._worker.submit(self._register_next):

@@ -1,9 +1,9 @@
-"""Where an engine's paged KV lies on a device, as the kernels want to be told.
+"""Where an engine's paged KV lies on a device, in the form that kernels take.
 
 A `PoolTable` is built once, when an engine registers its pages; afterwards a launch needs no Python per layer. A layout
-is nothing but strides: pages may be token-major, head-major, fused K and V, or keep K transposed. Here is also what
-every launch checks before it touches memory. Nothing here imports triton; the kernels are in `paged` and `paged_int8`,
-their twins in plain torch in `reference`.
+is nothing but strides: pages may be token-major, head-major, fused K and V, or keep K transposed. Every launch's
+checks, before it touches memory, are here too. Nothing here imports triton; the kernels are in `paged` and
+`paged_int8`, their twins in plain torch in `reference`.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class PoolTable:
         )
 
     def part(self, first: int, last: int, addresses: torch.Tensor) -> PoolTable:
-        """Layers [first, last) of it. addresses: of all its layers, int64 [layers, planes] on the device."""
+        """Its layers [first, last). addresses: of all its layers, int64 [layers, planes] on the device."""
         return replace(self, planes=self.planes[first:last], addresses=addresses[first:last])
 
 

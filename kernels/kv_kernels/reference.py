@@ -1,9 +1,9 @@
 """Plain torch versions of the transfer operations, on any device.
 
-What every faster route is compared with: `host` on the CPU (`ReferenceRawCopy`), the kernels of `paged` and
-`paged_int8` on a GPU (`gather`, `scatter`, `gather_quantize`, `dequantize_scatter`: the same signatures and the same
-bits). Also the route of devices that have no triton. Written for reading, one index operation per plane; the only file
-in this folder that must be right by inspection.
+The reference for every faster route: `host` on the CPU (`ReferenceRawCopy`), the kernels of `paged` and `paged_int8` on
+a GPU (`gather`, `scatter`, `gather_quantize`, `dequantize_scatter`: the same signatures and the same bits). Also the
+route of devices without triton. Written for reading, one index operation per plane; the only file in this folder that
+must be right by inspection.
 """
 
 from __future__ import annotations

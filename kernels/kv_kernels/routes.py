@@ -2,8 +2,8 @@
 
     pages in host memory      raw    numpy, at memcpy speed (`host`)
                               8 bits loops compiled by numba (`int8_host`); plain torch where there is no numba
-    pages on one GPU          streams and kernels (`device_copy`), where whoever opened the store handed in a way and
-                              the pages are for it
+    pages on one GPU          streams and kernels (`device_copy`), if the store was opened with a route to that GPU that
+                              takes the pages
     anything else             plain torch (`reference`, `int8_plain`): no triton, planes on different devices
 
 All routes of a codec write the same bytes.
@@ -30,7 +30,7 @@ _log = getLogger(__name__)
 
 
 class OnDevice(Protocol):
-    """The way of one device. Both return None where the pages are not for it."""
+    """The route of one device. Both return None if the pages are not for it."""
 
     def raw_copy(
         self, planes: Sequence[Sequence[torch.Tensor]], table: Sequence[int], page_tokens: int, block_tokens: int
@@ -46,7 +46,7 @@ class OnDevice(Protocol):
 
 
 Devices = Callable[[torch.device], OnDevice | None]
-"""The way of a device, made when it is asked for first; None where there is none, as for host memory."""
+"""The route of a device, made when it is first asked for; None if there is none, as for host memory."""
 
 
 def raw_copy(
@@ -63,7 +63,7 @@ def raw_copy(
 
 
 def prepare_int8(dtypes: Iterable[str]) -> None:
-    """What takes time at first: compiling. dtypes: `bfloat16`, `float16`, `float32`."""
+    """Compile, which takes time at first. dtypes: `bfloat16`, `float16`, `float32`."""
     prepare = compiler()
     if prepare is None:
         _say_that_it_is_slow()
@@ -80,8 +80,8 @@ def int8_copy(
     dtype: str,
     devices: Devices | None = None,
 ) -> BlockCopy:
-    """dtype: of the pool's numbers, which tensors of integers of its width may stand for. Raises `ValueError` where
-    strides are not whole numbers of elements."""
+    """dtype: of the pool's numbers; tensors may be of integers of its width. Raises `ValueError` if strides are not
+    whole numbers of elements."""
     way = _way(planes, devices)
     prepare = compiler() if way is None else None
     if prepare is not None and _is_on_host(planes):
@@ -94,7 +94,7 @@ def int8_copy(
 
 @cache
 def compiler() -> Callable[[str], int8_host.Int8Loops] | None:
-    """What compiles the loops of a dtype; None where there is no numba.
+    """Compiles the loops of a dtype; None without numba.
 
     Imported when 8 bits are first asked for, and not with this file: it takes 0.2 s, and vLLM 0.31 and 0.32 cannot make
     a worker for a CPU in a process where llvmlite is loaded.
@@ -108,7 +108,6 @@ def compiler() -> Callable[[str], int8_host.Int8Loops] | None:
 
 @cache
 def _say_that_it_is_slow() -> None:
-    """Once per process."""
     _log.warning(
         "numba is not installed, broken or switched off: 8-bit codecs on the CPU run some ten times slower; "
         "pip install numba, or unset NUMBA_DISABLE_JIT"
@@ -116,7 +115,7 @@ def _say_that_it_is_slow() -> None:
 
 
 def _way(planes: Planes, devices: Devices | None) -> OnDevice | None:
-    """Of the device that all planes are on."""
+    """The route of the device that all planes are on."""
     first = planes[0][0]
     if devices is None or isinstance(first, np.ndarray):
         return None

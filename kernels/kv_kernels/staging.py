@@ -2,8 +2,8 @@
 
     load    host slots --copy--> segment --kernel--> pages        save    pages --kernel--> segment --copy--> host slots
 
-`StagingRing` lies on the device. A segment is filled by one stream and emptied by the other; who fills it next waits,
-on the device, for the event after which it was empty. `BounceRing` lies in pinned host memory, for slots that copies
+`StagingRing` lies on the device. One stream fills a segment and the other empties it; the next fill waits, on the
+device, for the event after which the segment was empty. `BounceRing` lies in pinned host memory, for slots that copies
 cannot reach: there the host fills or empties, so the host waits. Must never hand a segment out without its last event.
 """
 
@@ -37,7 +37,7 @@ class StagingRing:
     def segment(self, fills: Stream, empties: Stream) -> Iterator[torch.Tensor]:
         """The next segment. All work on it is put into these two streams before the block ends.
 
-        Where that fails half-way the segment is safe all the same: it is only ever filled by the same stream.
+        If that fails half-way the segment is safe all the same: the same stream always fills it.
         """
         with self._lock:
             index = self._next
@@ -52,7 +52,7 @@ class StagingRing:
 
 
 class BounceRing:
-    """Pinned host memory, taken at the first use, on the thread that uses it. For one thread."""
+    """Pinned host memory, taken at first use, by the one thread that uses it."""
 
     def __init__(self, device: Device, segment_bytes: int, segments: int) -> None:
         self.segments = segments
@@ -74,5 +74,5 @@ class BounceRing:
         return self._memory[index]
 
     def used_until(self, event: Event) -> None:
-        """Copies read the segment that was taken last until then; one that they write is emptied before its turn."""
+        """Copies use the last taken segment until this event; one that they write is emptied before its turn."""
         self._used[self._taken] = event

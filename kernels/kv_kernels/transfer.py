@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 
 class PageKernel(Protocol):
-    """Moves between staged slices and the engine's pages; holds the page table and the pointers to the pools."""
+    """Moves blocks between staged slices and the engine's pages; holds the page table and the pointers to the pools."""
 
     def __call__(self, staged: torch.Tensor, frames: range, layers: LayerSlice) -> None:
         """Launch into the current stream. staged: uint8 [frames, size_bytes]; frames: which of the transfer's."""
@@ -48,20 +48,20 @@ class PageKernel(Protocol):
         ...
 
     def tables(self) -> Iterable[Region]:
-        """What it reads besides. Asked for by the chaos device only."""
+        """What else it reads. Asked for by the chaos device only."""
         ...
 
     def findings(self) -> Iterable[Region]:
-        """What it writes besides. Asked for by the chaos device only."""
+        """What else it writes. Asked for by the chaos device only."""
         ...
 
     def end(self, kernels: Stream) -> None:
-        """Behind the last launch, in their stream: what is to be on the host when the transfer is done."""
+        """Behind the last launch, in its stream: copy to the host what must be there when the transfer is done."""
         ...
 
 
 class _Batch(NamedTuple):
-    """What goes through one segment. part: which slice; it is the last of its slice's where `ends_part`."""
+    """The part of a transfer that goes through one segment. part: which slice; ends_part: whether it is its last."""
 
     part: int
     layers: LayerSlice
@@ -129,7 +129,7 @@ class _Mover:
         return self._extents.hold(addresses, stop)
 
     def _start(self, transfer: Transfer, hold: Hold, put_in: Callable[[], None]) -> bool:
-        """Put a transfer into the streams, here or on the worker, which then waits for its end. False: no more now."""
+        """Put a transfer into the streams, here or on the worker, which then waits for its end. False: too many."""
 
         def later() -> None:
             if transfer.is_direct:
@@ -148,8 +148,8 @@ class _Mover:
         return True
 
     def _put_in_all(self, transfer: Transfer, put_in: Callable[[], None]) -> None:
-        """Also where it fails half-way, or the caller's thread is interrupted: what is in the streams then is done, and
-        is waited for."""
+        """If this fails half-way, or the caller's thread is interrupted, the work that is in the streams by then is
+        done, and is waited for."""
         try:
             put_in()
         except Exception as error:

@@ -1,7 +1,7 @@
 """Transfers under way: what the engine sees of a load or a save, and how each ends.
 
-`transfer` makes them, puts their work into the streams and tells them the events; the worker settles them. Must never
-call them done while anything of them may still touch pages, slots or tables.
+`transfer` makes them, puts their work into the streams and records the events; the worker settles them. Must never call
+them done while any of their work may still touch pages, slots or tables.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class TransferOutcome(Enum):
 
 
 class Transfer:
-    """One load or save. When `is_done`, nothing of it touches pages, slots or tables any more.
+    """One load or save. When `is_done`, none of its work touches pages, slots or tables any more.
 
-    The exception is a FAILED one that `is_stranded`: what the device still does is not known.
+    The exception is a FAILED one that `is_stranded`: the device may still be running it.
     """
 
     def __init__(self, worker: Worker, kernel: object, hold: Hold, is_direct: bool) -> None:
@@ -75,15 +75,15 @@ class Transfer:
         return self.wait(0.0)
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Block until the outcome is known; False where that takes longer."""
+        """Block until the outcome is known; False if that takes longer."""
         return self._worker.wait(lambda: self._outcome is not TransferOutcome.PENDING, timeout_s)
 
     def cancel(self) -> None:
-        """Put in no more of it, and neither publish it nor call it loaded. What is in the streams is still done."""
+        """Put in no more of it, and neither publish it nor call it loaded. Work in the streams is still done."""
         self.is_cancelled = True
 
     def put_in(self, copied: Event | None, launched: Event | None) -> None:
-        """All of it is in the streams, or no more will be; these are done when that is. None: the device failed."""
+        """All of it is in the streams, or no more will be; it is done with these events. None: the device failed."""
         self._copied, self._launched = copied, launched
         self.is_put_in = True
         self._worker.notify()
@@ -103,7 +103,7 @@ class Transfer:
         self._worker.notify()
 
     def settle(self) -> None:
-        """On the worker, once all of it is in the streams: wait for the ends, call what was handed in."""
+        """On the worker, once all of it is in the streams: wait for the ends, make the calls."""
         raise NotImplementedError
 
     def _call(self, handed_in: Callable[[], object]) -> bool:
@@ -114,7 +114,7 @@ class Transfer:
             return False
 
     def _landed(self, event: Event | None) -> bool:
-        """Wait for the end of a stream's part; False where it cannot be learnt."""
+        """Wait for the end of a stream's part; False if it cannot be learnt."""
         try:
             if event is None:
                 raise RuntimeError("the device took no event")
@@ -213,7 +213,7 @@ class Saving(Transfer):
         self._worker.notify()
 
     def are_pages_read(self) -> bool:
-        """Whether the pages may be reused by anybody, as the host sees it. Never blocks."""
+        """Whether the pages may be reused, as the host sees it. Never blocks."""
         return self._pages_read is not None and self._pages_read.is_done()
 
     def settle(self) -> None:

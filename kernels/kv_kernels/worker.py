@@ -1,7 +1,7 @@
-"""One thread that does what an engine's thread must not wait for.
+"""One thread for work that an engine's thread must not wait for.
 
-Jobs run one after another in the order in which they came; nothing is begun after `close`. Must never be shared by a
-job that registers memory and one that launches kernels: a refusal by CUDA stays behind as the thread's last error.
+Jobs run one after another in order of arrival; nothing is begun after `close`. Jobs that register memory and jobs that
+launch kernels must never share a worker: a refusal by CUDA stays behind as the thread's last error.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ class Worker(Protocol):
     """Where jobs go, and how to wait for what they change."""
 
     def submit(self, job: Callable[[], object]) -> bool:
-        """Run it later, after all earlier ones; False where too many wait, or after `close`. A job never raises."""
+        """Run it later, after all earlier ones; False if too many wait, or after `close`. A job never raises."""
         ...
 
     def wait(self, is_ready: Callable[[], bool], timeout_s: float | None) -> bool:
-        """Wait until it is so, or until time is over: which of the two. Looked at again after each job and `notify`."""
+        """Wait until that is so; False if time is over first. Checked again after each job and `notify`."""
         ...
 
     def notify(self) -> None:
-        """Something has changed that somebody may wait for."""
+        """A condition that a thread may wait for has changed."""
         ...
 
     def close(self, timeout_s: float) -> bool:
-        """Take no more jobs, do those that are here, and end: whether it has within this time."""
+        """Take no more jobs, do those that are here, and end; returns whether it ended in time."""
         ...
 
 
@@ -66,7 +66,7 @@ class ThreadWorker:
             self._changed.notify_all()
 
     def close(self, timeout_s: float) -> bool:
-        """Take no more jobs, do those that are here, and end: whether it has within this time."""
+        """As `Worker.close`."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -89,5 +89,5 @@ class ThreadWorker:
                 job()
             except Exception:
                 _log.exception("a job of the thread %s failed", self._thread.name)
-            del job  # what it holds is not kept until the next one comes
+            del job  # so that its objects do not live until the next one comes
             self.notify()

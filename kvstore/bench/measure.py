@@ -215,7 +215,7 @@ def _field(path: str, name: str) -> str | None:
 # ---------------------------------------------------------------------------------------------------------------------
 # Targets of a bench that were missed, for --check. Reads what a bench prints as JSON: `met` beside a figure.
 #
-# A target that nobody set on this machine is no target; a run without any checks nothing, and says so.
+# Only targets set for this machine count; a run without any checks nothing, and says so.
 
 
 _MOST_SHOWN = 12

@@ -6,8 +6,8 @@ What is measured is what a user calls, on a store that `kvstore.open` has made:
     get       the same, and the copy into pages, which is verified once more
     persist   `put` with durability="disk" of a prompt that only DRAM has: checked there, written, acknowledged
 
-Each prompt fills one slab. The limits read the same slabs in turn, so that whoever reads one finds it as long after the
-last time. DRAM has given up what is read, which each turn asserts. The tier is full: a block that is persisted evicts
+Each prompt fills one slab. The limits read the same slabs in turn, so that equally long passes between two reads of a
+slab. DRAM has evicted what is read, which each turn asserts. The tier is full: a block that is persisted evicts
 another. Pages hold random bits, as the limits' file does.
 """
 

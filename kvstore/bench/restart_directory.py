@@ -4,8 +4,8 @@ Real is everything that a start reads, written by the store's own code: keys, st
 records name every block, with the prefix keys of real chains, places, generations and MACs. One prompt is real
 altogether: it was put, and its frames can be read.
 
-Not real are the frames of all other blocks: their slabs are files with holes, so whoever leased one would find zeros
-and be refused. A start does not read frames unless the index is in doubt, which it is not here, nor does it scrub. The
+Not real are the frames of all other blocks: their slabs are files with holes, so a lease of one would find zeros and
+fail. A start does not read frames unless the index is in doubt, which it is not here, nor does it scrub. The
 index was written in one go, slab by slab: it is more compact than one that was changed for weeks.
 """
 

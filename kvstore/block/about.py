@@ -1,9 +1,9 @@
-"""What is kept beside blocks of their namespace, on NVMe and for a keeper, and what can be kept at all.
+"""The namespace record that is kept beside blocks, on NVMe and by a keeper, and which namespaces can have one.
 
     about    number of parts, 2 bytes > payload bytes of each part, 8 bytes each > `Namespace.pack`
 
-It has to fit into a slab's header, and each part's payload into a frame. A namespace that does not is refused when it
-is opened, whoever opens it; one that is found on a disk, written by another version, is left out there.
+It must fit into a slab's header, and each part's payload into a frame. A namespace for which they do not is refused
+when a client opens it; one that is found on a disk, written by another version, is left out.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from tiering.frame import MAX_SLICES, Sealer, Stamp
 from tiering.slab_header import MAX_ABOUT_BYTES
 
 MOST_PAYLOAD, LEAST_PAYLOAD = 2, 64
-"""Of a payload, against the bytes of its numbers: at most MOST_PAYLOAD times as many, at least 1/LEAST_PAYLOAD."""
+"""Bounds of a payload, relative to the bytes of its numbers: at most MOST_PAYLOAD times as many, at least
+1/LEAST_PAYLOAD."""
 SLICE_PARAMETER_BYTES = 4096
 """Beside the codes of a layer slice."""
 
 
 def pack_about(namespace: Namespace, payload_bytes: Sequence[int]) -> bytes:
-    """Payload bytes: of each part."""
+    """payload_bytes: of each part."""
     return struct.pack(f"<H{len(payload_bytes)}Q", len(payload_bytes), *payload_bytes) + namespace.pack()
 
 
 def unpack_about(about: bytes) -> tuple[list[int], Namespace]:
-    """The mirror of `pack_about`, checked as what is opened is. Raises `ValueError`."""
+    """The mirror of `pack_about`, checked as an opened namespace is. Raises `ValueError`."""
     try:
         (parts,) = struct.unpack_from("<H", about)
         payloads = list(struct.unpack_from(f"<{parts}Q", about, 2))
@@ -67,7 +68,7 @@ def sealers_of(keys: TenantKeys, stamps: Sequence[Stamp]) -> tuple[Sealer, ...]:
 
 
 def check_can_be_kept(namespace: Namespace, payload_bytes: Sequence[int]) -> None:
-    """Raises `BadInput` where blocks of a namespace, with these payloads, can be neither framed nor kept."""
+    """Raises `BadInput` if blocks of a namespace, with these payloads, can be neither framed nor kept."""
     parts = namespace.layout.parts
     if len(payload_bytes) != len(parts):
         raise BadInput(f"{len(payload_bytes)} payload sizes; the layout has {len(parts)} parts, so give one for each")

@@ -114,8 +114,7 @@ class Account:
 
     @staticmethod
     def missed(reason: MissReason, tokens: int, block_tokens: int) -> Account:
-        """Of a prompt of which nothing could be asked. The tail that fills no block would be none of the store's then
-        either.
+        """For a prompt about which the store could not be asked; the tail that fills no block would be missed anyway.
 
         >>> Account.missed(MissReason.UNREACHABLE, 130, 64).to_dict()["misses"]
         {'unreachable': 128, 'partial_block': 2}
@@ -180,7 +179,7 @@ class Account:
         return Account.of(parts)
 
     def behind(self, tier: HitTier, tokens: int) -> Account:
-        """The same prompt where that tier, which is above the others, has so many of its first tokens."""
+        """The same prompt with its first so many tokens found in that tier, which is above the others."""
         parts: list[tuple[HitTier | MissReason, int]] = [(tier, tokens)]
         left = tokens
         for segment in self.segments:
@@ -199,7 +198,7 @@ class Account:
 
 
 def reason_of(error: Exception) -> MissReason:
-    """Of anything that a verb, or the opening of a store, may raise."""
+    """The miss reason of an exception that a verb, or opening a store, may raise."""
     if isinstance(error, StoreClosed):
         return MissReason.DISABLED
     if isinstance(error, NotReady):

@@ -40,7 +40,7 @@ class RawCodec:
     is_exact = True
 
     def __init__(self, devices: routes.Devices | None = None) -> None:
-        """devices: the ways to pages on GPUs."""
+        """devices: the routes to pages on GPUs."""
         self._devices = devices
 
     def payload_bytes(self, part: Part) -> int:
@@ -48,10 +48,10 @@ class RawCodec:
         return payload.payload_bytes(self.name, part)
 
     def prepare(self, layout: Layout) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
     def bind(self, pages: Pages, layout: Layout, part: Part) -> Coder:
-        """Host memory is copied run by run at memcpy speed; see `routes` for what is on a device."""
+        """Host memory is copied run by run at memcpy speed; see `routes` for pages on a device."""
         table, planes = _checked(pages, layout, part)
         return routes.raw_copy(planes, table, pages.page_tokens, part.block_tokens, self._devices)
 
@@ -62,7 +62,7 @@ class Int8Codec:
     is_exact = False
 
     def __init__(self, name: str, devices: routes.Devices | None = None) -> None:
-        """devices: the ways to pages on GPUs."""
+        """devices: the routes to pages on GPUs."""
         self.name = name
         self._devices = devices
 
@@ -71,11 +71,11 @@ class Int8Codec:
         return payload.payload_bytes(self.name, part)
 
     def prepare(self, layout: Layout) -> None:
-        """Compile what the layout's dtypes need: seconds, the first time on a machine."""
+        """Compile for the layout's dtypes: seconds, the first time on a machine."""
         routes.prepare_int8({part.group.dtype for part in layout.parts})
 
     def bind(self, pages: Pages, layout: Layout, part: Part) -> Coder:
-        """Host memory goes through compiled loops; see `routes` for what is on a device."""
+        """Host memory goes through compiled loops; see `routes` for pages on a device."""
         table, planes = _checked(pages, layout, part)
         try:
             dtype = part.group.dtype
@@ -94,7 +94,7 @@ CODECS: dict[str, Callable[[routes.Devices | None], Codec]] = {
 
 
 def codec_named(name: str, devices: routes.Devices | None = None) -> Codec:
-    """The codec of that name. devices: the ways to pages on GPUs; without any, such pages go through plain torch.
+    """The codec of that name. devices: the routes to pages on GPUs; without any, such pages go through plain torch.
 
     Raises `BadInput` with the names that exist.
     """
@@ -104,18 +104,18 @@ def codec_named(name: str, devices: routes.Devices | None = None) -> Codec:
 
 
 class DeviceRoute(routes.OnDevice, Protocol):
-    """The way of one device, with threads and memory of its own."""
+    """The route of one device, with threads and memory of its own."""
 
     def close(self, timeout_s: float) -> bool:
-        """Finish what is under way and end: whether within this time."""
+        """Finish the copies under way and end; returns whether that was done in time."""
         ...
 
 
 class Codecs:
-    """The codecs of one opened store, and what they share: a way to each GPU that its pages are on. Thread-safe."""
+    """The codecs of one opened store, and what they share: a route to each GPU that its pages are on. Thread-safe."""
 
     def __init__(self, open_gpu: Callable[[int], DeviceRoute | None]) -> None:
-        """open_gpu: makes the way to a GPU when pages on it are seen first; None where there is none."""
+        """open_gpu: makes the route to a GPU when pages on it are first seen; None if there is none."""
         self._open_gpu = open_gpu
         self._lock = threading.Lock()
         self._ways: dict[int, DeviceRoute | None] = {}
@@ -126,7 +126,7 @@ class Codecs:
         return codec_named(name, self._way)
 
     def close(self) -> None:
-        """End all ways. What is bound and used later goes through plain torch."""
+        """End all routes. Copies that are bound and used later go through plain torch."""
         with self._lock:
             self._is_closed = True
             ways = [way for way in self._ways.values() if way is not None]
@@ -166,7 +166,7 @@ def _checked(pages: Pages, layout: Layout, part: Part) -> tuple[list[int], list[
 
 
 def _check(pages: Pages, table: list[int], layout: Layout, part: Part) -> None:
-    """Say in one line what about these pages is not what the layout promises."""
+    """Raise `LayoutMismatch` for the first thing about these pages that is not what the layout promises."""
     group = part.group
     lowest, highest = min(table, default=0), max(table, default=-1)
     page_shapes = [(pages.page_tokens, group.kv_heads, width) for width in group.plane_widths]

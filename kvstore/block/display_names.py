@@ -1,9 +1,9 @@
 """What engines call their models: for people, beside the fingerprints that decide.
 
-    an engine opens a namespace > its name, cut and printable, by tenant and namespace > DIR/names, behind everything
+    an engine opens a namespace > its name, cut and printable, by tenant and namespace > DIR/names, in the background
 
-No name is part of an identity, and none is needed: a directory without the file, or with a damaged one, lacks the names
-alone. At most `MOST_NAMES` are kept of a tenant; the one that was told longest ago makes room.
+No name is part of an identity, and none is needed: a directory without the file, or with a damaged one, only lacks the
+names. At most `MOST_NAMES` are kept of a tenant; the one noted longest ago makes room.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ _log = logging.getLogger(__name__)
 
 
 def shown(name: str) -> str:
-    """As much of a name as is fit for a terminal; of a long path its end, which tells models apart."""
+    """As much of a name as fits a terminal; of a long path its end, which tells models apart."""
     kept = "".join(one for one in name[-_MOST_READ:] if one.isprintable()).strip()
     return kept if len(kept) <= MOST_CHARACTERS else f"...{kept[3 - MOST_CHARACTERS :]}"
 
 
 def checked_name(name: object) -> str:
-    """What a caller gave. Raises `BadInput`."""
+    """A caller's name. Raises `BadInput`."""
     if not isinstance(name, str):
         raise BadInput(f"name={name!r:.60}; give the model's name or path as text, which people are shown")
     return shown(name)
 
 
 class DisplayNames:
-    """Names by tenant and digest. Thread-safe; whoever tells one never waits for the disk, and one tenant's names take
-    nothing from another's."""
+    """Names by tenant and digest. Thread-safe; noting a name never waits for the disk, and one tenant's names displace
+    none of another's."""
 
     def __init__(self, path: Path, faults: FaultReports | None = None) -> None:
         """Reads what is there."""
@@ -73,13 +73,13 @@ class DisplayNames:
             self._write_soon()
 
     def forget(self, tenant: bytes) -> None:
-        """A tenant's, for good."""
+        """Forget a tenant's names."""
         with self._lock:
             if self._names.pop(tenant.hex(), None) is not None:
                 self._write_soon()
 
     def close(self) -> None:
-        """What was told is on disk, unless that takes long."""
+        """Write what was noted, unless that takes long."""
         self._closing.set()
         writer = self._writer
         if writer is not None:
@@ -99,8 +99,8 @@ class DisplayNames:
         self._writer = writer
 
     def _write(self) -> None:
-        """Until all is written; no more often than once in `PAUSE_SECONDS`, whatever engines tell. A write that fails
-        is tried again, so that the fault ends with its cause."""
+        """Until all is written; at most once in `PAUSE_SECONDS`, whatever engines do. A failed write is tried again, so
+        that the fault ends with its cause."""
         while True:
             with self._lock:
                 if self._is_written:
@@ -121,8 +121,7 @@ class DisplayNames:
 
 
 def read_names(path: Path) -> dict[str, dict[str, str]]:
-    """Those of a directory, by tenant and namespace in hexadecimal; none where the file is not there, cannot be read or
-    is not one of these."""
+    """A directory's names, by tenant and namespace in hexadecimal; none if the file is missing or unreadable."""
     try:
         raw = read_secret_file(path, MOST_BYTES)
         if raw is None:

@@ -1,8 +1,8 @@
 """Typed faults of the store.
 
-Expected outcomes are values: a shorter match, a refused put, a miss reason. What is raised here is either something
-that the user gave and can mend (`BadInput` and its kin: one clear line), or an operating fault. A miss is never an
-exception, and nothing here may carry token ids, keys or prompt text.
+Expected outcomes are values: a shorter match, a refused put, a miss reason. Exceptions are either something that the
+user gave and can mend (`BadInput` and its kin: one clear line), or an operating fault. A miss is never an exception,
+and nothing here may carry token ids, keys or prompt text.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class OutOfResources(StoreError):
 
 
 class LeaseExpired(StoreError):
-    """The lease was released before its blocks were read. (One that ran out can still be read from.)"""
+    """The lease was released before its blocks were read. (An expired one can still be read from.)"""
 
 
 class Unreachable(StoreError):
@@ -59,11 +59,11 @@ class Unreachable(StoreError):
 
 
 class Rejected(Unreachable):
-    """There is a sidecar, and it or its socket's mode turns this process away. The text says what to do."""
+    """A sidecar, or its socket's mode, rejects this process. The text says what to do."""
 
 
 class NotReady(Unreachable):
-    """There is a sidecar, and it has not opened the namespace in time. It may be ready soon."""
+    """A sidecar has not opened the namespace in time. It may be ready soon."""
 
 
 class StoreClosed(StoreError):

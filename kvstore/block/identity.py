@@ -56,7 +56,7 @@ class ExtraKey:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Prompt:
-    """A prompt that is hashed already: what verbs take in place of token ids. `NamespaceHandle.hashed` makes it.
+    """A prompt that was hashed before: verbs take it in place of token ids. `NamespaceHandle.hashed` makes it.
 
     tokens: how many it has. keys: the prefix key of every full block, so that another process of the same tenant can
     name them without the tokens. At least len(keys) blocks of tokens.
@@ -145,16 +145,16 @@ class KeyRing:
             self.add(keys)
 
     def add(self, keys: TenantKeys) -> None:
-        """Know one more tenant, or one more epoch of a tenant."""
+        """Add a tenant, or another epoch of a tenant."""
         self._mac[keys.tenant, keys.key_id, keys.epoch] = keys.mac
         self._slab[keys.tenant, keys.fingerprint, keys.first_epoch] = keys.slab_mac
 
     def retire(self, tenant: bytes, key_id: bytes, epoch: int) -> None:
-        """Accept an epoch no more: the frames that it signed are not believed from now on."""
+        """Retire an epoch: frames that it signed are not believed from now on."""
         self._mac[tenant, key_id, epoch] = b""
 
     def forget(self, tenant: bytes) -> None:
-        """Know nothing of a tenant any more."""
+        """Remove all keys of a tenant."""
         for known in (self._mac, self._slab):
             for one in [one for one in list(known) if one[0] == tenant]:
                 known.pop(one, None)
@@ -169,7 +169,7 @@ class KeyRing:
 
 
 def key_difference(here: bytes, there: bytes) -> str:
-    """What is to be said where the fingerprints of two sides differ; empty where they do not. For every handshake."""
+    """The message for two sides whose fingerprints differ; empty if they do not. For every handshake."""
     return f"keys {here.hex()} here and {there.hex()} there" if here != there else ""
 
 
@@ -376,9 +376,9 @@ class Namespace:
 
     @staticmethod
     def unpack(packed: bytes) -> Namespace:
-        """The mirror of `pack`. Raises `ValueError` for anything else; whoever calls compares the digest.
+        """The mirror of `pack`. Raises `ValueError` for anything else; the caller compares the digest.
 
-        It comes from other processes, and off disks: nothing is built that was not looked at before.
+        The input comes from other processes, and off disks: everything is checked before anything is built.
         """
         try:
             version, model, epoch, codec, config, groups, cut = _listed(_inflated(packed), 7, 7)
@@ -399,7 +399,7 @@ class Namespace:
 
     def difference(self, other: Namespace) -> str:
         """The first field that differs, with both values; empty where none does. Digests of what a model computes are
-        named where nothing else differs: they follow from the other fields, and nobody can read them."""
+        named only if nothing else differs: they follow from the other fields, and mean nothing to people."""
         mine, theirs = self.fields(), other.fields()
         for name in sorted(mine.keys() | theirs.keys(), key=lambda name: (name in _DIGESTS, name)):
             if mine.get(name) != theirs.get(name):

@@ -138,9 +138,9 @@ class KeyFile:
             return self._tenants.get(name) or self._new_tenant(name)
 
     def retire(self, name: str) -> None:
-        """A tenant's secret is gone when this returns; if it ever comes again it gets a new one. One of a pool is not
-        served under that identity again before `revive`. Raises `KeysUnusable`; after a crash it may then be there or
-        not."""
+        """A tenant's secret is gone when this returns; if the tenant ever comes back it gets a new one. A tenant of a
+        pool is not served under that identity again before `revive`. Raises `KeysUnusable`; after a crash the secret
+        may then be there or not."""
         with self._lock:
             secrets, pooled, purged = dict(self._secrets), dict(self.pooled), dict(self.purged)
             secrets.pop(name, None)
@@ -190,7 +190,7 @@ class KeyFile:
         purged: Mapping[str, str],
         why: str,
     ) -> None:
-        """On disk, and then here."""
+        """On disk first, then in memory."""
         own = {name: {"secret": secret.hex(), "epoch": epoch} for name, (epoch, secret) in secrets_by_name.items()}
         contents: dict[str, object] = {"version": KEY_FILE_VERSION, "tenants": own}
         if pooled or purged:

@@ -29,8 +29,8 @@ MAX_BLOCK_TOKENS, MAX_PAGE_TOKENS = 4096, 1 << 20
 MAX_GROUPS, MAX_LAYERS, MAX_LAYER_NUMBER = 64, 1024, (1 << 16) - 1
 MAX_KV_HEADS, MAX_PLANE_WIDTH, MAX_WINDOW = 1 << 12, 1 << 24, 1 << 31
 MAX_SHARDS, MAX_PARTS = 1 << 12, 512
-"""A layout comes from other processes too: what is built from it is bounded by these. Parts: groups x layer shards x
-head shards, as many as a slab's header can name."""
+"""Layouts come from other processes: these bound what is built from one. Parts: groups x layer shards x head shards, as
+many as a slab's header can name."""
 MAX_NAME_CHARACTERS = 128
 """Of a group's name, and of a packing."""
 
@@ -112,7 +112,7 @@ class KvGroup:
 
     @property
     def window_fields(self) -> tuple[int, ...]:
-        """The window where there is one: groups without are described as they were before there were windows."""
+        """The window, if there is one: groups without are described as before windows existed."""
         return (self.window,) if self.window else ()
 
 
@@ -208,7 +208,7 @@ class Layout:
         return sum(part.raw_bytes for part in self.parts)
 
     def parts_of(self, shard: int | None) -> tuple[Part, ...]:
-        """What a tensor-parallel rank holds: of each group its share of the heads, as its own pages have them.
+        """The parts of a tensor-parallel rank: of each group its share of the heads, as its own pages have them.
 
         A group of fewer heads than ranks, as a latent one, is held by several: neighbours have the same share. None:
         all parts, for pages that hold all heads. Raises `BadInput`.
@@ -256,7 +256,7 @@ class Layout:
     ) -> Layout:
         """One latent plane of latent_dim + rope_dim numbers per token (DeepSeek-V2, arXiv 2405.04434).
 
-        head_shards: ranks, all of which hold the same; it is one part, whoever stores it.
+        head_shards: ranks, all of which hold the same; it is one part, whichever rank stores it.
         """
         _check_layers(layers)
         for name, given in (("latent_dim", latent_dim), ("rope_dim", rope_dim)):

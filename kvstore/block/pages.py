@@ -32,10 +32,10 @@ _TABLE = "give one page number each, as a list, an array or a tensor of one dime
 
 @dataclass(frozen=True)
 class GroupPages:
-    """The pages of one group of layers, where these are not those of the others.
+    """The pages of one group of layers that has a page table of its own.
 
-    table: table[i] is the physical page of logical page first_page + i. Logical pages before `first_page` are not
-    there: of a sliding window an engine frees what no token will see again.
+    table: table[i] is the physical page of logical page first_page + i. Logical pages before `first_page` are missing:
+    of a sliding window an engine frees those that no token will see again.
     """
 
     table: Sequence[int]
@@ -140,8 +140,8 @@ class Pages:
 
 
 def page_numbers(table: Sequence[int]) -> list[int]:
-    """A page table as Python integers. Addresses are computed from them, and an int32 of an array would overflow; and
-    those of a tensor are only then equal to each other. Raises `LayoutMismatch`."""
+    """A page table as Python integers: addresses computed from an int32 array would overflow, and elements of a tensor
+    do not compare equal as dictionary keys. Raises `LayoutMismatch`."""
     try:
         return [index(page) for page in table]
     except TypeError:
@@ -192,14 +192,14 @@ class Codec(Protocol):
 
     name: str
     is_exact: bool
-    """Whether what comes back is bit for bit what was given. What any other codec decoded must not be encoded again."""
+    """Whether it restores bit for bit what was given. What any other codec decoded must not be encoded again."""
 
     def payload_bytes(self, part: Part) -> int:
         """Bytes of a part's payload: the same for every block, and a whole number per layer slice."""
         ...
 
     def prepare(self, layout: Layout) -> None:
-        """What takes time at first, as compiling does, so that no request waits for it. Called when a namespace is
+        """Work that takes long at first, as compiling does, so that no request waits for it. Called when a namespace is
         opened; safe to call again."""
         ...
 
@@ -209,5 +209,5 @@ class Codec(Protocol):
 
 
 def cut(span: FrameSpan, first: int, size: int) -> FrameSpan:
-    """Some bytes of it."""
+    """Some bytes of a span."""
     return FrameSpan(span.address + first, span.view[first : first + size], span.memory)

@@ -1,6 +1,6 @@
 """How many bytes a block takes: payload and frame by codec, without torch and without a page.
 
-One formula for those who write blocks (`codec`) and for those who only count them (`kvstore plan`). Pure.
+One formula for code that writes blocks (`codec`) and for code that only counts them (`kvstore plan`). Pure.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ INT8_DTYPES = ("bfloat16", "float16", "float32")
 
 
 def int8_form(codec: str, part: Part) -> SliceForm:
-    """Where things lie in a layer slice of 8 bits. Raises `BadInput` for numbers that these codecs do not write."""
+    """The form of an 8-bit layer slice. Raises `BadInput` for numbers that these codecs cannot write."""
     group = part.group
     if group.dtype not in INT8_DTYPES:
         raise BadInput(
@@ -38,11 +38,12 @@ def payload_bytes(codec: str, part: Part) -> int:
 
 
 def block_bytes(codec: str, layout: Layout) -> int:
-    """What a tier gives a whole block: of each part a header, the payload, and padding. Raises as `payload_bytes`."""
+    """The bytes that a whole block takes in a tier: of each part a header, the payload, and padding. Raises as
+    `payload_bytes`."""
     return sum(frame_bytes(payload_bytes(codec, part)) for part in layout.parts)
 
 
 def default_codec(layout: Layout) -> str:
-    """What adapters use where nothing else is said: `int8-kc64`, and `raw` for numbers that no 8-bit codec writes."""
+    """The adapters' default: `int8-kc64`, and `raw` for numbers that no 8-bit codec writes."""
     is_writable = all(group.dtype in INT8_DTYPES for group in layout.groups)
     return KC64 if is_writable else RAW

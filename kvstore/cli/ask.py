@@ -112,7 +112,7 @@ TAKEN_EVERY_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class RecordSummary:
-    """requests, blocks: written. lost: requests that were not noted, since nobody came for those before."""
+    """requests, blocks: written. lost: requests that were not noted, since those before were not fetched in time."""
 
     file: str
     block_tokens: int
@@ -171,7 +171,7 @@ def record(
                     break
                 if not found.requests:
                     clock.sleep(TAKEN_EVERY_SECONDS if seconds is None else min(TAKEN_EVERY_SECONDS, seconds))
-        except StoreError as error:  # there is nobody to end it
+        except StoreError as error:  # the sidecar is gone, and the recording with it
             saved = f"{requests:,} requests are in {file}, and then: " if requests else ""
             raise type(error)(f"{saved}{error}") from None
         except BaseException:

@@ -7,7 +7,7 @@
     network                 gRPC beside it, for other languages, hosts and routers
     stat, why, prefixes, namespaces, drop, purge, warm
                             an operator and a sidecar that runs
-    fsck                    a directory that nobody uses
+    fsck                    a directory that no process has open
     record, replay, whatif  requests of a sidecar that runs; these through tables without memory; estimates of that
     plan, lint              what a model's KV takes and what it is worth; where prompts part that need not
 
@@ -365,7 +365,7 @@ def main() -> None:
     except (KeyboardInterrupt, typer.Abort):
         raise SystemExit(INTERRUPTED) from None
     except BrokenPipeError:
-        # Whoever read our output has left; there is nobody to tell, nor may the flush at exit try it again.
+        # The reader of the output has closed the pipe; the flush at exit must not try it again.
         let_go(sys.stdout)
         raise SystemExit(OK) from None
     except UsageError as error:
@@ -389,6 +389,6 @@ def main() -> None:
 
 
 def _report_bug(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """For what nobody expected."""
+    """For an exception that is a bug."""
     text = " ".join(f"{kind.__name__}: {error}".split())
     say(f"kvstore: internal error: {text} (set {_TRACEBACK}=1 to see where)", sys.stderr)

@@ -1,8 +1,7 @@
-"""Standard input, output and error of a process that runs for long, whoever reads them.
+"""Standard input, output and error of a long-running process, whatever reads them.
 
-A pipe that nobody reads any more, or a full disk, takes a line away and nothing else. A descriptor that was closed by
-whoever started the process is held, so that no slab or socket gets its number: what a library writes to standard error
-would end up in it.
+A pipe without a reader, or a full disk, loses a line and nothing else. A descriptor that the parent process closed is
+held open, so that no slab or socket gets its number: what a library writes to standard error would end up in it.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def say(line: str, stream: TextIO | None) -> bool:
 
 
 def let_go(stream: TextIO) -> None:
-    """Nobody reads this any more: the flush at exit must not try it again."""
+    """The stream's reader is gone: the flush at exit must not try it again."""
     try:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())

@@ -1,12 +1,12 @@
 """Whether a sidecar is asked at all: not while it is silent.
 
-    CLOSED  verbs are asked    > one was due and nothing at all was heard since it was asked > OPEN, or SUSPECTED
-    SUSPECTED  verbs are asked, and a ping                             > it is due, and nothing was heard > OPEN
-    OPEN  every verb is a miss at once; one ping is under way          > it is answered > CLOSED
+    CLOSED     verbs are asked            > one timed out, and nothing arrived since it was sent > OPEN, or SUSPECTED
+    SUSPECTED  verbs are asked, and a ping                     > it times out, and nothing arrived > OPEN
+    OPEN       every verb is a miss at once; one ping is under way         > it is answered > CLOSED
 
-Any answer is a sign of life: a sidecar that is slow with one request and answers others is asked on. What can be long
-on its way for a reason of its own (a long prompt, room that has to be made, a disk) only makes it suspected: a machine
-that has no memory to give holds everything up for some tenths of a second. A look-up that is late then opens it.
+Any answer is a sign of life: a sidecar that is slow with one request and answers others is asked on. A request that may
+be slow for a reason of its own (a long prompt, eviction, a disk) only makes it SUSPECTED: a machine that is short of
+memory holds everything up for some tenths of a second. A look-up that is late then opens it.
 
 Pure: times come in. A few threads may call at once: each reads or writes one field.
 """
@@ -14,7 +14,7 @@ Pure: times come in. A few threads may call at once: each reads or writes one fi
 from __future__ import annotations
 
 SILENCE_SECONDS = 0.01
-"""A deadline that is shorter says nothing of the sidecar: any machine lets a process wait for so long."""
+"""A shorter deadline says nothing about the sidecar: any machine may leave a process waiting for so long."""
 
 
 class Breaker:
@@ -26,10 +26,10 @@ class Breaker:
         self._silent_since = 0.0
 
     def was_late(self, asked_at: float, heard_at: float, now: float, *, is_quick: bool) -> bool:
-        """A request is due that was not answered; whether the sidecar is to be pinged now.
+        """A request timed out; returns whether the sidecar is to be pinged now.
 
-        asked_at: when it was asked. heard_at: when anything was heard last. is_quick: whether a sidecar that runs
-        answers it at once.
+        asked_at: when it was sent. heard_at: when the last bytes arrived. is_quick: whether a running sidecar answers
+        it at once.
         """
         if heard_at >= asked_at or now - asked_at < SILENCE_SECONDS or self.is_open:
             return False
@@ -41,10 +41,10 @@ class Breaker:
         return True
 
     def answered(self) -> None:
-        """A ping was: verbs are asked again."""
+        """A ping was answered: verbs are asked again."""
         self.is_open = self.is_suspected = False
 
     def detail(self, now: float) -> str:
-        """Of an open one, for people."""
+        """Of an open breaker, for people."""
         silent = max(0.0, now - self._silent_since)
         return f"the sidecar has not answered for {silent:.1f} s; it is pinged, and asked again once it answers"

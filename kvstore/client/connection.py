@@ -1,7 +1,8 @@
-"""What holds on one connection to the sidecar: numbers that it gave, leases, memory as it is mapped here.
+"""One connection to the sidecar: the namespace numbers, leases and mapped memory that are valid on it.
 
-A verb that takes several questions (a lease, then the memory that it is in) is written as a generator of them. Whoever
-waits has it walked through by `walk`; a caller that must not wait polls a `PendingCall`, which goes on as answers come.
+A verb that takes several requests (a lease, then the memory it lies in) is a generator of them, an `Exchange`. `walk`
+drives it and blocks; a caller that must not block polls a `PendingCall`, which goes on as answers arrive. Must never
+believe an answer that does not fit its request.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from tiering.tier import SLOT_BITS, FrameSpan
 A = TypeVar("A")
 R = TypeVar("R")
 Exchange = Generator[m.Verb, AnsweredCall, R]
-"""Questions of one verb, each answered before the next one, and what they lead to."""
+"""The requests of one verb, each answered before the next is sent; returns the verb's result."""
 _OTHER_KIND = "an answer of another kind"
 QUICK_SECONDS = 0.04
-"""Whoever waits for less says more of himself than of the sidecar where there is no answer."""
+"""A quick request that times out sooner than this does not open the breaker."""
 QUICK_KEYS = 1000
-"""A look-up of more may take a sidecar milliseconds, in a thread that it has one of."""
+"""A longer look-up may take a sidecar milliseconds, in its single thread for those."""
 
 
 REASON_OF_FAULT = {
@@ -51,11 +52,11 @@ REASON_OF_FAULT = {
     m.RequestFault.BUSY: MissReason.BUSY,
     m.RequestFault.CLOSED: MissReason.DISABLED,
 }
-"""What a request that a sidecar answered, and did not serve, counts as. Total."""
+"""The miss that a request counts as which the sidecar answered with a fault. Total."""
 
 
 class Unavailable(Exception):
-    """A question that was not answered, and as what miss that counts."""
+    """A request without a usable answer, and the miss that it counts as."""
 
     def __init__(self, reason: MissReason, detail: str) -> None:
         super().__init__(detail)
@@ -67,14 +68,14 @@ class SidecarConnection:
     """One connection. Thread-safe."""
 
     def __init__(self, wire: FramedSocket, clock: Clock, silent: Callable[[], bool] = lambda: False) -> None:
-        """silent: has a ping sent soon, without waiting for it; whether there is somebody to send it."""
+        """silent: has the client's thread ping the sidecar soon, without waiting; returns whether that thread runs."""
         self.wire = wire
         self.breaker = Breaker()
         self._clock = clock
         self._silent = silent
         self.name = wire.welcome.run
         self.max_keys = min(m.MAX_KEYS, max(1, wire.welcome.max_keys))
-        """Blocks of one chain that may be asked for."""
+        """The most blocks of one chain that a request may name."""
         self.tells_changes = wire.welcome.version >= m.CHANGES_VERSION
         """Whether it takes `Changes` and `Tell`."""
         self.locates = wire.welcome.version >= m.LOCATE_VERSION
@@ -87,18 +88,18 @@ class SidecarConnection:
         self.readable: dict[int, tuple[MappedExtent, int]] = {}  # by number: the extent, and the bytes of its frames
         self.writable: dict[int, tuple[MappedExtent, int]] = {}
         self.reservations: dict[int, ReserveReply] = {}
-        self.notify_pipe: NotifyPipeEnd | None = None  # closed by whoever listens at it
+        self.notify_pipe: NotifyPipeEnd | None = None  # closed by the thread that listens at it
         self._holding = threading.Lock()
         self._held: dict[int, int] = {}  # by the sidecar's number of a lease: how often it is held here
 
     def close(self) -> None:
-        """Hang up, and let go of the memory, but for what somebody is reading at the moment."""
+        """Hang up, and unmap all memory that no get is reading at the moment."""
         self.wire.close()
         self.readable.clear()
         self.writable.clear()
 
     def close_after_fork(self) -> None:
-        """In a forked child: it is the parent's."""
+        """In a forked child: the connection stays the parent's."""
         self._holding = threading.Lock()
         self.readable.clear()
         self.writable.clear()
@@ -107,7 +108,7 @@ class SidecarConnection:
         self.wire.close_after_fork()
 
     def settle(self) -> None:
-        """Undo what came too late. Waits for nothing."""
+        """Send the releases and aborts that undo late answers. Does not block."""
         for undo in self.wire.too_late():
             if not isinstance(undo, m.Release):
                 self.post(undo)
@@ -118,8 +119,8 @@ class SidecarConnection:
                     self.post(m.Release(ended))
 
     def allowance(self, blocks: int, now: float) -> float:
-        """For how many seconds an answer about so many blocks is waited for, beside what is given for any: messages of
-        a connection are taken in their order, and others may have asked for long chains."""
+        """Seconds to wait for an answer about so many blocks, beyond the usual limit: the sidecar takes a connection's
+        messages in order, and other threads may have asked for long chains before."""
         queued = min(max(0.0, self._long_until - now), MAX_QUEUED_SECONDS)
         if blocks > SHORT_BLOCKS:
             self._long_until = now + queued + BLOCK_SECONDS * blocks
@@ -133,13 +134,13 @@ class SidecarConnection:
             raise Unavailable(MissReason.UNREACHABLE, self.breaker.detail(self._clock.monotonic_seconds()))
 
     def was_late(self, asked_at: float, *, is_quick: bool) -> None:
-        """A request is due. Whether that was the request or the sidecar, a ping tells."""
+        """A request timed out. A ping tells whether the request is slow or the sidecar is silent."""
         now, breaker = self._clock.monotonic_seconds(), self.breaker
         if breaker.was_late(asked_at, self.wire.heard_at, now, is_quick=is_quick) and not self._silent():
-            breaker.answered()  # nobody pings, so that it would never be asked again
+            breaker.answered()  # no thread pings, so an open breaker would stay open
 
     def answer(self, verb: m.Verb, seconds: float) -> AnsweredCall:
-        """Ask, and wait. Raises `Unavailable`."""
+        """Send a request and wait for its answer. Raises `Unavailable`."""
         self.check()
         asked_at = self._clock.monotonic_seconds()
         try:
@@ -151,12 +152,12 @@ class SidecarConnection:
         return self.believed(verb, answered)
 
     def _look(self, asked_at: float) -> None:
-        """An answer is long on its way: a ping tells whether the sidecar is silent. Raises `Unavailable` if so."""
+        """Called while an answer is slow. Raises `Unavailable` once a ping finds the sidecar silent."""
         self.was_late(asked_at, is_quick=False)
         self.check()
 
     def believed(self, verb: m.Verb, answered: AnsweredCall) -> AnsweredCall:
-        """An answer that can be one to that question. Raises `Unavailable`, and undoes any other."""
+        """The answer, if it fits the request; any other is undone. Raises `Unavailable`."""
         frames = self._frames.get(verb.namespace) if isinstance(verb, m.LeasePrefix | m.Reserve) else None
         try:
             check_answer(verb, answered.answer, len(frames) if frames is not None else None)
@@ -170,18 +171,18 @@ class SidecarConnection:
         return answered
 
     def ask(self, verb: m.Verb, kind: type[A], seconds: float) -> A:
-        """Ask for an answer of a kind. Raises `Unavailable`."""
+        """As `answer`, for an answer of one kind. Raises `Unavailable`."""
         return taken(self.answer(verb, seconds), kind)
 
     def post(self, verb: m.Verb) -> None:
-        """Ask, and want no answer. Waits for nothing."""
+        """Send a request without waiting for an answer. Does not block."""
         try:
             self.wire.post(verb)
         except Unreachable:
             pass
 
     def walk(self, steps: Exchange[R], first_seconds: float, further_seconds: Callable[[], float]) -> R:
-        """Ask, and wait, question by question. Raises `Unavailable`."""
+        """Drive an exchange to its end, waiting for each answer. Raises `Unavailable`."""
         seconds = first_seconds
         try:
             verb = next(steps)
@@ -197,7 +198,7 @@ class SidecarConnection:
     # Leases --------------------------------------------------------------------------------------------------------
 
     def leasing(self, verb: m.LeasePrefix) -> Exchange[LeaseReply]:
-        """A lease, and the memory that it is in. Whoever stops half way holds nothing."""
+        """Take a lease and map its memory. An exchange that is closed half way releases the lease."""
         reply = taken((yield verb), m.Leased).reply
         if reply.lease:
             with self._holding:
@@ -210,7 +211,8 @@ class SidecarConnection:
         return reply
 
     def attach(self, lease: int, places: Sequence[Sequence[int]], seconds: float, map_seconds: float) -> bool:
-        """Hold a lease of the session too; False where it is none, or not any more. Raises `Unavailable`."""
+        """Hold a lease that another process of the session took; False if the session holds it no more. Raises
+        `Unavailable`."""
         self.check()
         asked_at = self._clock.monotonic_seconds()
         with self._holding:  # so that no release overtakes it
@@ -236,7 +238,7 @@ class SidecarConnection:
         return is_held
 
     def let_go(self, lease: int) -> None:
-        """Hold it once less. Waits for nothing."""
+        """Drop one of this process's holds of a lease; the last one releases it. Does not block."""
         with self._holding:
             if not self._count_down(lease):
                 self.post(m.Release([lease]))
@@ -252,7 +254,8 @@ class SidecarConnection:
     def mapping(
         self, places: Sequence[Sequence[int]], *, writable: bool, namespace: int | None = None
     ) -> Exchange[None]:
-        """Have the extents of these places mapped, those that are there still. namespace: whose parts are in them."""
+        """Map the extents of these places that are not mapped yet and still exist. namespace: the sidecar's number of
+        the one whose frame sizes they must have."""
         table = self.writable if writable else self.readable
         missing = sorted({place >> SLOT_BITS for column in places for place in column} - table.keys())
         for first in range(0, len(missing), m.MAX_EXTENTS):
@@ -275,14 +278,14 @@ class SidecarConnection:
                 raise Unavailable(MissReason.UNREACHABLE, "the sidecar answered what cannot be: frames of another size")
 
     def unmap(self, numbers: Iterable[int]) -> None:
-        """These were given back; who still reads in one keeps it for as long."""
+        """Unmap extents that the sidecar gave back; a get that is reading one keeps its memory until it ends."""
         for number in numbers:
             self.readable.pop(number, None)
             self.writable.pop(number, None)
 
 
 class PendingCall(Generic[R]):
-    """`Submitted`: a verb whose answers are polled for. Belongs to one thread at a time."""
+    """`Submitted`: a verb whose answers are polled for. One thread at a time."""
 
     def __init__(
         self,
@@ -294,9 +297,9 @@ class PendingCall(Generic[R]):
         missed: Callable[[MissReason, str], R],
         forsaken: deque[PendingCall[R]],
     ) -> None:
-        """Ask the first question. further_seconds: for each further one, whenever it was polled for. missed: the answer
-        where there is none. forsaken: to be cancelled by somebody else. Raises `Unavailable`.
-        """
+        """Send the first request. further_seconds: for each later one, counted from the poll that sends it. missed:
+        makes the result of a miss. forsaken: calls that a finalizer left for another thread to cancel. Raises
+        `Unavailable`."""
         self._run = run
         self._steps = steps
         self._clock = clock
@@ -307,7 +310,7 @@ class PendingCall(Generic[R]):
         self._number = self._submit(next(steps))
 
     def poll(self) -> R | None:
-        """The answer, once it is there; after the deadline a miss."""
+        """The result once its answers are there; after the deadline a miss."""
         try:
             while True:
                 answered = _named(lambda: self._run.wire.poll(self._number))
@@ -331,7 +334,7 @@ class PendingCall(Generic[R]):
         return self._run.wire.has(self._number) or self._clock.monotonic_seconds() >= self._deadline
 
     def cancel(self) -> None:
-        """Whatever comes is given back, and a wait ends."""
+        """End the wait; an answer that still comes is undone."""
         self._run.wire.cancel(self._number)
         if isinstance(self._verb, m.Await):
             self._run.post(m.Cancel([self._number]))
@@ -339,7 +342,7 @@ class PendingCall(Generic[R]):
         self._run.settle()
 
     def cancel_from_finalizer(self) -> None:
-        """A finalizer calls this: somebody cancels it soon."""
+        """Leave it to the next verb or ping to cancel this: a finalizer must not take locks."""
         self._forsaken.append(self)
 
     def _submit(self, verb: m.Verb) -> int:
@@ -349,7 +352,7 @@ class PendingCall(Generic[R]):
 
 
 def is_quick(verb: m.Verb) -> bool:
-    """Whether a sidecar that runs answers this at once, whatever it is doing otherwise."""
+    """Whether a running sidecar answers this at once, however busy it is."""
     if isinstance(verb, m.MatchPrefix):
         return len(verb.keys) <= QUICK_KEYS
     return isinstance(verb, m.Ping | m.Attach)
@@ -381,7 +384,7 @@ def spans(table: Mapping[int, tuple[MappedExtent, int]], places: Sequence[int]) 
 
 
 def _named(ask: Callable[[], R]) -> R:
-    """What came of a question, or `Unavailable` with the reason."""
+    """Run a request; its faults become `Unavailable`, each with its reason."""
     try:
         return ask()
     except TimedOut:
@@ -401,12 +404,11 @@ def _named(ask: Callable[[], R]) -> R:
 @dataclass(frozen=True, slots=True)
 class CallLimits:
     """How long a call may take, in seconds. connect: until the sidecar says welcome, or answers a ping. match: for a
-    look-up. lease: beyond the deadline of the lease
-    itself. Look-ups and leases have more for long chains (`Run.allowance`). fill: for room, which may have to be made,
-    and for commits, where a put says nothing else. drop: for a namespace to be forgotten. open: how long a new
-    namespace waits for a sidecar that is not there yet. first_pause, longest_pause: before it is called again. ping:
-    how often it is asked, by a thread, what memory is to be let go of, and undone what nobody waits for.
-    """
+    look-up. lease: beyond the deadline of the lease itself. Look-ups and leases of long chains have more
+    (`SidecarConnection.allowance`). fill: for a reservation, which may have to evict, and for commits, where the put
+    sets no deadline. drop: for a namespace to be dropped. open: how long a new namespace waits for a sidecar that is
+    not running yet. first_pause, longest_pause: between attempts to connect. ping: how often the client's thread pings,
+    unmaps what was given back, and undoes late answers."""
 
     connect: float = 1.0
     match: float = 0.05
@@ -420,32 +422,32 @@ class CallLimits:
 
     @property
     def mapping(self) -> float:
-        """For what a sidecar that runs answers soon, whatever the verb before it was for."""
+        """For requests that any running sidecar answers soon, whatever the verb before was for."""
         return max(self.connect, self.lease)
 
 
 class VerbTime:
-    """That a verb may take, all its questions together."""
+    """The time that all requests of one verb have together."""
 
     def __init__(self, clock: Clock, seconds: float) -> None:
         self._clock = clock
         self._ends_at = clock.monotonic_seconds() + seconds
 
     def extend(self, seconds: float) -> None:
-        """It may take so much longer, as a long chain does."""
+        """Give the verb more time, as for a long chain."""
         self._ends_at += seconds
 
     def left(self) -> float:
-        """Seconds, 0 where there are none."""
+        """Seconds left, at least 0."""
         return max(0.0, self._ends_at - self._clock.monotonic_seconds())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What an answer of the sidecar must be to be believed: whoever asked does arithmetic with it.
+# What an answer must fulfil before the client computes with it.
 #
-# A sidecar of another version, or one that is broken, must cost its clients misses and no exceptions. Types are checked
-# where a message is read; here it is looked at whether counts, places and sizes fit what was asked. Bytes of KV are not
-# looked at: whoever reads them compares digests.
+# A sidecar of another version, or a broken one, must cost its clients misses and no exceptions. Types are checked where
+# a message is decoded; here counts, places and sizes are held against the request. Bytes of KV are not looked at: `get`
+# compares their digests.
 
 
 MAX_PLACE = (1 << 63) - 1
@@ -453,9 +455,10 @@ MOST_SECONDS = 1e15
 
 
 def check_answer(verb: m.Verb, answer: m.Answer, parts: int | None) -> None:
-    """Raises `ValueError` with what cannot be. parts: of the namespace that was asked for; None where that is unknown.
+    """Raise `ValueError`, with what is wrong, unless the answer fits the request. parts: of the request's namespace;
+    None where unknown.
 
-    An answer of another kind than the verb's is none of this file's business.
+    An answer of another kind than the verb's is left to `taken`.
     """
     match verb, answer:
         case m.OpenNamespace(), m.Granted():
@@ -488,15 +491,16 @@ def check_answer(verb: m.Verb, answer: m.Answer, parts: int | None) -> None:
             _hold(0 <= answer.blocks <= m.MAX_KEYS and 0 <= answer.seconds <= MOST_SECONDS, "a ticket that cannot be")
         case m.Extents(), m.ExtentsReply():
             numbers = [one.number for one in answer.extents]
-            _hold(len(set(numbers)) == len(numbers) and set(numbers) <= set(verb.numbers), "memory nobody asked for")
+            _hold(
+                len(set(numbers)) == len(numbers) and set(numbers) <= set(verb.numbers), "memory that was not asked for"
+            )
             _hold(all(0 < one.frame_bytes <= one.size_bytes for one in answer.extents), "frames of impossible sizes")
         case _:
             pass
 
 
 def asked_stat(wire: FramedSocket, seconds: float) -> SidecarStatus:
-    """What a sidecar says of itself at its operator's or its observers' socket. Raises `StoreError`, `TimedOut` and
-    `ValueError`."""
+    """A sidecar's status, from its operator's or observers' socket. Raises `StoreError`, `TimedOut`, `ValueError`."""
     answer = wire.call(m.Stat(), seconds).answer
     if isinstance(answer, m.StatReply):
         return checked_facts(answer.facts)
@@ -504,7 +508,7 @@ def asked_stat(wire: FramedSocket, seconds: float) -> SidecarStatus:
 
 
 def checked_facts(facts: SidecarStatus) -> SidecarStatus:
-    """What `kvstore stat` is told, fit to be printed. Raises `ValueError`."""
+    """A status that is fit to be printed. Raises `ValueError`."""
     check_numbers(msgspec.to_builtins(facts))
     for looked in (facts.looked, *(one.looked for one in facts.namespaces)):
         _hold(looked.hit_tokens.keys() == looked.hit_blocks.keys(), "hits in tokens, and others in blocks")
@@ -514,7 +518,7 @@ def checked_facts(facts: SidecarStatus) -> SidecarStatus:
 
 
 def check_numbers(value: object) -> None:
-    """Of an answer that is shown to people: none that cannot be. Raises `ValueError`."""
+    """Raise `ValueError` for a number that a sound sidecar cannot report."""
     if isinstance(value, dict):
         for one in value.values():
             check_numbers(one)
@@ -574,7 +578,7 @@ def _hold(is_so: bool, what: str) -> None:
 
 
 def matched_up_to(reply: MatchReply, blocks: int, most: int) -> MatchReply:
-    """What a look-up found of a chain of so many blocks, of which no more than `most` were asked for."""
+    """The reply to a look-up of `blocks` blocks, of which only the first `most` were sent."""
     if reply.reason is not None or blocks <= most:
         return reply
     text = f"a prompt of {blocks} blocks; the sidecar keeps and finds the first {most}: use larger blocks"

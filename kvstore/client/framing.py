@@ -1,10 +1,10 @@
 """One connection to the sidecar: requests out, answers in, from any thread.
 
-There is no thread behind it. Of those that wait for an answer one reads the socket for all: what is not its own it puts
-down for whoever asked for it, who decodes it. Who must not wait submits and polls: a poll reads what there is, unless
-somebody reads already, and never waits for the socket or for whoever does. What is submitted while the socket takes no
-more is sent by whoever sends or polls next, in the order in which it was submitted. An answer that came too late for
-its asker is undone where it stands for something (a lease, a reservation, descriptors), and not decoded as a whole.
+There is no thread behind it. Of the threads that wait for answers one reads the socket for all and files each answer,
+undecoded, under its request's number; the thread that sent the request decodes it. A thread that must not block submits
+and polls: a poll reads what has arrived unless another thread is reading, and never blocks. Requests that the socket
+does not take yet are sent, in order, by the next thread that sends or polls. An answer that comes after its caller gave
+up is undone where it stands for something (a lease, a reservation, descriptors), and is not decoded as a whole.
 """
 
 from __future__ import annotations
@@ -28,13 +28,12 @@ from tiering.clock import Clock
 T = TypeVar("T")
 _READ_BYTES = 256 << 10
 MAX_UNSENT_BYTES = 64 << 20
-"""Submitted, and not taken by the socket yet: beyond it the sidecar is taken to be stuck. Thirty prompts of 65,536
-blocks."""
+"""Submitted, and not taken by the socket: beyond it the sidecar is stuck. Thirty prompts of 65,536 blocks."""
 LOOK_SECONDS = 0.5
-"""How often a long wait looks whether the sidecar is still there."""
+"""How often a long wait checks whether the sidecar is silent."""
 _DESCRIPTOR = struct.Struct("i")
 _MAX_ANSWER_BYTES = 64 << 20
-"""More than the sidecar ever sends; a length beyond it means that the two do not understand each other."""
+"""More than a sidecar ever sends: a longer length means a broken peer."""
 
 
 class TimedOut(Exception):
@@ -42,7 +41,7 @@ class TimedOut(Exception):
 
 
 class AnsweredCall:
-    """An answer, and the descriptors that came with it, which are its owner's to close."""
+    """An answer, and the descriptors that came with it, which the caller closes."""
 
     __slots__ = ("answer", "descriptors")
 
@@ -52,15 +51,15 @@ class AnsweredCall:
 
 
 class Backpressure(Exception):
-    """The sidecar does not read what was submitted; no more is kept for it. The connection is as it was."""
+    """The sidecar does not read what was submitted, and no more is queued. The connection goes on."""
 
 
 class Silent(Unreachable):
-    """Somebody listens there, and says nothing: a sidecar that hangs, or that has no time."""
+    """A process listens there and does not answer: a sidecar that hangs or is overloaded."""
 
 
 class _KeptAnswer:
-    """An answer that is there, as it came. Whoever asked decodes it: who reads for all pays for nobody else's."""
+    """An answer as it arrived; the thread that asked decodes it, so the thread that reads for all does not pay."""
 
     __slots__ = ("answer", "descriptors")
 
@@ -83,7 +82,7 @@ class _OutgoingFrame:
 
 
 class FramedSocket:
-    """A connection that has said hello. Every method may raise `Unreachable`; from then on it is closed."""
+    """A connection that has said hello. Every method may raise `Unreachable`; after that it is closed."""
 
     def __init__(
         self,
@@ -95,15 +94,14 @@ class FramedSocket:
         fingerprint: bytes = b"",
         tenant: str = "",
     ) -> None:
-        """Connect and say hello within that time. fingerprint, tenant: as in `Hello`. Raises `Unreachable` with the
-        reason."""
+        """Connect and say hello within that time. fingerprint, tenant: as in `Hello`. Raises `Unreachable`."""
         self._clock = clock
         self._send_lock = threading.Lock()
         self._state = threading.Condition()
         self._reading = False
-        self._asked: dict[int, _KeptAnswer | None] = {}  # by number: an answer that somebody waits for
+        self._asked: dict[int, _KeptAnswer | None] = {}  # by number: None until the answer arrives
         self._next_number = 1
-        self._unsent: deque[_OutgoingFrame] = deque()  # whoever has the send lock sends the first of them
+        self._unsent: deque[_OutgoingFrame] = deque()  # the holder of the send lock sends the first of them
         self._unsent_bytes = 0
         self._read = bytearray()
         self._descriptors: deque[int] = deque()
@@ -111,7 +109,7 @@ class FramedSocket:
         self._too_late: deque[m.Verb] = deque()
         self.closed = False
         self.heard_at = clock.monotonic_seconds()
-        """When anything came last."""
+        """When the last bytes arrived."""
         try:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         except OSError as error:  # no descriptors left
@@ -131,7 +129,7 @@ class FramedSocket:
         except (OSError, TimedOut) as error:
             self.close()
             why = getattr(error, "strerror", None) or str(error) or "too late"
-            # The last of these: nobody takes those who wait to be let in.
+            # BlockingIOError: the sidecar accepts no connections, and its backlog is full.
             kind = Silent if isinstance(error, TimedOut | TimeoutError | BlockingIOError) else Unreachable
             raise kind(f"{path} does not answer ({why})") from None
         except BaseException:
@@ -143,8 +141,8 @@ class FramedSocket:
         self.welcome = answer
 
     def call(self, verb: m.Verb, seconds: float, look: Callable[[], None] = lambda: None) -> AnsweredCall:
-        """Ask, and wait for the answer. look: called every `LOOK_SECONDS` meanwhile; what it raises ends the wait.
-        Raises `TimedOut`."""
+        """Send a request and wait for its answer. look: called every `LOOK_SECONDS` meanwhile; what it raises ends the
+        wait. Raises `TimedOut`."""
         deadline = self._clock.monotonic_seconds() + seconds
         number = self._new_number()
         frame = _OutgoingFrame(number, verb)
@@ -167,7 +165,7 @@ class FramedSocket:
         return self._decoded(kept)
 
     def submit(self, verb: m.Verb) -> int:
-        """Ask, and wait for nothing; `poll` or `wait` has the answer to that number. Raises `Backpressure`."""
+        """Queue a request without blocking; returns the number for `poll` or `wait`. Raises `Backpressure`."""
         number = self._new_number()
         frame = _OutgoingFrame(number, verb)
         with self._state:
@@ -180,8 +178,7 @@ class FramedSocket:
         return number
 
     def poll(self, number: int) -> AnsweredCall | None:
-        """The answer to what was submitted, if it is there. Waits for nothing; the number is for `cancel` after it
-        raised."""
+        """The answer to a submitted request, if it is there. Does not block. If it raises, `cancel` the number."""
         if self._unsent:
             self._push()
         if not self._state.acquire(blocking=False):
@@ -204,11 +201,11 @@ class FramedSocket:
         return self._decoded(kept) if kept is not None else None
 
     def has(self, number: int) -> bool:
-        """Whether `poll` has something to say of what was submitted, as far as was read."""
+        """Whether `poll` would return or raise, judged by what was read so far."""
         return self.closed or self._asked.get(number) is not None
 
     def wait(self, number: int, seconds: float) -> AnsweredCall:
-        """The answer to what was submitted. Raises `TimedOut`."""
+        """The answer to a submitted request. Raises `TimedOut`."""
         try:
             return self.await_answer(number, seconds)
         except BaseException:
@@ -216,32 +213,32 @@ class FramedSocket:
             raise
 
     def await_answer(self, number: int, seconds: float) -> AnsweredCall:
-        """The same; after it raised `TimedOut` the answer may still be waited for, or cancelled."""
+        """As `wait`, but after `TimedOut` the answer may still be awaited or cancelled."""
         deadline = self._clock.monotonic_seconds() + seconds
         if self._unsent:
             self._send(None, deadline)
         return self._decoded(self._await(number, deadline))
 
     def cancel(self, number: int) -> None:
-        """Nobody asks for that answer any more; where it stands for something it is undone."""
+        """Give up an answer; if it stands for something, that is undone."""
         with self._state:
             kept = self._asked.pop(number, None)
         if kept is not None:
             self._undo(outline_of(kept.answer), kept.descriptors)
 
     def discard_answer(self, answered: AnsweredCall) -> None:
-        """Undo an answer that its asker does not believe."""
+        """Undo an answer that its caller does not believe."""
         self._undo(answered.answer, answered.descriptors)
 
     def post(self, verb: m.Verb) -> None:
-        """Ask, wait for nothing, and want no answer."""
+        """Queue a request without wanting an answer. Does not block."""
         try:
             self._submit(_OutgoingFrame(self._new_number(), verb))
         except Backpressure:
-            self._hang_up()  # it must not be forgotten: with the connection all that is held ends
+            self._hang_up()  # a lost release would leak its lease; the connection's end releases all
 
     def retired(self) -> list[int]:
-        """Extents that the sidecar gave back, each told once."""
+        """Extents that the sidecar gave back, each reported once."""
         if not self._retired:
             return []
         with self._state:
@@ -249,11 +246,11 @@ class FramedSocket:
             return retired
 
     def too_late(self) -> list[m.Verb]:
-        """What undoes answers that nobody waited for any more; the caller posts it."""
+        """Requests that undo the answers which came too late; the caller posts them."""
         return list(drained(self._too_late))
 
     def close(self) -> None:
-        """Hang up. Whoever waits is told."""
+        """Hang up. Threads that wait for answers raise `Unreachable`."""
         with self._state:
             self.closed = True
             self._state.notify_all()
@@ -267,7 +264,7 @@ class FramedSocket:
             os.close(self._descriptors.popleft())
 
     def close_after_fork(self) -> None:
-        """In a forked child: the connection is the parent's, and so was whoever held its locks."""
+        """In a forked child: the connection is the parent's, and so were the threads that may have held its locks."""
         self.closed = True
         self._send_lock, self._state = threading.Lock(), threading.Condition()
         os.close(self._socket.detach())
@@ -283,7 +280,6 @@ class FramedSocket:
             return number
 
     def _submit(self, frame: _OutgoingFrame) -> None:
-        """Have a message sent as soon as the socket takes it."""
         with self._state:
             if self.closed:
                 raise Unreachable("the connection is closed")
@@ -294,8 +290,7 @@ class FramedSocket:
         self._push()
 
     def _push(self) -> None:
-        """Send what the socket takes now. Who holds the lock does the same after he let go of it, so that nothing is
-        left behind."""
+        """Send what the socket takes now. The send lock's holder pushes again after it: nothing stays behind."""
         while self._unsent and not self.closed and self._send_lock.acquire(blocking=False):
             try:
                 if not self._flush(None, None):
@@ -304,7 +299,7 @@ class FramedSocket:
                 self._send_lock.release()
 
     def _send(self, frame: _OutgoingFrame | None, deadline: float) -> None:
-        """Send a message, or what was submitted, and wait until the socket has taken it. Raises `TimedOut`."""
+        """Send a frame, or without one the queue, and wait until the socket has taken it. Raises `TimedOut`."""
         if not self._send_lock.acquire(timeout=max(0.0, deadline - self._clock.monotonic_seconds())):
             raise TimedOut
         try:
@@ -324,8 +319,8 @@ class FramedSocket:
             self._push()
 
     def _flush(self, last: _OutgoingFrame | None, deadline: float | None) -> bool:
-        """Send what waits, up to that message if one is given. False where the socket takes no more before the
-        deadline, which without one is now. Under the send lock."""
+        """Send queued frames, up to `last` if given. False if the socket takes no more before the deadline (None: now).
+        Under the send lock."""
         try:
             while self._unsent if last is None else last.rest:
                 frame = self._unsent[0]
@@ -377,7 +372,7 @@ class FramedSocket:
             has_read = True
 
     def _take_answer(self, number: int) -> _KeptAnswer | None:
-        """An answer that is there. Under the state's lock."""
+        """Under the state's lock."""
         kept = self._asked[number]
         if kept is not None:
             del self._asked[number]
@@ -394,8 +389,7 @@ class FramedSocket:
             self._break(error)
 
     def _receive(self, deadline: float | None) -> bool:
-        """Read what there is, at least one piece; False if nothing came before the deadline, which without one is
-        now."""
+        """Read at least one piece; False if nothing arrives before the deadline (None: now)."""
         try:
             try:
                 piece = self._receive_piece()
@@ -408,15 +402,15 @@ class FramedSocket:
             self.heard_at = self._clock.monotonic_seconds()
             self._read += piece
             self._take_answers()
-        except Exception as error:  # whatever it was that came, or somebody hangs up and closed the descriptors
+        except Exception as error:  # a malformed frame, or another thread hung up and closed the descriptors
             self._break(error)
-        except BaseException:  # interrupted: nobody knows how much of an answer was taken
+        except BaseException:  # interrupted: part of an answer may be lost
             self._hang_up()
             raise
         return True
 
     def _receive_piece(self) -> bytes:
-        """What there is to read; descriptors are kept. (`socket.recv_fds` drops the flags that it is given.)"""
+        """One piece; descriptors are queued. (`socket.recv_fds` drops the flags that it is given.)"""
         room = socket.CMSG_SPACE(m.MAX_EXTENTS * _DESCRIPTOR.size)
         piece, beside, _, _ = self._socket.recvmsg(_READ_BYTES, room, socket.MSG_CMSG_CLOEXEC)
         for level, kind, data in beside:
@@ -458,7 +452,7 @@ class FramedSocket:
         self._undo(answer, descriptors)
 
     def _undo(self, answer: object, descriptors: list[int]) -> None:
-        """answer: it, or its outline."""
+        """answer: decoded, or its outline."""
         for descriptor in descriptors:
             os.close(descriptor)
         if isinstance(answer, LeasedOutline | m.Leased) and answer.reply.lease:
@@ -486,7 +480,7 @@ class FramedSocket:
 
 
 def drained(queue: deque[T]) -> Iterator[T]:
-    """What is in a queue, each taken by one of all threads that empty it."""
+    """The items of a queue; each goes to one of the threads that drain it."""
     while True:
         try:
             one = queue.popleft()
@@ -496,15 +490,16 @@ def drained(queue: deque[T]) -> Iterator[T]:
 
 
 class TooLong(Exception):
-    """A message that the sidecar would refuse; its length in bytes."""
+    """A message that the sidecar would refuse; its argument is the length in bytes."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Answers as far as they have to be known before their owner decodes them.
+# What the thread that reads for all decodes of an answer.
 
 
 class Outline(msgspec.Struct, array_like=True, frozen=True):
-    """A `Reply` whose answer is not decoded yet: that is its owner's to pay for, and nobody's once it is forgotten."""
+    """A `Reply` whose answer is not decoded: the thread that sent the request pays for that, and none does for an
+    answer that came too late."""
 
     number: int
     answer: msgspec.Raw
@@ -520,13 +515,13 @@ class _ReservationNumber(msgspec.Struct, frozen=True):
 
 
 class LeasedOutline(msgspec.Struct, array_like=True, frozen=True, tag="leased"):
-    """Of `Leased`, what names the lease."""
+    """Of `Leased`, the lease's number."""
 
     reply: _LeaseNumber
 
 
 class ReservedOutline(msgspec.Struct, array_like=True, frozen=True, tag="reserved"):
-    """Of `Reserved`, what names the reservation."""
+    """Of `Reserved`, the reservation's number."""
 
     reply: _ReservationNumber
 
@@ -546,8 +541,8 @@ _answer_outlines: msgspec.msgpack.Decoder[object] = msgspec.msgpack.Decoder(
 
 
 def unpack_outline(body: bytes | memoryview) -> tuple[Outline, object]:
-    """The body of a frame as far as whoever reads it for others has to know it, and its answer likewise: of what is
-    long no more than what undoes it. Raises `ValueError`."""
+    """A frame's body, decoded as far as the thread that reads for all needs it, and its answer likewise: of a long one
+    only what undoes it. Raises `ValueError`."""
     try:
         outline = _outlines.decode(body)
         return outline, outline_of(outline.answer)
@@ -556,5 +551,5 @@ def unpack_outline(body: bytes | memoryview) -> tuple[Outline, object]:
 
 
 def outline_of(answer: msgspec.Raw) -> object:
-    """See `unpack_outline`; raises what the decoder raises."""
+    """An answer's outline; raises what the decoder raises."""
     return _answer_outlines.decode(answer)

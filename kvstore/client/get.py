@@ -31,9 +31,9 @@ from tiering.frame import HEADER_BYTES, digest, names_block, split_digests
 from tiering.tier import FrameSpan
 
 PIECE_BLOCKS = 128
-"""Long prompts are read in pieces of this many blocks; between two of them a release is noticed. Of a piece, what is
-small is done for all blocks, then the copies: after a copy of megabytes nothing of the interpreter's is left in a
-cache, and each change from one to the other costs."""
+"""Blocks read in one piece; a release is noticed between two. Within a piece, the small steps are done for all blocks
+first, then the copies: a copy of megabytes evicts the interpreter's state from the caches, and each change from one to
+the other costs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Loaded:
 
 
 class GetSource(NamedTuple):
-    """What every get of a namespace uses. parts: those that it reads."""
+    """What all gets of a namespace share. parts: those that this shard reads."""
 
     door: Door
     grant: Grant
@@ -80,7 +80,7 @@ class _Column:
 
 
 class _OpenedFrames(NamedTuple):
-    """A column's share of some blocks, from `first` on: of each the bytes, and the digests of their layer slices."""
+    """A column's frames of some blocks, from `first` on: the payloads, and the digests of their layer slices."""
 
     column: _Column
     first: int
@@ -149,14 +149,14 @@ class GetOperation:
         return Loaded(tokens, self._account, self._reason)
 
     def _bound(self, share: Part) -> tuple[Coder, int]:
-        """A coder for some layers of a part, and the token that its pages begin with."""
+        """A coder for some layers of a part, and the prompt's token that its pages begin with."""
         coder = self._source.codec.bind(self._pages, self._source.layout, share)
         return coder, self._given[share.group.name]
 
     def _read(self, columns: Sequence[_Column]) -> None:
-        """Bring these columns up to the end, or move the end back to where they and all before them are complete.
+        """Load these columns up to the end, or move the end back to where they and all before them are complete.
 
-        The lease is held for as long as this takes and no longer: whoever forgets a get by layers holds nothing.
+        The lease is held only while this runs: a get by layers that its caller drops pins nothing.
         """
         if not self._lease.begin_read():
             self._cut(self._start, MissReason.DISABLED)
@@ -200,7 +200,7 @@ class GetOperation:
         return self._end == end
 
     def _decode(self, opened: Sequence[_OpenedFrames]) -> None:
-        """Blocks into the pages. The end moves back to the first one that is not good."""
+        """Decode into the pages. The end moves back to the first block that fails."""
         for column, first, payloads, expected in opened:
             count = min(len(payloads), self._end - first)
             if count <= 0:
@@ -214,12 +214,11 @@ class GetOperation:
                 self._cut(first + good, MissReason.CORRUPT)
 
     def _within(self, column: _Column, blocks: range) -> range:
-        """Those that the column is to read."""
         first = max(blocks.start, column.first // self._block_tokens)
         return range(first, max(first, min(blocks.stop, column.stop, self._end)))
 
     def _open(self, column: _Column, blocks: range) -> _OpenedFrames:
-        """Of a column's blocks those up to the first whose header is not right: the end moves back to that.
+        """The column's frames up to the first whose header fails, to which the end moves back.
 
         A header is checked in a private copy, against the lease's digest of it and the block's name.
         """
@@ -256,14 +255,13 @@ class GetOperation:
         return opened
 
     def _report(self, block: int, part: Part) -> None:
-        """A frame failed its check: the store looks at its own copy."""
+        """Have the store check its own copy of a frame that failed here."""
         request = m.ReportFrame(self._lease.reply.lease, block, part.index)
         self._source.door.call(request, m.Done)
 
     # The end, and what it needs ------------------------------------------------------------------------------------
 
     def _cut(self, block: int, reason: MissReason | None) -> None:
-        """The end is that block."""
         assert block <= self._end, "the end moves back only"
         assert reason is not None, "what is not loaded has a reason"
         self._end, self._reason = block, reason
@@ -287,7 +285,7 @@ class GetOperation:
         return self._start if any(self._lacks(group, end) for group in self._source.layout.groups) else end
 
     def _check_pages(self) -> None:
-        """That no page is to be loaded twice. Before that, all codecs were bound to them."""
+        """That no page is loaded twice. Runs after all codecs were bound to the pages."""
         self._pages.check_once(self._source.layout)
         self._pages.check_apart(self._source.layout)
 

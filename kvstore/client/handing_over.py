@@ -1,5 +1,5 @@
-"""What a namespace's handle offers to an engine that wants blocks which are not here yet: what is elsewhere of a
-prompt, waits for what is fetched or stored just now, and tickets, by which one engine hands a prompt to another."""
+"""Verbs of a namespace for blocks that are not here yet: what other nodes hold of a prompt, waits for blocks that are
+being fetched or stored, and tickets, by which one engine hands a prompt to another."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvstore.protocol.replies import Grant
 from tiering.counts.awaits import MAX_AWAIT_SECONDS, AwaitEnd
 
 LOCATE_GRACE_SECONDS = 0.05
-"""A sidecar answers within 5 ms (`LOCATE_SECONDS`); after this nothing is elsewhere."""
+"""A sidecar answers within 5 ms (`LOCATE_SECONDS`); without an answer by then nothing is elsewhere."""
 
 
 class HandOffVerbs:
@@ -24,33 +24,33 @@ class HandOffVerbs:
     _door: Door
     _grant: Grant
     has_courier = False
-    """Whether the last look-up's answer said that a courier fetches blocks from elsewhere. None is asked otherwise."""
+    """Whether the last look-up's answer said that a courier fetches blocks from elsewhere; if not, none is asked."""
 
     def locate(self, prompt: Prompt, ticket: str = "") -> m.Located:
         """How much of a prompt, from its first block on, is elsewhere and could be here soon."""
         return self._door.call(self._locating(prompt, ticket), m.Located) if self.has_courier else m.Located(0, 0)
 
     def submit_locate(self, prompt: Prompt, ticket: str = "") -> PendingReply[m.Located]:
-        """`locate` for a thread that must not wait. No message is sent where no courier is."""
+        """`locate` for a thread that must not wait. Sends nothing where there is no courier."""
         submitted: Submitted[m.Located] = ReadyReply(m.Located(0, 0))
         if self.has_courier:
             submitted = self._door.submit(self._locating(prompt, ticket), m.Located, LOCATE_GRACE_SECONDS)
         return PendingReply(submitted, lambda told: told, lambda: m.Located(0, 0))
 
     def await_block(self, prompt: Prompt, block: int, deadline_ms: float, located: int = 0) -> m.Awaited:
-        """Wait until a block of a prompt can be read, also one never heard of, at most that long and 30 s. located:
-        number of what `locate` told, which is fetched up to this block."""
+        """Wait until a block of a prompt can be read, even one that was never stored, for that long and at most 30 s.
+        located: the number from `locate`, whose blocks are then fetched up to this one."""
         return self._door.call(self._waiting(prompt, block, deadline_ms, located), m.Awaited)
 
     def submit_await(self, prompt: Prompt, block: int, deadline_ms: float, located: int = 0) -> PendingReply[m.Awaited]:
-        """`await_block` for a thread that must not wait. Cancelled, it ends what is fetched for it."""
+        """`await_block` for a thread that must not wait. Cancelling it ends the fetch."""
         waiting = self._waiting(prompt, block, deadline_ms, located)
         submitted = self._door.submit(waiting, m.Awaited, waiting.seconds + AWAIT_GRACE_SECONDS)
         return PendingReply(submitted, lambda told: told, lambda: m.Awaited(0, AwaitEnd.CANCELLED))
 
     def seal(self, prompt: Prompt, seconds: float) -> m.Sealed:
-        """A ticket for another engine to wait for this prompt's blocks, of which it needs one; those stored are kept
-        for so many seconds."""
+        """A ticket by which another engine waits for this prompt's blocks, of which there must be one; stored ones are
+        retained for so many seconds."""
         return self._door.call(m.SealTicket(self._grant.number, prompt.keys, seconds), m.Sealed)
 
     def submit_seal(self, prompt: Prompt, seconds: float, deadline_ms: float = 1000) -> PendingReply[m.Sealed]:
@@ -60,7 +60,7 @@ class HandOffVerbs:
         return PendingReply(submitted, lambda told: told, lambda: m.Sealed(""))
 
     def open_ticket(self, ticket: str) -> m.TicketOpened:
-        """What a ticket promises here; or, with its reason, that it promises nothing."""
+        """What a ticket promises here; or that it promises nothing, and why."""
         return self._door.call(self._opening(ticket), m.TicketOpened)
 
     def submit_open(self, ticket: str, deadline_ms: float = 1000) -> PendingReply[m.TicketOpened]:

@@ -3,7 +3,7 @@
     match > lease > get > release,  put                                      get_by_layer: for attention to begin early
     submit_match, submit_lease: the same for a thread that must not wait     attach: a lease of another process
 
-The handle hashes prompts and encodes pages; `getting` decodes them and checks every byte that is handed out. The store
+The handle hashes prompts and encodes pages; `get` decodes them and checks every byte that it hands out. The store
 behind the `Door` sees keys, places and digests only. The same handle works on a store in this process and on one behind
 a socket. A miss is never an exception: the account of a match, a lease or a load says where each token came from.
 """
@@ -52,19 +52,19 @@ A = TypeVar("A")
 ExtraKeys = Sequence[ExtraKey | bytes | str]
 DURABILITIES = ("volatile", "disk")
 DURABLE_SECONDS = 30.0
-"""How long a put waits for the disk before it says that it was too slow."""
+"""How long a put waits for the disk by default."""
 EARLY_BLOCKS, LAST_BLOCKS = 48, 16
-"""Where it helps, so many blocks at a time are committed while the next ones are being filled; the last few are waited
-for."""
+"""Through a socket, blocks are committed `EARLY_BLOCKS` at a time while the next ones are being filled; the put waits
+for the commit of the last `LAST_BLOCKS` only."""
 WINDOW_BLOCKS = 128
-"""Long prompts are put in pieces of this many blocks. Others see the first blocks early, and wait at most about a
-millisecond for the lock. Of a piece, what is small is done for all blocks, then the copies: after a copy of megabytes
-nothing of the interpreter's is left in a cache, and each change from one to the other stops a second thread that puts
-(pieces of 64 took it from 0.88 to 0.83 of memcpy)."""
+"""Blocks that a put stores at a time. Readers see the first blocks early, and wait at most about a millisecond for the
+lock. Within a window, the small steps are done for all blocks first, then the copies: a copy of megabytes evicts the
+interpreter's state from the caches, and each change from one to the other stops a second thread that puts (windows of
+64 took it from 0.88 to 0.83 of memcpy)."""
 _STANDS_IN_THE_WAY = frozenset(
     {MissReason.DISABLED, MissReason.UNREACHABLE, MissReason.IN_FLIGHT, MissReason.DEADLINE, MissReason.BUSY}
 )
-"""Of a put, whatever pages it has."""
+"""Reasons that end a put whatever pages it has."""
 
 
 @dataclass(frozen=True)
@@ -101,12 +101,12 @@ class Match:
 class PutResult:
     """What a put did, in blocks from the prompt's start.
 
-    present: leading blocks that were there before. stored: blocks that are new. stopped_at: the first offered block
+    present: leading blocks that were stored before. stored: blocks that are new. stopped_at: the first offered block
     that is not held, with its reason; None when all full blocks of the prompt are held. detail: of the reason, for
     people; may be empty.
 
-    Of a collective put it is what this process did: stored counts blocks that it filled, which are readable once all
-    others have filled theirs. What ends the put elsewhere afterwards is not in it: the next match says what is there.
+    Of a collective put it is this process's share: stored counts the blocks that it filled, which become readable once
+    all others have filled theirs. If the put fails elsewhere later, only the next match tells.
     """
 
     present: int
@@ -117,19 +117,19 @@ class PutResult:
 
 
 class Reading(Protocol):
-    """Asked by a put before and after it reads pages, which is while it fills slots and not while it waits for any."""
+    """Asked by a put before and after it reads pages: while it fills slots, never while it waits for them."""
 
     def begin(self) -> bool:
         """Whether the pages may still be read."""
         ...
 
     def end(self) -> None:
-        """They are not read any more. Called once for each `begin` that said yes."""
+        """The put reads them no more. Called once for each `begin` that returned True."""
         ...
 
 
 class NamespaceHandle(HandOffVerbs):
-    """The five verbs in one namespace. Thread-safe; pages and leases belong to whoever passes them."""
+    """The five verbs in one namespace. Thread-safe, but for the pages and leases that are passed in."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class NamespaceHandle(HandOffVerbs):
 
     @property
     def sketch_key(self) -> bytes:
-        """Under which prompts of the tenant's are sketched: from its identity key, and telling nothing of that."""
+        """The key for sketches of this tenant's prompts: derived from its identity key, which it does not reveal."""
         return blake2b(digest_size=32, key=self._grant.identity_key, person=b"kv-sketch-key-v1").digest()
 
     def hashed(self, token_ids: Any, extra_keys: ExtraKeys = (), after: Prompt | None = None) -> Prompt:
@@ -299,10 +299,10 @@ class NamespaceHandle(HandOffVerbs):
     def get_by_layer(self, lease: Lease, into: Pages, first_token: int = 0) -> Iterator[Loaded]:
         """`get`, layer by layer in the order of their numbers, so that attention can begin with the first one.
 
-        Yields once per layer: what it says is loaded is so in that layer and in all before it, and never more than it
-        said before; the last one says what `get` would have. Reads when it is asked for the next layer, and holds
-        nothing meanwhile: whoever releases the lease in between ends it. Blocks that DRAM has no room for come from
-        NVMe with all their layers, and then all is read before the first layer is told. Raises as `get` does, at once.
+        Yields once per layer: the tokens it reports hold in that layer and in all before it, and never grow; the last
+        report equals what `get` would return. Reads when the next layer is asked for, and pins nothing meanwhile:
+        releasing the lease in between ends it. Blocks that DRAM has no room for come from NVMe with all their layers,
+        and then everything is read before the first layer is reported. Raises as `get` does, at once.
         """
         return self._getting(lease, into, first_token).by_layer()
 
@@ -379,7 +379,7 @@ class NamespaceHandle(HandOffVerbs):
         complete = -(-max(bases) // self.block_tokens)
         stored: set[int] = set()
         present = len(keys)
-        # The same windows for all processes of a collective put, whatever is there by the time that each of them asks.
+        # All processes of a collective put must use the same windows, whatever is stored by the time each one reserves.
         for window in range(_first_window(first_block, len(keys)), len(keys), WINDOW_BLOCKS):
             stop = min(window + WINDOW_BLOCKS, len(keys))
             wanted = min(max(complete, window) if collective else complete, stop)
@@ -395,7 +395,7 @@ class NamespaceHandle(HandOffVerbs):
             if reply.reservation:
                 filled, flaw, lost = self._fill(reply, coders, bases, reading, wait)
             if flaw and collective:
-                filled = 0  # it ended with that, for all
+                filled = 0  # a flaw in one share ends the put for all
             stored.update(reply.blocks[:filled])
             if filled < len(reply.blocks):
                 stopped_at = reply.blocks[filled]
@@ -422,7 +422,7 @@ class NamespaceHandle(HandOffVerbs):
     # Inside --------------------------------------------------------------------------------------------------------
 
     def _hashed(self, token_ids: Any, extra_keys: ExtraKeys) -> tuple[int, list[bytes]]:
-        """Tokens asked for, and the keys of their full blocks."""
+        """The prompt's tokens, and the keys of its full blocks."""
         prompt = token_ids if isinstance(token_ids, Prompt) else self.hashed(token_ids, extra_keys)
         if prompt is token_ids and (extra_keys or len(prompt.keys) > prompt.tokens // self.block_tokens):
             raise BadInput(
@@ -432,7 +432,6 @@ class NamespaceHandle(HandOffVerbs):
         return prompt.tokens, prompt.keys
 
     def _asked(self, ids: Any, extra: ExtraKeys, counts: bool, request: str, short: bool) -> tuple[int, m.MatchPrefix]:
-        """Tokens asked for, and what a look-up of them asks. Raises `BadInput`."""
         if request != "":
             check_request(request)
         tokens, keys = self._hashed(ids, extra)
@@ -444,7 +443,6 @@ class NamespaceHandle(HandOffVerbs):
         return Match(keys, reply.blocks, found, reply.tiers, account, reply.reason, reply.detail)
 
     def _wanted(self, match: Match, first_token: int, deadline_ms: float, request: str) -> m.LeasePrefix:
-        """What a lease asks for. Raises `BadInput`."""
         _check_kind("match", match, Match, "what `match` or `submit_match(...).poll` returned")
         if first_token < 0:
             raise BadInput(f"first_token={first_token}; give 0 or more")
@@ -469,7 +467,7 @@ class NamespaceHandle(HandOffVerbs):
         return lease
 
     def _made_durable(self, result: PutResult, keys: Sequence[bytes], durability: str, wait: DoorTime) -> PutResult:
-        """These blocks are held; with `disk` that counts only once they are on disk."""
+        """With durability `disk`, blocks count only once they are on disk."""
         if durability != "disk":
             return result
         left = wait.left
@@ -487,11 +485,11 @@ class NamespaceHandle(HandOffVerbs):
         reading: Reading | None,
         wait: DoorTime,
     ) -> tuple[int, Flaw | None, MissReason | None]:
-        """Encode blocks straight into their slots and commit each part; returns the blocks that are committed, what the
-        codec found in the first block that it could not write, and how the reservation was lost, if it was. bases: of
-        each coder, the prompt's token that its pages begin with.
+        """Encode blocks straight into their slots and commit each part; returns the number of committed blocks, what
+        the codec found in the first block that it could not write, and why the reservation was lost, if it was. bases:
+        for each coder, the prompt's token that its pages begin with.
 
-        Those that are filled are sealed while the next ones are being filled: only the last few are waited for.
+        The sidecar seals filled blocks while the next ones are being filled: only the last few are waited for.
         """
         committed, count, reservation = 0, len(reply.blocks), reply.reservation
         flaw: Flaw | None = None
@@ -560,7 +558,7 @@ class NamespaceHandle(HandOffVerbs):
 
 
 def _first_window(first_block: int, blocks: int) -> int:
-    """The first block of the window that a collective put from there on begins with."""
+    """The first block of the window in which a collective put begins."""
     return min(first_block, max(blocks - 1, 0)) // WINDOW_BLOCKS * WINDOW_BLOCKS
 
 
@@ -589,7 +587,7 @@ class OpenStore(Protocol):
 
 
 class DoorTime:
-    """How long a put may still wait. left: seconds; None without a deadline: the store says how long answers have."""
+    """How long a put may still wait. left: seconds; None without a deadline: each answer has the store's default."""
 
     def __init__(self, door: Door, deadline_ms: float | None) -> None:
         if deadline_ms is not None:

@@ -1,7 +1,7 @@
-"""The thread of a client that pings its sidecar and calls it, so that nobody else waits for either.
+"""The client's background thread: it pings the sidecar and reconnects, so that no engine thread waits for either.
 
-It lets go of memory that the sidecar gave back, and undoes what came too late, also while nobody asks for anything. One
-ping is under way at a time, however long it takes: a sidecar that hangs finds one when it goes on.
+It also unmaps memory that the sidecar gave back and undoes late answers while the engine is idle. One ping is under way
+at a time, however long it takes: a sidecar that hangs finds a single one when it goes on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tiering.clock import Clock
 
 
 class LookedAfter(Protocol):
-    """What the thread looks after."""
+    """What the thread serves."""
 
     def look_after(self) -> float:
         """Returns the seconds until it is to be called again."""
@@ -28,8 +28,8 @@ class LookedAfter(Protocol):
 
 
 class InTouch:
-    """The thread, and what it is told. wanted: there is no connection, and somebody asked for one. is_moving: memory
-    was let go of when it looked last, and more may follow."""
+    """The thread and its state. wanted: there is no connection, and a verb asked for one. is_moving: the last ping
+    unmapped memory, and more may follow."""
 
     def __init__(self, clock: Clock) -> None:
         self.wanted = False
@@ -37,22 +37,22 @@ class InTouch:
         self._clock = clock
         self._ended = False
         self.nudge = threading.Event()
-        """Set it, and the thread looks at once."""
+        """Set it to have the thread look at once."""
         self._thread: threading.Thread | None = None
         self._pinging = threading.Lock()
         self._pinged: tuple[SidecarConnection, int] | None = None
         """The connection on which a ping is under way, and its number."""
 
     def start(self, door: LookedAfter, seconds: float) -> bool:
-        """Have the thread, which begins after so many seconds, or as soon as it is nudged, and ends with the door.
-        Returns whether there is one."""
+        """Start the thread unless it runs; it looks after so many seconds, or when nudged, and ends with the door.
+        Returns whether it runs."""
         if self._thread is None:
             thread = threading.Thread(
                 target=self._run, args=(weakref.ref(door), seconds), name="kv-client", daemon=True
             )
             try:
                 thread.start()
-            except RuntimeError:  # the machine has none for it
+            except RuntimeError:  # the machine has no thread to give
                 return False
             self._thread = thread
         return True
@@ -73,9 +73,9 @@ class InTouch:
             del there
 
     def ping(self, run: SidecarConnection, limits: CallLimits, settle: Callable[[SidecarConnection], None]) -> None:
-        """Send a ping, or go on waiting for the one that was sent. settle: undoes what came too late."""
+        """Send a ping, or go on waiting for the one under way. settle: undoes late answers."""
         if not self._pinging.acquire(blocking=False):
-            return  # somebody waits for it
+            return  # another thread is waiting for the answer
         try:
             self._ping(run, limits, settle)
         finally:
@@ -90,7 +90,7 @@ class InTouch:
                 self._pinged = run, run.wire.submit(m.Ping(run.notify_pipe is None))
             _, number = self._pinged
             answered = run.wire.await_answer(number, limits.connect)
-        except TimedOut:  # silent is who said nothing during this wait; other answers may have come since it was sent
+        except TimedOut:  # silent only if nothing arrived during this wait: other answers may have come since the ping
             run.was_late(now, is_quick=True)
             return
         except Backpressure:  # it does not read what it is sent
@@ -99,7 +99,7 @@ class InTouch:
             return
         except Unreachable:
             self._pinged = None
-            self.nudge.set()  # it is gone: its memory is let go of at once
+            self.nudge.set()  # the sidecar is gone: its memory is unmapped at once
             return
         self._pinged = None
         breaker.answered()
@@ -111,18 +111,17 @@ class InTouch:
         self.is_moving = bool(retired) and run.notify_pipe is None
 
     def _listen(self, run: SidecarConnection, descriptor: int) -> None:
-        """Ask at once whenever the sidecar has something to tell, from now on."""
+        """Have the sidecar's notifications nudge the thread."""
         run.notify_pipe = notify_pipe = NotifyPipeEnd(descriptor)
         try:
             threading.Thread(target=_hear, args=(notify_pipe, self.nudge), name="kv-bell", daemon=True).start()
-        except RuntimeError:  # no thread to be had: it is asked now and then
+        except RuntimeError:  # no thread to be had: pings find it out instead
             notify_pipe.close()
             run.notify_pipe = None
 
 
 def _hear(notify_pipe: NotifyPipeEnd, nudged: threading.Event) -> None:
-    """Until the sidecar hangs up."""
     while notify_pipe.wait():
         nudged.set()
     notify_pipe.close()
-    nudged.set()  # it may be gone
+    nudged.set()  # the sidecar may be gone

@@ -1,8 +1,7 @@
-"""What a user holds between verbs: a lease.
+"""A lease: pinned blocks that a user holds between verbs.
 
-A lease may be left in the middle of a get: by whoever releases it, or because the request that it serves was released
-in another thread. The get then ends at its next piece, and only after that the blocks are unpinned, so that no slot is
-used again under a copy.
+A lease may be released in the middle of a get, by another thread or because the request that it serves has ended. The
+get then stops at its next piece, and only after that are the blocks unpinned: no slot is reused under a copy.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from kvstore.protocol.ticket import LeaseTicket
 
 
 class Lease:
-    """Pinned blocks, until released, left as a context, or run out. Made by `NamespaceHandle.lease` and its kin.
+    """Pinned blocks, until released, left as a context, or expired. Made by `NamespaceHandle.lease` and its kin.
 
-    tokens: the prefix that is promised; first_token: the block boundary from which on frames are pinned. account: as in
-    a match, cut to what is promised. request: the engine's name for what it serves.
+    tokens: the promised prefix; first_token: the block boundary from which on frames are pinned. account: as in a
+    match, cut to what is promised. request: the engine's name for what it serves.
     """
 
     def __init__(
@@ -68,14 +67,14 @@ class Lease:
             self._let_go()
 
     def end(self) -> None:
-        """The same because its request is over: what is still asked of it is a miss from now on."""
+        """Release it because its request has ended: gets of it are misses from now on."""
         self.ended = True
         self.release()
 
     def ticket(self) -> bytes:
         """What another process of the same engine needs to read these blocks too; see `NamespaceHandle.attach`.
 
-        Some 60 bytes a block. Good for as long as somebody holds the lease.
+        Some 60 bytes a block. Valid while any process holds the lease.
         """
         if self._grant is None:
             raise BadInput("a lease of this kind cannot be handed on; take it with ns.lease")
@@ -83,7 +82,7 @@ class Lease:
         return LeaseTicket.of(run, number, self.reply, self.keys, self.account, self.request).seal(self._grant)
 
     def begin_read(self) -> bool:
-        """A get begins; False where it was released before."""
+        """A get begins; False if the lease was released before."""
         with self._guard:
             if not self._forget.alive:
                 return False
@@ -91,7 +90,7 @@ class Lease:
             return True
 
     def end_read(self) -> None:
-        """A get is over."""
+        """A get has ended."""
         with self._guard:
             self._readers -= 1
             was_last = not self._readers and not self._forget.alive

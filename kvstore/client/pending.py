@@ -1,10 +1,10 @@
-"""Questions that nobody waits for: a look-up or a lease that is submitted and polled for.
+"""Look-ups and leases that are submitted and polled for, so that the engine's thread never blocks.
 
-    submit > poll, poll, ... > the same that the blocking verb returns
-           > cancel, or forget it: what comes later is given back
+    submit > poll, poll, ... > what the blocking verb returns
+           > cancel, or drop it: a later answer is undone
 
-A poll never waits: not for a socket, a disk, a lock that is held across either, or another thread. In a store of this
-process a lease may wait for its disk, so `LeaseThreads` has a few threads for that; a store behind a socket needs none.
+A poll never blocks: not on a socket, a disk, another thread, or a lock held across either. In a store of this process a
+lease may wait for the disk, so `LeaseThreads` has a few threads; a store behind a socket needs none.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ R = TypeVar("R")
 T = TypeVar("T")
 LEASE_THREADS = 4
 MAX_SUBMITTED = 1024
-"""Leases that a store of this process works on, or has not begun."""
+"""Leases under way or queued in a store of this process."""
 GRACE_SECONDS = 0.05
-"""Beyond a lease's deadline, at which it is cut short: how long its answer may take."""
+"""How long a lease's answer may take beyond its deadline."""
 AWAIT_GRACE_SECONDS = 0.25
 """The same beyond an await's."""
 BLOCK_SECONDS = 2e-5
-"""More than that for each block that is asked for: ten times what one takes on a machine that does nothing else."""
+"""Added for each block of the request: ten times what one takes on an idle machine."""
 SHORT_BLOCKS = 1024
-"""Chains up to here hold up nobody behind them."""
+"""Chains up to this length do not delay the requests behind them."""
 MAX_QUEUED_SECONDS = 3.0
-"""That are allowed for long chains which are asked for at the same time, before one's own."""
+"""The most that is added for long chains submitted before."""
 
 
 class PendingReply(Generic[T]):
-    """An answer that is on its way. One thread polls; any thread may cancel."""
+    """An answer on its way. One thread polls; any thread may cancel."""
 
     def __init__(self, submitted: Submitted[R], finish: Callable[[R], T], cancelled: Callable[[], T]) -> None:
-        """finish: makes the answer of a reply. cancelled: the answer where nobody wants one any more."""
+        """finish: makes the answer of a reply. cancelled: makes the answer of a cancelled call."""
         self._lock = threading.Lock()
         self._result: T | None = None
         self._poll: Callable[[], T | None] = lambda: _finished(submitted.poll(), finish)
@@ -68,13 +68,12 @@ class PendingReply(Generic[T]):
         return self._result
 
     def is_ready(self) -> bool:
-        """Whether `poll` has an answer, as far as is known without a lock or a look at a socket: where many are waited
-        for, one of them is polled, and then those that this says it of."""
+        """Whether `poll` has an answer, judged without a lock or a look at the socket: a thread that waits for many
+        polls one of them, then those for which this is true."""
         return self._result is not None or self._is_ready()
 
     def cancel(self) -> None:
-        """Give back what comes later; `poll` returns a miss, `disabled`. An answer that was polled already is its
-        owner's, and nothing happens to it."""
+        """Undo what comes later; `poll` returns a miss, `disabled`. An answer polled before stays its owner's."""
         with self._lock:
             if self._result is None:
                 self._cancel_from_finalizer.detach()
@@ -82,7 +81,7 @@ class PendingReply(Generic[T]):
                 self._result = self._cancelled()
 
     def end(self) -> None:
-        """The request that it serves is over: cancelled, and what it led to ends as well."""
+        """Cancel it because its request has ended; a lease that it led to ends too."""
         self.cancel()
         if isinstance(self._result, Lease):
             self._result.end()
@@ -93,7 +92,7 @@ def _finished(reply: R | None, finish: Callable[[R], T]) -> T | None:
 
 
 class ReadyReply(Generic[R]):
-    """A question whose answer was there at once: `Submitted`."""
+    """`Submitted`: an answer that was there at once."""
 
     def __init__(self, reply: R) -> None:
         self._reply = reply
@@ -114,7 +113,7 @@ class ReadyReply(Generic[R]):
 
 
 class LeaseThreads:
-    """A few threads that wait for the leases of one store in this process. Thread-safe."""
+    """A few threads that wait for the leases of a store in this process. Thread-safe."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -129,15 +128,15 @@ class LeaseThreads:
         release_later: Callable[[int], None],
         request: m.LeasePrefix,
     ) -> Submitted[NamedLease]:
-        """lease: asks the store, for at most that many milliseconds. release: a lease; release_later: called by a
-        finalizer, at any point of any thread."""
+        """lease: asks the store, waiting at most so many milliseconds. release: ends a lease. release_later: the same
+        from a finalizer, which may run at any point of any thread."""
         asked = ThreadedReply(lease, release, release_later, request, self._clock)
         if not self._under_way.acquire(blocking=False):
             return ReadyReply(_no_lease(request, MissReason.BUSY, f"{MAX_SUBMITTED} leases are under way, the limit"))
         unbegun = [asked]
         try:
             self._pool.submit(self._run, unbegun)
-        except RuntimeError:  # it was closed, or there is no new thread; then it may be in the queue all the same
+        except RuntimeError:  # closed, or no new thread; in the latter case the pool may have queued it all the same
             if self._taken(unbegun) is None:
                 return asked
             self._under_way.release()
@@ -148,7 +147,7 @@ class LeaseThreads:
 
     @staticmethod
     def _taken(unbegun: list[ThreadedReply]) -> ThreadedReply | None:
-        """By one of the two sides."""
+        """The submitter and the worker race for it; one of them gets it."""
         try:
             return unbegun.pop()
         except IndexError:
@@ -164,14 +163,14 @@ class LeaseThreads:
             self._under_way.release()
 
     def close(self) -> None:
-        """Begin no more; what is under way ends with the store."""
+        """Begin no more leases; those under way end with the store."""
         self._is_closed = True
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 class ThreadedReply:
-    """`Submitted`: one lease. Each side says what it has done before it looks at what the other did, so that without a
-    lock a reply that nobody wants is given back by one of them, or by both, which is once."""
+    """`Submitted`: one lease. Each side records what it did before it looks at the other's record, so without a lock a
+    cancelled lease is released by at least one of them; a second release does nothing."""
 
     def __init__(
         self,
@@ -245,7 +244,7 @@ class ParkedReply:
         self._awaits.end([self._one], AwaitEnd.CANCELLED)
 
     def cancel_from_finalizer(self) -> None:
-        """A finalizer may run under the table's lock: it ends with its time."""
+        """Does nothing: a finalizer may run under the table's lock, and the await ends at its deadline."""
 
 
 def _no_lease(request: m.LeasePrefix, reason: MissReason, detail: str) -> NamedLease:

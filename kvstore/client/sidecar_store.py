@@ -1,6 +1,6 @@
 """The client of the sidecar: a store that is another process on this host.
 
-Several processes of one engine open it with the same session: the first one's is theirs. Must import without torch, and
+Several processes of one engine open it with the same session, which the first one makes. Must import without torch, and
 quickly.
 """
 
@@ -29,7 +29,7 @@ class SidecarStore:
     def __init__(
         self, door: SocketDoor, codecs: Callable[[str], Codec], before_close: Callable[[], object] = lambda: None
     ) -> None:
-        """before_close: ends what the codecs have going with the sidecar's memory."""
+        """before_close: ends the codecs' work in the sidecar's memory."""
         self._door = door
         self._codecs = codecs
         self._before_close = before_close
@@ -45,7 +45,7 @@ class SidecarStore:
         shard: int | None = None,
         name: str = "",
     ) -> NamespaceHandle:
-        """As in an embedded store. Raises `Unreachable` where there is no sidecar, after some time."""
+        """As in an embedded store. Raises `Unreachable` if no sidecar answers for some time."""
         namespace = Namespace(model, layout, codec, weights_epoch, dict(config or {}))
         return NamespaceHandle(self._door, namespace, self._codecs(codec), shard=shard, name=checked_name(name))
 
@@ -61,14 +61,14 @@ class SidecarStore:
         return self._door.session.hex()
 
     def release_request(self, request: str) -> None:
-        """End every lease, and every submitted one, that this process took or attached to for a request of the engine.
+        """End every lease, pending ones too, that this process took or attached to for a request of the engine.
 
-        Waits for nothing. A get that is under way ends at its next piece. Other processes keep what they hold.
+        Does not block. A get under way ends at its next piece. Other processes keep their holds.
         """
         self._door.requests.release(request)
 
     def close(self) -> None:
-        """Hang up. What is leased ends. Safe to call again."""
+        """Hang up, which ends its leases. Safe to call again."""
         self._before_close()
         self._door.close()
 
@@ -95,10 +95,10 @@ def open_sidecar(
     engine: str = "",
     before_close: Callable[[], object] = lambda: None,
 ) -> SidecarStore:
-    """The store behind a socket. Nothing is asked of it before a namespace is opened. Raises `BadInput`.
+    """The store behind a socket. Connects only when a namespace is opened. Raises `BadInput`.
 
-    session: the engine's own token as hexadecimal digits, made at random by its first process. before_close: ends what
-    the codecs have going with the sidecar's memory.
+    session: the engine's own token as hexadecimal digits, drawn at random by its first process. before_close: ends the
+    codecs' work in the sidecar's memory.
     """
     if "\0" in path:
         raise BadInput(f"unix:{path!r} is no socket's path; give a path without NUL")

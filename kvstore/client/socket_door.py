@@ -1,13 +1,12 @@
 """A `Door` whose store is another process on this host: the sidecar.
 
 Keys go out, places and digests come back; payloads are read and written in extents that are mapped here, readable ones
-read-only. The handle above verifies its own copies, as it does in the store's own process.
+read-only. The handle verifies its own copies, as it does in the store's own process.
 
-Nothing here fails an engine's request. While the sidecar is away every question is a miss (`unreachable`), every answer
-that is late is one (`deadline`). While it is silent nothing is asked of it but a ping (see `breaker`); while it is gone
-it is called again after a pause that grows, and namespaces are opened anew on each connection. What was leased on one
-that broke is not readable any more. What is submitted asks no question of a sidecar that is away: a thread calls and
-pings it in the background. Must import without torch, and quickly.
+No fault here fails an engine's request. While the sidecar is away every request is a miss (`unreachable`), and every
+late answer is one (`deadline`). A silent sidecar is sent nothing but a ping (see `breaker`); one that is gone is called
+again after a growing pause, and namespaces are opened anew on each connection. Leases of a broken connection cannot be
+read. A submit never connects: a background thread does, and pings. Must import without torch, and quickly.
 """
 
 from __future__ import annotations
@@ -51,13 +50,13 @@ from tiering.tier import FrameSpan
 A = TypeVar("A")
 MAX_DEADLINE_MS = 60_000.0
 SENT_BLOCKS = 1024
-"""Of a longer chain that is put in pieces, a message names so many blocks, the last ones: those before are there."""
+"""A reservation of a longer chain names its last so many blocks only: those before were stored already."""
 MOVING_SHARE = 10
-"""While memory moves to other clients, a sidecar that rings no bell is asked so many times as often."""
+"""While memory moves to other clients, a sidecar without notifications is pinged so many times as often."""
 
 
 PlainVerb = m.Changes | m.Await | m.SealTicket | m.OpenTicket | m.Locate
-"""Questions about a namespace that one answer settles."""
+"""Requests about a namespace with one answer."""
 _KIND_OF_ANSWER: dict[type, type[m.Changed | m.Awaited | m.Sealed | m.TicketOpened | m.Located]] = {
     m.Changes: m.Changed,
     m.Await: m.Awaited,
@@ -77,13 +76,13 @@ class _OpenedHere:
 
     @property
     def fingerprint(self) -> bytes:
-        """Of the keys that it hashes with."""
+        """Of the keys that the namespace hashes with."""
         return epoch_in(memoryview(self.grant.stamps[0]))[0]
 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A lease of this process: the connection that it holds it on, and the sidecar's number of it."""
+    """A lease of this process: its connection, and the sidecar's number of it."""
 
     run: SidecarConnection
     lease: int
@@ -110,16 +109,16 @@ class SocketDoor:
         self.forgotten: deque[int] = deque()
         self._forsaken: deque[PendingCall[Any]] = deque()
         self._touch = InTouch(clock)
-        self._why = ""  # the last call failed, if it did
+        self._why = ""  # the last attempt to connect failed, if it did
         self._rejected = False
-        self._is_silent = False  # it was called, and nobody said a word: the thread in the background calls on
+        self._is_silent = False  # the last attempt to connect timed out: only the background thread tries again
         self.closed = False
         close_in_children(self)
 
     # The contract --------------------------------------------------------------------------------------------------
 
     commits_early = True
-    """The sidecar seals them while the next ones are being filled."""
+    """The sidecar seals blocks while the client fills the next ones."""
 
     def call(self, request: Request, kind: type[A], seconds: float | None = None) -> A:
         """As `Door.call`."""
@@ -145,7 +144,7 @@ class SocketDoor:
         return answer
 
     def submit(self, request: Request, kind: type[A], seconds: float) -> Submitted[A]:
-        """As `Door.submit`. Waits for nothing: without a connection it is a miss, and one is made meanwhile."""
+        """As `Door.submit`. Does not block: without a connection it is a miss, and the background thread connects."""
         run = self._run
         if isinstance(request, m.Commit):
             if run is not None and request.reservation in run.reservations:
@@ -179,7 +178,7 @@ class SocketDoor:
             else:
                 most = min(seconds, MAX_DEADLINE_MS / 1000) + self._allowance(run, request.keys)
                 most += self._limits.lease if isinstance(request, m.LeasePrefix) else 0.0
-                # What is leased is there; only its memory has to be mapped here, which is done once.
+                # A lease may still have to map its memory, which is done once per extent.
                 steps = cast(Exchange[A], self._exchange(run, request, number))
             return PendingCall(run, steps, self.clock, most, self._limits.mapping, late, self._forsaken)
         except Unavailable as away:
@@ -204,7 +203,6 @@ class SocketDoor:
     # One request ---------------------------------------------------------------------------------------------------
 
     def _usual_seconds(self, request: Request) -> float:
-        """That a request may take where its caller says nothing."""
         limits = self._limits
         match request:
             case m.LeasePrefix():
@@ -219,7 +217,7 @@ class SocketDoor:
                 return limits.fill
 
     def _ask(self, request: Request, time: VerbTime) -> object:
-        """The answer of the sidecar. Raises `Unavailable`."""
+        """Raises `Unavailable`."""
         if isinstance(request, m.Commit):
             return self._commit(request, time)
         run = self._running(time)
@@ -248,14 +246,14 @@ class SocketDoor:
     def _exchange(
         self, run: SidecarConnection, request: m.MatchPrefix | m.LeasePrefix, number: int
     ) -> Exchange[m.Matched | NamedLease]:
-        """A look-up, or a lease and the memory that it is in. number: the sidecar's, of the namespace."""
+        """A look-up, or a lease and its memory. number: the sidecar's, of the namespace."""
         keys = list(request.keys)
         if isinstance(request, m.MatchPrefix):
             verb = msgspec.structs.replace(request, namespace=number, keys=keys[: run.max_keys])
             found = taken((yield verb), m.Matched)
             reply = matched_up_to(found.reply, len(keys), run.max_keys)
             return m.Matched(reply, found.has_courier and run.locates)
-        if len(keys) > run.max_keys:  # they were found on another connection
+        if len(keys) > run.max_keys:  # the match came from another connection
             raise Unavailable(MissReason.UNSUPPORTED, f"{len(keys)} blocks; this sidecar takes {run.max_keys}")
         wait_ms = min(float(request.deadline_ms), MAX_DEADLINE_MS)
         asked = msgspec.structs.replace(
@@ -265,7 +263,6 @@ class SocketDoor:
         return self._hold(run, leased) if leased.lease else NamedLease(leased)
 
     def _plain(self, run: SidecarConnection, request: PlainVerb, number: int) -> Exchange[m.Answer]:
-        """One question, with the sidecar's number of the namespace."""
         if run.wire.welcome.version < _SINCE.get(type(request), m.AWAIT_VERSION):
             raise Unavailable(MissReason.UNSUPPORTED, "the sidecar is of an earlier version")
         if isinstance(request, m.Locate):
@@ -284,7 +281,7 @@ class SocketDoor:
         return self._hold(run, reply)
 
     def _reserving(self, run: SidecarConnection, request: m.Reserve, number: int) -> Exchange[m.Reserved]:
-        """Slots, and the memory that they are in."""
+        """Reserve slots and map their memory."""
         sent = list(request.keys[: run.max_keys])
         first = min(int(request.first_block), len(sent))
         verb = msgspec.structs.replace(request, namespace=number, keys=sent, first_block=first)
@@ -295,7 +292,7 @@ class SocketDoor:
             first = max(first, skipped)
             short = msgspec.structs.replace(verb, keys=sent[skipped:], first_block=first, skipped=skipped)
             reply = taken((yield short), m.Reserved).reply
-            if not reply.reservation and reply.present <= skipped:  # what was skipped is not there any more
+            if not reply.reservation and reply.present <= skipped:  # the skipped blocks were evicted meanwhile
                 reply = None
         if reply is None:
             reply = taken((yield verb), m.Reserved).reply
@@ -327,7 +324,7 @@ class SocketDoor:
         return m.Persisted(answer.blocks, MissReason.UNSUPPORTED if is_cut else answer.reason)
 
     def _release(self, leases: Iterable[int]) -> m.Done:
-        """Posted: the caller does not wait for it."""
+        """Posted, without waiting for an answer."""
         for lease in leases:
             held = self._held.pop(lease, None)
             if held is not None:
@@ -335,15 +332,14 @@ class SocketDoor:
         return m.Done()
 
     def _abort(self, reservation: int) -> m.Done:
-        """Posted: the caller does not wait for it."""
+        """Posted, without waiting for an answer."""
         run = self._run
         if run is not None and run.reservations.pop(reservation, None) is not None:
             run.post(m.Abort(reservation))
         return m.Done()
 
     def _report(self, request: m.ReportFrame) -> m.Done:
-        """Waits for the answer: the lease must not be released before it is looked at. A sidecar that is silent is not
-        told."""
+        """Waits for the answer: the sidecar must look before the lease is released. Not sent to a silent sidecar."""
         held = self._held.get(request.lease)
         if held is not None:
             try:
@@ -354,7 +350,7 @@ class SocketDoor:
         return m.Done()
 
     def _open_here(self, request: m.OpenNamespace) -> Grant:
-        """Raises `Unreachable` and what the sidecar says of it."""
+        """Raises `Unreachable`, and what the sidecar refuses it with."""
         time = self._time(self._limits.open)
         run = None
         try:
@@ -381,7 +377,7 @@ class SocketDoor:
     # Beyond it -----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Hang up; every further question is a miss."""
+        """Hang up; every further request is a miss."""
         self._touch.end()
         with self._lock:
             self.closed = True
@@ -390,7 +386,7 @@ class SocketDoor:
             run.close()
 
     def close_after_fork(self) -> None:
-        """In a forked child: connection and leases are the parent's, memory is let go of."""
+        """In a forked child: connection and leases are the parent's, and the memory is unmapped here."""
         self._lock = threading.Lock()
         self._touch = InTouch(self.clock)
         run, self._run = self._run, None
@@ -405,11 +401,10 @@ class SocketDoor:
     # Inside --------------------------------------------------------------------------------------------------------
 
     def _time(self, most: float, given: float | None = None) -> VerbTime:
-        """Of a verb that may take so long, or as long as its caller says."""
         return VerbTime(self.clock, most if given is None else min(most, given))
 
     def _running(self, time: VerbTime, *, waits: bool = False) -> SidecarConnection:
-        """The connection, made anew if need be. Raises `Unavailable`."""
+        """The connection; connects if there is none. Raises `Unavailable`."""
         if not time.left() and not waits:
             raise Unavailable(MissReason.DEADLINE, "its time was over before this was asked")
         run = self._run
@@ -424,37 +419,37 @@ class SocketDoor:
         return run
 
     def _settle(self, run: SidecarConnection) -> None:
-        """Give back what was forgotten, or came too late. Waits for nothing."""
+        """Release what finalizers left, and undo late answers. Does not block."""
         self._release(drained(self.forgotten))
         for asked in drained(self._forsaken):
             asked.cancel()
         run.settle()
 
     def _allowance(self, run: SidecarConnection, keys: Sequence[bytes]) -> float:
-        """Seconds more, for a chain of that many blocks."""
+        """Extra seconds for a chain of that length."""
         return run.allowance(len(keys), self.clock.monotonic_seconds())
 
     def _hold(self, run: SidecarConnection, reply: LeaseReply) -> NamedLease:
-        """A lease that the connection holds, as one of this client's."""
+        """A lease of the connection, renamed to a number of this client's."""
         number = next(self._numbers)
         self._held[number] = _Held(run, reply.lease)
         return NamedLease(msgspec.structs.replace(reply, lease=number), run.name, reply.lease)
 
     def _have_it_called(self) -> bool:
-        """By the thread in the background; whether there is one."""
+        """Have the background thread connect; returns whether it runs."""
         self._touch.wanted = True
         is_there = self._keep_in_touch()
         self._touch.nudge.set()
         return is_there
 
     def _ping_soon(self) -> bool:
-        """See `_have_it_called`."""
+        """Have the background thread ping; returns whether it runs."""
         is_there = self._keep_in_touch()
         self._touch.nudge.set()
         return is_there
 
     def _why_not(self, run: SidecarConnection | None) -> tuple[MissReason, str]:
-        """Why nothing was asked, where nobody waits for a connection."""
+        """Why a submit found no connection to use."""
         if run is not None and not run.wire.closed:
             return MissReason.WARMING, "the namespace is being opened on a new connection"
         if run is None and not self._why:
@@ -467,7 +462,7 @@ class SocketDoor:
     def _connect(self, time: VerbTime, waits: bool) -> SidecarConnection:
         limits = self._limits
         if self._is_silent and not waits and self._have_it_called():
-            raise Unavailable(MissReason.UNREACHABLE, self._why)  # calling it would cost each verb as much again
+            raise Unavailable(MissReason.UNREACHABLE, self._why)  # each verb would wait as long in vain
         while True:
             run = self._connect_once(limits.connect if waits else min(limits.match, time.left()))
             if run is not None:
@@ -479,7 +474,7 @@ class SocketDoor:
             self.clock.sleep(max(limits.first_pause, min(until_next, left)))
 
     def _connect_once(self, seconds: float) -> SidecarConnection | None:
-        """The connection, called for at most that long if it is time for it. One thread calls, others do not wait."""
+        """Connect, if the pause since the last failure is over. One thread connects; others wait at most `seconds`."""
         if self.closed:
             raise Unavailable(MissReason.DISABLED, "the store is closed")
         if not self._lock.acquire(timeout=seconds):
@@ -487,7 +482,7 @@ class SocketDoor:
         try:
             run = self._run
             if run is not None and not run.wire.closed:
-                return run  # somebody else was faster
+                return run  # another thread has connected
             if run is not None:
                 self._run = None
                 run.close()
@@ -500,7 +495,7 @@ class SocketDoor:
                 self._why, self._is_silent = "", False
                 self._pause = self._limits.first_pause
                 self._keep_in_touch()
-                self._touch.nudge.set()  # it asks for a bell
+                self._touch.nudge.set()  # its ping asks for notifications
                 return run
             except Unreachable as error:
                 self._why, self._is_silent = str(error), isinstance(error, Silent)
@@ -512,7 +507,7 @@ class SocketDoor:
             self._lock.release()
 
     def _number(self, run: SidecarConnection, number: int, time: VerbTime) -> int:
-        """The sidecar's number of a namespace, which is opened first on a new connection, in that time at most.
+        """The sidecar's number of a namespace; opens it on a new connection, within the time that is left.
 
         Raises `Unavailable`.
         """
@@ -520,7 +515,7 @@ class SocketDoor:
         if known is not None:
             return known
         opened = self._opened[number]
-        theirs = run.wire.welcome.fingerprint or opened.fingerprint  # one of an earlier version does not say
+        theirs = run.wire.welcome.fingerprint or opened.fingerprint  # an earlier version sends none
         if difference := key_difference(opened.fingerprint, theirs):
             raise Unavailable(MissReason.KEY_MISMATCH, f"the sidecar has other keys than before: {difference}")
         try:
@@ -528,7 +523,7 @@ class SocketDoor:
             grant = self._open(run, opened.request, seconds)
         except Unavailable as away:
             if away.reason is MissReason.DEADLINE and not run.breaker.is_open:
-                self._have_it_called()  # which takes the time that there is not here
+                self._have_it_called()  # the background thread takes its time
             raise
         except BadInput as error:
             raise Unavailable(MissReason.UNSUPPORTED, str(error)) from None
@@ -548,15 +543,14 @@ class SocketDoor:
     # In the background ---------------------------------------------------------------------------------------------
 
     def _keep_in_touch(self) -> bool:
-        """Have a thread that asks now and then, and calls the sidecar where somebody wants it and must not wait.
-        Returns whether there is one."""
+        """Start the background thread unless it runs; returns whether it does."""
         return self._touch.start(self, self._limits.ping)
 
     def look_after(self) -> float:
-        """What the thread does each time; returns the seconds until it is called again."""
+        """One round of the background thread; returns the seconds until the next."""
         run = self._run
         if run is not None and run.wire.closed:
-            # Its memory is let go of also while nobody asks: a sidecar that came back waits for that.
+            # Unmap its memory also while the engine is idle: a sidecar that came back waits for that.
             self._hang_up(run)
             self._touch.wanted = not self.closed
         if self._touch.wanted:
@@ -565,7 +559,7 @@ class SocketDoor:
         if run is not None and not run.wire.closed:
             self._touch.ping(run, self._limits, self._settle)
             if run.breaker.is_open or run.breaker.is_suspected:
-                return 0.0  # its answer is waited for
+                return 0.0  # go on waiting for the ping's answer
         if not self._touch.wanted:
             return self._limits.ping / MOVING_SHARE if self._touch.is_moving else self._limits.ping
         return min(
@@ -579,7 +573,7 @@ class SocketDoor:
         run.wire.close()
 
     def _call_in_background(self) -> None:
-        """A connection on which every namespace is open, for those who must not wait."""
+        """Connect and open every namespace, for verbs that must not wait."""
         self._touch.wanted = False
         try:
             run = self._run

@@ -1,9 +1,9 @@
-"""Spans of what the store did for a request, as children of the engine's own: look-up, lease, load. For OpenTelemetry.
+"""Spans of what the store did for a request (look-up, lease, load), as children of the engine's own. For OpenTelemetry.
 
-    it has ended > noted in a queue of `MOST_WAITING`, or dropped and counted > a thread makes a span of it > the SDK
+    a verb ends > queued, at most `MOST_WAITING`, or dropped and counted > a thread makes its span > the SDK
 
-Where `traces` is on, and for requests that bring a `traceparent`. The engine's thread appends to a queue and does no
-more; opentelemetry is imported by the other thread. Never a token, a key or text of a prompt.
+Where `traces` is on, and for requests that bring a `traceparent`. The engine's thread only appends to the queue; the
+other thread imports opentelemetry. Never a token, a key or text of a prompt.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from kvstore.block.account import Account
 
 MOST_WAITING = 2048
-"""Spans; what ends while so many wait is dropped."""
+"""Spans; while so many wait, further ones are dropped."""
 MOST_STATE_CHARACTERS = 512
 CLOSE_SECONDS = 2.0
 MATCH, LEASE, LOAD = "kvstore match", "kvstore lease", "kvstore load"
@@ -29,7 +29,7 @@ _log = getLogger(__name__)
 
 
 class EndedSpan(NamedTuple):
-    """Times in nanoseconds since 1970. headers: of its parent, as W3C has them."""
+    """Times in nanoseconds since 1970. headers: the parent's, as W3C Trace Context has them."""
 
     name: str
     headers: Mapping[str, str]
@@ -39,7 +39,7 @@ class EndedSpan(NamedTuple):
 
 
 class RequestTrace:
-    """Of one request; of one that has no parent, or where nothing is traced, it does nothing."""
+    """The trace of one request; does nothing for a request without a parent, or where tracing is off."""
 
     __slots__ = ("_headers", "_queue")
 
@@ -48,17 +48,17 @@ class RequestTrace:
         self._headers = headers or {}
 
     def looked_up(self, seconds: float, account: Account) -> None:
-        """A look-up was answered just now, after so many seconds. account: of the prompt."""
+        """A look-up was answered just now, after so many seconds. account: the prompt's."""
         if self._queue is not None:
             self._queue.add(MATCH, self._headers, seconds, _of_account(account))
 
     def leased(self, seconds: float, account: Account) -> None:
-        """The same of a lease."""
+        """A lease was answered just now, after so many seconds."""
         if self._queue is not None:
             self._queue.add(LEASE, self._headers, seconds, _of_account(account))
 
     def loaded(self, seconds: float, tokens: int) -> None:
-        """A load has ended. tokens: that need not be computed."""
+        """A load has ended. tokens: those that need not be computed."""
         if self._queue is not None:
             self._queue.add(LOAD, self._headers, seconds, {"gen_ai.usage.cache_read.input_tokens": tokens})
 
@@ -73,11 +73,10 @@ def _of_account(account: Account) -> dict[str, str | int | float]:
 
 
 class SpanQueue:
-    """Of one engine's scheduler, which alone adds to it."""
+    """The spans of one engine's scheduler, whose thread alone adds to it."""
 
     def __init__(self, model: str, wall_ns: Callable[[], int], make_tracer: Callable[[], Any] | None = None) -> None:
-        """model: as the engine calls it. wall_ns: a clock, nanoseconds since 1970. make_tracer: in place of the
-        process's own."""
+        """model: as the engine calls it. wall_ns: since 1970. make_tracer: in place of the process's own."""
         self._model = model
         self._wall_ns = wall_ns
         self._make_tracer = make_tracer or _tracer
@@ -85,10 +84,10 @@ class SpanQueue:
         self._wakes, self._ends = Event(), False
         self._thread: Thread | None = None
         self.dropped = 0
-        """Spans since the start that are not exported: too many waited, or none could be made."""
+        """Spans since the start that were not exported: the queue was full, or none could be made."""
 
     def trace(self, headers: object) -> RequestTrace:
-        """Of a request that came with these headers; what is no `traceparent` among them is as if there was none."""
+        """The trace of a request that came with these headers; a malformed `traceparent` counts as none."""
         parent = headers.get("traceparent") if isinstance(headers, Mapping) else None
         if not isinstance(headers, Mapping) or not isinstance(parent, str) or not _PARENT.match(parent[:64]):
             return NO_TRACE
@@ -99,7 +98,7 @@ class SpanQueue:
     def add(
         self, name: str, headers: Mapping[str, str], seconds: float, attributes: dict[str, str | int | float]
     ) -> None:
-        """It ended just now. Waits for nothing."""
+        """Queue a span that ended just now. Does not block."""
         if len(self._waiting) >= MOST_WAITING:
             self.dropped += 1
             return
@@ -116,7 +115,7 @@ class SpanQueue:
                 pass
 
     def close(self) -> None:
-        """Make spans of what waits, for `CLOSE_SECONDS` at most, and then no more."""
+        """Export what is queued, for `CLOSE_SECONDS` at most, and end."""
         self._ends = True
         self._wakes.set()
         if self._thread is not None and self._thread.is_alive():
@@ -164,7 +163,7 @@ def _maker(tracer: Any) -> Callable[[EndedSpan], None]:
 
 
 def _tracer() -> Any:
-    """Of the engine's own provider; where it has none, of one that exports as the standard variables (OTEL_...) say."""
+    """The engine's own provider's; without one, a provider that exports as the standard variables (OTEL_...) say."""
     from opentelemetry import trace
 
     provider: Any = trace.get_tracer_provider()

@@ -1,4 +1,4 @@
-"""Brings the stored prefixes of prompts up to DRAM: for the command line, and for the network process."""
+"""Promotes the stored prefixes of prompts to DRAM: for the command line, and for the network process."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from tiering.clock import Clock
 
 A = TypeVar("A")
 ANSWER_SECONDS = 5.0
-"""For what a sidecar answers at once."""
+"""For requests that a sidecar answers at once."""
 WARM_BLOCKS = 256
-"""Promoted under one lease: more of a long prompt need not be pinned at a time."""
+"""Promoted under one lease, so that a long prompt is not pinned as a whole."""
 WARM_SECONDS = 50.0
 """For each of these leases."""
 
 
 class Asks(Protocol):
-    """Asks a sidecar, and raises what is no answer of that kind."""
+    """Asks a sidecar; raises for an answer of another kind."""
 
     def __call__(self, verb: m.Verb, kind: type[A], seconds: float) -> A: ...
 
 
 @dataclass
 class Warming:
-    """In blocks. warm: in DRAM already. promoted: brought up from a lower tier. left: found, and not brought up.
-    absent: not stored. The last two by reason. asked = warm + promoted + the sums of left and absent."""
+    """In blocks. warm: in DRAM already. promoted: copied up from a lower tier. left: found, and not promoted. absent:
+    not stored. The last two by reason. asked = warm + promoted + the sums of left and absent."""
 
     ask: Asks
     number: int
@@ -43,7 +43,7 @@ class Warming:
     absent: Counter[str] = field(default_factory=Counter)
 
     def take(self, keys: list[bytes]) -> None:
-        """Of one prompt. After `ends_at` nothing more is brought up, and counts as left, by `deadline`."""
+        """Promote one prompt. After `ends_at` the rest counts as left, by `deadline`."""
         seconds = min(ANSWER_SECONDS, max(0.1, self.ends_at - self.clock.monotonic_seconds()))
         match = self.ask(m.MatchPrefix(self.number, keys, counts=False), m.Matched, seconds).reply
         self.asked += len(keys)
@@ -58,7 +58,7 @@ class Warming:
             self.left[str(reason or MissReason.EVICTED)] += lost
 
     def _promote(self, keys: Sequence[bytes]) -> tuple[int, MissReason | None]:
-        """How many of these blocks were in DRAM at once with those around them, and why not all."""
+        """How many leading blocks were pinned in DRAM, and why not all."""
         for start in range(0, len(keys), WARM_BLOCKS):
             seconds = min(WARM_SECONDS, self.ends_at - self.clock.monotonic_seconds())
             if seconds <= 0:

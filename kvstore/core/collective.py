@@ -2,19 +2,19 @@
 
 Each rank of a tensor-parallel engine has its own heads of every layer, and a block is readable with all of them only.
 
-    reserve, by whoever is first    rows, and slots for all parts: an ordinary reservation
-    reserve, by each of the others  the same answer, with the slots of the parts that are the caller's
+    reserve, first participant      rows, and slots for all parts: an ordinary reservation
+    reserve, each of the others     the same answer, with the slots of that participant's own parts
     commit                          each of its own parts
-    the last one's last commit      the blocks are visible
+    the last commit of the last     the blocks are visible
 
-What one process was given is its *share*: a part is in one share only, so no slot ever has two writers. A share is over
-once all its parts are committed, or when its process says that it writes no more (`abort`), or is gone and maps nothing
-any more. A put is over when it is visible, or lost: one share was given up early, one process is gone, or the time for
-it has passed. What is lost never becomes visible, and its slots stay taken until the last share is over.
+A participant's parts are its *share*: a part is in one share only, so no slot ever has two writers. A share is over
+once all its parts are committed, or when its process aborts, or is gone and maps nothing any more. A put is over when
+it is visible, or lost: a share was given up early, a process is gone, or its time has passed. A lost put never becomes
+visible, and its slots stay taken until the last share is over.
 
-Whoever comes after that is told how it ended, and reserves nothing: by then nobody else would fill the other parts.
+A participant that reserves after that gets the put's result and no slots: the others would not fill their parts again.
 
-This file keeps the books and does nothing else; `store` reserves, publishes and frees, and holds the lock meanwhile.
+This file only keeps count; `store` reserves, publishes and frees, and holds the lock meanwhile.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from kvstore.core.leases import ReservationRecord
 from kvstore.protocol.replies import ReserveReply
 
 MAX_UNDER_WAY = 256
-"""Collective puts of one session at a time; the next one is told `quota`."""
+"""Collective puts of one session at a time; a further one is refused with `quota`."""
 ENDED_KEPT, ALL_ENDED_KEPT = 4096, 32_768
-"""How many that are over are remembered, of one session and of all."""
+"""How many results are remembered, for one session and for all."""
 ENDED_SECONDS = 120.0
-"""For how long: whoever is later than that reserves anew, and is alone with it."""
+"""For how long: a participant that comes later begins a new put, alone."""
 ANSWER_SECONDS = 3.0
-"""How long the others wait for what the first one is told."""
+"""How long the other participants wait for the first one's answer."""
 
 Name = tuple[bytes, int, str]
 """Session, namespace, and the name that the session's processes agreed on."""
 Chain = tuple[int, int, bytes]
-"""The first block, how many there are up to the end, and the last one's key, which names all before it as well."""
+"""The first block, the number of blocks up to the end, and the last key, which stands for all before it."""
 
 
 @dataclass(eq=False, slots=True)
 class CollectivePut:
-    """One put. answer: what the first was told, with all places; None while that is not known. unclaimed: parts that
-    are in no share yet. shares: those that are not over, by number. ending: what is told once it is over."""
+    """One put. answer: the first participant's, with all places; None until it is known. unclaimed: parts in no share
+    yet. shares: the open ones, by number. ending: the result, once it is over."""
 
     name: Name
     chain: Chain
@@ -70,7 +70,7 @@ class Participant:
 
     @property
     def done(self) -> int:
-        """Blocks of which all of it is committed."""
+        """Blocks that are committed in all of its parts."""
         return min([self.record.done[part] for part in self.parts])
 
 
@@ -85,22 +85,22 @@ class CollectivePuts:
     """All collective puts of a store."""
 
     def __init__(self, seconds: float) -> None:
-        """seconds: how long a put may take from its first answer on."""
+        """seconds: how long a put may take after its first answer."""
         self._seconds = seconds
-        self._puts: dict[Name, CollectivePut] = {}  # that are not over
+        self._puts: dict[Name, CollectivePut] = {}  # not over yet
         # Those of them that have an answer, the first to expire.
         self._due: OrderedDict[Name, CollectivePut] = OrderedDict()
         self.due_at = inf  # when that is; may be read without the lock
         self._under_way: Counter[bytes] = Counter()
-        self._of_record: dict[int, CollectivePut] = {}  # with slots: until they are visible, or given back
-        self.participants: dict[int, Participant] = {}  # by the number that each was given
+        self._of_record: dict[int, CollectivePut] = {}  # with slots: until they are visible, or freed
+        self.participants: dict[int, Participant] = {}  # by the share's number
         self._ended: OrderedDict[Name, _Ended] = OrderedDict()
         self._ended_of: dict[bytes, deque[Name]] = {}
 
     # Coming --------------------------------------------------------------------------------------------------------
 
     def find(self, name: Name, chain: Chain, now: float) -> CollectivePut | ReserveReply | None:
-        """The put of that name, or how it ended; None where nobody has asked for it yet."""
+        """The put of that name, or its result; None if no participant has reserved yet."""
         put = self._puts.get(name)
         if put is not None:
             return put
@@ -109,7 +109,7 @@ class CollectivePuts:
         return _told(chain, ended.chain, ended.ending) if ended is not None else None
 
     def begin(self, name: Name, chain: Chain, now: float) -> CollectivePut | ReserveReply:
-        """The first one asks. Everybody is told the same, also where there are too many."""
+        """The first participant reserves. All get the same answer, also if the session has too many."""
         if self._under_way[name[0]] >= MAX_UNDER_WAY:
             refused = ReserveReply(0, 0, stopped_at=0, reason=MissReason.QUOTA)
             self._remember(name, _Ended(chain, refused, now + ENDED_SECONDS))
@@ -119,12 +119,12 @@ class CollectivePuts:
         return put
 
     def reserved(self, put: CollectivePut, record: ReservationRecord) -> None:
-        """It has rows from now on, and soon slots."""
+        """The put has rows, and soon slots."""
         put.record = record
         self._of_record[record.number] = put
 
     def answered(self, put: CollectivePut, reply: ReserveReply, now: float) -> None:
-        """What the first one is told, and so all others."""
+        """The first participant's answer is known, and so the others'."""
         put.answer = reply
         if not reply.reservation:
             if put.record is not None:
@@ -139,7 +139,7 @@ class CollectivePuts:
     def join(
         self, put: CollectivePut, chain: Chain, parts: Sequence[int], new_number: Callable[[], int]
     ) -> ReserveReply:
-        """A share of those of the parts that nobody fills yet, under a number of its own; or why there is none."""
+        """A share of those of the parts that are unclaimed, under a number of its own; or why there is none."""
         if chain != put.chain or put.ending is not None:
             assert put.answer is not None
             return _told(chain, put.chain, put.ending or put.answer)
@@ -158,14 +158,14 @@ class CollectivePuts:
     # Going on ------------------------------------------------------------------------------------------------------
 
     def let_go(self, number: int) -> Participant:
-        """A share is over: its process writes into its slots no more."""
+        """A share is over: its process no longer writes into its slots."""
         share = self.participants.pop(number)
         share.put.shares.discard(number)
         return share
 
     def in_flight_rows(self, put: CollectivePut) -> dict[int, int]:
-        """Rows of other puts of the same session and namespace, with the numbers of their reservations. A put may go on
-        behind these: the processes that store them are its own."""
+        """Rows of other puts of the same session and namespace, with their reservations. A put may follow these: its
+        own processes are storing them."""
         rows: dict[int, int] = {}
         for other in self._due.values():
             if other.name[:2] == put.name[:2] and other.record is not None:
@@ -175,7 +175,7 @@ class CollectivePuts:
     # Ending --------------------------------------------------------------------------------------------------------
 
     def visible(self, record: ReservationRecord, now: float) -> bool:
-        """All of a reservation is visible; whether it was a collective one."""
+        """All of a reservation is visible; returns whether it was a collective one."""
         put = self._of_record.pop(record.number, None)
         if put is None:
             return False
@@ -186,8 +186,7 @@ class CollectivePuts:
         return True
 
     def lost(self, record: ReservationRecord, now: float) -> bool:
-        """A reservation is given up for all; whether it was a collective one that nobody has a share of, so that its
-        slots can be given back."""
+        """A reservation is given up for all; returns whether it was a collective one without open shares."""
         put = self._of_record.get(record.number)
         if put is None:
             return False
@@ -198,15 +197,15 @@ class CollectivePuts:
         return not put.shares
 
     def freed(self, record: ReservationRecord) -> None:
-        """The slots of one that was lost were given back."""
+        """The slots of a lost put were freed."""
         self._of_record.pop(record.number, None)
 
     def is_written(self, record: ReservationRecord) -> bool:
-        """Whether anybody may still write into the slots of one that was lost."""
+        """Whether a participant may still write into the slots of a lost put."""
         return bool(self._of_record[record.number].shares)
 
     def expire_due(self, now: float) -> Iterator[ReservationRecord]:
-        """Those whose time is over; the caller gives each up before it asks for the next."""
+        """Expired puts; the caller gives each one up before it asks for the next."""
         while self._due:
             put = next(iter(self._due.values()))
             if put.expires_at > now:
@@ -253,17 +252,16 @@ class CollectivePuts:
     # Facts ---------------------------------------------------------------------------------------------------------
 
     def under_way(self) -> dict[bytes, int]:
-        """How many collective puts have slots, of each session: those included that were lost and may be written
-        into."""
+        """How many collective puts of each session have slots, lost ones that may still be written into included."""
         return Counter(put.name[0] for put in self._of_record.values())
 
     def check(self, reservations: Mapping[int, ReservationRecord]) -> None:
-        """The books and the store's reservations agree; no part has two writers."""
+        """These tables and the store's reservations agree; no part has two writers."""
         for put in self._of_record.values():
             record = put.record
             assert record is not None and reservations.get(record.number) is record
             assert record.cancelled == (put.ending is not None)
-            assert not record.cancelled or put.shares, "slots that nobody writes into are given back"
+            assert not record.cancelled or put.shares, "slots without a writer are freed"
             assert (put.name in self._due) == (put.answer is not None and put.ending is None)
         for number, share in self.participants.items():
             assert number in share.put.shares and self._of_record[share.record.number] is share.put
@@ -283,10 +281,10 @@ class CollectivePuts:
 
 
 def chain_of(keys: Sequence[bytes], first_block: int) -> Chain:
-    """What all who put collectively have to agree on."""
+    """What all participants must agree on."""
     return first_block, len(keys), keys[-1] if keys else b""
 
 
 def _told(asked: Chain, known: Chain, reply: ReserveReply) -> ReserveReply:
-    """What somebody is told who asks for that: other blocks under the same name are nobody's."""
+    """The put's answer, unless this participant asked for other blocks under the same name."""
     return reply if asked == known else ReserveReply(0, 0, stopped_at=0, reason=MissReason.DIVERGED)

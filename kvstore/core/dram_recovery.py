@@ -1,10 +1,11 @@
-"""Taking over: the blocks that an earlier process left in DRAM, and a keeper held for this one.
+"""DRAM recovery: takes over the blocks that an earlier process left in DRAM, which the supervisor kept mapped for this
+one.
 
     ledgers say what was readable > headers name the blocks > parents before children, in slices under the lock > found
 
-It runs when NVMe is known, for a block in DRAM may hang below one that only NVMe has. What this process has stored
-meanwhile goes before what is found. A frame is believed by its ledger and its header's MAC; its payload is verified
-when it is leased for the first time (`Store.lease`). What fails a check, or leads to nothing, is given up.
+It runs once NVMe is known, since a block in DRAM may hang below one that only NVMe has. Blocks that this process has
+stored meanwhile take precedence. A frame is believed by its ledger and its header's MAC; its payload is verified when
+it is first leased (`Store.lease`). A frame that fails a check, or has no way to it, is given up.
 """
 
 from __future__ import annotations
@@ -27,15 +28,13 @@ from tiering.tier import NO_PLACE, SlotClass
 SLICE_BLOCKS = 256
 """Taken over at a time: the lock is held for a few milliseconds."""
 PAUSE_SECONDS = 1e-4
-"""Between two slices, so that others get the lock."""
+"""Between two slices, so that other threads get the lock."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class _FoundFrame:
-    """A part of a block as it was found."""
-
     place: int
     header: FrameHeader
     header_digest: bytes
@@ -50,10 +49,10 @@ class _Family:
 
 
 class DramRecovery:
-    """Takes over once. The lock is the store's."""
+    """Runs once. The lock is the store's."""
 
     def __init__(self, blocks: BlockTable, extents: Sequence[int], keys: MacKeys, lock: threading.Lock) -> None:
-        """extents: by number, that the DRAM tier took over."""
+        """extents: those that the DRAM tier took over, by number."""
         self._blocks = blocks
         self._extents = extents
         self._keys = keys
@@ -77,7 +76,7 @@ class DramRecovery:
         self._closing.set()
 
     def run(self, tenants: Mapping[bytes, TenantKeys]) -> None:
-        """Take over what can be. Never raises."""
+        """Take over what is sound. Never raises."""
         try:
             for space, families in self._found(tenants):
                 self._take_over(space, families)
@@ -86,7 +85,7 @@ class DramRecovery:
                     "memory of the process before was taken over",
                     extra={"extents": len(self._extents), "blocks": self.taken, "frames_given_up": self.given_up},
                 )
-        except Exception:  # what was not taken over is a miss
+        except Exception:  # blocks that were not taken over are misses
             _log.exception("memory of the process before could not be taken over")
         finally:
             self._over.set()
@@ -98,7 +97,7 @@ class DramRecovery:
         groups: dict[tuple[bytes, bytes], list[tuple[int, SlotClass]]] = {}
         abouts: dict[tuple[bytes, bytes], bytes] = {}
         with self._lock:
-            gone = set(dram.gone(self._extents))  # those without a frame, meanwhile
+            gone = set(dram.gone(self._extents))  # given back meanwhile, being empty
             for number in [one for one in self._extents if one not in gone]:
                 slot_class = dram.class_of(number)
                 name = slot_class.tenant, slot_class.namespace
@@ -111,13 +110,13 @@ class DramRecovery:
             for number, slot_class in extents:
                 self._read(number, slot_class, families)
             is_known = space is not None and all(is_of(space, slot_class) for _, slot_class in extents)
-            if space is None or not is_known:  # its keys are gone
+            if space is None or not is_known:  # its tenant's keys are gone
                 self._give_up(frame.place for family in families.values() for frame in family.frames.values())
                 continue
             yield space, list(families.values())
 
     def _read(self, number: int, slot_class: SlotClass, families: dict[tuple[bytes, int], _Family]) -> None:
-        """Sort an extent's frames; those that are not what the ledger says are given up."""
+        """Sort an extent's frames by block; those that do not match the ledger are given up."""
         useless = []
         for place, generation, raw in self._blocks.dram.found_in(number):
             header = self._header(raw, generation, slot_class)
@@ -177,7 +176,7 @@ class DramRecovery:
             self._give_up(useless)
 
     def _insert(self, space: OpenedNamespace, family: _Family, root: bytes) -> bool:
-        """Make a block readable, if it is whole and its place in the tree is there. Under the lock."""
+        """Make a block readable, if it is whole and its parent is known. Under the lock."""
         blocks, header = self._blocks, family.header
         parts = range(len(space.classes))
         if any(part not in family.frames for part in parts):
@@ -200,7 +199,7 @@ class DramRecovery:
         return True
 
     def _is_below_alone(self, row: int, generation: int) -> bool:
-        """Whether NVMe has that very block, and DRAM has nothing of it, nor will have."""
+        """Whether NVMe has that very block, and DRAM neither has it nor is promoting it."""
         blocks = self._blocks
         if blocks.lower is None or blocks.index.state(row) is not RowState.VISIBLE or blocks.is_above(row):
             return False
@@ -212,10 +211,10 @@ def _generation(family: _Family) -> int:
 
 
 def read_first(blocks: BlockTable, lock: threading.Lock, clock: Clock, rows: Sequence[int], deadline: float) -> bool:
-    """Read blocks that were taken over for the first time, while they are pinned; bad ones are quarantined. lock: the
+    """Verify taken-over blocks before their first lease, while they are pinned; bad ones are quarantined. lock: the
     store's.
 
-    False where there was no time for all of them: those behind the first stay unverified.
+    False if there was no time for all of them: all but the first ones stay unverified.
     """
     for position, row in enumerate(rows):
         if position and clock.monotonic_seconds() > deadline:

@@ -5,9 +5,10 @@ by the garbage collector, so millions of blocks cost it nothing. A row is in one
 
     pending   being stored: invisible, but its parent has a child and cannot be evicted
     visible   readable; a match walks over visible rows only
-    lost    quarantined: it keeps its children's place in the chain, a match ends there, a new put fills it again
+    lost      quarantined: it keeps its children's place in the chain, a match ends there, a new put fills it again
 
-The index says what is there. Bytes, places, pins and recency are the business of the floor below; callers hold a lock.
+The index knows which blocks exist. Bytes, places, pins and recency are the business of the floor below; callers hold a
+lock.
 """
 
 from __future__ import annotations
@@ -29,8 +30,7 @@ from tiering.tier import TierMiss
 NO_ROW = -1
 
 _AT_ONCE = 4096
-"""Keys that are looked up before it is seen whether there is one among them that is not there, and before another
-thread may have the interpreter."""
+"""Keys looked up in one go, before a missing one is noticed and other threads may have the interpreter."""
 
 _REMEMBERED_BYTES = 14
 """Of an evicted block's key: enough to tell it from all others, with the namespace in 16 bytes."""
@@ -58,21 +58,20 @@ class _Names:
 
     def __init__(self, tenant: bytes, number: int, forgotten: OrderedDict[bytes, int]) -> None:
         self.tenant = tenant
-        self.forgotten = forgotten  # the tenant's: if it were one for all, each could count what others lose
-        self.mark = number.to_bytes(2, "little")  # of this namespace, in what is remembered of keys
-        self.inserted = False  # a key that did not come by `load`
+        self.forgotten = forgotten  # the tenant's own: through a common one each could count others' evictions
+        self.mark = number.to_bytes(2, "little")  # this namespace, in remembered keys
+        self.inserted = False  # whether any key came by another way than `load`
         self.visible: dict[bytes, int] = {}
         self.hidden: dict[bytes, int] = {}  # pending and lost
 
 
 class PrefixIndex:
-    """Chains of blocks over all namespaces. `forgotten_limit`: how many evicted keys of each tenant are remembered as
-    evicted."""
+    """Chains of blocks over all namespaces. forgotten_limit: how many evicted keys of each tenant are remembered."""
 
     def __init__(self, forgotten_limit: int = 65536) -> None:
         self._names: list[_Names] = []
         self._keys = np.empty(0, dtype=object)
-        self.names = array("q")  # by row: of its block whenever that comes, for whoever counts blocks without keys
+        self.names = array("q")  # by row: a hash of the block's key, by which policies know it again after eviction
         self._parents = array("i")
         self._children = array("i")
         self._depths = array("i")
@@ -80,18 +79,18 @@ class PrefixIndex:
         self._states = bytearray()
         self._expires = array("q")
         self._priorities = array("b")
-        self._why_lost: dict[int, TierMiss] = {}  # but for those that are damaged
-        self.has_hints = False  # whether anything was ever said of how long a block is to be kept
+        self._why_lost: dict[int, TierMiss] = {}  # except damaged ones
+        self.has_hints = False  # whether any block ever had a ttl or priority
         self._free_rows = array("i")
         self._next_row = 0
-        # By tenant, in ordered dictionaries: a dict would walk over what went from its front. What they lead to is
-        # twice the stamp of each eviction, and 1 more where the block had a ttl; negative once it was asked for again.
+        # By tenant, in ordered dictionaries: a dict would walk over the entries removed at its front. A value is twice
+        # the eviction's stamp, plus 1 if the block had a ttl; negative once the block was asked for again.
         self._forgotten: dict[bytes, OrderedDict[bytes, int]] = {}
         self._forgotten_limit = forgotten_limit
         self.changes = BlockChanges()
-        """Told what becomes of blocks that can be found."""
+        """Told which readable blocks come, move and go."""
         self.awaits = Awaits()
-        """Told which blocks can be found from now on, and which will not be for now."""
+        """Told which blocks become readable, and which will not for now."""
 
     def add_namespace(self, tenant: bytes) -> int:
         """A number for a new namespace of a tenant."""
@@ -116,7 +115,7 @@ class PrefixIndex:
         return rows  # type: ignore[return-value]
 
     def matched(self, namespace: int, keys: Sequence[bytes]) -> int:
-        """How many rows `match` finds, without the rows: in a large index each is one more trip to memory."""
+        """How many rows `match` finds, without the rows: in a large index each costs one more cache miss."""
         contains = self._names[namespace].visible.__contains__
         for first in range(0, len(keys), _AT_ONCE):
             found = list(map(contains, keys[first : first + _AT_ONCE]))
@@ -127,7 +126,7 @@ class PrefixIndex:
         return len(keys)
 
     def why_not(self, namespace: int, key: bytes, parent: int) -> TierMiss | None:
-        """What is known of a key that is not visible; None where its parent goes on with other children only."""
+        """Why a key is not visible; None if its parent goes on with other children only."""
         names = self._names[namespace]
         hidden = names.hidden.get(key, NO_ROW)
         if hidden != NO_ROW:
@@ -139,17 +138,17 @@ class PrefixIndex:
         return TierMiss.NEVER_SEEN
 
     def stamp_of_eviction(self, namespace: int, key: bytes) -> int:
-        """The stamp that `remove` was given with an evicted key, the first time that it is asked for; 0 then."""
+        """The stamp that `remove` was given with an evicted key, at the first call for it; 0 later, or without one."""
         names = self._names[namespace]
         name = key[:_REMEMBERED_BYTES] + names.mark
         known = names.forgotten.get(name, 0)
         if known <= 0:
             return 0
-        names.forgotten[name] = -known  # its place in the order stays
+        names.forgotten[name] = -known  # keeps its place in the order
         return known >> 1
 
     def eviction(self, namespace: int, key: bytes) -> tuple[int, bool]:
-        """The stamp that `remove` was given with an evicted key, 0 where none is remembered; whether it had a ttl."""
+        """The stamp that `remove` was given with an evicted key, or 0; and whether the block had a ttl."""
         names = self._names[namespace]
         known = abs(names.forgotten.get(key[:_REMEMBERED_BYTES] + names.mark, 0))
         return known >> 1, bool(known & 1)
@@ -205,13 +204,13 @@ class PrefixIndex:
         return self._priorities[row], self._expires[row]
 
     def renew(self, row: int, priority: int, expires_at: int) -> None:
-        """More of either than was said before."""
+        """Raise either to these values; neither is lowered."""
         self._priorities[row] = max(priority, self._priorities[row])
         self._expires[row] = max(expires_at, self._expires[row])
         self.has_hints = True
 
     def hinted(self, rows: range) -> list[int]:
-        """Those of these rows that have a priority, or expire."""
+        """Those of these rows that have a priority or a ttl."""
         columns = (self._priorities, self._expires)
         said = [np.frombuffer(one, one.typecode)[rows.start : rows.stop] != 0 for one in columns]
         return (np.flatnonzero(said[0] | said[1]) + rows.start).tolist()
@@ -226,11 +225,11 @@ class PrefixIndex:
 
     @property
     def child_counts(self) -> Column:
-        """`children`, by row: to be let go before any row comes."""
+        """`children`, by row: a view that must be dropped before the index grows."""
         return np.frombuffer(self._children, np.int32)
 
     def families(self, rows: Sequence[int]) -> list[int]:
-        """These rows and all that follow them: the deepest first."""
+        """These rows and all their descendants: the deepest first."""
         live = np.frombuffer(self._states, np.uint8)[: self._next_row] != 0
         up = np.append(np.frombuffer(self._parents, np.int32)[: self._next_row], NO_ROW)
         up[:-1][~live] = NO_ROW
@@ -252,11 +251,11 @@ class PrefixIndex:
 
     @property
     def rows_end(self) -> int:
-        """No row is as high as that."""
+        """Above every row."""
         return self._next_row
 
     def rows_and_depths(self, namespace: int, first: int, stop: int) -> tuple[Column, Column]:
-        """Those of a namespace among rows from `first` to before `stop`, in any state."""
+        """Rows of a namespace from `first` to before `stop`, in any state."""
         states = np.frombuffer(self._states, np.uint8)[first : min(stop, self._next_row)]
         owners = np.frombuffer(self._owners, np.int16)[first : first + len(states)]
         rows = np.flatnonzero((owners == namespace) & (states != 0)) + first
@@ -313,7 +312,7 @@ class PrefixIndex:
         return before == _PENDING
 
     def mark_lost(self, row: int, why: TierMiss = TierMiss.CORRUPT) -> None:
-        """A visible row lost its frames to a failed check, or with their epoch; its children keep their place."""
+        """A visible row's frames failed a check, or their epoch was retired; its children keep their place."""
         assert self._states[row] == RowState.VISIBLE
         names, key = self._names[self._owners[row]], self.key(row)
         del names.visible[key]
@@ -325,26 +324,26 @@ class PrefixIndex:
             self.changes.note(self._owners[row], key, BlockPlace.NOWHERE, self._depths[row])
 
     def why_lost(self, row: int) -> TierMiss:
-        """Of a row that is, or was a moment ago."""
+        """Of a row that is lost, or was a moment ago."""
         return self._why_lost.get(row, TierMiss.CORRUPT)
 
     def not_refilled(self, row: int) -> None:
-        """A lost row that was to be filled again stays lost."""
+        """A lost row that a put began to refill stays lost."""
         self.awaits.gave_up(self._owners[row], self.key(row))
 
     def moved_above(self, row: int) -> None:
-        """A visible row's block can be read from DRAM again."""
+        """DRAM has a visible row's block again."""
         if self.changes.is_watching:
             self.changes.note(self._owners[row], self.key(row), BlockPlace.DRAM, self._depths[row])
 
     def moved_below(self, row: int) -> None:
-        """A visible row's block can be read from NVMe alone from now on."""
+        """NVMe alone has a visible row's block from now on."""
         if self.changes.is_watching:
             self.changes.note(self._owners[row], self.key(row), BlockPlace.NVME, self._depths[row])
 
     def remove(self, row: int, *, remember: bool = False, stamp: int = 0) -> int:
-        """Take a childless row out; returns its parent. `remember`: it was evicted, so that a miss can say so. stamp:
-        of that, for `stamp_of_eviction`."""
+        """Take a childless row out; returns its parent. remember: it was evicted, so that a miss can say so. stamp: for
+        `stamp_of_eviction`."""
         assert self._children[row] == 0, "a block goes before its parent"
         namespace, key, parent = self._owners[row], self._keys[row], self._parents[row]
         names = self._names[namespace]
@@ -367,12 +366,12 @@ class PrefixIndex:
         return parent
 
     def forget(self, tenant: bytes) -> None:
-        """What is remembered of a tenant that never comes again."""
+        """Drop the remembered evictions of a tenant that was purged."""
         self._forgotten.pop(tenant, OrderedDict()).clear()
 
     @property
     def remembered(self) -> dict[bytes, int]:
-        """How many evicted keys of each tenant are."""
+        """Remembered evictions, by tenant."""
         return {tenant: len(keys) for tenant, keys in self._forgotten.items()}
 
     # Many at once, after a restart ---------------------------------------------------------------------------------
@@ -450,12 +449,11 @@ class PrefixIndex:
         return row
 
     def expect(self, rows: int) -> int:
-        """Have columns for that many more rows; returns the last one's number."""
+        """Make columns for that many more rows; returns the last one's number."""
         self._grow(self._next_row + rows)
         return self._next_row + rows - 1
 
     def _grow(self, rows: int) -> None:
-        """Have columns for that many rows."""
         missing = rows - len(self._states)
         if missing <= 0:
             return
@@ -468,16 +466,14 @@ class PrefixIndex:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is wished of blocks, for `tiering.policies.retention`: columns of the index, by row.
+# Retention hints for `tiering.policies.retention`: columns of the index, by row.
 
 
 class Sized(Protocol):
-    """A namespace, as far as it matters here."""
+    """A namespace, by the size of its blocks."""
 
     @property
-    def block_bytes(self) -> int:
-        """What one of its blocks takes."""
-        ...
+    def block_bytes(self) -> int: ...
 
 
 class IndexRetentionHints:
@@ -510,11 +506,11 @@ class IndexRetentionHints:
 IN_COLUMNS = 2048
 """Blocks of a chain from which on numpy is faster."""
 TierRuns = tuple[tuple[HitTier, int], ...]
-"""Of a chain's blocks, in which tier they lie: runs of (tier, blocks)."""
+"""The tiers of a chain's blocks: runs of (tier, blocks)."""
 
 
 def tier_runs(rows: Sequence[int], is_above: Callable[[int], bool], above: Callable[[], Column]) -> TierRuns:
-    """Of readable blocks, where each can be read best. above: `is_above`, by row."""
+    """The fastest tier of each readable block, as runs. above: `is_above`, by row."""
     if len(rows) <= IN_COLUMNS:
         runs = groupby(HitTier.DRAM if is_above(row) else HitTier.NVME for row in rows)
         return tuple((tier, len(list(run))) for tier, run in runs)

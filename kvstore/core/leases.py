@@ -1,8 +1,8 @@
 """Leases and reservations as the store keeps them.
 
-A lease pins blocks for one owner until it is released or runs out. One that ran out (it *lapsed*) pins nothing any
-more, but its reader may still be copying: its places are then *held*, and a slot that is evicted meanwhile is not used
-again before the reader says that it is done.
+A lease pins blocks for one owner until it is released or expires. An expired one pins nothing any more, but its reader
+may still be copying: its places are then *held*, which means that a slot evicted meanwhile is not reused before the
+reader has released the lease.
 
 A reservation is a put under way. Its blocks become visible one after the other, each when all its parts are committed
 and its parent is visible.
@@ -37,12 +37,12 @@ from tiering.tier import NO_PLACE
 @dataclass(eq=False, slots=True)
 class LeaseRecord:
     """rows: the pinned blocks, in chain order, the first of them block `first_block`. places: of each part's frames,
-    one part after the other: 8 bytes each, since most of the memory that leases take is this. holders: how many have to
-    let go before it ends. owner: the tenant.
+    one part after the other: 8 bytes each, since they are most of a lease's memory. holders: how many releases end it.
+    owner: the tenant.
 
-    has_lapsed: it pins nothing any more, or is about to. is_released: its last holder has let go. How far its end has
-    come, since that goes in pieces (see `endings`): unpinned, so many rows; held, so many places, of which the first
-    `let_go` are not any more.
+    has_lapsed: it has expired, and pins nothing any more, or soon. is_released: its last holder has released it. Since
+    it ends in pieces (see `Endings`): unpinned, so many rows; held, so many places, of which the first `let_go` are not
+    held any more.
     """
 
     number: int
@@ -60,21 +60,21 @@ class LeaseRecord:
     let_go: int = 0
 
     def place(self, part: int, at: int) -> int | None:
-        """Where a part's frame of its block `at` was when it was leased; None where it has not so many."""
+        """Where a part's frame of the lease's block `at` was when it was leased; None if there is none."""
         index = part * len(self.rows) + at
         return self.places[index] if part >= 0 and 0 <= at < len(self.rows) and index < len(self.places) else None
 
 
 @dataclass(slots=True)
 class ReservationRecord:
-    """rows, parents, indexes: the blocks to fill, in chain order. Of each part: done, the committed blocks, and
-    places, the slots.
+    """rows, parents, indexes: the blocks to fill, in chain order. Of each part: done, the committed blocks, and places,
+    the slots.
 
-    repairs: lost rows among them, pinned for as long as the reservation lives. abandoned_slots: places of a reservation
-    that ended while somebody may still write. depends_on: reservations of the same session whose blocks these follow,
-    and which have to be visible first. is_collective: other processes wait for its answer. detail: why it got no more
-    slots. room_until: when its put has waited for room for long enough, if it said so. is_ending: it is being aborted.
-    is_cancelling: its producer was lost, and writes no more of it. is_fetched: a courier fills it, with blocks of
+    repairs: lost rows among them, pinned while the reservation lives. abandoned_slots: places of a reservation that
+    ended while a producer may still write. depends_on: reservations of the same session whose blocks these follow, and
+    which must become visible first. is_collective: other processes wait for its answer. detail: why it got no more
+    slots. room_until: until when its put waits for room, if it set a limit. is_ending: it is being aborted.
+    is_cancelling: its producer was lost, and writes no more of it. is_fetched: a courier fills it, with blocks from
     `fetched_from`.
     """
 
@@ -109,10 +109,10 @@ class ReservationRecord:
 
 
 class LeaseTable:
-    """All leases, in the order in which they run out: every lease lasts equally long."""
+    """All leases, in the order in which they expire: every lease lasts equally long."""
 
     def __init__(self, lease_seconds: float, new_number: Callable[[], int] | None = None) -> None:
-        """new_number: one above 0 that no other lease of this table had or will have."""
+        """new_number: draws a number above 0 that no other lease of this table ever has."""
         self.lease_seconds = lease_seconds
         self._live: dict[int, LeaseRecord] = {}
         self._lapsed: dict[int, LeaseRecord] = {}
@@ -138,28 +138,27 @@ class LeaseTable:
         return number
 
     def count_of(self, owner: bytes) -> int:
-        """How many of them a tenant has."""
+        """How many leases a tenant has."""
         return self._of[owner]
 
     def get(self, number: int) -> LeaseRecord | None:
-        """A lease, live or run out."""
+        """A lease, live or expired."""
         return self._live.get(number) or self._lapsed.get(number)
 
     def is_live(self, number: int, now: float = -inf) -> bool:
-        """Whether a lease still pins, and does so at that time."""
+        """Whether a lease still pins at that time."""
         record = self._live.get(number)
         return record is not None and record.expires_at > now
 
     def attach(self, number: int, now: float = -inf) -> bool:
-        """One more holder, of a lease of which that is so."""
+        """Add a holder to a live lease."""
         if not self.is_live(number, now):
             return False
         self._live[number].holders += 1
         return True
 
     def take(self, number: int) -> LeaseRecord | None:
-        """A holder lets go of a lease, live or run out; with the last one it is removed. The record tells which it
-        was."""
+        """One holder releases a lease, live or expired; the last one removes it. The record tells which it was."""
         record = self.get(number)
         if record is not None and record.holders > 1:
             record.holders -= 1
@@ -170,7 +169,7 @@ class LeaseTable:
         return self._live.pop(number, None) or self._lapsed.pop(number, None)
 
     def expire_due(self, now: float) -> Iterator[LeaseRecord]:
-        """Leases whose time is over; each is kept as run out until its reader lets go."""
+        """Expire leases whose time is over; each stays in the table until its reader releases it."""
         while self._live:
             record = next(iter(self._live.values()))
             if record.expires_at > now:
@@ -178,12 +177,12 @@ class LeaseTable:
             yield self._expire(record)
 
     def expire(self, number: int) -> LeaseRecord | None:
-        """End one now, if it is live."""
+        """Expire a lease now, if it is live."""
         record = self._live.get(number)
         return self._expire(record) if record is not None else None
 
     def expire_all(self, namespace: int) -> Iterator[LeaseRecord]:
-        """End every lease of a namespace now."""
+        """Expire every lease of a namespace now."""
         for record in [record for record in self._live.values() if record.namespace == namespace]:
             yield self._expire(record)
 
@@ -192,7 +191,7 @@ class LeaseTable:
         return iter(self._live.values())
 
     def expired(self) -> Iterator[LeaseRecord]:
-        """Every lease that ran out and was not released."""
+        """Every lease that expired and was not released."""
         return iter(self._lapsed.values())
 
     def __len__(self) -> int:
@@ -210,30 +209,30 @@ class LeaseTable:
 # Leases that are over, ended a piece at a time.
 #
 # A lease may be of millions of frames, and a tenant may have thousands of leases that all end in one moment: when its
-# connection breaks off, when it releases them by one message, when their time is over. Ending one is only noted,
-# which takes a microsecond; from then on it cannot be released, attached to or used again. What follows is done in
-# pieces of at most `ENDED_PLACES` under the store's lock, by callers that pass by:
+# connection breaks, when one message releases them, when they expire. Ending one is only recorded, which takes a
+# microsecond; from then on it cannot be released, attached to or used again. The rest is done under the store's lock in
+# pieces of at most `ENDED_PLACES`, by whichever call comes next:
 #
 #     lapsed      1. its places are held from reuse, part by part    2. its rows are unpinned
-#     released    1. its rows are unpinned                           2. what is held is let go
+#     released    1. its rows are unpinned                           2. its held places may be reused
 #
-# In between each row is pinned, or all its places are held, or its reader is done: so what a reader may still copy is
-# never used for anything else, wherever the work stands. A lease that is released while it lapses goes on from there.
+# At every moment each row is pinned, or all its places are held, or its reader is done: memory that a reader may still
+# copy is never reused, however far the work is. A lease that is released while it lapses goes on from there.
 #
 # No clock and no lock here: `store` has those, and lets others have the lock between pieces.
 
 
 ENDED_PLACES = 8192
-"""Rows and places that are worked on at a time: the lock is held for less than a millisecond."""
+"""Rows and places per piece: the lock is held for less than a millisecond."""
 LEASE_COST, PART_COST = 16, 64
-"""That one lease counts for, and a part of one, however short it is."""
+"""What one lease, and one part of a lease, counts for at least, however short it is."""
 
 
 class Endings:
-    """Those under way. Callers hold the store's lock."""
+    """Leases that are ending. Callers hold the store's lock."""
 
     def __init__(self, residency: Residency, dram: DramTier, unpin: Callable[[int, Sequence[int]], None]) -> None:
-        """unpin: rows of a namespace, as the store counts pins."""
+        """unpin: called with rows of a namespace, to lower the store's pin counts."""
         self._residency = residency
         self._dram = dram
         self._unpin = unpin
@@ -241,18 +240,18 @@ class Endings:
         self._places: Counter[bytes] = Counter()
 
     def begin(self, record: LeaseRecord) -> None:
-        """It has lapsed or was released, as it says itself. One that is under way goes on as it is now."""
+        """The record has expired or was released, as it says. One that is ending already goes on in its new state."""
         if record.number not in self._under_way:
             self._under_way[record.number] = record
             self._places[record.owner] += len(record.places)
 
     def work(self, most: int = ENDED_PLACES) -> None:
-        """One piece of those that began first."""
+        """Do one piece, of the leases that began to end first."""
         while self._under_way and most > 0:
             most -= self.step(next(iter(self._under_way.values())), most)
 
     def step(self, record: LeaseRecord, most: int = ENDED_PLACES) -> int:
-        """One piece of this one; returns for how many places it counts."""
+        """Do one piece of this lease; returns how many places it counts for."""
         if not self.is_under_way(record):
             return 0
         most = max(1, most)
@@ -268,11 +267,11 @@ class Endings:
         return cost + LEASE_COST
 
     def is_under_way(self, record: LeaseRecord) -> bool:
-        """Whether anything of it is left to be done."""
+        """Whether anything of it is left to do."""
         return self._under_way.get(record.number) is record
 
     def under_way(self) -> list[LeaseRecord]:
-        """All of them, those that began first at the front."""
+        """All of them, oldest first."""
         return list(self._under_way.values())
 
     def under_way_of(self, namespace: int) -> list[LeaseRecord]:
@@ -280,7 +279,7 @@ class Endings:
         return [record for record in self._under_way.values() if record.namespace == namespace]
 
     def places_of(self, owner: bytes) -> int:
-        """How many places those of a tenant have."""
+        """Places of a tenant's ending leases."""
         return self._places[owner]
 
     def __len__(self) -> int:
@@ -288,7 +287,7 @@ class Endings:
         return len(self._under_way)
 
     def check(self, records: Iterable[LeaseRecord]) -> tuple[Counter[int], Counter[int]]:
-        """How often each row is pinned and each place is held by these leases and by those under way. records: those
+        """How often each row is pinned and each place is held, by these leases and by the ending ones. records: those
         that no holder has released."""
         pins: Counter[int] = Counter()
         held: Counter[int] = Counter()
@@ -307,7 +306,7 @@ class Endings:
         return pins, held
 
     def _hold(self, record: LeaseRecord, most: int) -> int:
-        """The next places, of one part, or of some more where a part has few. Returns for how many it counts."""
+        """Hold the next places: of one part, or of several short ones. Returns how many places it counts for."""
         cost, rows = 0, len(record.rows)
         while cost < most and record.held < len(record.places):
             part, at = divmod(record.held, rows)
@@ -339,7 +338,7 @@ class Endings:
 
 
 def flat(columns: Sequence[Sequence[int]]) -> array[int]:
-    """Places by part, as a lease's record has them."""
+    """Places by part, in a lease record's form."""
     places = array("q")
     for column in columns:
         places.extend(column)
@@ -349,14 +348,14 @@ def flat(columns: Sequence[Sequence[int]]) -> array[int]:
 # ---------------------------------------------------------------------------------------------------------------------
 # Numbers that cross to tenants: a count, permuted under a key.
 #
-# A tenant sees the numbers of its own leases, reservations, extents and connections. If they were the store's count, it
-# would read off the gaps between two of its own what all others did meanwhile. Permuted they are unique as the count
-# is, and to whoever lacks the key as good as drawn at random: how far two of them are apart says nothing.
+# A tenant sees the numbers of its own leases, reservations, extents and connections. If they were the store's count,
+# the gap between two of its own would tell it how much all others did meanwhile. Permuted, they are as unique as the
+# count, and without the key they look random: the distance of two says nothing.
 #
 # count ---> upper and lower half of `bits` bits ---> NUMBER_ROUNDS x (upper, lower = lower, upper ^ F(round, lower))
 #
-# That is a Feistel network with keyed BLAKE2b for F (Luby and Rackoff, 1988), so that no two counts have one number,
-# whatever F is. Nobody has to look back from a number to its count: tables are by the number. The key is handed in.
+# That is a Feistel network with keyed BLAKE2b for F (Luby and Rackoff, 1988), so no two counts have one number,
+# whatever F is. The way back from a number to its count is not needed: tables are by the number. The key is handed in.
 
 NUMBER_KEY_BYTES = 16
 
@@ -366,11 +365,11 @@ _WORD_BYTES = 8
 
 
 class Numbers:
-    """Distinct numbers above 0, none of which tells how many there were. Thread-safe."""
+    """Distinct numbers above 0 that do not reveal how many were drawn. Thread-safe."""
 
     def __init__(self, key: bytes, bits: int) -> None:
-        """key: `NUMBER_KEY_BYTES` random bytes. bits: even. Numbers are below 2**bits, the first 2**bits of them; the
-        next ones, if anybody ever needs those, are from there to twice as much, and so on."""
+        """key: `NUMBER_KEY_BYTES` random bytes. bits: even. The first 2**bits numbers are below 2**bits; further ones
+        are from there to twice as much, and so on."""
         assert bits % 2 == 0 and 0 < bits <= 64 and len(key) == NUMBER_KEY_BYTES
         self._half = bits // 2
         self._bits = bits
@@ -386,7 +385,7 @@ class Numbers:
                 return number
 
     def of(self, counted: int) -> int:
-        """The number that a count has, which may be 0."""
+        """The number of a count, which may be 0."""
         half, mask = self._half, self._mask
         upper, lower = counted >> half & mask, counted & mask
         for keyed in self._rounds:
@@ -401,17 +400,17 @@ class Numbers:
 
 
 class LeasedFrames:
-    """What a lease says of its blocks' frames, by part."""
+    """What a lease's answer says of its frames, by part."""
 
     def __init__(self, parts: int) -> None:
         self.places: list[list[int]] = [[] for _ in range(parts)]
         self.header_digests: list[list[bytes]] = [[] for _ in range(parts)]
         self.generations: list[int] = []
         self.flat: array[int] | None = None
-        """The places as a lease's record has them, where it was made already."""
+        """The places in a lease record's form, once they were made."""
 
     def add(self, residency: Residency, rows: Sequence[int]) -> None:
-        """Of some more rows."""
+        """Add the frames of more rows."""
         for part, (places, digests) in enumerate(zip(self.places, self.header_digests, strict=True)):
             places += residency.places_of(rows, part)
             digests += residency.header_digests_of(rows, part)
@@ -419,7 +418,7 @@ class LeasedFrames:
 
 
 class LeaseEnd(NamedTuple):
-    """Why a lease leads no further; as in `LeaseReply`."""
+    """Why a lease goes no further; as in `LeaseReply`."""
 
     reason: MissReason | None
     detail: str
@@ -427,7 +426,7 @@ class LeaseEnd(NamedTuple):
 
 
 def no_lease(first_block: int, blocks: int, tiers: TierRuns, end: LeaseEnd) -> LeaseReply:
-    """What lies before `first_block` is there, and nothing is pinned."""
+    """An answer that pins nothing: all blocks it names lie before `first_block`."""
     return LeaseReply(
         0, first_block, blocks, tiers=tiers, reason=end.reason, detail=end.detail, lacks_room=end.lacks_room
     )
@@ -454,22 +453,22 @@ def join_runs(runs: list[tuple[HitTier, int]], more: Sequence[tuple[HitTier, int
 
 
 class Fetched(Protocol):
-    """Blocks that couriers fetch (`kvstore.elsewhere`), as the store sees them: slots of reservations that
-    are `is_fetched`, and blocks that are pinned for a moment and marked with where they came from. Called under the
-    store's lock; `due_at` may be read without it."""
+    """Blocks that couriers fetch (`kvstore.elsewhere`), as the store sees them: slots of reservations that are
+    `is_fetched`, and adopted blocks, pinned for a moment and marked with their origin. Called under the store's lock;
+    `due_at` may be read without it."""
 
     due_at: float
-    """When `expire` has something to do next."""
+    """When `expire` has work next."""
     door: str
-    """Where peers reach this node."""
+    """The address at which peers reach this node."""
 
     def is_served(self, tenant: bytes) -> bool:
-        """Whether a courier takes a tenant's questions."""
+        """Whether a courier takes a tenant's requests."""
         ...
 
     @property
     def is_any_marked(self) -> bool:
-        """Whether `tiers` may have anything to say."""
+        """Whether any block is marked with an origin."""
         ...
 
     @property
@@ -478,19 +477,19 @@ class Fetched(Protocol):
         ...
 
     def room(self, number: int, tenants: int) -> int:
-        """How many more blocks of a namespace couriers may reserve now, of so many tenants that have some."""
+        """How many more blocks of a namespace couriers may reserve now, if so many tenants have couriers."""
         ...
 
     def came(self, number: int, rows: Sequence[int], tier: HitTier) -> None:
-        """Adopted blocks are readable from now on."""
+        """Adopted blocks became readable."""
         ...
 
     def expire(self) -> None:
-        """Those whose time is over are not pinned any more."""
+        """Unpin adopted blocks whose time is over."""
         ...
 
     def give_way(self) -> bool:
-        """An engine lacks room: some more are not pinned any more; False where none is."""
+        """An engine lacks room: unpin some more adopted blocks; False if there are none."""
         ...
 
     def forget(self, number: int) -> None:
@@ -498,11 +497,11 @@ class Fetched(Protocol):
         ...
 
     def tiers(self, rows: Sequence[int], runs: TierRuns) -> TierRuns:
-        """Where blocks were found, with those that came from elsewhere and that no lease has had yet."""
+        """Where blocks were found; one from elsewhere that no lease has had yet counts as its origin's."""
         ...
 
     def pinned(self) -> list[int]:
-        """All rows, each once, after a look at the books."""
+        """All pinned rows, each once, after a check of its own tables."""
         ...
 
 
@@ -511,7 +510,7 @@ class Fetched(Protocol):
 
 
 class ChainWaits:
-    """Those of a store: who waits is parked in its index's table, in no thread. Thread-safe."""
+    """A store's waits for blocks. A wait is parked in the index's table and takes no thread. Thread-safe."""
 
     def __init__(self, blocks: BlockTable, clock: Clock, lock: threading.Lock, is_closed: Callable[[], bool]) -> None:
         """lock: the store's."""
@@ -527,7 +526,7 @@ class ChainWaits:
         tell: Callable[[ParkedAwait], object],
         fetch: object = None,
     ) -> ParkedAwait:
-        """Wait until the last of these keys can be read; it may be over at once. Its time passes by `Awaits.expire`.
+        """Wait until the last of these keys is readable, which may be at once. `Awaits.expire` ends it at its deadline.
         fetch: as in `ParkedAwait`."""
         index = self._blocks.index
         one = ParkedAwait(number, self._blocks.spaces[number].tenant, keys, seconds, tell, fetch)
@@ -541,17 +540,17 @@ class ChainWaits:
         return one
 
     def awaited(self, one: ParkedAwait) -> m.Awaited:
-        """What to say of one that is over: how many of its keys can be read now, from the first on."""
+        """The answer to a wait that is over: how many leading keys are readable now."""
         assert one.end is not None
         return m.Awaited(self.readable(one.number, one.keys), one.end)
 
     def readable(self, number: int, keys: Sequence[bytes]) -> int:
-        """How many of these blocks can be read now, from the first on."""
+        """How many leading blocks of these are readable now."""
         with self._lock:
             return self._blocks.index.matched(number, keys) if self._is_served(number) else 0
 
     def wait(self, number: int, keys: Sequence[bytes], seconds: float) -> m.Awaited:
-        """The same, in a thread that may wait."""
+        """`park`, and wait for its end in this thread."""
         done = threading.Event()
         one = self.park(number, keys, seconds, lambda _: done.set())
         self._awaits.wait(one, done)

@@ -1,11 +1,12 @@
-"""Levels: brings blocks up to DRAM before a lease is granted, and down to NVMe before room is short.
+"""Moves between the tiers: promotes blocks to DRAM before a lease is granted, and flushes dirty ones to NVMe before
+room is short.
 
     up    pinned, a slot in DRAM > read > verified: MAC, name, generation, every digest > readable from DRAM
     down  pinned, verified where it stands > a slot on NVMe > durable > readable from NVMe too
 
-Moves run in the queue's threads; the lock is the store's, and is not held while anything is read, hashed or written.
-What fails is a shorter lease or a block that stays where it is, never an error of a request. Ancestors go down before
-their descendants, so that what NVMe holds is whole chains at any moment.
+Moves run in the queue's threads; the lock is the store's, and is not held while anything is read, hashed or written. A
+failed move means a shorter lease or a block that stays where it is, never an error of a request. Ancestors are written
+before their descendants, so NVMe holds whole chains at any moment.
 """
 
 from __future__ import annotations
@@ -32,38 +33,38 @@ from tiering.nvme.tier import NvmeTier
 from tiering.tier import TierMiss
 
 LOADING_LOOK_SECONDS = 0.05
-"""How often a durable put looks whether what was on disk is taken in, where that keeps it from making room."""
+"""How often a durable put that must wait for recovery before it can make room checks whether it is over."""
 WINDOW_BLOCKS = 32
-"""Blocks that are brought up at a time."""
+"""Blocks promoted at a time."""
 
 GROUP_BLOCKS = 128
-"""Blocks that are taken down at a time, for one round of syncs and index batches."""
+"""Blocks demoted at a time, for one round of syncs and index batches."""
 
 WINDOWS_AT_ONCE = 2
-"""Windows on their way up for one lease: the disk has work while the first one's last blocks are verified."""
+"""Windows in flight for one lease: the disk has work while the first one's last blocks are verified."""
 
 FLUSH_FRACTION = 0.25
-"""With less of the DRAM budget than this free, what DRAM alone holds is written down in the background."""
+"""With less of the DRAM budget than this free, dirty blocks are flushed in the background."""
 
 CHOSEN_DOWN_TO = 0.65
-"""Where it is chosen what is written down, it is chosen until no more than this share of DRAM waits for it."""
+"""With an admission policy that chooses, it chooses until no more than this share of DRAM is dirty."""
 
 READS, WRITES = NVME_READS, NVME_WRITES
-"""Each has a breaker of its own: a disk that is full, or that takes nothing any more, may still be read."""
+"""Each has a breaker of its own: a disk that is full, or refuses writes, may still be read."""
 
 WHY_LEFT = {
     MissReason.DEADLINE: "limits.close_seconds={seconds:g} was over; give it more",
     MissReason.PINNED_FULL: "NVMe has no room for them",
     MissReason.CORRUPT: "they, or blocks before them, are damaged",
 }
-"""What memory alone held when a store was closed; for any other reason it is the disk's fault."""
+"""Why blocks that only memory held were lost when a store closed; any other reason is the disk's fault."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class Promotion:
-    """A block on its way up. waiting: how many leases are. settled: its slots were taken over or given back."""
+    """A block being promoted. waiting: leases that wait for it. settled: its slots are in use or were freed."""
 
     number: int
     row: int
@@ -74,7 +75,7 @@ class Promotion:
 
 @dataclass(slots=True)
 class SlotRequest:
-    """Blocks that need slots in DRAM; what `Store` finds slots for."""
+    """Blocks that need slots in DRAM; `Store` finds them."""
 
     namespace: int
     rows: list[int]
@@ -84,7 +85,7 @@ class SlotRequest:
 
 
 class Levels:
-    """Moves between the two tiers of one store. All methods are called without the store's lock, unless they say so."""
+    """Moves between DRAM and NVMe of one store. All methods are called without the store's lock, unless they say so."""
 
     def __init__(
         self,
@@ -107,7 +108,7 @@ class Levels:
         self._limits = limits
         self._lock = lock
         self._changed = threading.Condition(lock)
-        self._planning = threading.Lock()  # one lease at a time finds out what is to be brought up
+        self._planning = threading.Lock()  # one lease at a time looks for what to promote
         self._pin = pin
         self._unpin = unpin
         self._find_slots = find_slots
@@ -118,14 +119,14 @@ class Levels:
         self._pinned_for_demotion: list[list[int]] = []
         self._flushing = False
         self._written: Counter[str] = Counter()  # blocks and bytes
-        self._making_room = threading.Lock()  # a slab must not be given back while somebody takes slots in it
+        self._making_room = threading.Lock()  # no slab may be given back while another move takes slots in it
         self._closing = False
-        self.is_over = False  # DRAM was given back, and its tables say nothing any more
+        self.is_over = False  # DRAM was given back, and its tables are void
 
     # Up ------------------------------------------------------------------------------------------------------------
 
     def bring_up(self, number: int, rows: Sequence[int], deadline: float) -> MissReason | None:
-        """Blocks that the caller has pinned, in their order; why it ended before the last one, or None.
+        """Promote blocks that the caller has pinned, in order; returns why it ended before the last one, or None.
 
         Moves that were begun go on when the deadline has passed.
         """
@@ -163,8 +164,8 @@ class Levels:
         return None
 
     def _leave(self, promotions: Sequence[Promotion]) -> None:
-        """Whoever waited for these does so no more: what has not begun, and nobody else waits for, gives up its slot
-        and its pin now, and not when the disk has answered all that came before."""
+        """A lease waits for these no more. Those that have not begun and that no other lease waits for give up slot and
+        pin now, not once the disk has done all that was queued before."""
         with self._lock:
             for promotion in promotions:
                 promotion.waiting -= 1
@@ -174,7 +175,7 @@ class Levels:
                 move.cancel()
 
     def _begin(self, number: int, rows: Sequence[int], deadline: float) -> tuple[list[Promotion], MissReason | None]:
-        if self._queue.is_down(READS):  # finding slots would evict what DRAM has, for nothing
+        if self._queue.is_down(READS):  # finding slots would evict blocks for nothing
             return [], MissReason.TIER_DOWN
         if not self._planning.acquire(timeout=max(0.0, deadline - self._clock.monotonic_seconds())):
             return [], MissReason.DEADLINE
@@ -197,7 +198,7 @@ class Levels:
                 self._pin(number, missing[: lift.filled])
                 self._promoting.update((promotion.row, promotion) for promotion in promotions)
             for promotion in promotions:
-                # A key of its own: the last move of this row may have made its block readable and not have ended yet.
+                # A new key: the row's last move may have made its block readable and not have ended yet.
                 key = ("up", promotion.row, next(self._numbers))
                 promotion.move = self._queue.submit(key, READS, Priority.WAITING, self._reading(promotion))
                 promotion.move.then(self._settling(promotion))
@@ -250,7 +251,7 @@ class Levels:
     # Down ----------------------------------------------------------------------------------------------------------
 
     def flush_if_needed(self) -> None:
-        """If DRAM is nearly full, begin to write down what it alone holds."""
+        """If DRAM is nearly full, begin to flush dirty blocks."""
         if not self._dirty or self._closing or not self._is_pressed():
             return
         with self._lock:
@@ -268,8 +269,8 @@ class Levels:
             self.flush_if_needed()
 
     def _is_pressed(self) -> bool:
-        """Whether something is to be written down now. Where it is chosen what is, what is to be kept is written as if
-        it were not, since nothing is to be learned of it."""
+        """Whether to flush now. Under a choosing policy, blocks that are to be retained are flushed as early as without
+        one, since there is nothing to learn about them."""
         if not self._lower.admission.chooses:
             return self._is_nearly_full()
         return self._must_choose() or (self._dirty.is_any_prioritized and self._is_nearly_full())
@@ -282,15 +283,14 @@ class Levels:
         return free_bytes < FLUSH_FRACTION * usage.budget_bytes
 
     def _must_choose(self) -> bool:
-        """Whether all but a part of DRAM waits for the choice: it is made as late as it may be, when most is known of
-        the blocks; and at once where some went that nobody had looked at, since others are used so much that they
-        stay."""
+        """Whether the policy must choose now. It is put off until nearly all of DRAM is dirty, when most is known of
+        the blocks; but not once dirty blocks left DRAM before their turn, since those left may be in constant use."""
         waiting = self._dirty.waiting_bytes
         return waiting > (1 - FLUSH_FRACTION) * self._blocks.dram.budget_bytes or self._dirty.missed > 0
 
     def _flush_batch(self, *, everything: bool = False) -> None:
-        """Write down a group of blocks that are to be kept, or, where there are none, of those that were used longest
-        ago, as far as they are admitted. everything: without asking."""
+        """Flush a group of blocks that are to be retained or, if there are none, the least recently used ones that the
+        policy admits. everything: without asking the policy."""
         blocks, dirty = self._blocks, self._dirty
         admission = None if everything else self._lower.admission
         chooses = admission is not None and admission.chooses
@@ -302,11 +302,11 @@ class Levels:
             taken: set[int] = set()
             enough = CHOSEN_DOWN_TO * blocks.dram.budget_bytes if chooses else 0.0
             missed = dirty.missed
-            if is_their_turn:  # else those that come and go are still to be looked at
+            if is_their_turn:  # else the oldest are still to be looked at
                 dirty.missed = 0
             left = float(dirty.waiting_bytes)
             looked_at: list[int] = []
-            insisted: dict[int, int] = {}  # with its bytes, what nobody was asked about
+            insisted: dict[int, int] = {}  # row -> bytes of blocks written without asking the policy
             for row in rows:
                 if is_their_turn and left < enough and not missed:
                     break
@@ -314,11 +314,11 @@ class Levels:
                 way = self._way_down(row, taken)
                 number = blocks.index.namespace_of(row)
                 left -= blocks.spaces[number].block_bytes
-                if not way or not self._demoting.isdisjoint(way):  # it goes down anyhow
+                if not way or not self._demoting.isdisjoint(way):  # it is being written anyhow
                     continue
                 is_whole = all(blocks.index.state(one) is RowState.VISIBLE for one in way)
                 if chooses and not is_whole:
-                    dirty.decline(row)  # one before it was quarantined: it would be paid for, and not be written
+                    dirty.decline(row)  # an ancestor was quarantined: it would be charged and not written
                     continue
                 block_bytes = blocks.spaces[number].block_bytes
                 if chooses and blocks.is_to_be_kept(row):
@@ -333,7 +333,7 @@ class Levels:
             for number, mine in by_space.items():
                 self._demote(number, mine)
         finally:
-            with self._lock:  # what could not go now is tried again after all others
+            with self._lock:  # blocks that could not be written are tried again after all others
                 if admission is not None and insisted:
                     admission.spent(sum(size for row, size in insisted.items() if blocks.is_below(row)))
                 for row in looked_at:
@@ -341,9 +341,8 @@ class Levels:
                         dirty.requeue(row)
 
     def _take_kept(self) -> list[int]:
-        """Of the blocks that come before all others, a group of those that NVMe would keep. The others, whose time is
-        over or for which too much is kept there, wait as any other; if DRAM still keeps one at its turn, it is written.
-        """
+        """A group of the prioritized blocks that NVMe would retain. The others, expired or beyond NVMe's budget for
+        retention, wait as any other; if DRAM still retains one at its turn, it is written."""
         kept = []
         for row in self._dirty.prioritized(GROUP_BLOCKS):
             if self._blocks.would_be_kept_below(row):
@@ -353,9 +352,9 @@ class Levels:
         return kept
 
     def _way_down(self, row: int, taken: set[int]) -> list[int]:
-        """A block and the ancestors that have to go down before it, these first: NVMe may have given one up.
+        """A block after the ancestors that NVMe lacks, having given one up.
 
-        taken: rows that go down anyhow, and the way of each.
+        taken: rows that are being written anyhow, each with its own way.
         """
         way = []
         while row != NO_ROW and row not in taken and not self._blocks.is_below(row):
@@ -364,8 +363,7 @@ class Levels:
         return way[::-1]
 
     def demote_all(self, seconds: float) -> int:
-        """Write down what DRAM alone holds, but for what was declined, for at most that long: what is to be kept
-        first. Returns how many blocks are left."""
+        """Flush dirty blocks but declined ones, for at most that long, retained ones first. Returns how many stay."""
         self._demote_all(seconds)
         return len(self._dirty)
 
@@ -387,7 +385,7 @@ class Levels:
             move = self._queue.submit("down", WRITES, Priority.SAVE, partial(self._flush_batch, everything=True))
             if not move.wait(max(0.0, deadline - self._clock.monotonic_seconds())):
                 return MissReason.DEADLINE
-            is_vain = len(dirty) >= before  # these do not go, others may
+            is_vain = len(dirty) >= before  # these cannot be written, others may
             vain += is_vain
             if move.finding is not None:
                 reason = REASON_OF_FINDING[move.finding]
@@ -398,7 +396,7 @@ class Levels:
         return reason
 
     def persist(self, number: int, keys: Sequence[bytes], seconds: float) -> tuple[int, MissReason | None]:
-        """How many blocks of a chain, from the first on, are durable after at most that long; and why not all.
+        """How many leading blocks of a chain are durable after at most that long; and why not all.
 
         They are looked up again after each wait: a row may have gone meanwhile, and be another block's.
         """
@@ -412,7 +410,7 @@ class Levels:
                 done = next((at for at, row in enumerate(rows) if not self._blocks.is_below(row)), len(rows))
                 if done == len(rows):
                     return done, None if done == len(keys) else MissReason.EVICTED
-                if rows[done] in self._demoting:  # by somebody else
+                if rows[done] in self._demoting:  # by another thread
                     if not self._changed.wait(max(0.0, deadline - self._clock.monotonic_seconds())):
                         return done, MissReason.DEADLINE
                     continue
@@ -436,7 +434,7 @@ class Levels:
     def _demote(self, number: int, rows: Sequence[int]) -> None:
         blocks = self._blocks
         with self._lock:
-            chosen: dict[int, int] = {}  # in their order, with the generation that is to be written
+            chosen: dict[int, int] = {}  # in order, with the generation to be written
             for row in rows if number not in blocks.dropping else ():
                 if blocks.index.namespace_of(row) != number:
                     continue  # the row has become another block's
@@ -446,7 +444,7 @@ class Levels:
                 if here and follows and not blocks.is_below(row) and row not in self._demoting:
                     chosen[row] = blocks.residency.generation(row)
             batch = list(chosen)
-            # What the batch follows must stay below until the batch is there: else NVMe would hold the end of a chain.
+            # The batch's ancestors must stay on NVMe until it is written: else NVMe would hold the end of a chain.
             parents = {blocks.index.parent(row) for row in batch} - {NO_ROW, *chosen}
             pinned = [*batch, *sorted(parents)]
             self._pin(number, pinned)
@@ -491,8 +489,8 @@ class Levels:
                 self._changed.notify_all()
 
     def _stands(self, row: int, generation: int) -> bool:
-        """Whether DRAM still has what was to be written: a reader may have found it damaged, and a put may be filling
-        the row again. Under the lock."""
+        """Whether DRAM still has what was to be written: a reader may have found it damaged, and a put may be refilling
+        the row. Under the lock."""
         blocks = self._blocks
         return (
             blocks.index.state(row) is RowState.VISIBLE
@@ -507,8 +505,8 @@ class Levels:
         columns: Sequence[Sequence[int]],
         frames: Sequence[memoryview],
     ) -> list[int]:
-        """Write frames while they are verified where they stand: those of the blocks before the first bad one become
-        durable, and these blocks are returned. generations: of the rows, in their order."""
+        """Write frames while they are verified in place: the blocks before the first bad one become durable, and are
+        returned. generations: of the rows, in order."""
         good: list[int] = []
         if not generations:
             return good
@@ -521,7 +519,7 @@ class Levels:
         return good
 
     def _verified(self, number: int, generations: Mapping[int, int]) -> list[int]:
-        """The blocks up to the first that fails a check, which is quarantined unless a reader was faster."""
+        """The blocks up to the first that fails a check; that one is quarantined, unless a reader has done it."""
         blocks = self._blocks
         good: list[int] = []
         for row, generation in generations.items():
@@ -539,9 +537,9 @@ class Levels:
         return good
 
     def _make_room(self, number: int, rows: Sequence[int]) -> tuple[list[int], list[list[int]]]:
-        """Slots on NVMe for as many of the blocks as can be, at least one. Raises `TierFull` and `TierUnavailable`."""
+        """Slots on NVMe for as many blocks as possible, at least one. Raises `TierFull` and `TierUnavailable`."""
         tier, space = self._lower.tier, self._blocks.spaces[number]
-        is_disk_full = False  # it has no room for another slab, though the budget allows one
+        is_disk_full = False  # the disk has no room for another slab, though the budget allows one
         for _ in range(self._limits.room_steps):
             with self._lock:
                 free = min(tier.free_slots(slot_class) for slot_class in space.classes)
@@ -554,7 +552,7 @@ class Levels:
                 if is_disk_full and len(tier.slab_numbers()) < len(space.classes):
                     raise TierFull("the disk has no room for a slab of each part")  # whatever else would go for them
                 continue
-            # What was given up before may be enough; and a disk that takes nothing must not cost it any block.
+            # What was given up before may suffice; and a disk that refuses writes must not cost NVMe any block.
             tier.settle(under_way=False)
             if all([tier.free_slots(slot_class) for slot_class in space.classes]):
                 continue
@@ -590,12 +588,12 @@ class Levels:
     # Rot -----------------------------------------------------------------------------------------------------------
 
     def quarantine_below(self, row: int, stands: Callable[[], bool], why: TierMiss = TierMiss.CORRUPT) -> bool:
-        """Quarantine a block on NVMe that no request found to be damaged. What DRAM has is to go down again.
+        """Quarantine a block on NVMe that the scrubber found damaged. If DRAM has it, it is dirty again.
 
-        stands: asked under the lock whether the damaged frame is the block's still. False where it is not, or where a
-        request is bringing the block up and finds out by itself.
+        stands: asked under the lock whether the damaged frame is still the block's. Returns False if not, or if a
+        promotion is reading the block and will find out itself.
         """
-        with self._planning, self._lock:  # the former: no lease may be looking for slots for this block
+        with self._planning, self._lock:  # `_planning`: no lease may be looking for slots for this block
             if row in self._promoting or not self._blocks.is_below(row) or not stands():
                 return False
             self._blocks.quarantine_below(row, why)
@@ -604,7 +602,7 @@ class Levels:
     # Giving up -----------------------------------------------------------------------------------------------------
 
     def settle(self, deadline: float) -> bool:
-        """Whether the disk has forgotten, by then and for good, all that was given up."""
+        """Whether the disk has durably forgotten, by then, all that was given up."""
         return self._done(self._lower.tier.settle, deadline)
 
     def retire_slabs(self, tenant: bytes, deadline: float) -> bool:
@@ -627,15 +625,15 @@ class Levels:
     # Ends ----------------------------------------------------------------------------------------------------------
 
     def is_moving(self, number: int) -> bool:
-        """Whether a block of a namespace is on its way up or down. Under the lock."""
+        """Whether a block of a namespace is being promoted or demoted. Under the lock."""
         namespace_of = self._blocks.index.namespace_of
         return any(promotion.number == number for promotion in self._promoting.values()) or any(
             namespace_of(row) == number for row in self._demoting
         )
 
     def close(self, seconds: float) -> bool:
-        """Write down what can be in that time, and say so, then let no more moves in; whether all moves ended in as
-        much again."""
+        """Flush what can be flushed in that time, and log the outcome, then refuse moves; returns whether all moves
+        ended in as much time again."""
         if not self._closing:
             before = self._written.copy()
             reason = self._demote_all(seconds)
@@ -646,7 +644,7 @@ class Levels:
         return self._queue.close(seconds)
 
     def _say(self, written: Counter[str], reason: MissReason | None, seconds: float) -> None:
-        """What became of that which DRAM alone held: a warning, where that is not what the settings ask for."""
+        """Log what became of the dirty blocks: a warning, unless the settings ask for it."""
         with self._lock:
             declined = self._dirty.declined()
             left, left_bytes = len(self._dirty), self._dirty.waiting_bytes
@@ -661,17 +659,17 @@ class Levels:
 
     @property
     def promoting(self) -> set[int]:
-        """Rows on their way up."""
+        """Rows being promoted."""
         return set(self._promoting)
 
     @property
     def pinned_for_demotion(self) -> list[list[int]]:
-        """Rows that are pinned while some of them go down, a list for each move."""
+        """Rows pinned by demotions, a list for each move."""
         return self._pinned_for_demotion
 
     @property
     def demoting(self) -> set[int]:
-        """Rows on their way down."""
+        """Rows being demoted."""
         return self._demoting
 
 

@@ -1,15 +1,14 @@
-"""Loading: takes in what an earlier run left on NVMe, while the store serves already.
+"""NVMe recovery: takes in the blocks that an earlier run left on NVMe, while the store serves already.
 
-    slabs > recovery order (outside the lock) > slices of it under the lock, what was stored last first > loaded
+    slabs > recovery order (outside the lock) > slices of it under the lock, most recently stored first > recovered
 
-What a running store has stored, dropped or is storing meanwhile goes before what is found. A block that is readable
-already keeps its copy on disk, unless it has a newer one there. Where it is just being stored or written down, nobody
-knows yet what becomes of it: its copy, and what hangs below it, is looked at again when all else is in. What is
-undecided even then is left for the next start. Nothing is evicted from NVMe before all is in: a block may be the way to
-others that nobody knows of yet.
+Whatever the running store stores or drops meanwhile takes precedence. A readable block also gets its copy from disk,
+unless NVMe has a newer one. The copy of a block that is just being stored or written is undecided: it and its
+descendants are looked at again at the end, and left for the next start if they are undecided even then. Nothing is
+evicted from NVMe before recovery is over: a block may lead to others that are not recovered yet.
 
-Where a crash took the index as well, a header does not tell whether its frame was written to its end. Such frames are
-read and verified before they are sorted: a put that finds its block on disk says that it is durable, and reads nothing.
+If a crash took the index as well, a header does not tell whether its frame was written to its end. Such frames are read
+and verified first: a put that finds its block on disk reports it as durable without reading it.
 """
 
 from __future__ import annotations
@@ -44,11 +43,11 @@ from tiering.tier import NO_PLACE, SlotClass
 SLICE_BLOCKS = 4096
 """Taken in at a time: the lock is held for a few milliseconds."""
 PAUSE_SECONDS = 1e-4
-"""Between two slices. Without it the lock is taken again before who waits for it has woken up, for seconds on end."""
+"""Between two slices: without it this thread takes the lock again before a waiting one wakes up, for seconds on end."""
 LOOKS = 40
-"""How often what has to wait for a put or a write is looked at again."""
+"""How often undecided blocks are looked at again."""
 LOOK_SECONDS = 0.05
-"""Between two of them."""
+"""Between two of these looks."""
 VERIFIED_AT_ONCE = 64
 """Frames that a thread verifies between two reports of progress."""
 
@@ -56,7 +55,7 @@ _log = logging.getLogger(__name__)
 
 
 class _RecoveryCheck(IntEnum):
-    """What a read of a frame shows."""
+    """The outcome of reading a frame."""
 
     WHOLE = 0
     TORN = 1
@@ -64,7 +63,7 @@ class _RecoveryCheck(IntEnum):
 
 
 class _Proof(NamedTuple):
-    """What reading whole frames has shown. torn, unread: places of frames that must never count, or not today."""
+    """What reading whole frames has shown. torn, unread: places of frames that must never count, or not in this run."""
 
     whole: list[Found]
     torn: list[int]
@@ -73,7 +72,7 @@ class _Proof(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Undecided:
-    """What was found of a namespace, the row of each block, and the blocks that cannot be decided now."""
+    """What was found of a namespace, each block's row, and the blocks that are undecided."""
 
     space: OpenedNamespace
     found: RecoveryOrder
@@ -94,19 +93,19 @@ class NvmeRecovery:
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._progress = RecoveryStatus()
-        self._left: dict[int, list[int]] = {}  # by namespace: places of what is left for the next start to decide
+        self._left: dict[int, list[int]] = {}  # by namespace: places left undecided for the next start
         blocks.is_loading, blocks.all_known = True, False
 
     # A store's view ------------------------------------------------------------------------------------------------
 
     @property
     def is_recovering(self) -> bool:
-        """Whether what is on disk is still being taken in."""
+        """Whether blocks on disk are still being taken in."""
         return not self._over.is_set()
 
     @property
     def failed(self) -> bool:
-        """Whether some of what is on disk could not be taken in: it cannot be found before the next start."""
+        """Whether some blocks on disk could not be taken in: they cannot be found before the next start."""
         return self._over.is_set() and not self._succeeded
 
     @property
@@ -115,7 +114,7 @@ class NvmeRecovery:
         return self._progress
 
     def start(self, tenants: Mapping[bytes, TenantKeys], afterwards: Callable[[], None]) -> None:
-        """`load` in a thread of its own, and then what else there is to do."""
+        """Run `load`, then `afterwards`, in a thread."""
 
         def run() -> None:
             try:
@@ -143,13 +142,13 @@ class NvmeRecovery:
         return self._over.wait(timeout_seconds) and self._succeeded
 
     def stop(self, timeout_seconds: float) -> None:
-        """Take no more in."""
+        """End early."""
         self._closing.set()
         if self._thread is not None:
             self._thread.join(timeout_seconds)
 
     def forget(self, number: int) -> None:
-        """A namespace is dropped: what was left of it on disk goes too. Under the lock, once all is loaded."""
+        """A namespace is dropped: blocks left for the next start go too. Under the lock, once all is loaded."""
         self._lower.tier.delete(self._left.pop(number, []))
         for owner, key in [one for one in self._blocks.older if one[0] == number]:
             self._lower.tier.delete(self._blocks.older.pop((owner, key)))
@@ -189,7 +188,7 @@ class NvmeRecovery:
             self._blocks.all_known = not self._closing.is_set()
 
     def _take_in(self, space: OpenedNamespace, group: Sequence[Found]) -> _Undecided | None:
-        """What could not be decided; nothing is said where the store closes meanwhile."""
+        """Take in a namespace; returns what is undecided, or None if the store closes meanwhile."""
         root = root_key(space.namespace.layout.block_tokens)
         proof = self._proven(group)
         if self._closing.is_set():
@@ -213,7 +212,7 @@ class NvmeRecovery:
         return undecided
 
     def _proven(self, group: Sequence[Found]) -> _Proof:
-        """What of this is whole. While the store closes, nothing is."""
+        """The frames that are whole; none while the store closes."""
         proof = _Proof([], [], [])
         with ThreadPoolExecutor(self._lower.tier.threads, "kv-verify") as pool:
             for one in group:
@@ -243,15 +242,15 @@ class NvmeRecovery:
         return verdicts
 
     def _void(self, space: OpenedNamespace, useless: list[int], unread: Sequence[int] = ()) -> None:
-        """Free the places of frames that nothing leads to; unless frames or slabs could not be read, where their other
-        parts or a way to them may be back one day."""
+        """Free frames without a way to them; unless some frames or slabs could not be read: those may hold their other
+        parts or ancestors, and be readable in the next run."""
         if self._lower.tier.left_alone or unread:
             self._left.setdefault(space.number, []).extend((*useless, *unread))
         else:
             self._lower.tier.delete(useless)
 
     def _look_again(self, undecided: list[_Undecided]) -> None:
-        """A put ends and a frame is written within a moment: take in what had to wait for that."""
+        """Take in undecided blocks; puts and writes end within a moment."""
         for _ in range(LOOKS):
             undecided = [one for one in undecided if one.blocks]
             if not undecided or self._closing.wait(LOOK_SECONDS):
@@ -272,12 +271,12 @@ class NvmeRecovery:
                     self._blocks.older[name] = [int(column[at]) for column in one.found.places]
 
     def _is_sound(self, space: OpenedNamespace, places: Sequence[int]) -> bool:
-        """Whether the frames of a block, one per part, can be read and pass every check of their own."""
+        """Whether the frames of a block, one per part, can be read and pass their own checks."""
         frames = [memoryview(bytearray(slot_class.frame_bytes)) for slot_class in space.classes]
         return all(self._verdict(*one) is _RecoveryCheck.WHOLE for one in zip(places, frames, strict=True))
 
     def _verdict(self, place: int, frame: memoryview) -> _RecoveryCheck:
-        """Read a frame into that memory, and check all that it says of itself."""
+        """Read a frame into that memory and check it."""
         try:
             self._lower.tier.read(place, frame)
             verify_payload(open_header(bytes(frame[:HEADER_BYTES]), self._keys), frame[HEADER_BYTES:])
@@ -288,7 +287,7 @@ class NvmeRecovery:
         return _RecoveryCheck.WHOLE
 
     def _insert(self, into: _Undecided, first: int, stop: int) -> list[int]:
-        """Rows for a slice; returns the places of blocks that nothing leads to. Under the lock."""
+        """Make rows for a slice; returns the places of blocks without a way to them. Under the lock."""
         space, found, rows = into.space, into.found, into.rows
         keys = split_keys(found.keys[first:stop])
         parents = found.parents[first:stop]
@@ -307,7 +306,7 @@ class NvmeRecovery:
     def _is_plain(
         self, space: OpenedNamespace, found: RecoveryOrder, first: int, keys: list[bytes], parents: Column, rows: Column
     ) -> bool:
-        """Whether no block of a slice is known, and each one's parent is in the slice or was taken in and still is."""
+        """Whether no block of a slice is known yet, and each one's parent is in the slice or was taken in and stays."""
         index = self._blocks.index
         if index.knows_any(space.number, keys) or (parents == ELSEWHERE).any():
             return False
@@ -320,7 +319,7 @@ class NvmeRecovery:
         return True
 
     def _insert_one(self, into: _Undecided, at: int, key: bytes) -> list[int]:
-        """The same for one block, whatever is known of it already."""
+        """As `_insert` for one block, whatever is known of it already."""
         space, found, rows = into.space, into.found, into.rows
         index, below = self._blocks.index, self._lower.residency
         places = [int(column[at]) for column in found.places]
@@ -329,7 +328,7 @@ class NvmeRecovery:
         parent = int(found.parents[at])
         if row != NO_ROW:  # stored anew, or being stored
             rows[at] = row if _can_lead(index.state(row)) else _WAITING
-            if below.is_listed(row):  # a newer copy is durable
+            if below.is_listed(row):  # NVMe has a newer copy
                 assert below.place(row, 0) not in places, "a block is taken in once"
                 self._lower.tier.delete(places)
                 return []
@@ -365,20 +364,20 @@ class NvmeRecovery:
 
 
 _WAITING = -2
-"""In place of a row: what becomes of the block is not known yet."""
+"""In place of a row: the block is undecided."""
 
 
 def _can_lead(state: RowState) -> bool:
-    """Whether a row may have readable children. A pending one may go yet, and would leave them in the air."""
+    """Whether a row may have readable children. A pending one may still go, and would orphan them."""
     return state in (RowState.VISIBLE, RowState.LOST)
 
 
 def space_of(
     blocks: BlockTable, keys: TenantKeys | None, digest_of_namespace: bytes, about: bytes
 ) -> OpenedNamespace | None:
-    """The namespace that stored frames belong to, made known if it is not yet. about: what was kept beside them.
+    """The namespace that stored frames belong to, added if it is unknown. about: the record that was kept beside them.
 
-    None where its keys are not at hand, where what was kept is another one's, or none that can be opened (any more).
+    None if its keys are not at hand, if the record is another namespace's, or if it cannot be opened (any more).
     """
     if keys is None:
         return None

@@ -1,12 +1,11 @@
-"""What would go if somebody made room for another one, before anything does.
+"""Which blocks would be evicted to make room for a new one, worked out before any of them goes.
 
     DRAM   leaves, worst first > what would go with each > as many blocks of one namespace as an extent takes
     NVMe   the same > a slab that would be empty by then > its blocks, and what follows them
 
-Frames move in DRAM, so whichever blocks go, there is an extent less, if there is one that nobody is using: a reader may
-have its memory mapped. On NVMe frames stay where they are, and blocks that were used at the same time stand in many
-slabs: whoever gave up one leaf after the other until any slab is empty would lose most of what it has. Pure: nothing is
-changed here.
+Frames move in DRAM, so whichever blocks go, an extent comes free, provided that one is not in use: a reader may have
+its memory mapped. On NVMe frames stay where they are, and blocks that were used at the same time lie in many slabs:
+evicting one leaf after the other until any slab is empty would lose most of them. Pure: changes nothing.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from tiering.residency import ExtentRoom, Residency
 from tiering.tier import LowerTier, extent_of
 
 MOST_LOOKED_AT = 4096
-"""Blocks that would go, before a slab is chosen by what is known so far."""
+"""Candidate blocks, after which the slab is chosen by what is known so far."""
 
 
 class ReclaimPlan:
-    """Blocks of a tier, one leaf after the other."""
+    """The blocks of a tier that would go, leaf by leaf."""
 
     def __init__(self, index: PrefixIndex, residency: Residency, elsewhere: Residency | None) -> None:
-        """elsewhere: of the other tier. What that has stays readable, and needs what it follows."""
+        """elsewhere: the other tier's residency. Blocks it has stay readable, and need their ancestors."""
         self._index = index
         self._residency = residency
         self._elsewhere = elsewhere
@@ -38,7 +37,7 @@ class ReclaimPlan:
         """How many would have gone so far."""
 
     def with_leaf(self, leaf: int) -> Iterator[int]:
-        """This one would go next: it, and the ancestors that would lead to nothing else."""
+        """This leaf would go next: it, and the ancestors that would lead to nothing else."""
         index, residency = self._index, self._residency
         row = leaf
         while not self.stays(row):
@@ -52,8 +51,7 @@ class ReclaimPlan:
                 return
 
     def stays(self, row: int) -> bool:
-        """Whether somebody is using a block here; or nothing but this tier has it, and it is the way to others that
-        stay readable."""
+        """Whether a block is in use here; or is in this tier alone and leads to others that stay readable."""
         residency, elsewhere = self._residency, self._elsewhere
         if residency.is_in_use(row):
             return True
@@ -63,7 +61,7 @@ class ReclaimPlan:
         return leads_on or self._index.children(row) > residency.children(row)
 
     def leading_to_what_stays(self) -> set[int]:
-        """Blocks that stay, and all that they follow."""
+        """Blocks that stay, and all their ancestors."""
         ways: set[int] = set()
         for row in (*self._residency.all_in_use(), *self._ways_on()):
             while row != NO_ROW and row not in ways:
@@ -72,10 +70,10 @@ class ReclaimPlan:
         return ways
 
     def _ways_on(self) -> list[int]:
-        """Blocks that stay as the way to others."""
+        """Blocks that stay because they lead to others."""
         listed, children = self._residency.listed_column, self._residency.child_counts
         every = self._index.child_counts
-        rows = min(len(listed), len(every))  # each column has all rows that there are, and some spare
+        rows = min(len(listed), len(every))  # each column has all rows, and some spare
         leads_on = every[:rows] > children[:rows]
         if self._elsewhere is not None:
             listed_there, children_there = self._elsewhere.listed_column, self._elsewhere.child_counts
@@ -86,14 +84,13 @@ class ReclaimPlan:
 
 
 class Owners(Protocol):
-    """What is asked of whoever has the tables: `Blocks`."""
+    """What this asks of the tables' owner: `BlockTable`."""
 
     index: PrefixIndex
     residency: Residency
 
     def offers_of(self, number: int, in_use: set[int]) -> list[tuple[int, ExtentRoom]]:
-        """Blocks of a namespace that have to go until it can do without an extent, for each that is not in use: the
-        fewest come last."""
+        """How many blocks of a namespace must go to free an extent, for each extent not in use; the fewest last."""
         ...
 
 
@@ -101,7 +98,7 @@ class ExtentReclaim:
     """Which namespace gives an extent in DRAM, once."""
 
     def __init__(self, asker: int, owners: Owners, below: Residency | None) -> None:
-        """asker: its namespace. below: of NVMe."""
+        """asker: its namespace. below: NVMe's residency."""
         self._asker = asker
         self._owners = owners
         self._departures = ReclaimPlan(owners.index, owners.residency, below)
@@ -109,10 +106,10 @@ class ExtentReclaim:
         self._offers: dict[int, list[tuple[int, ExtentRoom]]] = {}
         self._in_use: set[int] | None = None
         self.giver: tuple[int, int] | None = None
-        """Behind all of `own`: who gives an extent, and how many blocks of it go; None where nobody can."""
+        """Set once `own` is exhausted: the namespace that gives an extent, and how many of its blocks; or None."""
 
     def own(self, worst: Iterable[int]) -> Iterator[int]:
-        """Leaves of the namespace that asks, as long as they are worse than an extent that another one has to give."""
+        """Leaves of the asking namespace, as long as they are worse than an extent that another one has to give."""
         namespace_of = self._owners.index.namespace_of
         for row in worst:
             number = namespace_of(row)
@@ -122,7 +119,7 @@ class ExtentReclaim:
                 return
 
     def _look_at(self, leaf: int, number: int) -> bool:
-        """This leaf would go next. Whether its namespace has an extent to give with what was looked at of it."""
+        """This leaf would go next; returns whether its namespace could then give an extent."""
         if number not in self._offers:
             if self._in_use is None:
                 self._in_use = self._owners.residency.pieces_in_use()
@@ -141,10 +138,10 @@ class ExtentReclaim:
 
 
 class SlabReclaim:
-    """For one who asks, once."""
+    """Which slab is freed on NVMe, once."""
 
     def __init__(self, asker: int, index: PrefixIndex, residency: Residency, tier: LowerTier, above: Residency) -> None:
-        """asker: its namespace. residency, tier: of NVMe. above: of DRAM."""
+        """asker: its namespace. residency, tier: of NVMe. above: DRAM's residency."""
         self.asker = asker
         self._index = index
         self._residency = residency
@@ -153,10 +150,10 @@ class SlabReclaim:
         self._ways: set[int] | None = None
         self._going: Counter[int] = Counter()  # by slab, frames that would go
         self._rows: dict[int, list[int]] = {}  # by slab that may go, whose frames it has
-        self._wanted: set[int] = set()  # of these, with something that is kept for a time
+        self._wanted: set[int] = set()  # of these, slabs with a retained block
 
     def look_at(self, leaf: int) -> bool:
-        """This leaf would go next. Whether that is enough to choose by."""
+        """This leaf would go next; returns whether a slab can be chosen now."""
         for row in self._departures.with_leaf(leaf):
             for place in self._residency.all_places(row):
                 slab = extent_of(place)
@@ -168,15 +165,15 @@ class SlabReclaim:
         return self._departures.blocks >= MOST_LOOKED_AT and len(self._rows) > len(self._wanted)
 
     def blocks(self) -> list[int]:
-        """Those that have to go for one slab, the deepest of each chain first; empty where nobody can do without one.
-        What is kept for a time goes only where nothing else may."""
+        """The blocks that go for one slab, the deepest of each chain first; empty if no slab can be freed. A slab with
+        retained blocks is chosen only if there is no other."""
         slab = min(self._rows, key=self._cost, default=None)
         if slab is None:
             return []
         return [row for row in self._index.families(self._rows[slab]) if self._residency.all_places(row)]
 
     def _meet(self, slab: int) -> None:
-        """Whoever keeps a block keeps what it follows: so its slab's own blocks say whether anything is kept."""
+        """Retained blocks retain their ancestors: a slab's own blocks tell whether anything in it is retained."""
         if self._ways is None:
             self._ways = self._departures.leading_to_what_stays()
         rows = self._tier.rows_in(slab)

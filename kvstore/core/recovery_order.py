@@ -1,10 +1,10 @@
-"""The recovery order: what was found on disk, put into the order in which a running store takes it in.
+"""The recovery order: the frames found on disk, sorted into the order in which a running store takes them in.
 
-Frames come in slab by slab and in any order. A recovery order pairs the parts of each block, leaves out what nothing
-leads to, and sorts the rest: the chain that was stored last comes first, an ancestor before its descendants. So a store
-can take it in piece by piece: what is in is complete chains at any moment, and the prompts of late are served first.
+Frames are found slab by slab, in any order. A recovery order pairs the parts of each block, leaves out blocks without a
+way to them, and sorts the rest: the most recently stored chain first, an ancestor before its descendants. So a store
+can take it in piece by piece: at any moment it has complete chains, and the most recent prompts are served first.
 
-Pure but for what it is handed, and columns throughout: a million blocks take part of a second.
+Pure but for `is_sound`, and columns throughout: a million blocks take part of a second.
 """
 
 from __future__ import annotations
@@ -21,17 +21,15 @@ from tiering.frame import KEY_BYTES, MAX_BLOCK_INDEX, MAX_NUMBER
 from tiering.nvme.tier import Found
 
 AT_ROOT, ELSEWHERE = -1, -2
-"""A parent's position in the recovery order where it has none: a first block, and a parent that was not found on
-disk."""
+"""A parent's position where it has none: a first block; a parent that was not found on disk."""
 
 _WORDS = KEY_BYTES // 8
 
 
 @dataclass(frozen=True)
 class RecoveryOrder:
-    """Columns, one entry per block. parents: positions in this very recovery order, each before its child, or one of
-    the two above. parent_keys: for those that are elsewhere. places: one column per part.
-    """
+    """Columns, one entry per block. parents: positions in this very order, each before its child, or one of the two
+    above. parent_keys: of parents that are elsewhere. places: one column per part."""
 
     keys: Column
     parents: Column
@@ -53,11 +51,12 @@ def _believed(places: Sequence[int]) -> bool:
 def recovery_order(
     found: Sequence[Found], parts: int, root: bytes, is_sound: Callable[[Sequence[int]], bool] = _believed
 ) -> tuple[RecoveryOrder, list[int], list[int]]:
-    """Blocks of one namespace; the places of frames that are superseded or not whole; those that nothing leads to.
+    """The blocks of one namespace in order; the places of superseded or incomplete frames; those of blocks without a
+    way to them.
 
     A block is whole if all its parts are there with one generation; of several such generations the highest counts.
-    root: the key that first blocks have for a parent. is_sound: asked of such a generation where there are several,
-    whether its frames, which stand at these places, pass their checks.
+    root: the parent key of first blocks. is_sound: asked, where there are several generations, whether the frames at
+    these places pass their checks.
     """
     found, impossible = _possible(found)
     places = np.concatenate([np.asarray(one.places, np.int64) for one in found])
@@ -66,7 +65,7 @@ def recovery_order(
     generations = _column(found, "generation", np.int64)
     chosen, useless = _pair(keys, generations, places, part_of, parts, is_sound)
     depths = _column(found, "block_index", np.int64)
-    # From here on one entry per block, that of part 0, and as they stood on disk: neighbours there are kin.
+    # From here on one entry per block, that of part 0, in their order on disk, where neighbours are often one chain.
     at = chosen[:, 0]
     parents = _parents(keys[at], parent_keys[at], depths[at], np.frombuffer(root, np.uint64))
     order, lost = _order(parents, depths[at], generations[at])
@@ -88,7 +87,7 @@ def recovery_order(
 
 
 def _possible(found: Sequence[Found]) -> tuple[list[Found], list[int]]:
-    """Without the entries whose numbers no header has (see `tiering.frame`); and the places of those."""
+    """Without entries whose numbers no header can have (see `tiering.frame`); and the places of those."""
     kept, impossible = [], []
     for one in found:
         entries = one.entries
@@ -113,7 +112,7 @@ def _column(found: Sequence[Found], name: str, kind: type[np.signedinteger[Any]]
 
 
 def _words(found: Sequence[Found], name: str) -> Column:
-    """Keys as rows of whole numbers, which numpy compares much faster."""
+    """Keys as rows of integers, which numpy compares much faster."""
     return np.concatenate([one.entries[name] for one in found]).view(np.uint64).reshape(-1, _WORDS)
 
 
@@ -161,10 +160,10 @@ def _pair_slowly(
     at: list[int],
     is_sound: Callable[[Sequence[int]], bool],
 ) -> tuple[Column, list[int]]:
-    """The same for entries that do not pair at first sight: one is missing, or a block was stored twice.
+    """The same for entries that do not pair at first sight: a part is missing, or a block was stored twice.
 
-    A generation that is not whole, or not sound, hides none before it: it may have been cut short while it was written,
-    and the index that knew so may be gone. Returns entries in both cases.
+    A generation that is not whole, or not sound, does not hide older ones: its write may have been cut short, and the
+    index that knew so may be gone. Returns entries in both cases.
     """
     frames: list[dict[bytes, dict[int, int]]] = [{} for _ in range(parts)]  # of each part: key -> generation -> entry
     for one in at:
@@ -182,18 +181,18 @@ def _pair_slowly(
 
 
 def _parents(keys: Column, parent_keys: Column, depths: Column, root: Column) -> Column:
-    """Each block's parent, as a position. One at the wrong depth is not believed: as if it were elsewhere."""
+    """Each block's parent, as a position. A parent at the wrong depth is not believed, and counts as elsewhere."""
     if not len(keys):
         return np.empty(0, np.int64)
     by_word = np.argsort(keys[:, 0])
     words, sought = keys[by_word, 0], np.ascontiguousarray(parent_keys[:, 0])
-    order = np.argsort(sought)  # looked for in order, the next one is always close by
+    order = np.argsort(sought)  # sorted, so that successive searches hit nearby memory
     ranks = np.empty(len(keys), np.int64)
     ranks[order] = np.searchsorted(words, sought[order])
     ranks[ranks == len(keys)] = 0
     parents = by_word[ranks]
     same = _equal(keys, parents, parent_keys, slice(None))
-    for child in np.flatnonzero(~same & (depths > 0)).tolist():  # one of several with that first word, or none
+    for child in np.flatnonzero(~same & (depths > 0)).tolist():  # several keys share that first word, or none has it
         rank = int(ranks[child]) + 1
         while rank < len(keys) and words[rank] == sought[child] and not same[child]:
             parents[child] = by_word[rank]
@@ -206,17 +205,17 @@ def _parents(keys: Column, parent_keys: Column, depths: Column, root: Column) ->
 
 
 def _equal(keys: Column, at: Column, others: Column, others_at: Column | slice) -> Column:
-    """Which of two selections of keys are the same, one by one."""
+    """Which pairs of two selections of keys are equal."""
     differ = keys[at] ^ others[others_at]
     same: Column = (differ[:, 0] | differ[:, 1] | differ[:, 2] | differ[:, 3]) == 0
     return same
 
 
 def _order(parents: Column, depths: Column, generations: Column) -> tuple[Column, Column]:
-    """Positions in the order of a recovery order, and the positions that nothing can lead to.
+    """Positions sorted into the recovery order, and those without a way to them.
 
-    A first block whose parent is another key, or a later one whose parent is the root, has no way to it; nor has what
-    hangs below one. A parent that is elsewhere may be known to the store already.
+    A first block whose parent is another key, or a later one whose parent is the root, has no way to it; nor have its
+    descendants. A parent that is elsewhere may be known to the store already.
     """
     by_depth = np.argsort(depths)
     edges = np.flatnonzero(np.diff(depths[by_depth], prepend=-1, append=-1)) if len(depths) else np.empty(0, np.int64)

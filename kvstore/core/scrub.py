@@ -1,13 +1,13 @@
-"""Scrubbing: reads what lies on NVMe again in the background, so that rot is found before a request needs it.
+"""Scrubbing: re-reads NVMe in the background, so that rot is found before a request needs the block.
 
     a frame     read > verified as for a request: MAC, stamp, name, generation, every digest
-    damaged     read and verified once more > its block is quarantined below > written down again if DRAM has it
+    damaged     read and verified once more > its block is quarantined on NVMe > written again if DRAM has it
     unreadable  a fault of the tier; met again in the next pass, and after the third one treated as damaged
 
 No pin is taken and no lock is held while a frame is read or hashed. A frame that was evicted meanwhile is no damage:
 before a block is quarantined, the tier says whether that very frame still stands there. Windows of frames run in the
-move queue behind everything else, one at a time, and end early when a request waits. Reading renews no block's place in
-the eviction order. Must never touch DRAM's copy of a block.
+move queue at the lowest priority, one at a time, and end early when a request waits. Reading changes no block's place
+in the eviction order. Must never touch DRAM's copy of a block.
 """
 
 from __future__ import annotations
@@ -36,32 +36,33 @@ from tiering.nvme.tier import NvmeTier, Resident, slab_name
 from tiering.tier import NO_PLACE, ScrubUsage, TierMiss, extent_of, slot_of
 
 RECHECKS = 3
-"""How often a frame that fails is read again, where evictions in its slab keep it from being judged."""
+"""How often a failed frame is read again if evictions in its slab leave it undecided."""
 
 YIELD_SECONDS = 0.1
-"""Without reading after a request was seen to wait."""
+"""Pause after the scrubber saw a request wait."""
 
 LOADING_LOOK_SECONDS = 0.2
-"""How often it is looked whether what was on disk is taken in by now."""
+"""How often it checks whether recovery is over."""
 
 MEND_SECONDS = 10.0
-"""For writing one block down again."""
+"""For writing one block again."""
 
 MENDS = 1024
-"""Blocks that are remembered for that; others are written when DRAM gets full or the store is closed."""
+"""Blocks queued for that; others are written when DRAM gets full or the store is closed."""
 
 SHORTEST_SLEEP_SECONDS, LONGEST_SLEEP_SECONDS = 0.01, 3600.0
 
 LINES_PER_PASS = 16
 
 RETIRED_AT_ONCE, RETIRED_IN_ALL = 256, 1 << 16
-"""Rows whose epochs are looked at while the lock is held, for a millisecond; and in one go, some seconds of a disk."""
+"""Rows whose epochs are checked under one hold of the lock, about a millisecond; and in one call, some seconds of a
+disk."""
 
 _log = logging.getLogger(__name__)
 
 
 class Aim(NamedTuple):
-    """What a frame has to say of itself."""
+    """What a frame must say of itself."""
 
     row: int
     key: bytes
@@ -71,16 +72,16 @@ class Aim(NamedTuple):
 
 @dataclass(slots=True)
 class ReadWindow:
-    """Frames to be read in one move; those that were visited are taken out."""
+    """Frames that one move reads; visited ones are taken out."""
 
     frames: deque[Resident]
     move: Move | None = None
     failed: bool = False  # the first one could not be read
-    made_way: bool = False  # for a request
+    made_way: bool = False  # a request waits
 
 
 class Scrubbing:
-    """The scrub of one store. The lock is the store's."""
+    """The scrubber of one store. The lock is the store's."""
 
     def __init__(
         self,
@@ -106,32 +107,32 @@ class Scrubbing:
         self._scrub = Scrub(lower.tier, limits, clock, lower.tier.session)
         self._window: ReadWindow | None = None
         self._buffer = memoryview(b"")
-        self._to_mend: dict[int, int] = {}  # row -> generation: lost below, good above
+        self._to_mend: dict[int, int] = {}  # row -> generation: lost on NVMe, good in DRAM
         self._next_mend = 0.0
         self._lines = 0
         self._wake = threading.Event()
         self.closing = False
 
     def start(self) -> None:
-        """Scrub from now on, in a thread that ends with `close`, or when nobody has the store any more."""
+        """Scrub in a thread from now on, until `close` or until the store is garbage-collected."""
         wake = self._wake
         reference = weakref.ref(self, lambda _: wake.set())
         threading.Thread(target=_drive, args=(reference, wake), name="kv-scrub", daemon=True).start()
 
     def close(self) -> None:
-        """Begin nothing any more; the frame that is being read is the last one. Returns at once."""
+        """Begin nothing more; the frame being read is the last one. Returns at once."""
         with self._lock:
             self.closing = True
         self._wake.set()
 
     def usage(self) -> ScrubUsage:
-        """What was done since the start."""
+        """Counts since the start."""
         return self._scrub.usage()
 
     # Driving -------------------------------------------------------------------------------------------------------
 
     def step(self) -> float:
-        """Do what is due; returns how many seconds there is nothing to do, if nothing wakes the thread before."""
+        """Do what is due; returns the seconds until there is more, unless the thread is woken before."""
         if self._is_loading():
             return max(LOADING_LOOK_SECONDS, self._scrub.seconds_until_due())
         window = self._window
@@ -174,7 +175,7 @@ class Scrubbing:
     # Reading, in a thread of the queue -----------------------------------------------------------------------------
 
     def _read(self, window: ReadWindow) -> None:
-        """Visit the frames of a window. Raises `TierUnavailable`; called again, it goes on with the same frame."""
+        """Read the frames of a window. Raises `TierUnavailable`; called again, it goes on with the same frame."""
         window.failed = False
         with self._lock:
             aims = [self._aim(frame) for frame in window.frames]
@@ -194,7 +195,7 @@ class Scrubbing:
                 return
 
     def _aim(self, frame: Resident) -> Aim | None:
-        """What should stand at a place; None if that is not a frame of a readable block. Under the lock."""
+        """What should stand at a place; None if no readable block has it. Under the lock."""
         row, residency, index = frame.row, self._lower.residency, self._blocks.index
         if row < 0 or not residency.is_listed(row) or residency.place(row, frame.part) != frame.place:
             return None
@@ -211,7 +212,7 @@ class Scrubbing:
             return self._second_look(frame.place)
 
     def _second_look(self, place: int) -> CheckResult:
-        """A frame failed a check. Condemned is what fails again, and stood there all the while."""
+        """A frame failed a check: it is damaged if it fails again and was not replaced meanwhile."""
         for _ in range(RECHECKS):
             with self._lock:
                 frame = next(iter(self._lower.tier.residents(place, place + 1, 0)), None)
@@ -233,7 +234,6 @@ class Scrubbing:
         return CheckResult.GONE  # the next pass will see
 
     def _check(self, frame: Resident, aim: Aim) -> None:
-        """Read a frame and verify all of it."""
         if len(self._buffer) < frame.frame_bytes:
             self._buffer = _aligned(frame.frame_bytes)
         view = self._buffer[: frame.frame_bytes]
@@ -247,7 +247,7 @@ class Scrubbing:
     # Damage --------------------------------------------------------------------------------------------------------
 
     def _quarantine(self, frame: Resident, aim: Aim, why: TierMiss = TierMiss.CORRUPT) -> bool:
-        """Quarantine a block below, if that very frame still stands there."""
+        """Quarantine a block on NVMe, if that very frame still stands there."""
 
         def stands() -> bool:
             if self.closing or self._lower.tier.residents(frame.place, frame.place + 1, 0) != [frame]:
@@ -279,7 +279,7 @@ class Scrubbing:
         )
 
     def _mend(self) -> None:
-        """Write damaged blocks down again, from what DRAM has; each with its ancestors, which may be lost as well."""
+        """Write damaged blocks from DRAM again, each with its ancestors, which may be lost too."""
         if not self._to_mend or self._clock.monotonic_seconds() < self._next_mend:
             return
         index = self._blocks.index
@@ -298,7 +298,7 @@ class Scrubbing:
                 del self._to_mend[row]
                 continue
             self._next_mend = self._clock.monotonic_seconds() + self._limits.pause_seconds
-            if reason is not MissReason.EVICTED:  # that is an ancestor which is lost in both tiers: a put may heal it
+            if reason is not MissReason.EVICTED:  # an ancestor is lost in both tiers: a put may heal it
                 return
 
     def _tell(self, frame: Resident, what: str) -> None:
@@ -308,12 +308,12 @@ class Scrubbing:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Epochs that are accepted no more
+# Retired epochs
 
 
 class Retirement:
-    """Takes the blocks that retired epochs signed out of every tier. Their rows stay, lost, so that what hangs below
-    them is found again once they are stored anew. The lock is the store's."""
+    """Takes the blocks that retired epochs signed out of every tier. Their rows stay, lost, so that their descendants
+    are found again once they are stored anew. The lock is the store's."""
 
     def __init__(
         self,
@@ -323,14 +323,13 @@ class Retirement:
         lock: threading.Lock,
         check_open: Callable[[], None],
     ) -> None:
-        """check_open: raises where the store is closed; under the lock."""
+        """check_open: raises if the store is closed; called under the lock."""
         self._blocks, self._levels, self._lower, self._lock = blocks, levels, lower, lock
         self._check_open = check_open
 
     def take_out(self, number: int, rows: Sequence[int], epochs: Container[tuple[bytes, int]]) -> list[int]:
-        """Those of a namespace's rows that have such frames go, and the rows that have to be looked at again are
-        returned: pinned, being stored, or on the move, and all beyond `RETIRED_IN_ALL`. Others have the lock between
-        pieces."""
+        """Remove the blocks among these rows that such epochs signed; returns the rows to pass again: pinned, being
+        stored or moved, and all beyond `RETIRED_IN_ALL`. The lock is free between pieces."""
         left = [*rows[RETIRED_IN_ALL:]]
         for first in range(0, len(rows[:RETIRED_IN_ALL]), RETIRED_AT_ONCE):
             left += self._piece(number, rows[first : min(first + RETIRED_AT_ONCE, RETIRED_IN_ALL)], epochs)
@@ -366,7 +365,7 @@ class Retirement:
         return NO_PLACE not in places and any(epoch_in(dram.span_at(place).view) in epochs for place in places)
 
     def _is_refilled(self, row: int) -> bool:
-        """A lost row that a put fills again, perhaps with frames that are signed already."""
+        """Whether a put is refilling a lost row, perhaps with frames that are signed already."""
         return self._blocks.index.state(row) is RowState.LOST and self._blocks.residency.place(row, 0) != NO_PLACE
 
     def _is_old(self, place: int, epochs: Container[tuple[bytes, int]]) -> bool:
@@ -374,7 +373,7 @@ class Retirement:
         header = private_pages(HEADER_BYTES).view
         try:
             self._lower.tier.read(place, header)
-        except TierError:  # it went meanwhile, or cannot be read, and its next reader is told
+        except TierError:  # gone meanwhile, or unreadable: its next reader is told
             return False
         return epoch_in(header) in epochs
 
@@ -390,7 +389,7 @@ class Retirement:
 
 
 def _drive(reference: weakref.ref[Scrubbing], wake: threading.Event) -> None:
-    """The thread. It holds on to nothing while it sleeps, so that a store that nobody has any more can go."""
+    """The thread. It holds no reference while it sleeps, so a store that is no longer used can be collected."""
     while True:
         scrubbing = reference()
         if scrubbing is None or scrubbing.closing:
@@ -402,7 +401,6 @@ def _drive(reference: weakref.ref[Scrubbing], wake: threading.Event) -> None:
 
 
 def _aligned(size_bytes: int) -> memoryview:
-    """Memory that direct I/O can read into."""
     memory = bytearray(size_bytes + ALIGNMENT)
     start = -np.frombuffer(memory, np.uint8).ctypes.data % ALIGNMENT
     return memoryview(memory)[start : start + size_bytes]

@@ -1,9 +1,9 @@
 """The store: the verbs of `Door` over blocks in tiers.
 
-One lock guards the tables; it is not held while payloads are copied or hashed or memory is made (but for the one frame
-that a reader reports as bad). A put runs: reserve
-(rows, then slots) > the producer fills the slots > commit (headers, visibility) > abort what is left. A get runs: lease
-(pins) > the reader copies and verifies > release. Must never call the clock or the disk itself, nor see a token.
+One lock guards the tables; it is not held while payloads are copied or hashed or extents are made (but for the one
+frame that a reader reports as bad). A put runs: reserve (rows, then slots) > the producer fills the slots > commit
+(headers, visibility) > abort what is left. A get runs: lease (pins) > the reader copies and verifies > release. Must
+never call the clock or the disk itself, nor see a token.
 """
 
 from __future__ import annotations
@@ -75,27 +75,27 @@ from tiering.residency import Evict, Grow, Vacate
 from tiering.tier import Column, FrameSpan, MoveCounts, SlotClass, extent_of
 
 RUN_OUT_AT_ONCE = 1024
-"""Leases that are noted as run out at a time."""
+"""Leases that are marked expired at a time."""
 DROP_LOOKS_SECONDS = 0.1
-"""How often a drop looks again whether moves of its namespace are over."""
+"""How often a drop checks whether moves of its namespace have ended."""
 DROP_SECONDS = 30.0
-"""How long a drop or a purge takes before it says that it was not over in time."""
+"""How long a drop or a purge may take by default."""
 LOCKED_BLOCKS = 2048
-"""Of a longer chain, so many blocks are worked on at a time: the lock is held for a few milliseconds."""
+"""Longer chains are worked on in pieces of this many blocks: each holds the lock for a few milliseconds."""
 LOCKED_PLACES = 2 * LOCKED_BLOCKS
-"""The same of blocks of several parts: where they are is looked up for each of their frames."""
+"""The same for blocks of several parts, counted in frames."""
 SEALED_BLOCKS = 256
-"""The same where blocks are committed, at 10 us each."""
+"""The same for commits, at 10 us a block."""
 ABORTED_PLACES = 1024
-"""The same of places where a put is given up, or a namespace dropped, at some microseconds each."""
+"""The same for aborted puts and dropped namespaces, at some microseconds a place."""
 EVICTED_BLOCKS = 512
-"""The same of blocks that an operator has evicted."""
+"""The same for evictions by an operator."""
 RETIRED_BYTES = 16 << 20
-"""The same of memory that is given back to the system; at least one extent."""
+"""The same for memory given back to the system; at least one extent."""
 SCANNED_ROWS = 1 << 20
-"""The same of rows, of all namespaces, where those of one are looked for: in columns, at a nanosecond each."""
+"""The same for scans of all rows for those of one namespace, at a nanosecond a row."""
 GIVE_WAY_SECONDS = 1e-4
-"""Between two of them: without it the lock is taken again before who waits for it has woken up."""
+"""Pause between two pieces: without it this thread takes the lock again before a waiting one wakes up."""
 
 _ASK_AGAIN = "ask again, or give it more time"
 
@@ -110,7 +110,7 @@ class _ExtentMove:
 
 @dataclass(frozen=True, slots=True)
 class _Awaited:
-    """Memory that was given back, and that others map still."""
+    """Memory that was given back and that clients still map."""
 
     mapped: list[int]
 
@@ -132,11 +132,12 @@ class Store:
         lower: Lower[NvmeTier] | None = None,
         node: NodeIdentity = NOWHERE,
     ) -> None:
-        """queue: for moves between DRAM and the tier below, where there is one. scrub: how that tier is scrubbed.
-        lower: the one of `blocks`.
+        """queue: for moves between DRAM and NVMe, where there is NVMe. scrub: how NVMe is scrubbed. lower: NVMe, as in
+        `blocks`.
 
-        new_number: above 0, for one lease or reservation and no other; tenants see these. taken_over: extents of an
-        earlier process, in the DRAM tier. name: of this run, unlike that of any other store. node: which one this is.
+        new_number: draws a unique number above 0 for a lease or reservation; tenants see these. taken_over: extents of
+        an earlier process, in the DRAM tier. name: of this run, unlike that of any other store. node: which one this
+        is.
         """
         new_number = new_number or counted_from(1).__next__
         self._blocks = blocks
@@ -157,12 +158,12 @@ class Store:
         self._collective = CollectivePuts(limits.joint_seconds)
         self._new_reservation = new_number
         self._pinned_bytes = 0
-        self.forgotten: deque[int] = deque()  # as `Door.forgotten`: a finalizer may run inside this store's very lock
-        self._to_abort: deque[int] = deque()  # reservations that no producer writes into any more
-        self._emptied: dict[int, None] = {}  # namespaces that may have extents which hold nothing
+        self.forgotten: deque[int] = deque()  # as `Door.forgotten`: a finalizer may run under this very lock
+        self._to_abort: deque[int] = deque()  # reservations whose producers have finished writing
+        self._emptied: dict[int, None] = {}  # namespaces that may have empty extents
         self._drops: set[int] = set()  # namespaces that are being dropped
-        self._unfound: set[int] = set()  # of them, those of which some blocks are gone and no block is found
-        self._lifting: list[tuple[int, list[int]]] = []  # pinned for leases that wait for blocks on their way up
+        self._unfound: set[int] = set()  # of them, those whose blocks are no longer found, some being gone already
+        self._lifting: list[tuple[int, list[int]]] = []  # pinned for leases that wait for promotions
         self._refreshing: deque[tuple[list[int], int]] = deque()  # long chains that were used; `BlockTable.refreshed`
         self._levels: Levels | None = None
         self._nvme_recovery: NvmeRecovery | None = None
@@ -180,13 +181,13 @@ class Store:
         if taken_over:
             self._dram_recovery = DramRecovery(blocks, taken_over, mover.keys, self._lock)
         self._leaving: set[bytes] = set()  # tenants that are purged, or were
-        self.fetched: Fetched | None = None  # where couriers bring blocks: `fetch_with`
+        self.fetched: Fetched | None = None  # set by `fetch_with`
         self._closed = False
         self._closer: threading.Thread | None = None
 
     def handle(self, client: StoreClient, request: m.Verb, seconds: float | None = None) -> m.Answer:
-        """Serve a tenant's client. Its request is trusted: a door to another process checks it first. seconds: for a
-        put, how long room may be made. Raises `BadInput`, `StoreClosed`, `TierError`."""
+        """Serve a tenant's client. Its request is trusted: the sidecar's door checks it first. seconds: how long a put
+        may wait for room. Raises `BadInput`, `StoreClosed`, `TierError`."""
         match request:
             case m.MatchPrefix():
                 return m.Matched(self.match(client.named[request.namespace], request.keys))
@@ -257,8 +258,7 @@ class Store:
             )
 
     def own_number(self, number: int) -> int:
-        """Which of its tenant's namespaces one is, from 0 on: as which its clients know it, so that they cannot count
-        those of others."""
+        """A namespace's number among its tenant's, from 0 on. Clients see only this one: it hides others' number."""
         with self._lock:
             spaces = self._blocks.spaces
             return sum(space.tenant == spaces[number].tenant for space in spaces[:number])
@@ -266,8 +266,8 @@ class Store:
     def drop(self, number: int, seconds: float = DROP_SECONDS) -> int:
         """Forget every block of a namespace, for good; returns how many were readable. Readers finish what they hold.
 
-        Waits until what is on disk was taken in. Raises `TierUnavailable` where it was not over in that time, or where
-        the disk does not forget; the line says how far it came, and it may be asked for again.
+        Waits until recovery from disk is over. Raises `TierUnavailable` if it does not end in time, or if the disk does
+        not forget; the message says how far it came, and the drop may be asked for again.
         """
         deadline = self._clock.monotonic_seconds() + seconds
         with self._lock:
@@ -282,8 +282,8 @@ class Store:
                 self._serve_again([number])
 
     def purge(self, tenant: bytes, seconds: float = DROP_SECONDS) -> int:
-        """Void every block of a tenant durably, give back its slabs, and serve it no more under these keys; returns
-        how many blocks were readable. Raises `TierUnavailable` as `drop` does; the tenant is served on then."""
+        """Void every block of a tenant durably, give back its slabs, and serve it no more under these keys; returns how
+        many blocks were readable. Raises `TierUnavailable` as `drop` does; the tenant is then still served."""
         deadline = self._clock.monotonic_seconds() + seconds
         with self._lock:
             self._check_open()
@@ -315,8 +315,8 @@ class Store:
     def retire(
         self, tenant: bytes, epochs: Container[tuple[bytes, int]], rows: Mapping[int, Sequence[int]] | None = None
     ) -> dict[int, list[int]]:
-        """Take a tenant's blocks that these epochs (key id and number) signed out of every tier. rows: by namespace,
-        left by an earlier call; all, if not given. Returns those that are in use still, to be looked at again."""
+        """Take a tenant's blocks that these epochs (key id and number) signed out of every tier. rows: by namespace, as
+        an earlier call returned them; without them, all. Returns rows that are in use, to be passed again later."""
         numbers = [space.number for space in list(self._blocks.spaces) if space.tenant == tenant]
         found = {one: self._rows_of(one).tolist() for one in numbers} if rows is None else rows
         left = {number: self._retirement.take_out(number, mine, epochs) for number, mine in found.items()}
@@ -328,11 +328,11 @@ class Store:
                 self._blocks.dropping.discard(number)
 
     def _drop(self, number: int, deadline: float) -> int:
-        """Others have the lock between pieces. Another drop of this namespace waits for this one."""
+        """The lock is free between pieces. A second drop of this namespace waits for the first."""
         with self._lock:
             self._await_taken_in(lambda: number in self._drops, deadline)
             self._drops.add(number)
-            self._blocks.dropping.add(number)  # a drop that ended just now has taken it off
+            self._blocks.dropping.add(number)  # a drop that ended just now has removed it
         try:
             readable = self._drop_rows(number, deadline)
             self._retire_emptied()
@@ -348,7 +348,7 @@ class Store:
     def _drop_rows(self, number: int, deadline: float) -> int:
         with self._lock:
             self._await_taken_in(lambda: bool(self._jobs) or self._is_moving(number), deadline)
-            self._expire_due()  # from here on it has no leases, and is given none
+            self._expire_due()  # from here on the namespace has no leases, and gets none
             self._finish([*self._leases.expire_all(number), *self._endings.under_way_of(number)])
             self._await_taken_in(lambda: bool(self._jobs) or self._is_moving(number), deadline)
             self._cancel_all(number)
@@ -374,8 +374,7 @@ class Store:
         return readable
 
     def _rows_of(self, number: int) -> Column:
-        """Those of a namespace that nothing is stored into, the deepest first. Others have the lock between pieces, and
-        may evict some of them."""
+        """A namespace's rows that are not being stored, deepest first. The lock is free between pieces."""
         index, found = self._blocks.index, []
         with self._lock:
             for first in range(0, index.rows_end, SCANNED_ROWS):
@@ -388,7 +387,7 @@ class Store:
         return deepest_first
 
     def _drop_row(self, number: int, row: int, deadline: float) -> None:
-        """If it is of that namespace still. Under the lock, which others have while a move pins the row."""
+        """If the row is still the namespace's. Under the lock, which is released while a move pins the row."""
         blocks = self._blocks
         while blocks.index.is_row_of(row, number) and blocks.residency.pins.counts[row]:
             left = deadline - self._clock.monotonic_seconds()
@@ -400,7 +399,7 @@ class Store:
             blocks.drop(row)
 
     def _cancel_all(self, number: int) -> None:
-        """What is being stored into a namespace. Under the lock, which others have between pieces."""
+        """Cancel a namespace's reservations. Under the lock, which is released between pieces."""
         while not self._closed:
             mine = (one for one in self._reservations.values() if one.namespace == number and not one.cancelled)
             record = next(mine, None)
@@ -411,7 +410,7 @@ class Store:
                 self._cancel(record)
 
     def _retire_emptied(self) -> None:
-        """Give back extents that hold nothing any more. Not under the lock: their memory is unmapped without it."""
+        """Give back empty extents. Not under the lock: unmapping is slow."""
         most = max(1, RETIRED_BYTES // self._blocks.dram.extent_bytes)
         gone: list[Extent] = []
         while self._emptied:
@@ -427,8 +426,8 @@ class Store:
             gone.clear()
 
     def _await_taken_in(self, is_busy: Callable[[], bool], deadline: float) -> None:
-        """Until what is on disk was taken in and nothing moves any more. Under the lock. Raises `TierUnavailable`, and
-        `StoreClosed` where it was closed since the caller last held the lock."""
+        """Wait until recovery is over and no move is under way. Under the lock. Raises `TierUnavailable`, and
+        `StoreClosed` if the store was closed while the lock was released."""
         self._check_open()
         while (is_warming := self._is_recovering) or is_busy():
             left = deadline - self._clock.monotonic_seconds()
@@ -462,18 +461,18 @@ class Store:
             return MatchReply(blocks, tiers, reason, detail)
 
     def lease(self, number: int, keys: Sequence[bytes], first_block: int, deadline_ms: float) -> LeaseReply:
-        """Pin the longest readable prefix, brought up to DRAM as far as that can be done before the deadline."""
+        """Pin the longest readable prefix; blocks in lower tiers are promoted until the deadline."""
         if len(keys) > self._locked_blocks(number):
             return self._lease_long(number, keys, first_block, deadline_ms)
         reply = self._lease(number, keys, first_block, deadline_ms)
-        if reply is None:  # leases that are over pin still
+        if reply is None:  # ended leases still pin
             self.finish_ending()
             reply = self._lease(number, keys, first_block, deadline_ms, takes_what_there_is=True)
         assert reply is not None
         return reply
 
     def lease_at_once(self, number: int, keys: Sequence[bytes], first_block: int) -> LeaseReply | None:
-        """The same where it is all in DRAM already, or a miss; None, and nothing is done, where it would take time."""
+        """As `lease` if no block needs promotion, or if it is a miss; else None, and nothing is pinned."""
         return self._lease(number, keys, first_block, None) if len(keys) <= self._locked_blocks(number) else None
 
     def _locked_blocks(self, number: int) -> int:
@@ -488,8 +487,7 @@ class Store:
         *,
         takes_what_there_is: bool = False,
     ) -> LeaseReply | None:
-        """deadline_ms: None where there is no time for anything. takes_what_there_is: also while leases that are over
-        pin what it would have; it returns None there otherwise."""
+        """deadline_ms: None: no wait. takes_what_there_is: while ended leases pin: a shorter lease, not None."""
         with self._lock:
             if self._closed:
                 return LeaseReply(0, first_block, 0, reason=MissReason.DISABLED, detail="the store is closed")
@@ -509,7 +507,7 @@ class Store:
                 blocks = min(first_block, len(rows))
                 return no_lease(first_block, blocks, self._tiers(rows[:blocks]), end)
             chain = rows[: first_block + len(wanted)]
-            tiers = self._tiers(chain)  # where they were found: a block that has to be brought up is a hit of its tier
+            tiers = self._tiers(chain)  # before promotion: a promoted block counts as a hit of the tier it came from
             missing = [row for row in wanted if not self._blocks.is_above(row)] if self._levels is not None else []
             unverified = [row for row in wanted if row in self._blocks.unverified] if self._blocks.unverified else []
             if deadline_ms is None and (missing or unverified):
@@ -528,7 +526,7 @@ class Store:
                 late = self._levels.bring_up(number, missing, deadline)
             if unverified and not read_first(self._blocks, self._lock, self._clock, unverified, deadline):
                 late = late or MissReason.DEADLINE
-        except BaseException:  # interrupted: nobody waits for these any more
+        except BaseException:  # interrupted: no lease needs these pins any more
             with self._lock:
                 self._end_lifting(waiting)
                 self._unpin(number, wanted)
@@ -538,7 +536,7 @@ class Store:
             return self._grant_what_is_up(number, first_block, chain, wanted, tiers, end, late)
 
     def _lease_long(self, number: int, keys: Sequence[bytes], first_block: int, deadline_ms: float) -> LeaseReply:
-        """`_lease`, a piece of the chain at a time, and others have the lock in between."""
+        """`_lease` in pieces; the lock is free in between."""
         deadline = self._clock.monotonic_seconds() + deadline_ms / 1000
         wanted: list[int] = []
         waiting = (number, wanted)
@@ -553,7 +551,7 @@ class Store:
             if unverified and not read_first(self._blocks, self._lock, self._clock, unverified, deadline):
                 late = late or MissReason.DEADLINE
             found = self._found_long(number, wanted)
-        except BaseException:  # interrupted: nobody waits for these any more
+        except BaseException:  # interrupted: no lease needs these pins any more
             with self._lock:
                 self._end_lifting(waiting)
                 self._unpin(number, wanted)
@@ -578,7 +576,7 @@ class Store:
             self._refreshing.append((chain, ready))
         try:
             self._refresh()
-        except BaseException:  # interrupted: nobody will ever know this lease's number
+        except BaseException:  # interrupted: no client learns this lease's number
             self.release(reply.lease)
             raise
         return reply
@@ -586,12 +584,12 @@ class Store:
     def _pin_long(
         self, waiting: tuple[int, list[int]], keys: Sequence[bytes], first_block: int
     ) -> tuple[int, TierRuns, LeaseEnd]:
-        """Pin what is readable of a long chain. Returns how many blocks are, in which tiers they were found, and why
-        there are no more. waiting: pinned so far."""
+        """Pin the readable prefix of a long chain. Returns how many blocks that is, the tiers they were found in, and
+        why it ends there. waiting: pinned so far."""
         number, wanted = waiting
         blocks = 0
         tiers: list[tuple[HitTier, int]] = []
-        may_wait = True  # once: for leases that are over and pin still
+        may_wait = True  # once: for ended leases that still pin
         with self._lock:
             self._lifting.append(waiting)
             first = 0
@@ -645,7 +643,7 @@ class Store:
         return found
 
     def _refresh(self) -> None:
-        """Say of long chains that were used that they are recent, a piece of one at a time."""
+        """Mark used long chains as recent, one piece at a time."""
         with self._lock:
             while self._refreshing and not self._closed:
                 chain, count = self._refreshing.popleft()
@@ -655,23 +653,23 @@ class Store:
                 self._moves_done.wait(GIVE_WAY_SECONDS)
 
     def release(self, lease: int) -> None:
-        """Unpin; a lease that ran out lets go of the slots that were kept for it."""
+        """Unpin; the places of an expired lease may be reused from now on."""
         with self._lock:
             record = self._leases.take(lease)
             if record is not None:
                 self._finish([record])
 
     def expire(self, lease: int) -> None:
-        """Its holder is out of reach and may still read: it pins nothing from now on, and what it leads to is not used
-        for anything else before it is released."""
+        """End a lease whose holder is out of reach and may still read: it pins nothing any more, and its places are not
+        reused before it is released."""
         with self._lock:
             record = self._leases.expire(lease)
             if record is not None:
                 self._finish([record])
 
     def begin_ending(self, released: Collection[int], expired: Collection[int]) -> None:
-        """`release` of some leases and `expire` of others, however many they are: from now on they are over, and what
-        they pinned goes soon. A put or lease that lacks room does it first, and so does `finish_ending`."""
+        """`release` some leases and `expire` others, however many, in little time: they are over at once, and are
+        unpinned soon, by `finish_ending` or by a put or lease that lacks room."""
         if not released and not expired:
             return
         with self._lock:
@@ -684,7 +682,7 @@ class Store:
             self._endings.work()
 
     def finish_ending(self) -> None:
-        """What such leases pinned is not pinned any more, and what is to be aborted is."""
+        """Unpin the blocks of ended leases, and carry out pending aborts."""
         with self._lock:
             self._finish_all()
         while (reservation := self._next_to_abort()) is not None:
@@ -699,16 +697,16 @@ class Store:
 
     @property
     def is_ending(self) -> bool:
-        """Whether there is anything for `finish_ending` to do; may be read without the lock."""
+        """Whether `finish_ending` has work; may be read without the lock."""
         is_any = len(self._endings) > 0 or len(self._to_abort) > 0 or len(self._emptied) > 0
         return is_any and not self._closed
 
     def ending_places(self, tenant: bytes) -> int:
-        """How many blocks times parts a tenant's have."""
+        """Places of a tenant's ended leases that are still pinned."""
         return self._endings.places_of(tenant)
 
     def attach(self, lease: int) -> bool:
-        """One more holder of a lease that still pins; it ends when as many have released it."""
+        """Add a holder to a live lease; the lease ends when all its holders have released it."""
         with self._lock:
             if self._closed:
                 return False
@@ -724,7 +722,7 @@ class Store:
             return self._leases.is_live(lease, self._clock.monotonic_seconds())
 
     def report(self, lease: int, block: int, part: int) -> None:
-        """A reader's check failed: verify the frame here, and quarantine the block if that fails too."""
+        """A reader's check failed: verify the frame here, and quarantine the block if it fails here too."""
         with self._lock:
             record = self._leases.get(lease) if not self._closed else None
             self._blocks.counters["reported_frames"] += 1
@@ -751,7 +749,7 @@ class Store:
         return sealed(request, *about, others.door if others is not None else "")
 
     def _retain(self, number: int, keys: Sequence[bytes], expires_at: int) -> None:
-        """Keep what is readable of a chain until then, before other blocks. Others have the lock between pieces."""
+        """Retain the readable prefix of a chain until then. The lock is free between pieces."""
         for first in range(0, len(keys), LOCKED_BLOCKS):
             with self._lock:
                 some = keys[first : first + LOCKED_BLOCKS]
@@ -785,9 +783,9 @@ class Store:
         skipped: int = 0,
         couriers: int = 0,
     ) -> ReserveReply:
-        """Rows and slots for what is missing from block `first_block` on, as far as there is room, or as room is made
-        in so many seconds. skipped: blocks of the chain before the first one of keys, which has to be readable then; of
-        a collective put, none. couriers: of how many tenants there are some, where one of them asks."""
+        """Rows and slots for the missing blocks from `first_block` on, as far as there is room or can be made in so
+        many seconds. skipped: blocks of the chain before the first key, which must be readable; 0 for a collective put.
+        couriers: if a courier asks, how many tenants have couriers."""
         ends_at = self._clock.monotonic_seconds() + seconds if seconds is not None else None
         if collective is None:
             return self._reserve(number, keys, first_block, priority, ttl_seconds, None, ends_at, skipped, couriers)
@@ -803,7 +801,7 @@ class Store:
             put = found or self._collective.begin(name, chain, now)
             if isinstance(put, ReserveReply):
                 return put
-        reply = ReserveReply(0, 0, stopped_at=0, reason=MissReason.DISABLED)  # what others are told if this is cut off
+        reply = ReserveReply(0, 0, stopped_at=0, reason=MissReason.DISABLED)  # for the others if this is interrupted
         try:
             reply = self._reserve(number, keys, first_block, priority, ttl_seconds, put, ends_at)
         finally:
@@ -814,7 +812,7 @@ class Store:
         return joined
 
     def _join(self, put: CollectivePut, chain: Chain, collective: Collective) -> ReserveReply:
-        """A share of a collective put, once it is known what the first one was told. Under the lock."""
+        """A share of a collective put, once the first participant has its answer. Under the lock."""
         if not self._joint_answered.wait_for(lambda: put.answer is not None, ANSWER_SECONDS):
             return ReserveReply(0, 0, stopped_at=0, reason=MissReason.DEADLINE)
         return self._collective.join(put, chain, collective.parts, self._new_reservation)
@@ -831,8 +829,7 @@ class Store:
         skipped: int = 0,
         couriers: int = 0,
     ) -> ReserveReply:
-        """put: whose reservation it is, if it is a collective one; its number is known to nobody then. ends_at: no more
-        room is made after that."""
+        """put: the collective put that this is for; its number goes to no client. ends_at: when to stop making room."""
         with self._lock:
             if self._closed or number in self._blocks.dropping:
                 return ReserveReply(0, 0, stopped_at=0, reason=MissReason.DISABLED)
@@ -844,7 +841,7 @@ class Store:
                 self._blocks.renew(rows, priority, expires_at)
             if present == len(keys):
                 return ReserveReply(0, skipped + present)
-            if present and self._blocks.index.depth(rows[-1]) != skipped + present - 1:  # keys that are no chain
+            if present and self._blocks.index.depth(rows[-1]) != skipped + present - 1:  # the keys are not one chain
                 return ReserveReply(0, 0, stopped_at=0, reason=MissReason.DIVERGED)
             in_flight_rows = self._collective.in_flight_rows(put) if put is not None else {}
             is_cut_off = skipped > 0 and not present
@@ -861,7 +858,7 @@ class Store:
             stopped_at, reason = self._begin_rows(record, keys, present, in_flight_rows)
             if stopped_at is None and len(keys) < asked:
                 stopped_at, reason = len(keys), MissReason.BUSY
-            if skipped:  # from here on all is counted in blocks of the chain
+            if skipped:  # from here on counted in blocks of the chain
                 record.indexes = [skipped + position for position in record.indexes]
                 stopped_at = skipped + stopped_at if stopped_at is not None else None
             if not record.rows:
@@ -872,7 +869,7 @@ class Store:
                 record.is_collective = True
         try:
             short = self._find_slots(record)
-        except BaseException:  # interrupted: nobody will ever know this reservation's number
+        except BaseException:  # interrupted: no client will learn this reservation's number
             self.abort(record.number)
             raise
         if short is not None:
@@ -894,8 +891,8 @@ class Store:
         )
 
     def commit(self, reservation: int, part: int, first: int, digests: Sequence[Sequence[bytes]]) -> int:
-        """Seal the next blocks of a part and publish what is complete; returns how many blocks are committed in all
-        parts that are filled under this number."""
+        """Seal the next blocks of a part and publish those that are complete; returns how many blocks are committed in
+        all parts that are filled under this number."""
         done = 0
         for at in range(0, max(1, len(digests)), SEALED_BLOCKS):
             if at:
@@ -929,7 +926,7 @@ class Store:
             return done
 
     def persist(self, number: int, keys: Sequence[bytes], seconds: float) -> tuple[int, MissReason | None]:
-        """How many of these blocks, from the first on, are durable after at most that long, and why not all are."""
+        """How many leading blocks are durable after at most that long, and why not all."""
         if self._closed:
             return 0, MissReason.DISABLED
         if self._levels is None:
@@ -944,8 +941,7 @@ class Store:
         return done, reason
 
     def abort(self, reservation: int) -> None:
-        """End a reservation; blocks that are not visible by now are given up. Of a collective put: for all, and this
-        one writes no more."""
+        """End a reservation; invisible blocks are given up. Of a collective put: for all; this one writes no more."""
         with self._lock:
             if self._collective.participants.get(reservation) is not None:
                 self._abort_share(self._collective.let_go(reservation).record)
@@ -959,15 +955,15 @@ class Store:
                 finally:  # if it was interrupted, it may be asked for again
                     record.is_ending = False
         self._retire_emptied()
-        if self._refreshing:  # soon: rows of what is evicted meanwhile may become another namespace's
+        if self._refreshing:  # soon: rows evicted meanwhile may become another namespace's
             self._refresh()
 
     def begin_abort(self, reservation: int) -> None:
-        """The same, soon: by `finish_ending`."""
+        """`abort` soon, by `finish_ending`."""
         self._to_abort.append(reservation)
 
     def _abort(self, record: ReservationRecord) -> None:
-        """Under the lock, which others have between pieces: they may cancel it, and close the store."""
+        """Under the lock, which is released between pieces: it may be cancelled, and the store closed, meanwhile."""
         if not record.cancelled:
             self._touch_published(record)
         most = max(1, ABORTED_PLACES // record.parts)
@@ -989,7 +985,7 @@ class Store:
             self._collective.freed(record)
 
     def cancel(self, reservation: int) -> None:
-        """Its producer is out of reach and may still write: the blocks are given up now, their slots with `abort`."""
+        """End a reservation whose producer may still write, out of reach: its blocks go now, its slots with `abort`."""
         with self._lock:
             share = self._collective.participants.get(reservation)
             record = share.record if share is not None else self._reservations.get(reservation)
@@ -1005,13 +1001,11 @@ class Store:
 
     @property
     def runs_out_at(self) -> float:
-        """When the time of the first collective put, or fetched block, is over, in monotonic seconds; inf where there
-        is none."""
+        """When the next collective put or fetched block expires, in monotonic seconds; inf without any."""
         return self._collective.due_at if self.fetched is None else min(self._collective.due_at, self.fetched.due_at)
 
     def expire_due(self) -> None:
-        """End collective puts whose time is over, also while nobody asks for anything: often called, and seldom
-        waits."""
+        """End collective puts whose time is over, also without requests. Takes the lock only if one is due."""
         if self._clock.monotonic_seconds() < self.runs_out_at and not self.is_ending:
             return
         with self._lock:
@@ -1026,24 +1020,25 @@ class Store:
     def spans(self, places: Sequence[int]) -> list[FrameSpan]:
         """The bytes at reserved or leased places, up to the first whose extent is gone. Raises `StoreClosed`."""
         spans = self._blocks.dram.spans_at(places)
-        self._check_open()  # afterwards: what is missing may be so because it was closed meanwhile
+        self._check_open()  # afterwards: spans may be missing because the store was closed meanwhile
         return spans
 
     def memory(self, held: int, places: Sequence[int], *, writable: bool = False) -> list[FrameSpan]:
-        """As `Door.memory`: a store's own memory is within reach of whatever is held."""
+        """As `Door.memory`: in the store's own process all memory is mapped."""
         return self.spans(places)
 
     # Other processes -----------------------------------------------------------------------------------------------
 
     def fetch_with(self, make: Callable[..., Fetched]) -> None:
-        """Blocks come from elsewhere, too. make: of what is the store's (`elsewhere.fetched`)."""
+        """Let couriers fetch blocks from elsewhere. make: builds `elsewhere.fetched` from the store's parts."""
         shared = self._blocks, self._clock, self._lock, self._pin, self._unpin, self._reservations, self._leases
         self.fetched = make(*shared, self._mover.keys)
 
     def share(self, extent: int, tenant: bytes, holder: int, fills: Collection[int] | None = None) -> SharedExtent:
-        """Open an extent for another process, to read, or to write if `fills` is given: namespaces that it stores into.
+        """Open an extent for another process: to read, or with `fills`, the namespaces it stores into, to write.
 
-        Raises `BlockMissing` where it is gone, is another tenant's, or to be written and none of theirs.
+        Raises `BlockMissing` if the extent is gone, is another tenant's, or is to be written and belongs to none of
+        these.
         """
         with self._lock:
             self._check_open()
@@ -1055,42 +1050,41 @@ class Store:
             if fills is not None and dram.class_of(extent).namespace not in namespaces:
                 raise BlockMissing("no extent of a namespace that is being stored into")
             frame_bytes = dram.class_of(extent).frame_bytes
-        # Without the lock: what the clients of a tenant have done to an extent can make it slow.
+        # Without the lock: a client can make this slow by what it did to an extent.
         descriptor = dram.share(extent, holder, writable=fills is not None)
         return SharedExtent(descriptor, dram.extent_bytes, frame_bytes)
 
     def is_mapped(self, extent: int, holder: int) -> bool:
-        """Whether a holder may still read or write in an extent. Takes no lock; it can be slow."""
+        """Whether a holder still has an extent mapped or open. Takes no lock; it can be slow."""
         return self._blocks.dram.is_shared(extent, holder)
 
     def unmapped(self, extents: Sequence[int], holder: int) -> Unmapped:
-        """How many of these, from the first on, a holder can neither read nor write in any more, as far as could be
-        found out in a moment. Takes no lock."""
+        """How many leading extents a holder has unmapped, as far as a moment's questions tell. Takes no lock."""
         is_shared = self._blocks.dram.is_shared
         return look(extents, lambda extent: is_shared(extent, holder), self._clock.thread_seconds)
 
     @property
     def retired_extents(self) -> int:
-        """How many extents were given back since the start: if it has not changed, `gone` has no more to say."""
+        """How many extents were given back since the start: while this does not change, `gone` has no news."""
         return self._blocks.dram.retired
 
     def tell_of_mapped(self, tell: Callable[[int], object]) -> None:
-        """From now on `tell` is called with each extent that is given back while others map it. That is under the lock:
-        it must neither wait nor call the store."""
+        """From now on `tell` is called with each extent that is given back while clients map it. It is called under the
+        lock: it must neither wait nor call the store."""
         self._blocks.dram.mapped_still = tell
 
     def gone(self, extents: Iterable[int]) -> list[int]:
-        """Which of these extents were given back, and are to be unmapped by whoever they were shared with."""
+        """Which of these extents were given back; clients that share them must unmap them."""
         with self._lock:
             return self._blocks.dram.gone(extents)
 
     # A lower tier -------------------------------------------------------------------------------------------------
 
     def start_loading(self, tenants: Mapping[bytes, TenantKeys]) -> None:
-        """Take in what is on disk, in a thread of its own; until it is done, a miss may be called warming."""
+        """Start recovery from disk in a thread; until it is done, a miss may be `warming`."""
         dram_recovery = self._dram_recovery
         if self._nvme_recovery is not None:
-            self._blocks.dram.prepare()  # what is on disk will be brought up
+            self._blocks.dram.prepare()  # blocks on disk will be promoted
             self._nvme_recovery.start(
                 tenants, lambda: dram_recovery.run(tenants) if dram_recovery is not None else None
             )
@@ -1100,17 +1094,17 @@ class Store:
             self._scrubbing.start()
 
     def prefault(self) -> None:
-        """Have all of DRAM ready before it is asked for, made behind whatever else goes on."""
+        """Fault in all of DRAM in the background, at the lowest priority."""
         dram = self._blocks.dram
         dram.prepare(dram.budget_bytes // dram.extent_bytes)
 
     @property
     def is_loaded(self) -> bool:
-        """Whether what was on disk is not being taken in any more, all of it or as far as that could be done."""
+        """Whether recovery from disk is over, successful or not."""
         return not self._is_recovering
 
     def warmed(self, timeout_seconds: float) -> bool:
-        """Whether what was on disk can be found after at most that long."""
+        """Whether recovery from disk is over after at most that long, and went well."""
         deadline = self._clock.monotonic_seconds() + timeout_seconds
         if self._nvme_recovery is not None and not self._nvme_recovery.wait(timeout_seconds):
             return False
@@ -1174,12 +1168,12 @@ class Store:
             )
 
     def namespaces(self) -> list[NamespaceUsage]:
-        """Every namespace and what it takes up. What is on disk is among them once it was taken in."""
+        """Every namespace and what it takes up; those on disk once they are recovered."""
         with self._lock:
             return occupancy(self._blocks) if not self._closed else []
 
     def namespace_of(self, number: int) -> Namespace:
-        """That it was opened as."""
+        """As it was opened."""
         return self._blocks.spaces[number].namespace
 
     def difference(self, number: int, other: int) -> str:
@@ -1187,12 +1181,12 @@ class Store:
         return self.namespace_of(number).difference(self.namespace_of(other))
 
     def tenants(self, names: Mapping[bytes, str]) -> list[TenantStatus]:
-        """What these tenants have taken of each tier, under their names."""
+        """What these tenants use of each tier, under their names."""
         with self._lock:
             return tenancy(self._blocks, names) if not self._closed else []
 
     def kept_until(self, number: int, keys: Sequence[bytes]) -> float:
-        """Until when a readable chain is kept as somebody asked, in seconds of the clock; 0 where it is not."""
+        """Until when a readable chain is retained, in seconds of the clock; 0 if it is not."""
         with self._lock:
             return kept_until(self._blocks, number, keys) if not self._closed else 0.0
 
@@ -1202,12 +1196,12 @@ class Store:
 
     @property
     def move_queue(self) -> MoveQueue | None:
-        """Runs them; None without a tier below DRAM."""
+        """The queue that runs the moves; None without NVMe."""
         return self._levels.queue if self._levels is not None else None
 
     def close(self) -> None:
-        """Write down what DRAM alone holds, as far as there is time; then let nothing in any more and give the memory
-        back. Readers keep what they still map."""
+        """Flush dirty blocks to NVMe, as far as there is time; then refuse every request and give the memory back.
+        Readers keep what they have mapped."""
         if self._dram_recovery is not None:
             self._dram_recovery.stop()
         if self._scrubbing is not None and not self._closed:
@@ -1224,7 +1218,7 @@ class Store:
                 self._levels.is_over = True
             self._blocks.dram.close()
         if self._lower is not None:
-            # In a thread of its own, because a disk that hangs must not keep whoever closes.
+            # In a thread of its own: a disk that hangs must not block `close`.
             closer = threading.Thread(target=self._lower.tier.close, name="kv-close", daemon=True)
             try:
                 closer.start()
@@ -1236,7 +1230,7 @@ class Store:
 
     @property
     def clock(self) -> Clock:
-        """For whoever waits for this store."""
+        """For code that waits on this store."""
         return self._clock
 
     @property
@@ -1246,13 +1240,13 @@ class Store:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether it was closed, but a call to its disk has not come back, and may yet have its effect there."""
+        """Whether the store is closed while a call to its disk has not returned and may still write."""
         if self._closer is None or self._levels is None:
             return False
         return self._closer.is_alive() or not self._levels.close(0)
 
     def close_after_fork(self) -> None:
-        """In a forked child: the memory is the parent's, so here the store is closed. Whoever held the lock is gone."""
+        """In a forked child: memory and threads are the parent's, so the store is closed here, under a new lock."""
         self._closed = True
         self._lock = threading.Lock()
         self._moves_done = threading.Condition(self._lock)
@@ -1286,7 +1280,7 @@ class Store:
             self._collective.check(self._reservations)
 
     def eviction_of(self, number: int, key: bytes) -> tuple[Eviction | None, bool]:
-        """What is known of how a block went that cannot be found, and whether it had a ttl. Takes no lock."""
+        """How a missing block was evicted, and whether it had a ttl. Takes no lock."""
         stamp, had_ttl = self._blocks.index.eviction(number, key)
         return self._blocks.tally.eviction(stamp), had_ttl
 
@@ -1414,7 +1408,7 @@ class Store:
 
     def _finish(self, records: Iterable[LeaseRecord]) -> None:
         spent, records = 0, list(records)
-        for record in records:  # from now on those that lack room know of all of them
+        for record in records:  # from now on puts and leases that lack room find all of them
             if not self._closed:
                 self._endings.begin(record)
         for record in records:
@@ -1428,15 +1422,15 @@ class Store:
         self._finish(self._endings.under_way())
 
     def _pin(self, number: int, rows: Sequence[int]) -> None:
-        """Pin distinct blocks of a namespace; a lease, a refill and a move count alike, for a block may have all."""
+        """Pin distinct blocks of a namespace. Leases, repairs and moves pin alike: one block may have all three."""
         self._pinned_bytes += self._blocks.residency.pins.pin(rows) * self._blocks.spaces[number].block_bytes
 
     def _unpin(self, number: int, rows: Sequence[int]) -> None:
         self._pinned_bytes -= self._blocks.residency.pins.unpin(rows) * self._blocks.spaces[number].block_bytes
 
     def _expire_due(self) -> None:
-        """Leases that were abandoned, and what is past its time; called before anything that needs room or pins. What
-        it has begun and not finished, a put or lease that lacks the room finishes."""
+        """Expire abandoned leases and all else that is past its time; called before anything that needs room or pins.
+        Work that this only begins is finished by a put or lease that lacks the room."""
         while self.forgotten:
             record = self._leases.take(self.forgotten.popleft())
             if record is not None:
@@ -1463,9 +1457,9 @@ class Store:
     def _begin_rows(
         self, record: ReservationRecord, keys: Sequence[bytes], present: int, in_flight_rows: Mapping[int, int]
     ) -> tuple[int | None, MissReason | None]:
-        """Rows for all blocks that are not readable, up to one that somebody else is storing.
+        """Rows for all blocks that are not readable, up to one that another put is storing.
 
-        in_flight_rows: rows behind which it may go on all the same, with the reservations that they are of.
+        in_flight_rows: rows of other puts that this one may follow, with their reservations.
         """
         blocks, index = self._blocks, self._blocks.index
         parent = index.find(record.namespace, keys[present - 1]) if present else NO_ROW
@@ -1481,7 +1475,7 @@ class Store:
             if row not in in_flight_rows and (state == RowState.PENDING or row in filling or row in record.repairs):
                 stopped = (position, MissReason.IN_FLIGHT)
                 break
-            if row != NO_ROW and index.parent(row) != parent:  # no chain: this key is another one's child
+            if row != NO_ROW and index.parent(row) != parent:  # not one chain: this key has another parent
                 stopped = (position, MissReason.DIVERGED)
                 break
             if row in in_flight_rows:
@@ -1501,7 +1495,7 @@ class Store:
         return stopped
 
     def _find_slots(self, record: ReservationRecord | SlotRequest) -> MissReason | None:
-        scarce = refused = False  # the machine had no memory for another extent: now, and the last time it was asked
+        scarce = refused = False  # the machine had no memory for another extent: now, and at the last attempt
         unmap_wait = PUT_SECONDS if isinstance(record, ReservationRecord) else 0.0  # a lease has an engine's deadline
         has_waited = False
         for taken in range(self._limits.room_steps):
@@ -1520,7 +1514,7 @@ class Store:
                         continue
                     if not len(self._endings) or has_waited or self._closed:
                         return step
-                    has_waited = True  # leases that are over pinned what could make room
+                    has_waited = True  # ended leases pinned what could make room
                     self._finish_all()
                     continue
             if isinstance(step, _ExtentMove):
@@ -1532,14 +1526,14 @@ class Store:
             elif self._grow(step):
                 refused = False
             else:
-                if refused:  # not even for one that was given back
+                if refused:  # not even after one was given back
                     return MissReason.TIER_DOWN
                 scarce = refused = True
         return MissReason.DEADLINE
 
     def _await_memory(self, record: ReservationRecord | SlotRequest, awaited: _Awaited) -> tuple[float, bool]:
-        """Until there is memory again, or others have taken all that came, or for as long as it is to be waited for.
-        Returns for how long that was to be, and whether any came."""
+        """Wait until clients have unmapped this memory, or other puts have taken what they unmapped, or the wait is
+        over. Returns how long it waited, and whether to look for slots again."""
         tenant, dram = self._blocks.spaces[record.namespace].tenant, self._blocks.dram
         is_collective = isinstance(record, ReservationRecord) and record.is_collective
         mapped = set(awaited.mapped)
@@ -1552,7 +1546,7 @@ class Store:
                 for seconds in LOOKS_SECONDS[:COLLECTIVE_LOOKS] if is_collective else LOOKS_SECONDS:
                     if record.cancelled or self._closed:
                         return waited, False
-                    self._waiting.wait(seconds)  # nobody tells when memory is unmapped
+                    self._waiting.wait(seconds)  # unmapping sends no notification
                     waited += seconds
                     now_mapped = dram.awaited()
                     mapped.intersection_update(now_mapped)
@@ -1568,7 +1562,7 @@ class Store:
     def _take_slots(
         self, record: ReservationRecord | SlotRequest, scarce: bool, is_patient: bool
     ) -> SlotClass | _ExtentMove | _Awaited | MissReason | None:
-        """Slots for the next rows; what has to be done outside the lock before there are more, or None when done."""
+        """Slots for the next rows; returns what must happen outside the lock before there are more, or None if done."""
         blocks = self._blocks
         make_room = blocks.residency.room_within if scarce else blocks.residency.room
         take_places = blocks.make_place_above if isinstance(record, SlotRequest) else blocks.place
@@ -1586,7 +1580,7 @@ class Store:
             if all([blocks.dram.free_slots(slot_class) for slot_class in classes]):
                 continue
             mapped = blocks.dram.awaited()
-            if mapped:  # to give back more would help nobody before others unmap what was
+            if mapped:  # giving back more frees nothing before clients unmap this
                 if is_patient and self._waits_for(record.namespace, mapped):
                     return _Awaited(mapped)
                 if not blocks.evict_own(len(missing), record.namespace):
@@ -1596,26 +1590,25 @@ class Store:
             move = make_room(classes, blocks.dram, groups)
             if isinstance(move, Evict):
                 if not blocks.evict_for(record.namespace, len(missing)):
-                    return self._no_room(record)  # what is left would help nobody, or is the way to blocks that stay
+                    return self._no_room(record)  # the rest frees no extent, or leads to blocks that stay
             elif isinstance(move, Grow):
                 return move.slot_class
             elif isinstance(move, Vacate):
                 return self._start_vacating(move)
             elif scarce:
                 return MissReason.TIER_DOWN
-            else:  # nobody may be evicted at all, or nobody for this tenant
+            else:  # no block may be evicted at all, or none for this tenant
                 return MissReason.QUOTA if blocks.has_evictable() else self._no_room(record)
         return None
 
     def _no_room(self, record: ReservationRecord | SlotRequest) -> MissReason:
         if isinstance(record, SlotRequest):
-            return MissReason.PINNED_FULL  # whoever answers the lease says more
+            return MissReason.PINNED_FULL  # the lease's answer says more
         reason, record.detail = self._who_has_the_room(record)
         return reason
 
     def _who_has_the_room(self, asker: ReservationRecord | None) -> tuple[MissReason, str]:
-        """Why nothing in DRAM may go. It says `pinned_full` where somebody has to release something, and nowhere else.
-        Under the lock."""
+        """Why DRAM can evict nothing. `pinned_full` only if a client must release something first. Under the lock."""
         dram, levels = self._blocks.dram, self._levels
         if dram.awaited() or dram.guarded_bytes():
             return MissReason.DEADLINE, "memory that changes hands is still mapped by clients; try again"
@@ -1629,9 +1622,9 @@ class Store:
         return MissReason.QUOTA, "the prompt alone takes all the memory that it may; its first blocks are kept"
 
     def _who_has_the_room_below(self) -> MissReason:
-        """The same of NVMe. Under the lock."""
+        """The same for NVMe. Under the lock."""
         assert self._lower is not None
-        if self._lower.tier.has_room():  # and the disk has none for another slab
+        if self._lower.tier.has_room():  # but the disk has no room for another slab
             return MissReason.TIER_DOWN
         if len(self._leases):
             return MissReason.PINNED_FULL
@@ -1645,7 +1638,7 @@ class Store:
     def _tail_evicted(
         self, record: ReservationRecord, keys: Sequence[bytes], skipped: int
     ) -> tuple[int, MissReason] | tuple[None, None]:
-        """Blocks behind the last one to fill were there already, and may have had to make room for it."""
+        """Blocks behind the last one to fill were readable, and may have been evicted to make room for it."""
         with self._lock:
             for position in range(record.indexes[-1] + 1 - skipped, len(keys)):
                 if self._blocks.index.find(record.namespace, keys[position]) == NO_ROW:
@@ -1690,7 +1683,7 @@ class Store:
             self._publish(other, min(other.done))
 
     def _touch_published(self, record: ReservationRecord) -> None:
-        """A chain was stored, as far as it is readable. Once for a reservation: until then its rows keep the chain."""
+        """Count a stored chain as used, as far as it is readable. Once: until then the reservation's rows pin it."""
         if not record.published:
             return
         chain = self._blocks.index.chain(record.rows[record.published - 1])
@@ -1712,8 +1705,8 @@ class Store:
         self._cut(record, start)
 
     def _cancel(self, record: ReservationRecord) -> None:
-        """Its namespace is dropped, or a producer is lost: the rows go now, and what follows them; the slots when all
-        producers are done."""
+        """End a reservation whose namespace is dropped or whose producer is lost: its rows and their descendants go
+        now, its slots once all producers are done."""
         for other in list(self._reservations.values()):
             if record.number in other.depends_on and not other.cancelled:
                 self._cancel(other)
@@ -1724,9 +1717,9 @@ class Store:
             self._free_cancelled(record)
 
     def _orphan_the_last(self, record: ReservationRecord, *, also_ending: bool = False) -> None:
-        """Of a long reservation, all rows but as many as `_cancel` takes at a time. Under the lock, which others have
-        between pieces: they may cancel or abort it, and close the store. also_ending: also of one that is being
-        aborted."""
+        """Orphan the rows of a long reservation but for as many as `_cancel` takes at a time. Under the lock, which is
+        released between pieces: the reservation may be cancelled or aborted and the store closed meanwhile.
+        also_ending: also if it is being aborted."""
         most = max(1, ABORTED_PLACES // record.parts)
         record.is_cancelling = True
         while not (record.is_collective or record.cancelled or self._closed) and (also_ending or not record.is_ending):
@@ -1773,7 +1766,7 @@ class Store:
         try:
             memory = self._blocks.dram.new_extent()
         except TierFull:
-            return True  # somebody else took the last of the budget: look again
+            return True  # another thread took the last of the budget: look again
         except TierUnavailable:
             return False
         self._blocks.dram.prepare()

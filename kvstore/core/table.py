@@ -1,10 +1,10 @@
 """Blocks: the index, the residency tables, the policies and the slots of both tiers, kept in step.
 
-Every change to a block's life goes through one of these methods, so that the tables can never disagree. No lock, no
+Every change in a block's life goes through one of these methods, so that the tables can never disagree. No lock, no
 clock and no leases here: `store` has those. `check()` verifies all of it.
 
 A block is readable (a visible row) as long as DRAM or NVMe has all its frames. It is listed in the policy of each tier
-that has it. A row that was quarantined is listed in DRAM's, without frames, until it is filled again or goes.
+that has it. A quarantined row is listed in DRAM's, without frames, until a put fills it again or it is evicted.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class OpenedNamespace:
 
     @property
     def about(self) -> bytes:
-        """What is kept of it beside its blocks."""
+        """The record that is kept beside its blocks."""
         return pack_about(self.namespace, [stamp.payload_bytes for stamp in self.stamps])
 
 
@@ -62,7 +62,7 @@ TierBelow = TypeVar("TierBelow", bound=LowerTier, covariant=True)
 
 @dataclass(frozen=True)
 class Lower(Generic[TierBelow]):
-    """The tier below DRAM, which blocks are there, and which of those that leave DRAM are to be."""
+    """NVMe: its tier, the blocks in it, and the policy that admits blocks to it."""
 
     tier: TierBelow
     residency: Residency
@@ -74,7 +74,7 @@ Unsealed = tuple[int, bytes, int, int, Sequence[bytes]]
 
 
 class BlockTable:
-    """What exists and where it is. Callers hold the store's lock."""
+    """Which blocks exist, and where. Callers hold the store's lock."""
 
     def __init__(
         self,
@@ -88,12 +88,12 @@ class BlockTable:
         shares: Shares | None = None,
         seconds: Callable[[], float] | None = None,
     ) -> None:
-        """first_generation: a tenant's first one, above every one that a frame may have which was there before. shares:
-        of tenants, where something is said of one; the policies are by group then. seconds: a clock for
-        the ages of what is evicted; None where they are not wanted.
+        """first_generation: a tenant's first one, above that of every frame that existed before. shares: of tenants,
+        where any has settings; the policies are then by group. seconds: a clock for the ages of evicted blocks; None if
+        they are not wanted.
 
-        gone: told the namespace's number and the prefix key of each block that NVMe gives up, before its frames are; it
-        runs under the lock and must not call the store. A block whose frames failed a check is not reported.
+        gone: called with the namespace's number and the prefix key of each block that NVMe gives up, before its frames
+        go; it runs under the lock and must not call the store. Blocks whose frames failed a check are not reported.
         """
         self.index = index
         self.residency = residency
@@ -103,22 +103,22 @@ class BlockTable:
         self.spaces: list[OpenedNamespace] = []
         self.counters: Counter[str] = Counter()
         self.tally = Tally(seconds)
-        self._rows = 0  # that there are columns for
+        self._rows = 0  # there are columns for so many
         self._keys = keys
         self._first_generation = first_generation
         self._next_generations: dict[bytes, int] = {}  # by tenant
         self._newest: dict[bytes, TenantKeys] = {}  # by tenant, where an epoch began while this store was open
         self._gone = gone
-        self.is_loading = False  # what was on NVMe before a restart is being taken in
-        self.all_known = True  # what NVMe has: if not, a block there may be the way to others that nobody knows of yet
-        self.older: dict[tuple[int, bytes], list[int]] = {}  # places of copies from before a restart that nobody finds
-        self.demoting: set[int] = set()  # rows on their way down, with a place there or not yet
+        self.is_loading = False  # blocks from before a restart are being recovered
+        self.all_known = True  # recovery is over: before that, a block on NVMe may lead to others not yet recovered
+        self.older: dict[tuple[int, bytes], list[int]] = {}  # unlisted copies from before a restart, by place
+        self.demoting: set[int] = set()  # rows being demoted, with a place on NVMe or not yet
         self.dropping: set[int] = set()  # namespaces that are about to be dropped
         self.dirty = DirtyBlocks()
-        self.unverified: set[int] = set()  # rows whose frames in DRAM were not read since they were taken over
+        self.unverified: set[int] = set()  # rows taken over from an earlier process, their frames not yet read
 
     def add_space(self, keys: TenantKeys, namespace: Namespace, payload_bytes: Sequence[int]) -> OpenedNamespace:
-        """Make a namespace of a tenant known."""
+        """Add a tenant's namespace."""
         stamps = stamps_of(keys, namespace, payload_bytes)
         classes = tuple(SlotClass(one.tenant, one.namespace, one.part, one.frame_bytes) for one in stamps)
         sealers = sealers_of(self._newest.get(keys.tenant, keys), stamps)
@@ -133,7 +133,7 @@ class BlockTable:
         return space
 
     def rotate(self, keys: TenantKeys) -> None:
-        """Sign what is sealed from now on in this epoch of the tenant."""
+        """Sign frames of the tenant in this epoch from now on."""
         self._newest[keys.tenant] = keys
         mine = {one.number: sealers_of(keys, one.stamps) for one in self.spaces if one.tenant == keys.tenant}
         self.spaces[:] = [replace(one, sealers=mine.get(one.number, one.sealers)) for one in self.spaces]
@@ -141,7 +141,7 @@ class BlockTable:
     # A block's life ------------------------------------------------------------------------------------------------
 
     def begin(self, number: int, key: bytes, parent: int, priority: int, expires_at: int) -> int:
-        """1. A pending row: the block is being stored, its parent cannot go any more."""
+        """1. A pending row: the block is being stored, and its parent cannot be evicted any more."""
         row = self.index.insert(number, key, parent, priority, expires_at)
         if row >= self._rows:
             self.grow_to(row)
@@ -156,8 +156,8 @@ class BlockTable:
         return columns
 
     def next_generations(self, number: int, count: int) -> range:
-        """Numbers that no other block of this tenant had or will have; those of other tenants have counts of their own,
-        since clients read the generations of their blocks."""
+        """Numbers that no other block of this tenant ever has. Each tenant has its own count, since clients read the
+        generations of their blocks."""
         tenant = self.spaces[number].tenant
         first = self._next_generations.get(tenant) or self._first_generation()
         self._next_generations[tenant] = first + count
@@ -176,7 +176,7 @@ class BlockTable:
         self.dram.commit(residency.places_of(rows, part), headers)
 
     def publish(self, number: int, rows: Sequence[int], generations: Sequence[int]) -> None:
-        """4. All parts are sealed and the parents are visible: from now on the blocks can be found."""
+        """4. All parts are sealed and the parents are visible: from now on matches find the blocks."""
         index, residency = self.index, self.residency
         for row, generation in zip(rows, generations, strict=True):
             is_new = index.publish(row)
@@ -196,21 +196,21 @@ class BlockTable:
             self.dram.own(residency.places_of(rows, part), rows)
 
     def used(self, chain: Sequence[int], count: int) -> None:
-        """A request came for a readable block and all its ancestors, the deepest first: it was given them, or it stored
-        the first `count`, and was given the others before."""
+        """Record one use of a chain, deepest block first. The first `count` entries are new uses; the rest were counted
+        by an earlier call."""
         self.counted(chain, count)
         self.refreshed(chain, count)
 
     def counted(self, chain: Sequence[int], count: int) -> None:
-        """The first half of `used`: what is learned from a request as a whole."""
+        """The first half of `used`: the policies learn from the request as a whole."""
         self.residency.policy.used(chain, count)
         if self.lower is not None:
             self.lower.residency.policy.used(chain, count)
             self.lower.admission.used(chain, count)
 
     def refreshed(self, chain: Sequence[int], count: int) -> None:
-        """The second half, which may be done for a piece of a chain after the other, from the deepest on: its blocks
-        are the most recent ones. What is not readable any more is left out."""
+        """The second half, which may be done in pieces of the chain, from the deepest on: its blocks become the most
+        recent. Rows that are not readable any more are skipped."""
         for residency in (self.residency, self.lower.residency) if self.lower is not None else (self.residency,):
             if residency.retention is not None and self.index.has_hints:
                 residency.retention.used(chain)
@@ -221,7 +221,7 @@ class BlockTable:
             self.dirty.used(chain[:count])
 
     def renew(self, rows: Sequence[int], priority: int, expires_at: int) -> None:
-        """Readable blocks of one chain, the first one first, are to be kept for longer than was said before."""
+        """Extend the retention of a chain's readable blocks, first block first."""
         for row in rows:
             self.index.renew(row, priority, expires_at)
         for residency in (self.residency, self.lower.residency) if self.lower is not None else (self.residency,):
@@ -234,22 +234,21 @@ class BlockTable:
                 self.dirty.prioritize(row)
 
     def is_to_be_kept(self, row: int) -> bool:
-        """Whether a block that DRAM alone holds is kept for a time now, there, or would be if it were on NVMe."""
+        """Whether a block that DRAM alone holds is retained there, or would be retained on NVMe."""
         retention = self.residency.retention
         return (retention is not None and retention.holds(row)) or self.would_be_kept_below(row)
 
     def would_be_kept_below(self, row: int) -> bool:
-        """The second of these."""
+        """Whether it would be retained on NVMe."""
         retention = self.lower.residency.retention if self.lower is not None else None
         return retention is not None and retention.has_room_for(row)
 
     def givers(self, number: int) -> list[int] | None:
-        """Groups of tenants that may have to give way in DRAM for a namespace, in their order; None where nobody said
-        anything of tenants."""
+        """Groups of tenants that may lose blocks in DRAM for a namespace, in order; None if no tenant has settings."""
         return self._givers(number, self.residency, self.dram)
 
     def has_evictable(self) -> bool:
-        """Whether DRAM has a block that somebody may evict."""
+        """Whether any block in DRAM may be evicted."""
         return next(self.residency.worst(), None) is not None
 
     def _givers(self, number: int, residency: Residency, tier: DramTier | LowerTier) -> list[int] | None:
@@ -260,19 +259,19 @@ class BlockTable:
         return shares.givers(asker, shares.held(tier.held()), tier.pieces(), residency.groups.idle())
 
     def evict_worst(self, blocks: int, leaves: Callable[[int], object] | None = None) -> int:
-        """5. Take the worst leaves that nobody pins out of DRAM, up to that many; returns how many went.
+        """5. Evict the worst unpinned leaves from DRAM, up to that many; returns how many went.
 
-        Those that NVMe has stay readable; the others are given up, rows and frames. leaves: told each row that NVMe has
-        not, before it goes; it may take it down.
+        Those that NVMe has stay readable; the others are gone, rows and frames. leaves: called with each row that NVMe
+        lacks before it goes, and may demote it.
         """
         return self._evict(self.residency.worst(), blocks, leaves)
 
     def evict_for(self, number: int, blocks: int) -> int:
-        """The same for a namespace that is short of slots, up to `blocks` of its own.
+        """Evict for a namespace that is short of slots, up to `blocks` of its own. The caller has to look again.
 
-        Each of its own leaves that goes is a slot. Of another namespace's only as many help as it takes to empty an
-        extent that nobody is using: if one has them among the worst they go, and nobody else loses any. Where all have
-        one that somebody is using nothing of theirs goes, since it would help nobody. The caller has to look again.
+        Each of its own leaves frees a slot. Another namespace helps only by emptying an extent that is not in use: the
+        first that can do so with leaves among the worst gives as many as that takes, and the others lose none. If every
+        extent is in use, no other namespace loses any, since it would free nothing.
         """
         groups = self.givers(number)
         below = self.lower.residency if self.lower is not None else None
@@ -285,7 +284,7 @@ class BlockTable:
         return self._evict((row for row in self._worst_for(groups) if namespace_of(row) == giver), most)
 
     def _worst_for(self, groups: Sequence[int] | None) -> Iterator[int]:
-        """Leaves that may go, without those whose slots would be of use to nobody yet."""
+        """Leaves that may go, without those whose slots could not be reused yet."""
         residency, is_guarded = self.residency, self.dram.is_guarded
         rows = (row for row in residency.worst(groups) if not is_guarded(residency.place(row, 0)))
         if residency.holds:
@@ -293,7 +292,7 @@ class BlockTable:
         return (row for row in rows if self._may_go(row)) if self.lower is not None else rows
 
     def _may_go(self, row: int) -> bool:
-        """Not one that was quarantined and is the way to blocks that NVMe alone has."""
+        """Not a quarantined block that leads to blocks which NVMe alone has."""
         return self.is_below(row) or not self.index.children(row)
 
     def offers_of(self, number: int, in_use: set[int]) -> list[tuple[int, ExtentRoom]]:
@@ -305,11 +304,11 @@ class BlockTable:
             for extent in dram.extents_of(one)
             if extent.number not in in_use
         ]
-        offers.reverse()  # of those that cost as much, the one that came last
+        offers.reverse()  # at equal cost, the newest extent
         return sorted(offers, key=lambda offer: -offer[0])
 
     def evict_own(self, blocks: int, number: int) -> int:
-        """The same of one namespace's leaves alone, whatever others have that is worse."""
+        """The same from one namespace's leaves alone, whatever worse ones others have."""
         namespace_of = self.index.namespace_of
         return self._evict((row for row in self._worst_for(None) if namespace_of(row) == number), blocks)
 
@@ -344,26 +343,26 @@ class BlockTable:
         return gone
 
     def give_up(self, row: int) -> None:
-        """A block that was never published ends here; its children were given up before."""
+        """End a block that was never published; its children were given up before."""
         self._free(self.residency.forget(row))
         self._remove(row)
 
     def unfill(self, row: int) -> None:
-        """A lost row that was to be filled again stays lost."""
+        """A lost row that a put began to refill stays lost."""
         self._free(self.residency.forget(row))
 
     def orphan(self, row: int) -> list[int]:
-        """A pending row goes while its producer still writes: the places are returned, still taken."""
+        """Remove a pending row whose producer is still writing: its places are returned, and stay taken."""
         places = self.residency.forget(row)
         self._remove(row)
         return places
 
     def free_abandoned_slots(self, places: Sequence[int]) -> None:
-        """The producer of orphaned places is done with them."""
+        """The producer of orphaned places has finished writing."""
         self._free(places)
 
     def drop(self, row: int) -> None:
-        """A readable or lost leaf goes because its namespace does. Pins were lifted before."""
+        """Remove a readable or lost leaf with its namespace. Pins were lifted before."""
         assert self.residency.pins.counts[row] == 0
         self.dirty.discard(row)
         self._free(self.residency.forget(row))
@@ -375,8 +374,9 @@ class BlockTable:
         self._child_went(parent if is_listed else NO_ROW)
 
     def quarantine(self, row: int) -> bool:
-        """A check failed: the frames of all parts are never used again, and the row stays, lost, so that its children
-        keep theirs. True where only an epoch was retired that signed one: its slots are free, but while it is read."""
+        """A check failed: no frame of the block is ever used again, and the row stays, lost, so that its children keep
+        their place. Returns True if the frames are sound and only the epoch that signed one was retired: then its slots
+        are free, except while they are read."""
         space = self.spaces[self.index.namespace_of(row)]
         places = [place for part in range(len(space.classes)) if (place := self.residency.place(row, part)) != NO_PLACE]
         headers = [one.view for one in self.dram.spans_at(places)]
@@ -398,7 +398,7 @@ class BlockTable:
             self.index.mark_lost(row, why)
 
     def relocate(self, row: int, part: int, target: int) -> bool:
-        """A verified copy of a frame stands at `target`: take that place over, if it is a copy of what was committed.
+        """A verified copy of a frame stands at `target`: use it from now on, if it is a copy of what was committed.
 
         False leaves everything as it was.
         """
@@ -444,9 +444,9 @@ class BlockTable:
     def make_place_below(
         self, number: int, rows: Sequence[int], claimed: list[list[int]] | None = None
     ) -> list[list[int]]:
-        """Slots on NVMe for blocks that are about to be written there, by part; every class must have as many.
+        """Slots on NVMe for blocks that are about to be written, by part; every class must have as many free ones.
 
-        claimed: those are taken instead.
+        claimed: use these instead.
         """
         assert self.lower is not None
         tier, residency = self.lower.tier, self.lower.residency
@@ -459,8 +459,8 @@ class BlockTable:
         return columns
 
     def demoted(self, number: int, rows: Sequence[int], generations: Sequence[int]) -> None:
-        """The frames are durable: the blocks are readable from NVMe too, but for those that were quarantined, and
-        perhaps filled again, while they were written. generations: from before that."""
+        """The frames are durable: NVMe has the blocks from now on, except those that were quarantined, and perhaps
+        refilled, meanwhile. generations: as of the start of the write."""
         assert self.lower is not None
         residency = self.lower.residency
         kept = []
@@ -473,7 +473,7 @@ class BlockTable:
                 self._end_older(number, self.index.key(row))
             else:
                 self._forget_below(row)
-        # An ancestor is always the more recent: else whoever makes room takes the last block of every chain in turn.
+        # An ancestor must be the more recent one: else eviction takes the last block of every chain in turn.
         followed = {self.index.parent(row) for row in kept}
         for row in kept:
             if row not in followed:
@@ -484,18 +484,18 @@ class BlockTable:
         self.tally.copied_bytes[CopyKind.DEMOTE] += len(kept) * self.spaces[number].block_bytes
 
     def not_demoted(self, rows: Sequence[int]) -> None:
-        """They could not be written: their places go back."""
+        """The write failed: free their places on NVMe."""
         assert self.lower is not None
         for row in rows:
             self.lower.tier.abort(self.lower.residency.forget(row))
             self._went_below(row)
 
     def expect(self, blocks: int) -> None:
-        """That many are about to be loaded: have columns for all of them at once."""
+        """Make columns for that many blocks, which are about to be recovered."""
         self.grow_to(self.index.expect(blocks))
 
     def loaded(self, rows: range, parents: Column, generations: Column, places: Sequence[Column]) -> None:
-        """New rows of the index were on NVMe before a restart, the one that was used last first."""
+        """New rows for blocks that were on NVMe before a restart, most recently used first."""
         assert self.lower is not None
         self.grow_to(rows.stop - 1)
         self.index.link(rows, parents)
@@ -505,7 +505,7 @@ class BlockTable:
             self.lower.tier.own_many(column, np.arange(rows.start, rows.stop))
 
     def adopt(self, row: int, generation: int, places: Sequence[int]) -> None:
-        """A readable block was found on NVMe too, from before a restart."""
+        """A readable block was also found on NVMe, from before a restart."""
         assert self.lower is not None
         self.lower.residency.reserved([row], [[place] for place in places])
         self._came_below(row)
@@ -515,13 +515,13 @@ class BlockTable:
         self.lower.tier.own(places, [row] * len(places))
 
     def make_place_above(self, number: int, rows: Sequence[int]) -> list[list[int]]:
-        """Slots in DRAM for blocks that are about to be read into them, by part."""
+        """Slots in DRAM for blocks that are about to be promoted, by part."""
         for row in rows:
             self._child_came(self.index.parent(row))
         return self.place(number, rows)
 
     def promoted(self, row: int, header_digests: Sequence[bytes]) -> None:
-        """Whole frames stand in the slots, read and verified: the block is readable from DRAM again."""
+        """Whole frames were read into the slots and verified: DRAM has the block again."""
         assert self.lower is not None
         residency = self.residency
         for part, header_digest in enumerate(header_digests):
@@ -537,7 +537,7 @@ class BlockTable:
         self.tally.copied_bytes[CopyKind.PROMOTE] += self.spaces[self.index.namespace_of(row)].block_bytes
 
     def taken_over(self, row: int, generation: int, places: Sequence[int], header_digests: Sequence[bytes]) -> None:
-        """A block's frames were found in the DRAM of an earlier process, one per part. Nobody read them yet.
+        """A block's frames, one per part, were found in the DRAM of an earlier process, and are not verified yet.
 
         row: pending, just begun; or readable from NVMe alone, with the same generation there.
         """
@@ -560,19 +560,18 @@ class BlockTable:
             self._came_alone(row)
 
     def not_promoted(self, row: int) -> None:
-        """It could not be read: its slots in DRAM go back."""
+        """The read failed: free its slots in DRAM."""
         self.dram.abort(self.residency.forget(row))
         self._child_went(self.index.parent(row))
 
     def evict_below(self, blocks: int, number: int) -> tuple[int, list[list[int]]]:
-        """Give up the worst leaves of a namespace on NVMe, up to that many, as long as they are the worst of all.
+        """Evict a namespace's worst leaves on NVMe, up to that many, as long as they are the worst of all.
 
-        What others have that is worse helps only if one of their slabs gets empty, since frames stay where they are on
-        NVMe: so of their slabs the one goes that would be empty first if they went leaf by leaf, with what follows the
-        blocks in it, and nothing else of theirs. Returns how many went, and the places of those of that namespace, by
-        part: they are claimed for other blocks.
+        Other namespaces' worse blocks help only if a slab of theirs gets empty, since frames on NVMe do not move: the
+        slab that would be empty first goes, with the descendants of its blocks, and nothing else of theirs. Returns how
+        many blocks went, and the places of those of this namespace, by part: they are claimed for the new blocks.
         """
-        assert self.lower is not None and self.all_known, "it may be the way to blocks that nobody knows of yet"
+        assert self.lower is not None and self.all_known, "a block may lead to others that are not recovered yet"
         claimed: list[list[int]] = [[] for _ in self.spaces[number].classes]
         if blocks < 1:
             return 0, claimed
@@ -587,7 +586,7 @@ class BlockTable:
         return self._evict_own_below(rows, blocks, claimed), claimed
 
     def _while_worst(self, groups: Sequence[int] | None, choice: SlabReclaim) -> Iterator[int]:
-        """Leaves of the namespace that asks, as long as they are worse than a slab that others have to give."""
+        """Leaves of the asking namespace, as long as they are worse than the slab that another would give."""
         assert self.lower is not None
         has_own = False
         for row in self.lower.residency.worst(groups):
@@ -611,11 +610,11 @@ class BlockTable:
         return gone
 
     def _may_go_below(self, row: int) -> bool:
-        """Not one that only NVMe has, and that is the way to blocks that are not there."""
+        """Not a block that only NVMe has and that leads to blocks not on NVMe."""
         return self.is_above(row) or not self.index.children(row)
 
     def _went_from_below(self, row: int, *, claim: bool) -> list[int] | None:
-        """Returns the places that a block had on NVMe; None if it has to stay, as the way to others."""
+        """Returns the places that a block had on NVMe; None if it must stay because it leads to others."""
         stays = self.is_above(row)
         if not self._may_go_below(row):
             return None
@@ -628,8 +627,8 @@ class BlockTable:
         return places
 
     def quarantine_below(self, row: int, why: TierMiss = TierMiss.CORRUPT) -> None:
-        """A check of what was read from NVMe failed, or its epoch was retired: then its slots are free. Without a copy
-        in DRAM the row stays, lost."""
+        """A frame read from NVMe failed a check, or its epoch was retired, in which case its slots are free. Without a
+        copy in DRAM the row stays, lost."""
         assert self.lower is not None
         lower, tier, is_retired = self.lower.residency, self.lower.tier, why is TierMiss.RETIRED
         (tier.delete if is_retired else tier.quarantine)(lower.forget(row))
@@ -645,7 +644,7 @@ class BlockTable:
         self.tally.quarantined[TierName.NVME] += not is_retired
 
     def _came_alone(self, row: int) -> None:
-        """DRAM alone has it."""
+        """DRAM alone has the block."""
         if self.lower is not None:
             self.dirty.came(row, self.spaces[self.index.namespace_of(row)].block_bytes)
             if self.lower.admission.chooses:
@@ -666,12 +665,12 @@ class BlockTable:
             self.lower.residency.child_went(parent)
 
     def _leave_below(self, row: int, *, claim: bool = False) -> list[int]:
-        """Returns the places that it had; `claim`: for whoever evicts it."""
+        """Give up NVMe's copy and report it; returns its places. claim: they are kept for the caller's blocks."""
         self._gives_up(self.index.namespace_of(row), self.index.key(row))
         return self._forget_below(row, claim=claim)
 
     def _forget_below(self, row: int, *, claim: bool = False) -> list[int]:
-        """The same for a block that nobody is told of."""
+        """The same without the report."""
         assert self.lower is not None
         places = self.lower.residency.forget(row)
         self.lower.tier.delete(places, claim=claim)
@@ -680,7 +679,7 @@ class BlockTable:
         return places
 
     def give_up_unread(self, number: int, key: bytes) -> None:
-        """A block that was on NVMe before a restart goes with an ancestor, before anybody could find it."""
+        """A block from before a restart goes with an ancestor before it was recovered."""
         self._gives_up(number, key)
         self.tally.evicted(TierName.NVME, EvictedTo.NOTHING, NO_ROW)
         self.counters["nvme_evicted_blocks"] += 1
@@ -692,13 +691,12 @@ class BlockTable:
         self._end_older(number, key)
 
     def _end_older(self, number: int, key: bytes) -> None:
-        """A newer copy is durable, or was given up: the one from before the restart must not come back."""
+        """A newer copy is durable, or was given up: the copy from before the restart must not come back."""
         if self.older and self.lower is not None:
             self.lower.tier.delete(self.older.pop((number, key), []))
 
     def retire_empty(self, number: int, most: int) -> list[Extent]:
-        """Give back extents of a namespace that hold nothing any more, up to that many. They are unmapped when the
-        caller lets go of what is returned."""
+        """Take up to so many empty extents of a namespace out of the pool; they are unmapped with the returned list."""
         gone: list[Extent] = []
         for slot_class in self.spaces[number].classes:
             for extent in list(self.dram.extents_of(slot_class)):
@@ -711,9 +709,9 @@ class BlockTable:
         return gone
 
     def check(self, pins: Mapping[int, int], demoting: Collection[int] = ()) -> None:
-        """Every invariant over the tables; `pins`: row -> how many leases, reservations and moves pin it.
+        """Every invariant over the tables. pins: row -> how many leases, reservations and moves pin it.
 
-        sinking: rows that are being written to NVMe.
+        demoting: rows that are being written to NVMe.
         """
         if self.lower is not None:
             self._check_below(demoting)
@@ -753,14 +751,14 @@ class BlockTable:
         assert extent.slots.owners[slot_of(place)] == row
         raw = bytes(self.dram.committed_span(place).view[:HEADER_BYTES])
         if digest(raw) != self.residency.header_digest(row, part):
-            return  # damaged since: a reader will find out, which is another test's business
+            return  # damaged since: a reader's check, not an invariant, finds that
         header = open_header(raw, self._keys)
         assert header.prefix_key == self.index.key(row) and header.stamp.part == part
         assert header.block_index == self.index.depth(row)
         assert len(header.parent) == KEY_BYTES and (parent_key is None or header.parent == parent_key)
 
     def _free(self, places: Sequence[int]) -> None:
-        """Free slots in whatever state they are; a late reader's are kept from reuse."""
+        """Free slots in any state; one that a late reader may still copy is kept from reuse."""
         dram, residency = self.dram, self.residency
         dirty, held, written = [], [], []
         for place in places:
@@ -791,7 +789,7 @@ class BlockTable:
             assert self.lower.residency.children(row) == children[row]
 
     def _leave(self, row: int) -> None:
-        """The block goes from DRAM and stays on NVMe."""
+        """The block leaves DRAM and stays on NVMe."""
         self.residency.unlisted(row)
         self._child_went(self.index.parent(row))
 
@@ -808,7 +806,7 @@ class BlockTable:
             self.residency.child_went(parent)
 
     def grow_to(self, row: int) -> None:
-        """Have columns for this row."""
+        """Make columns up to this row."""
         self._rows = max(self._rows, row + 1)
         self.residency.grow_to(row)
         self.tally.grow_to(row)

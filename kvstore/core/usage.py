@@ -1,7 +1,7 @@
-"""What each namespace and each tenant takes up in each tier. Reads tables only; who calls holds the lock.
+"""What each namespace and each tenant uses of each tier. Reads tables only; the caller holds the lock.
 
-A block counts in a tier once its first part stands there, committed. For a moment, while a put is under way, that may
-be more than can be found.
+A block counts in a tier once its first part is committed there. While a put is under way, that may be more than can be
+found.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class NamespaceUsage:
 
 @dataclass(frozen=True, slots=True)
 class StoreUsage:
-    """What a store holds. What `SidecarStatus` has under the same name is published as it is.
+    """What a store holds. Fields that `SidecarStatus` has under the same name are published as they are.
 
-    nvme and loading: None without such a tier, and once the store is closed. scrub: None where nothing is scrubbed.
-    guarded_bytes: of DRAM that clients of an earlier process still map: readable, and not used again before they let
-    go. retained: what is kept for a time, and the budget for it, retained_fraction of each tier. pinned_budget_bytes:
-    may be pinned at once. dram_blocks: also damaged ones, until they are stored again or go. tally: what tiers did.
+    nvme and loading: None without NVMe, and once the store is closed. scrub: None without scrubbing. guarded_bytes: of
+    DRAM that clients of an earlier process still map: readable, and not reused before they unmap it. retained: bytes
+    that are retained, and the budget for them, retained_fraction of each tier. pinned_budget_bytes: may be pinned at
+    once. dram_blocks: also damaged ones, until they are stored again or evicted. tally: what the tiers did.
     """
 
     dram: Usage
@@ -77,7 +77,7 @@ class StoreUsage:
 
 
 def tenancy(blocks: BlockTable, names: Mapping[bytes, str]) -> list[TenantStatus]:
-    """Of these tenants, in their order, under their names."""
+    """Usage of these tenants, in order, under their names."""
     dram, lower, shares = blocks.dram, blocks.lower.tier if blocks.lower is not None else None, blocks.shares
     above, below = dram.held(), lower.held() if lower is not None else {}
     found = []
@@ -102,7 +102,7 @@ def tenancy(blocks: BlockTable, names: Mapping[bytes, str]) -> list[TenantStatus
 
 
 def _retained(residency: Residency | None, shares: Shares | None, tenant: bytes) -> tuple[int | None, int | None]:
-    """Bytes of a tenant that are kept for a time, and how many may be."""
+    """Retained bytes of a tenant, and its budget for them."""
     retention = residency.retention if residency is not None else None
     if retention is None or shares is None or shares.share_of(tenant) is None:
         return None, None
@@ -136,14 +136,14 @@ def occupancy(blocks: BlockTable) -> list[NamespaceUsage]:
 
 
 def kept_until(blocks: BlockTable, number: int, keys: Sequence[bytes]) -> float:
-    """When the time of a chain's last block ends, which is before that of all others; 0 where it is not readable."""
+    """Until when a chain is retained: the end of its last block's time, which comes first; 0 if it is not readable."""
     tiers = (blocks.residency, blocks.lower.residency if blocks.lower is not None else None)
     kept = [one.retention for one in tiers if one is not None and one.retention is not None]
     return max((one.until(row) for row in blocks.index.match(number, keys[-1:]) for one in kept), default=0.0)
 
 
 def retained_budget(residency: Residency) -> int:
-    """Bytes that may be kept for a time, of all tenants."""
+    """Bytes that all tenants together may have retained."""
     return sum(residency.retention.budgets()) if residency.retention is not None else 0
 
 
@@ -156,7 +156,7 @@ def check_fits(
     payload_bytes: Sequence[int],
 ) -> None:
     """Raise `BadInput` unless a tenant may open one more namespace, and each tier has room for its blocks."""
-    if len(blocks.spaces) >= limits.namespaces:  # how many of them are others' is nobody's business
+    if len(blocks.spaces) >= limits.namespaces:  # the message does not tell how many are other tenants'
         raise BadInput(
             f"there are as many namespaces as may be opened ({limits.namespaces}) until the store is opened "
             "again; use fewer, or give a higher limits.namespaces"

@@ -1,10 +1,10 @@
-"""What becomes of a tenant's blocks, told to others: hints for the directory, frames for the remote engine.
+"""Follows a tenant's blocks and tells others of them: hints for the directory, frames for the remote engine.
 
     Changes, then Holdings > what is here      Changes > stored, moved, evicted      hint > of the last block of a chunk
     a block that the policy wants > queue > lease > header and payload written > released
 
-One thread for each tenant. What could not be followed (a courier that was away, a list that was too long) is listed
-anew. Nothing waits for what is written: a queue that is full loses its oldest, and the block misses elsewhere.
+One thread per tenant. After a gap (the courier was away, the list of changes was too long) the namespace is listed
+anew. Nothing waits for a write: a full queue drops its oldest entry, and the block misses elsewhere.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from tiering.remote.writes import RemoteWrites, WriteQueue
 
 LOOK_SECONDS, SPACES_SECONDS = 0.5, 2.0
 LIST_SECONDS = 30.0
-"""Between two lists of a namespace: of more than a sidecar watches at a time changes are lost again and again."""
+"""Between two listings of a namespace: if it changes faster than a sidecar records, gaps come again and again."""
 NOWHERE, DRAM, NVME = 0, 1, 2
-"""Where a block can be read, in `Changed`."""
+"""The tier of a block, in `Changed`."""
 MANY_CHANGES = 1024
-"""In an answer: more are asked for at once."""
+"""In one answer: more are then asked for at once."""
 WRITE_SECONDS, WRITE_LEASE_SECONDS = 5.0, 1.0
 MOST_WRITTEN_AT_ONCE = 64
-"""Blocks between two looks at what changed."""
+"""Blocks written between two looks at the changes."""
 
 _log = logging.getLogger(__name__)
 _TIERS = {DRAM: HitTier.DRAM, NVME: HitTier.NVME}
@@ -44,8 +44,8 @@ _TIERS = {DRAM: HitTier.DRAM, NVME: HitTier.NVME}
 
 @dataclass(slots=True)
 class _Followed:
-    """A namespace. after: of `Changes`; 0 where nothing was asked yet. is_listed: whether all of it is known. told:
-    names of the chunks that are announced."""
+    """A namespace. after: for the next `Changes`; 0 before the first. is_listed: whether all of it is known. told:
+    names of the announced chunks."""
 
     space: CourierSpace
     told: set[bytes]
@@ -65,7 +65,7 @@ class RemoteWriting:
 
 
 class Follower:
-    """Of one tenant's connection. Start it; it ends with the connection, or by `close`."""
+    """Follows one tenant's connection. Start it; it ends with the connection, or by `close`."""
 
     def __init__(
         self,
@@ -76,8 +76,8 @@ class Follower:
         looked: Callable[[], None],
         told: dict[bytes, set[bytes]],
     ) -> None:
-        """looked: called now and then: figures are to be told. told: by namespace, the names of the chunks that are
-        announced, also by the tenant's connections before this one: what went meanwhile is withdrawn."""
+        """looked: called now and then, to report figures. told: by namespace, the names of the announced chunks, also
+        those of the tenant's earlier connections: chunks that went meanwhile are withdrawn."""
         self._run = run
         self._announcer = announcer
         self._remote = remote
@@ -91,11 +91,9 @@ class Follower:
         self._thread = threading.Thread(target=self._work, name=f"kv-follow-{run.tenant}", daemon=True)
 
     def start(self) -> None:
-        """Follow."""
         self._thread.start()
 
     def close(self) -> None:
-        """Follow no more."""
         self._ends.set()
 
     def _work(self) -> None:
@@ -179,13 +177,13 @@ class Follower:
     # To the remote engine --------------------------------------------------------------------------------------------
 
     def used(self, space: CourierSpace, keys: Sequence[bytes]) -> None:
-        """A request named these blocks, which are here. Any thread: noted, and looked at in the next turn."""
+        """A request named these blocks, which are here. Any thread; looked at in the next turn."""
         self._run.uses.note_chain(space.id, keys)
         if self._remote is not None and self._remote.writes is RemoteWrites.LEARNED:
             self._run.uses.wanted.extend((space.id, key) for key in keys if self._run.uses.of(key) == 2)
 
     def _write_some(self) -> bool:
-        """Whether there is more to write."""
+        """Returns whether there is more to write."""
         remote = self._remote
         if remote is None or remote.writes is RemoteWrites.NONE:
             return False
@@ -218,7 +216,7 @@ class Follower:
             return True  # another node wrote it, or an earlier run of this one
         reply = run.lease(space, [key], WRITE_LEASE_SECONDS)
         if not reply.lease:
-            return True  # it is gone, or DRAM is all pinned: its next use brings it here again
+            return True  # evicted, or DRAM is all pinned: its next use queues it again
         pin = _Pin(run, reply.lease)
         try:
             frames = [column[0] for column in run.frames(reply.places, writable=False) if column]

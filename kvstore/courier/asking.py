@@ -1,4 +1,4 @@
-"""What nodes ask each other, as a contract that the network process fulfils with gRPC; and the MAC of a question."""
+"""What nodes ask each other, as a contract that the network process fulfils with gRPC; and the MACs of the requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VERSION = 1
 
 
 class PeerAway(Exception):
-    """A node that does not answer; one line for people. is_late: it may yet."""
+    """A node that does not answer; one line for people. is_late: it may still answer."""
 
     def __init__(self, text: str, *, is_late: bool = False) -> None:
         super().__init__(text)
@@ -24,7 +24,7 @@ class PeerAway(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Dialled:
-    """A node: HOST:PORT of its gRPC, and which node has to answer there; empty where that is what is asked."""
+    """A node: HOST:PORT of its gRPC, and the id of the node that must answer there; empty if that is what is asked."""
 
     address: str
     node: bytes
@@ -42,7 +42,7 @@ class PeerCalls(Protocol):
     def has(
         self, asked: Sequence[tuple[Dialled, peer_pb2.HasRequest]], seconds: float
     ) -> list[peer_pb2.HasResponse | None]:
-        """Of all at once; None of those that do not answer."""
+        """Ask all at once; None for those that do not answer."""
         ...
 
     def open_pull(self, peer: Dialled, request: peer_pb2.OpenPullRequest, seconds: float) -> peer_pb2.OpenPullResponse:
@@ -59,7 +59,7 @@ class PeerCalls(Protocol):
 
 
 class AskedBy(Protocol):
-    """Who asks: a node by its certificate, or, on loopback without certificates, nothing."""
+    """The asking node: by its certificate, or, on loopback without certificates, unknown."""
 
     @property
     def node(self) -> bytes:
@@ -67,15 +67,15 @@ class AskedBy(Protocol):
         ...
 
     def seconds_left(self) -> float:
-        """Until it waits no more."""
+        """How long it still waits."""
         ...
 
 
 def has_mac(identity_key: bytes, terms: PullTerms) -> bytes:
-    """Of `Has`; that of `OpenPull` is `ask_mac`, so that none can be taken for the other. Raises `PeerFault`."""
+    """The MAC of `Has`; `OpenPull`'s is `ask_mac`, so that neither can stand for the other. Raises `PeerFault`."""
     return blake2b(terms.packed(), key=identity_key, digest_size=32, person=b"kv-has-ask").digest()
 
 
 def offer_mac(identity_key: bytes, terms: PullTerms) -> bytes:
-    """Of `Offer`, likewise. Raises `PeerFault`."""
+    """The MAC of `Offer`, likewise. Raises `PeerFault`."""
     return blake2b(terms.packed(), key=identity_key, digest_size=32, person=b"kv-offer-ask").digest()

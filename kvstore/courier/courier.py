@@ -1,8 +1,7 @@
 """The courier, put together: a link for each tenant, the other nodes, the data door, the remote engine.
 
-Which node this is, it learns from the sidecar. When the sidecar comes back as another run, the directory is entered
-anew, since hints are of a run. What is asked is done by a few threads of each tenant, so that one tenant waits
-for itself.
+The sidecar tells which node this is. When it comes back as another run, the node enters the directory anew, since hints
+are of a run. Each tenant has a few threads for its questions, so that a busy tenant delays only itself.
 """
 
 from __future__ import annotations
@@ -50,17 +49,17 @@ from kvstore.protocol.courier import (
 from tiering.clock import Clock
 
 LOCATE_THREADS, FETCH_THREADS = 4, 8
-"""Of each tenant."""
+"""For each tenant."""
 TOLD_SECONDS = 1.0
 MOST_REASONS = 16
 MOST_NAMED = 4
-"""Other nodes in a line for people."""
+"""Other nodes named in a line for people."""
 
 _log = logging.getLogger(__name__)
 
 
 class PoolDirectory(Directory, Protocol):
-    """A directory with a life: see `kvstore.courier.directory`."""
+    """A directory that is started and closed: see `kvstore.courier.directory`."""
 
     def start(self) -> None:
         """Enter this node."""
@@ -72,7 +71,7 @@ class PoolDirectory(Directory, Protocol):
 
     @property
     def reason(self) -> str:
-        """Why it is of no use now."""
+        """Why it is unusable now."""
         ...
 
     def figures(self) -> SourceFigures:
@@ -85,8 +84,8 @@ MakesDirectory = Callable[[NodeIdentity, Callable[[], NodeEntry], AliveTable, An
 
 @dataclass(frozen=True)
 class CourierParts:
-    """What a courier is made of. socket: `courier.sock`. peers: addresses. calls: to other nodes; None where there are
-    none, and then there are no doors, no transports and no directory either."""
+    """The parts of a courier. socket: `courier.sock`. peers: addresses. calls: to other nodes; None without any, and
+    then there are no doors, transports or directory either."""
 
     socket: str
     tenants: Sequence[str]
@@ -141,7 +140,7 @@ class _NodeSession:
 
 
 class _TenantWork:
-    """A tenant's threads, and what they do: `Errands` of its link."""
+    """A tenant's threads, and their work: `Errands` of its link."""
 
     def __init__(self, courier: Courier, tenant: str) -> None:
         self._courier = courier
@@ -189,7 +188,6 @@ class _TenantWork:
             self.follower.close()
 
     def close(self) -> None:
-        """Do no more."""
         self.link.close()
         self._locates.shutdown(wait=False, cancel_futures=True)
         self._fetches.shutdown(wait=False, cancel_futures=True)
@@ -264,7 +262,7 @@ def _log_fault(done: Future[None]) -> None:
 
 
 class Courier:
-    """Start it, close it. holder: what other nodes are answered."""
+    """Start it, close it. holder: answers other nodes."""
 
     def __init__(self, parts: CourierParts) -> None:
         self.parts = parts
@@ -280,7 +278,7 @@ class Courier:
             self._tenants.append(work)
 
     def runs(self) -> list[CourierRun]:
-        """The connections that there are."""
+        """The open connections."""
         return [run for one in self._tenants if (run := one.link.run) is not None]
 
     def start(self, address: str) -> None:
@@ -290,8 +288,7 @@ class Courier:
             one.link.start()
 
     def close(self) -> None:
-        """Leave: what is hot is offered to other nodes, then nothing more; the directory is told, the links are hung
-        up."""
+        """Leave the pool: offer hot blocks to other nodes, then withdraw from the directory and hang up the links."""
         if self._session is not None and self._session.ways is not None:
             hand_over(self.runs(), self._session.table, self._session.ways)
         self.holder.is_leaving = True
@@ -310,7 +307,7 @@ class Courier:
             self.parts.remote.ways.workers.close()
 
     def session_of(self, run: CourierRun) -> _NodeSession:
-        """What belongs to the sidecar's run; of an earlier one all ends."""
+        """What belongs to the sidecar's present run; that of an earlier run ends."""
         here = NodeIdentity(run.node, run.incarnation)
         with self._lock:
             session, was = self._session, None

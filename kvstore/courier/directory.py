@@ -4,13 +4,13 @@
     kv:n:<node>   a node's entry, for 5 s; written anew each 1.5 s          callers       look-ups, on connections
     kv:h:<name>   hints of a chunk (`pool/directory`), for 15 minutes                     that this thread keeps open
 
-A field of `kv:h:` has its own time to live where the server knows HSETEX (Valkey 9, Redis 8); elsewhere the value says
+A field of `kv:h:` has its own time to live if the server knows HSETEX (Valkey 9, Redis 8); otherwise the value says
 until when, by the server's clock. No two hosts' clocks are ever compared.
 
-A look-up never connects, never retries and never waits for an announcement. Where the server is slow or gone, three
-failures open the breaker: from then on a look-up is refused at once, until the thread's own refresh was quick again.
-What comes back is bounded before anything is built from it: of a chunk 64 hints are read, of a value 64 KiB, of a
-call so many bytes. What is no hint or no entry is left out.
+A look-up never connects, never retries and never waits for an announcement. If the server is slow or gone, three
+failures open the breaker: look-ups then fail at once, until the thread's own refresh is quick again. Replies are
+bounded before anything is built from them: 64 hints of a chunk, 64 KiB of a value, so many bytes of a call. Values that
+are no hint or entry are skipped.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ from tiering.clock import Clock
 try:
     import valkey
     from valkey.connection import Connection, UnixDomainSocketConnection
-except ImportError:  # the extra is not installed; said where one is wanted
+except ImportError:  # the extra is not installed; reported where a directory is configured
     valkey = None  # type: ignore[assignment]
 
 REFRESH_SECONDS, TICK_SECONDS = 1.5, 0.2
 CALL_SECONDS, CONNECT_SECONDS, LEAVE_SECONDS = 1.0, 1.0, 0.5
 SLOW_SECONDS = 0.05
-"""A refresh that took longer leaves a breaker open that look-ups opened."""
+"""A refresh that took longer does not close a breaker that look-ups opened."""
 NODES_PER_REFRESH = 256
-"""A larger pool's table is read less often, in proportion: else what is read grows with the square of the nodes."""
+"""A larger pool's table is read less often, in proportion: otherwise the reads grow with the square of the nodes."""
 LOOKUP_CONNECTIONS = 8  # twice as many as one tenant's threads use at once
 FAILURES_TO_OPEN = 3
 MAX_VALUE_BYTES, MAX_LINE_BYTES, MAX_ELEMENTS = 1 << 16, 4096, 2 * MAX_NODES
@@ -67,14 +67,14 @@ MAX_TIME_MS = 1 << 48
 DEFAULT_PORT = 6379
 _DOLLAR = ord("$")
 _NODES, _NODE, _HINTS = b"kv:nodes", b"kv:n:", b"kv:h:"
-_LIST_ANEW = (b"DEL", _NODES)  # that none can read: each node enters itself again with its next refresh
+_LIST_ANEW = (b"DEL", _NODES)  # a broken set: each node enters itself again with its next refresh
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class DirectoryAddress:
-    """Where a directory is: host and port, or the path of a UNIX socket; and the user of its ACL, or nothing."""
+    """A directory's address: host and port, or the path of a UNIX socket; and the user of its ACL, or nothing."""
 
     host: str
     port: int
@@ -117,9 +117,9 @@ class ValkeyDirectory:
         clock: Clock,
         password: Callable[[], str] = lambda: "",
     ) -> None:
-        """entry: of this node, as it is now; its node and incarnation are those of `here`. table: into which the other
-        nodes go. password: read for each connection, so that it can be exchanged; it may raise `OSError`. Raises
-        `BadInput` where valkey-py is not installed."""
+        """entry: of this node, as it is now; its node and incarnation are those of `here`. table: receives the other
+        nodes. password: read for each connection, so that it can be changed; it may raise `OSError`. Raises `BadInput`
+        if valkey-py is not installed."""
         if valkey is None:
             raise BadInput("a directory needs valkey-py: install prefix-kvstore[valkey]")
         self._address = address
@@ -151,7 +151,7 @@ class ValkeyDirectory:
         self._thread.start()
 
     def close(self) -> None:
-        """Leave the pool, as far as the server answers. Ends all threads and connections."""
+        """Leave the pool, if the server answers. Ends all threads and connections."""
         self._ends.set()
         self._wanted.set()
         if self._thread.is_alive():
@@ -161,7 +161,7 @@ class ValkeyDirectory:
 
     @property
     def reason(self) -> str:
-        """Why this node works alone, or the others do not see what it has; empty where all is well."""
+        """Why this node works alone, or others do not see its blocks; empty if all is well."""
         if self._claim.state == ClaimState.CLONED:
             node = self._here.node.hex()
             return (
@@ -221,7 +221,7 @@ class ValkeyDirectory:
         return found
 
     def announce(self, hints: Sequence[tuple[bytes, HitTier]], seconds: float = CALL_SECONDS) -> None:
-        """This node has these. Its thread does so for the `Announcer`. Raises `DirectoryDown`."""
+        """Announce that this node has these; called by the `Announcer`. Raises `DirectoryDown`."""
         node, run, ttl_ms = self._here.node, self._here.incarnation, int(1e3 * HINT_SECONDS)
         if self._fields_age:
             how = (b"PX", ttl_ms, b"FIELDS", 1, node)
@@ -240,7 +240,7 @@ class ValkeyDirectory:
         self._judge(self._ask(commands, seconds))
 
     def withdraw(self, names: Sequence[bytes], seconds: float = CALL_SECONDS) -> None:
-        """It has them no more. Likewise."""
+        """Withdraw these; called by the `Announcer`. Raises `DirectoryDown`."""
         self._judge(self._ask([(b"HDEL", _HINTS + name, self._here.node) for name in names], seconds))
 
     def _work(self) -> None:
@@ -270,7 +270,7 @@ class ValkeyDirectory:
             self._write_entry(own, now)
             self._read_table(listed, now)
         except DirectoryDown as error:
-            self._fields_age = True  # another server may come in its place
+            self._fields_age = True  # another server may take its place
             self._drop_lookups()
             self._set_down(str(error), is_slow=False)
             return
@@ -320,7 +320,7 @@ class ValkeyDirectory:
             self._judge(self._ask([(b"SREM", _NODES, *left_out)]))
 
     def _tell(self) -> bool:
-        """Whether there was anything."""
+        """Returns whether there was anything to tell."""
         now = self._clock.monotonic_seconds()
         if self._down is not None or self._claim.state != ClaimState.OURS or now < self._quiet_until:
             return False
@@ -368,7 +368,7 @@ class ValkeyDirectory:
                 if entry is not None and entry.incarnation == self._here.incarnation:
                     self._ask([(b"DEL", key)], LEAVE_SECONDS)
         except DirectoryDown:
-            pass  # its entry ends by itself
+            pass  # the entry expires by itself
         self._own.close()
 
     def _lookup_failed(self, why: str) -> None:
@@ -403,15 +403,15 @@ class ValkeyDirectory:
 
 
 class _Refused(DirectoryDown):
-    """It answers, and does not do it."""
+    """The server answered with a refusal."""
 
 
 class _Oversized(DirectoryDown):
-    """It has more than a call may answer."""
+    """The reply is longer than a call's may be."""
 
 
 class _ReplyError(Exception):
-    """What the server says is wrong."""
+    """An error reply of the server."""
 
     @property
     def is_unknown_command(self) -> bool:
@@ -419,7 +419,7 @@ class _ReplyError(Exception):
 
 
 def _fields(reply: object) -> dict[bytes, bytes]:
-    """Of a chunk; nothing where it is none."""
+    """A chunk's fields; none for a malformed reply."""
     if isinstance(reply, _ReplyError) and not str(reply).startswith("WRONGTYPE"):
         raise DirectoryDown(str(reply))
     flat = reply if isinstance(reply, list) else []
@@ -428,7 +428,7 @@ def _fields(reply: object) -> dict[bytes, bytes]:
 
 
 def _milliseconds(reply: Any) -> int:
-    """Of TIME."""
+    """From the reply to TIME."""
     try:
         now_ms = int(reply[0]) * 1000 + int(reply[1]) // 1000
     except (TypeError, ValueError, IndexError):
@@ -439,7 +439,7 @@ def _milliseconds(reply: Any) -> int:
 
 
 class _ValkeyWire:
-    """One connection, of one thread at a time."""
+    """One connection; one thread at a time."""
 
     def __init__(self, address: DirectoryAddress, password: Callable[[], str], clock: Clock) -> None:
         self._replies = _BoundedReplies(clock)
@@ -460,13 +460,13 @@ class _ValkeyWire:
             self._connection = Connection(address.host, address.port, socket_keepalive=True, **common)
 
     def get_credentials(self) -> tuple[str, ...]:
-        """For valkey-py, with each connection."""
+        """Called by valkey-py for each connection."""
         password = self._password()
         return ((self._user,) if self._user else ()) + ((password,) if password or self._user else ())
 
     def call(self, commands: Sequence[tuple[Any, ...]], seconds: float = CALL_SECONDS) -> list[Any]:
-        """Their replies, in order; an error of a single command is a `_ReplyError` among them. Connects where there is
-        no connection. Raises `DirectoryDown`, and closes it then."""
+        """The replies in order; the error of a single command is a `_ReplyError` among them. Connects if there is no
+        connection. On failure closes it and raises `DirectoryDown`."""
         room = ROOM_BYTES + ROOM_PER_COMMAND_BYTES * len(commands)
         try:
             if not self._replies.is_connected:
@@ -483,13 +483,12 @@ class _ValkeyWire:
             raise DirectoryDown(f"no answer in {1e3 * seconds:.0f} ms" if is_late else str(error)[:200]) from None
 
     def close(self) -> None:
-        """It."""
         self._connection.disconnect()
 
 
 class _BoundedReplies:
-    """Reads RESP 2, as a parser of valkey-py: by a deadline, and so many bytes of a call. What a server says of sizes
-    is compared with that before anything is made from it; longer values are read past, and are None."""
+    """Reads RESP 2, as a parser for valkey-py: within a deadline and a number of bytes per call. Sizes that a server
+    announces are checked before anything is built from them; longer values are skipped, and are None."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -502,7 +501,7 @@ class _BoundedReplies:
         return self._socket is not None
 
     def allow(self, seconds: float, room: int) -> None:
-        """From now on. Raises `ValueError` where something is left of the call before."""
+        """Set the next call's bounds. Raises `ValueError` if part of the last call is unread."""
         if self._at != len(self._seen):
             raise ValueError("an answer that was not asked for")
         self._seen, self._at = b"", 0
@@ -511,22 +510,21 @@ class _BoundedReplies:
             self._socket.settimeout(max(1e-6, seconds))
 
     def on_connect(self, connection: Any) -> None:
-        """Of valkey-py."""
+        """Called by valkey-py."""
         self._socket = connection._sock
         self._seen, self._at = b"", 0
 
     def on_disconnect(self) -> None:
-        """Likewise."""
+        """Called by valkey-py."""
         self._socket = None
         self._seen, self._at = b"", 0
 
     def read_response(self, disable_decoding: bool = False) -> Any:
-        """Likewise, while a connection is made."""
+        """Called by valkey-py while it connects."""
         reply = self.read()
         return valkey.ResponseError(str(reply)) if isinstance(reply, _ReplyError) else reply
 
     def read(self, depth: int = 0) -> Any:
-        """One reply."""
         line = self._line()
         kind, rest = line[:1], line[1:]
         if kind == b"$":
@@ -550,7 +548,7 @@ class _BoundedReplies:
             seen, at = self._seen, self._at
             end = seen.find(b"\r\n", at, at + 8)
             size = int(seen[at + 1 : end]) if end > 0 and seen[at] == _DOLLAR else -1
-            if 0 <= size <= len(seen) - end - 4:  # a value that is here already, as most are: without a call
+            if 0 <= size <= len(seen) - end - 4:  # a value that was read already, as most are: no call
                 items.append(seen[end + 2 : end + 2 + size])
                 self._at = end + 4 + size
             else:

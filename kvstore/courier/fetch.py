@@ -1,10 +1,10 @@
-"""Brings blocks here: a window of slots at a time, from one source after the other, each block once.
+"""Fetches blocks: a window of slots at a time, from one source after the other, each block once.
 
     window: single flight > reserve > fill from the source > adopted as frames come > the next window
     source: it has no more, is busy, or failed > the next one; at most two nodes, then the remote engine
 
-A fetch ends when all is here, when its time is over or no engine waits any more, or when no source is left; what came
-by then stays. A node that publishes still (a ticket's) is asked again for as long as there is time.
+A fetch ends when all is here, when its time is over or no engine waits any more, or when no source is left; blocks that
+came by then stay. A node that is still publishing (a ticket's) is asked again while there is time.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from kvstore.protocol.courier import FetchQuestion, QuestionAnswered
 from tiering.clock import Clock
 
 WINDOW_BYTES, WINDOW_BLOCKS = 128 << 20, 256
-"""Reserved at a time; of the former at least one block."""
+"""Reserved at a time, at least one block."""
 AGAIN_SECONDS, LONGEST_AGAIN_SECONDS = 0.005, 0.05
-"""After which a busy sidecar or node, or one that publishes still, is asked again."""
+"""Pauses before a busy sidecar or node, or one that is still publishing, is asked again: the first, and the longest."""
 LONGEST_SECONDS = 60.0
 PASSING = frozenset({MissReason.IN_FLIGHT, MissReason.BUSY, MissReason.DEADLINE})
-"""Why the sidecar has no slots just now."""
+"""Why the sidecar may have slots soon again."""
 _SAYS_LITTLE = frozenset({MissReason.BUSY, MissReason.UNSUPPORTED})
 
 _log = logging.getLogger(__name__)
@@ -39,8 +39,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class FetchJob:
-    """One fetch that is under way. reached: blocks that are here. invited: by which node, where no engine waits: then
-    only that one is asked, and it ends as soon as there is no room."""
+    """A fetch under way. reached: blocks that are here. invited: the node that offered it, if no engine waits: then
+    only that node is asked, and the fetch ends as soon as there is no room."""
 
     run: CourierRun
     question: FetchQuestion
@@ -52,12 +52,12 @@ class FetchJob:
     invited: PeerSource | None = None
 
     def misses(self, reason: MissReason | None, detail: str) -> None:
-        """Why there are no more. Of several sources the one that says most."""
+        """Why there are no more; of several sources' reasons the one that says most."""
         if self.reason is None or self.reason in _SAYS_LITTLE:
             self.reason, self.detail = reason or MissReason.ABSENT, detail
 
     def answer(self) -> QuestionAnswered:
-        """For the sidecar."""
+        """The answer to the sidecar's question."""
         tier = self.source.tier if self.source is not None else None
         where = self.source.name if self.source is not None else ""
         reason = (self.reason or MissReason.DEADLINE) if self.reached < len(self.question.keys) else None
@@ -65,7 +65,7 @@ class FetchJob:
 
 
 class Fetcher:
-    """Of one courier. `fetch` is called by workers."""
+    """Of one courier. Workers call `fetch`."""
 
     def __init__(self, locator: Locator, figures: Figures, clock: Clock) -> None:
         self._locator = locator
@@ -74,12 +74,12 @@ class Fetcher:
         self._flights = Flights[tuple[bytes, bytes]]()
 
     def job(self, run: CourierRun, question: FetchQuestion) -> FetchJob:
-        """It begins now: its time runs."""
+        """A job that begins now: its time runs."""
         seconds = min(max(0.0, question.seconds), LONGEST_SECONDS)
         return FetchJob(run, question, Stops(self._clock.monotonic_seconds() + seconds), question.present)
 
     def fetch(self, job: FetchJob) -> QuestionAnswered:
-        """Bring what can be brought."""
+        """Fetch as much as there is."""
         self._figures.begins(1)
         try:
             self._fetch(job)
@@ -113,7 +113,7 @@ class Fetcher:
         return job.stops.ends_at - self._clock.monotonic_seconds()
 
     def _window(self, job: FetchJob, space: CourierSpace, sources: list[Source]) -> bool:
-        """One step further; False where there is nothing more to be done."""
+        """One step further; returns False when nothing is left to do."""
         keys, reached = job.question.keys, job.reached
         most = max(1, min(WINDOW_BLOCKS, WINDOW_BYTES // space.block_bytes))
         wanted = [(space.id, key) for key in keys[reached : reached + most]]
@@ -133,7 +133,7 @@ class Fetcher:
             self._flights.end(mine[done:leading], job, landed=False)
 
     def _join(self, job: FetchJob, key: tuple[bytes, bytes]) -> None:
-        """Another fetch brings it: wait for that."""
+        """Another fetch brings this block: wait for it."""
         landed = threading.Event()
         job.stops.waits_for(landed.set)
         if self._flights.join([key], lambda _key, _landed: landed.set()):
@@ -186,7 +186,7 @@ class Fetcher:
         job.misses(filled.reason, filled.detail)
 
     def _is_published(self, job: FetchJob, space: CourierSpace, source: PeerSource, sources: list[Source]) -> bool:
-        """Whether the ticket's node has the next block by now. Where it does not answer, the others are asked."""
+        """Whether the ticket's node has published the next block. If it does not answer, others are asked."""
         pause = AGAIN_SECONDS
         following: Sequence[bytes] = job.question.keys[job.reached :]
         while not job.stops.over.is_set() and self._left(job) > 0:
@@ -206,7 +206,7 @@ class Fetcher:
 
 
 def places_answer(number: int, places: Places, present: int) -> QuestionAnswered:
-    """To a `LocateQuestion`."""
+    """The answer to a `LocateQuestion`."""
     blocks = places.blocks if places.sources else present
     return QuestionAnswered(
         number,

@@ -1,4 +1,4 @@
-"""What a courier counts of other nodes, engines and the directory, for people; lines of log that say a thing once."""
+"""What a courier counts of other nodes, engines and the directory, for people; and log lines that say a thing once."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tiering.clock import Clock
 PEER, REMOTE, DIRECTORY = "peer", "remote", "directory"
 UP, DOWN, BANNED, OPEN = "up", "down", "banned", "open"
 MOST_COUNTED = 1024
-"""Sources, the last ones that anything was counted of; far more than are shown."""
+"""Sources that are counted, the most recent ones; far more than are shown."""
 MOST_KINDS = 16
-"""Of what was wrong with refused frames."""
+"""Of reasons for refused frames."""
 AGAIN_SECONDS = 60.0
 MOST_WRONG = 1024
 
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class SourceCounts:
-    """Of one source, since the start."""
+    """One source's, since the start."""
 
     blocks_in: int = 0
     blocks_out: int = 0
@@ -41,7 +41,7 @@ class SourceCounts:
 
 
 class Figures:
-    """Thread-safe. A source is named by what the speeds are learned by: a node's id, or an engine's name."""
+    """Thread-safe. A source is named as in the speeds: a node's id, or an engine's name."""
 
     def __init__(self, speeds: SpeedBook) -> None:
         self.speeds = speeds
@@ -58,14 +58,14 @@ class Figures:
         return found
 
     def looked(self, source: Hashable, found: bool) -> None:
-        """It was asked whether it has something."""
+        """A source was asked whether it has something."""
         with self._lock:
             one = self._of(source)
             one.lookups += 1
             one.found += found
 
     def came(self, source: Hashable, blocks: int, size: int) -> None:
-        """These were adopted."""
+        """Blocks from it were adopted."""
         with self._lock:
             one = self._of(source)
             one.blocks_in += blocks
@@ -74,7 +74,7 @@ class Figures:
             self.fetched_bytes += size
 
     def sent(self, source: Hashable, blocks: int, size: int) -> None:
-        """These went there."""
+        """Blocks were sent to it."""
         with self._lock:
             one = self._of(source)
             one.blocks_out += blocks
@@ -86,21 +86,21 @@ class Figures:
             self._of(source).failures += 1
 
     def refused(self, source: Hashable, what: str) -> None:
-        """What it sent is not what was asked for."""
+        """It sent something other than was asked for."""
         with self._lock:
             kinds = self._of(source).refused
             if what in kinds or len(kinds) < MOST_KINDS:
                 kinds[what] += 1
 
     def begins(self, fetches: int) -> None:
-        """So many more fetches are under way."""
+        """So many fetches begin, or end if negative."""
         with self._lock:
             self.fetching += fetches
 
     def told(
         self, kind: str, source: Hashable, name: str, state: str, hints: int = 0, detail: str = ""
     ) -> SourceFigures:
-        """A source as it is shown."""
+        """A source's figures as they are shown."""
         speed = self.speeds.speed(source)
         with self._lock:
             one = self._counts.get(source) or SourceCounts()
@@ -135,16 +135,16 @@ class _Wrong:
 
 
 class OncePerKind:
-    """What is wrong at the moment, by kind. Thread-safe. A kind is logged when it begins, again after a minute in which
-    it went on, and when it ends; what was not said again for a minute counts as over."""
+    """Present faults, by kind. Thread-safe. A kind is logged when it begins, again for each minute that it goes on, and
+    when it ends; one that was not said again for a minute counts as over."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._said: OrderedDict[str, _Wrong] = OrderedDict()  # the one first that was said longest ago
+        self._said: OrderedDict[str, _Wrong] = OrderedDict()  # least recently said first
 
     def say(self, kind: str, line: str) -> None:
-        """It is so now. line: for people."""
+        """The fault is present. line: for people."""
         now = self._clock.monotonic_seconds()
         with self._lock:
             if kind not in self._said and len(self._said) >= MOST_WRONG:
@@ -160,14 +160,14 @@ class OncePerKind:
             _log.warning("%s", line)
 
     def ended(self, kind: str, line: str) -> None:
-        """It is so no more."""
+        """The fault is over."""
         with self._lock:
             was_so = self._said.pop(kind, None) is not None
         if was_so:
             _log.info("%s", line)
 
     def reasons(self) -> list[str]:
-        """What is wrong now."""
+        """The present faults' lines."""
         now = self._clock.monotonic_seconds()
         with self._lock:
             return [one.line for one in self._said.values() if now - one.said_at < AGAIN_SECONDS]

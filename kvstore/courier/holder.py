@@ -1,9 +1,9 @@
-"""What this node answers to others: how much it has of a chain, and where to pull it from.
+"""Answers other nodes: how much this node has of a chain, and where to pull it from.
 
     fingerprint > tenant    MAC under its identity key    > namespace > match, or a lease > an offer of the data door
 
-A lease pins what is pulled until the last byte went, the puller is gone, or 5 s are over. How much is pinned for one
-node and for all is bounded; where it is too much the answer is busy, which is no fault.
+A lease pins the blocks until the last byte is sent, the puller is gone, or 5 s are over. Pinned bytes are bounded for
+one node and for all; beyond that the answer is busy, which is no fault.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from tiering.clock import Clock
 from tiering.frame import KEY_BYTES
 
 MOST_PULL_BYTES, MOST_PULL_BLOCKS = 256 << 20, 512
-"""In one offer; of the former at least one block."""
+"""In one offer, at least one block."""
 MOST_PULLS, MOST_PULLS_OF_NODE = 32, 8
 MOST_PINNED_BYTES = 512 << 20
-"""By all offers together, but for a single one."""
+"""By all offers together, except a single one."""
 LONGEST_WAIT_SECONDS = 2.0
-"""For blocks to be brought up from slower tiers."""
+"""For promotions from slower tiers."""
 TakesOffer = Callable[[CourierRun, CourierSpace, PullTerms, float], tuple[int, MissReason | None]]
-"""How many blocks are here afterwards, and why not all. Raises `Unavailable`."""
+"""Returns how many blocks are here afterwards, and why not all. Raises `Unavailable`."""
 BUSY, KEY_MISMATCH, ABSENT = str(MissReason.BUSY), str(MissReason.KEY_MISMATCH), str(MissReason.ABSENT)
 
 
@@ -51,7 +51,7 @@ class PeerHolder:
         new_token: Callable[[int], bytes],
         takes: TakesOffer,
     ) -> None:
-        """runs: the tenants' connections. doors: for data, by transport. takes: what a node that leaves offers."""
+        """runs: the tenants' connections. doors: for data, by transport. takes: pulls what a leaving node offers."""
         self._runs = runs
         self._doors = doors
         self._figures = figures
@@ -90,7 +90,7 @@ class PeerHolder:
         return peer_pb2.HasResponse(blocks=blocks, reason="" if blocks else ABSENT)
 
     def OpenPull(self, request: peer_pb2.OpenPullRequest, call: AskedBy) -> peer_pb2.OpenPullResponse:
-        """Pin them, and say where they are pulled from."""
+        """Pin blocks, and say where to pull them from."""
         found = self._asked(request, call, ask_mac)
         if isinstance(found, str):
             return peer_pb2.OpenPullResponse(reason=found)
@@ -117,7 +117,7 @@ class PeerHolder:
                 self._ended(terms.asking)
 
     def Offer(self, request: peer_pb2.OfferRequest, call: AskedBy) -> peer_pb2.OfferResponse:
-        """Pull what a node that leaves has, one offer at a time, as far as there is room without waiting for it."""
+        """Pull what a leaving node has, one offer at a time, as far as there is room without waiting for it."""
         if request.first_block or len(request.keys) > MOST_OFFERED_BLOCKS * KEY_BYTES:
             raise BadInput(
                 f"an offer that begins late or is too long; offer the first {MOST_OFFERED_BLOCKS} blocks at most"
@@ -160,7 +160,7 @@ class PeerHolder:
             frames_sent = counted_from(1)
 
             def sent(frame_bytes: int) -> None:
-                is_whole = next(frames_sent) % len(columns) == 0  # the parts of a block go one after the other
+                is_whole = next(frames_sent) % len(columns) == 0  # a block's parts are sent one after the other
                 self._figures.sent(terms.asking, int(is_whole), frame_bytes)
 
             nonce = self._new_token(NONCE_BYTES)
@@ -186,7 +186,7 @@ class PeerHolder:
         )
 
     def _pins(self, size: int) -> bool:
-        """So many bytes more; False where that would be too much."""
+        """Pin so many bytes more; False if that is too many."""
         with self._lock:
             if size > 0 and self._pinned_bytes and self._pinned_bytes + size > MOST_PINNED_BYTES:
                 return False
@@ -206,8 +206,8 @@ class PeerHolder:
         call: AskedBy,
         mac_of: Callable[[bytes, PullTerms], bytes],
     ) -> tuple[CourierRun, CourierSpace, PullTerms] | str:
-        """Whose chain is asked for, in which namespace; or the reason why nothing is told. Raises `BadInput`."""
-        joined = request.keys  # once: each look at a field of a message copies it
+        """The tenant and namespace of a request; or why nothing is told. Raises `BadInput`."""
+        joined = request.keys  # read once: each access to a message's field copies it
         if len(joined) % KEY_BYTES:
             raise BadInput(f"keys of {len(joined)} bytes; give {KEY_BYTES} for each block")
         if call.node and request.node != call.node:

@@ -1,10 +1,10 @@
-"""A tenant's connection to `courier.sock`: it has what is wanted, and is told what came of it.
+"""A tenant's connection to `courier.sock`: it takes the sidecar's questions and brings the answers.
 
-    connect > the bell > Questions > (it rings, or a worker has an answer) > Questions > ... > hung up > connect
+    connect > ask for a pipe > Questions > (notified, or a worker has an answer) > Questions > ... > hung up > connect
 
-One thread waits for the bell; a worker that has an answer brings it itself, and hands on what is wanted by then. All
-that was learned on a connection (namespaces' numbers, mapped memory) goes with it. A sidecar of an earlier version is
-asked nothing.
+One thread waits for notifications; a worker that has an answer sends it itself, and hands on the questions that come
+back. Everything learned on a connection (namespaces' numbers, mapped memory) ends with it. A sidecar of an earlier
+version is asked nothing.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from tiering.frame import frame_bytes
 
 ENGINE = "kvstore courier"
 ANSWER_SECONDS = 5.0
-"""For what a sidecar that runs answers at once."""
+"""For requests that a running sidecar answers at once."""
 CONNECT_SECONDS, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 2.0, 0.05, 2.0
 UNTOLD_SECONDS = 0.05
-"""How often a sidecar without a bell is asked."""
+"""How often a sidecar without notifications is asked."""
 MOST_PAGES = 1024
 
 _log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CourierSpace:
-    """A namespace of the tenant on a connection. id: its digest. frames: bytes of a frame of each part."""
+    """A tenant's namespace on a connection. id: its digest. frames: bytes of a frame of each part."""
 
     number: int
     id: bytes
@@ -59,7 +59,7 @@ class CourierSpace:
 
 @dataclass(eq=False)
 class CourierRun:
-    """One connection, and what is known on it. fingerprint: of the tenant's keys. node, incarnation: the sidecar's."""
+    """One connection, and what was learned on it. node, incarnation: the sidecar's."""
 
     tenant: str
     connection: SidecarConnection
@@ -89,7 +89,7 @@ class CourierRun:
         return self.connection.wire.closed
 
     def space(self, number: int) -> CourierSpace:
-        """The one of that number. Raises `Unavailable`."""
+        """The namespace of that number. Raises `Unavailable`."""
         if number not in self.by_number:
             self.list_spaces()
         found = self.by_number.get(number)
@@ -98,11 +98,11 @@ class CourierRun:
         return found
 
     def space_of(self, digest: bytes) -> CourierSpace | None:
-        """The one of that digest, if it is there. Lists nothing: who asks may be anybody."""
+        """The namespace of that digest, if it is known. Lists nothing, since any peer may ask."""
         return self.by_id.get(digest)
 
     def list_spaces(self) -> list[CourierSpace]:
-        """Open those that came since. Raises `Unavailable`."""
+        """Open namespaces that came since. Raises `Unavailable`."""
         with self._listing:
             first = 0
             for _ in range(MOST_PAGES):
@@ -134,13 +134,13 @@ class CourierRun:
         return self.connection.ask(verb, m.Matched, ANSWER_SECONDS).reply.blocks
 
     def lease(self, space: CourierSpace, keys: Sequence[bytes], seconds: float) -> LeaseReply:
-        """Pin what is readable of them, brought up to DRAM in that time, and have it mapped. Raises `Unavailable`."""
+        """Pin the readable prefix, promoted to DRAM within that time, and map it. Raises `Unavailable`."""
         verb = m.LeasePrefix(space.number, list(keys), 0, 1000 * seconds, counts=False)
         steps = self.connection.leasing(verb)
         return self.connection.walk(steps, seconds + ANSWER_SECONDS, lambda: ANSWER_SECONDS)
 
     def release(self, lease: int) -> None:
-        """Let go of it. Waits for nothing."""
+        """Does not block."""
         self.connection.let_go(lease)
 
     def frames(self, places: Sequence[Sequence[int]], *, writable: bool) -> list[list[memoryview]]:
@@ -149,8 +149,8 @@ class CourierRun:
         return [[span.view for span in spans(table, column)] for column in places]
 
     def reserve(self, space: CourierSpace, before: bytes | None, keys: Sequence[bytes], first: int) -> ReserveReply:
-        """Slots for blocks of a chain from its block `first` on, and have them mapped. before: the key of the block
-        before, which is readable; None where there is none. Raises `Unavailable`."""
+        """Reserve and map slots for blocks of a chain from its block `first` on. before: the key of the block before,
+        which is readable; None without one. Raises `Unavailable`."""
         known = [before] if before is not None else []
         verb = m.Reserve(space.number, [*known, *keys], first, skipped=first - len(known))
         answered = self.connection.answer(verb, ANSWER_SECONDS)
@@ -169,7 +169,7 @@ class CourierRun:
         return reply
 
     def abort(self, reservation: int) -> None:
-        """Give back what was not adopted. Waits for nothing."""
+        """Give back slots that were not adopted. Does not block."""
         self.connection.post(m.Abort(reservation))
 
     def close(self) -> None:
@@ -178,18 +178,18 @@ class CourierRun:
 
 
 class Errands(Protocol):
-    """Who does what is wanted. Called by any thread, and waits for nothing."""
+    """Does what the sidecar asks. Called by any thread; must not block."""
 
     def begin(self, run: CourierRun) -> None:
-        """There is a connection."""
+        """A connection was made."""
         ...
 
     def take(self, run: CourierRun, wanted: m.QuestionsReply) -> None:
-        """These questions are new, and those fetches are over."""
+        """New questions, and fetches that are over."""
         ...
 
     def gone(self, run: CourierRun) -> None:
-        """Nothing is wanted any more."""
+        """The connection is gone, and all its questions are void."""
         ...
 
 
@@ -224,16 +224,16 @@ class CourierLink:
         return run if run is not None and not run.is_over else None
 
     def start(self) -> None:
-        """Connect, again and again."""
+        """Connect, and reconnect."""
         self._thread.start()
 
     def answer(self, run: CourierRun, answer: QuestionAnswered) -> None:
-        """Bring an answer to a question of that connection."""
+        """Send an answer to a question of that connection."""
         self._answers.append((run, answer))
         self.exchange(run)
 
     def exchange(self, run: CourierRun, told: CourierFigures | None = None) -> None:
-        """Bring what is answered, and hand on what is wanted. Waits for the sidecar alone."""
+        """Send answers, and hand on the questions that come back. Waits for the sidecar alone."""
         try:
             while not run.is_over:
                 answers = []
@@ -253,7 +253,7 @@ class CourierLink:
             _log.debug("the sidecar was not asked", extra={"tenant": self.tenant, "reason": away.detail})
 
     def close(self) -> None:
-        """Hang up. What is under way ends as if the sidecar had."""
+        """Hang up. Work under way ends as if the sidecar had hung up."""
         self._ends.set()
         run = self._run
         if run is not None:
@@ -300,7 +300,7 @@ class CourierLink:
         return run
 
     def _attend(self, run: CourierRun) -> None:
-        """Until it is hung up."""
+        """Serve a connection until it is hung up."""
         self._run = run
         self._errands.begin(run)
         bell: NotifyPipeEnd | None = None

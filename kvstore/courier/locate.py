@@ -3,8 +3,8 @@
     hints of the directory > at most two nodes, and those of `network.peers` > Has, all at once > blocks by node
     the remote engine      > which names exist                                                  > blocks
 
-What is found is kept for the fetch that may follow. A ticket's node is asked first, where it is a node of the pool:
-what it promises counts as there, since it may still be publishing.
+What is found is kept for the fetch that may follow. A ticket's node is asked first, if it is a node of the pool: blocks
+that it promises count as there, since it may still be publishing them.
 """
 
 from __future__ import annotations
@@ -34,15 +34,14 @@ MOST_NAMED = 8
 """Nodes of `network.peers` that are asked at once."""
 MOST_KEPT = 4096
 RECENT_SECONDS, MOST_RECENT = 1.0, 256
-"""For which what was found of a chain, perhaps too late for who asked, is told to the next one at once."""
+"""How long a finding about a chain, perhaps too late for its own request, serves others; and how many are kept."""
 
 Source = PeerSource | RemoteSource
 
 
 @dataclass
 class Places:
-    """sources: whom to ask, in this order. blocks, tier, milliseconds, where: what the best of them has. reason,
-    detail: why there is none."""
+    """sources: to ask in this order. blocks, tier, milliseconds, where: the best one's. reason, detail: why none."""
 
     sources: list[Source] = field(default_factory=list)
     blocks: int = 0
@@ -76,14 +75,14 @@ class Locator:
         self._recent: OrderedDict[tuple[bytes, bytes, int], tuple[float, Places]] = OrderedDict()
 
     def keep(self, tenant: str, number: int, places: Places) -> None:
-        """For the fetch that names that question; each tenant has numbers of its own."""
+        """Keep places for the fetch that names that question; each tenant has numbers of its own."""
         with self._lock:
             self._kept[tenant, number] = places
             while len(self._kept) > MOST_KEPT:
                 self._kept.popitem(last=False)
 
     def kept(self, tenant: str, number: int) -> Places | None:
-        """They are taken."""
+        """Take them out."""
         with self._lock:
             return self._kept.pop((tenant, number), None)
 
@@ -97,7 +96,7 @@ class Locator:
         incarnation: bytes = b"",
         seconds: float = LOOK_SECONDS,
     ) -> Places:
-        """Who has what lies behind the first `present` blocks. node, incarnation: of a ticket."""
+        """Who has the blocks behind the first `present`. node, incarnation: of a ticket."""
         now, chain = self._clock.monotonic_seconds(), (space.id, keys[-1], present)
         with self._lock:
             found_at, recent = self._recent.get(chain, (-inf, Places()))
@@ -114,7 +113,7 @@ class Locator:
             self._find_remote(places, self._remote, from_remote, present, size, now)
         if places.sources:
             places.reason = None
-        if places.sources and not node:  # a ticket promises more than who comes without it may count on
+        if places.sources and not node:  # a ticket promises more than a request without it may count on
             with self._lock:
                 self._recent[chain] = self._clock.monotonic_seconds(), places
                 while len(self._recent) > MOST_RECENT:
@@ -218,5 +217,5 @@ class Locator:
 
 
 def _with_tail(hinted: int, asked: int) -> int:
-    """A tail that is shorter than a chunk has no hint: who has all before it is taken to have it too."""
+    """A tail shorter than a chunk has no hint: a node that has all before it is taken to have it too."""
     return asked if asked - hinted < CHUNK_BLOCKS else hinted

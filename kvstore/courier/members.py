@@ -1,4 +1,4 @@
-"""Which other nodes there are: those that the directory names, and those that the configuration does."""
+"""The other nodes: those that the directory names, and those that the configuration does."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ANSWER_SECONDS = 1.0
 
 
 class NamedPeers:
-    """`network.peers`: asked who they are, again and again. Thread-safe."""
+    """`network.peers`: asked who they are at intervals. Thread-safe."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class NamedPeers:
         told: OncePerKind,
         clock: Clock,
     ) -> None:
-        """table: into which they go, beside those that a directory names."""
+        """table: receives them, beside those that a directory names."""
         self._named: dict[str, bytes] = {}
         self._here = here
         self._calls = calls
@@ -71,7 +71,7 @@ class NamedPeers:
             self._ends.wait(ASK_SECONDS)
 
     def _asked(self, address: str) -> NodeEntry | None:
-        """Who it is; where nodes have certificates, its certificate has to say the same. None for this node."""
+        """The node at an address; if nodes have certificates, its certificate must say the same. None for this node."""
         request = peer_pb2.WhoAreYouRequest(node=self._here.node)
         first = self._calls.who_are_you(Dialled(address, b""), request, ANSWER_SECONDS)
         if first.node == self._here.node:
@@ -81,7 +81,7 @@ class NamedPeers:
 
 
 def entry_of(found: peer_pb2.WhoAreYouResponse, address: str) -> NodeEntry:
-    """Raises `ValueError` for what no node says."""
+    """Raises `ValueError` for an impossible answer."""
     if len(found.node) != NODE_BYTES or len(found.incarnation) != INCARNATION_BYTES:
         raise ValueError("it names no node")
     if VERSION not in found.versions:

@@ -1,4 +1,4 @@
-"""Blocks from another node: its leave to pull them, a connection to its data door, frames straight into slots."""
+"""Blocks from another node: permission to pull them, a connection to its data door, frames straight into slots."""
 
 from __future__ import annotations
 
@@ -27,18 +27,17 @@ from kvstore.wire import peer_pb2
 from tiering.clock import Clock
 
 OPEN_SECONDS = 1.0
-"""For a node to answer, beyond what it waits for blocks of slower tiers."""
+"""For a node to answer, beyond its wait for promotions."""
 BRING_UP_SECONDS = 1.0
 MOST_ASKED_KEYS = 4096
-"""In a question how many blocks are there."""
+"""In one `Has`."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """What a source made of a window. blocks: that are readable now. reason: why there are no more; None where the
-    window is full."""
+    """A source's result for a window. blocks: readable now. reason: why there are no more; None if it is full."""
 
     blocks: int
     reason: MissReason | None = None
@@ -46,7 +45,7 @@ class Filled:
 
 
 class Stops:
-    """Ends what a fetch is waiting for, from another thread. over: it is to end."""
+    """Ends what a fetch waits for, from another thread. over: the fetch is to end."""
 
     def __init__(self, ends_at: float) -> None:
         self.ends_at = ends_at
@@ -55,14 +54,13 @@ class Stops:
         self._stop: Callable[[], None] | None = None
 
     def waits_for(self, stop: Callable[[], None] | None) -> None:
-        """stop: ends the wait that begins; None where it is over."""
+        """A wait begins. stop: ends it; None once it is over."""
         with self._lock:
             self._stop = stop
         if stop is not None and self.over.is_set():
             stop()
 
     def end(self) -> None:
-        """Now."""
         self.over.set()
         with self._lock:
             stop = self._stop
@@ -91,7 +89,7 @@ class PeerWays:
         first: int,
         seconds: float,
     ) -> list[int | None]:
-        """How many of these blocks each of the nodes has, all asked at once; None of those that do not say."""
+        """How many of these blocks each of the nodes has, all asked at once; None for those that do not answer."""
         asked = []
         for one in nodes:
             terms = PullTerms(self.new_token(NONCE_BYTES), run.node, one.node, space.id, first, keys[:MOST_ASKED_KEYS])
@@ -116,7 +114,7 @@ class PeerWays:
         return found
 
     def mismatch(self, entry: NodeEntry, run: CourierRun) -> None:
-        """It has other keys of the tenant."""
+        """Record that a node has other keys of the tenant."""
         name = entry.node.hex()[:12]
         self.told.say(
             f"keys {name} {run.tenant}",
@@ -131,7 +129,7 @@ class PeerSource:
     tier = HitTier.PEER
 
     def __init__(self, entry: NodeEntry, ways: PeerWays, *, publishes: bool = False) -> None:
-        """publishes: a ticket says that it has more soon."""
+        """publishes: a ticket says that it will have more soon."""
         self.entry = entry
         self._ways = ways
         self.publishes = publishes
@@ -139,18 +137,18 @@ class PeerSource:
 
     @property
     def key(self) -> bytes:
-        """By which its speed is learned."""
+        """Its name in the speeds."""
         return self.entry.node
 
     def has(
         self, run: CourierRun, space: CourierSpace, keys: Sequence[bytes], first: int, seconds: float
     ) -> int | None:
-        """How many of these blocks it has now; None where it does not say."""
+        """How many of these blocks it has now; None if it does not answer."""
         (found,) = self._ways.has(run, space, [self.entry], keys, first, seconds)
         return found
 
     def fill(self, window: ReservedWindow, stops: Stops) -> Filled:
-        """Pull what it has of the window."""
+        """Pull the blocks of the window that it has."""
         ways, entry = self._ways, self.entry
         began_at = ways.clock.monotonic_seconds()
         try:
@@ -169,7 +167,7 @@ class PeerSource:
                 filled = self._failed(MissReason.CORRUPT if window.refused else MissReason.UNREACHABLE, str(fault))
             else:
                 filled = Filled(0, MissReason.DISABLED, "no engine waits for it any more")
-        except BadInput as error:  # what the offer needs is not there, and the text says what
+        except BadInput as error:  # the offer needs something that is missing here; the text says what
             ways.told.say("pull", str(error))
             filled = Filled(0, MissReason.UNSUPPORTED, str(error))
         window.adopt()
@@ -186,7 +184,7 @@ class PeerSource:
         return Filled(window.adopted, filled.reason, filled.detail)
 
     def _late(self, detail: str, given: float, frames: int) -> Filled:
-        """given: seconds that the fetch had. frames: that came by then."""
+        """given: seconds that the fetch had. frames: that had come by then."""
         has_failed = late_has_failed(given, frames)
         return self._failed(MissReason.DEADLINE, detail) if has_failed else Filled(0, MissReason.DEADLINE, detail)
 
@@ -253,8 +251,8 @@ class PeerSource:
 
 
 def hand_over(runs: Sequence[CourierRun], table: AliveTable, ways: PeerWays) -> None:
-    """Offer other nodes what is hot here, tenant by tenant, until all is told or the time is over. They pull it as
-    ever, or refuse: nothing is pushed. Chains that begin alike go to the same node."""
+    """Offer hot blocks to other nodes, tenant by tenant, until all are offered or the time is over. They pull them as
+    usual, or decline: nothing is pushed. Chains with a common beginning go to the same node."""
     ends_at = ways.clock.monotonic_seconds() + LEAVING_SECONDS
     nodes = list(table.alive(ways.clock.monotonic_seconds()).values())
     taken, room = 0, MOST_OFFERED_BYTES
@@ -279,7 +277,7 @@ def _offered(
     ways: PeerWays,
     ends_at: float,
 ) -> int:
-    """How many blocks of it the first node has that takes some."""
+    """How many blocks the first node took that takes any."""
     head = keys[:CHUNK_BLOCKS][-1]
     fit = [one for one in nodes if run.fingerprint in one.fingerprints]
     for entry in sorted(fit, key=lambda one: blake2b(head + one.node, digest_size=8).digest())[:MOST_ASKED]:
@@ -295,7 +293,7 @@ def _offered(
             nonce=terms.nonce,
             mac=offer_mac(space.grant.identity_key, terms),
         )
-        with suppress(PeerAway):  # an earlier version of it knows no offers
+        with suppress(PeerAway):  # an earlier version knows no offers
             answer = ways.calls.offer(Dialled(entry.address, entry.node), request, left)
             if answer.blocks:
                 return min(answer.blocks, len(keys))

@@ -1,4 +1,4 @@
-"""Blocks from a remote engine, and to it: frames under salted names, several calls under way."""
+"""Blocks from a remote engine, and to it: frames under salted names, several calls in flight."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tiering.remote.workers import RemoteCall, RemoteWorkers
 
 READS_AHEAD = 8
 MOST_PROBED = 512
-"""Names in a question how many blocks there are: of longer chains, blocks at equal distances."""
+"""Names in one question; of a longer chain, blocks at equal distances."""
 FORGET_SECONDS = 2.0
 
 
@@ -36,12 +36,11 @@ class RemoteWays:
 
     @property
     def name(self) -> str:
-        """By which its speed is learned, and for people."""
+        """Its name in the speeds, and for people."""
         return self.engine.name
 
     def has(self, run: CourierRun, space: CourierSpace, keys: Sequence[bytes], ends_at: float) -> Callable[[], int]:
-        """Ask how many of these blocks there are, from the first on. What is returned waits for the answer, and raises
-        `RemoteFault`."""
+        """Ask how many leading blocks there are. The returned function waits for the answer; raises `RemoteFault`."""
         stamps, step = space.grant.stamps, max(1, -(-len(keys) // MOST_PROBED))
         last = len(stamps) - 1
 
@@ -56,13 +55,13 @@ class RemoteWays:
         return self.workers.submit(work, ends_at).result
 
     def names(self, run: CourierRun, space: CourierSpace, keys: Sequence[bytes], ends_at: float) -> list[bytes]:
-        """Of all frames of these blocks, the parts of each in order. Raises `RemoteFault`."""
+        """Names of all frames of these blocks, the parts of each in order. Raises `RemoteFault`."""
         salt = self.workers.submit(lambda: self.salts.of(run.fingerprint, space.id, ends_at), ends_at).result()
         stamps = space.grant.stamps
         return [remote_key(salt, stamp, key, part) for key in keys for part, stamp in enumerate(stamps)]
 
     def forget(self, fingerprint: bytes, namespace: bytes) -> str:
-        """Drop a namespace, or a tenant's all where it is empty; why that failed, or nothing."""
+        """Drop a namespace, or all of a tenant if it is empty; returns why that failed, or nothing."""
         ends_at = self.clock.monotonic_seconds() + FORGET_SECONDS
         try:
             self.workers.submit(lambda: self.salts.replace(fingerprint, namespace, ends_at), ends_at).result()
@@ -82,7 +81,7 @@ class RemoteSource:
         self.name = ways.name
 
     def fill(self, window: ReservedWindow, stops: Stops) -> Filled:
-        """Read what it has of the window, several frames at a time, checked in their order."""
+        """Read the blocks of the window that it has, several frames at a time, checked in order."""
         ways, clock = self._ways, self._ways.clock
         began_at = clock.monotonic_seconds()
         window.run.uses.came(window.keys)
@@ -130,6 +129,6 @@ class RemoteSource:
         return Filled(window.blocks, None)
 
     def _refuse(self, name: bytes) -> None:
-        """It is counted, and deleted: the next write puts it back."""
+        """Count a bad frame and delete it: the next write puts it back."""
         self._ways.figures.refused(self._ways.name, "frame")
         self._ways.workers.delete([name], self._ways.clock.monotonic_seconds() + FORGET_SECONDS)

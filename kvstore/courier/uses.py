@@ -1,5 +1,4 @@
-"""How often blocks were named by requests of late, in which chains, and which came from the remote engine itself.
-Bounded."""
+"""How often recent requests named each block, in which chains, and which came from the remote engine. Bounded."""
 
 from __future__ import annotations
 
@@ -8,15 +7,15 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 
 MOST_NAMES = 1 << 17
-"""Of a generation: at its end the one before is forgotten."""
+"""In one generation: at its end the one before is forgotten."""
 NAME_BYTES = 8
 MOST_WANTED, MOST_CAME = 1 << 14, 1 << 16
 MOST_CHAINS, MOST_CHAIN_KEYS = 256, 1024
-"""The last ones that were named, and how many leading blocks of each."""
+"""The most recent chains, and how many leading blocks of each."""
 
 
 class Uses:
-    """Of one tenant. Thread-safe. wanted: blocks that became worth something, for the writer."""
+    """Of one tenant. Thread-safe. wanted: blocks that have become worth writing."""
 
     def __init__(self, most: int = MOST_NAMES) -> None:
         self._most = most
@@ -28,7 +27,7 @@ class Uses:
         self.wanted: deque[tuple[bytes, bytes]] = deque(maxlen=MOST_WANTED)
 
     def note(self, keys: Iterable[bytes]) -> None:
-        """A request named these."""
+        """A request named these blocks."""
         with self._lock:
             for key in keys:
                 name = key[:NAME_BYTES]
@@ -37,7 +36,7 @@ class Uses:
                 self._new[name] = max(self._new.get(name, 0), self._old.get(name, 0)) + 1
 
     def note_chain(self, space: bytes, keys: Sequence[bytes]) -> None:
-        """A request of that namespace named these, from its first block on."""
+        """A request named this chain of that namespace, from its first block on."""
         self.note(keys)
         leading = list(keys[:MOST_CHAIN_KEYS])
         if leading:
@@ -48,12 +47,12 @@ class Uses:
                     self._chains.popitem(last=False)
 
     def chains(self) -> list[tuple[bytes, list[bytes]]]:
-        """Namespace and leading keys of the last ones."""
+        """Namespace and leading keys of the most recent chains."""
         with self._lock:
             return [(space, keys) for (space, _), keys in self._chains.items()]
 
     def of(self, key: bytes) -> int:
-        """How often it was named."""
+        """How often a block was named."""
         name = key[:NAME_BYTES]
         return max(self._new.get(name, 0), self._old.get(name, 0))
 
@@ -66,11 +65,11 @@ class Uses:
                 self._came.popitem(last=False)
 
     def did_not_come(self, keys: Iterable[bytes]) -> None:
-        """The remote engine turned out not to have these, or not as they should be."""
+        """The remote engine turned out to lack these, or to have them damaged."""
         with self._lock:
             for key in keys:
                 self._came.pop(key[:NAME_BYTES], None)
 
     def has_come(self, key: bytes) -> bool:
-        """See `came`."""
+        """Whether the remote engine has it, as far as is known."""
         return key[:NAME_BYTES] in self._came

@@ -1,10 +1,10 @@
-"""Slots of the sidecar, as far as one reservation goes: filled by a source, checked here, adopted by the sidecar.
+"""Slots of the sidecar, for one reservation: filled by a source, checked here, adopted by the sidecar.
 
     reserve > a source fills the slots, block by block > each frame is checked > adopted as they come > the rest aborted
 
 A frame counts when its header names this block and part and the payload has the header's digests; the sidecar then
-looks at the header's MAC. Slots that a call of a source may still write stay lent, and the reservation is given back
-when the last such call has returned.
+checks the header's MAC. Slots that a source's call may still write stay lent; the reservation ends when the last such
+call has returned.
 """
 
 from __future__ import annotations
@@ -22,21 +22,20 @@ from kvstore.protocol.replies import ReserveReply
 from tiering.frame import HEADER_BYTES
 
 ADOPT_BYTES = 8 << 20
-"""That come before they are adopted: a waiter reads these while the rest is on its way. The first block is adopted at
-once."""
+"""Adopted together: the engine reads these while the rest is on its way. The first block is adopted at once."""
 
 
 class Forged(Exception):
-    """The sidecar does not take what came for what it should be; one line for people."""
+    """The sidecar refused a frame as not what it should be; one line for people."""
 
 
 class ReservedWindow:
-    """A reservation, as far as its blocks follow each other. One thread fills it."""
+    """A reservation, as far as its blocks are consecutive. One thread fills it."""
 
     def __init__(
         self, run: CourierRun, space: CourierSpace, reply: ReserveReply, keys: Sequence[bytes], tier: HitTier
     ) -> None:
-        """keys: of the whole chain. reply: of a reservation that begins with its first missing block."""
+        """keys: of the whole chain. reply: of a reservation that begins with the chain's first missing block."""
         self.run = run
         self.space = space
         self.tier = tier
@@ -53,20 +52,19 @@ class ReservedWindow:
         self._reservation = reply.reservation
         self._blocks = len(reply.blocks)
         self._parts = len(columns)
-        self._headers: list[bytes] = []  # of frames that are checked and not adopted
+        self._headers: list[bytes] = []  # of checked frames that are not adopted yet
         self._lock = threading.Lock()
-        self._lent = 1  # by this window itself, until it is closed
+        self._lent = 1  # to this window itself, until it is closed
         self._is_right = FrameChecks(space.grant.stamps, self.keys)
         self.refused = False
-        """Whether a frame came that does not belong where it came."""
+        """Whether a frame came that does not belong in its slot."""
 
     @property
     def blocks(self) -> int:
-        """That can be filled."""
         return len(self.keys)
 
     def check(self, at: int, frame: memoryview) -> bool:
-        """Whether this is the frame that belongs into slot `at`; they come in their order. Adopts now and then."""
+        """Whether this is the frame that belongs in slot `at`; frames come in order. Adopts now and then."""
         if not self._is_right(at, frame):
             self.refused = True
             return False
@@ -78,7 +76,7 @@ class ReservedWindow:
         return self.failed is None
 
     def adopt(self) -> None:
-        """Have the sidecar take what is checked. What goes wrong is in `failed`."""
+        """Have the sidecar adopt the checked frames. Faults are in `failed`."""
         whole = len(self._headers) // self._parts
         if not whole or self.failed is not None:
             return
@@ -96,17 +94,17 @@ class ReservedWindow:
         except (Forged, Unavailable) as failed:
             self.failed = failed
             return
-        if done < self.adopted + whole:  # the reservation is over: dropped, purged, or it ran out
+        if done < self.adopted + whole:  # the reservation is over: dropped, purged or expired
             self.failed = Unavailable(MissReason.DISABLED, "the sidecar gave the slots to another client")
         self.adopted = max(self.adopted, min(done, self.adopted + whole))
 
     def lend(self) -> None:
-        """A call of a source may write slots until `returned`."""
+        """A source's call may write slots until `returned`."""
         with self._lock:
             self._lent += 1
 
     def returned(self) -> None:
-        """That one does not any more. Any thread."""
+        """Such a call has returned. Any thread."""
         with self._lock:
             self._lent -= 1
             is_last = self._lent == 0
@@ -114,5 +112,5 @@ class ReservedWindow:
             self.run.abort(self._reservation)
 
     def close(self) -> None:
-        """Nothing more is adopted from now on. Once."""
+        """Adopt nothing more. Called once."""
         self.returned()

@@ -1,4 +1,4 @@
-"""Headers of frames that another store sealed: whether each is the one that is wanted here, and its digests.
+"""Headers of frames that another store sealed: whether each belongs to the wanted block, and its digests.
 
 Pure. Must never believe a field that the MAC does not cover, nor hand on anything of a header but its digests.
 """
@@ -34,7 +34,7 @@ class AdoptFault(StrEnum):
 
 
 class WantedFrame(NamedTuple):
-    """Which block is to be in a slot: its prefix key, its parent's, and the number of blocks before it."""
+    """The block that belongs into a slot: its prefix key, its parent's, and the number of blocks before it."""
 
     key: bytes
     parent: bytes
@@ -42,7 +42,7 @@ class WantedFrame(NamedTuple):
 
 
 class HeaderRefused(Exception):
-    """The first header that is not right, and why."""
+    """The first header that failed, and why."""
 
     def __init__(self, why: AdoptFault, at: int, detail: str = "") -> None:
         super().__init__(detail or f"header {at} is not of the frame that is wanted there: another {why}")
@@ -52,8 +52,7 @@ class HeaderRefused(Exception):
 def digests_of(
     headers: Sequence[bytes], stamp: Stamp, wanted: Sequence[WantedFrame], keys: MacKeys
 ) -> list[tuple[bytes, ...]]:
-    """Of each header, which has to be of the frame that is wanted in its place, of that slot class. Raises
-    `HeaderRefused`."""
+    """The digests of each header, which must be the wanted frame's, of that slot class. Raises `HeaderRefused`."""
     return [_digests(raw, at, stamp, one, keys) for at, (raw, one) in enumerate(zip(headers, wanted, strict=True))]
 
 

@@ -1,11 +1,11 @@
-"""Where engines' wishes for blocks that are elsewhere meet couriers: `Elsewhere` of a sidecar.
+"""Where engines' requests for blocks that are elsewhere meet couriers: `Elsewhere` of a sidecar.
 
     engine    Locate, Await(located)     parked, in no thread
-    courier   Questions, Reserve, Adopt, and what any client may that looks and reads
+    courier   Questions, Reserve, Adopt, and the verbs by which any client looks and reads
 
-Each tenant has a book of questions of its own. One lock guards all of them, for a few additions; it is taken by threads
-of the door alone, never under the store's lock, and neither is a bell rung there: a wait that ends under the store's
-lock is noted, and the door's thread tells the courier of it.
+Each tenant has a book of questions of its own. One lock guards all of them, for a few additions; only threads of the
+door take it, never under the store's lock, and no client is notified under either: a wait that ends under the store's
+lock is recorded, and the door's thread tells the courier of it.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ from tiering.counts.awaits import MAX_AWAIT_SECONDS, AwaitEnd, ParkedAwait
 from tiering.faults import RateLimitedLog
 
 MOST_OF_TENANT = 8
-"""Couriers of one tenant, and as many that are gone while they may map memory."""
+"""Couriers of one tenant, and as many that disconnected while they may map memory."""
 GRACE_SECONDS = 10.0
-"""After which it is said that there is no courier."""
+"""How long after the start, or the last courier's end, a missing courier is reported."""
 RESERVED_SECONDS, LOOK_SECONDS = 60.0, 1.0
-"""That a courier may take to fill what it reserved, and how often it is looked at that."""
+"""How long a courier may take to fill a reservation, and how often that is checked."""
 FORGET_SECONDS = 1.0
-"""That a drop or a purge waits for what couriers say."""
+"""How long a drop or a purge waits for couriers' answers."""
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def desk_of(store: EmbeddedStore, sessions: Sessions, handlers: Handlers, peers_
     """The desk of a sidecar. peers_door: where other nodes reach it."""
 
     def keys_of(tenant: str) -> TenantKeys:
-        store.keys.known(tenant)  # none is made for a name that a courier says
+        store.keys.known(tenant)  # no keys are made for a name from a courier
         return store.tenant_keys(tenant)
 
     return CourierDesk(store.core, sessions, handlers, keys_of, peers_door)
@@ -81,18 +81,17 @@ class CourierDesk:
         tenant_keys: Callable[[str], TenantKeys],
         door: str = "",
     ) -> None:
-        """tenant_keys: by a tenant's name; raises `StoreError` where there are none. door: where peers reach this node,
-        for tickets."""
+        """tenant_keys: by a tenant's name; raises `StoreError` without any. door: where peers reach this node."""
         self._store, self._sessions, self._handlers = store, sessions, handlers
         self._tenant_keys = tenant_keys
         self._clock = store.clock
         self._lock = threading.Lock()
         self._books: dict[bytes, TenantQuestions] = {}  # of tenants that have couriers
-        self._numbers = defaultdict[bytes, Iterator[int]](lambda: count(1))  # of a tenant's questions: none comes again
-        self._alone_since = self._clock.monotonic_seconds()  # where there are none
-        self._due: deque[tuple[float, bytes]] = deque()  # of locates, which all have as much time
-        self._looks_at = 0.0  # when reservations are looked at next
-        self._over: deque[tuple[bytes, OpenQuestion]] = deque()  # fetches whose waiter is gone
+        self._numbers = defaultdict[bytes, Iterator[int]](lambda: count(1))  # of a tenant's questions, never reused
+        self._alone_since = self._clock.monotonic_seconds()  # since when there are none
+        self._due: deque[tuple[float, bytes]] = deque()  # of locates, which all have equal time
+        self._looks_at = 0.0  # when reservations are next checked
+        self._over: deque[tuple[bytes, OpenQuestion]] = deque()  # fetches without a waiter left
         self._dropping: Counter[tuple[bytes, bytes]] = Counter()  # tenant, and namespace or all
         self._refusals: Counter[AdoptFault] = Counter()
         self._logged = RateLimitedLog(_log, self._clock)
@@ -129,7 +128,7 @@ class CourierDesk:
     # Couriers --------------------------------------------------------------------------------------------------------
 
     def greet(self, hello: m.Hello) -> tuple[ClientState | None, m.Answer]:
-        """The first message of a courier: for whom it works, or why it may not."""
+        """A courier's hello: its client state from now on, or why it is refused."""
         if hello.newest < m.LOCATE_VERSION:
             return None, m.Failed(m.RequestFault.VERSION, f"couriers speak version {m.LOCATE_VERSION} or a later one")
         if not hello.tenant:
@@ -145,7 +144,7 @@ class CourierDesk:
         return self._handlers.greet(keys, hello, is_courier=True)
 
     def is_served(self, tenant: bytes) -> bool:
-        """Whether a courier of a tenant's is there that takes questions."""
+        """Whether a tenant has a courier that takes questions."""
         with self._lock:
             book = self._books.get(tenant)
             return book is not None and book.courier is not None
@@ -186,7 +185,7 @@ class CourierDesk:
             raise BadInput(f"nothing of this was adopted: {error}") from None
 
     def _adopted(self, caller: ClientState, verb: m.Adopt) -> int:
-        """How many blocks of the reservation are here in all parts. Raises `HeaderRefused`."""
+        """How many blocks of the reservation are adopted in all parts. Raises `HeaderRefused`."""
         progress, count = caller.reservations.get(verb.reservation), len(verb.headers)
         if progress is None:
             raise HeaderRefused(AdoptFault.RESERVATION, 0, "no reservation of that number is this connection's")
@@ -201,7 +200,7 @@ class CourierDesk:
         if verb.part not in progress.parts or not 0 <= verb.first <= progress.blocks - count:
             raise order
         wanted = self.fetched.wanted(verb.reservation, verb.part, verb.first, count)
-        if wanted is None:  # its namespace is being dropped
+        if wanted is None:  # the namespace is being dropped
             return 0
         digests = digests_of(verb.headers, *wanted, self.fetched.keys)
         if not self._sessions.claim(progress, verb.part, verb.first, count):
@@ -219,7 +218,7 @@ class CourierDesk:
         return m.HoldingsReply(*self.fetched.listed(number, verb.after))
 
     def _questions(self, caller: ClientState, verb: m.Questions) -> m.Answer:
-        self._sessions.asked(caller)  # first: whatever comes from here on rings again
+        self._sessions.asked(caller)  # first: questions from here on notify it again
         if verb.told is not None:
             self.told.tell(caller, verb.told)
         ended = []
@@ -267,7 +266,7 @@ class CourierDesk:
     def _whence(
         self, caller: ClientState, number: int, verb: m.Locate
     ) -> tuple[str, bytes, bytes] | tuple[()] | m.TicketOpened:
-        """The node that a ticket names; nothing where there is none, or it is this one."""
+        """The node that a ticket names; nothing without one, or if it is this node."""
         if not verb.ticket:
             return ()
         identity, space = Identity.of(caller.keys, self._store.node), self._store.namespace_of(number)
@@ -318,7 +317,7 @@ class CourierDesk:
         with self._lock:
             courier = book.courier
             is_asked = courier is not None and book.add(fetch)
-            if is_asked and one.end is not None:  # meanwhile, and perhaps that was noted before it was asked
+            if is_asked and one.end is not None:  # it ended meanwhile, perhaps before the question was added
                 book.no_more(fetch)
         if not is_asked:
             reason = UNREACHABLE if courier is None else MissReason.BUSY
@@ -402,7 +401,7 @@ class CourierDesk:
             self._ring(courier)
 
     def _cancel_late(self) -> None:
-        """Reservations that a courier neither fills nor aborts keep engines from storing the same blocks."""
+        """Reservations that a courier neither fills nor aborts would keep engines from storing the same blocks."""
         now = self._clock.monotonic_seconds()
         self._looks_at = now + LOOK_SECONDS
         for caller in self._sessions.callers():
@@ -432,7 +431,7 @@ class CourierDesk:
                 self._dropping += Counter()
 
     def _forget(self, tenant: bytes, digest: bytes) -> list[str]:
-        """The line on what others have still; none where they have nothing."""
+        """A line on what other nodes or engines still hold; none if they hold nothing."""
         done = threading.Event()
         with self._lock:
             book = self._books.get(tenant)
@@ -459,14 +458,14 @@ class CourierDesk:
     # Inside ----------------------------------------------------------------------------------------------------------
 
     def _is_located(self, book: TenantQuestions, one: OpenQuestion) -> bool:
-        """Whether it was a locate, which is answered then. Under the lock, under which its place is kept."""
+        """If it was a locate, answer it; returns whether it was. Under the lock, which also guards its place."""
         if not isinstance(one.ask, c.LocateQuestion) or not isinstance(one.asker, ParkedLocate):
             return False
         self._tell(one.asker, book.locate(one.ask, one.answer, self._clock.monotonic_seconds()))
         return True
 
     def _end(self, ones: Iterable[OpenQuestion], detail: str, reason: MissReason = UNREACHABLE) -> None:
-        """Those who asked these are told that no more comes. detail, reason: where no courier said any."""
+        """Answer these waits: no more comes. detail, reason: for those that no courier answered."""
         for one in ones:
             if isinstance(one.ask, c.LocateQuestion) and isinstance(one.asker, ParkedLocate):
                 self._tell(one.asker, m.Located(0, one.ask.present, reason=reason, detail=detail))
@@ -489,7 +488,7 @@ class CourierDesk:
     # Facts -----------------------------------------------------------------------------------------------------------
 
     def reasons(self) -> list[str]:
-        """Why less is served than there is elsewhere, a line each."""
+        """Why less is served than is stored elsewhere, a line each."""
         with self._lock:
             seconds = self._clock.monotonic_seconds() - self._alone_since if not self._books else 0.0
         if seconds > GRACE_SECONDS:
@@ -497,7 +496,7 @@ class CourierDesk:
         return self.told.figures().reasons
 
     def status(self) -> ElsewhereStatus:
-        """What is known of what is elsewhere."""
+        """The status of what is elsewhere."""
         with self._lock:
             couriers = sum(book.couriers for book in self._books.values())
             refused = {str(why): self._refusals[why] for why in AdoptFault}
@@ -517,7 +516,7 @@ class CourierDesk:
         )
 
     def check(self) -> None:
-        """Every invariant of the books; for tests."""
+        """Every invariant of the tables; for tests."""
         with self._lock:
             for book in self._books.values():
                 book.check()

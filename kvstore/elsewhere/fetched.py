@@ -1,11 +1,11 @@
 """Blocks that couriers fetch: their slots, and how long each is kept for the engine that waits for it.
 
-    reserved > adopted: pinned, and marked with where it came from > leased: unpinned; the lease counts it there
-                                                                   > 1 s passed: unpinned; the mark stays
-                                                                   > others lack room: unpinned, the oldest first
+    reserved > adopted: pinned, and marked with its origin > leased: unpinned; the lease counts it for the origin
+                                                           > 1 s passed: unpinned; the mark stays
+                                                           > others lack room: unpinned, the oldest first
 
-All slots of couriers and all these pins come to an eighth of DRAM at most. A mark is of one generation of a block: what
-was evicted and stored anew is not marked. Callers of what begins with "under the lock" hold the store's.
+All slots of couriers and all these pins come to an eighth of DRAM at most. A mark is of one generation of a block: a
+block that was evicted and stored anew is not marked. Methods that say "under the lock" mean the store's.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from tiering.counts.changes import BlockPlace
 from tiering.frame import MacKeys, Stamp
 
 KEPT_SECONDS = 1.0
-"""That a fetched block is pinned for the engine that waits for it."""
+"""How long a fetched block is pinned for the engine that waits for it."""
 SHARE_OF_DRAM = 1 / 8
 MOST_MARKS = 1 << 16
 GIVES_WAY_AT_ONCE = 64
 LISTED_AT_ONCE, SCANNED_AT_ONCE = 2048, 1 << 17
-"""Readable blocks in one listing, and rows that are looked at for them: the lock is held for about a millisecond."""
+"""Readable blocks in one listing, and rows scanned for them: the lock is held for about a millisecond."""
 
 
 class _Mark(NamedTuple):
@@ -56,7 +56,7 @@ class FetchedBlocks:
         leases: LeaseTable,
         keys: MacKeys,
     ) -> None:
-        """As the store has them. pin, unpin: rows of a namespace. keys: of header MACs."""
+        """The store's parts. pin, unpin: rows of a namespace. keys: for header MACs."""
         self.keys, self.door = keys, ""
         self.is_served: Callable[[bytes], bool] = lambda tenant: False
         self._blocks, self._clock, self._lock = blocks, clock, lock
@@ -69,9 +69,9 @@ class FetchedBlocks:
         self._pinned_bytes = 0
         self._tenants: Counter[bytes] = Counter()  # bytes pinned, by tenant
         self.due_at = inf
-        """When the first pin's time is over; may be read without the lock."""
+        """When the first pin ends; may be read without the lock."""
         self.adopted = Counter[HitTier]()
-        """Blocks since the start, by where they came from."""
+        """Blocks since the start, by origin."""
         self.gave_way = 0
         """Blocks that were unpinned because others lacked room."""
 
@@ -79,7 +79,7 @@ class FetchedBlocks:
 
     @property
     def is_any_marked(self) -> bool:
-        """Whether `tiers` may have anything to say."""
+        """Whether any block is marked with an origin."""
         return bool(self._marks)
 
     @property
@@ -88,8 +88,8 @@ class FetchedBlocks:
         return any(one.is_fetched for one in self._reservations.values())
 
     def room(self, number: int, tenants: int) -> int:
-        """How many more blocks of a namespace couriers may reserve. Where several tenants have couriers, one takes at
-        most half of what is left to all."""
+        """How many more blocks of a namespace couriers may reserve. If several tenants have couriers, one takes at most
+        half of what is left to all."""
         left = int(SHARE_OF_DRAM * self._blocks.dram.budget_bytes) - self._pinned_bytes
         mine, tenant = 0, self._blocks.spaces[number].tenant
         for one in self._reservations.values():
@@ -106,7 +106,7 @@ class FetchedBlocks:
         return max(0, left) // self._blocks.spaces[number].block_bytes
 
     def came(self, number: int, rows: Sequence[int], tier: HitTier) -> None:
-        """Adopted blocks are readable from now on."""
+        """Adopted blocks became readable."""
         until = self._clock.monotonic_seconds() + KEPT_SECONDS
         generation = self._blocks.residency.generation
         fresh = [row for row in rows if row not in self._pins]
@@ -123,13 +123,13 @@ class FetchedBlocks:
         self.adopted[tier] += len(rows)
 
     def expire(self) -> None:
-        """Those whose time is over are not pinned any more."""
+        """Unpin blocks whose time is over."""
         now = self._clock.monotonic_seconds()
         while self._pins and next(iter(self._pins.values()))[1] <= now:
             self._let_go([next(iter(self._pins))])
 
     def give_way(self) -> bool:
-        """An engine lacks room: some of them, the oldest first, are not pinned any more; False where none is."""
+        """An engine lacks room: unpin some blocks, the oldest first; False if there are none."""
         some = list(islice(self._pins, GIVES_WAY_AT_ONCE))
         self._let_go(some)
         self.gave_way += len(some)
@@ -142,7 +142,7 @@ class FetchedBlocks:
             del self._marks[row]
 
     def tiers(self, rows: Sequence[int], runs: TierRuns) -> TierRuns:
-        """Where these blocks were found, with those that came from elsewhere and that no lease has had yet."""
+        """Where blocks were found; one from elsewhere that no lease has had yet counts as its origin's."""
         if self._marks.keys().isdisjoint(rows):
             return runs
         found: list[tuple[HitTier, int]] = []
@@ -155,7 +155,7 @@ class FetchedBlocks:
         return tuple(found)
 
     def pinned(self) -> list[int]:
-        """All rows; for `Store.check`."""
+        """All pinned rows; for `Store.check`."""
         for row, (number, _) in self._pins.items():
             assert self._blocks.index.is_row_of(row, number), "what is pinned is there"
         assert self._pinned_bytes == sum(self._blocks.spaces[number].block_bytes for number, _ in self._pins.values())
@@ -165,7 +165,7 @@ class FetchedBlocks:
     # Called by the desk ----------------------------------------------------------------------------------------------
 
     def leased(self, lease: int) -> None:
-        """An engine was granted it: what it has is not kept for others."""
+        """An engine was granted this lease: its blocks need not be kept any more."""
         if not self._marks and not self._pins:
             return
         with self._lock:
@@ -176,7 +176,7 @@ class FetchedBlocks:
                 self._marks.pop(row, None)
 
     def wanted(self, reservation: int, part: int, first: int, count: int) -> tuple[Stamp, list[WantedFrame]] | None:
-        """What the next frames of a part have to be; None where the reservation was cancelled."""
+        """The next frames of a part; None if the reservation was cancelled."""
         with self._lock:
             record = self._reservations.get(reservation)
             if record is None or record.cancelled or record.is_ending or first + count > record.filled:
@@ -187,14 +187,14 @@ class FetchedBlocks:
             return self._blocks.spaces[record.namespace].stamps[part], wanted
 
     def comes_from(self, reservation: int, tier: HitTier) -> None:
-        """What a reservation is filled with."""
+        """A reservation is filled from this tier."""
         with self._lock:
             record = self._reservations.get(reservation)
             if record is not None:
                 record.fetched_from = tier
 
     def listed(self, number: int, after: int) -> tuple[list[ReadableBlock], int]:
-        """Some blocks of a namespace that can be read now, from a place on, and where to go on; 0 at the end."""
+        """Some readable blocks of a namespace, from a position on, and the position to go on from; 0 at the end."""
         index, found = self._blocks.index, list[ReadableBlock]()
         with self._lock:
             stop = min(after + SCANNED_AT_ONCE, index.rows_end)
@@ -211,7 +211,7 @@ class FetchedBlocks:
 
     @property
     def kept_bytes(self) -> int:
-        """That are pinned for engines that wait for them."""
+        """Bytes pinned for waiting engines."""
         return self._pinned_bytes
 
     def _mark_of(self, row: int) -> _Mark | None:

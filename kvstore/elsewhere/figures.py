@@ -1,6 +1,6 @@
-"""What couriers tell people: kept as it was told last, of each courier once, at most once a second.
+"""What couriers report for people: each courier's latest report counts, at most one a second.
 
-A courier's connections, one for each tenant, bear one session token, and it tells by one of them.
+A courier's connections, one for each tenant, share one session token, and it reports over one of them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tiering.clock import Clock
 TOLD_SECONDS = 1.0
 MOST_COURIERS, MOST_REASONS = 4, 16
 MOST_COUNT = (1 << 63) - 1
-"""That a message can bear: a sum of several may be more."""
+"""The most that a message can carry: a sum of several may be more."""
 MOST_NUMBER = 1e9
 """Of gigabytes a second and of milliseconds. A client takes a status with much larger numbers for broken."""
 
@@ -30,7 +30,7 @@ class FiguresTold:
         self._told: dict[bytes, tuple[float, ClientState, c.CourierFigures]] = {}
 
     def tell(self, caller: ClientState, figures: c.CourierFigures) -> None:
-        """A courier says so."""
+        """Take a courier's report."""
         now, token = self._clock.monotonic_seconds(), caller.session.token
         with self._lock:
             before = self._told.get(token)
@@ -48,7 +48,7 @@ class FiguresTold:
                 del self._told[token]
 
     def figures(self) -> c.CourierFigures:
-        """Of all of them, in sum."""
+        """The sum of all reports."""
         with self._lock:
             all_told = [figures for _, _, figures in self._told.values()]
         names = ("fetching", "fetched_blocks", "fetched_bytes", "dropped_hints")
@@ -60,7 +60,7 @@ class FiguresTold:
 
 
 def _cleaned(figures: c.CourierFigures) -> c.CourierFigures:
-    """Fit for people: printable, and numbers where numbers should be."""
+    """Made printable, and every number a number."""
     sources = [
         c.SourceFigures(
             printable(one.kind),

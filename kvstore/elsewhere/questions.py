@@ -1,11 +1,11 @@
 """What the couriers of one tenant are asked, and what they answered: tables, without a lock, a clock or a store.
 
-    locate    asked > handed to a courier > answered, or its time is over      > a place, for a few seconds
-    fetch     asked > handed to a courier > answered, or its waiter is gone    > told as over, if it was handed out
-    forget    asked > handed to a courier > answered, or not waited for any more
+    locate    asked > handed to a courier > answered, or timed out             > a place, for a few seconds
+    fetch     asked > handed to a courier > answered, or without a waiter      > reported as over, if it was handed out
+    forget    asked > handed to a courier > answered, or given up
 
-The latest courier that asked has the questions. When it hangs up, those that it was handed are asked of the next one.
-What is kept is bounded by questions and by bytes of keys; what a courier says is bounded before anything is made of it.
+The courier that asked last gets the questions. When it hangs up, its questions go to the next one. The tables are
+bounded by questions and by bytes of keys; answers are bounded before anything is made of them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from kvstore.protocol.status import printable
 from tiering.frame import KEY_BYTES
 
 MOST_QUESTIONS, MOST_KEY_BYTES = c.MAX_QUESTIONS, 16 << 20
-"""Open at a time."""
+"""Open questions, and the bytes of their keys."""
 MOST_PLACES, MOST_PLACE_BYTES, PLACE_SECONDS = 256, 16 << 20, 10.0
-"""That were located, and for how long they are good."""
+"""Located places, the bytes of their keys, and for how long they are good."""
 REPLY_BYTES = 1 << 20
-"""Of keys, in one `QuestionsReply`; at least one question."""
+"""Of keys, in one `QuestionsReply`; it has at least one question."""
 FETCHED_TIERS = (HitTier.PEER, HitTier.REMOTE)
 UNREACHABLE = MissReason.UNREACHABLE
 NO_COURIER = "no courier is there that could ask for it"
@@ -36,8 +36,8 @@ Courier = Hashable
 
 @dataclass(eq=False, slots=True)
 class OpenQuestion:
-    """asker: who waits for it, for the desk. courier: to whom it was handed. is_over: of a fetch, that the courier has
-    to be told. answer: None until there is one, or none will come."""
+    """asker: the wait it belongs to, for the desk. courier: to whom it was handed. is_over: of a fetch, that the
+    courier must be told so. answer: None until there is one, or if none will come."""
 
     ask: Ask
     asker: object
@@ -48,7 +48,6 @@ class OpenQuestion:
 
     @property
     def key_bytes(self) -> int:
-        """That are kept of it."""
         return 0 if isinstance(self.ask, c.Forget) else KEY_BYTES * len(self.ask.keys)
 
 
@@ -65,37 +64,37 @@ class TenantQuestions:
     """Of one tenant. Callers hold the desk's lock; `now`: monotonic seconds."""
 
     def __init__(self, numbers: Iterator[int]) -> None:
-        """numbers: of its questions, none of which was given before."""
+        """numbers: for its questions, never reused."""
         self._numbers = numbers
         self._open: dict[int, OpenQuestion] = {}
-        self._unasked: dict[int, None] = {}  # of them, those that no courier was handed
-        self._over: deque[OpenQuestion] = deque()  # are open until their courier was told
+        self._unasked: dict[int, None] = {}  # of them, those not handed out
+        self._over: deque[OpenQuestion] = deque()  # stay open until their courier is told
         self._key_bytes = 0
         self._places: OrderedDict[int, LocatedChain] = OrderedDict()
         self._place_bytes = 0
-        self._couriers: dict[Courier, None] = {}  # the latest one that asked at the end
-        self._is_deaf = False  # it left a question in its place until that was over
+        self._couriers: dict[Courier, None] = {}  # the one that asked last at the end
+        self._is_deaf = False  # a question timed out before the courier asked for it
 
     def __len__(self) -> int:
-        """Questions that are open."""
+        """Open questions."""
         return len(self._open)
 
     @property
     def courier(self) -> Courier | None:
-        """Who has the questions; None where there is no courier, or it has not asked although it was rung for."""
+        """The courier that gets the questions; None if there is none, or if it was notified and has not asked."""
         return next(reversed(self._couriers), None) if not self._is_deaf else None
 
     @property
     def couriers(self) -> int:
-        """That have asked, and are there."""
+        """Connected couriers that have asked."""
         return len(self._couriers)
 
     def number(self) -> int:
-        """For the next question."""
+        """A number for the next question."""
         return next(self._numbers)
 
     def add(self, one: OpenQuestion) -> bool:
-        """Ask it; False where as much is asked as may be."""
+        """Add a question; False if there are too many."""
         if len(self._open) >= MOST_QUESTIONS or self._key_bytes + one.key_bytes > MOST_KEY_BYTES:
             return False
         self._open[one.ask.number] = one
@@ -104,7 +103,7 @@ class TenantQuestions:
         return True
 
     def take(self, courier: Courier) -> c.QuestionsReply:
-        """What it is asked now, each once; from now on the questions are its own."""
+        """Questions for a courier, each once; from now on they are its own."""
         self._couriers.pop(courier, None)
         self._couriers[courier] = None
         self._is_deaf = False
@@ -129,7 +128,7 @@ class TenantQuestions:
         )
 
     def answered(self, courier: Courier, answer: c.QuestionAnswered) -> OpenQuestion | None:
-        """Which question that ends; None where it was not asked of that courier, or is over."""
+        """The question that this answers; None if the courier was not asked it, or it is over."""
         one = self._open.get(answer.number)
         if one is None or one.courier is not courier or one.is_over:
             return None
@@ -138,7 +137,7 @@ class TenantQuestions:
         return one
 
     def no_more(self, one: OpenQuestion) -> None:
-        """It is not wanted any more. Of a fetch its courier is told."""
+        """A question is given up; the courier is told, if it is a fetch."""
         if self._open.get(one.ask.number) is not one or one.is_over:
             return
         if one.courier is None or not isinstance(one.ask, c.FetchQuestion):
@@ -148,7 +147,7 @@ class TenantQuestions:
             self._over.append(one)
 
     def expire(self, now: float) -> list[OpenQuestion]:
-        """Those whose time is over, without an answer."""
+        """The questions that timed out."""
         late = [one for one in self._open.values() if one.until <= now]
         for one in late:
             self._is_deaf |= one.courier is None
@@ -156,7 +155,7 @@ class TenantQuestions:
         return late
 
     def left(self, courier: Courier) -> list[OpenQuestion]:
-        """It hung up: what it was handed is asked anew. Without another one all ends, without an answer."""
+        """A courier hung up: its questions are asked anew; without another courier they all end, and are returned."""
         if courier not in self._couriers:
             return []
         was_latest = next(reversed(self._couriers)) is courier
@@ -179,7 +178,7 @@ class TenantQuestions:
     # Places ----------------------------------------------------------------------------------------------------------
 
     def locate(self, question: c.LocateQuestion, answer: c.QuestionAnswered | None, now: float) -> c.Located:
-        """What a courier's answer means; its place is kept for `PLACE_SECONDS`."""
+        """A courier's answer, checked; its place is kept for `PLACE_SECONDS`."""
         blocks = min(answer.blocks, len(question.keys)) if answer is not None and answer.tier in FETCHED_TIERS else 0
         if answer is None or blocks <= question.present:
             reason, detail = (answer.reason, printable(answer.detail)) if answer is not None else (None, "")
@@ -189,7 +188,7 @@ class TenantQuestions:
         while self._place_bytes > MOST_PLACE_BYTES or len(self._places) > MOST_PLACES or self._first_until <= now:
             _, gone = self._places.popitem(last=False)
             self._place_bytes -= KEY_BYTES * len(gone.question.keys)
-        milliseconds = answer.milliseconds if answer.milliseconds >= 0 else inf  # nor what is no number
+        milliseconds = answer.milliseconds if answer.milliseconds >= 0 else inf  # nor NaN
         detail, where = printable(answer.detail), printable(answer.where)
         return c.Located(question.number, blocks, answer.tier, milliseconds, where, answer.reason, detail)
 
@@ -198,19 +197,19 @@ class TenantQuestions:
         return next(iter(self._places.values())).until
 
     def place(self, number: int, namespace: int, now: float) -> LocatedChain | None:
-        """What was located under that number; None where it is not known any more."""
+        """The place of that number; None if it is unknown or too old."""
         found = self._places.get(number)
         return found if found is not None and found.until > now and found.question.namespace == namespace else None
 
     def forget(self, namespace: int | None) -> None:
-        """Places of a namespace, or all."""
+        """Drop the places of a namespace, or all."""
         for number, one in list(self._places.items()):
             if namespace in (None, one.question.namespace):
                 del self._places[number]
                 self._place_bytes -= KEY_BYTES * len(one.question.keys)
 
     def check(self) -> None:
-        """Tables agree, and bounds hold."""
+        """The tables agree, and bounds hold."""
         assert all(number == one.ask.number for number, one in self._open.items())
         assert self._key_bytes == sum(one.key_bytes for one in self._open.values()) <= MOST_KEY_BYTES
         assert len(self._open) <= MOST_QUESTIONS and len(self._places) <= MOST_PLACES
@@ -231,7 +230,7 @@ class TenantQuestions:
 
 
 def last_of(keys: Sequence[bytes], wanted: bytes) -> int:
-    """How many blocks of a chain lead to that one, itself included; 0 where it is none of them."""
+    """How many blocks lead to that one in a chain, itself included; 0 if it is not in it."""
     try:
         return len(keys) - next(at for at, key in enumerate(reversed(keys)) if key == wanted)
     except StopIteration:

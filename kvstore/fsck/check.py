@@ -1,7 +1,7 @@
 """Checks a store's directory offline, and repairs it.
 
-A check writes nothing at all. A repair, which needs the keys, goes in this order, so that whoever opens the directory
-after it was cut short finds the index that was there or builds one from headers, and in neither a frame that is gone:
+A check writes nothing at all. A repair, which needs the keys, goes in this order, so that a start after an interrupted
+repair finds the old index or builds one from headers, and in neither a frame that is gone:
 
     1  slab headers of which one copy is damaged are written again from the other one
     2  headers that are damaged, in doubt, or not what a trusted index says are overwritten with zeros; synced

@@ -1,7 +1,7 @@
 """Reads every frame of a data directory and compares what it finds with what the index says.
 
 Frames are read in windows by two threads; what they found is compared in order, slot by slot. Without a slab's key its
-payloads are compared with its frames' headers, and nobody vouches for those. Must never write anything.
+payloads are compared with its frames' headers, which stay unverified. Must never write anything.
 """
 
 from __future__ import annotations

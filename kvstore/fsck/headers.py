@@ -129,7 +129,7 @@ def page_aligned(size_bytes: int) -> memoryview:
 
 
 class _Copy(NamedTuple):
-    """One of a slab's two header pages. header: what it says, though nobody may vouch for it."""
+    """One of a slab's two header pages. header: what it says, verified or not."""
 
     offset: int
     page: bytes

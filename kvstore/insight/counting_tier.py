@@ -36,7 +36,7 @@ class CountingTier:
         self._ledger.step(places, FrameEvent.ABORT)
 
     def delete(self, places: Sequence[int], *, claim: bool = False) -> None:
-        """Free at once, for whoever comes next."""
+        """Free at once."""
         self._ledger.step(places, FrameEvent.EVICT, FrameEvent.DELETED)
 
     def quarantine(self, places: Sequence[int]) -> None:

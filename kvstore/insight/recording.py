@@ -1,10 +1,10 @@
 """Recording: what clients look up, for `kvstore replay`, without a token or a key of it.
 
-    begin > every look-up is noted > the operator's command takes them, again and again > nobody came for long: over
+    begin > every look-up is noted > the operator's command takes them, again and again > it has not come for long: over
 
 A block is given out as a number: 53 bits of a keyed hash of its namespace and its prefix key. The key of that hash is
-drawn when a recording begins and is told to nobody, so that a number says nothing of a prompt, nor the same in two
-recordings. Nothing is noted while nobody records; what is noted is bounded, and what is lost is counted.
+drawn when a recording begins and never leaves the sidecar, so a number reveals nothing of a prompt, and differs between
+recordings. Nothing is noted without a recording; the notes are bounded, and lost ones are counted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvstore.protocol.messages import RECORDING_BYTES
 from tiering.clock import Clock
 
 SILENCE_SECONDS = 10.0
-"""After which a recording is over, if nobody came for it."""
+"""A recording whose notes were not fetched for so long is over."""
 MOST_WAITING = 1 << 20
 """Blocks that are noted and were not taken yet."""
 _OVERHEAD = 4
@@ -49,7 +49,7 @@ class Recording:
     """One at a time. Thread-safe; its lock is held for an addition."""
 
     def __init__(self, clock: Clock, random: Callable[[int], bytes]) -> None:
-        """random: so many bytes that nobody can guess."""
+        """random: returns so many unpredictable bytes."""
         self._clock = clock
         self._random = random
         self._lock = threading.Lock()
@@ -101,7 +101,7 @@ class Recording:
             if self._clock.monotonic_seconds() - self._asked_at >= SILENCE_SECONDS:
                 self._end()
             if not token or token != self.token:
-                raise BadInput("that recording is over: nobody came for what it noted; begin another one")
+                raise BadInput("that recording is over: its notes were not fetched in time; begin another one")
             self._asked_at = self._clock.monotonic_seconds()
             taken: list[_Noted] = []
             blocks = 0

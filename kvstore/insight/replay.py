@@ -4,7 +4,7 @@
               slots for the rest: free ones, else the worst leaves go > readable > used
     leaf      DRAM needs its slot > what NVMe has not is written there, its ancestors first, if it is admitted > gone
 
-These are the steps of a lease and a put that nobody disturbs, in the order in which `store` takes them. A request is
+These are the steps of an undisturbed lease and put, in the order in which `store` takes them. A request is
 over when the next one begins. Nothing is drawn but what a policy draws from its seed, so equal traces give equal
 figures.
 """
@@ -22,7 +22,7 @@ from kvstore.insight.counting_tier import CountingTier
 from kvstore.insight.trace import Column, Trace
 
 REQUESTS_PER_LOOK = 200
-"""How often whoever waits is told how far it is."""
+"""How often progress is reported."""
 
 
 @dataclass(frozen=True, slots=True)

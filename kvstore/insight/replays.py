@@ -335,8 +335,8 @@ class _Here:
         return learned
 
     def _within(self, share: float, wanted: float, seconds: float) -> Replayed:
-        """The one of several budgets that spends most nearly so many blocks: how much of what is kept is left at the
-        end, nobody knows before."""
+        """The one of several budgets that spends most nearly so many blocks: how much of the bucket is left at the end
+        is unknown before."""
         tried: dict[int, Replayed] = {}
         planned = wanted
         for number in range(1, BUDGETS + 1):

@@ -23,8 +23,7 @@ MOST_BYTES = 4096
 
 
 def node_of(path: Path, reach: Reach = go_on) -> NodeIdentity:
-    """The node whose directory has this file, which is made if it is not there, in a run that begins now. Raises
-    `KeysUnusable`."""
+    """The node of the directory with this file, which is made if it is missing, in a new run. Raises `KeysUnusable`."""
     mend = f"restore it, or remove {path} to have this directory be a new node"
     try:
         raw = read_secret_file(path, MOST_BYTES)
@@ -57,7 +56,7 @@ class NodeLock:
         self.is_clone()
 
     def is_clone(self) -> bool:
-        """Whether another store has it. Takes it where it is free by now. Thread-safe."""
+        """Whether another store has it. Takes it if it is free by now. Thread-safe."""
         with self._taking:
             if self._held is not None or self._is_over:
                 return False
@@ -74,7 +73,7 @@ class NodeLock:
             return False
 
     def warnings(self) -> list[str]:
-        """What is to be said of it."""
+        """A warning if another store is this node too."""
         if not self.is_clone():
             return []
         node = self._name.rpartition("-")[2]
@@ -88,7 +87,7 @@ class NodeLock:
         self.release()
 
     def release(self) -> None:
-        """Let another one have it. Safe to call twice."""
+        """Release the name. Safe to call twice."""
         self._is_over = True
         if self._held is not None:
             self._held.close()

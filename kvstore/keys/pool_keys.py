@@ -25,7 +25,7 @@ from tiering.files import what_stands_at
 
 VERSION = 1
 MAX_EPOCHS = 64
-"""That are accepted at a time."""
+"""Accepted at a time."""
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 NewSecret = Callable[[int], bytes]
@@ -35,14 +35,14 @@ Epoch = tuple[int, bytes]
 
 @dataclass(frozen=True, slots=True, repr=False)
 class TenantSecrets:
-    """A tenant's. first: names its blocks. epochs: that are accepted, the oldest first; the last one signs."""
+    """first: names the tenant's blocks. epochs: accepted ones, the oldest first; the last one signs."""
 
     tenant: str
     first: Epoch
     epochs: tuple[Epoch, ...]
 
     def in_epochs(self) -> list[TenantKeys]:
-        """Its keys in each epoch that is accepted; the last ones are those that sign."""
+        """Its keys in each accepted epoch; the last ones sign."""
         number, secret = self.first
         first = TenantKeys.derive(secret, number)
         return [first if one == self.first else first.in_epoch(one[1], one[0]) for one in self.epochs]
@@ -77,7 +77,7 @@ class TenantSecrets:
 
     @staticmethod
     def unpack(raw: bytes) -> TenantSecrets:
-        """The mirror of `pack`. Raises `ValueError`, which says nothing of a secret."""
+        """The mirror of `pack`. Raises `ValueError`, which reveals nothing of a secret."""
         try:
             given = json.loads(raw)
             version = given["version"]
@@ -114,7 +114,7 @@ def file_name(tenant: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PoolKeys:
-    """What a directory holds: tenants' secrets by name, and what is wrong with other files, by theirs."""
+    """A directory's tenants' secrets by name, and faults of other files, by theirs."""
 
     tenants: Mapping[str, TenantSecrets]
     faults: Mapping[str, str]
@@ -151,7 +151,7 @@ class PoolKeys:
 
 
 def init(directory: SecretDirectory, tenants: Sequence[str], new_secret: NewSecret) -> list[TenantSecrets]:
-    """New keys for tenants that have none."""
+    """Make keys for tenants that have none."""
     for name in tenants:
         if not is_tenant_name(name):
             raise BadInput(f"tenant={shown(name)}; give 1 to 64 printable characters")
@@ -171,13 +171,13 @@ def init(directory: SecretDirectory, tenants: Sequence[str], new_secret: NewSecr
 
 
 def rotate(directory: SecretDirectory, tenant: str, new_secret: NewSecret) -> TenantSecrets:
-    """A tenant's frames are signed with a new secret from now on, and those that are there stay readable."""
+    """Sign a tenant's frames with a new secret from now on; existing ones stay readable."""
     with _changing(directory) as there:
         return _write(directory, _of(directory, there, tenant).rotated(new_secret(SECRET_BYTES)))
 
 
 def retire(directory: SecretDirectory, tenant: str, epoch: int) -> TenantSecrets:
-    """What was signed in an epoch is accepted no more."""
+    """Stop accepting frames that were signed in an epoch."""
     with _changing(directory) as there:
         return _write(directory, _of(directory, there, tenant).without(epoch))
 
@@ -185,8 +185,8 @@ def retire(directory: SecretDirectory, tenant: str, epoch: int) -> TenantSecrets
 def take_in(
     directory: SecretDirectory, source: Path, tenants: Sequence[str] = (), *, cold_start: bool = False
 ) -> list[TenantSecrets]:
-    """Have tenants' keys from elsewhere: all that are there if none is named. cold_start: also where that replaces
-    another identity. Each tenant's are replaced as a whole; one who is cut short does it again."""
+    """Copy tenants' keys from elsewhere: all of them if none is named. cold_start: even if that replaces another
+    identity. Each tenant's are replaced as a whole; an interrupted copy is done again."""
     found = read_source(source)
     for name in tenants:
         if name not in found:

@@ -24,11 +24,11 @@ _log = logging.getLogger(__name__)
 
 
 class FollowsEpochs(Protocol):
-    """What has to follow: the store."""
+    """The store that follows."""
 
     @property
     def is_loaded(self) -> bool:
-        """Whether all that is on disk was taken in."""
+        """Whether recovery from disk is over."""
         ...
 
     def rotate(self, keys: TenantKeys) -> None:
@@ -38,7 +38,7 @@ class FollowsEpochs(Protocol):
     def retire(
         self, tenant: bytes, epochs: Container[tuple[bytes, int]], rows: Mapping[int, Sequence[int]] | None = None
     ) -> dict[int, list[int]]:
-        """Take out what these signed; returns what is left, by namespace."""
+        """Take out the blocks that these signed; returns what is left, by namespace."""
         ...
 
 
@@ -51,7 +51,7 @@ class KeyRotation:
         self._retiring = {name for name in keys.served() if keys.retired(name)}
 
     def step(self) -> None:
-        """Take in what changed, and go on with what is to go."""
+        """Take in changes, and go on with retired epochs."""
         for name in self._keys.reload():
             accepted, retired = self._keys.accepted(name), self._keys.retired(name)
             if not accepted:  # purged since

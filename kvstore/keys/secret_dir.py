@@ -48,7 +48,7 @@ class SecretDirectory:
         return read_file(self.path / name, MOST_FILE_BYTES, _refuse_shared)
 
     def stamp(self) -> object:
-        """Another one once a file came, went or was replaced."""
+        """A value that changes when a file comes, goes or is replaced."""
         try:
             return tuple((name, *self._stamp_of(name)) for name in self.names())
         except OSError as error:
@@ -63,7 +63,7 @@ class SecretDirectory:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """One operator at a time changes files here. The directory is made if need be. Raises `BadInput`, `OSError`."""
+        """A context for one operator at a time to change files. Makes the directory. Raises `BadInput`, `OSError`."""
         make_directory(self.path)
         if os.path.lexists(self.path / "..data"):
             raise BadInput(f"{self.path} is a mounted secret; change that one, and it changes in every pod")

@@ -33,7 +33,7 @@ Epochs = Collection[tuple[bytes, int]]
 
 @dataclass(frozen=True, slots=True)
 class KeysOfTenant:
-    """What people are told of a tenant's keys. fingerprint: of its identity. epoch: that signs. accepted: all."""
+    """A tenant's keys, for people. fingerprint: of its identity. epoch: that signs. accepted: all."""
 
     tenant: str
     fingerprint: str
@@ -45,7 +45,7 @@ class StoreKeys:
     """Keys by tenant. Thread-safe."""
 
     def __init__(self, own: KeyFile, options: KeysOptions | None = None) -> None:
-        """own: DATA/keys. Raises `KeysUnusable` where there is a directory, and it cannot be read."""
+        """own: DATA/keys. Raises `KeysUnusable` if there is a directory, and it cannot be read."""
         self._own, options = own, options or KeysOptions()
         self._directory = SecretDirectory(Path(options.directory)) if options.directory is not None else None
         self._cold_start = (options.cold_start or "").lower()
@@ -79,7 +79,7 @@ class StoreKeys:
             return None
 
     def tenants(self) -> list[TenantKeys]:
-        """Of all that are known, in the epoch that signs."""
+        """All known ones, in the epoch that signs."""
         with self._lock:
             return [keys[-1] for keys in self._by_name().values()]
 
@@ -107,7 +107,7 @@ class StoreKeys:
                 self._stamp = None  # perhaps it has others for the tenant already
 
     def fill(self, ring: KeyRing) -> None:
-        """Have a ring know every epoch of every tenant: accepted, or retired."""
+        """Add every epoch of every tenant, accepted or retired, to a ring."""
         with self._lock:
             for name, accepted in self._by_name().items():
                 for one in accepted:
@@ -118,8 +118,8 @@ class StoreKeys:
     # Following a directory -----------------------------------------------------------------------------------------
 
     def reload(self) -> list[str]:
-        """Look at the directory, if anything changed there; returns the tenants whose epochs are others now. Called by
-        one thread; others are not kept waiting while a mount is slow."""
+        """Look at the directory, if anything changed there; returns the tenants whose epochs changed. Called by one
+        thread; a slow mount delays no other."""
         if self._directory is None:
             return []
         stamp = self._directory.stamp()
@@ -191,14 +191,14 @@ class StoreKeys:
         self._served[name] = accepted
 
     def _had(self, name: str) -> PooledTenant | None:
-        """Under which keys a tenant was served here before."""
+        """The keys under which a tenant was served here before."""
         if name in self._own.pooled:
             return self._own.pooled[name]
         own = self._own.by_name().get(name)
         return PooledTenant(own.fingerprint.hex(), {own.key_id.hex(): own.epoch}) if own is not None else None
 
     def retired(self, name: str) -> Epochs:
-        """Epochs of a tenant that are accepted no more, and of which something may be stored still."""
+        """A tenant's epochs that are no longer accepted, of which something may still be stored."""
         with self._lock:
             if name not in self._served or name not in self._own.pooled:
                 return []
@@ -217,7 +217,7 @@ class StoreKeys:
             return list(self._served)
 
     def gone(self, name: str, epochs: Epochs) -> None:
-        """Nothing is stored any more that these epochs signed. Raises `KeysUnusable`."""
+        """Nothing that these epochs signed is stored any more. Raises `KeysUnusable`."""
         with self._lock:
             had = self._own.pooled.get(name)
             if had is not None:
@@ -228,12 +228,12 @@ class StoreKeys:
     # What people are told ------------------------------------------------------------------------------------------
 
     def warnings(self) -> list[str]:
-        """What is wrong with the directory, a line each."""
+        """Faults of the directory, a line each."""
         with self._lock:
             return [str(error) for error in self._trouble.values()]
 
     def told(self) -> list[KeysOfTenant]:
-        """Of every tenant."""
+        """Every tenant's."""
         with self._lock:
             return [
                 KeysOfTenant(name, keys[-1].fingerprint.hex(), keys[-1].epoch, [one.epoch for one in keys])
@@ -309,5 +309,5 @@ def refuse_new_keys(path: Path) -> None:
 
 
 def slabs_in_words(count: int, size_bytes: int) -> str:
-    """So many, and their bytes."""
+    """So many slabs, and their bytes."""
     return f"{count} slab{'s' * (count != 1)} ({format_size(size_bytes)})"

@@ -1,1 +1,1 @@
-"""HTTP for people and for what watches the sidecar: liveness, readiness, metrics. On top of the service."""
+"""HTTP for people and for programs that watch the sidecar: liveness, readiness, metrics. On top of the service."""

@@ -17,7 +17,7 @@ from tiering.counts.histogram import HistogramCounts
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LABELS_KEPT = 4096
-"""Texts of labels: as many series as a sidecar may have, some times over."""
+"""Label texts that are cached: several times as many as a sidecar may have series."""
 
 
 class MetricKind(StrEnum):

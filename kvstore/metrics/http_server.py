@@ -31,31 +31,31 @@ MAX_CONNECTIONS = 32
 MAX_REQUEST_BYTES = 8 << 10
 """Of a request line and its headers."""
 EXCHANGE_SECONDS = 5.0
-"""From when a connection was accepted until it has sent its request and read the answer."""
+"""From the acceptance of a connection until it has sent its request and read the answer."""
 LINGER_SECONDS, LINGER_BYTES = 1.0, 64 << 10
-"""For which, and of which, a client that was answered may go on sending: a connection that is closed with unread bytes
-loses the answer."""
+"""How long, and how much, an answered client may go on sending: a connection that is closed with unread bytes loses the
+answer."""
 ACCEPTS_PER_SECOND, ACCEPT_BURST = 200.0, 200.0
 """New connections: those of a flood take a few hundredths of a processor, and delay no engine."""
 BACKLOG = 512
-"""Connections that wait in the kernel, in the order in which they came: a scraper among them for `BACKLOG /
-ACCEPTS_PER_SECOND` seconds at most, less than it has patience."""
+"""Connections that wait in the kernel, in order: a scraper among them for `BACKLOG / ACCEPTS_PER_SECOND` seconds at
+most, less than it waits."""
 LOOK_SECONDS = 0.25
-"""How often it is looked for connections that are late, while there are any."""
+"""How often late connections are looked for, while there are any."""
 PLAIN, JSON = "text/plain; charset=utf-8", "application/json"
 
 _log = logging.getLogger(__name__)
 
 
 class HttpRequest(NamedTuple):
-    """A request that was read. headers: by name in lower case; of one that comes twice, the first."""
+    """headers: by name in lower case; of repeated ones, the first."""
 
     path: str
     headers: Mapping[str, str]
 
 
 class HttpAnswer(NamedTuple):
-    """What is sent back. headers: beyond type and length."""
+    """headers: beyond type and length."""
 
     status: HTTPStatus
     body: bytes
@@ -75,7 +75,7 @@ def as_json(status: HTTPStatus, value: object) -> HttpAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What is behind a path. is_slow: it may wait for locks, and is made in the second thread."""
+    """The page at a path. is_slow: it may wait for locks, and is made in the second thread."""
 
     answer: Callable[[HttpRequest], HttpAnswer]
     is_slow: bool = False
@@ -99,8 +99,8 @@ class HttpServer:
     """Serves pages until it is closed."""
 
     def __init__(self, host: str, port: int, pages: Mapping[str, Page], seconds: Callable[[], float]) -> None:
-        """port: 0 for any that is free. pages: by path. seconds: a clock that never goes back. Raises `BadInput` where
-        the address cannot be had."""
+        """port: 0 for any free one. pages: by path. seconds: a clock that never goes back. Raises `BadInput` if the
+        address cannot be had."""
         self._pages = pages
         self._seconds = seconds
         try:
@@ -316,7 +316,7 @@ class HttpServer:
 
 
 def parsed(head: bytes) -> tuple[str, HttpRequest | None, HttpAnswer | None]:
-    """The method and the request that a head is (lines end with a line feed alone), or why it is refused."""
+    """The method and request of a head (lines end with a line feed alone), or why it is refused."""
     line, *fields = head.decode("latin-1").split("\n")
     method, *rest = line.split(" ")
     if len(rest) != 2 or not rest[1].startswith("HTTP/1.") or not (rest[0].startswith(("/", "http://", "https://"))):

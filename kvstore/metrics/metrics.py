@@ -1,10 +1,10 @@
-"""`/metrics`: what the sidecar counts, sampled and rendered at most once a second.
+"""`/metrics`: the sidecar's counters, sampled and rendered at most once a second.
 
     the store's numbers     one copy, under the store's lock
     tokens and look-ups     one copy, under the lock of `Counting`: so their sum holds in every scrape
     the door, the moves     single numbers, each read at once
 
-Text is made without any lock but its own. Who scrapes more often gets the last page again.
+Text is made without any lock but its own. A faster scraper gets the last page again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tiering.move_queue import BreakerState, MoveQueue, Priority
 from tiering.tier import Usage
 
 KEPT_SECONDS = 1.0
-"""A page is given again for so long."""
+"""A page is served again for so long."""
 OTHER = "other"
 UNBOUNDED = "infinite"
 VERBS = tuple(m.name_of(verb) for verb in get_args(m.Verb))
@@ -47,11 +47,11 @@ KINDS_OF_MOVES = {
     Priority.DEMOTION: "demote",
     Priority.SCRUB: "scrub",
 }
-"""Nothing is prefetched by a sidecar."""
+"""A sidecar prefetches nothing."""
 TIERS_OF_HITS = (HitTier.ENGINE, HitTier.DRAM, HitTier.NVME, HitTier.PEER, HitTier.REMOTE)
-"""Where granted blocks may lie."""
+"""Possible tiers of granted blocks."""
 MOST_SOURCES = 64
-"""Nodes and engines that are told of."""
+"""Nodes and engines with series of their own."""
 _NO_LABELS: LabelValues = ()
 
 
@@ -71,9 +71,8 @@ class Metrics:
         warnings: Callable[[], list[str]] = lambda: [],
         couriers: Couriers | None = None,
     ) -> None:
-        """state: what the sidecar is up to. version: of the program. whatif: knows what other sizes would find.
-        told: what engines tell of what hits saved. warnings: what should be seen to. couriers: where some are
-        wanted."""
+        """state: the sidecar's state. version: of the program. whatif: estimates other sizes. told: engines' reports of
+        what hits saved. warnings: for the operator. couriers: where they are configured."""
         self._couriers = couriers
         self._store = store
         self._counting = counting
@@ -89,7 +88,7 @@ class Metrics:
         self._made_at: float | None = None
 
     def page(self) -> bytes:
-        """As it was within the last second."""
+        """At most a second old."""
         with self._lock:
             now = self._store.core.clock.monotonic_seconds()
             if self._made_at is None or now - self._made_at >= KEPT_SECONDS:
@@ -98,7 +97,7 @@ class Metrics:
             return self._page
 
     def samples(self) -> Mapping[str, Samples]:
-        """By the family's name, then by the values of its labels. What cannot be known is left out."""
+        """By the family's name, then by the values of its labels. Unknown values are left out."""
         counts, usage, door = self._counting.counts(), self._store.usage(), self._door.counts()
         found: dict[str, dict[LabelValues, Any]] = {}
         for name, samples in chain(
@@ -131,7 +130,7 @@ def _one(value: int | float | HistogramCounts) -> Mapping[LabelValues, int | flo
 
 
 def tenant_label(tenant: bytes) -> str:
-    """Of a tenant's opaque id: it says nothing of the name, and stays after a restart."""
+    """From a tenant's opaque id: it does not reveal the name, and is the same after a restart."""
     return tenant.hex()[:ID_DIGITS] if tenant else OTHER
 
 

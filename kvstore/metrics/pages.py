@@ -31,7 +31,7 @@ _REALM = ("WWW-Authenticate", 'Bearer realm="kvstore"')
 
 
 class MetricsAccess:
-    """Who may read the metrics. token: to be sent; None for none. is_shared: several tenants are configured."""
+    """The right to read metrics. token: the one required, or None. is_shared: several tenants are configured."""
 
     def __init__(self, token: str | None, *, is_shared: bool) -> None:
         self._token = token.encode() if token is not None else None
@@ -39,7 +39,7 @@ class MetricsAccess:
 
     @property
     def is_closed(self) -> bool:
-        """Whether no client may."""
+        """Whether no client may read them."""
         return self._token is None and self._is_shared
 
     def refusal(self, request: HttpRequest) -> HttpAnswer | None:
@@ -58,7 +58,7 @@ class MetricsAccess:
 
 
 def read_token(path: str) -> str:
-    """What stands in a file of a token, without the blanks around it. Raises `BadInput`."""
+    """A token file's content, stripped. Raises `BadInput`."""
     mend = f"give a file of {LEAST_TOKEN} to {MOST_TOKEN} printable ASCII characters without blanks"
     try:
         raw = read_file(Path(path), 2 * MOST_TOKEN)
@@ -80,8 +80,8 @@ def sidecar_pages(
     warnings: Callable[[], list[str]] = lambda: [],
     here: NodeIdentity = NOWHERE,
 ) -> Mapping[str, Page]:
-    """By their paths. reasons: for `degraded`, a line each. metrics: the page. warnings: what should be seen to, a line
-    each, and nothing of tenants. here: which node this is."""
+    """By path. reasons: for `degraded`, a line each. metrics: the page. warnings: for the operator, a line each,
+    without anything of tenants. here: which node this is."""
 
     def livez(request: HttpRequest) -> HttpAnswer:
         alive = is_alive()

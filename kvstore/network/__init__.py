@@ -1,1 +1,1 @@
-"""The network process: gRPC and a router's HTTP beside a sidecar, for callers that are known by their credential."""
+"""The network process: gRPC and a router's HTTP beside a sidecar, for callers with a credential."""

@@ -1,4 +1,4 @@
-"""Between the messages of the wire and what a sidecar says: prompts to keys, replies to messages. Asks no sidecar."""
+"""Translates between wire messages and the sidecar's: prompts to keys, replies to messages. Asks no sidecar."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from kvstore.wire import admin_pb2, store_pb2
 from tiering.frame import KEY_BYTES
 
 MOST_ANSWER_BYTES = 3 << 20
-"""Of one that is cut where it is longer: clients take 4 MiB."""
+"""Longer answers are cut: clients take 4 MiB."""
 MOST_LISTED = 64
 MOST_SECONDS = 3600.0
 DROP_SECONDS = 30.0
 _TOKENS_AT_ONCE = 1 << 14
-"""Other calls have the interpreter in between."""
+"""Other calls get the interpreter in between."""
 
 
 def keys_of(prompt: store_pb2.Prompt, space: OpenSpace) -> list[bytes]:
@@ -55,7 +55,6 @@ def hashed(token_ids: Sequence[int], extra: Sequence[ExtraKey], hasher: PrefixHa
 
 
 def match_response(reply: MatchReply) -> store_pb2.MatchResponse:
-    """What was found."""
     tiers = [store_pb2.TierRun(tier=str(tier), blocks=blocks) for tier, blocks in reply.tiers]
     return store_pb2.MatchResponse(
         blocks=reply.blocks, tiers=tiers, reason=str(reply.reason or ""), detail=reply.detail
@@ -63,7 +62,7 @@ def match_response(reply: MatchReply) -> store_pb2.MatchResponse:
 
 
 def namespaces_response(spaces: Iterable[ListedSpace], following: int) -> store_pb2.NamespacesResponse:
-    """As many of them as an answer may have. following: the place behind them; 0 where that is the end."""
+    """As many as fit one answer. following: the place behind them; 0 at the end."""
     answer, taken_bytes = store_pb2.NamespacesResponse(), 0
     for space in spaces:
         one = _namespace(space)
@@ -100,14 +99,14 @@ def hit_tokens(reply: MatchReply, block_tokens: int) -> dict[str, int]:
 
 
 def load_seconds(tokens: Mapping[str, int], tokens_per_second: Mapping[str, float]) -> float | None:
-    """How long engines take to load these, at the rates of the loads that they told of; None where one is not known."""
+    """How long engines take to load these, at the rates they reported; None if one is unknown."""
     if any(tokens_per_second.get(tier, 0.0) <= 0 for tier in tokens):
         return None
     return sum(count / tokens_per_second[tier] for tier, count in tokens.items())
 
 
 def checked_drop_seconds(message: Any) -> float:
-    """Of a request to drop. Raises `BadInput`."""
+    """The time limit of a request to drop. Raises `BadInput`."""
     seconds = message.seconds if message.HasField("seconds") else DROP_SECONDS
     if not 0 <= seconds <= MOST_SECONDS:
         raise BadInput(f"seconds={seconds}; give 0 to {MOST_SECONDS:g}")
@@ -115,7 +114,7 @@ def checked_drop_seconds(message: Any) -> float:
 
 
 def status_message(facts: SidecarStatus) -> admin_pb2.SidecarStatus:
-    """The same as a message; where it is too long, without the last namespaces and sessions, which are counted."""
+    """The status as a message; if it is too long, without the last namespaces and sessions, which are counted."""
     message = admin_pb2.SidecarStatus()
     fill(message, facts)
     while message.ByteSize() > MOST_ANSWER_BYTES and (message.namespaces or message.sessions):
@@ -128,7 +127,7 @@ def status_message(facts: SidecarStatus) -> admin_pb2.SidecarStatus:
 
 
 def fill(message: Message, value: object) -> None:
-    """Each field from the attribute of its name; what is None or not there stays unset."""
+    """Set each field from the attribute of its name; None and missing ones stay unset."""
     for descriptor in message.DESCRIPTOR.fields:
         given = getattr(value, descriptor.name, None)
         if given is None:

@@ -1,4 +1,4 @@
-"""Makes the courier of the network process out of its parts. Imported only where something is elsewhere."""
+"""Builds the courier of the network process. Imported only if blocks may be elsewhere."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ UCX = "ucx"
 
 @dataclass(frozen=True, slots=True)
 class UcxWays:
-    """`kvstore.peers.ucx`, which is imported where it is wanted alone: its door and its transport."""
+    """`kvstore.peers.ucx`, imported only where it is configured: its door and its transport."""
 
     door: Callable[..., FrameDoor]
     transport: Callable[..., PullTransport]

@@ -1,11 +1,12 @@
-"""Who calls, from the credential and never from the message: a bearer token, or the SAN URI of a client's certificate.
+"""Identifies callers, by their credential and never by the message: a bearer token, or the SAN URI of a client's
+certificate.
 
     kvstore:tenant:NAME       calls Store and Score for that tenant
     kvstore:operator          calls Admin
     kvstore:node:ID           calls Peer for that node
 
-Both kinds of files are read again when they change, so that what they hold can be exchanged without a call being lost.
-What cannot be used leaves the last good one in place, and is logged.
+Both kinds of files are read again when they change, so that credentials can be exchanged without losing a call. An
+unusable file leaves the last good one in place, and is logged.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from tiering.clock import Clock
 T = TypeVar("T")
 TENANT_URI, OPERATOR_URI, NODE_URI = "kvstore:tenant:", "kvstore:operator", "kvstore:node:"
 LOOK_SECONDS = 0.5
-"""How often it is looked whether files changed."""
+"""How often files are checked for changes."""
 YOUNG_SECONDS = 2.0
-"""A file that was written so lately may change once more without its time telling."""
+"""A file written more recently may change again within its timestamp's resolution."""
 MOST_TOKEN = 4096
 _NODE = re.compile("[0-9a-f]{32}")
 
@@ -43,7 +44,7 @@ class SourceFile(Protocol):
     path: str
 
     def stamp(self) -> tuple[float, object]:
-        """When it was written, in Unix time, and what differs between two contents. Raises `OSError`."""
+        """When it was written, in Unix time, and a value that differs between contents. Raises `OSError`."""
         ...
 
     def read(self) -> bytes:
@@ -52,10 +53,10 @@ class SourceFile(Protocol):
 
 
 class Rotated(Generic[T]):
-    """What some files hold together, as they are now, or as they last were when they could be used. Thread-safe."""
+    """The joint contents of some files, as they are now, or as they last were usable. Thread-safe."""
 
     def __init__(self, files: Iterable[SourceFile], made_of: Callable[[list[bytes]], T], clock: Clock) -> None:
-        """made_of: makes it from their contents, or raises `BadInput`. Raises that, and `OSError`."""
+        """made_of: builds the value from their contents, or raises `BadInput`. Raises that, and `OSError`."""
         self._files = list(files)
         self._made_of = made_of
         self._clock = clock
@@ -66,7 +67,6 @@ class Rotated(Generic[T]):
         self._refused: object = None
 
     def now(self) -> T:
-        """It."""
         now = self._clock.monotonic_seconds()
         if now - self._looked_at >= LOOK_SECONDS:
             with self._lock:
@@ -95,14 +95,14 @@ class Rotated(Generic[T]):
 
 
 class Tokens:
-    """Bearer tokens: compared by digests under a key of this process, so that time tells nothing of one."""
+    """Bearer tokens: compared by digests under a key of this process, so that timing reveals nothing."""
 
     def __init__(self, callers: Mapping[str, DoorCaller], key: bytes) -> None:
         self._key = key
         self._callers = {self._digest(token): caller for token, caller in callers.items()}
 
     def caller(self, authorization: str) -> DoorCaller | None:
-        """Whose it is; None where it is no tenant's and not the operator's. authorization: as the header has it."""
+        """The caller with that token; None for an unknown one. authorization: as the header has it."""
         kind, _, token = authorization.partition(" ")
         if kind.lower() != "bearer" or len(token) > MOST_TOKEN:
             return None
@@ -113,7 +113,7 @@ class Tokens:
 
 
 def caller_of_uris(uris: Iterable[str | bytes]) -> DoorCaller | None:
-    """Who a certificate with these SAN URIs is for; None where none of ours is among them, or several are."""
+    """The caller of a certificate with these SAN URIs; None if none of them is known, or several are."""
     texts = [one.decode("utf-8", "replace") if isinstance(one, bytes) else one for one in uris]
     ours = {one for one in texts if one == OPERATOR_URI or one.startswith(TENANT_URI)}
     if len(ours) != 1:
@@ -124,7 +124,7 @@ def caller_of_uris(uris: Iterable[str | bytes]) -> DoorCaller | None:
 
 
 def node_of_uris(uris: Iterable[str | bytes]) -> bytes | None:
-    """Which node a certificate with these SAN URIs is of; None where that is none, or several."""
+    """The node of a certificate with these SAN URIs; None if there is none, or several."""
     texts = [one.decode("utf-8", "replace") if isinstance(one, bytes) else one for one in uris]
     nodes = {one.removeprefix(NODE_URI) for one in texts if one.startswith(NODE_URI)}
     found = nodes.pop() if len(nodes) == 1 else ""
@@ -141,7 +141,7 @@ class Certificates:
 
 
 def server_context(paths: Certificates) -> ssl.SSLContext:
-    """For a server whose clients all need a certificate. Raises `BadInput` where the files do not go together."""
+    """For a server whose clients all need a certificate. Raises `BadInput` if the files do not match."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.verify_mode = ssl.CERT_REQUIRED

@@ -1,8 +1,8 @@
 """Calls to the `Peer` service of other nodes: a channel for each address and node, made anew when credentials change.
 
-Where nodes have certificates, the one that answers has to be the node that was dialled: its certificate bears the DNS
-name `ID.node.kvstore` beside the URI by which it calls, and TLS refuses any other. Where they have none, which is on
-loopback alone, what is asked bears a MAC, and what is answered is believed of no block before it is checked.
+If nodes have certificates, the answering one must be the node that was dialled: its certificate has the DNS name
+`ID.node.kvstore` beside the URI by which it calls, and TLS refuses any other. Without certificates, which is possible
+on loopback alone, requests bear a MAC, and no answer about blocks is believed before it is checked.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The gRPC server: who may call what, for how long, and how many at a time; the only file that knows grpc.
+"""The gRPC server: callers' rights, deadlines and concurrency; the only file that knows grpc.
 
     headers > credential, right, deadline > a lane of the caller's > the message > the service > the answer
 
-A call that is refused is refused by its headers: nothing is waited for, and no thread is held. Calls are unary; a
-stream would hold a thread for its life. That of reflection, where it is served, does so for some seconds.
+A call is refused by its headers: that waits for nothing and holds no thread. Calls are unary; a stream would hold a
+thread for its life. Reflection's stream, if it is served, does so for some seconds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvstore.wire.store_pb2_grpc import add_StoreServicer_to_server
 from tiering.clock import Clock
 
 MOST_DEADLINE_SECONDS, ROUNDED_SECONDS = 3600.0, 180.0
-"""Clients round up what they send, and send one that they sent before where that is little more."""
+"""Clients round deadlines up, and may send an earlier, slightly longer one again."""
 MOST_TEXT = 1000
 MOST_CONNECTIONS = 1024
 OPTIONS = [
@@ -56,15 +56,17 @@ STORE, ADMIN, SCORE, HEALTH = "kvstore.v1.Store", "kvstore.v1.Admin", "kvstore.v
 SERVICES = (STORE, ADMIN, SCORE)
 PEER = "kvstore.v1.Peer"
 PULL_THREADS, ASK_THREADS, MOST_OF_PEERS = 8, 4, 128
-"""Of all other nodes together: what they ask is answered at once, and pulls may wait for slower tiers."""
+"""For all other nodes together: pulls, which may wait for slower tiers; other questions, which are answered at once;
+and the most calls."""
 REFLECTIONS = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
-"""Its messages are the same in both."""
+"""Both have the same messages."""
 FLOODS = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAUTHENTICATED)
 REFUSED_SECONDS, MOST_REFUSED = 0.5, 4096
-"""After which calls of these codes are told so: who asks again at once, 128 at a time, has the time of others."""
+"""Refusals with these codes are delayed by so long, up to so many at a time: a client that retries at once takes
+others' time."""
 LONG = ("Drop", "Warm", "DropAny")
 Answers = Callable[[Iterator[Any], Any], Iterable[Any]]
-"""Those to the messages of a stream, one to one."""
+"""The answers to a stream's messages, one to one."""
 Identifies = Callable[[Any], DoorCaller | None]
 """Tells who calls from a call's context; None for an unknown caller."""
 _Send = Callable[[Any], None]
@@ -81,17 +83,17 @@ class Refused(Exception):
 
 
 def by_certificate(context: Any) -> DoorCaller | None:
-    """From the certificate that its connection was made with."""
+    """By the client certificate of its connection."""
     return caller_of_uris(context.auth_context().get("peer_uri", ()))
 
 
 def node_by_certificate(context: Any) -> bytes | None:
-    """Likewise, which node calls."""
+    """The calling node, likewise."""
     return node_of_uris(context.auth_context().get("peer_uri", ()))
 
 
 def by_token(tokens: Rotated[Tokens]) -> Identifies:
-    """From the bearer token that it carries."""
+    """By its bearer token."""
 
     def identify(context: Any) -> DoorCaller | None:
         given = [value for key, value in context.invocation_metadata() if key == "authorization"]
@@ -142,8 +144,8 @@ class GrpcDoor:
         self._server.add_generic_rpc_handlers(handlers)
 
     def serve_peers(self, service: Any, nodes: Callable[[Any], bytes | None]) -> None:
-        """Serve other nodes; before `start`. nodes: tells from a call's context which one calls, empty for any process
-        where there are no certificates; None for no node."""
+        """Serve other nodes; before `start`. nodes: identifies the calling node from a call's context; empty for any
+        process if there are no certificates; None for no node."""
         self._nodes = nodes
         self._peer_lanes = {
             False: Lane("peers", ASK_THREADS, MOST_OF_PEERS, self._clock),
@@ -152,7 +154,7 @@ class GrpcDoor:
         add_PeerServicer_to_server(service, self._server)
 
     def bind(self, address: str, certificates: Rotated[Any] | None = None) -> int:
-        """Listen there; the port. certificates: `certificate_configuration`s, where callers come with certificates.
+        """Listen there; returns the port. certificates: `certificate_configuration`s, for callers with certificates.
         Raises `BadInput`."""
         try:
             if certificates is None:
@@ -172,12 +174,12 @@ class GrpcDoor:
         self._server.start()
 
     def give_up_late(self) -> None:
-        """Calls whose clients have been waited for too long; to be called every second."""
+        """Give up calls that have waited for their client too long; to be called every second."""
         for lane in self._all_lanes():
             lane.give_up_late()
 
     def close(self, seconds: float) -> None:
-        """Take no more calls, and end those under way after so long; health says so from now on."""
+        """Take no more calls, and end those under way after so long; health reports it from now on."""
         self._is_draining = True
         self._refusals.close()
         self._server.stop(seconds).wait(seconds + 1)
@@ -190,7 +192,7 @@ class GrpcDoor:
     # A call --------------------------------------------------------------------------------------------------------
 
     def begin(self, method: str, behaviour: Any, requests: Iterator[Any], context: Any, send: _Send) -> None:
-        """Let a call in, or refuse it; waits for nothing."""
+        """Admit a call, or refuse it; does not block."""
         service, _, name = method.lstrip("/").partition("/")
         try:
             call: DoorCall | PeerCall | None = None
@@ -273,7 +275,7 @@ class GrpcDoor:
     def _reflect(
         self, lane: Lane, answers: Answers, requests: Iterator[Any], context: Any, send: _Send, call: object
     ) -> None:
-        """The whole stream takes no longer than a call waits for its client."""
+        """The whole stream may take as long as a call may wait for its client."""
         has_ended = False
         try:
             with lane.waiting(context.cancel):
@@ -296,13 +298,13 @@ class GrpcDoor:
 
 
 class _Entrance(grpc.ServerInterceptor):
-    """Has each unary method answered by `GrpcDoor.begin`, and no other."""
+    """Routes each unary method to `GrpcDoor.begin`, and no other."""
 
     def __init__(self, door: GrpcDoor) -> None:
         self._door = door
 
     def intercept_service(self, continuation: Any, details: Any) -> Any:
-        """As grpc has it."""
+        """Called by grpc."""
         handler = continuation(details)
         behaviour = handler and (handler.unary_unary or handler.stream_stream)
         if behaviour is None:

@@ -1,7 +1,7 @@
-"""Threads for calls: each caller has its own few, so that one that floods the door waits for itself alone.
+"""Threads for calls: each caller has a few of its own, so a flooding caller delays only itself.
 
-A call waits for its client in two places, until its message is there and until its answer was taken. In both it may be
-given up from outside: when it is late, and in a lane that is full of such when the next one comes, the oldest first.
+A call waits for its client twice, until its message is there and until its answer was taken. In both it may be given up
+from outside: when it is late; and, in a lane full of such calls, when the next one comes, the oldest first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tiering.clock import Clock
 
 T = TypeVar("T")
 CLIENT_SECONDS, ROOM_SECONDS = 5.0, 0.25
-"""A call may wait so long for its client; and so long in a lane in which all others wait for theirs."""
+"""How long a call may wait for its client; and how long in a lane in which all others wait for theirs."""
 DELAYED_APART_SECONDS = 0.002
 
 
@@ -25,8 +25,8 @@ class Lane:
     """Runs work in order, some of it at a time. Thread-safe."""
 
     def __init__(self, name: str, threads: int, most: int, clock: Clock, room_seconds: float = ROOM_SECONDS) -> None:
-        """most: that is waiting and running, in all. room_seconds: for which a call may wait for its client where all
-        others do and one more comes; 0 where clients are anybody, so that none of them can fill it."""
+        """most: waiting and running calls together. room_seconds: how long a call may wait for its client if all others
+        do and one more comes; 0 where callers are unauthenticated, so that none can fill the lane."""
         self._pool = ThreadPoolExecutor(threads, f"kv-lane-{name}")
         self._threads = threads
         self._most = most
@@ -37,7 +37,7 @@ class Lane:
         self._waiting: dict[Callable[[], object], float] = {}  # how each is given up, and since when; the oldest first
 
     def submit(self, work: Callable[[], object]) -> bool:
-        """Have it done; False where as much is under way as may be. work: raises nothing."""
+        """Queue work; False if the lane is full. work: raises nothing."""
         with self._lock:
             if self._count >= self._most:
                 return False
@@ -58,7 +58,7 @@ class Lane:
 
     @contextmanager
     def waiting(self, give_up: Callable[[], object]) -> Iterator[None]:
-        """While its client is waited for. give_up: ends that; may come late."""
+        """A context while its client is waited for. give_up: ends that; may be called late."""
         with self._lock:
             self._waiting[give_up] = self._clock.monotonic_seconds()
         try:
@@ -68,7 +68,7 @@ class Lane:
                 self._waiting.pop(give_up, None)
 
     def give_up_late(self) -> None:
-        """Those that have waited for too long, where others wait for them too. To be called every second."""
+        """Give up calls that have waited too long while others wait for them. To be called every second."""
         with self._lock:
             is_full = self._threads <= len(self._waiting) < self._count
             late = self._clock.monotonic_seconds() - (self._room_seconds if is_full else CLIENT_SECONDS)
@@ -77,7 +77,6 @@ class Lane:
             give_up()
 
     def close(self) -> None:
-        """Take no more."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _run(self, work: Callable[[], object]) -> None:
@@ -89,7 +88,7 @@ class Lane:
 
 
 class AtOnce(ThreadPoolExecutor):
-    """Does what it is given at once, in the thread that gives it: for what waits for nothing."""
+    """Runs work at once, in the calling thread: for work that does not block."""
 
     def submit(self, work: Callable[..., T], /, *args: Any, **named: Any) -> Future[T]:
         """As `Executor.submit`; the future is done."""
@@ -102,10 +101,10 @@ class AtOnce(ThreadPoolExecutor):
 
 
 class Delayed:
-    """Does things a little later, in the order in which they were given, and not all at once. Thread-safe."""
+    """Runs work a little later, in order, and not all at once. Thread-safe."""
 
     def __init__(self, seconds: float, most: int, clock: Clock) -> None:
-        """most: that wait; what is beyond them is done at once."""
+        """most: waiting work; beyond it, work is run at once."""
         self._seconds, self._most, self._clock = seconds, most, clock
         self._changed = threading.Condition()
         self._waiting: deque[tuple[float, Callable[[], object]]] = deque()
@@ -115,7 +114,7 @@ class Delayed:
         self._thread.start()
 
     def do(self, work: Callable[[], object]) -> None:
-        """Do it then. work: raises nothing."""
+        """Run it later. work: raises nothing."""
         with self._changed:
             if len(self._waiting) < self._most and not self._ends:
                 self._last = max(self._clock.monotonic_seconds() + self._seconds, self._last + DELAYED_APART_SECONDS)
@@ -125,7 +124,7 @@ class Delayed:
         work()
 
     def close(self) -> None:
-        """Do all that waits now."""
+        """Run all that waits now."""
         with self._changed:
             self._ends = True
             self._changed.notify()
@@ -156,7 +155,7 @@ class CallerLanes:
         self._lanes: dict[tuple[object, bool], Lane] = {}
 
     def of(self, caller: object, is_long: bool = False) -> Lane:
-        """caller: one of those that the configuration names, so there are no more lanes than these need."""
+        """caller: one of those configured, so the number of lanes is bounded."""
         with self._lock:
             found = self._lanes.get((caller, is_long))
             if found is None:
@@ -166,6 +165,6 @@ class CallerLanes:
             return found
 
     def all(self) -> list[Lane]:
-        """That there are by now."""
+        """All lanes so far."""
         with self._lock:
             return list(self._lanes.values())

@@ -1,7 +1,7 @@
-"""A tenant's socket, as callers behind the network's door use it: which namespaces there are, and what is stored.
+"""A tenant's socket, for callers of the network process: its namespaces, and what is stored in them.
 
-Each tenant has a connection of its own, so that no tenant waits behind another one's calls; what takes long has one
-for itself. Nothing here counts as a request: look-ups bear `counts=False`. Blocks never come this way, only keys.
+Each tenant has a connection of its own, so that no tenant waits behind another one's calls, and another one for long
+calls. Nothing here counts as a request: look-ups have `counts=False`. Only keys come this way, never blocks.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from tiering.clock import Clock
 A = TypeVar("A")
 ENGINE = "kvstore network"
 ANSWER_SECONDS = 5.0
-"""For a sidecar that runs: a caller whose deadline is later is told `UNAVAILABLE` then."""
+"""For a running sidecar: a caller with a later deadline gets `UNAVAILABLE` then."""
 CONNECT_SECONDS, PAUSE_SECONDS = 2.0, 0.2
-"""To be let in; and the pause after one that was not, before the next call tries again."""
+"""For connecting; and the pause after a failure, before the next call tries again."""
 LISTED_SECONDS = 1.0
-"""For which a list of namespaces is taken to be what there is."""
+"""How long a list of namespaces is used."""
 MOST_PAGES = 1024
 MOST_WANTED = 128
-"""Characters of what names a namespace or a model."""
+"""Characters of the name of a namespace or a model."""
 
 _log = logging.getLogger(__name__)
 
 
 class SidecarBusy(StoreError):
-    """The sidecar has too much to do for this tenant."""
+    """The sidecar is too busy for this tenant."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallTime:
-    """When a call has to be over, by the clock that never goes back."""
+    """A call's deadline, by the monotonic clock."""
 
     clock: Clock
     ends_at: float
 
     def left(self) -> float:
-        """Seconds. Raises `TimedOut` where there are none."""
+        """Seconds. Raises `TimedOut` if there are none."""
         left = self.ends_at - self.clock.monotonic_seconds()
         if left <= 0:
             raise TimedOut
@@ -69,7 +69,7 @@ class ListedSpace:
 
 @dataclass(frozen=True, slots=True)
 class OpenSpace:
-    """One that is open on a connection, where it has that number."""
+    """A namespace with its number on a connection."""
 
     run: _LinkRun
     id: str
@@ -100,7 +100,7 @@ class TenantLink:
         self._waits_until = float("-inf")
 
     def again(self, work: Callable[[], A]) -> A:
-        """What work returns; it is done once more where the connection turns out to be one to an earlier sidecar."""
+        """Run work, and once more if its connection turns out to lead to an earlier sidecar."""
         run = self._run
         try:
             return work()
@@ -110,8 +110,7 @@ class TenantLink:
             return work()
 
     def node(self, time: CallTime) -> str:
-        """The id of the node that answers here, the same after a restart. A sidecar of an earlier version names its run
-        alone."""
+        """The id of the node behind the socket, the same after a restart. An earlier version tells only its run."""
         welcome = self._connected(time).wire.welcome
         return (welcome.node or welcome.run).hex()
 
@@ -120,11 +119,11 @@ class TenantLink:
         return self._spaces(self._connected(time), time)
 
     def page(self, first: int, time: CallTime) -> tuple[list[ListedSpace], int]:
-        """Some of them, from that place on, and where to go on; 0 where there are no more."""
+        """Some of them, from that place on, and where to go on; 0 at the end."""
         return self._page(self._connected(time), first, time)
 
     def space(self, wanted: str, time: CallTime) -> OpenSpace:
-        """The one whose id begins so. Raises `BadInput`, which names those that there are."""
+        """The namespace whose id begins so. Raises `BadInput`, which lists the candidates."""
         run = self._connected(time)
         known = run.opened.get(wanted)
         if known is not None:
@@ -133,7 +132,7 @@ class TenantLink:
 
     def spaces_of_model(self, model: str, names: Mapping[str, str], time: CallTime) -> list[ListedSpace]:
         """Those of a model, by its fingerprint or by what an engine called it. names: the latter, by id. Raises
-        `BadInput` where there are none."""
+        `BadInput` if there are none."""
         if not 0 < len(model) <= MOST_WANTED * 4:
             raise BadInput(
                 f"a model's name of {len(model)} characters; give its fingerprint, or what an engine calls it"
@@ -146,7 +145,7 @@ class TenantLink:
         return found
 
     def open(self, space: ListedSpace, time: CallTime) -> OpenSpace:
-        """That one."""
+        """Open it on the connection."""
         run = self._connected(time)
         return run.opened.get(space.id) or self._open(run, space, time)
 
@@ -164,7 +163,7 @@ class TenantLink:
         return matched_up_to(matched.reply, len(keys), most)
 
     def drop(self, wanted: str, seconds: float, time: CallTime) -> int:
-        """Forget a namespace; how many blocks it had."""
+        """Forget a namespace; returns how many blocks it had."""
         with self._own_connection(time) as run:
             space = self._open(run, self._chosen(run, wanted, time), time)
             return self._ask(run, m.Drop(space.number, seconds), m.Counted, time, seconds + ANSWER_SECONDS).blocks
@@ -172,7 +171,7 @@ class TenantLink:
     def warm(
         self, wanted: str, keys_of: Callable[[OpenSpace], Sequence[list[bytes]]], time: CallTime
     ) -> tuple[str, Warming]:
-        """Bring prompts up to DRAM, until shortly before the call's end; the namespace's id, and what became of them.
+        """Promote prompts to DRAM, until shortly before the call's end; returns the namespace's id, and the outcomes.
         keys_of: of the prompts, in the namespace."""
         with self._own_connection(time) as run:
             space = self._open(run, self._chosen(run, wanted, time), time)

@@ -1,9 +1,9 @@
-"""A router's questions over HTTP: POST /query and POST /query_by_hash, in the shape that Mooncake's conductor and
-Dynamo's indexer have, for the caller's tenant alone.
+"""A router's queries over HTTP: POST /query and POST /query_by_hash, in the form of Mooncake's conductor and Dynamo's
+indexer, for the caller's tenant alone.
 
     {"model": ..., "token_ids": [...]}  >  {TENANT: {INSTANCE: {"longest_matched": tokens, "GPU", "CPU", "DISK", "DP"}}}
 
-An instance is a sidecar, which the engines of its host share. Asking pins and counts nothing. Callers and their lanes
+An instance is a sidecar, which the engines of its host share. A query pins and counts nothing. Callers and their lanes
 are those of gRPC; a request without a credential is refused before its body is read.
 """
 
@@ -38,10 +38,10 @@ from tiering.frame import KEY_BYTES
 
 MOST_BODY_BYTES, MOST_HEAD_BYTES = 4 << 20, 16 << 10
 MOST_CONNECTIONS, MOST_BODIES = 256, 8
-"""At a time; bodies of one caller that are being read."""
+"""At a time; and bodies of one caller that are being read."""
 IDLE_SECONDS, REQUEST_SECONDS, ANSWER_SECONDS = 60.0, 10.0, 5.0
 MOST_SPACES = 8
-"""Namespaces of one model that are looked at: one for each codec and layout."""
+"""Namespaces of one model that are looked up: one for each codec and layout."""
 PATHS = ("/query", "/query_by_hash")
 _READ_BYTES = 64 << 10
 _CPU, _DISK = "dram", "nvme"
@@ -50,8 +50,8 @@ _log = logging.getLogger(__name__)
 
 
 class HttpQuery(msgspec.Struct):
-    """What is asked. block_size: of the router; the answer is in tokens, whatever it is. block_hashes: prefix keys in
-    hexadecimal, for clients that hold their tenant's identity key."""
+    """block_size: of the router; the answer is in tokens, whatever it is. block_hashes: prefix keys in hexadecimal, for
+    clients that hold their tenant's identity key."""
 
     model: Annotated[str, Meta(min_length=1, max_length=512)]
     token_ids: list[Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]] = []
@@ -68,7 +68,7 @@ _queries = msgspec.json.Decoder(HttpQuery)
 
 
 class QueryRefused(Exception):
-    """A request that ends with a status."""
+    """A request that is refused with a status."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -76,7 +76,7 @@ class QueryRefused(Exception):
 
 
 class QueryPages:
-    """What the two pages answer. Thread-safe."""
+    """The two pages. Thread-safe."""
 
     def __init__(self, links: Mapping[str, TenantLink], watch: StatusWatch, clock: Clock) -> None:
         self._links = links
@@ -84,7 +84,7 @@ class QueryPages:
         self._clock = clock
 
     def check(self, caller: DoorCaller | None) -> DoorCaller:
-        """Raises `QueryRefused` for one who may not ask."""
+        """Raises `QueryRefused` for a caller that may not ask."""
         if caller is None:
             raise QueryRefused(401, "unknown credential; send Authorization: Bearer TOKEN, or a client's certificate")
         if caller.tenant not in self._links:
@@ -170,7 +170,7 @@ def _instance(found: Scored) -> dict[str, Any]:
 
 
 class QueryServer:
-    """HTTP/1.1 in a thread of its own. Where as many are connected as may be, one that asks nothing makes room."""
+    """HTTP/1.1 in a thread of its own. When all connections are in use, one without a request makes room."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Server reflection: callers without the .proto files ask which services there are and what their messages hold.
+"""Server reflection: callers without the .proto files ask for the services and their messages.
 
 For trying a door out. It is off unless `network.reflection` is set, and this file is imported only then.
 """

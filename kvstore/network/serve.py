@@ -1,4 +1,4 @@
-"""The network process, put together: links to the tenants' sockets, the watch, gRPC, a router's HTTP, signs of life."""
+"""The network process, put together: links to the tenants' sockets, the watch, gRPC, a router's HTTP, the heartbeat."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from tiering.clock import Clock
 UNIX = "unix:"
 LOOK_SECONDS = 1.0
 SWITCH_SECONDS = 0.0005
-"""For which a thread keeps the interpreter while others want it: those of a tenant that floods, while others wait."""
+"""How long a thread keeps the interpreter while others want it: a flooding tenant's threads must not delay others."""
 END_SECONDS = 2.0
-"""For calls that are under way at the end: less than the keeper gives it."""
+"""For calls under way at the end: less than the keeper allows."""
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ Reflection = tuple[Answers, Callable[[bytes], Any], Callable[[Any], bytes]]
 
 
 class CourierBeside(Protocol):
-    """What brings blocks from elsewhere: `kvstore.network.couriers`."""
+    """Fetches blocks from elsewhere: `kvstore.network.couriers`."""
 
     @property
     def service(self) -> Any:
@@ -65,9 +65,9 @@ class CourierBeside(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NetworkOptions:
-    """listen: `unix:PATH` or host and port of gRPC; None: none, for a remote engine alone. http: host and port for
-    routers. sockets: by tenant. Callers come with certificates where there are some, and with tokens where there are
-    none, and on a UNIX socket."""
+    """listen: `unix:PATH` or host and port of gRPC; None: no gRPC, for a remote engine alone. http: host and port for
+    routers. sockets: by tenant. Callers come with certificates if there are some; without, and on a UNIX socket, with
+    tokens."""
 
     listen: str | Address | None
     sockets: Mapping[str, str]
@@ -79,10 +79,10 @@ class NetworkOptions:
 
 @dataclass(frozen=True, slots=True)
 class NetworkParts:
-    """What the process is handed. tokens: of the text of a token file, whose name is for messages. beat: says that it
-    lives. is_wanted: whether the process that started it is still there. reflection: of these services,
-    where it is to be served. courier: made from the files of the certificate, its key and the CA, where there are
-    some; None where nothing is elsewhere."""
+    """What the process is handed. tokens: parses a token file's text, whose name is for messages. beat: writes the
+    heartbeat. is_wanted: whether the parent process still runs. reflection: of these services, if it is to be served.
+    courier: built from the files of the certificate, its key and the CA, if there are some; None if nothing is
+    elsewhere."""
 
     clock: Clock
     new_token: Callable[[int], bytes]
@@ -97,7 +97,7 @@ class NetworkParts:
 def serve_network(
     options: NetworkOptions, parts: NetworkParts, started: Callable[[str | None, int | None], None]
 ) -> None:
-    """Until SIGTERM or SIGINT. started: told where gRPC listens, and the port of HTTP. Raises `BadInput`."""
+    """Serve until SIGTERM or SIGINT. started: called with gRPC's address and HTTP's port. Raises `BadInput`."""
     check_addresses(options)
     sys.setswitchinterval(SWITCH_SECONDS)
     ends = threading.Event()
@@ -183,12 +183,12 @@ def _serve_courier(
 
 
 def _any_process(context: Any) -> bytes:
-    """Who calls where there are no certificates, which is on loopback: what it asks bears a MAC."""
+    """The caller without certificates, which is possible on loopback alone: its requests bear a MAC."""
     return b""
 
 
 def check_addresses(options: NetworkOptions) -> None:
-    """Raises `BadInput` where a credential would cross a network in clear, or callers have none."""
+    """Raises `BadInput` if a credential would cross a network in clear, or if callers have none."""
     for key, address in (("listen", options.listen), ("http", options.http)):
         if isinstance(address, str) or address is None or options.certificates is not None:
             continue

@@ -1,6 +1,6 @@
-"""What the services answer: to a tenant through its own socket, to the operator what observers are told.
+"""The services: they answer a tenant through its own socket, and the operator from the observers'.
 
-Messages come in and go out; who calls and until when is in a `DoorCall`, which its door made from the credential.
+Messages come in and go out; the caller and its deadline are in a `DoorCall`, which the door made from the credential.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ NODE_DIGITS = 32
 
 @dataclass(frozen=True, slots=True)
 class DoorCaller:
-    """Who calls. tenant: None for the operator."""
+    """tenant: None for the operator."""
 
     tenant: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class DoorCall:
-    """A call: whose, and how long it may take. link: of the caller's tenant; None for the operator."""
+    """A call: its caller, and how long it may take. link: to the caller's tenant; None for the operator."""
 
     caller: DoorCaller
     time: CallTime
@@ -47,20 +47,20 @@ class DoorCall:
 
     @property
     def tenant(self) -> TenantLink:
-        """Its own socket."""
+        """The link to its own socket."""
         assert self.link is not None, "the door lets tenants in here"
         return self.link
 
 
 @dataclass(frozen=True, slots=True)
 class PeerCall:
-    """A call of another node: which one, by its certificate; nothing where there are none."""
+    """Another node's call: its id, by its certificate; empty without certificates."""
 
     node: bytes
     time: CallTime
 
     def seconds_left(self) -> float:
-        """Until it waits no more. Raises `TimedOut`."""
+        """How long it still waits. Raises `TimedOut`."""
         return self.time.left()
 
 
@@ -77,16 +77,16 @@ class StoreService:
         return call.tenant.again(answer)
 
     def Namespaces(self, request: store_pb2.NamespacesRequest, call: DoorCall) -> store_pb2.NamespacesResponse:
-        """A page of the tenant's."""
+        """A page of the tenant's namespaces."""
         return namespaces_response(*call.tenant.again(lambda: call.tenant.page(request.first, call.time)))
 
     def Drop(self, request: store_pb2.DropRequest, call: DoorCall) -> store_pb2.DropResponse:
-        """Forget one of the tenant's."""
+        """Forget one of the tenant's namespaces."""
         blocks = call.tenant.drop(request.namespace, checked_drop_seconds(request), call.time)
         return store_pb2.DropResponse(blocks=blocks)
 
     def Warm(self, request: store_pb2.WarmRequest, call: DoorCall) -> store_pb2.WarmResponse:
-        """Bring prompts up to DRAM."""
+        """Promote prompts to DRAM."""
         began_at = call.time.clock.monotonic_seconds()
 
         def chains(space: OpenSpace) -> list[list[bytes]]:
@@ -127,7 +127,7 @@ class Scored:
 
 
 def scored(call: DoorCall, space: OpenSpace, keys: list[bytes], watch: StatusWatch) -> Scored:
-    """By one look-up that counts as none."""
+    """By one look-up that does not count."""
     tokens = hit_tokens(call.tenant.match(space, keys, call.time), space.block_tokens)
     expected = load_seconds(tokens, watch.load_rates(call.tenant.tenant, space.id))
     return Scored(space, len(keys) * space.block_tokens, tokens, expected)
@@ -149,7 +149,7 @@ class ScoreService:
         self._watch = watch
 
     def Score(self, request: score_pb2.ScoreRequest, call: DoorCall) -> score_pb2.ScoreResponse:
-        """How much of a prompt each node has: this one, as long as there is no directory of others."""
+        """How much of a prompt each node has: this one only, while there is no directory of others."""
         nodes = list(request.nodes)
         if len(nodes) > MOST_NODES:
             raise BadInput(f"{len(nodes)} nodes; give at most {MOST_NODES}")
@@ -189,19 +189,19 @@ class ScoreService:
 
 
 class AdminService:
-    """`kvstore.v1.Admin`: what observers are told, and dropping, through the tenants' own sockets. No purge."""
+    """`kvstore.v1.Admin`: the observers' status, and drops, through the tenants' own sockets. No purge."""
 
     def __init__(self, watch: StatusWatch, links: Mapping[str, TenantLink]) -> None:
         self._watch = watch
         self._links = links
 
     def Stat(self, request: admin_pb2.StatRequest, call: DoorCall) -> admin_pb2.StatResponse:
-        """All that the sidecar says of itself."""
+        """The sidecar's status."""
         facts = self._watch.ask(min(call.time.left(), ANSWER_SECONDS))
         return admin_pb2.StatResponse(facts=status_message(facts))
 
     def Health(self, request: admin_pb2.HealthRequest, call: DoorCall) -> admin_pb2.HealthResponse:
-        """Whether it is well."""
+        """Whether the sidecar is well."""
         facts = self._watch.facts()
         if facts is None:
             return admin_pb2.HealthResponse(state="", reasons=["the sidecar does not answer"])

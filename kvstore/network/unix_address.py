@@ -1,5 +1,5 @@
-"""A UNIX socket's path for a server that binds it by itself: grpc takes a path away from the process that
-listens there, and leaves its mode to the umask."""
+"""A UNIX socket's path for a server that binds it itself: grpc would take the path from a listening process, and leave
+its mode to the umask."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class UnixAddress:
     """Holds the path for this process, by a lock on a file beside it, which stays."""
 
     def __init__(self, path: str) -> None:
-        """Raises `BadInput` where it is another's."""
+        """Raises `BadInput` if another process has it."""
         self.path = path
         if len(os.fsencode(path)) > MAX_SOCKET_BYTES:
             raise BadInput(f"unix:{path} is longer than {MAX_SOCKET_BYTES} bytes; give a shorter path")
@@ -39,7 +39,7 @@ class UnixAddress:
             raise
 
     def bind(self, bind: Callable[[str], object]) -> None:
-        """Have it bound with the mode that it is to have. No other thread may make files meanwhile."""
+        """Bind it with its intended mode. No other thread may make files meanwhile."""
         before = os.umask(0o777 & ~MODE)
         try:
             bind(f"unix:{self.path}")
@@ -48,7 +48,7 @@ class UnixAddress:
         os.chmod(self.path, MODE)
 
     def close(self) -> None:
-        """Let others have it."""
+        """Release the path."""
         try:
             os.unlink(self.path)
         except FileNotFoundError:
@@ -56,7 +56,7 @@ class UnixAddress:
         os.close(self._lock)
 
     def _remove_left(self) -> None:
-        """A socket that a process left which ended. Raises `OSError` where one listens there."""
+        """Remove the socket of a process that has ended. Raises `OSError` if one listens there."""
         try:
             if not stat.S_ISSOCK(os.lstat(self.path).st_mode):
                 raise BadInput(f"unix:{self.path} is there and no socket; give another path, or remove it")

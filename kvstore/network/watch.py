@@ -1,5 +1,5 @@
-"""What the sidecar says of itself at the observers' socket, asked every other second: health, for operators, and how
-fast engines load."""
+"""The sidecar's status from the observers' socket, asked for every other second: health, for operators, and how fast
+engines load."""
 
 from __future__ import annotations
 
@@ -31,17 +31,15 @@ class StatusWatch:
         self._thread = threading.Thread(target=self._poll, name="kv-network-watch", daemon=True)
 
     def start(self) -> None:
-        """Ask again and again."""
         self._thread.start()
 
     def close(self) -> None:
-        """Ask no more."""
         self._ends.set()
         if self._thread.is_alive():
             self._thread.join(ANSWER_SECONDS + 1)
 
     def facts(self) -> SidecarStatus | None:
-        """What it said last, some seconds ago; None where it does not answer."""
+        """The last status, some seconds old; None if the sidecar does not answer."""
         return self._facts if self._alive else None
 
     @property
@@ -51,7 +49,7 @@ class StatusWatch:
         return facts is not None and facts.state in READY
 
     def ask(self, seconds: float) -> SidecarStatus:
-        """What it says now. Raises `Unreachable`, `TimedOut`."""
+        """The status now. Raises `Unreachable`, `TimedOut`."""
         if not self._asking.acquire(timeout=seconds):
             raise TimedOut
         try:
@@ -71,8 +69,8 @@ class StatusWatch:
             self._asking.release()
 
     def names(self, tenant: str, seconds: float | None = None) -> dict[str, str]:
-        """What engines call their models, by the namespace's id. seconds: to ask anew, if what is known is older than
-        `FRESH_SECONDS`; else what is known will do."""
+        """What engines call their models, by the namespace's id. seconds: to ask anew, if the last status is older than
+        `FRESH_SECONDS`; otherwise that one will do."""
         facts = self.facts()
         if seconds is not None and facts is not None and self._clock.wall_seconds() - facts.at > FRESH_SECONDS:
             try:
@@ -82,7 +80,7 @@ class StatusWatch:
         return {one.digest: one.name for one in self._of(tenant) if one.name}
 
     def load_rates(self, tenant: str, namespace: str) -> Mapping[str, float]:
-        """Tokens a second that engines loaded of a namespace, by tier; nothing where none has told."""
+        """Tokens per second that engines loaded of a namespace, by tier; empty if none has reported."""
         found = [one.load_tokens_per_second for one in self._of(tenant) if one.digest == namespace]
         return found[0] if found else {}
 

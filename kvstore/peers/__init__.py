@@ -1,1 +1,1 @@
-"""Frames between hosts: the one that wants them pulls, and believes nothing that it has not checked."""
+"""Frames between hosts: the puller asks for them, and believes nothing that it has not checked."""

@@ -1,4 +1,4 @@
-"""What wakes a thread that sleeps on descriptors."""
+"""Wakes a thread that sleeps on descriptors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 
 
 class Bell:
-    """`descriptor` is readable once it was rung. Thread-safe; ringing one that is closed does nothing."""
+    """`descriptor` is readable once `ring` was called. Thread-safe; ringing a closed one does nothing."""
 
     def __init__(self) -> None:
         self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -21,7 +21,7 @@ class Bell:
                 os.eventfd_write(self.descriptor, 1)
 
     def hear(self) -> None:
-        """By the thread that was woken."""
+        """Called by the woken thread."""
         try:
             os.eventfd_read(self.descriptor)
         except BlockingIOError:

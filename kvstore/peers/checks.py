@@ -1,4 +1,4 @@
-"""What a pulled frame must be, before a sidecar is asked to adopt it."""
+"""The checks of a pulled frame, before a sidecar is asked to adopt it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from tiering.frame import HEADER_BYTES, names_block, parse_header, verify_payloa
 
 
 class FrameChecks:
-    """The `check` of a pull: whose frame it is, of which block and part, and every digest of its payload.
+    """The `check` of a pull: slot class, block and part of a frame, and every digest of its payload.
 
     stamps: packed, by part, as the sidecar grants them. keys: of the blocks that the slots of this call are for, in
-    their order. The header's MAC is for the sidecar to check, which alone has the key.
+    order. The sidecar checks the header's MAC, for which it alone has the key.
     """
 
     def __init__(self, stamps: Sequence[bytes], keys: Sequence[bytes]) -> None:

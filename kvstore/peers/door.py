@@ -1,9 +1,9 @@
-"""The door for data over plain sockets: sends frames straight from where they are pinned, to those who may have them.
+"""The data door over plain sockets: sends frames straight from where they are pinned, to pullers with an offer.
 
-One thread, or a few, each with a selector: a puller that stalls, drips or says nothing holds its own connection and no
-thread. Connections, offers and the bytes that are read of a message are bounded; a connection that does not say in a
-second which offer it is for is over, and the oldest of those makes room where there are too many. What is pinned is
-released when the last byte was handed to the kernel, when the puller is gone, and after 5 s whatever happens.
+One thread, or a few, each with a selector: a puller that stalls, drips or is silent holds its own connection and no
+thread. Connections, offers and the bytes read of a message are bounded; a connection that does not name its offer
+within a second is closed, and if there are too many, the oldest of those makes room. Pins end when the last byte was
+handed to the kernel, when the puller is gone, and after 5 s in any case.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from tiering.clock import Clock
 
 MOST_CONNECTIONS = 512
 MOST_STRANGERS = 128
-"""Connections of a thread that have not said yet which offer they are for."""
+"""Connections of a thread that have not named their offer yet."""
 _TURN_BYTES = 4 << 20
-"""That one connection is sent before others have their turn."""
+"""Sent on one connection before others have their turn."""
 _BACKLOG = 256
 _PAUSE_SECONDS = 0.1
-"""In which nothing is accepted, where the process has no descriptor left."""
+"""Nothing is accepted for so long after the process ran out of descriptors."""
 
 
 class SocketFrameDoor:
@@ -95,7 +95,7 @@ class SocketFrameDoor:
 
 
 class _Connection(Serving):
-    """One puller, as far as it has come."""
+    """One puller's connection."""
 
     def __init__(self, sock: socket.socket, deadline: float) -> None:
         super().__init__(deadline)
@@ -111,7 +111,7 @@ class _Connection(Serving):
 
 
 class _Loop:
-    """A thread, and the connections that it has."""
+    """A thread and its connections."""
 
     def __init__(self, offers: Offers, clock: Clock, number: int) -> None:
         self._offers, self._clock = offers, clock
@@ -140,7 +140,7 @@ class _Loop:
         self._bell.ring()
 
     def stop(self) -> None:
-        """Its connections are over afterwards."""
+        """End its connections."""
         self._is_over = True
         if self._thread.is_alive():
             self.wake()
@@ -179,7 +179,7 @@ class _Loop:
         self._due = 0.0  # there may be an offer more
 
     def _end_due(self) -> None:
-        """End what had its time, and note when the next of them is due."""
+        """End what is overdue, and record when the next is due."""
         now = self._clock.monotonic_seconds()
         for one in [one for one in self._connections if now >= one.deadline]:
             self._drop(one)
@@ -232,7 +232,7 @@ class _Loop:
         self._handle(one, selectors.EVENT_READ)  # its first message is there, as a rule
 
     def _drop(self, one: _Connection) -> None:
-        """The connection, and its pins."""
+        """Close the connection and end its pins."""
         if self._connections.pop(one, self) is self:
             return
         self._selector.unregister(one.sock)
@@ -262,7 +262,7 @@ class _Loop:
             self._drop(one)
 
     def _hear(self, one: _Connection) -> None:
-        """Read what it says, a message at a time, and never more than the messages that it may send."""
+        """Read a message at a time, and never more than the messages that it may send."""
         while True:
             try:
                 count = one.sock.recv_into(memoryview(one.read)[one.got : one.needs])
@@ -306,7 +306,7 @@ class _Loop:
             self._offers.end(one.offer)  # the kernel has all of it
 
     def _next(self, one: _Connection) -> bool:
-        """Put what is to be sent next into `out`, if there is something."""
+        """Put the next thing to send into `out`, if there is one."""
         offer = one.offer
         assert offer is not None
         if one.frame is not None:
@@ -329,7 +329,7 @@ class _Loop:
 
 
 def _seal_piece(one: _Connection) -> None:
-    """The next piece of the frame that is under way, and the tag behind the last one."""
+    """The next piece of the current frame, and the tag behind the last one."""
     assert one.frame is not None
     piece = one.frame[one.at : one.at + sealed.PIECE_BYTES]
     one.sealing.update_into(piece, one.ring)

@@ -1,6 +1,6 @@
-"""A puller's side of the messages, whatever carries them: asks ahead, expects each record byte for byte, and checks.
+"""A puller's side of the protocol, over any transport: asks ahead, expects each record byte for byte, and checks.
 
-Nothing is read, allocated or believed because the other side says so: the record of a frame is the one that was asked
+Nothing is read, allocated or believed because the other side says so: a frame's record must be the one that was asked
 for, or the connection is over.
 """
 
@@ -22,14 +22,14 @@ from tiering.clock import Clock
 
 Check = Callable[[int, memoryview], bool]
 Opening = Callable[[], bool]
-"""Whether a sealed frame was what its tag says; it is open then."""
+"""Opens a sealed frame; returns whether its tag is right."""
 
 
 class FramePuller(ABC):
     """`PullReader` over what the methods below carry."""
 
     breaks: tuple[type[Exception], ...] = (OSError,)
-    """What those methods raise where the connection is broken, beside `PullFault`."""
+    """Exceptions of these methods that mean a broken connection, besides `PullFault`."""
 
     def __init__(
         self, offer: t.PullOffer, secret: bytes, seal: sealed.FrameSeal | None, clock: Clock, checks_beside: bool
@@ -53,7 +53,7 @@ class FramePuller(ABC):
 
     @abstractmethod
     def _fill_slot(self, record: bytes, view: memoryview, deadline: float) -> Opening | None:
-        """What lies behind the record of a frame; and what opens it where it lies, if it is sealed still."""
+        """Read the bytes behind a frame's record into its slot; returns what opens them in place, if sealed."""
 
     def _expect(self, number: int, views: Sequence[memoryview]) -> None:  # noqa: B027  # most have nothing to do
         """These slots are asked for, from that frame on."""
@@ -62,7 +62,7 @@ class FramePuller(ABC):
     def _hang_up(self) -> None: ...
 
     def greet(self, deadline: float) -> None:
-        """Say what it is for. The answer is read with the first frames, which costs no round trip."""
+        """Name the offer. The answer is read with the first frames, which saves a round trip."""
         try:
             self._write(self._hello, deadline)
         except self.breaks as error:
@@ -130,7 +130,7 @@ class FramePuller(ABC):
                 return
 
     def _ask(self, views: Sequence[memoryview], deadline: float) -> int:
-        """For the next frames, whose number is returned."""
+        """Ask for the next frames; returns their number."""
         number, count = self._number + len(self._expected), len(views)
         record = t.RECORD.pack(t.ASK_MAGIC, t.VERSION, 0, count, self._request, number, 0)
         tag = self._seal.tag(sealed.ASKED, self._request, record) if self._seal is not None else b""
@@ -155,7 +155,7 @@ class FramePuller(ABC):
         return True
 
     def _hear_end(self, raw: memoryview, status: t.PullStatus, deadline: float) -> None:
-        """A record that is not the expected one: that of an end, or a fault."""
+        """A record other than the expected one: the end, or a fault."""
         record = t.checked_record(raw, t.FRAME_MAGIC)
         if raw != t.RECORD.pack(t.FRAME_MAGIC, t.VERSION, status, 0, 0, self._number, 0):
             raise t.PeerFault(f"an answer to another request, or of another frame or size ({record.status})")
@@ -176,12 +176,12 @@ class FramePuller(ABC):
 
 
 def broken(error: Exception) -> t.PeerFault:
-    """What comes of an error of the system, or of a library."""
+    """The fault for an error of the system, or of a library."""
     return t.PeerFault(f"the connection broke: {getattr(error, 'strerror', None) or error}")
 
 
 class _Checks:
-    """Which leading frames of a pull are good, in whichever thread they are checked."""
+    """The leading good frames of a pull, whichever thread checks them."""
 
     def __init__(self, check: Check, checker: _Checker | None) -> None:
         self._check, self._checker = check, checker
@@ -189,7 +189,7 @@ class _Checks:
         self.has_failed = False
 
     def check(self, at: int, view: memoryview, opening: Opening | None) -> bool:
-        """Whether it makes sense to go on."""
+        """Returns whether to go on."""
 
         def is_good() -> bool:
             return (opening is None or opening()) and self._check(at, view)
@@ -204,7 +204,7 @@ class _Checks:
         return not self.has_failed
 
     def settled(self) -> int:
-        """How many are good, when all are looked at."""
+        """How many are good, once all are checked."""
         while self._under_way:
             self._hear()
         return self._good
@@ -223,7 +223,7 @@ class _Checks:
 
 
 class _Checker:
-    """A thread that opens frames, and looks at them."""
+    """A thread that opens and checks frames."""
 
     def __init__(self) -> None:
         self.work: SimpleQueue[Callable[[], bool] | None] = SimpleQueue()
@@ -239,5 +239,5 @@ class _Checker:
             is_good = None  # nothing of a slot stays here
 
     def stop(self) -> None:
-        """When it has looked at what it was given."""
+        """End when all queued frames are checked."""
         self.work.put(None)

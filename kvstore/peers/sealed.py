@@ -31,7 +31,7 @@ FRAMES, ASKED, TOLD = 1, 2, 3
 
 
 def needs_sealing() -> None:
-    """Raises `BadInput` where frames cannot be sealed here."""
+    """Raises `BadInput` if frames cannot be sealed here."""
     if not _IS_HERE:
         raise BadInput(
             "frames that leave this host are sealed, and the package cryptography is not installed; "
@@ -40,8 +40,7 @@ def needs_sealing() -> None:
 
 
 def seal_of(offer: t.PullOffer, secret: bytes, seal: str) -> FrameSeal | None:
-    """What a puller opens the frames of an offer with, None where they come in clear; `PeerFault` where that may not
-    be. seal: auto or always."""
+    """The seal of an offer's frames, None if in clear; `PeerFault` if that is not allowed. seal: auto or always."""
     if offer.is_sealed:
         return FrameSeal(seal_key(offer.token, secret))
     if t.must_seal(t.numeric_address(offer.address)[0], seal):
@@ -50,7 +49,7 @@ def seal_of(offer: t.PullOffer, secret: bytes, seal: str) -> FrameSeal | None:
 
 
 class FrameSeal:
-    """Seals and opens the messages of one connection. One message is under way at a time, in each direction."""
+    """Seals and opens the messages of one connection, one message at a time in each direction."""
 
     def __init__(self, key: bytes) -> None:
         needs_sealing()
@@ -69,7 +68,7 @@ class FrameSeal:
         return opening
 
     def opens(self, direction: int, number: int, record: bytes, message: memoryview, tag: bytes | bytearray) -> bool:
-        """Open a message where it lies, and say whether not a bit of it and its record is another one."""
+        """Open a message in place; returns whether message and record are intact."""
         opening = self.opening(direction, number, record)
         opening.update_into(message, message)
         try:
@@ -90,7 +89,7 @@ class FrameSeal:
 
 
 def opened(opening: Any, tag: bytes | bytearray | memoryview) -> None:
-    """Raises `PeerFault` where any bit of message or record is another one."""
+    """Raises `PeerFault` if a bit of message or record was changed."""
     try:
         opening.finalize_with_tag(bytes(tag))
     except InvalidTag:

@@ -1,4 +1,4 @@
-"""A door's side of the messages with one puller, whatever carries them: what it may ask, and what it is answered."""
+"""A door's side of the protocol with one puller, over any transport: what it may ask, and the answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvstore.peers.tokens import HeldOffer, Offers, proof_of, seal_key
 
 
 class Serving:
-    """One connection, as far as it has come. deadline: when it is over, whatever happens."""
+    """One connection's state. deadline: when it ends in any case."""
 
     def __init__(self, deadline: float) -> None:
         self.deadline = deadline
@@ -23,19 +23,19 @@ class Serving:
 
     @property
     def needs(self) -> int:
-        """Bytes of the message that the puller sends next."""
+        """Bytes of the puller's next message."""
         if self.offer is None:
             return t.HELLO.size
         return t.RECORD.size + (sealed.TAG_BYTES if self.seal is not None else 0)
 
     @property
     def has_all(self) -> bool:
-        """Whether each frame was the next one already."""
+        """Whether every frame was sent."""
         frames = self.offer.frames if self.offer is not None else None
         return frames is not None and self.number == len(frames.spans)
 
     def greet(self, offers: Offers, hello: bytes, now: float) -> bytes:
-        """What is answered to its first message. Without an offer the connection is over, and hears no reason."""
+        """The answer to its first message. Without an offer the connection ends, without a reason."""
         offer = offers.take(hello, now)
         if offer is None:
             return _record(t.PullStatus.REFUSED, 0, 0, 0, 0)
@@ -46,7 +46,7 @@ class Serving:
         return _record(t.PullStatus.WELCOME, 0, 0, 0, 0) + proof_of(hello, offer.secret)
 
     def note(self, message: bytes) -> None:
-        """It asks for frames in order, eight at a time, and for no more than it was offered. Raises `PeerFault`."""
+        """It asks for frames: in order, eight at a time, and no more than it was offered. Raises `PeerFault`."""
         raw = message[: t.RECORD.size]
         record = t.checked_record(raw, t.ASK_MAGIC)
         if self.seal is not None:
@@ -58,7 +58,7 @@ class Serving:
         self._asked.append((record.request, record.follow))
 
     def gone(self) -> bytes | None:
-        """The last message, once, where the offer was withdrawn."""
+        """The last message, once, if the offer was withdrawn."""
         if self.offer is None or not self.offer.is_withdrawn or self._is_gone:
             return None
         self._is_gone = True
@@ -66,7 +66,7 @@ class Serving:
         return record + (self.seal.tag(sealed.TOLD, self.number, record) if self.seal is not None else b"")
 
     def next_frame(self) -> tuple[bytes, memoryview] | None:
-        """The next one that it asked for, and its record."""
+        """The next frame that it asked for, and its record."""
         if self._is_gone or not self._asked or self.offer is None or self.offer.frames is None:
             return None
         request, follow = self._asked.popleft()

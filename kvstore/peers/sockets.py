@@ -1,7 +1,7 @@
-"""Pulls over plain sockets: frames go straight from the kernel into the slots that they are for.
+"""Pulls over plain sockets: frames go straight from the kernel into their slots.
 
-Every read and write has what is left of the deadline as its limit, kept by the kernel, which fills a whole piece in one
-call: a peer that drips a byte at a time is late as any other.
+Every read and write has the rest of the deadline as its limit, kept by the kernel, which fills a whole piece in one
+call: a peer that drips a byte at a time times out as any other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tiering.clock import Clock
 
 _TIMEVAL = struct.Struct("@ll")
 _LEAST_SECONDS, _MOST_SECONDS = 0.001, 3600.0
-"""Of a limit that the kernel is told: to it 0 is none."""
+"""Bounds of a limit passed to the kernel, for which 0 is none."""
 
 
 class SocketPullTransport:
@@ -28,8 +28,7 @@ class SocketPullTransport:
     name = "sockets"
 
     def __init__(self, clock: Clock, *, seal: str = "auto", checks_beside: bool = False) -> None:
-        """seal: as the door has it. checks_beside: open and check a frame in a second thread while the next one
-        comes in."""
+        """seal: as in the door. checks_beside: open and check a frame in a second thread while the next one arrives."""
         self._clock, self._seal, self._checks_beside = clock, seal, checks_beside
 
     def connect(self, offer: t.PullOffer, secret: bytes, deadline: float) -> SocketPullReader:

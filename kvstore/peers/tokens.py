@@ -23,12 +23,12 @@ NONCE_BYTES = 16
 SECRET_BYTES = 32
 log = logging.getLogger("kvstore.peers")
 MOST_OFFERS = 256
-"""That wait for their puller or are being pulled."""
+"""Waiting for their puller or being pulled."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class PullTerms:
-    """What one pull is about. nonce: the asking node's, 16 random bytes. namespace: its digest, 32 bytes."""
+    """The terms of one pull. nonce: the asking node's, 16 random bytes. namespace: its digest, 32 bytes."""
 
     nonce: bytes
     asking: bytes
@@ -38,8 +38,8 @@ class PullTerms:
     keys: Sequence[bytes]
 
     def packed(self) -> bytes:
-        """Every field has one length, so that two terms are never the same bytes. Raises `PeerFault` where they
-        cannot be: they come from a peer."""
+        """Every field has one length, so that different terms never have the same bytes. Raises `PeerFault` for
+        impossible ones: they come from a peer."""
         lengths = tuple(map(len, (self.nonce, self.asking, self.holding, self.namespace)))
         if lengths != (NONCE_BYTES, NODE_BYTES, NODE_BYTES, NAMESPACE_BYTES):
             raise t.PeerFault("a pull whose nonce, nodes or namespace have another length")
@@ -52,7 +52,7 @@ class PullTerms:
 
 
 def ask_mac(identity_key: bytes, terms: PullTerms) -> bytes:
-    """What shows that the asking node has the tenant's key; compare it with `hmac.compare_digest`."""
+    """Proves that the asking node has the tenant's key; compare it with `hmac.compare_digest`."""
     return blake2b(terms.packed(), key=identity_key, digest_size=32, person=b"kv-pull-ask").digest()
 
 
@@ -64,14 +64,14 @@ def pull_secret(identity_key: bytes, terms: PullTerms, nonce: bytes) -> bytes:
 
 
 def hello_for(token: bytes, secret: bytes, is_sealed: bool) -> bytes:
-    """The first message of a puller. No byte of it is a holder's choice: that says where it goes, too, and could have
+    """A puller's first message. The holder chooses no byte of it: it also chooses the address, and could otherwise have
     another server take it for a command."""
     said = t.HELLO.pack(t.HELLO_MAGIC, t.VERSION, is_sealed, 0, _spoken(token), bytes(32))[:-32]
     return said + blake2b(said, key=secret, digest_size=32, person=b"kv-pull-hello").digest()
 
 
 def proof_of(hello: bytes, secret: bytes) -> bytes:
-    """What the door answers to it."""
+    """The door's answer to it."""
     return blake2b(hello, key=secret, digest_size=t.PROOF_BYTES, person=b"kv-pull-door").digest()
 
 
@@ -110,8 +110,8 @@ class Offers:
         return offer
 
     def take(self, hello: bytes, now: float) -> HeldOffer | None:
-        """The offer that a connection's first message is for, which no other connection can take; None where there is
-        none, or its MAC is another secret's. One that only knows the token uses nothing up."""
+        """The offer that a connection's first message names, which no other connection can take; None if there is none,
+        or its MAC is by another secret. A peer that only knows the token uses nothing up."""
         magic, version, sealed, zero, spoken, mac = t.HELLO.unpack(hello)
         if (magic, version, zero) != (t.HELLO_MAGIC, t.VERSION, 0):
             return None
@@ -126,7 +126,7 @@ class Offers:
         return offer
 
     def withdraw(self, token: bytes) -> HeldOffer | None:
-        """One that waits is ended here and now; one that is being pulled is marked, and answered."""
+        """End a waiting offer at once; one that is being pulled is marked, and its puller told."""
         name = _name(token)
         with self._lock:
             waiting, taken = self._waiting.pop(name, None), self._taken.get(name)
@@ -137,13 +137,13 @@ class Offers:
         return taken
 
     def end(self, offer: HeldOffer) -> None:
-        """Its pins go, once: said by the thread that took it."""
+        """End its pins, once: called by the thread that took it."""
         with self._lock:
             self._taken.pop(_name(offer.token), None)
         _release(offer)
 
     def end_due(self, now: float) -> float:
-        """End those that no puller came for in time, and say when the next one is due."""
+        """End those that no puller came for in time; returns when the next one is due."""
         with self._lock:
             due = [name for name, offer in self._waiting.items() if now >= offer.until]
             ended = [self._waiting.pop(name) for name in due]
@@ -153,7 +153,7 @@ class Offers:
         return next_one
 
     def end_all(self) -> None:
-        """Those that wait, and no more are taken; the connections end their own."""
+        """End the waiting ones, and refuse new ones; connections end their own."""
         with self._lock:
             self._most = 0
         self.end_due(inf)

@@ -29,7 +29,7 @@ TOKEN_BYTES = 32
 OFFER_SECONDS = 5.0
 """For so long blocks are pinned for a puller, at most."""
 HANDSHAKE_SECONDS = 1.0
-"""For so long a connection may say nothing of which offer it is for."""
+"""A connection must name its offer within this."""
 FRAMES_ASKED, REQUESTS_UNDER_WAY = 8, 2
 MOST_BLOCKS, MOST_PARTS = 65_536, 1_024
 MOST_FRAME_BYTES = 1 << 30
@@ -72,7 +72,7 @@ class PullFault(StoreError):
 
 
 class PeerFault(PullFault):
-    """The other side, or the way to it, did something else than what was asked for."""
+    """The other side, or the way to it, broke the protocol."""
 
 
 class TimedOutPull(PullFault):
@@ -80,15 +80,15 @@ class TimedOutPull(PullFault):
 
 
 class PullBusy(OutOfResources):
-    """There are as many offers or connections as may be; the same may go well in a moment."""
+    """The maximum of offers or connections is reached; a retry may soon succeed."""
 
 
 @dataclass(frozen=True, slots=True)
 class PullOffer:
-    """What a holder answers. Raises `PeerFault` where it cannot be one.
+    """A holder's answer. Raises `PeerFault` if it is impossible.
 
-    token: for one connection, good for 5 s. address: HOST:PORT of the door for data, a number and never a name.
-    blocks: leading ones, from the first that was asked for, that are pinned. frame_bytes: whole frames, by part.
+    token: for one connection, good for 5 s. address: HOST:PORT of the data door, numeric and never a name. blocks:
+    pinned leading ones, from the first that was asked for. frame_bytes: whole frames, by part.
     """
 
     token: bytes = field(repr=False)
@@ -114,12 +114,12 @@ class PullOffer:
 
 @dataclass(slots=True, repr=False)
 class OfferedFrames:
-    """What a holder has pinned for one puller.
+    """Frames that a holder has pinned for one puller.
 
-    spans: whole frames where they lie, block by block, the parts of each in order. frame_bytes: by part. sent: told the
-    bytes of each frame when it is sent. release: ends the pins. Called once, from a thread of the door or one that
-    withdraws or closes, when all frames went, or the puller has gone, or after `OFFER_SECONDS`; from then on no span is
-    read. Neither may wait for anything.
+    spans: whole frames in place, block by block, the parts of each in order. frame_bytes: by part. sent: called with
+    the bytes of each frame that is sent. release: ends the pins. Called once, from a thread of the door or one that
+    withdraws or closes, when all frames are sent, or the puller is gone, or after `OFFER_SECONDS`; from then on no span
+    is read. Neither may block.
     """
 
     spans: Sequence[memoryview]
@@ -137,7 +137,7 @@ class PullReader(Protocol):
     """A puller's connection, for one offer. Of one thread at a time."""
 
     ended: PullStatus | None
-    """Why the holder gives no more of what it offered, if it said so."""
+    """Why the holder gives no more of its offer, if it said so."""
 
     def pull(self, slots: Sequence[memoryview], check: Callable[[int, memoryview], bool], deadline: float) -> int:
         """Read the next frames of the offer into slots, a slot each, and say how many leading ones are whole and
@@ -161,23 +161,23 @@ class PullReader(Protocol):
 
 
 class PullTransport(Protocol):
-    """A way to pull."""
+    """A way to pull frames."""
 
     name: str
 
     def connect(self, offer: PullOffer, secret: bytes, deadline: float) -> PullReader:
-        """Raises `PeerFault`, `TimedOutPull`, and `BadInput` where this side cannot do what the offer needs."""
+        """Raises `PeerFault`, `TimedOutPull`, and `BadInput` if this side lacks something that the offer needs."""
         ...
 
 
 class FrameDoor(Protocol):
-    """A holder's door for data."""
+    """A holder's data door."""
 
     address: str
 
     def offer(self, frames: OfferedFrames, secret: bytes) -> PullOffer:
-        """Let the node that has the secret pull these frames, once, within 5 s. Raises `PullBusy`, also where the door
-        is closed; the frames are the caller's to release then."""
+        """Let the node that has the secret pull these frames, once, within 5 s. Raises `PullBusy`, also if the door is
+        closed; the caller then releases the frames."""
         ...
 
     def withdraw(self, token: bytes) -> None:
@@ -190,8 +190,8 @@ class FrameDoor(Protocol):
 
 
 def numeric_address(address: str) -> tuple[str, int]:
-    """Host and port of HOST:PORT, where the host is a number: no name is looked up in the middle of a pull, which
-    would have no deadline. Raises `PeerFault`."""
+    """Host and port of HOST:PORT, with a numeric host: no name is looked up in the middle of a pull, where that would
+    have no deadline. Raises `PeerFault`."""
     host, _, port = address.rpartition(":") if len(address) <= MOST_ADDRESS_CHARACTERS else ("", "", "")
     bare = host[1:-1] if host[:1] == "[" and host[-1:] == "]" else host
     try:
@@ -210,7 +210,7 @@ def written_address(host: str, port: int) -> str:
 
 
 def stays_here(host: str) -> bool:
-    """Whether that address is loopback: what is sent there leaves no host."""
+    """Whether that address is loopback: its traffic leaves no host."""
     return ip_address(host.partition("%")[0]).is_loopback
 
 
@@ -222,7 +222,7 @@ def must_seal(host: str, seal: str) -> bool:
 
 
 def as_bytes(memory: memoryview) -> memoryview:
-    """A slot or a span in bytes; what is no view of host memory stays as it is, for a transport that can read it."""
+    """A slot or a span as bytes; a device's memory stays as it is, for a transport that can read it."""
     return memory.cast("B") if isinstance(memory, memoryview) else memory
 
 

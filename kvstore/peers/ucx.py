@@ -41,16 +41,16 @@ except (ModuleNotFoundError, ImportError):
     _IS_HERE = False
 
 CONNECT_SECONDS = 5.0
-"""UCX says nothing of a port where nothing listens."""
+"""UCX does not report that a port has no listener."""
 _CLOSE_SECONDS = 0.1
 _SLEEP_SECONDS = 0.5
-"""A thread looks at its worker that often, where no event wakes it."""
+"""A thread looks at its worker so often even if no event wakes it."""
 _UNDER_WAY = 4
 """Frames that a door has handed to UCX for one puller; 2 where it seals them, in as many buffers."""
 
 
 def needs_ucx() -> None:
-    """Raises `BadInput` where there is none."""
+    """Raises `BadInput` without ucxx."""
     if _IS_HERE:
         return
     why = "the package ucxx is not installed"
@@ -60,7 +60,7 @@ def needs_ucx() -> None:
 
 
 def _context(options: Mapping[str, str]) -> Any:
-    """options: UCX's own, without their UCX_; what is not given is the environment's."""
+    """options: UCX's own, without their UCX_; others come from the environment."""
     needs_ucx()
     try:
         return ucx.UCXContext(dict(options), (ucx.Feature.TAG, ucx.Feature.STREAM, ucx.Feature.WAKEUP))
@@ -83,7 +83,7 @@ class _Worker:
         self._bell.ring()
 
     def turn(self, seconds: float) -> None:
-        """Let UCX work; where there is nothing to do, sleep for so long at most."""
+        """Let UCX work; if it has nothing to do, sleep for so long at most."""
         is_idle = True
         while self.ucx.progress_once():
             is_idle = False
@@ -91,7 +91,7 @@ class _Worker:
             self._bell.hear()
 
     def cancel(self) -> None:
-        """Have UCX end what was under way at endpoints that are closed or broken, which it does not do by itself."""
+        """Have UCX end its work at closed or broken endpoints, which it does not do by itself."""
         self.ucx.cancel_inflight_requests()
         self.turn(0.01)
 
@@ -109,11 +109,11 @@ class _Underway:
 
     @property
     def is_over(self) -> bool:
-        """Whether UCX touches the memory no more."""
+        """Whether UCX no longer touches the memory."""
         return bool(self._request.completed)
 
     def check(self) -> None:
-        """Raises UCX's error where it went wrong."""
+        """Raises UCX's error if it failed."""
         self._request.check_error()
 
 
@@ -135,7 +135,7 @@ class UcxPullTransport:
         self._context = _context(options or {})
 
     def connect(self, offer: t.PullOffer, secret: bytes, deadline: float) -> UcxPullReader:
-        """As the contract has it. The door's welcome is waited for here, since only that shows that there is one."""
+        """As the contract has it. Waits for the door's welcome, since only that shows that there is a door."""
         seal = sealed.seal_of(offer, secret, self._seal)
         host, port = t.numeric_address(offer.address)
         now = self._clock.monotonic_seconds()
@@ -180,7 +180,7 @@ class UcxPullReader(FramePuller):
         self._when_free: list[Callable[[], None]] = []
 
     def greet(self, deadline: float) -> None:
-        """And hear whether it may pull."""
+        """And read whether it may pull."""
         with self._lock:
             super().greet(deadline)
             try:
@@ -257,7 +257,7 @@ class UcxPullReader(FramePuller):
         return all(move.is_over for move in (*self._posted.values(), *self._others))
 
     def _quarantine(self) -> None:
-        """Until UCX says that nothing is written any more."""
+        """Until UCX reports that nothing is written any more."""
         while True:
             with self._lock:
                 self._worker.cancel()
@@ -366,7 +366,7 @@ class UcxFrameDoor:
             self._leaving.append(one)
 
     def _has_left(self, one: _Served) -> bool:
-        """Pins stay for as long as UCX may read what is pinned."""
+        """Pins stay while UCX may read the pinned memory."""
         if not one.is_quiet():
             return False
         one.endpoint = None
@@ -415,7 +415,7 @@ class _Served(Serving):
         return True
 
     def is_quiet(self) -> bool:
-        """Whether UCX reads and writes nothing of it any more."""
+        """Whether UCX reads and writes none of its memory any more."""
         return all(one.is_over for one in self._sends) and (self._hearing is None or self._hearing.is_over)
 
     def _note_sent(self) -> None:
@@ -449,13 +449,13 @@ class _Served(Serving):
 
 
 def _end(endpoint: Any) -> None:
-    """At once; what is under way is cancelled, and says so."""
+    """At once; work under way is cancelled, and reports it."""
     with contextlib.suppress(ucx.UCXError):
         endpoint.close_blocking(int(_CLOSE_SECONDS * 1e9), 1)
 
 
 def _tag(token: bytes, secret: bytes) -> int:
-    """Of a connection's frames: 40 bits that no other connection can know, and room for their numbers."""
+    """Of a connection's frames: 40 bits that no other connection can know, and room for frame numbers."""
     return int.from_bytes(blake2b(token, key=secret, digest_size=5, person=b"kv-pull-tag").digest(), "big") << 24
 
 

@@ -20,17 +20,17 @@ from kvstore.block.account import HitTier
 BATCH = 500
 MAX_QUEUED = 1 << 14
 MAX_HELD = 1 << 20
-"""Chunks that are told again, the last ones: of 16 million blocks."""
+"""The most recent chunks, which are told again: of 16 million blocks."""
 AGAIN_SECONDS = 600.0
 AGAIN_PER_SECOND = 2000.0
 POOL_AGAIN_PER_SECOND = 100_000.0
-"""Of what was told before: by one node, and by all of a pool together, which a directory can take."""
+"""Repeated announcements: by one node, and by all of a pool together, which a directory can take."""
 _NEVER = float("-inf")
 
 
 @dataclass(frozen=True, slots=True)
 class HintBatch:
-    """For the directory, at most `BATCH` in all. again: how many of those to announce were told before."""
+    """For the directory, at most `BATCH` in all. again: how many of those to announce are repeats."""
 
     announce: list[tuple[bytes, HitTier]]
     withdraw: list[bytes]
@@ -45,7 +45,7 @@ class _ToldChunk:
     tier: HitTier
     told_at: float
     told_in: int
-    """Times that the directory had been emptied by then."""
+    """How often the directory had been emptied by then."""
 
 
 class Announcer:
@@ -55,9 +55,9 @@ class Announcer:
         self._most_queued, self._most_held = most_queued, most_held
         self._lock = threading.Lock()
         self._queue: OrderedDict[bytes, HitTier | None] = OrderedDict()
-        """What is new, the oldest first; None: removed."""
+        """News, the oldest first; None: removed."""
         self._held: OrderedDict[bytes, _ToldChunk] = OrderedDict()
-        """What is here, the one first that was told longest ago."""
+        """What is here, least recently told first."""
         self._emptied = 0
         self._allowance, self._allowed_at, self._rate = 0.0, _NEVER, AGAIN_PER_SECOND
         self.dropped = 0
@@ -79,14 +79,13 @@ class Announcer:
             self._enqueue(name, tier)
 
     def kept(self, name: bytes, tier: HitTier) -> None:
-        """A node that starts has it already: it is told after what is new, as what is told again."""
+        """A node that starts has it already: it is told after all news, as a repeat."""
         with self._lock:
             self._queue.pop(name, None)
             self._hold(name, tier)
 
     def removed(self, name: bytes) -> None:
-        """It is about to be evicted from its last tier here, or was. Nothing where it is not known: names of blocks
-        that end no chunk may be given."""
+        """It is about to be evicted from its last tier here, or was. No effect for names that are not announced."""
         with self._lock:
             if self._held.pop(name, None) is not None:
                 self._enqueue(name, None)
@@ -97,11 +96,11 @@ class Announcer:
             self._emptied += 1
 
     def shares(self, nodes: int) -> None:
-        """The directory with so many nodes."""
+        """So many nodes use the directory."""
         self._rate = min(AGAIN_PER_SECOND, POOL_AGAIN_PER_SECOND / max(1, nodes))
 
     def batch(self, now: float) -> HintBatch:
-        """What to tell now; nothing where there is nothing. Then `told`, or `failed`."""
+        """What to tell now; empty if there is nothing. `told` or `failed` must follow."""
         with self._lock:
             announce: list[tuple[bytes, HitTier]] = []
             withdraw: list[bytes] = []
@@ -117,7 +116,7 @@ class Announcer:
             return HintBatch(announce + again, withdraw, len(again))
 
     def failed(self, batch: HintBatch) -> None:
-        """The directory did not take it: what was to be announced is told again later, and removals before others."""
+        """The directory did not take it: announcements are told again later, and removals before others."""
         with self._lock:
             for name, tier in reversed(batch.announce):
                 one = self._held.get(name)

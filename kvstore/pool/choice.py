@@ -1,11 +1,11 @@
-"""Whom to ask for blocks: at most two holders, one after the other.
+"""Which holders to ask for blocks: at most two, one after the other.
 
-    1. none that is gone, of another run, without the tenant's keys, or banned: two pulls from one incarnation that
-       failed ban it for 10 s
-    2. most blocks first. A holder that is more than twice as slow as the fastest has blocks that are worth less, in
-       proportion, so that one with a few more blocks behind a slow link does not come before the others
+    1. none that is gone, of another run, without the tenant's keys, or banned: two failed pulls from one incarnation
+       ban it for 10 s
+    2. most blocks first. A holder more than twice as slow as the fastest has its blocks discounted in proportion, so
+       that one with a few more blocks behind a slow link does not come before the others
     3. of equal ones each is first for some of the prompts, by a hash of prompt, holder and asker (rendezvous): askers
-       spread over holders, without a word to each other, and one asker asks the same one again
+       spread over holders without coordination, and one asker asks the same one again
 
 Two are asked because a hint may be old; a third costs more time than it finds blocks.
 """
@@ -26,7 +26,7 @@ FAILURES = 2
 BAN_SECONDS = 10.0
 EQUALLY_FAST = 2.0
 MAX_RECORDS = 4096
-"""Of failures that are remembered, the last ones."""
+"""Of the most recent failures."""
 
 
 @dataclass(slots=True)
@@ -54,8 +54,8 @@ class HolderChoice:
         now: float,
         fingerprint: bytes = b"",
     ) -> list[Holder]:
-        """In which order to ask; nothing where there is none to ask. head: what names the prompt, as a hint's name
-        does. fingerprint: of the tenant's keys; empty to ask holders of any."""
+        """In which order to ask; empty if there is none to ask. head: names the prompt, as a hint's name does.
+        fingerprint: of the tenant's keys; empty to ask holders of any."""
         fit = [one for one in holders if self._is_fit(one, alive, now, fingerprint)]
         if not fit:
             return []
@@ -74,8 +74,8 @@ class HolderChoice:
         return list(chosen.values())[:MOST_ASKED]
 
     def failed(self, node: bytes, incarnation: bytes, now: float) -> None:
-        """A pull from it did: it was not reached, did not answer in time, or sent what it was not asked for. That it
-        has a block no more, or is busy, is no failure."""
+        """A pull from it failed: it was not reached, did not answer in time, or sent something else. A block that it no
+        longer has, or a busy answer, is no failure."""
         with self._lock:
             one = self._failures.pop((node, incarnation), None)
             if one is None or now - one.at > BAN_SECONDS:
@@ -88,12 +88,12 @@ class HolderChoice:
                 self._failures.popitem(last=False)
 
     def worked(self, node: bytes, incarnation: bytes) -> None:
-        """A pull from it did: failures before are forgotten."""
+        """A pull from it succeeded: earlier failures are forgotten."""
         with self._lock:
             self._failures.pop((node, incarnation), None)
 
     def is_banned(self, node: bytes, incarnation: bytes, now: float) -> bool:
-        """Whether it is not asked now."""
+        """Whether it is banned now."""
         with self._lock:
             one = self._failures.get((node, incarnation))
             return one is not None and now < one.banned_until
@@ -114,6 +114,6 @@ FAIR_SECONDS = 0.25
 
 
 def late_has_failed(given_seconds: float, came: int) -> bool:
-    """Whether a node that was late has failed: it had a fair time, and nothing came. An engine that would compute the
-    blocks sooner waits for less, and must not get a node banned that is well, for all who ask."""
+    """Whether a late node has failed: it had a fair time, and nothing came. An engine that would compute the blocks
+    sooner waits for less, and must not get a healthy node banned for all."""
     return not came and given_seconds >= FAIR_SECONDS

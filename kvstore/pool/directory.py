@@ -30,20 +30,20 @@ from kvstore.block.identity import INCARNATION_BYTES, NODE_BYTES
 CHUNK_BLOCKS = 16
 HINT_BYTES = 16
 MAX_HEADS = 1024
-"""In one look-up: of 16,384 blocks. What is longer is looked up as far as that."""
+"""In one look-up: of 16,384 blocks. Longer prompts are looked up only so far."""
 MAX_HOLDERS = 64
-"""Of one chunk that are looked at."""
+"""Of one chunk that are read."""
 MAX_ENTRY_BYTES = 8192
 MAX_FINGERPRINTS = 256
-"""Of one node: blocks of further tenants are not asked for there."""
+"""Of one node: it is not asked for blocks of further tenants."""
 NODE_SECONDS = 5.0
-"""A node that is not heard of for so long is gone."""
+"""A node that was not heard of for so long is gone."""
 HINT_SECONDS = 15 * 60.0
 _PERSON = b"kv-hint-v1"
 _TIERS = {HitTier.DRAM: b"\1", HitTier.NVME: b"\2"}
 _TIER_OF = {said: tier for tier, said in _TIERS.items()}
 _ADDRESS = re.compile(r"(?:\[[0-9A-Fa-f:.]{2,64}\]|[0-9A-Za-z_][0-9A-Za-z_.-]{0,252}):[0-9]{1,5}", re.ASCII)
-"""HOST:PORT. What a directory says may be anybody's: it names no scheme, path or user."""
+"""HOST:PORT. An entry in the directory may be forged: it names no scheme, path or user."""
 _SAID_BYTES = INCARNATION_BYTES + 1
 _STAMP_BYTES = 8
 
@@ -70,7 +70,7 @@ class NodeEntry(msgspec.Struct, frozen=True):
 
 
 class Holder(NamedTuple):
-    """Has so many leading blocks of a chain, as it said. tier: the slowest that some of them are in."""
+    """Has so many leading blocks of a chain, by its own hints. tier: the slowest of them."""
 
     node: bytes
     incarnation: bytes
@@ -79,11 +79,11 @@ class Holder(NamedTuple):
 
 
 class Directory(Protocol):
-    """Shared by the nodes of a pool. Every call is over after its seconds; each but `alive` raises `DirectoryDown`,
-    at once while it is known not to answer."""
+    """Shared by the nodes of a pool. Every call ends within its seconds; each but `alive` raises `DirectoryDown`, at
+    once while the directory is known not to answer."""
 
     def alive(self) -> Mapping[bytes, NodeEntry]:
-        """The other nodes, by their ids, as of some seconds ago. From memory, and empty where it is down."""
+        """The other nodes, by their ids, as of some seconds ago. From memory, and empty while it is down."""
         ...
 
     def holders(self, heads: Sequence[tuple[int, bytes]], seconds: float) -> list[Holder]:
@@ -95,7 +95,7 @@ class Directory(Protocol):
         ...
 
     def withdraw(self, names: Sequence[bytes], seconds: float) -> None:
-        """It has them no more."""
+        """This node no longer has them."""
         ...
 
 
@@ -105,8 +105,8 @@ def is_head(index: int) -> bool:
 
 
 def hint_name(namespace: bytes, key: bytes) -> bytes:
-    """Of the chunk whose last block has that prefix key. namespace: its digest. It says nothing of tokens, and is not
-    to be found without the tenant's identity key."""
+    """The hint's name of the chunk whose last block has that prefix key. namespace: its digest. It reveals nothing of
+    tokens, and cannot be computed without the tenant's identity key."""
     return blake2b(key, key=namespace, digest_size=HINT_BYTES, person=_PERSON).digest()
 
 
@@ -119,14 +119,14 @@ def chunk_heads(namespace: bytes, keys: Sequence[bytes], first: int = 0) -> list
 
 
 def hint_value(incarnation: bytes, tier: HitTier, until_ms: int | None = None) -> bytes:
-    """What a node says of a chunk. until_ms: by the directory's clock, where that forgets no fields by itself."""
+    """A node's hint of a chunk. until_ms: by the directory's clock, if that forgets no fields by itself."""
     value = incarnation + _TIERS[tier]
     return value if until_ms is None else value + until_ms.to_bytes(_STAMP_BYTES, "big")
 
 
 def read_hint(value: object, now_ms: int | None) -> tuple[bytes, HitTier] | None:
-    """Incarnation and tier; None for what is no hint, or one whose time is over. now_ms: by the directory's clock,
-    None where it is not known: a hint with a stamp is none then."""
+    """Incarnation and tier; None for a malformed or expired hint. now_ms: by the directory's clock, None if unknown: a
+    hint with a stamp is then ignored."""
     if not isinstance(value, bytes) or len(value) not in (_SAID_BYTES, _SAID_BYTES + _STAMP_BYTES):
         return None
     if len(value) > _SAID_BYTES:
@@ -143,8 +143,8 @@ def leading_holders(
     alive: Mapping[bytes, NodeEntry],
     now_ms: int | None = None,
 ) -> list[Holder]:
-    """Who has leading chunks without a gap, most blocks first. said: what nodes say of each chunk, in the order of
-    `heads`. alive: what was said by a node that is not among them, or by an earlier run of it, counts for nothing."""
+    """Who has leading chunks without a gap, most blocks first. said: the nodes' hints of each chunk, in the order of
+    `heads`. alive: hints of other nodes, or of an earlier run of one, are ignored."""
     best: dict[bytes, tuple[int, HitTier]] = {}
     going: dict[bytes, tuple[int, HitTier]] = {}
     known: dict[bytes, tuple[bytes, HitTier] | None] = {}
@@ -167,12 +167,12 @@ def leading_holders(
 
 
 def entry_bytes(entry: NodeEntry) -> bytes:
-    """As the directory keeps it."""
+    """In the directory's form."""
     return msgspec.json.encode(entry)
 
 
 def read_entry(node: bytes, value: object) -> NodeEntry | None:
-    """What that node says of itself; None for what is no entry of it."""
+    """That node's entry; None for a malformed one."""
     if not isinstance(value, bytes) or len(value) > MAX_ENTRY_BYTES:
         return None
     try:

@@ -1,10 +1,10 @@
-"""Single flight: of several who want one thing from elsewhere, one fetches it, and the others wait for that.
+"""Single flight: of several that want one thing from elsewhere, one fetches it, and the others wait for that.
 
     begin   > these are yours to fetch        join   > you are told once how each ended
-    end, leave                                       > those who joined are told
+    end, leave                                       > those that joined are told
 
-A leader that dies is one that `leave`s, or one whose time is over: the next to begin takes its place, and who joined is
-told that it failed. At most `MAX_FLIGHTS` are under way; what is neither begun nor joined is gone without.
+A leader fails by `leave`, or when its time is over: the next to begin takes its place, and those that joined are told
+that it failed. At most `MAX_FLIGHTS` are under way; beyond that, things are fetched without one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Flight(Generic[K]):
 
 
 class Flights(Generic[K]):
-    """By (namespace, key), or what else names a thing. Thread-safe; who joined is called without its lock."""
+    """By (namespace, key), or another name of the thing. Thread-safe; callbacks are called without its lock."""
 
     def __init__(self, most: int = MAX_FLIGHTS) -> None:
         self._most = most
@@ -54,8 +54,8 @@ class Flights(Generic[K]):
         return mine
 
     def join(self, keys: Iterable[K], told: Callable[[K, bool], None]) -> list[K]:
-        """Which of these are under way: of each, `told` is called once, at its end, with whether it landed. The others
-        ended meanwhile: look whether they are here, and begin."""
+        """Which of these are under way: for each, `told` is called once, at its end, with whether it landed. The others
+        have ended meanwhile: look whether they are here, and begin."""
         joined = []
         with self._lock:
             for key in keys:
@@ -66,13 +66,13 @@ class Flights(Generic[K]):
         return joined
 
     def end(self, keys: Sequence[K], leader: Hashable, landed: bool) -> None:
-        """These are over, if it still was that one who led them."""
+        """These are over, if that leader still leads them."""
         with self._lock:
             over = [(key, self._over(key)) for key in keys if self._leads(leader, key)]
         _tell(over, landed)
 
     def leave(self, leader: Hashable) -> None:
-        """It died: what it led did not land."""
+        """The leader failed: its flights did not land."""
         with self._lock:
             over = [(key, self._over(key)) for key in list(self._led.get(leader, ()))]
         _tell(over, False)

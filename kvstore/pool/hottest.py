@@ -1,4 +1,4 @@
-"""What a node that leaves offers to others: the chunks that requests named again, each with all that leads up to it."""
+"""What a leaving node offers to others: the chunks that requests named again, each with its ancestors."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from kvstore.pool.directory import CHUNK_BLOCKS
 
 LEAVING_SECONDS = 2.0
-"""For all of it; a keeper kills a network process 3 s after it told it to end."""
+"""For all of it; a keeper kills a network process 3 s after telling it to end."""
 MOST_OFFERED_CHUNKS, MOST_OFFERED_BYTES = 64, 256 << 20
-"""By a node that leaves; of the latter also taken from one offer."""
+"""By a leaving node; the latter also bounds what is taken from one offer."""
 MOST_OFFERED_BLOCKS = MOST_OFFERED_CHUNKS * CHUNK_BLOCKS
 HOT_USES = 2
 

@@ -1,8 +1,8 @@
 """Which nodes of a pool are alive, and whether this run may speak for its own node.
 
-An entry is believed for `NODE_SECONDS` from when it was seen, by this host's own clock: what is said of time by another
-host is compared with nothing. A node has one live incarnation; two of them are a data directory that was copied. The
-second one to come says nothing to the pool then: it would take the place of the first, whose hints would lead to it.
+An entry is believed for `NODE_SECONDS` after it was seen, by this host's own clock: no other host's times are compared
+with it. A node has one live incarnation; two of them are a copied data directory. The second one to come then stays
+silent: it would take the place of the first, whose hints would lead to it.
 
     UNSURE   an entry of another run is there: of the run before, which is soon forgotten, or of a clone
     OURS     no entry, or ours: it is written again and again
@@ -20,7 +20,7 @@ from kvstore.pool.directory import NODE_SECONDS, NodeEntry
 
 MAX_NODES = 4096
 FORGOTTEN_SECONDS = 1.5 * NODE_SECONDS
-"""After which an entry that is not written again cannot be there."""
+"""After so long, an entry that is not rewritten is gone."""
 
 
 class AliveTable:
@@ -32,7 +32,7 @@ class AliveTable:
         self._seen: dict[bytes, tuple[NodeEntry, float]] = {}
 
     def saw(self, entries: Iterable[NodeEntry], now: float, seconds: float = NODE_SECONDS) -> None:
-        """These were alive just now, and are taken to be for so long; of one node the last one counts. At most
+        """These were alive just now, and count as alive for so long; of one node the last one counts. At most
         `MAX_NODES` are kept."""
         with self._lock:
             self._seen = {node: seen for node, seen in self._seen.items() if seen[1] > now}
@@ -41,7 +41,7 @@ class AliveTable:
                     self._seen[entry.node] = (entry, now + seconds)
 
     def gone(self, node: bytes) -> None:
-        """It said so, or its entry is not there any more."""
+        """It said so, or its entry is gone."""
         with self._lock:
             self._seen.pop(node, None)
 
@@ -69,8 +69,8 @@ class NodeClaim:
         self.state = ClaimState.UNSURE
 
     def look(self, found: bytes | None, now: float) -> bool:
-        """The incarnation in the entry of this node, as it is there now; None where there is none. Whether ours may be
-        written. A clone may when the other one is gone."""
+        """found: the incarnation in this node's entry now; None without one. Returns whether ours may be written. A
+        clone may once the other one is gone."""
         if found is None or found == self._incarnation:
             self._other, self.state = None, ClaimState.OURS
             return True
@@ -85,6 +85,5 @@ class NodeClaim:
         self._wrote = True
 
     def was_lost(self, found: bytes | None) -> bool:
-        """Whether an entry that was written is not there any more: then our hints may be gone too, or what was to be
-        told of them meanwhile."""
+        """Whether an entry that was written is gone: then our hints, or announcements since, may be lost too."""
         return found is None and self._wrote

@@ -17,19 +17,19 @@ from dataclasses import dataclass, field
 from math import exp, log
 
 MAX_SOURCES = 256
-"""Beyond, the one that was learned of longest ago is forgotten."""
+"""Beyond it, the least recently learned of is forgotten."""
 HALF_LIFE_SECONDS = 900.0
 STEP = log(4.0)
 FURTHEST = log(1e4)
 SHORTEST_SECONDS, LONGEST_SECONDS = 1e-6, 3600.0
 LARGE_BYTES = 1 << 20
-"""Transfers from there on say how many bytes a second a source gives."""
+"""Larger transfers tell a source's bandwidth."""
 REMEMBERED = 128
 
 
 @dataclass(frozen=True, slots=True)
 class SourcePrior:
-    """What is believed of a source before anything came from it."""
+    """What is believed of a source before its first transfer."""
 
     latency_seconds: float
     bytes_per_second: float
@@ -62,7 +62,7 @@ class _Learned:
 
 
 class SpeedBook:
-    """Of all sources, by what names them. Thread-safe."""
+    """Of all sources, by name. Thread-safe."""
 
     def __init__(self, most: int = MAX_SOURCES) -> None:
         self._most = most
@@ -73,14 +73,14 @@ class SpeedBook:
         return len(self._sources)
 
     def milliseconds(self, source: Hashable, size_bytes: int, now: float, prior: SourcePrior = PEER_PRIOR) -> float:
-        """That so many bytes are expected to take."""
+        """The expected time for so many bytes."""
         with self._lock:
             return 1e3 * sum((self._sources.get(source) or _Learned(prior)).terms(max(0, size_bytes), now))
 
     def learn(
         self, source: Hashable, size_bytes: int, seconds: float, now: float, prior: SourcePrior = PEER_PRIOR
     ) -> None:
-        """A transfer that ended. What cannot be a duration is left out."""
+        """A transfer has ended. Impossible durations are ignored."""
         if not SHORTEST_SECONDS <= seconds <= LONGEST_SECONDS or size_bytes < 0:
             return
         with self._lock:
@@ -100,7 +100,7 @@ class SpeedBook:
                 one.large.append((size_bytes, seconds))
 
     def speed(self, source: Hashable) -> SourceSpeed:
-        """As it was of late."""
+        """Its recent speed."""
         with self._lock:
             one = self._sources.get(source)
             large = list(one.large) if one is not None else []

@@ -28,12 +28,12 @@ from tiering.frame import HEADER_BYTES, KEY_BYTES
 MAX_ADOPTED = 512
 """Headers in one message."""
 MAX_QUESTIONS = 1024
-"""Of one tenant, open at a time; and answers to them in one message."""
+"""Open questions of one tenant; and answers to them in one message."""
 LOCATE_SECONDS = 0.005
-"""After which an engine is told that nothing is elsewhere."""
+"""Without an answer by then, the engine is told that nothing is elsewhere."""
 MAX_WHERE_CHARACTERS = 256
 MAX_SOURCES = 256
-"""Nodes and engines that a courier tells of."""
+"""Nodes and engines that a courier reports on."""
 
 _Keys = Annotated[list[Annotated[bytes, Meta(max_length=KEY_BYTES)]], Meta(max_length=MAX_KEYS)]
 _Node = Annotated[bytes, Meta(max_length=16)]
@@ -42,8 +42,8 @@ _Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class Locate(msgspec.Struct, array_like=True, frozen=True, tag="locate"):
-    """How many blocks of a chain, from its first one on, could be here soon. ticket: of a hand-off, whose node has them
-    then. Answered after `LOCATE_SECONDS` at most."""
+    """How many leading blocks of a chain could be here soon. ticket: of a hand-off, whose node then has them. Answered
+    after `LOCATE_SECONDS` at most."""
 
     namespace: int
     keys: _Keys
@@ -51,9 +51,9 @@ class Locate(msgspec.Struct, array_like=True, frozen=True, tag="locate"):
 
 
 class Located(msgspec.Struct, array_like=True, frozen=True, tag="located"):
-    """To `Locate`. number: for `Await.located`, good for some seconds; 0 where no more is elsewhere than here. blocks:
-    from the first of the chain on, those that are here included. tier, where: of those that are not. milliseconds: that
-    fetching them is expected to take, infinite where nothing is known of it. reason: why there are none."""
+    """To `Locate`. number: for `Await.located`, good for some seconds; 0 if no more is elsewhere than here. blocks:
+    leading blocks of the chain, those that are here included. tier, where: of those that are not. milliseconds:
+    expected for fetching them, infinite if unknown. reason: why there are none."""
 
     number: int
     blocks: int
@@ -66,8 +66,8 @@ class Located(msgspec.Struct, array_like=True, frozen=True, tag="located"):
 
 class Adopt(msgspec.Struct, array_like=True, frozen=True, tag="adopt"):
     """As `Commit`, for payloads that lie in the slots of a reservation and were checked against the digests of their
-    headers. headers: of these frames as they came, of blocks of the part from `first` on. tier: where they came from,
-    `peer` or `remote`. Answered by `Counted`; where any header is not right, none is adopted."""
+    headers. headers: of these frames as they came, of the part's blocks from `first` on. tier: where they came from,
+    `peer` or `remote`. Answered by `Counted`; if any header fails, none is adopted."""
 
     reservation: int
     part: int
@@ -77,19 +77,19 @@ class Adopt(msgspec.Struct, array_like=True, frozen=True, tag="adopt"):
 
 
 class Holdings(msgspec.Struct, array_like=True, frozen=True, tag="holdings"):
-    """A courier lists what can be read now, of one namespace. after: `HoldingsReply.next` of the answer before. A block
-    that moves while it is listed may be left out: begin with `Changes`, which tells of it."""
+    """A courier lists a namespace's readable blocks. after: `HoldingsReply.next` of the answer before. A block that
+    moves while it is listed may be left out: begin with `Changes`, which reports it."""
 
     namespace: int
     after: _Count = 0
 
 
 ReadableBlock = tuple[bytes, int, int]
-"""Prefix key, blocks before it in its chain, and where it can be read, as in `Changed`."""
+"""Prefix key, blocks before it in its chain, and its fastest tier, as in `Changed`."""
 
 
 class HoldingsReply(msgspec.Struct, array_like=True, frozen=True, tag="holdings"):
-    """To `Holdings`: some of them, perhaps none. next: where to go on, 0 where there are no more."""
+    """To `Holdings`: some of them, perhaps none. next: where to go on, 0 at the end."""
 
     blocks: list[ReadableBlock]
     next: int
@@ -109,8 +109,8 @@ class LocateQuestion(msgspec.Struct, array_like=True, frozen=True):
 
 
 class FetchQuestion(msgspec.Struct, array_like=True, frozen=True):
-    """Bring these blocks here: those of the chain behind the first `present`. located: the `LocateQuestion` that found
-    them, so that its places need not be looked for again. seconds: that an engine waits for them."""
+    """Fetch the blocks of the chain behind the first `present`. located: the `LocateQuestion` that found them, whose
+    places can be used. seconds: that an engine waits for them."""
 
     number: int
     located: int
@@ -124,16 +124,16 @@ class FetchQuestion(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Forget(msgspec.Struct, array_like=True, frozen=True):
-    """The operator drops a namespace, or purges the tenant (its digest is empty then): what is known of it elsewhere is
-    to be forgotten."""
+    """The operator drops a namespace, or purges the tenant (its digest is empty then): its blocks elsewhere are to be
+    forgotten."""
 
     number: int
     namespace: bytes
 
 
 class QuestionAnswered(msgspec.Struct, array_like=True, frozen=True):
-    """By its number. blocks: of the chain, from the first on: that could be fetched (to a `LocateQuestion`), that are
-    here now (to a `FetchQuestion`), or that could not be forgotten (to a `Forget`). reason: why there are no more."""
+    """By its number. blocks: leading blocks of the chain that could be fetched (to a `LocateQuestion`), that are here
+    now (to a `FetchQuestion`), or that could not be forgotten (to a `Forget`). reason: why there are no more."""
 
     number: int
     blocks: _Count
@@ -168,7 +168,7 @@ class SourceFigures(msgspec.Struct, array_like=True, frozen=True):
 
 
 class CourierFigures(msgspec.Struct, array_like=True, frozen=True):
-    """What a courier tells people of what is elsewhere. reasons: why it serves less than it has, a line each."""
+    """A courier's report on what is elsewhere, for people. reasons: why it serves less than it has, a line each."""
 
     sources: Annotated[list[SourceFigures], Meta(max_length=MAX_SOURCES)]
     reasons: Annotated[list[_Where], Meta(max_length=16)] = []
@@ -179,8 +179,8 @@ class CourierFigures(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Questions(msgspec.Struct, array_like=True, frozen=True, tag="questions"):
-    """A courier answers, and asks what is wanted now. It is answered at once; its bell rings when there is more. told:
-    for people, now and then."""
+    """A courier answers, and asks for new questions. Answered at once; its notification pipe tells when there are more.
+    told: for people, now and then."""
 
     answers: Annotated[list[QuestionAnswered], Meta(max_length=MAX_QUESTIONS)] = []
     told: CourierFigures | None = None

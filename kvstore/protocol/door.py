@@ -1,5 +1,4 @@
-"""The contract between what a user holds (`handle`) and a store, wherever that runs: requests are data, a door carries
-them.
+"""The contract between a user's handle and a store, wherever that runs: requests are data, a door carries them.
 
     in this process    call > Store.handle
     a sidecar          call > bytes on a socket > request > checks > Store.handle
@@ -32,7 +31,7 @@ R_co = TypeVar("R_co", covariant=True)
 
 
 class ReservationLost(StoreClosed):
-    """What was reserved cannot be filled or committed any more. reason: as what that counts."""
+    """A reservation cannot be filled or committed any more. reason: the miss that it counts as."""
 
     def __init__(self, reason: MissReason, detail: str) -> None:
         super().__init__(detail)
@@ -43,8 +42,8 @@ class ReservationLost(StoreClosed):
 class Collective:
     """A put that several processes make together, each of its own parts.
 
-    name: by which they find each other: the same for all, and for no other put of theirs. parts: of the family, that
-    the caller fills. session: whose it is; a door to another process leaves that to its other side.
+    name: by which they find each other: the same for all, and for no other put of theirs. parts: of the block, that the
+    caller fills. session: theirs; left out by a client of a sidecar, which knows it.
     """
 
     name: str
@@ -61,8 +60,8 @@ class AttachLease(msgspec.Struct, frozen=True):
 
 
 class NamedLease(msgspec.Struct, frozen=True):
-    """Answers `LeasePrefix` and `AttachLease`. reply: its `lease` is the door's own number, 0 where nothing is pinned.
-    run, number: by which the store itself knows the lease, for a ticket."""
+    """Answers `LeasePrefix` and `AttachLease`. reply: its `lease` is the door's own number, 0 if nothing is pinned.
+    run, number: the store's own name of the lease, for a ticket."""
 
     reply: LeaseReply
     run: bytes = b""
@@ -74,18 +73,18 @@ Request = m.Verb | AttachLease
 
 
 class Submitted(Protocol[R_co]):
-    """An answer that is on its way. Nothing here waits for anything."""
+    """An answer on its way. Nothing here blocks."""
 
     def poll(self) -> R_co | None:
         """The answer, once; None while it is not there. After the deadline it is a miss. Never raises."""
         ...
 
     def is_ready(self) -> bool:
-        """Whether `poll` has an answer, as far as is known without a lock or a look at a socket."""
+        """Whether `poll` has an answer, judged without a lock or a look at the socket."""
         ...
 
     def cancel(self) -> None:
-        """What comes later is given back. Nothing else is called afterwards."""
+        """Undo a later answer. Nothing else is called afterwards."""
         ...
 
     def cancel_from_finalizer(self) -> None:
@@ -100,28 +99,28 @@ class Door(Protocol):
     """What this process holds for each request of its engine."""
 
     clock: Clock
-    """By which waits are counted."""
+    """For the client's deadlines."""
 
     forgotten: deque[int]
-    """Leases that their holders forgot: a finalizer appends them, at any point of any thread, and the door releases
-    them with a later call."""
+    """Leases that were garbage-collected unreleased: a finalizer appends them, at any point of any thread, and the door
+    releases them with a later call."""
 
     commits_early: bool
     """Whether a put gains by committing blocks while it fills the next ones."""
 
     def call(self, request: Request, kind: type[A], seconds: float | None = None) -> A:
-        """The answer, of the kind that the request has: `Matched`, `NamedLease`, `Reserved`, `Counted`, ...
+        """The answer, of the request's kind: `Matched`, `NamedLease`, `Reserved`, `Counted`, ...
 
-        seconds: that it waits at most, where its caller has less time than the store would take. A store that cannot be
-        asked, or is late, answers `missed`: a miss with its reason. `Release`, `Abort` and `ReportFrame` never fail.
-        Raises `ReservationLost` for a `Commit` of what is gone, `Unreachable` for a namespace that cannot be opened or
+        seconds: the longest wait, if the caller has less time than the store would take. A store that cannot be asked,
+        or is late, answers `missed`: a miss with its reason. `Release`, `Abort` and `ReportFrame` never fail. Raises
+        `ReservationLost` for a `Commit` of a lost reservation, `Unreachable` for a namespace that cannot be opened or
         dropped, and `BadInput`.
         """
         ...
 
     def submit(self, request: Request, kind: type[A], seconds: float) -> Submitted[A]:
-        """The same, without waiting: the answer is polled for, and after so many seconds it is a miss. Of a `Commit`
-        nothing is to be polled for: the next one that is called says how far it came."""
+        """The same, without blocking: the answer is polled for, and after so many seconds it is a miss. A `Commit` has
+        no answer to poll for: the next one that is called tells how far it came."""
         ...
 
     def memory(self, held: int, places: Sequence[int], *, writable: bool = False) -> list[FrameSpan]:
@@ -135,8 +134,8 @@ class Door(Protocol):
 
 
 class StoreClient(Protocol):
-    """Whose requests are handled. named: the namespaces that it opened, by its tenant's numbers for them. session_name:
-    which of all tenants' sessions it belongs to."""
+    """The client whose request is handled. named: the namespaces that it opened, by its tenant's numbers for them.
+    session_name: of its session among all tenants'."""
 
     @property
     def named(self) -> dict[int, int]:
@@ -164,7 +163,7 @@ class TenantClient:
 
 
 def missed(request: Request, reason: MissReason, detail: str) -> object:
-    """The answer to a request that no store answered. Total over what `Door.call` answers without raising."""
+    """The answer to a request that no store answered. Total over requests for which `Door.call` does not raise."""
     match request:
         case m.MatchPrefix():
             return m.Matched(MatchReply(0, reason=reason, detail=detail))
@@ -196,7 +195,7 @@ MAX_COLLECTIVE_CHARACTERS = 256
 """Of a collective put's name as a user gives it."""
 
 WINDOW_CHARACTERS = 16
-"""What is added to it: which blocks of the prompt it is about."""
+"""Appended to it: the window of blocks that it is about."""
 
 
 def check_collective(name: str) -> None:
@@ -206,7 +205,7 @@ def check_collective(name: str) -> None:
 
 
 def check_participant(verb: m.Reserve, parts: int) -> None:
-    """Of a put that several connections of a session make together. Raises `BadInput`."""
+    """Check a participant's reservation. Raises `BadInput`."""
     most = MAX_COLLECTIVE_CHARACTERS + WINDOW_CHARACTERS
     if len(verb.collective) > most:
         raise BadInput(f"a collective put's name of {len(verb.collective)} characters; at most {most}")
@@ -215,7 +214,7 @@ def check_participant(verb: m.Reserve, parts: int) -> None:
 
 
 def window_name(collective: str, stop: int) -> str:
-    """Of a user's collective put, as far as it is about the blocks before `stop`."""
+    """The name of a collective put's window that ends before block `stop`."""
     return f"{collective}/{stop}"
 
 

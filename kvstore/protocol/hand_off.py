@@ -2,9 +2,9 @@
 
     text    "kv1." > urlsafe base64 of: body, MessagePack > MAC, 16 bytes
 
-The MAC is keyed with the tenant's identity key, and is made and checked by sidecars alone. The head commits to every
-token before it, so who opens a ticket that is stale, forged or another prompt's can only miss: no ticket leads to
-KV that its prompt does not have. Whatever does not open is a named miss. No token, place or generation is in it.
+The MAC is keyed with the tenant's identity key, and only sidecars make and check it. The head commits to every token
+before it, so opening a ticket that is stale, forged or another prompt's can only miss: no ticket leads to KV that its
+prompt does not have. A ticket that does not open is a miss with a reason. No token, place or generation is in it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tiering.frame import KEY_BYTES, KEY_ID_BYTES
 PREFIX = "kv1."
 MAX_DOOR_CHARACTERS = 256
 NAMESPACE_BYTES = 16
-"""The first ones of its digest."""
+"""The first bytes of its digest."""
 _MAC_BYTES = 16
 _PERSON = b"kv-hand-off"
 
@@ -51,7 +51,7 @@ class HandOff(msgspec.Struct, array_like=True, frozen=True):
         return PREFIX + base64.urlsafe_b64encode(body + _mac(identity, body)).decode()
 
     def is_sound(self) -> bool:
-        """Whether sizes and counts can be."""
+        """Whether sizes and counts are possible."""
         sizes = tuple(map(len, (self.key_id, self.namespace, self.head, self.owner, self.incarnation)))
         if sizes != (KEY_ID_BYTES, NAMESPACE_BYTES, KEY_BYTES, NODE_BYTES, INCARNATION_BYTES):
             return False
@@ -74,8 +74,8 @@ def sealed(
 def opened(
     text: str, identity: Identity, namespace: bytes, block_tokens: int, now: float, *, of_others: bool = False
 ) -> m.TicketOpened:
-    """What a ticket promises to the tenant of that identity in that namespace, or as what miss it counts. of_others:
-    whether those of other nodes are of use here."""
+    """What a ticket promises to that tenant in that namespace, or the miss that it counts as. of_others: whether
+    tickets of other nodes are useful here."""
     found = hand_off_in(text, identity, namespace, block_tokens, now)
     if isinstance(found, m.TicketOpened):
         return found
@@ -88,8 +88,8 @@ def opened(
 def hand_off_in(
     text: str, identity: Identity, namespace: bytes, block_tokens: int, now: float
 ) -> HandOff | m.TicketOpened:
-    """What a ticket says, whichever node's it is; or why it is of no use. The time of another node's is by its clock,
-    which is not compared with this one's: what is old of it that node does not have any more, and says so."""
+    """A ticket's content, whichever node's it is; or why it is of no use. Another node's time limit is by that node's
+    clock, and is not compared with this one's: if its blocks are gone, that node says so."""
     body, mac = _split(text)
     hand_off = _decoded(body)
     if not hmac.compare_digest(mac, _mac(identity, body)) or hand_off is None:
@@ -114,7 +114,7 @@ def _refused(reason: MissReason, detail: str) -> m.TicketOpened:
 
 
 def _split(text: str) -> tuple[bytes, bytes]:
-    """Body and MAC; empty where that is no such text. One ticket has one text."""
+    """Body and MAC; empty for a malformed text. One ticket has one text."""
     try:
         plain = text.removeprefix(PREFIX).encode("ascii") if len(text) <= MAX_TICKET_CHARACTERS else b""
         raw = binascii.a2b_base64(plain.translate(_FROM_URLSAFE), strict_mode=True)

@@ -23,9 +23,9 @@ MAX_TICKET_SECONDS = 3600.0
 
 
 class Await(msgspec.Struct, array_like=True, frozen=True, tag="await"):
-    """Answer when the last of these keys can be read, or cannot be for now: see `tiering.counts.awaits`. They follow
-    each other in a chain; one is enough. Costs the connection none of its requests under way. seconds: at most 30.
-    located: of a `Located`, whose blocks up to the last of these keys are fetched meanwhile. From version 3 on."""
+    """Answer when the last of these keys is readable, or will not be for now: see `tiering.counts.awaits`. They are
+    consecutive in a chain; one is enough. Does not count against the connection's requests under way. seconds: at most
+    30. located: of a `Located`, whose blocks up to the last of these keys are fetched meanwhile. From version 3 on."""
 
     namespace: int
     keys: Annotated[list[Annotated[bytes, Meta(max_length=32)]], Meta(min_length=1, max_length=MAX_AWAITED_KEYS)]
@@ -34,14 +34,14 @@ class Await(msgspec.Struct, array_like=True, frozen=True, tag="await"):
 
 
 class Cancel(msgspec.Struct, array_like=True, frozen=True, tag="cancel"):
-    """These requests of the connection are not waited for any more: those of them that are `Await` are answered."""
+    """Give up these requests of the connection: those of them that are `Await` are answered."""
 
     numbers: Annotated[list[int], Meta(max_length=MAX_CANCELLED)]
 
 
 class SealTicket(msgspec.Struct, array_like=True, frozen=True, tag="seal_ticket"):
-    """A ticket for a chain, from its first block on, by which another engine waits for it (`protocol.hand_off`). What
-    is stored of it by now is kept for so many seconds before other blocks, as with a put's `ttl`."""
+    """A ticket for a chain, from its first block on, by which another engine waits for it (`protocol.hand_off`). Its
+    stored blocks are retained for so many seconds, as with a put's `ttl`."""
 
     namespace: int
     keys: Annotated[list[Annotated[bytes, Meta(max_length=32)]], Meta(min_length=1, max_length=MAX_KEYS)]
@@ -56,8 +56,8 @@ class OpenTicket(msgspec.Struct, array_like=True, frozen=True, tag="open_ticket"
 
 
 class Awaited(msgspec.Struct, array_like=True, frozen=True, tag="awaited"):
-    """To `Await`. blocks: how many of its keys can be read now, from the first on. end: why it does not wait on.
-    reason: as what miss that counts which was fetched and did not come, where that is known."""
+    """To `Await`. blocks: how many leading keys of it are readable now. end: why it ended. reason: the miss that a
+    failed fetch counts as, if known."""
 
     blocks: int
     end: AwaitEnd
@@ -72,8 +72,8 @@ class Sealed(msgspec.Struct, array_like=True, frozen=True, tag="sealed"):
 
 
 class TicketOpened(msgspec.Struct, array_like=True, frozen=True, tag="ticket_opened"):
-    """To `OpenTicket`. head: the prefix key of the last of `blocks` blocks. seconds: that it is good for yet. reason:
-    why it is of no use, else None."""
+    """To `OpenTicket`. head: the prefix key of the last of `blocks` blocks. seconds: for how long it is still good.
+    reason: why it is of no use, else None."""
 
     head: bytes
     blocks: int

@@ -53,11 +53,11 @@ from tiering.frame import KEY_ID_BYTES
 
 OLDEST_VERSION, NEWEST_VERSION = 1, 4
 CHANGES_VERSION = 2
-"""From which on there are `Changes` and `Tell`."""
+"""The first with `Changes` and `Tell`."""
 AWAIT_VERSION = 3
-"""From which on there are `Await`, `Cancel`, `SealTicket` and `OpenTicket`."""
+"""The first with `Await`, `Cancel`, `SealTicket` and `OpenTicket`."""
 LOCATE_VERSION = 4
-"""From which on there are `Locate`, `Await.located`, and a courier's verbs."""
+"""The first with `Locate`, `Await.located`, and a courier's verbs."""
 MAX_RECORDS = 16
 
 LENGTH_BYTES = 4
@@ -65,7 +65,7 @@ MAX_BODY_BYTES = 9 << 18
 """Of one message: keys of 65,536 blocks."""
 
 NO_NUMBER = 0
-"""Of an answer to what was no request: the connection ends with it."""
+"""Of an answer to a malformed request: the connection ends with it."""
 
 MAX_EXTENTS = 32
 """Descriptors beside one frame; the kernel takes at most 253."""
@@ -89,7 +89,7 @@ Digests = Annotated[Sequence[Annotated[bytes, Meta(max_length=16)]], Meta(max_le
 
 
 class RequestFault(StrEnum):
-    """Why a request was not served. Says nothing of what others have."""
+    """Why a request was not served. Reveals nothing about other clients."""
 
     VERSION = "version"  # no version in common
     MALFORMED = "malformed"  # not a message, too long, or out of turn; the connection ends
@@ -102,10 +102,10 @@ class RequestFault(StrEnum):
 
 
 class Hello(msgspec.Struct, array_like=True, frozen=True, tag="hello"):
-    """The first message. session: a token of the engine's making, 16 to 64 random bytes, by which all its connections
-    are one session, whoever comes first; without it the connection is a session of its own. engine: name and version,
-    for people. fingerprint: of the keys that its open namespaces hash with; nothing while none is open. tenant: for
-    whom a courier works; nothing on any other socket than its own."""
+    """The first message. session: a token that the engine makes, 16 to 64 random bytes, by which all its connections
+    join one session, in any order; without it the connection is a session of its own. engine: name and version, for
+    people. fingerprint: of the keys that its open namespaces hash with; nothing while none is open. tenant: that a
+    courier works for; nothing on any other socket than the couriers'."""
 
     oldest: int
     newest: int
@@ -221,28 +221,28 @@ class Persist(msgspec.Struct, array_like=True, frozen=True, tag="persist"):
 
 
 class Extents(msgspec.Struct, array_like=True, frozen=True, tag="extents"):
-    """Descriptors of extents of the tenant's; others are left out, as if they were gone. writable: to fill slots in."""
+    """Descriptors of the tenant's extents; other numbers are left out, as gone ones are. writable: to fill slots."""
 
     numbers: Annotated[list[int], Meta(max_length=MAX_EXTENTS)]
     writable: bool
 
 
 class Ping(msgspec.Struct, array_like=True, frozen=True, tag="ping"):
-    """Is there anything to be told? wants_bell: the answer may be `NotifyPipeReply` in place of `Done`."""
+    """Ask for given-back extents. wants_bell: the answer may be `NotifyPipeReply` in place of `Done`."""
 
     wants_bell: bool = False
 
 
 class Changes(msgspec.Struct, array_like=True, frozen=True, tag="changes"):
-    """What became of a namespace's blocks from the change of that number on; 0: from now on. From version 2 on."""
+    """A namespace's changes from that number on; 0: from now on. From version 2 on."""
 
     namespace: int
     after: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class Tell(msgspec.Struct, array_like=True, frozen=True, tag="tell"):
-    """An engine tells what became of its requests, what hits saved, and sketches of prompts that missed much, for
-    people. From version 2 on; posted."""
+    """An engine reports on its requests, what hits saved, and sketches of prompts that missed much, for people. From
+    version 2 on; posted."""
 
     requests: Annotated[list[RequestTold], Meta(max_length=MAX_TOLD_REQUESTS)]
     savings: SavingsTold | None = None
@@ -250,7 +250,7 @@ class Tell(msgspec.Struct, array_like=True, frozen=True, tag="tell"):
 
 
 class Drop(msgspec.Struct, array_like=True, frozen=True, tag="drop"):
-    """Forget every block of a namespace; `Failed` where that is not over in so many seconds."""
+    """Forget every block of a namespace; `Failed` if that takes longer than so many seconds."""
 
     namespace: int
     seconds: float = DROP_SECONDS
@@ -276,15 +276,15 @@ class DropAny(msgspec.Struct, array_like=True, frozen=True, tag="drop_any"):
 
 
 class Purge(msgspec.Struct, array_like=True, frozen=True, tag="purge"):
-    """Admin: void every block of a tenant durably, retire its key, and show its connections out."""
+    """Admin: void every block of a tenant durably, retire its key, and disconnect its clients."""
 
     tenant: Annotated[str, Meta(max_length=MAX_NAME)]
     seconds: float = DROP_SECONDS
 
 
 class Record(msgspec.Struct, array_like=True, frozen=True, tag="record"):
-    """Admin: note what is looked up, in a namespace by the first digits of its digest or in all; or, with the name of a
-    recording, what it has noted since it was asked last. ends: nothing is noted any more."""
+    """Admin: record look-ups, in a namespace by the first digits of its digest or in all; or, with the name of a
+    recording, return its notes since the last call. ends: stop recording."""
 
     recording: Annotated[bytes, Meta(max_length=RECORDING_BYTES)] = b""
     id: Annotated[str, Meta(max_length=MAX_NAME)] = ""
@@ -293,8 +293,8 @@ class Record(msgspec.Struct, array_like=True, frozen=True, tag="record"):
 
 
 class Why(msgspec.Struct, array_like=True, frozen=True, tag="why"):
-    """Admin: what is known of a request of an engine, by its name there or the beginning of it. tenant: whose alone,
-    as it is shown; "" for all."""
+    """Admin: what is known of a request of an engine, by its name there or the beginning of it. tenant: search this one
+    only, by its shown name; "" for all."""
 
     request: Annotated[str, Meta(max_length=MAX_REQUEST_CHARACTERS)]
     tenant: Annotated[str, Meta(max_length=MAX_NAME)] = ""
@@ -398,9 +398,8 @@ class Reserved(msgspec.Struct, array_like=True, frozen=True, tag="reserved"):
 
 
 class Counted(msgspec.Struct, array_like=True, frozen=True, tag="counted"):
-    """A number of blocks: to `Commit`, those that are committed as far as it is the caller's to do; to `Drop`,
-    `DropAny` and `Purge`, those that were readable. elsewhere: a line on what other nodes or remote engines may have of
-    them still."""
+    """A number of blocks: to `Commit`, those committed in the caller's parts; to `Drop`, `DropAny` and `Purge`, those
+    that were readable. elsewhere: a line on what other nodes or remote engines may still hold."""
 
     blocks: int
     elsewhere: str = ""
@@ -414,7 +413,7 @@ class Persisted(msgspec.Struct, array_like=True, frozen=True, tag="persisted"):
 
 
 class ExtentEntry(msgspec.Struct, array_like=True, frozen=True):
-    """Shared memory: its number, its size, and of its frames. There is a descriptor for each beside the message."""
+    """Shared memory: its number, its size, and its frames'. A descriptor for each comes beside the message."""
 
     number: int
     size_bytes: int
@@ -422,20 +421,20 @@ class ExtentEntry(msgspec.Struct, array_like=True, frozen=True):
 
 
 class ExtentsReply(msgspec.Struct, array_like=True, frozen=True, tag="extents"):
-    """Those that are there still."""
+    """Those that still exist."""
 
     extents: list[ExtentEntry]
 
 
 class NotifyPipeReply(msgspec.Struct, array_like=True, frozen=True, tag="bell"):
-    """With the end of a pipe, in which there is a byte whenever there is something to be told that no answer to a ping
-    has told. A client has one such pipe: the next one takes the place of this."""
+    """With the read end of a pipe, in which there is a byte whenever the client should ping. A client has one such
+    pipe: the next one replaces it."""
 
 
 class Changed(msgspec.Struct, array_like=True, frozen=True, tag="changed"):
-    """To `Changes`. run: of the store; empty where none answered. changes: prefix keys, and where these blocks can be
-    read from then on: 0 nowhere, 1 in DRAM, 2 on NVMe alone. next: where to go on. is_lost: what happened between
-    cannot be told any more. indexes: of each, how many blocks are before it in its chain."""
+    """To `Changes`. run: of the store; empty if none answered. changes: prefix keys, and these blocks' places from then
+    on: 0 nowhere, 1 in DRAM, 2 on NVMe alone. next: where to go on. is_lost: part of the record in between is lost.
+    indexes: of each, how many blocks are before it in its chain."""
 
     run: bytes
     changes: list[tuple[bytes, int]]
@@ -445,7 +444,7 @@ class Changed(msgspec.Struct, array_like=True, frozen=True, tag="changed"):
 
 
 class Done(msgspec.Struct, array_like=True, frozen=True, tag="done"):
-    """To what has nothing to say."""
+    """An answer without content."""
 
 
 class Opened(msgspec.Struct, array_like=True, frozen=True):
@@ -459,7 +458,7 @@ class Opened(msgspec.Struct, array_like=True, frozen=True):
 
 
 class NamespacesReply(msgspec.Struct, array_like=True, frozen=True, tag="namespaces"):
-    """Some of the tenant's namespaces. next: where to go on, or 0 where there are no more."""
+    """Some of the tenant's namespaces. next: where to go on, or 0 at the end."""
 
     namespaces: list[Opened]
     next: int
@@ -530,7 +529,7 @@ Answer = (
 
 
 class Reply(msgspec.Struct, array_like=True, frozen=True):
-    """What the sidecar sends. number: of the request. retired: extents to be unmapped as soon as nobody reads them."""
+    """What the sidecar sends. number: of the request. retired: extents to unmap as soon as no get reads them."""
 
     number: int
     answer: Answer
@@ -542,18 +541,18 @@ MAX_TEXT = 2000
 
 
 def failed(fault: RequestFault, text: str) -> Failed:
-    """A refusal. Its line may repeat what a client sent: it is made printable, so that it can be encoded, and short."""
+    """A refusal. Its line may repeat a client's text: it is made printable, so that it can be encoded, and short."""
     kept = "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text[:MAX_TEXT])
     return Failed(fault, kept[:MAX_TEXT])
 
 
 def name_of(verb: Verb) -> str:
-    """A verb as it is called on the wire, and in `kvstore stat`."""
+    """A verb's name on the wire, and in `kvstore stat`."""
     return str(verb.__struct_config__.tag)
 
 
 def descriptors_for(verb: Verb) -> int:
-    """How many are sent beside its answer, at most."""
+    """The most descriptors that are sent beside its answer."""
     if isinstance(verb, Extents):
         return len(verb.numbers)
     return int(isinstance(verb, Ping) and verb.wants_bell)
@@ -572,7 +571,7 @@ def pack(message: Request | Reply) -> bytes:
 
 
 def unpack_request(body: bytes | memoryview) -> Request:
-    """The body of a frame as what a client says. Raises `ValueError`, which tells nothing of the contents."""
+    """A frame's body as a client's message. Raises `ValueError`, which reveals nothing of the contents."""
     try:
         return _requests.decode(body)
     except (ValueError, msgspec.DecodeError, RecursionError) as error:
@@ -580,7 +579,7 @@ def unpack_request(body: bytes | memoryview) -> Request:
 
 
 def unpack_reply(body: bytes | memoryview) -> Reply:
-    """The body of a frame as what the sidecar says. Raises `ValueError`."""
+    """A frame's body as a sidecar's message. Raises `ValueError`."""
     try:
         return _replies.decode(body)
     except (ValueError, msgspec.DecodeError, RecursionError) as error:
@@ -588,7 +587,7 @@ def unpack_reply(body: bytes | memoryview) -> Reply:
 
 
 def unpack_answer(answer: msgspec.Raw) -> Answer:
-    """The whole of it. Raises `ValueError`."""
+    """Decode a whole answer. Raises `ValueError`."""
     try:
         return _answers.decode(answer)
     except (ValueError, msgspec.DecodeError, RecursionError) as error:

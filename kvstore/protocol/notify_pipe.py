@@ -1,8 +1,8 @@
-"""A pipe by which the sidecar notifies a client, to be read while there is something to be told.
+"""A pipe by which the sidecar notifies a client: readable while there is something to ask for.
 
 A pipe and not a socket: nothing comes back through it, descriptors of memory least of all. Its ends are two open files,
-so that a client can change nothing about the one that is written to, and a byte that finds no room need not be there:
-those before it say the same.
+so that a client can change nothing about the one that is written to; and a byte that finds no room is not needed: those
+before it say the same.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ class NotifyPipe:
     """The sidecar's end."""
 
     def __init__(self, descriptor: int) -> None:
-        """Takes it over: of a pipe that does not block."""
+        """Takes over a non-blocking pipe's descriptor."""
         self._descriptor = descriptor
 
     def notify(self) -> bool:
-        """Waits for nothing; whether anybody may be listening."""
+        """Does not block; returns whether the client may still be listening."""
         try:
             os.write(self._descriptor, b"!")
         except BlockingIOError:  # full
@@ -30,7 +30,7 @@ class NotifyPipe:
         return True
 
     def close(self) -> None:
-        """Whoever listens is told that nobody rings any more."""
+        """The client sees the end of the pipe."""
         os.close(self._descriptor)
 
 
@@ -43,20 +43,20 @@ class NotifyPipeEnd:
         self._descriptor = descriptor
 
     def wait(self) -> bool:
-        """Until it rings; False where nobody rings any more, or it was closed."""
+        """Wait for a notification; False once the sidecar has closed the pipe, or this end was closed."""
         try:
             return bool(os.read(self._descriptor, _READ_BYTES))
         except OSError:
             return False
 
     def close(self) -> None:
-        """Once; not while somebody waits."""
+        """Once, and not while a thread waits."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
 
 
 def new_notify_pipe() -> tuple[NotifyPipe, int]:
-    """And the descriptor to be sent to the client. Raises `OSError`."""
+    """The sidecar's end, and the descriptor to send to the client. Raises `OSError`."""
     theirs, ours = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     return NotifyPipe(ours), theirs

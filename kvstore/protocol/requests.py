@@ -1,7 +1,7 @@
-"""What a process holds for which request of its engine.
+"""The leases that a process holds for each request of its engine.
 
-Kept where the engine is, and not by the store: a request that is aborted in one process ends what that process holds,
-at once, and nothing that another one is still reading.
+Kept in the engine's process, and not by the store: a request that is aborted in one process ends that process's leases
+at once, and none that another process is still reading.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from kvstore.block.errors import BadInput
 MAX_REQUEST_CHARACTERS = 256
 """Of a request's name."""
 SWEEP_REQUESTS = 256
-"""Names of requests that may be kept after their last lease is forgotten."""
+"""Names of requests that may be kept after their last lease is gone."""
 
 
 class Ends(Protocol):
-    """What is held for a request."""
+    """A lease, or a pending one."""
 
     def end(self) -> None:
-        """Let go of it: the request is over."""
+        """The request is over: release it."""
         ...
 
 
 class Requests:
-    """What this process holds for each request of its engine, by the engine's own name for it. Thread-safe."""
+    """A process's leases by the engine's own name of the request. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -35,7 +35,7 @@ class Requests:
         self._sweep_at = SWEEP_REQUESTS
 
     def add(self, request: str, held: Ends) -> None:
-        """A lease, or a question for one, that a request was named for. Without a name nothing is kept."""
+        """A lease, or a pending one, for a request. Without a name nothing is kept."""
         if not request:
             return
         with self._lock:
@@ -45,7 +45,7 @@ class Requests:
             self._held.setdefault(request, weakref.WeakSet()).add(held)
 
     def release(self, request: str) -> None:
-        """End all that is held for a request. Raises `BadInput` for what is not the name of one."""
+        """End all that is held for a request. Raises `BadInput` for an impossible name."""
         check_request(request)
         with self._lock:
             held = self._held.pop(request, None)
@@ -57,6 +57,6 @@ class Requests:
 
 
 def check_request(request: str) -> None:
-    """Raises `BadInput` for what is not the name of a request."""
+    """Raises `BadInput` for an impossible name of a request."""
     if not isinstance(request, str) or len(request) > MAX_REQUEST_CHARACTERS:
         raise BadInput(f"request={str(request)[:40]!r}; give text of at most {MAX_REQUEST_CHARACTERS} characters")

@@ -1,4 +1,4 @@
-"""What a running sidecar says of itself: to `kvstore stat`, and to whoever reads its JSON.
+"""What a running sidecar reports of itself: to `kvstore stat`, and to programs that read its JSON.
 
 Plain values under names that scripts may rely on: fields are only ever appended, with defaults. Sizes are in bytes,
 times in seconds, instants in Unix time. Text that a client gave is cut and printable. Knows no keys and no tokens.
@@ -26,7 +26,7 @@ MOST_NAMED = 8
 
 
 class Readiness(StrEnum):
-    """What a sidecar is up to."""
+    """A sidecar's state."""
 
     READY = "ready"
     WARMING = "warming"  # it serves, and may call a miss warming
@@ -44,9 +44,9 @@ class TierStatus(msgspec.Struct, frozen=True):
 
 
 class TenantStatus(msgspec.Struct, frozen=True):
-    """What a tenant has taken of each tier, in whole extents and slabs, and what nobody takes from it. share, weight:
-    as they were set; None where nothing was. nvme: None without such a tier. retained: what is kept for a time because
-    somebody asked for it, and retained_budget how much may be; None where nothing was said of the tenant."""
+    """What a tenant uses of each tier, in whole extents and slabs, and what is guaranteed to it. share, weight: as they
+    were set; None if they were not. nvme: None without NVMe. retained: bytes that clients asked to retain, and
+    retained_budget the most that may be; None if the tenant has no settings."""
 
     tenant: str
     share: float | None
@@ -81,9 +81,9 @@ class LookupCounts(msgspec.Struct, frozen=True):
 
 
 class NamespaceStatus(msgspec.Struct, frozen=True):
-    """id: the first digits of the digest. nvme: None without such a tier. used_at: of the last request, in this run.
-    name: what an engine called the model, "" where none did. load_tokens_per_second: by tier, of the loads that engines
-    told of lately."""
+    """id: the first digits of the digest. nvme: None without NVMe. used_at: of the last request, in this run. name:
+    what an engine called the model, "" if none did. load_tokens_per_second: by tier, of loads that engines reported
+    lately."""
 
     id: str
     digest: str
@@ -105,8 +105,8 @@ class NamespaceStatus(msgspec.Struct, frozen=True):
 
 
 class SessionStatus(msgspec.Struct, frozen=True):
-    """One engine. since: when it came. wait_ms_p50, wait_ms_p99: of all requests of the connections that it has, from
-    the moment that one may have been there until it was begun; rounded up, by at most an eighth."""
+    """One engine. since: when it connected. wait_ms_p50, wait_ms_p99: of all requests of its open connections, from the
+    earliest that one may have arrived until it was begun; rounded up, by at most an eighth."""
 
     engine: str
     tenant: str
@@ -120,9 +120,8 @@ class SessionStatus(msgspec.Struct, frozen=True):
 
 
 class DoorStatus(msgspec.Struct, frozen=True):
-    """refused: connections that were turned away. malformed: messages that ended theirs. served: requests by verb.
-    wait_ms_p50, wait_ms_p99: of the last requests, from the moment that one may have been there until it was
-    begun."""
+    """refused: rejected connections. malformed: messages that ended their connection. served: requests by verb.
+    wait_ms_p50, wait_ms_p99: of the last requests, from the earliest that one may have arrived until it was begun."""
 
     connections: int
     admin_connections: int
@@ -134,9 +133,8 @@ class DoorStatus(msgspec.Struct, frozen=True):
 
 
 class RecoveryStatus(msgspec.Struct, frozen=True):
-    """What an earlier run left on disk, as far as it was taken in: slots looked at, of how many; blocks that can be
-    found by now. verified_bytes, to_verify_bytes: of frames, where a crash took the index and they have to be read
-    before they count."""
+    """Recovery of what an earlier run left on disk: slots looked at, of how many; blocks that can be found by now.
+    verified_bytes, to_verify_bytes: of frames that must be read before they count, since a crash took the index."""
 
     slots: int = 0
     all_slots: int = 0
@@ -146,8 +144,8 @@ class RecoveryStatus(msgspec.Struct, frozen=True):
 
 
 class WhatIfPoint(msgspec.Struct, frozen=True):
-    """What a store of so many bytes would have found: a share of the tokens asked for. size_bytes, scale: None
-    for the ceiling, which no size exceeds. scale: times the budget of all tiers."""
+    """What a store of so many bytes would have found: a share of the tokens asked for. size_bytes, scale: None for the
+    ceiling, which no size exceeds. scale: times the budget of all tiers."""
 
     size_bytes: int | None
     scale: float | None
@@ -198,7 +196,7 @@ class KeyStatus(msgspec.Struct, frozen=True):
 
 
 class AwaitStatus(msgspec.Struct, frozen=True):
-    """Waits for blocks that others store. parked: now; ended: since the start, by why (`readable`, `short`,
+    """Waits for blocks that other clients store. parked: now; ended: since the start, by why (`readable`, `short`,
     `deadline`, `cancelled`, `gone`, `full`)."""
 
     parked: int = 0
@@ -206,7 +204,7 @@ class AwaitStatus(msgspec.Struct, frozen=True):
 
 
 class SourceStatus(msgspec.Struct, frozen=True):
-    """Another node, a remote engine or the directory, as a courier tells of it: `protocol.courier.SourceFigures`."""
+    """Another node, a remote engine or the directory, as a courier reports it: `protocol.courier.SourceFigures`."""
 
     kind: str
     name: str
@@ -226,10 +224,10 @@ class SourceStatus(msgspec.Struct, frozen=True):
 
 
 class ElsewhereStatus(msgspec.Struct, frozen=True):
-    """Blocks that couriers bring. couriers: that are there. adopted: blocks by where they came from; refused: what
-    couriers brought that was not adopted, by what was wrong. kept_bytes: pinned for who waits for it; gave_way:
-    blocks that were not, because others lacked room. The rest is as couriers tell: fetching, now; fetched; reasons,
-    why they serve less than there is; dropped_hints: that were not announced."""
+    """Blocks that couriers fetch. couriers: connected ones. adopted: blocks by origin; refused: what couriers brought
+    that was not adopted, by fault. kept_bytes: pinned for waiting engines; gave_way: blocks unpinned because engines
+    lacked room. The rest is as couriers report: fetching, now; fetched; reasons, why they serve less than there is;
+    dropped_hints: that were not announced."""
 
     couriers: int = 0
     adopted: dict[str, int] = {}
@@ -323,13 +321,13 @@ def layout_in_words(layout: Layout) -> str:
 
 
 def printable(text: str) -> str:
-    """What a client gave, fit for a terminal and not too long."""
+    """A client's text, made safe for a terminal and short."""
     kept = "".join(one for one in text[: 8 * MAX_TEXT] if one.isprintable())
     return kept if len(kept) <= MAX_TEXT else f"{kept[: MAX_TEXT - 3]}..."
 
 
 def pick(wanted: str, digests: Sequence[str], words: Sequence[str], whose: str, more: str) -> int:
-    """Which of these digests begins so. words: on each. whose, more: for messages. Raises `BadInput`."""
+    """The one of these digests that begins so. words: on each. whose, more: for messages. Raises `BadInput`."""
     found = [at for at, digest in enumerate(digests) if wanted and digest.startswith(wanted.lower())]
     if len(found) == 1:
         return found[0]

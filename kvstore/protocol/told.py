@@ -1,4 +1,4 @@
-"""What engines tell of their requests, and what an operator is shown of one: parts of messages, for people.
+"""Engines' reports on their requests, and what an operator is shown of one: parts of messages, for people.
 
 Bounded where a message is read; nothing here decides anything.
 """
@@ -85,7 +85,7 @@ class PromptTold(msgspec.Struct, array_like=True, frozen=True):
 
 
 def told_name(request: str) -> str:
-    """An engine's name of a request as it can be told. A client may have given it one that is long, or no text."""
+    """An engine's name of a request in a form that can be sent: clients may give long ones, or no text."""
     return request.encode("utf-8", "replace").decode()[:MAX_REQUEST_CHARACTERS]
 
 

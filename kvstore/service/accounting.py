@@ -1,19 +1,18 @@
 """What tenants asked the sidecar for, and what they got: hits by tier and misses by reason, by namespace.
 
     look-up   asked += the prompt's full blocks; where the match ended early, the rest is missed for its reason, and
-              what was found is `found` until somebody leases it
+              the blocks found are `found` until a lease claims them
     lease     takes what its look-up found: granted blocks are hits of the tier where they lay (of `engine` where the
               client said that it has them), the others are missed for the reason why the lease ended
     report    a block that failed its reader's check: from there to the lease's end hits become misses, `corrupt`
 
     asked == hits + misses + found          always, in every namespace and in sum
 
-Hits and `found` rise and fall, and what is scraped must never fall. So `TokenCounts` has each of them as two events
-that only add up: hits == granted - revoked, and found == found then - claimed.
+Hits and `found` rise and fall, and a scraped counter must never fall. So `TokenCounts` has each of them as two counters
+that only rise: hits == granted - revoked, and found == found then - claimed.
 
-A lease that no look-up led to is asked for as well. Matches of puts are no look-ups. Counted is in whole blocks: a
-prompt's tail is no business of a sidecar. Keys lead from a lease to its look-up and are forgotten then; token ids
-never come here.
+A lease without a look-up counts as asked for too. Matches of puts are no look-ups. Only whole blocks count: the sidecar
+never sees a prompt's tail. Keys lead from a lease to its look-up and are forgotten then; token ids never come here.
 """
 
 from __future__ import annotations
@@ -33,18 +32,18 @@ from tiering.clock import Clock
 from tiering.counts.histogram import Histogram, HistogramCounts
 
 OPEN_LOOKUPS = 4096
-"""Look-ups of all namespaces that a lease may still come for; what older ones found stays `found`."""
+"""Look-ups of all namespaces that a lease may still claim; older ones' blocks stay `found`."""
 
 _IN_DRAM = frozenset({HitTier.DRAM, HitTier.PEER, HitTier.REMOTE})
 REMEMBERED_LEASES = 16384
-"""So many of the last leases may be reported."""
+"""How many of the last leases may still be reported."""
 NAMED_TENANTS = 20
-"""Tenants that are counted by themselves: the first that came in this run. All later ones are counted as one, for good:
-if they changed places, the counts of both would fall."""
+"""Tenants with counts of their own: the first ones of this run. All later ones share one count, for good: if a tenant
+moved between the two, both counts would fall."""
 NAMED_NAMESPACES = 32
-"""Namespaces that are described: those that were opened last."""
+"""Namespaces that are described: those opened last."""
 WAITS_KEPT = 4096
-"""Of the last requests at the door, for how long they waited."""
+"""How many of the last requests' waits at the door are kept."""
 
 
 class Outcome(StrEnum):
@@ -59,15 +58,15 @@ class Outcome(StrEnum):
 
 
 class OfferedTokens(StrEnum):
-    """What became of the tokens that a put offered and that were not there. Those that were are not counted: a long
-    put names them with each of its pieces."""
+    """What became of the tokens that a put offered. Tokens stored before are not counted: a long put names them with
+    each of its pieces."""
 
     RESERVED = "reserved"
     REFUSED = "refused"
 
 
 class LeaseResult(StrEnum):
-    """How much of what a lease wanted it was granted."""
+    """How much of the wanted prefix a lease was granted."""
 
     WHOLE = "whole"
     PART = "part"
@@ -81,12 +80,11 @@ LEASE_ENDS = (
     ("nvme", LeaseResult.PART),
     ("none", LeaseResult.NONE),
 )
-"""The slowest tier that granted blocks came from, and how many of those wanted they were: every pair that there is."""
+"""Every pair of the slowest tier of a lease's blocks and how many of those wanted were granted."""
 
 
 class NamespaceInfo(NamedTuple):
-    """A namespace as people are told of it. tenant: its opaque id. model, codec: clients' text, printable. block: in
-    tokens."""
+    """A namespace, for people. tenant: its opaque id. model, codec: clients' text, printable. block: in tokens."""
 
     digest: bytes
     tenant: bytes
@@ -97,13 +95,13 @@ class NamespaceInfo(NamedTuple):
 
 @dataclass(slots=True)
 class TokenCounts:
-    """Events since the start, in tokens but for the last three; none ever falls. found: by look-ups; claimed: of these,
-    leased then. granted: by leases, by tier; revoked: of these, what failed its reader's check. missed: by reason.
+    """Counters since the start, in tokens but for the last three. found: by look-ups; claimed: of these, leased then.
+    granted: by leases, by tier; revoked: of these, what failed its reader's check. missed: by reason.
 
         asked == (granted - revoked) + missed + (found - claimed)          each summed over its labels, at any moment
 
-    put: what puts offered, by what became of it; refused: of these, by reason. by_tenant: by the opaque id, those
-    beyond `NAMED_TENANTS` in sum under b"".
+    put: tokens that puts offered, by what became of them; refused: of these, by reason. by_tenant: by the opaque id,
+    those beyond `NAMED_TENANTS` in sum under b"".
     """
 
     asked: int = 0
@@ -121,8 +119,8 @@ class TokenCounts:
 
 
 class AccountingCounts(NamedTuple):
-    """All that is scraped of a `Counting`, of one moment. Seconds: of look-ups, of leases by `LEASE_ENDS`, of puts from
-    their reservation to the commit of their last block."""
+    """All that is scraped, of one moment. Seconds: of look-ups, of leases by `LEASE_ENDS`, of puts from their
+    reservation to the commit of their last block."""
 
     tokens: TokenCounts
     lookup_seconds: HistogramCounts
@@ -133,7 +131,7 @@ class AccountingCounts(NamedTuple):
 
 @dataclass(slots=True)
 class NamespaceCounts:
-    """Blocks of one namespace, and when it was used last. tenant: whose tokens are counted there."""
+    """Blocks of one namespace, and when it was last used. tenant: whose tokens are counted there."""
 
     block_tokens: int
     tenant: Counter[Outcome]
@@ -147,13 +145,12 @@ class NamespaceCounts:
     last_used: float | None = None
 
     def copy(self) -> NamespaceCounts:
-        """As it is now."""
         return replace(self, hits=Counter(self.hits), misses=Counter(self.misses))
 
 
 @dataclass(slots=True)
 class _Granted:
-    """A lease: the origin of each of its blocks, in runs from the first on, as far as none was reported."""
+    """A lease: the origin of each of its blocks, in runs from the first on, up to the first that was reported."""
 
     namespace: int
     runs: list[tuple[HitTier, int]]
@@ -166,7 +163,7 @@ class Counting:
         self._clock = clock
         self._lock = threading.Lock()
         self._counts: dict[int, NamespaceCounts] = {}
-        # Namespace, last key found, how many keys that were -> how often, and no lease came for it yet.
+        # Namespace, last key found, number of keys -> how many such look-ups no lease has claimed yet.
         self._open: OrderedDict[tuple[int, bytes, int], int] = OrderedDict()
         self._granted: OrderedDict[int, _Granted] = OrderedDict()
         self._tokens = TokenCounts()
@@ -179,7 +176,7 @@ class Counting:
         return self._clock.wall_seconds()
 
     def opened(self, number: int, block_tokens: int, info: NamespaceInfo | None = None) -> None:
-        """A namespace may be asked for from now on. info: for people."""
+        """A namespace was opened. info: for people."""
         with self._lock:
             tenant = self._tenant(info.tenant if info is not None else b"")
             self._counts.setdefault(number, NamespaceCounts(block_tokens, tenant)).last_used = self.now()
@@ -190,7 +187,7 @@ class Counting:
                     self._described.popitem(last=False)
 
     def looked_up(self, number: int, keys: Sequence[bytes], reply: MatchReply, seconds: float = 0.0) -> None:
-        """A client asked how much of a prompt there is, and waited so long for the store."""
+        """A look-up was answered. seconds: spent in the store."""
         with self._lock:
             counts = self._used(number)
             counts.lookups += 1
@@ -212,8 +209,8 @@ class Counting:
     def leased(
         self, number: int, keys: Sequence[bytes], reply: LeaseReply, seconds: float = 0.0, found: int = 0
     ) -> None:
-        """A client wanted to have a prefix, and waited so long for the store. found: blocks of the look-up before it,
-        where these are fewer: what is not leased of them stays found."""
+        """A lease was answered. seconds: spent in the store. found: blocks of the look-up before it, where these are
+        fewer: what is not leased of them stays found."""
         with self._lock:
             counts = self._used(number)
             if not keys:
@@ -247,7 +244,7 @@ class Counting:
                     self._granted.popitem(last=False)
 
     def reported(self, lease: int, block: int) -> None:
-        """The holder of a lease says that a block failed a check: from there on it has nothing."""
+        """A lease's holder reports that a block failed a check: from there on its blocks count as missed."""
         with self._lock:
             granted = self._granted.get(lease)
             if granted is None:
@@ -268,7 +265,7 @@ class Counting:
             granted.runs = kept
 
     def offered(self, number: int, blocks: int, skipped: int, reply: ReserveReply) -> None:
-        """A client asked to store so many blocks of a chain, those behind its first `skipped`."""
+        """A client asked to store the blocks of a chain behind its first `skipped`."""
         with self._lock:
             counts = self._used(number)
             refused = 0
@@ -282,17 +279,17 @@ class Counting:
                 self._tokens.put[result] += some * counts.block_tokens
 
     def filled(self, seconds: float) -> None:
-        """A client committed the last block of a reservation, so long after it had asked for it."""
+        """A client committed the last block of a reservation, so many seconds after it had asked for it."""
         with self._lock:
             self._put_seconds.add(seconds)
 
     def all(self) -> dict[int, NamespaceCounts]:
-        """Every namespace's counts now, by its number."""
+        """Every namespace's counts, by its number."""
         with self._lock:
             return {number: counts.copy() for number, counts in self._counts.items()}
 
     def counts(self) -> AccountingCounts:
-        """What is scraped, all of one moment."""
+        """All that is scraped, of one moment."""
         with self._lock:
             mine = self._tokens
             tokens = TokenCounts(
@@ -334,7 +331,7 @@ class Counting:
 
 
 def _runs(reply: LeaseReply) -> list[tuple[HitTier, int]]:
-    """Where the granted blocks came from; those before the first one wanted are the engine's own."""
+    """The origins of the granted blocks; those before the first one wanted are the engine's own."""
     own = min(reply.first_block, reply.blocks)
     runs = [(HitTier.ENGINE, own)] if own else []
     for tier, blocks in reply.tiers:
@@ -346,7 +343,7 @@ def _runs(reply: LeaseReply) -> list[tuple[HitTier, int]]:
 
 
 def _lease_end(runs: Sequence[tuple[HitTier, int]], is_whole: bool) -> tuple[str, LeaseResult]:
-    """The engine's own blocks come from nowhere; what was fetched lies in DRAM by then."""
+    """The engine's own blocks come from no tier; fetched ones are in DRAM by then."""
     tiers = {tier for tier, _ in runs}
     if not tiers & _IN_DRAM and HitTier.NVME not in tiers:
         return "none", LeaseResult.NONE
@@ -359,7 +356,7 @@ def _add(counter: Counter[HitTier] | Counter[MissReason], name: HitTier | MissRe
 
 
 def looked(all_counts: list[NamespaceCounts]) -> LookupCounts:
-    """Counts of several namespaces in sum."""
+    """The sum of several namespaces' counts."""
 
     def total(name: str) -> int:
         return sum(getattr(one, name) for one in all_counts)
@@ -397,26 +394,26 @@ def looked(all_counts: list[NamespaceCounts]) -> LookupCounts:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What stays until the sidecar ends is left out of the interpreter's search for cycles.
+# Objects that live until the sidecar ends are exempt from the interpreter's search for cycles.
 #
-# A part of a namespace is five objects, and a search of all of them, 1.2 million for 512 namespaces of 450 parts, has
-# everybody wait for a third of a second. So they are set aside when some are there, behind a search that has only what
-# came since to walk.
+# A part of a namespace is five objects, and a search of all of them, 1.2 million for 512 namespaces of 450 parts, stops
+# every thread for a third of a second. So they are set aside (`gc.freeze`) after every few thousand parts, behind a
+# search that walks only the objects made since.
 
 
 SET_ASIDE_PARTS = 4096
-"""Of namespaces that were opened: their objects are walked in some milliseconds."""
+"""Set aside after every so many parts: their objects are walked in some milliseconds."""
 
 
 class Lasting:
-    """Thread-safe."""
+    """Counts the parts of opened namespaces. Thread-safe."""
 
     def __init__(self) -> None:
         self._parts = 0
         self._lock = threading.Lock()
 
     def opened(self, parts: int) -> None:
-        """A namespace of so many, which may have been there."""
+        """A namespace with so many parts was opened, perhaps again."""
         with self._lock:
             self._parts += parts
             if self._parts < SET_ASIDE_PARTS:
@@ -426,7 +423,7 @@ class Lasting:
 
 
 def set_aside() -> None:
-    """All objects that are there now, but garbage."""
+    """Exempt all live objects from the search for cycles."""
     gc.collect()
     gc.freeze()
 
@@ -435,7 +432,7 @@ def set_aside() -> None:
 
 
 class Refusal(StrEnum):
-    """Why a connection was turned away. `DEPARTED`: too many of its tenant's are gone and not given back."""
+    """Why a connection was rejected. `DEPARTED`: too many of its tenant's are gone and may still have memory mapped."""
 
     USER = "user"
     FULL = "full"
@@ -444,8 +441,8 @@ class Refusal(StrEnum):
 
 
 class DoorCounts(NamedTuple):
-    """Connections now; since the start: refused ones by reason, messages that were none, requests by verb, and how long
-    these waited, in seconds, from the moment that one may have been there until it was begun."""
+    """Connections now; since the start: rejected ones by reason, malformed messages, requests by verb, and how long
+    these waited, in seconds, from the earliest that one may have arrived until it was begun."""
 
     connections: int
     admin_connections: int
@@ -466,12 +463,12 @@ class DoorFigures:
         self._wait_counts = Histogram()
 
     def waited(self, seconds: float) -> None:
-        """A request was begun so long after it may have been there."""
+        """A request was begun so long after it may have arrived."""
         self._waits.append(seconds)
         self._wait_counts.add(seconds)
 
     def counts(self, connections: int, admin_connections: int) -> DoorCounts:
-        """With the connections that there are now."""
+        """With the present number of connections."""
         refused, served = dict(self.refused), dict(self.served)
         return DoorCounts(connections, admin_connections, refused, self.malformed, served, self._wait_counts.now())
 

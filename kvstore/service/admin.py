@@ -1,4 +1,4 @@
-"""The verbs of the admin socket: what the sidecar holds and has served, and giving up what it holds; and those of the
+"""The verbs of the admin socket: what the sidecar holds and has served, and orders to give up blocks; and those of the
 observers' socket, which change nothing.
 
 An operator opens the admin socket, an observer (the console) the other one. Both see all tenants by name, their counts
@@ -55,26 +55,26 @@ from tiering.errors import TierError
 from tiering.tier import Usage
 
 MAX_NAMESPACES, MAX_SESSIONS = 4096, 1024
-"""In one answer; the others are counted."""
+"""Listed in one answer; the others are only counted."""
 FRESH_SECONDS = 0.5
-"""For so long all observers are told the same: how often they ask costs engines nothing."""
+"""All observers get the same status for so long, so that polling costs engines nothing."""
 _FACTS = frozenset(SidecarStatus.__struct_fields__)
 _STATES = ("used", "free", "reserved", "deleting", "quarantined", "zombie")
 
 
 class Couriers(Elsewhere, Protocol):
-    """What couriers brought and say, for people; and who may come in. See `kvstore.elsewhere`."""
+    """What couriers brought and report, for people; and who may connect as one. See `kvstore.elsewhere`."""
 
     def greet(self, hello: m.Hello) -> tuple[ClientState | None, m.Answer]:
-        """The first message of a courier: for whom it works, or why it may not."""
+        """A courier's hello: the tenant it works for, or why it is refused."""
         ...
 
     def reasons(self) -> list[str]:
-        """Why less is served than there is elsewhere, a line each."""
+        """Why less is served than is stored elsewhere, a line each."""
         ...
 
     def status(self) -> ElsewhereStatus:
-        """What is known of what is elsewhere."""
+        """The status of what is elsewhere."""
         ...
 
 
@@ -101,11 +101,11 @@ class Admin:
         warnings: Callable[[], list[str]] = lambda: [],
         couriers: Couriers | None = None,
     ) -> None:
-        """run: names this run of the sidecar. state: what it is up to, in a word. chosen: how the store was set.
-        reasons: why it serves less than it has; what the store was told of the machine, if not given.
-        why_not_policy: why it is not the policy that was chosen which decides, but the usual one. whatif: knows what
-        other sizes would find. told: what engines tell of their requests. prefixes: knows which are hot. warnings:
-        what should be seen to. couriers: where there may be some."""
+        """run: names this run of the sidecar. state: returns its state, in a word. chosen: how the store was set.
+        reasons: why it serves less than it has; by default, what the store was told of the machine. why_not_policy: why
+        the usual policy decides instead of the one that was set. whatif: estimates other sizes. told: what engines
+        report of their requests. prefixes: knows the hot ones. warnings: for the operator. couriers: where they are
+        configured."""
         self._couriers = couriers
         self._store = store
         self._sessions = sessions
@@ -214,15 +214,15 @@ class Admin:
         return self._told.why(verb.request, self._shown(verb.tenant), self._model)
 
     def _shown(self, wanted: str) -> dict[bytes, str]:
-        """Tenants and their names; only those that are shown as `wanted`, if that is one."""
+        """Tenants and their names; only those shown as `wanted`, if that is given."""
         names = self._store.tenant_names()
         return {tenant: name for tenant, name in names.items() if wanted in ("", printable(name))}
 
     def prefixes(self, tenant: str = "") -> PrefixFigures:
-        """Which prefixes are hot, and where prompts part: of one tenant, as it is shown, or of all."""
+        """Hot prefixes, and where prompts part: of one tenant, by its shown name, or of all."""
         if self._prefixes is None:
             raise BadInput("this sidecar does not follow prefixes")
-        with self._naming:  # a caller meanwhile is told the same: the store walks over all namespaces for it
+        with self._naming:  # callers share the result: the store walks over all namespaces for it
             now = self._store.core.clock.monotonic_seconds()
             if now - self._named_at >= FRESH_SECONDS:
                 self._named_at = now
@@ -247,7 +247,7 @@ class Admin:
         return Standing(found.blocks, tiers, until if until > self._counting.now() else None)
 
     def _model(self, number: int) -> str:
-        """What the model of a namespace is called."""
+        """A namespace's model, as clients call it."""
         namespace = self._store.core.namespace_of(number)
         tenant = next((one.tenant for one in self._store.core.namespaces() if one.number == number), b"")
         return self._name(tenant, namespace.digest()) or namespace.model
@@ -255,7 +255,7 @@ class Admin:
     # Facts ---------------------------------------------------------------------------------------------------------
 
     def _spaces(self) -> list[tuple[str, NamespaceUsage]]:
-        """Every namespace with its tenant's name; those of retired keys are none any more."""
+        """Every namespace with its tenant's name, without those of retired keys."""
         names = self._store.tenant_names()
         return [(names[one.tenant], one) for one in self._store.core.namespaces() if one.tenant in names]
 
@@ -369,7 +369,7 @@ class Observer:
     is_operator = False
 
     def __init__(self, admin: Admin, clock: Clock) -> None:
-        """admin: which answers for it."""
+        """admin: answers for it."""
         self._admin = admin
         self._clock = clock
         self._lock = threading.Lock()
@@ -392,7 +392,7 @@ class Observer:
         return Response(m.Failed(m.RequestFault.BAD_INPUT, f"{text}; ask at the admin socket"))
 
     def _stat(self, verb: m.Stat) -> Response:
-        with self._lock:  # who comes meanwhile is told the same
+        with self._lock:  # other observers wait and get the same
             now = self._clock.monotonic_seconds()
             if now - self._told_at >= FRESH_SECONDS or not isinstance(self._told.answer, m.StatReply):
                 self._told, self._told_at = self._admin.serve(verb), now
@@ -400,7 +400,7 @@ class Observer:
 
 
 def chosen_space(spaces: Sequence[tuple[str, NamespaceUsage]], id: str, tenant: str) -> NamespaceUsage:
-    """The one namespace whose digest begins so. Raises `BadInput` with what there is."""
+    """The one namespace whose digest begins with that id. Raises `BadInput`, which lists the candidates."""
     mine = [one for one in spaces if not tenant or one[0] == tenant]
     digests = [one.digest.hex() for _, one in mine]
     words = [f"{name}, {printable(one.namespace.model)}" for name, one in mine]
@@ -410,7 +410,7 @@ def chosen_space(spaces: Sequence[tuple[str, NamespaceUsage]], id: str, tenant: 
 
 
 def all_tiers_budget_bytes(usage: StoreUsage) -> int:
-    """What all tiers may take together."""
+    """The budgets of all tiers together."""
     return usage.dram.budget_bytes + (usage.nvme.budget_bytes if usage.nvme is not None else 0)
 
 

@@ -1,8 +1,7 @@
-"""Connections of the local door: who is there, what was read of him and not served, answered and not sent.
+"""Connections of the local door: each client's connection, what was read of it and not served, answered and not sent.
 
-Each has a bucket of tokens, filled at the rate of the limits; what he asks for is taken out of it. The door serves the
-tenant first that it served least (`kvstore.service.connections`), and of its connections the one that asked for least
-lately.
+Each has a bucket of tokens, filled at the configured rate; every request takes some out. The door serves tenants
+least-served first, and of a tenant's connections the one that asked for least lately.
 """
 
 from __future__ import annotations
@@ -31,29 +30,26 @@ from tiering.counts.waits import Waits
 
 _READ_BYTES = 256 << 10
 COST_BYTES = 2 << 10
-"""Of a message that count for one more message."""
+"""So many bytes of a message count as one more message."""
 LARGE_BYTES = 64 << 10
-"""Of a message: reading one as a request takes milliseconds, so that it is put off to a thread that reads one at a
-time."""
+"""A longer message takes milliseconds to decode, and goes to a thread that decodes one at a time."""
 LARGE_BYTES_PER_SECOND, LARGE_BURST_BYTES = 1 << 20, 32 << 20
-"""Of such messages of one connection, and how many it may save up: those of thirty prompts of a million tokens in
-blocks of 64. They have a bucket of their own, since short messages behind them would have to wait until they are paid.
-Reading one as a request holds the interpreter for up to 3 ms: their rate bounds what other clients wait."""
+"""The rate of such messages for one connection, and how much it may save up: thirty prompts of a million tokens in
+blocks of 64. They have a bucket of their own, since short messages behind them would otherwise wait until they are
+paid. Decoding one holds the interpreter for up to 3 ms: their rate bounds what other clients wait."""
 LATELY_SECONDS = 10.0
-"""What was asked for so long ago counts for a third of what is asked for now, where it is decided which
-connection of a tenant comes first."""
+"""Requests of so long ago count for a third of present ones when connections of a tenant are ranked."""
 
 
 @dataclass(frozen=True, slots=True)
 class DoorLimits:
-    """Named upper bounds. connections: at a time, in equal shares for the tenants. in_flight: requests of one
-    connection that are not answered, and in_flight_bytes, of their messages. running, long_running: of these, how many
-    are worked on at a time; the others wait, and of those that may take many seconds (long) the next one is refused.
-    unread_bytes: answers that one connection has not read. rate: messages per second of one connection, and burst: how
-    many it may save up; one that is long or slow counts for several. silence_seconds: how long a message, or a hello,
-    may be unfinished. threads, long_threads: for what may wait, and for what may wait for many seconds. sweep_seconds:
-    how often it is looked whether those that are gone still map anything.
-    """
+    """Named upper bounds. connections: at a time, in equal shares for the tenants. in_flight: unanswered requests of
+    one connection, and in_flight_bytes, of their messages. running, long_running: how many of these run at a time; the
+    others wait, and of long ones, which may take many seconds, the next one is refused. unread_bytes: answers that one
+    connection has not read. rate: messages per second of one connection, and burst: how many it may save up; a long or
+    slow one counts for several. silence_seconds: how long a message, or a hello, may be unfinished. threads,
+    long_threads: for requests that may block, and for long ones. sweep_seconds: how often the mappings of departed
+    connections are checked."""
 
     connections: int = 256
     in_flight: int = 64
@@ -70,37 +66,37 @@ class DoorLimits:
 
 
 CourierGreeting = Callable[[m.Hello], "tuple[ClientState | None, m.Answer]"]
-"""The first message of a courier: for whom it works from now on, or why it may not come in."""
+"""A courier's hello: the client state it works under, or why it is refused."""
 ADMIN_CONNECTIONS, COURIER_CONNECTIONS = 8, 256
 COURIER_BYTES_PER_SECOND = 64 << 20
-"""Of large messages of one courier: of headers, which are read as they are."""
+"""The same for one courier, whose large messages are headers, and are used undecoded."""
 
 
 class AdminCaller:
-    """A connection of the admin socket, or of the observers'; it holds nothing."""
+    """A connection of the admin or observers' socket; it holds nothing."""
 
 
 class AdminVerbs(Protocol):
-    """What a socket serves that is no tenant's; see `kvstore.service.admin`."""
+    """What a socket serves that belongs to no tenant; see `kvstore.service.admin`."""
 
     is_operator: bool
-    """Whether clients that come in there may use the descriptor that is kept for the operator."""
+    """Whether its clients may use the descriptor that is reserved for the operator."""
 
     def greet(self, hello: m.Hello) -> tuple[AdminCaller | None, m.Answer]:
         """The first message of a connection."""
         ...
 
     def serve(self, verb: m.Verb) -> Response:
-        """Do what is asked. Never raises for what a client can cause."""
+        """Serve a request. Never raises for what a client can cause."""
         ...
 
 
 class Listener:
     """A tenant's socket, the couriers', or one of no tenant. tenant: None while it has no keys; `renew` makes them.
-    closer: closes its connections where those may hold descriptors. share, large_share: what its connections were
-    served by the door's own thread, and by the one for large messages. line, long_line: requests that wait for a thread
-    of the pool, and of the one for what takes long. unread: descriptors that they were sent. pool: threads of its own,
-    where it belongs to no tenant."""
+    closer: closes connections that may hold descriptors. share, large_share: how much the door's own thread, and the
+    one for large messages, have served its connections. line, long_line: requests that wait for a thread of the pool,
+    and of the pool for long ones. unread: descriptors that were sent and not read. pool: threads of its own, if it
+    belongs to no tenant."""
 
     def __init__(
         self,
@@ -115,7 +111,7 @@ class Listener:
         pool: ThreadPoolExecutor | None = None,
         greet: CourierGreeting | None = None,
     ) -> None:
-        """turns, large_turns: at the two threads, which all listeners of a door share. greet: of couriers."""
+        """turns, large_turns: at the two threads, which all listeners of a door share. greet: for couriers."""
         self.greet, self.most = greet, ADMIN_CONNECTIONS if greet is None else COURIER_CONNECTIONS
         self.large_rate = LARGE_BYTES_PER_SECOND if greet is None else COURIER_BYTES_PER_SECOND
         self.path = path
@@ -136,7 +132,7 @@ class Listener:
         descriptors.refuse_descriptors(sock)
 
     def tenant_keys(self) -> TenantKeys | m.Failed:
-        """The tenant's, or why it is not served."""
+        """The tenant's keys, or why it is not served."""
         if self.tenant is None:
             assert self.renew is not None
             try:
@@ -146,14 +142,14 @@ class Listener:
         return self.tenant
 
     def buckets(self, limits: DoorLimits, now: float) -> tuple[float, float]:
-        """What a new connection may ask for at once: as much as one that is gone could by now, the emptiest of them,
-        so that a client saves up nothing by coming anew."""
+        """What a new connection starts with: as much as the emptiest bucket of those closed before would hold by now,
+        so that a client gains nothing by reconnecting."""
         tokens = limits.burst - max(0.0, self._full_at - now) * limits.rate
         return tokens, LARGE_BURST_BYTES - max(0.0, self._large_full_at - now) * self.large_rate
 
     def keep_buckets(self, limits: DoorLimits, now: float, tokens: float, large_bytes: float) -> None:
-        """Of a connection that goes. What it owes counts up to a second's worth: a process that comes when another one
-        of its tenant has gone is not kept out for longer."""
+        """Remember a closed connection's buckets. Debts count up to a second's worth, so that a tenant's next process
+        is not kept waiting for longer."""
         tokens, large_bytes = max(tokens, -limits.rate), max(large_bytes, -self.large_rate)
         self._full_at = max(self._full_at, now + (limits.burst - tokens) / limits.rate)
         full_at = now + (LARGE_BURST_BYTES - large_bytes) / self.large_rate
@@ -161,9 +157,9 @@ class Listener:
 
 
 class QueuedRequest:
-    """A message of a connection on its way. body: until it is read as a request. since: when it may first have been
-    there. pool: the threads it is put off to; begun_at: when the one for large messages took it. served: None until it
-    was; then waited says for how many seconds it was not begun."""
+    """A message between its arrival and its answer. body: until it is decoded. since: the earliest that it may have
+    arrived. pool: the threads it is queued for; begun_at: when the thread for large messages took it. served: None
+    until it was; waited: for how many seconds it was not begun."""
 
     __slots__ = ("begun_at", "body", "connection", "is_long", "length", "pool", "request", "served", "since", "waited")
 
@@ -172,7 +168,7 @@ class QueuedRequest:
         self.body: bytes | None = body
         self.length = len(body)
         self.request: m.Request | None = None
-        self.is_long = False  # it is, or may be, under way for many seconds
+        self.is_long = False  # it may run for many seconds
         self.pool: ThreadPoolExecutor | None = None
         self.since = self.begun_at = since
         self.served: Response | None = None
@@ -180,7 +176,7 @@ class QueuedRequest:
 
 
 class Connection:
-    """A peer, and what of him was read and not served, or answered and not sent."""
+    """A client's connection, what was read of it and not served, and answered and not sent."""
 
     def __init__(self, sock: socket.socket, listener: Listener, now: float, limits: DoorLimits) -> None:
         self.socket = sock
@@ -193,31 +189,31 @@ class Connection:
         self.in_flight = 0
         self.in_flight_bytes = 0
         self.running = self.long_running = 0
-        self.large: QueuedRequest | None = None  # it is being read or served, and what comes behind it waits
+        self.large: QueuedRequest | None = None  # being decoded or served; messages behind it wait
         self.waiting: deque[QueuedRequest] = deque()
         self.parked: dict[int, Parked] = {}  # by the number of its request
         self.ready_at = now
         self.waited = Waits()
-        self.refusal: m.Failed | None = None  # he is not let in, and is told so when he has said hello
+        self.refusal: m.Failed | None = None  # the answer to its hello, if it is rejected
         self.tokens, self.large_bytes = listener.buckets(limits, now)
         self.filled_at = now
         self._lately = 0.0  # as of `_lately_at`
         self._lately_at = now
         self.heard_at = now
-        self.ending = False  # no more is read; it is closed when all is sent
+        self.ending = False  # nothing more is read; it is closed when all is sent
         self.closed = False
         self.interest = 0
-        self.is_refused = False  # the kernel sends no descriptors at the moment: those that are to be sent next wait
+        self.is_refused = False  # the kernel refuses to send descriptors at the moment: the next ones wait
         self._may_hold_descriptors = descriptors.may_hold_descriptors(sock)
         self.unread = Unread(sock, self._close)
 
     @property
     def tenant(self) -> bytes:
-        """Of its caller; empty before that."""
+        """Its client's tenant; empty before hello."""
         return self.caller.keys.tenant if isinstance(self.caller, ClientState) else b""
 
     def next_length(self) -> int:
-        """Of the body of the next message, as it says; 0 where that is not known yet."""
+        """The length of the next message's body; 0 if it is not known yet."""
         return int.from_bytes(self.read[: m.LENGTH_BYTES], "little") if len(self.read) >= m.LENGTH_BYTES else 0
 
     def has_message(self) -> bool:
@@ -228,7 +224,7 @@ class Connection:
         return length > m.MAX_BODY_BYTES or len(self.read) >= m.LENGTH_BYTES + length
 
     def take_body(self) -> bytes:
-        """Of the next message, of which `has_message` says that it is there. Raises `ValueError`."""
+        """The body of the next message; `has_message` must be true. Raises `ValueError`."""
         length = self.next_length()
         if length > m.MAX_BODY_BYTES:
             raise ValueError(f"a message of {length} bytes; at most {m.MAX_BODY_BYTES}")
@@ -237,7 +233,7 @@ class Connection:
         return body
 
     def receive(self, now: float) -> None:
-        """What has come. Raises `OSError`, also where he is gone, and `DescriptorsSent`."""
+        """Read what has arrived. Raises `OSError`, also at the end of the stream, and `DescriptorsSent`."""
         if self._may_hold_descriptors:
             piece = descriptors.receive(self.socket, _READ_BYTES)
         else:
@@ -248,7 +244,7 @@ class Connection:
         self.heard_at = now
 
     def put(self, frame: memoryview, held: list[int]) -> None:
-        """An answer to be sent, and the descriptors beside it."""
+        """Queue an answer, and the descriptors beside it."""
         self.unsent.append((frame, held))
         self.unsent_bytes += len(frame)
         if held:
@@ -256,11 +252,11 @@ class Connection:
             self.listener.unread.add(self.unread)
 
     def flush(self, clock: Clock) -> None:
-        """Send what is to be sent, as far as he takes it. Raises `OSError`."""
+        """Send as much as the socket takes. Raises `OSError`."""
         while self.unsent:
             frame, held = self.unsent[0]
             if self.unread.sent_count:
-                self.unread.count()  # before anything is sent behind them
+                self.unread.count()  # before more is sent behind the descriptors
             try:
                 if held:
                     sent = socket.send_fds(self.socket, [frame], held)
@@ -281,11 +277,11 @@ class Connection:
                 self.unsent.popleft()
 
     def may_ask(self, limits: DoorLimits, now: float) -> bool:
-        """Whether his next message may be taken now, which is paid for if so.
+        """Whether the next message may be taken now; if so, it is paid for.
 
-        A long message takes more work, and counts for more in proportion; what a bucket does not have is owed.
+        A long message costs in proportion to its length; if the bucket has too little, the connection is in debt.
         """
-        if self.large is not None or (self.caller is None and self.in_flight):  # or his hello waits for keys
+        if self.large is not None or (self.caller is None and self.in_flight):  # or its hello waits for keys
             return False
         if self.in_flight >= limits.in_flight or self.in_flight_bytes >= limits.in_flight_bytes:
             return False
@@ -306,29 +302,27 @@ class Connection:
         return True
 
     def pay(self, cost: float) -> None:
-        """For what he asks."""
         self.listener.share.pay(cost)
         self.tokens -= cost
         self._lately += cost
 
     def asked_lately(self, now: float) -> float:
-        """What he paid, the longer ago the less of it."""
+        """What it paid, recent payments weighing more."""
         self._lately *= math.exp((self._lately_at - now) / LATELY_SECONDS)
         self._lately_at = now
         return self._lately
 
     def large_rank(self, now: float) -> tuple[float, float]:
-        """By which the next large message is chosen."""
+        """Orders connections for the next large message."""
         return self.listener.large_share.starts_at, self.asked_lately(now)
 
     def _fill(self, limits: DoorLimits, now: float) -> None:
-        """Both buckets, up to now."""
         seconds, self.filled_at = now - self.filled_at, now
         self.tokens = min(limits.burst, self.tokens + seconds * limits.rate)
         self.large_bytes = min(LARGE_BURST_BYTES, self.large_bytes + seconds * self.listener.large_rate)
 
     def discard(self, limits: DoorLimits, now: float) -> None:
-        """Close it; what was not sent is not."""
+        """Close it; unsent answers are dropped."""
         self.closed = True
         self._fill(limits, now)
         self.listener.keep_buckets(limits, now, self.tokens, self.large_bytes)
@@ -346,7 +340,7 @@ class Connection:
 
 
 def read_request(asked: QueuedRequest) -> None:
-    """Its body as a request. Raises `ValueError`."""
+    """Decode a body. Raises `ValueError`."""
     assert asked.body is not None
     request = m.unpack_request(asked.body)
     if (asked.connection.caller is None) is not isinstance(request.verb, m.Hello):
@@ -355,9 +349,9 @@ def read_request(asked: QueuedRequest) -> None:
 
 
 def close_all(held: Collection[int]) -> None:
-    """Descriptors that were to be sent."""
+    """Descriptors that are not sent after all."""
     for descriptor in held:
-        with suppress(OSError):  # the others are closed all the same
+        with suppress(OSError):  # close the others all the same
             os.close(descriptor)
 
 
@@ -366,12 +360,12 @@ def close_all(held: Collection[int]) -> None:
 
 
 AWAITS_SECONDS = 0.00025
-"""That the door's thread answers awaits which are over, before it takes messages again."""
+"""How long the door's thread answers ended awaits before it takes messages again."""
 
 
 class DoorAwaits:
-    """Of all connections; the door's thread calls all but `_told`. The tenant that was served least is answered first,
-    and pays as for a message."""
+    """The awaits of all connections; only the door's thread calls it, but for `_told`. The least-served tenant is
+    answered first, and pays as for a message."""
 
     def __init__(
         self,
@@ -381,7 +375,8 @@ class DoorAwaits:
         answer: Callable[..., object],
         watch: Callable[[Connection], object],
     ) -> None:
-        """answer: (connection, number of the request, response). watch: a connection that was answered."""
+        """answer: sends (connection, number of the request, response). watch: called with each connection that was
+        answered."""
         self._handlers = handlers
         self._clock = clock
         self._wake = wake
@@ -391,7 +386,7 @@ class DoorAwaits:
         self._lines: dict[Listener, deque[Parked]] = {}
 
     def take(self, connection: Connection, caller: ClientState, number: int, verb: m.Await | m.Cancel) -> None:
-        """A request of a connection."""
+        """Park a connection's request."""
         if isinstance(verb, m.Cancel):
             self._handlers.parking.cancel([connection.parked[one] for one in verb.numbers if one in connection.parked])
             self._answer(connection, number, Response(m.Done()))
@@ -407,8 +402,8 @@ class DoorAwaits:
         connection.parked[number] = one
 
     def hold(self, connection: Connection, number: int, one: ParkedLocate) -> None:
-        """A question that was asked, perhaps by another thread, until it is answered."""
-        one.tell = self._told  # from now on; the answer may be there
+        """Keep a request that was asked, perhaps by another thread, until it is answered."""
+        one.tell = self._told  # from now on; the answer may have come already
         if number in connection.parked or connection.closed:
             self._handlers.parking.cancel([one])
             self._refuse(connection, number)
@@ -423,24 +418,24 @@ class DoorAwaits:
         self._answer(connection, number, Response(m.Failed(m.RequestFault.BAD_INPUT, text)))
 
     def gone(self, connection: Connection) -> None:
-        """A connection is closed."""
+        """A connection was closed."""
         parked, connection.parked = list(connection.parked.values()), {}
         for one in parked:
             del self._of[one]
         self._handlers.parking.cancel(parked)
 
     def close(self) -> None:
-        """All are over."""
+        """End all awaits."""
         self._handlers.parking.end_all()
 
     def rest_seconds(self, most: float) -> float:
-        """Until one is due, or so long."""
+        """Seconds until one is due, at most `most`."""
         if not self._of:
             return most
         return max(0.0, min(most, self._handlers.parking.due_at - self._clock.monotonic_seconds()))
 
     def deliver(self) -> None:
-        """Answer those that are over, for a moment."""
+        """Answer ended awaits, for `AWAITS_SECONDS` at most."""
         if (elsewhere := self._handlers.parking.elsewhere) is not None:
             elsewhere.tell_couriers()
         if not self._of:
@@ -460,7 +455,7 @@ class DoorAwaits:
             if not self._lines[listener]:
                 del self._lines[listener]
             connection, number = self._of.pop(one, (None, 0))
-            if connection is not None:  # else it hung up meanwhile
+            if connection is not None:  # else the client hung up meanwhile
                 del connection.parked[number]
                 listener.share.begin()
                 listener.share.pay(1)
@@ -469,30 +464,30 @@ class DoorAwaits:
 
     @property
     def has_more(self) -> bool:
-        """Whether `deliver` left some to the next time."""
+        """Whether `deliver` left some."""
         return bool(self._lines)
 
     def _told(self, one: Parked) -> None:
-        """By any thread, under the table's lock."""
+        """Called by any thread, under the table's lock."""
         self._over.append(one)
         if len(self._over) == 1:
             self._wake()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Whose turn it is at a thread that all tenants share: the tenant that was served least comes first.
+# Turns at a thread that all tenants share: the least-served tenant comes first.
 #
 # Start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996). A tenant's next piece of work starts where its last one
 # ended, or at the virtual time if that is later; the smallest start comes first, and the virtual time is the start of
 # the piece that was begun last. So a tenant waits for one piece of each other tenant, however many connections they
-# have; and a tenant that was away, or comes anew, has saved up nothing that others would have to wait for.
+# have; and a tenant that was idle, or is new, has no credit that others would have to wait for.
 
 
 T = TypeVar("T")
 
 
 class Turns:
-    """Of one thread. now: the virtual time, in whatever is paid."""
+    """The turns at one thread. now: the virtual time, in whatever unit is paid."""
 
     __slots__ = ("now",)
 
@@ -501,7 +496,7 @@ class Turns:
 
 
 class ServiceShare:
-    """What one tenant was served of it: one number."""
+    """One tenant's service at the thread: one number."""
 
     __slots__ = ("_ends_at", "_turns")
 
@@ -511,20 +506,20 @@ class ServiceShare:
 
     @property
     def starts_at(self) -> float:
-        """Of the next piece; the smallest of all tenants that want one is to be begun."""
+        """When its next piece starts; the tenant with the smallest start is served next."""
         return max(self._ends_at, self._turns.now)
 
     def begin(self) -> None:
-        """A piece; what it costs is paid before or while others are begun."""
+        """Begin a piece; its cost is paid before or while others are begun."""
         self._turns.now = self.starts_at
 
     def pay(self, cost: float) -> None:
-        """For what was begun, or for what was done without a turn."""
+        """Pay for the begun piece, or for service without a turn."""
         self._ends_at = self.starts_at + cost
 
 
 class Line(Generic[T]):
-    """What one tenant has for a pool of threads: pieces that wait, and how many are worked on."""
+    """One tenant's work for a pool of threads: pieces that wait, and how many run."""
 
     __slots__ = ("running", "waiting")
 
@@ -533,13 +528,13 @@ class Line(Generic[T]):
         self.waiting: deque[T] = deque()
 
     def leave_out(self, is_gone: Callable[[T], bool]) -> None:
-        """Pieces that are not wanted any more."""
+        """Drop pieces that are not wanted any more."""
         self.waiting = deque(one for one in self.waiting if not is_gone(one))
 
 
 class Lines(Generic[T]):
-    """A pool of threads, with one line for each tenant: the next free thread is for the one with fewest at work, and of
-    several tenants each leaves some to the others, for as long as a piece may take."""
+    """A pool of threads with a line per tenant: the next free thread goes to the tenant with the fewest running, and
+    while several tenants have work, each leaves some threads to the others."""
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
@@ -547,12 +542,11 @@ class Lines(Generic[T]):
         self._lines: list[Line[T]] = []
 
     def new_line(self) -> Line[T]:
-        """For one more tenant."""
         self._lines.append(Line())
         return self._lines[-1]
 
     def begin(self) -> T | None:
-        """The next piece, which is worked on from now on; None where none waits, or all threads are at work."""
+        """The next piece, which runs from now on; None if none waits, or all threads are busy."""
         if self._running >= self._threads:
             return None
         most = self._threads if len(self._lines) == 1 else max(1, self._threads * 3 // 4)
@@ -565,6 +559,6 @@ class Lines(Generic[T]):
         return line.waiting.popleft()
 
     def end(self, line: Line[T]) -> None:
-        """A piece of that line is done."""
+        """A piece of that line has ended."""
         line.running -= 1
         self._running -= 1

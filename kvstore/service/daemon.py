@@ -1,9 +1,9 @@
 """The sidecar as a process: a store, a door for each tenant, and an orderly end.
 
-    keys, directory, budgets > sockets > what is on disk comes in behind them > serve > SIGTERM > drain
+    keys, directory, budgets > sockets > recovery from disk, in the background > serve > SIGTERM > drain
 
-Connections are taken as soon as the directory is open. Draining answers what is under way, writes down what DRAM alone
-holds, and takes no longer than `Limits.close_seconds` for each of the two.
+Connections are accepted as soon as the directory is open. Draining answers the requests under way, then flushes dirty
+blocks, each within `Limits.close_seconds`.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ DRAM_SHARE, NVME_SHARE = 0.5, 0.8
 MOST_WARNINGS = 64
 
 CouriersMaker = Callable[[EmbeddedStore, Sessions, Handlers, str], Couriers]
-"""The last: where other nodes reach this one."""
+"""The last argument: the address at which other nodes reach this one."""
 
 _log = logging.getLogger(__name__)
 
 
 class Daemon:
-    """Serves a store that is open, until `drain`."""
+    """Serves an open store, until `drain`."""
 
     def __init__(
         self,
@@ -61,11 +61,10 @@ class Daemon:
         why_not_policy: str = "",
         couriers: CouriersMaker | None = None,
     ) -> None:
-        """first_number: of a connection, above those of every earlier run. new_token: random bytes, that many. failed:
-        called where nobody is served any more, by a fault of its own. process_seconds: that the processor has worked
-        for this process. why_not_policy: why blocks do not go by the
-        policy that was set, but by the usual one. couriers: makes what serves those who bring blocks from elsewhere,
-        where they are wanted.
+        """first_number: of a connection, above those of every earlier run. new_token: returns so many random bytes.
+        failed: called when a fault of its own stops the service. process_seconds: processor time of this process.
+        why_not_policy: why the usual policy decides instead of the one that was set. couriers: makes the part that
+        serves couriers, where they are configured.
 
         Raises `BadInput` where a socket cannot be had.
         """
@@ -90,7 +89,7 @@ class Daemon:
         try:
             for name, one in settings.sockets().items():
                 key, where, renew = socket_key(name), one.socket, partial(store.tenant_keys, name)
-                is_served = store.keys.find(name) is not None  # else it was purged, and a pool has its keys still
+                is_served = store.keys.find(name) is not None  # else it was purged, while a pool still has its keys
                 tenant = renew() if is_served else None
                 self.door.listen(Path(where), tenant, settings.door.mode_bits, one.users, renew)
                 self.sockets.append(where)
@@ -129,7 +128,7 @@ class Daemon:
             ) from None
 
     def start(self) -> None:
-        """Take connections."""
+        """Accept connections."""
         set_aside()  # the program itself
         for warning in self.warnings():
             _log.warning("%s", warning)
@@ -146,8 +145,8 @@ class Daemon:
         _log.info("serving", extra={**sockets, "data": self.settings.store.data, **budgets})
 
     def _start_insight(self) -> None:
-        """Estimate what other sizes would find, and follow prefixes, each in a thread of its own. Where there is none
-        to be had, nothing is."""
+        """Estimate what other sizes would find, and follow prefixes, each in a thread; neither runs if the machine has
+        no thread for it."""
 
         def estimate() -> None:
             self.whatif.run(self._insight_ends, lambda: (self._thread_seconds(), self._process_seconds()))
@@ -177,8 +176,8 @@ class Daemon:
         return reasons if self.couriers is None else [*reasons, *self.couriers.reasons()]
 
     def warnings(self) -> list[str]:
-        """What keeps nothing from being served, and should be seen to, a line for each: of each tenant's clients with
-        other keys, one."""
+        """What the operator should see to although everything is served, a line each; one line for all of a tenant's
+        clients with other keys."""
         names, lines = self.store.tenant_names(), {}
         for one in self.sessions.callers():
             if one.fingerprint:
@@ -195,7 +194,7 @@ class Daemon:
         )
 
     def public_warnings(self) -> list[str]:
-        """The same without a word of tenants: for who may read it without a token."""
+        """The same without a word about tenants: readable without a token."""
         lock = self.store.node_lock
         kinds = {
             "the keys of tenants": bool(self.store.keys.warnings()),
@@ -208,7 +207,7 @@ class Daemon:
         while not self._keys_end.wait(LOOK_SECONDS):
             try:
                 self.store.rotation.step()
-            except (StoreError, TierError, OSError, MemoryError, RuntimeError) as error:  # the next look may go well
+            except (StoreError, TierError, OSError, MemoryError, RuntimeError) as error:  # the next look may succeed
                 _log.warning("the directory of keys cannot be followed: %s", error or type(error).__name__)
 
     def is_alive(self) -> bool:
@@ -216,7 +215,7 @@ class Daemon:
         return self.door.is_served
 
     def drain(self, drained: Callable[[], None]) -> None:
-        """Serve no more. drained: called when no client is served, and memory is as the next process is to find it."""
+        """End the service. drained: called when no client is served any more, and memory may be handed on."""
         self._stopping = True
         self._insight_ends.set()
         self._keys_end.set()
@@ -228,7 +227,7 @@ class Daemon:
 
 
 def budgets(settings: Settings) -> tuple[Size, Size | None]:
-    """DRAM and NVMe as they are set, or from what the cgroup and the disk allow. Raises `BadInput`."""
+    """The budgets of DRAM and NVMe: as set, or from what the cgroup and the disk allow. Raises `BadInput`."""
     dram, nvme = settings.store.dram, settings.store.nvme
     if dram == AUTO:
         cgroups = "".join(read_text_files(["/proc/self/cgroup"]).values())

@@ -1,12 +1,12 @@
-"""Descriptors that clients send to the sidecar: it wants none, and closing one must hold up no other client.
+"""Descriptors that clients send to the sidecar: it wants none, and closing one must not delay any other client.
 
 The kernel drops a descriptor that was not received in the thread that reads the bytes it came with, or that closes the
 socket it lies unread in, a listening one included. If the sender has closed its own copy, that closes the file, which
-takes as long as the sender likes: a TCP socket lingers. The door's thread serves everybody and must never drop one.
+takes as long as the sender likes: a TCP socket lingers. The door's thread serves every client and must never drop one.
 
-Linux 6.16 and later refuse them to the sender (SO_PASSRIGHTS); a connection inherits that from the socket that it was
-made to. On older kernels each piece is looked at before it is read (`receive`), a client that sends descriptors is hung
-up on, and its connection is closed by a thread of its tenant (`Closer`): what takes long holds up that tenant alone.
+Linux 6.16 and later refuse them to the sender (SO_PASSRIGHTS); a connection inherits that from the socket it was made
+to. On older kernels each piece is peeked at before it is read (`receive`), a client that sends descriptors is
+disconnected, and its connection is closed by a thread of its tenant (`Closer`): a slow close delays that tenant alone.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from contextlib import suppress
 SO_PASSRIGHTS = 83
 """Of `SOL_SOCKET`; the `socket` module does not have it yet."""
 MOST_UNCLOSED = 32
-"""Sockets of one tenant that are not closed yet: with so many its next connections wait to be let in."""
+"""A tenant's sockets that are still being closed: at so many, its next connections are not accepted."""
 
 _log = logging.getLogger(__name__)
 
 
 class DescriptorsSent(OSError):
-    """A client sent descriptors; nothing of what came with them was read."""
+    """A client sent descriptors; the bytes they came with were not used."""
 
 
 def refuse_descriptors(listening: socket.socket) -> None:
-    """Have the kernel refuse them to clients that connect from now on, if it can."""
+    """Have the kernel refuse descriptors from clients that connect from now on, if it can."""
     with suppress(OSError):
         listening.setsockopt(socket.SOL_SOCKET, SO_PASSRIGHTS, 0)
 
 
 def may_hold_descriptors(sock: socket.socket) -> bool:
-    """Whether an accepted socket may hold any: it is for `receive` and `Closer` then. Out-of-band bytes are read in
-    their place from now on, since the kernel drops them otherwise, with the descriptors that came with them."""
+    """Whether an accepted socket may hold any, and so needs `receive` and `Closer`. Out-of-band bytes are then read in
+    their place, since the kernel would otherwise drop them, with the descriptors that came with them."""
     with suppress(OSError):
         if not sock.getsockopt(socket.SOL_SOCKET, SO_PASSRIGHTS):
             return False
@@ -51,8 +51,8 @@ def may_hold_descriptors(sock: socket.socket) -> bool:
 
 
 def receive(sock: socket.socket, most: int) -> bytes:
-    """As `recv`, of a socket that may hold descriptors. A look at the bytes, without room for descriptors, says whether
-    any came with them; then these bytes are read, and no more. Raises `DescriptorsSent`, `OSError`."""
+    """As `recv`, for a socket that may hold descriptors. A peek without room for descriptors tells whether any came
+    with the bytes; if none did, exactly these bytes are read. Raises `DescriptorsSent`, `OSError`."""
     piece, _, flags, _ = sock.recvmsg(most, 0, socket.MSG_PEEK)
     if flags & socket.MSG_CTRUNC:
         raise DescriptorsSent
@@ -70,7 +70,7 @@ class Closer:
         self._ended = False
 
     def close(self, sock: socket.socket) -> None:
-        """Hang up now, and have it closed; waits for nothing."""
+        """Hang up now and have the thread close it. Does not block."""
         with suppress(OSError):  # as a rule the client has hung up
             sock.shutdown(socket.SHUT_RDWR)
         with self._condition:
@@ -79,7 +79,7 @@ class Closer:
         self.look()
 
     def look(self) -> None:
-        """Start the thread where the machine had none for it before."""
+        """Start the thread if the machine had none before."""
         with self._condition:
             if not self._waiting or self._thread is not None:
                 return
@@ -91,7 +91,7 @@ class Closer:
             self._thread = thread
 
     def end(self) -> None:
-        """The thread ends when all are closed. Waits for nothing."""
+        """The thread ends when all are closed. Does not block."""
         with self._condition:
             self._ended = True
             self._condition.notify()
@@ -119,26 +119,26 @@ class Closer:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Descriptors that the sidecar sent and its clients have not read: each tenant has a share of what may be.
+# Descriptors that the sidecar sent and its clients have not read: each tenant may have a share of the maximum.
 #
 # The kernel bounds how many descriptors a user has under way, by RLIMIT_NOFILE, unless the sender may exceed it
-# (CAP_SYS_RESOURCE). A client that reads none of its own would take them from all others, whose answers the kernel then
-# refuses to send. How much of what it was sent a client has not read, the kernel says (TIOCOUTQ): if that is no more
-# than what was sent behind descriptors, these have been read.
+# (CAP_SYS_RESOURCE). A client that reads none of its own would use them up for all others, whose answers the kernel
+# then refuses to send. The kernel tells how many bytes a client has not read (TIOCOUTQ): if that is no more than were
+# sent behind descriptors, these have been read.
 #
-# To hang up frees none of them: they are under way for as long as the other side keeps its end open. So a connection
+# Hanging up frees none of them: they are in flight for as long as the other side keeps its end open. So a connection
 # that ends with some unread is only shut down, and counts for its tenant until the kernel says that none is left.
 
 
 MOST_OF_CONNECTION = 64
-"""Descriptors that a connection has not read: with so many, or more, nothing further is read of it."""
+"""Unread descriptors of one connection: at so many, or more, the door reads nothing further of it."""
 MOST_OF_ALL = 8192
 """In equal shares for the tenants, and at most half of RLIMIT_NOFILE; a share is never less than the number above."""
 _COUNT = struct.Struct("i")
 
 
 def share_of(tenants: int) -> int:
-    """How many descriptors one of so many tenants may have under way before it is given no further ones."""
+    """How many descriptors each of so many tenants may have in flight before it is sent no more."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MOST_OF_ALL if soft == resource.RLIM_INFINITY else min(MOST_OF_ALL, soft // 2)
     return max(MOST_OF_CONNECTION, most // max(1, tenants))
@@ -160,11 +160,11 @@ class Unread:
         self.is_ended = False
 
     def queued(self, count: int) -> None:
-        """They wait to be sent, and are open until then."""
+        """These wait to be sent, and stay open until then."""
         self._queued += count
 
     def sent(self, count: int, now: float) -> None:
-        """They wait no more."""
+        """These were sent."""
         self._queued -= count
         if not self.sent_count:
             self.since = now
@@ -172,12 +172,12 @@ class Unread:
         self._behind = 0
 
     def sent_behind(self) -> None:
-        """Something else was sent, since `count` was asked."""
+        """Other bytes were sent since `count` was called."""
         if self.sent_count:
             self._behind += max(0, self._look() - self._unread_bytes)
 
     def count(self) -> int:
-        """How many there may be now, those included that wait to be sent."""
+        """The most that may be unread now, those that wait to be sent included."""
         if self.sent_count:
             self._unread_bytes = self._look()
             if self._unread_bytes <= self._behind:
@@ -185,18 +185,18 @@ class Unread:
         return self._queued + self.sent_count
 
     def count_since(self, since: float) -> int:
-        """How many may have been sent and unread since before then."""
+        """The most that may have been unread since before then."""
         return self.count() - self._queued if self.since < since else 0
 
     def _look(self) -> int:
         return _COUNT.unpack(fcntl.ioctl(self._socket, termios.TIOCOUTQ, bytes(_COUNT.size)))[0]  # type: ignore[no-any-return]
 
     def is_full(self) -> bool:
-        """Whether the client has to read before it may ask for anything."""
+        """Whether the client must read before it may ask for anything."""
         return self.sent_count >= MOST_OF_CONNECTION and self.count() >= MOST_OF_CONNECTION
 
     def end(self) -> bool:
-        """Hang up; whether the socket could be closed, since nothing is unread. What waited to be sent is not."""
+        """Hang up; waiting descriptors are not sent. Returns whether the socket was closed: if none is unread."""
         self._queued = 0
         self.is_ended = True
         if not self.count():
@@ -209,12 +209,12 @@ class Unread:
         return False
 
     def close(self) -> None:
-        """Whatever is unread."""
+        """Close it whatever is unread."""
         self._close()
 
 
 class TenantUnread:
-    """Of all connections of one tenant, those included that ended."""
+    """Of all connections of one tenant, ended ones included."""
 
     def __init__(self) -> None:
         self._holding: set[Unread] = set()
@@ -224,7 +224,7 @@ class TenantUnread:
         self._holding.add(one)
 
     def ended(self, one: Unread) -> None:
-        """A connection has ended, of which some may be unread."""
+        """A connection has ended with some that may be unread."""
         if one.end():
             self._holding.discard(one)
         else:
@@ -236,11 +236,11 @@ class TenantUnread:
 
     @property
     def ended_count(self) -> int:
-        """Connections that ended and whose sockets are open still, since some are unread."""
+        """Ended connections whose sockets are open still, since some are unread."""
         return sum(one.is_ended for one in self._holding)
 
     def count(self) -> int:
-        """How many there may be now. Closes connections that ended and of which none is left."""
+        """The most that may be unread now. Closes ended connections that have none left."""
         total = 0
         for one in list(self._holding):
             count = one.count()
@@ -252,7 +252,7 @@ class TenantUnread:
         return total
 
     def close(self) -> None:
-        """Those that ended, whatever is unread."""
+        """Close the ended ones, whatever is unread."""
         for one in self._holding:
             if one.is_ended:
                 one.close()
@@ -260,12 +260,12 @@ class TenantUnread:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Tenants that have made their memory slow to hand out.
+# Tenants whose memory is slow to hand out.
 #
-# To hand out an extent is to lock a byte of it, for which the kernel looks through all locks on it, and a client may
+# Handing out an extent locks a byte of it, for which the kernel looks through all locks on the file, and a client may
 # place as many as it likes. The door's thread does that for all tenants. So a tenant whose extent took long waits for
-# the next one: it can spend no more than a hundredth of the thread's time. What counts is the processor's time of the
-# thread, so that a busy machine makes no tenant wait.
+# the next one, and takes no more than a hundredth of the thread's time. The thread's processor time counts, so that a
+# busy machine makes no tenant wait.
 
 
 SLOW_SECONDS = 0.001
@@ -273,18 +273,18 @@ RARELY = 100
 
 
 class SlowExtents:
-    """Who they are. Not thread-safe."""
+    """Not thread-safe."""
 
     def __init__(
         self, now: Callable[[], float] = lambda: 0.0, thread_seconds: Callable[[], float] = lambda: 0.0
     ) -> None:
-        """now: seconds that never go back. thread_seconds: that the processor has worked for the calling thread."""
+        """now: seconds that never go back. thread_seconds: processor time of the calling thread."""
         self._now = now
         self.thread_seconds = thread_seconds
         self._not_before: dict[bytes, float] = {}
 
     def waits(self, tenant: bytes) -> bool:
-        """Whether a tenant is given none for now."""
+        """Whether a tenant gets no extent for now."""
         not_before = self._not_before.get(tenant)
         if not_before is None:
             return False
@@ -294,7 +294,7 @@ class SlowExtents:
         return False
 
     def is_slow(self, tenant: bytes, since: float) -> bool:
-        """Whether what was done for a tenant since then, by `thread_seconds`, took long: then it waits."""
+        """Whether the work for a tenant since then, by `thread_seconds`, took long; if so, the tenant waits."""
         took = self.thread_seconds() - since
         if took <= SLOW_SECONDS:
             return False

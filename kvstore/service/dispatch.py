@@ -1,7 +1,7 @@
 """What the sidecar does for each request, whichever door it came through.
 
 Arguments come from other processes: each is checked here before the store sees it, since the store asserts what its own
-callers can be trusted with. A number that names something of somebody else is treated as one that names nothing.
+callers can be trusted with. A number that belongs to another client is treated as one that does not exist.
 """
 
 from __future__ import annotations
@@ -43,23 +43,24 @@ MAX_ENGINE_CHARACTERS = 128
 MAX_LEASES = 4096
 """Of one session."""
 MAX_LEASED_FRAMES = 1 << 21
-"""Of one lease: its answer has some 27 bytes for each, and a client takes 64 MiB."""
+"""Of one lease: its answer has some 27 bytes a frame, and a client takes at most 64 MiB."""
 MAX_LEASED_BLOCKS = 1 << 19
 """Of one session, in all its leases."""
 EXTENT_COST, NUMBER_COST, LEASED_COST, ENDED_COST = 10, 1 / 16, 1 / 64, 1 / 512
-"""Messages that one counts for, against the rate: for each extent that is handed over, for each lease that is named,
-for each block and part that a lease is asked for, for each that one names which is released."""
+"""In messages, against the rate: for each extent handed over, each lease named, each block and part that a lease asks
+for, and each that a release ends."""
 MAX_RESERVATIONS = 64
-"""Of one connection, under way at a time."""
+"""Of one connection at a time."""
 MAX_SHARES = 16
-"""Of one extent, with one connection, while it has it mapped: whoever asks the kernel about mappings walks over all."""
+"""Of one extent with one connection, while it has it mapped: the kernel walks over all of them when asked about
+mappings."""
 MAX_DEADLINE_MS = 60_000.0
 MAX_SKIPPED = 1 << 30
 """Blocks of a chain."""
 _CHECKED_AT_ONCE = 4096
-"""Keys: other threads have the interpreter in between."""
+"""Keys: other threads get the interpreter in between."""
 MAX_LISTED, MAX_LISTED_BYTES = 64, 256 << 10
-"""Namespaces in one answer: it ends with the first that makes it as long."""
+"""Namespaces in one answer; it also ends with the first one that makes it this long."""
 
 _OF_COURIERS = m.Adopt | m.Holdings
 _SLOW = m.LeasePrefix | m.Reserve | m.ReportFrame | m.Persist | m.Drop | m.Namespaces | m.SealTicket | _OF_COURIERS
@@ -68,7 +69,7 @@ _log = logging.getLogger(__name__)
 
 
 class Handlers:
-    """Checks what connections ask, has the store handle it, and keeps their books. Thread-safe."""
+    """Checks requests, has the store serve them, and keeps count. Thread-safe."""
 
     def __init__(
         self,
@@ -83,8 +84,8 @@ class Handlers:
         told: ToldRequests | None = None,
         prefixes: PrefixBook | None = None,
     ) -> None:
-        """run: names this run of the sidecar. names: told what engines call their models. slow: knows whose memory
-        takes long to hand out. whatif: told what is looked up. told: told of engines' requests. prefixes: of both."""
+        """run: names this run of the sidecar. names: told what engines call their models. slow: knows whose memory is
+        slow to hand out. whatif: told of look-ups. told: told of engines' requests. prefixes: told of both."""
         self._names = names
         self._slow = slow or SlowExtents()
         self._lasting = Lasting()
@@ -120,7 +121,7 @@ class Handlers:
     def greet(
         self, tenant: TenantKeys, hello: m.Hello, *, is_courier: bool = False
     ) -> tuple[ClientState | None, m.Answer]:
-        """The first message of a connection: who it is from now on, or why it may not come in."""
+        """A connection's hello: its client state from now on, or why it is refused."""
         version = version_in_common(hello)
         if isinstance(version, m.Failed):
             return None, version
@@ -143,15 +144,15 @@ class Handlers:
         return caller, m.Welcome(version, self._run, token, m.MAX_KEYS, *here)
 
     def shared(self, *verbs: type) -> dict[type, Callable[[ClientState, Any], Response | m.Answer]]:
-        """What serves these verbs, for callers that have some of them."""
+        """The handlers of these verbs, for callers that serve some of them themselves."""
         return {verb: self._verbs[verb] for verb in verbs}
 
     def is_slow(self, verb: m.Verb) -> bool:
-        """Whether a request may wait for memory, for a disk or for others."""
+        """Whether a request may wait for memory, for a disk or for other clients."""
         return isinstance(verb, _SLOW)
 
     def cost(self, caller: ClientState, verb: m.Verb) -> float:
-        """Messages that one counts for beyond its length, against the rate."""
+        """Messages that a request counts for beyond its length, against the rate."""
         if isinstance(verb, m.Extents):
             return EXTENT_COST * len(verb.numbers)
         if isinstance(verb, m.LeasePrefix):
@@ -167,17 +168,17 @@ class Handlers:
         return isinstance(verb, m.Persist | m.Drop)
 
     def is_heavy(self, verb: m.Verb) -> bool:
-        """Whether serving it computes for milliseconds, and what comes behind it may need what comes of it."""
+        """Whether serving it computes for milliseconds, and later requests may depend on it."""
         if isinstance(verb, m.Commit):
             return len(verb.digests) > SEALED_BLOCKS
         return isinstance(verb, m.OpenNamespace | m.Abort)
 
     def serve(self, caller: ClientState, verb: m.Verb) -> Response:
-        """Do what is asked. Never raises for what a client can cause."""
+        """Serve a request. Never raises for what a client can cause."""
         elsewhere = self.parking.elsewhere
         verbs = elsewhere.verbs if elsewhere is not None and caller.is_courier else self._verbs
         handler = verbs.get(type(verb))
-        if handler is None:  # hello comes once, and the door sees to it
+        if handler is None:  # a second hello: the door served the first
             text = "this is a tenant's socket; that is a verb of the admin socket, admin.sock in the sidecar's --data"
             if isinstance(verb, m.Questions | _OF_COURIERS):
                 text = "this is a tenant's socket; that is a verb of couriers, at courier.sock in the sidecar's --data"
@@ -189,7 +190,7 @@ class Handlers:
         return served
 
     def park(self, caller: ClientState, verb: m.Await, tell: Callable[[ParkedAwait], object]) -> ParkedAwait | Response:
-        """Begin to wait for what is asked; or why not. Never raises for what a client can cause."""
+        """Begin to wait for what is asked; or say why not. Never raises for what a client can cause."""
         try:
             number, _ = _check_asked(caller, verb.namespace, verb.keys)
             if caller.is_courier or not verb.seconds >= 0:
@@ -202,7 +203,7 @@ class Handlers:
         return self._store.park(number, verb.keys, verb.seconds, tell)
 
     def serve_at_once(self, caller: ClientState, verb: m.Verb) -> Response | None:
-        """The same for a request that may wait, and need not this time; None, and nothing is done, where it has to."""
+        """As `serve` if a request that may wait need not this time; else None, and nothing is done."""
         return self._served(self._lease_at_once, caller, verb) if isinstance(verb, m.LeasePrefix) else None
 
     def _served(
@@ -221,7 +222,7 @@ class Handlers:
     # Looking up ----------------------------------------------------------------------------------------------------
 
     def _open_namespace(self, caller: ClientState, verb: m.OpenNamespace) -> m.Answer:
-        opening = TenantClient(caller.keys)  # the caller knows it only when all that is said of it is there
+        opening = TenantClient(caller.keys)  # entered for the caller only once it is complete
         granted = self._store.handle(opening, verb)
         assert isinstance(granted, m.Granted)
         own = granted.grant.number
@@ -245,7 +246,7 @@ class Handlers:
             self._whatif.opened(number, block_bytes, tokens)
         self._prefixes.opened(tenant, number, block_bytes, tokens)
         caller.named[own] = number
-        caller.fingerprint = b""  # it has the right keys now
+        caller.fingerprint = b""  # its keys are the right ones now
         return granted
 
     def _match(self, caller: ClientState, verb: m.MatchPrefix) -> m.Answer:
@@ -294,7 +295,7 @@ class Handlers:
         refused = self._check_lease(caller, number, verb)
         if refused is not None:
             return refused
-        fits, detail = _as_fits_an_answer(verb, len(slices))  # the account is about all that was asked for
+        fits, detail = _as_fits_an_answer(verb, len(slices))  # the account covers all that was asked for
         with self._sessions.asking(caller, (len(fits.keys) - fits.first_block) * len(slices)) as is_granted:
             if not is_granted:
                 text = (
@@ -309,7 +310,7 @@ class Handlers:
             return self._leased(caller, number, verb, _ended_by(reply, detail), seconds) if reply is not None else None
 
     def _check_lease(self, caller: ClientState, number: int, verb: m.LeasePrefix) -> m.Answer | None:
-        """The answer where the session holds as much as it may. Raises `BadInput`."""
+        """The answer if the session holds as much as it may. Raises `BadInput`."""
         if not 0 <= verb.first_block <= len(verb.keys) or not verb.deadline_ms >= 0:
             raise BadInput(
                 f"first_block={verb.first_block}, deadline_ms={verb.deadline_ms}: give a block of the chain, 0 or more"
@@ -340,7 +341,7 @@ class Handlers:
     def _gone(
         self, number: int, verb: m.MatchPrefix | m.LeasePrefix, reply: MatchReply | LeaseReply
     ) -> tuple[Eviction, bool] | None:
-        """How the first block that was missed went, and whether it had a ttl."""
+        """How the first missed block was evicted, and whether it had a ttl."""
         if reply.reason is not MissReason.EVICTED or not 0 <= reply.blocks < len(verb.keys):
             return None
         eviction, had_ttl = self._store.eviction_of(number, verb.keys[reply.blocks])
@@ -368,7 +369,7 @@ class Handlers:
     # Storing -------------------------------------------------------------------------------------------------------
 
     def reserve(self, caller: ClientState, verb: m.Reserve, couriers: int = 0) -> m.Answer:
-        """Slots. couriers: of how many tenants there are some, where one of them asks. Raises `BadInput`."""
+        """Reserve slots. couriers: if a courier asks, how many tenants have couriers. Raises `BadInput`."""
         number, slices = _check_asked(caller, verb.namespace, verb.keys)
         ttl, skipped = verb.ttl_seconds, verb.skipped
         if not 0 <= skipped <= MAX_SKIPPED or (skipped and (verb.collective or not verb.keys)):
@@ -444,7 +445,7 @@ class Handlers:
     # Memory and the rest -------------------------------------------------------------------------------------------
 
     def _extents(self, caller: ClientState, verb: m.Extents) -> Response:
-        """Those that are handed over; where one took long, these are not all that there are."""
+        """The extents that are handed over; fewer than asked for if one took long."""
         tenant, extents, descriptors = caller.session.tenant.tenant, [], []
         if self._slow.waits(tenant):
             raise TierUnavailable(
@@ -470,7 +471,7 @@ class Handlers:
     def _share(self, caller: ClientState, number: int, fills: set[int] | None) -> SharedExtent | None:
         self._check_shares(caller, number)
         was_shared = number in caller.extents
-        caller.extents.add(number)  # before it is shared: from then on a mapping may be somewhere
+        caller.extents.add(number)  # before it is shared: from then on the client may map it
         try:
             shared = self._store.share(number, caller.session.tenant.tenant, caller.number, fills)
         except BlockMissing:
@@ -545,7 +546,7 @@ class Handlers:
 
 
 def version_in_common(hello: m.Hello) -> int | m.Failed:
-    """The version that both will speak."""
+    """The highest version that both speak."""
     version = min(hello.newest, m.NEWEST_VERSION)
     if version >= max(hello.oldest, m.OLDEST_VERSION):
         return version
@@ -554,15 +555,14 @@ def version_in_common(hello: m.Hello) -> int | m.Failed:
 
 
 def checked_seconds(seconds: float) -> float:
-    """How long something may take. Raises `BadInput`."""
+    """How long a request may take. Raises `BadInput`."""
     if not 0 <= seconds <= MAX_SECONDS:
         raise BadInput(f"seconds={seconds}; give 0 to {MAX_SECONDS}")
     return min(seconds, MAX_DEADLINE_MS / 1000)
 
 
 def _as_fits_an_answer(verb: m.LeasePrefix, parts: int) -> tuple[m.LeasePrefix, str]:
-    """A lease whose frames one answer has room for, waiting no longer than it may, and what to say where that is not
-    all."""
+    """The lease request cut to what fits one answer and to the longest wait, and what to say if it was cut."""
     most = MAX_LEASED_FRAMES // parts
     if verb.deadline_ms > MAX_DEADLINE_MS:
         verb = msgspec.structs.replace(verb, deadline_ms=MAX_DEADLINE_MS)
@@ -573,7 +573,7 @@ def _as_fits_an_answer(verb: m.LeasePrefix, parts: int) -> tuple[m.LeasePrefix, 
 
 
 def _ended_by(reply: LeaseReply, detail: str) -> LeaseReply:
-    """With why it leads no further, if nothing before that ended it."""
+    """The reply with that detail, if nothing before it ended it."""
     if not detail or reply.reason is not None:
         return reply
     return msgspec.structs.replace(reply, reason=MissReason.PINNED_FULL, detail=detail)
@@ -582,8 +582,8 @@ def _ended_by(reply: LeaseReply, detail: str) -> LeaseReply:
 def _check_asked(
     caller: ClientState, namespace: int, keys: Sequence[bytes], request: str = ""
 ) -> tuple[int, tuple[int, ...]]:
-    """namespace: by the client's number. request: for which it is asked. Returns the store's number and the layer
-    slices of each part. Raises `BadInput`."""
+    """namespace: by the client's number. request: the engine's name for what it serves. Returns the store's number and
+    the layer slices of each part. Raises `BadInput`."""
     number = caller.named.get(namespace)
     if number is None:
         raise BadInput(f"namespace {namespace} was not opened on this connection; open it first")

@@ -37,37 +37,36 @@ AGAIN = 75
 """The sidecar's status that asks for another start (EX_TEMPFAIL of sysexits.h)."""
 OUT_OF_RESOURCES = 71
 CANNOT_START = (2, OUT_OF_RESOURCES)
-"""The sidecar's statuses where what it was given cannot be used, and where the machine has not enough of something: not
-for what it found in memory."""
+"""Statuses that mean unusable input or a machine short of something, and never what the sidecar found in memory."""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 5.0
 LONGEST_CRASH_PAUSE_SECONDS, CRASHES_AT_ONCE = 10.0, 3
-"""A sidecar that was ready and crashed is started again at once, some times. After more crashes the pause doubles with
-each: what a client did to it, it does again, and a loop of crashes must not take the machine."""
+"""A sidecar that was ready and crashed is started again at once, a few times. After more crashes the pause doubles with
+each, up to this: a client may repeat what crashed it, and a crash loop must not take the machine."""
 CALM_SECONDS = 300.0
-"""A sidecar that was ready for so long has made up for all crashes before."""
+"""A sidecar that ran ready for so long clears the count of crashes."""
 FAILURES_WITH_MEMORY = 3
 MOST_FAILURES = 20
 """Starts in a row that never became ready."""
 END_SECONDS = 10.0
-"""For which it waits beyond what the sidecar says that it needs to end in order."""
+"""How long the keeper waits beyond the time that the sidecar needs for an orderly end."""
 BESIDE_NICE = 10
 BESIDE_PAUSE_SECONDS, LONGEST_BESIDE_PAUSE_SECONDS = 1.0, 60.0
 BESIDE_END_SECONDS = 3.0
 CONSOLE, NETWORK = "console", "network process"
 BEATING = (NETWORK,)
 BEAT_SECONDS, FIRST_BEAT_SECONDS = 5.0, 60.0
-"""A process that is to say that it lives and did not for so long is killed; its start, on a busy machine, may take the
-latter."""
+"""A process with a heartbeat that is silent for so long is killed; during its start, which may be slow on a busy
+machine, only after the latter."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 
 
 class ProcessBeside:
-    """The console, or the network process: a client of the sidecar. It is handed no memory, runs behind all else, and
-    is started again when it ends, later each time: nothing waits for it."""
+    """The console, or the network process: a client of the sidecar. It gets no memory, runs at lower priority, and is
+    restarted when it ends, after growing pauses: nothing waits for it."""
 
     def __init__(self, name: str, command: list[str], beats: bool = False) -> None:
-        """name: for the log. command: to which `--keeper PID` is added. beats: it is to write to a pipe all the time,
-        `--beats FD`, and is killed where it does not."""
+        """name: for the log. command: to which `--keeper PID` is added. beats: it must write to a pipe, `--beats FD`,
+        all the time, and is killed if it does not."""
         self.name = name
         self._command = command
         self._beats = beats
@@ -103,7 +102,7 @@ class ProcessBeside:
 
     @property
     def is_leaving(self) -> bool:
-        """Whether it was told to end, needs the sidecar for it, and has not ended yet."""
+        """Whether it was told to end, needs the sidecar for that, and has not ended yet."""
         return self._beats and self._child is not None and self._child.poll() is None
 
     def end(self) -> None:
@@ -141,7 +140,7 @@ class ProcessBeside:
                 os.close(one)
 
     def _is_silent(self, now: float) -> bool:
-        """Whether it has not beaten for too long; it is killed then, and its end is seen at the next look."""
+        """Whether its heartbeat is overdue; if so it is killed, and the next look sees its end."""
         if self._heard is None or self._child is None:
             return False
         try:
@@ -168,7 +167,7 @@ class Keeper:
         self, command: list[str], end_seconds: float, text: bool, beside: dict[str, list[str]] | None = None
     ) -> None:
         """command: of the sidecar, to which `--kept-at FD` is added. end_seconds: for an orderly end of it. beside:
-        commands of what is started beside it once it was ready, by name."""
+        commands of the processes that are started once it was ready, by name."""
         self._command = command
         self._beside = [ProcessBeside(name, one, name in BEATING) for name, one in (beside or {}).items()]
         self._end_seconds = end_seconds
@@ -193,7 +192,7 @@ class Keeper:
         self._selector.register(self._signals, selectors.EVENT_READ)
 
     def run(self) -> int:
-        """Until the sidecar has ended for good; its status."""
+        """Run until the sidecar has ended for good; returns its status."""
         try:
             return self._run()
         finally:
@@ -253,8 +252,8 @@ class Keeper:
         self._selector.register(mine, selectors.EVENT_READ | selectors.EVENT_WRITE)
 
     def _spawned(self) -> tuple[socket.socket, socket.socket]:
-        """Start the child, as soon as the machine has a process, memory and descriptors for it; both ends of its wire.
-        Ends this process where it never has."""
+        """Start the child, once the machine has a process, memory and descriptors for it; returns both ends of its
+        wire. Exits this process if the machine never has."""
         for _ in range(MOST_FAILURES):
             ends: tuple[socket.socket, ...] = ()
             try:
@@ -272,7 +271,7 @@ class Keeper:
         sys.exit(OUT_OF_RESOURCES)
 
     def _attend(self) -> int:
-        """Until the child has ended; its status, negative for a signal."""
+        """Serve the child until it has ended; returns its status, negative for a signal."""
         assert self._child is not None and self._wire is not None
         while True:
             for key, events in self._selector.select(1.0):
@@ -315,7 +314,7 @@ class Keeper:
                 self._child.send_signal(signal.SIGHUP)
 
     def _is_told_to_end(self, seconds: float) -> bool:
-        """Wait, unless it is to end meanwhile. There is no child."""
+        """Wait so long, unless a signal says to end. There is no child meanwhile."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             for _ in self._selector.select(max(0.0, end - time.monotonic())):
@@ -342,7 +341,7 @@ class Keeper:
                 self._unsent.clear()  # it is gone
 
     def _receive(self) -> bool:
-        """One message; False where there will be no more."""
+        """Read one message; False at the end of the stream."""
         assert self._wire is not None
         try:
             message, descriptors, _, _ = socket.recv_fds(self._wire, 64, DESCRIPTORS)
@@ -372,7 +371,7 @@ class Keeper:
             os.close(descriptor)
 
     def _drain(self) -> None:
-        """What the child had said before it ended counts."""
+        """Read what the child sent before it ended."""
         assert self._wire is not None
         while self._has_more():
             if not self._receive():
@@ -401,13 +400,13 @@ class Keeper:
             )
         try:
             print(line, file=sys.stderr, flush=True)
-        except (OSError, ValueError):  # nobody reads it; the memory is held on
+        except (OSError, ValueError):  # standard error has no reader; the keeper holds the memory on
             pass
 
 
 def pause_before_start(crashes: int, failures: int) -> float:
-    """Seconds. crashes: since it was calm, the last one included. failures: of these, the last ones in a row that were
-    never ready."""
+    """Seconds. crashes: since the last calm, the last one included. failures: of these, the last ones in a row that
+    were never ready."""
     doublings = max(crashes - CRASHES_AT_ONCE, failures - 1, 0)
     longest = LONGEST_PAUSE_SECONDS if failures else LONGEST_CRASH_PAUSE_SECONDS
     return min(FIRST_PAUSE_SECONDS * 2.0 ** min(doublings, 32), longest)

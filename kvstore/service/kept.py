@@ -1,7 +1,7 @@
-"""The sidecar's end of the wire to its keeper: what was kept, and what is to be.
+"""The sidecar's end of the wire to its keeper: which memory was kept, and which is to be.
 
-Sending is done by a thread of its own, in order, so that nobody who holds a lock waits for the keeper. When the keeper
-is gone the sidecar ends too: whoever starts it next would find the directory in use.
+A thread of its own sends, in order, so that a thread that holds a lock never waits for the keeper. When the keeper is
+gone the sidecar ends too: otherwise the next one to start would find the directory in use.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class KeeperWire:
     """`tiering.dram.keeping.MemoryKeeper` over a socket. Thread-safe."""
 
     def __init__(self, descriptor: int, new_token: Callable[[int], bytes]) -> None:
-        """Takes the descriptor over. new_token: random bytes, that many."""
-        _end_with_parent(True)  # until it is watched: what holds up the start must not hold up the end
+        """Takes the descriptor over. new_token: returns so many random bytes."""
+        _end_with_parent(True)  # until the thread watches it: a slow start must not outlive the keeper
         self._socket = socket.socket(fileno=descriptor)
         self._socket.settimeout(RECEIVE_SECONDS)
         os.set_inheritable(descriptor, False)
@@ -37,7 +37,7 @@ class KeeperWire:
         self._is_sending = False
 
     def receive(self) -> list[KeptExtent]:
-        """What an earlier process left, once. Raises `OSError` where the keeper does not say."""
+        """The memory that an earlier process left, once. Raises `OSError` if the keeper does not answer."""
         kept = []
         while True:
             message, descriptors, _, _ = socket.recv_fds(self._socket, 64, DESCRIPTORS)
@@ -54,7 +54,7 @@ class KeeperWire:
                 return kept
 
     def start(self, gone: Callable[[], None]) -> None:
-        """From now on send, and watch over the keeper. gone: called when it is."""
+        """Send from now on, and watch the keeper. gone: called when it has ended."""
         self._socket.settimeout(None)
         self._is_sending = True
         threading.Thread(target=self._send_all, name="kv-keep", daemon=True).start()
@@ -64,7 +64,6 @@ class KeeperWire:
     # The contract --------------------------------------------------------------------------------------------------
 
     def new_name(self) -> bytes:
-        """Random."""
         return self._new_token(NAME_BYTES)
 
     def keep(self, name: bytes, extent: int, ledger: int) -> None:
@@ -73,7 +72,7 @@ class KeeperWire:
         try:
             for one in (extent, ledger):
                 copies.append(os.dup(one))
-        except OSError:  # no descriptors left: it is not kept
+        except OSError:  # no descriptors left: this extent is not kept
             for one in copies:
                 os.close(one)
             return
@@ -86,13 +85,13 @@ class KeeperWire:
     # Beyond it -----------------------------------------------------------------------------------------------------
 
     def ready(self) -> None:
-        """The start went well."""
+        """The sidecar has started."""
         self._put(READY, [])
 
     def freeze(self) -> None:
-        """What is kept by now stays kept, whatever becomes of it in this process: another one begins where it ends.
+        """Keep what is kept now, whatever this process does to it: the next one begins from there.
 
-        The keeper has been told all of it when this returns, or does not read.
+        When this returns, the keeper has been told everything, or does not read.
         """
         told = threading.Event()
         with self._lock:
@@ -133,5 +132,5 @@ class KeeperWire:
 
 
 def _end_with_parent(does: bool) -> None:
-    """Whether the kernel ends this process at once where its parent, the keeper, ends."""
+    """Set whether the kernel kills this process as soon as its parent, the keeper, ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if does else 0)

@@ -1,15 +1,14 @@
 """The local door: UNIX sockets, one per tenant, on which engines of this host talk to the sidecar.
 
-One thread reads and writes all connections; requests that may wait go to a few others, and large ones to one more. The
-tenant that was served least comes first, however many connections another one has or makes anew, and of a tenant's
-connections the one that asked for least, so that whoever floods the door waits for himself.
-Whoever does not read his answers, or has too much under way, is not read from; whoever is silent in the middle of a
-message, or never says hello, is shown out.
-What a connection can make the sidecar keep is bounded by `DoorLimits`.
+One thread reads and writes all connections; requests that may block go to a few others, and large ones to one more.
+Each round serves the least-served tenant first, however many connections another one has or makes anew, and of a
+tenant's connections the one that asked for least, so a flooding client delays only itself. A client that does not read
+its answers, or has too much under way, is not read from; one that is silent in the middle of a message, or never says
+hello, is disconnected. `DoorLimits` bounds what a connection can make the sidecar keep.
 
 Possession of a tenant's socket is the credential, since pods share user ids; the peer's user id is checked as well. The
-operator's socket and the observers' belong to no tenant: each has verbs, connections and threads of its own, so that an
-operator is let in while tenants and observers take up all that they may.
+operator's socket and the observers' belong to no tenant: each has verbs, connections and threads of its own, so an
+operator gets in even while tenants and observers use all that they may.
 """
 
 from __future__ import annotations
@@ -55,24 +54,23 @@ from tiering.faults import CONNECTIONS, DOOR_THREADS, SENT, FaultReports, RateLi
 from tiering.files import listening_socket, remove_socket
 
 _TOKEN_SECONDS = 0.001
-"""How soon it is looked again at those who have to wait for the rate."""
+"""How soon the door looks again at connections that wait for the rate."""
 _PEER = struct.Struct("iII")  # struct ucred
 ADMIN_THREADS = 4
 ADMIN_MODE = 0o600
 TURN_SECONDS = 0.001
 SLOW_COST = 10
-"""Messages that one counts for, against the rate, where a thread of the pool serves it."""
+"""What a request served by a thread of the pool counts for, in messages."""
 ACCEPT_COST, LOOK_COST = 5, 1 / 8
-"""The same for a connection, which its tenant pays, and for each one of which the kernel is asked what is unread."""
+"""What a new connection costs its tenant, and each connection that the kernel is asked about."""
 END_THREADS = 2
 TURNED_AWAY = 32
-"""Connections that are told why they may not come in, at a time; those who came first make room."""
+"""Rejected connections that are still being told why; the oldest make room."""
 SHOW_OUT_SECONDS = 10.0
 UNREAD_SECONDS = 1.0
-"""Where the kernel sends no more descriptors, a client that has had some unread for longer may be hung up on."""
+"""When the kernel sends no more descriptors, a client that left some unread for longer may be disconnected."""
 IDLE_LOOK_SECONDS = 0.5
-"""Where nobody comes and nothing is to be looked after, it looks around no more often: whoever computes beside it has
-the processor to himself."""
+"""How often an idle door looks around, so that engines have the processor to themselves."""
 
 _log = logging.getLogger(__name__)
 
@@ -89,8 +87,8 @@ class LocalDoor:
         failed: Callable[[], None] = lambda: None,
         faults: FaultReports | None = None,
     ) -> None:
-        """failed: called where a fault of its own ends it, after that was logged. faults: told of descriptors and
-        threads that the machine has none of."""
+        """failed: called, after it was logged, when a fault of the door's own ends it. faults: told of descriptors and
+        threads that the machine cannot give."""
         self._handlers = handlers
         self._sessions = sessions
         self._clock = clock
@@ -102,30 +100,30 @@ class LocalDoor:
         self._listeners: list[Listener] = []
         self._connections: set[Connection] = set()
         self._rejected: deque[Connection] = deque()
-        self._leaving: set[ClientState] = set()  # connections that are gone, and `Sessions` was not told yet
+        self._leaving: set[ClientState] = set()  # disconnected clients that `Sessions` was not told of yet
         self._done: deque[QueuedRequest] = deque()
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
         self._waker.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ)
-        self._spare: socket.socket | None = self._woken.dup()  # its descriptor is the operator's, if there is no other
+        self._spare: socket.socket | None = self._woken.dup()  # reserves a descriptor for the operator
         self._pool = ThreadPoolExecutor(limits.threads, "kv-door")
         self._large_pool = ThreadPoolExecutor(1, "kv-door-large")
         self._turns, self._large_turns = Turns(), Turns()
         self._lines: Lines[QueuedRequest] = Lines(limits.threads)
         self._long_lines: Lines[QueuedRequest] = Lines(limits.long_threads)
-        self._large: list[QueuedRequest] = []  # that wait for it
+        self._large: list[QueuedRequest] = []  # waiting for the thread
         self._large_now: QueuedRequest | None = None
         self._long_pool = ThreadPoolExecutor(limits.long_threads, "kv-door-long")
-        self._is_watchful = True  # whether somebody came, or has to be looked after, since it looked around
-        self._accept_paused: list[Listener] = []  # there were no descriptors left for who wants to come in
-        self._is_ending = False  # a thread of the pool gives back what leases that are over pinned
+        self._is_watchful = True  # whether a client came, or needs attention, since the last look
+        self._accept_paused: list[Listener] = []  # listeners that had no descriptor left for a new connection
+        self._is_ending = False  # a thread of the pool unpins ended leases
         self._closing = False
         self._closes_at = 0.0
         self._swept_at = clock.monotonic_seconds()
         self._thread: threading.Thread | None = None
         self._sweep_pool = ThreadPoolExecutor(1, "kv-door-sweep")
-        self._end_pool = ThreadPoolExecutor(END_THREADS, "kv-door-end")  # what clients that are gone held is given back
+        self._end_pool = ThreadPoolExecutor(END_THREADS, "kv-door-end")  # frees what disconnected clients held
         self._is_sweeping = False
         self._to_show_out: deque[tuple[bytes, threading.Event]] = deque()
         self._awaits = DoorAwaits(handlers, clock, self._wake, self._answer, self._watch)
@@ -141,9 +139,8 @@ class LocalDoor:
         users: Collection[int] | None = None,
         renew: Callable[[], TenantKeys] | None = None,
     ) -> None:
-        """A socket for a tenant. users: who may connect, by user id; whoever can open the socket if None. renew: has
-        new keys, once `disconnect` has taken these away, or there were none. Raises `OSError`.
-        """
+        """A tenant's socket. users: who may connect, by user id; None: every user who can open it. renew: makes new
+        keys, once `disconnect` has taken these away, or if there were none. Raises `OSError`."""
         sock = listening_socket(path, mode)
         self._listen(Listener(path, sock, tenant, users, renew, None, self._turns, self._large_turns))
 
@@ -155,7 +152,7 @@ class LocalDoor:
         self._listen(Listener(path, sock, None, users, None, admin, self._turns, self._large_turns, pool))
 
     def listen_couriers(self, path: Path, greet: CourierGreeting) -> None:
-        """A socket for couriers of all tenants, each of which says whose it is. Raises `OSError`."""
+        """A socket for couriers of all tenants; each names its tenant. Raises `OSError`."""
         sock, pool = listening_socket(path, ADMIN_MODE), ThreadPoolExecutor(ADMIN_THREADS, "kv-door-courier")
         self._listen(Listener(path, sock, None, None, None, None, self._turns, self._large_turns, pool, greet))
 
@@ -166,28 +163,28 @@ class LocalDoor:
         self._selector.register(listener.socket, selectors.EVENT_READ, listener)
 
     def disconnect(self, tenant: bytes) -> bool:
-        """End all connections of a tenant, and let the next ones in with other keys; whether that is done now. May be
-        called by any thread but the door's own."""
+        """End all connections of a tenant, and accept the next ones with other keys; returns whether that is done. By
+        any thread but the door's own."""
         done = threading.Event()
         self._to_show_out.append((tenant, done))
         self._wake()
         return done.wait(SHOW_OUT_SECONDS)
 
     def usage(self) -> DoorStatus:
-        """Who is here, and what was done since the start."""
+        """Connections now, and counts since the start."""
         return self._figures.status(*self._there())
 
     def waited(self) -> dict[int, Waits]:
-        """How long the requests of each connection that is here waited to be begun, by its number."""
+        """How long the requests of each open connection waited to be begun, by its number."""
         there = [one for one in list(self._connections) if one.refusal is None]
         return {one.caller.number: one.waited for one in there if isinstance(one.caller, ClientState)}
 
     def counts(self) -> DoorCounts:
-        """The same without what is known of single connections: cheap, however many there are."""
+        """`usage` without single connections: cheap, however many there are."""
         return self._figures.counts(*self._there())
 
     def _there(self) -> tuple[int, int]:
-        """Connections of tenants, and those of the admin and observers' sockets; couriers' are neither."""
+        """Connections of tenants, and those of the admin and observers' sockets; couriers' count as neither."""
         there = [one for one in list(self._connections) if one.refusal is None and one.listener.greet is None]
         admin = sum(one.admin is not None for one in there)
         return len(there) - admin, admin
@@ -195,7 +192,7 @@ class LocalDoor:
     def start(self) -> None:
         """Serve in a thread of its own."""
         self._sessions.watch_memory(self._wake)
-        # One of each is there from now on: where the machine has no further ones, everybody is served still.
+        # Start one of each now: if the machine has no more threads later, every client is still served.
         own = [one.pool for one in self._listeners if one.pool is not None]
         for pool in (self._pool, self._large_pool, self._long_pool, self._sweep_pool, self._end_pool, *own):
             pool.submit(lambda: None)
@@ -204,7 +201,7 @@ class LocalDoor:
         self._thread = thread
 
     def close(self, seconds: float) -> None:
-        """Take no more requests, answer those under way for at most that long, and show everybody out."""
+        """Take no more requests, answer those under way for at most that long, and disconnect every client."""
         self._closing = True
         self._closes_at = self._clock.monotonic_seconds() + seconds
         self._wake()
@@ -215,11 +212,11 @@ class LocalDoor:
 
     @property
     def is_served(self) -> bool:
-        """Whether its thread is there."""
+        """Whether its thread runs."""
         return self._thread is not None and self._thread.is_alive()
 
     def __len__(self) -> int:
-        """Connections that are there, those included that are told why they may not come in."""
+        """Open connections, those that are being told why they are rejected included."""
         return len(self._connections)
 
     # The loop ------------------------------------------------------------------------------------------------------
@@ -234,12 +231,12 @@ class LocalDoor:
                 self._failed()
 
     def _take_turns(self) -> None:
-        ready: dict[Connection, None] = {}  # with a whole message, in the order in which they had one
-        is_busy = False  # somebody's message was taken in the last turn, and he has more
+        ready: dict[Connection, None] = {}  # with a whole message, in order of arrival
+        is_busy = False  # a client whose message was taken in the last round has more
         looked_at = self._clock.monotonic_seconds()
         while not self._is_over():
-            # What is there at once came after the last look, and is taken to have come right after it; what is waited
-            # for has just come.
+            # Messages found at once arrived after the last look, and are taken to have come right after it; those that
+            # end a wait have just come.
             came_at, looked_at = looked_at, self._clock.monotonic_seconds()
             found = self._selector.select(0)
             if not found and not is_busy:
@@ -267,14 +264,14 @@ class LocalDoor:
         self._end()
 
     def _have_leases_ended(self) -> None:
-        """What those that are over pinned is given back by a thread of its own, which lets others have the store
-        between pieces; a sweep does a piece where there is none."""
+        """Have a thread of its own unpin the blocks of ended leases, giving way to others between pieces. Without such
+        a thread, each sweep does a piece."""
         if self._is_ending or self._closing or not self._sessions.is_ending:
             return
         self._is_ending = True
         try:
             self._end_pool.submit(self._end_leases)
-        except RuntimeError:  # no further thread: the one that is there since the start does it
+        except RuntimeError:  # no further thread: the one started first does it
             pass
         except MemoryError:
             self._is_ending = False
@@ -288,17 +285,17 @@ class LocalDoor:
             self._is_ending = False
 
     def _safely(self, what: str, work: Callable[[], object]) -> None:
-        """What is done for all of them: a fault in it is logged, and they are served on."""
+        """Do work that concerns all clients: a fault in it is logged, and they are served on."""
         try:
             work()
         except Exception as error:
             self._log.error(what, what, error=error)
 
     def _take_turn(self, ready: dict[Connection, None]) -> bool:
-        """At most one message of each, or more where several tenants want a turn: they have one after another what they
-        have waited for, and not one message for each connection. Whether any was taken.
+        """Take at most one message of each connection. If several tenants want a turn, they alternate, least-served
+        first, whatever their number of connections. Returns whether any was taken.
 
-        A turn that becomes long ends early: tenants that came meanwhile may have been served less than those left.
+        A long round ends early: tenants that arrived meanwhile may have been served less than those left.
         """
         now = self._clock.monotonic_seconds()
         ends_at = now + TURN_SECONDS
@@ -317,7 +314,7 @@ class LocalDoor:
                 has_taken = is_taken = True
             is_full = connection.unread.sent_count and connection.unread.is_full()
             if connection.closed or connection.ending or is_full or not connection.has_message():
-                del ready[connection]  # one that is full is looked at again in the next sweep
+                del ready[connection]  # a full one is looked at again in the next sweep
             elif is_taken and len(lines) > 1:
                 lines[listener].append(connection)
             self._watch(connection)
@@ -335,7 +332,7 @@ class LocalDoor:
         return is_idle or self._clock.monotonic_seconds() >= self._closes_at
 
     def _look_around(self, ready: dict[Connection, None]) -> None:
-        """Now and then: what those who are gone left behind, and who has been silent for too long."""
+        """Now and then, look after disconnected clients and those that are silent for too long."""
         now = self._clock.monotonic_seconds()
         if now - self._swept_at < self._limits.sweep_seconds:
             return
@@ -368,7 +365,7 @@ class LocalDoor:
                 ready.setdefault(one)
 
     def _begin_sweep(self) -> None:
-        """In a thread of its own, one at a time: it asks the kernel, which can take long."""
+        """In a thread of its own, one at a time: questions to the kernel can take long."""
         if self._is_sweeping:
             return
         self._is_sweeping = True
@@ -401,7 +398,7 @@ class LocalDoor:
         try:
             self._accept(listener)
         except Exception as error:
-            self._log.error(f"accept {listener.path}", "nobody can be let in at %s", listener.path, error=error)
+            self._log.error(f"accept {listener.path}", "no connection is accepted at %s", listener.path, error=error)
             self._pause_accept(listener)
 
     def _pause_accept(self, listener: Listener) -> None:
@@ -429,7 +426,7 @@ class LocalDoor:
         most = self._most(listener)
         if len(self._like(listener)) >= most:
             nameless = [one for one in self._like(listener) if one.caller is None]
-            if nameless:  # whoever said nothing yet makes room first
+            if nameless:  # connections before their hello make room first
                 self._disconnect(min(nameless, key=lambda one: one.heard_at))
         refusal, why = None, Refusal.FULL
         if listener.users is not None and user not in listener.users:
@@ -515,7 +512,7 @@ class LocalDoor:
     def _take_message_safely(self, connection: Connection) -> None:
         try:
             self._take_message(connection)
-        except Exception as error:  # a fault of ours must not end the door for all
+        except Exception as error:  # a fault here must not end the door for all
             self._give_up(connection, "a message could not be served", error)
 
     def _take_message(self, connection: Connection) -> None:
@@ -556,7 +553,7 @@ class LocalDoor:
             if not isinstance(verb, m.Ping):
                 self._say_unread(connection, request.number)
                 return
-            verb = m.Ping()  # without a bell
+            verb = m.Ping()  # without a notification pipe
         is_slow = self._is_slow(connection, verb)
         if is_slow:
             asked.is_long = connection.admin is None and self._handlers.is_long(verb)
@@ -635,8 +632,8 @@ class LocalDoor:
         self._begin(connection)
 
     def _begin_large(self) -> None:
-        """Have the next large message read or served, of the tenant that this thread served least. They wait here and
-        not in the thread's own queue, where one would wait behind all that a flooder sent before."""
+        """Begin the next large message, of the tenant that this thread served least. They wait here and not in the
+        executor's queue, where each would wait behind all that a flooding client sent before."""
         while self._large_now is None and self._large:
             now = self._clock.monotonic_seconds()
             asked = min(self._large, key=lambda one: one.connection.large_rank(now))
@@ -653,8 +650,8 @@ class LocalDoor:
                 self._say_busy(asked)
 
     def _begin(self, connection: Connection) -> None:
-        """Have the next message of a connection that was put off served, as many at a time as one may have, and none
-        while it does not read its answers: those of what it asked before would be kept for it all the same."""
+        """Begin a connection's next deferred messages, as many at a time as one may have, and none while it does not
+        read its answers, which would pile up."""
         while connection.waiting and not connection.closed:
             asked = connection.waiting[0]
             if not asked.is_long and connection.running >= self._limits.running:
@@ -676,15 +673,15 @@ class LocalDoor:
         self._begin_pooled()
 
     def _begin_pooled(self) -> None:
-        """They wait here and not in the pool's own queue, where one waits behind all that a flooder sent before."""
+        """They wait here and not in the executor's queue, where each would wait behind a flooding client's."""
         for lines, pool in ((self._lines, self._pool), (self._long_lines, self._long_pool)):
             while (asked := lines.begin()) is not None:
                 if not self._submitted(pool, self._serve_slowly, asked):
                     self._say_busy(asked)
 
     def _submitted(self, pool: ThreadPoolExecutor, work: Callable[[QueuedRequest], None], asked: QueuedRequest) -> bool:
-        """Whether a thread of these does it. What the machine has no new thread for may be in the pool's queue all the
-        same, for one that there is: only one of the two sides takes it from here."""
+        """Whether a thread of the pool does it. If the machine has no new thread, the pool may have queued it for an
+        old one all the same: either that thread or this method takes it, not both."""
         unbegun = [asked]
 
         def begin() -> None:
@@ -713,13 +710,12 @@ class LocalDoor:
         self._wake()
 
     def _read_slowly(self, asked: QueuedRequest) -> None:
-        """In the thread for large messages: reading one holds up whoever waits for the interpreter, and so they are
-        read one at a time."""
+        """In the thread for large messages, one at a time: decoding one holds the interpreter."""
         try:
             read_request(asked)
         except ValueError as error:
             asked.served = Response(m.Failed(m.RequestFault.MALFORMED, str(error)))
-        except Exception as error:  # all others wait for the next one
+        except Exception as error:  # all others wait for this thread
             self._fault(asked.connection, "a message could not be read", error)
             asked.served = Response(m.Failed(m.RequestFault.MALFORMED, "a fault of the sidecar; it is in its log"))
         self._done.append(asked)
@@ -766,7 +762,7 @@ class LocalDoor:
 
     def _deliver_one(self, asked: QueuedRequest) -> None:
         connection, request, served = asked.connection, asked.request, asked.served
-        if served is None:  # it was only read
+        if served is None:  # it was only decoded
             if not connection.closed:
                 self._take(asked)
             return
@@ -778,7 +774,7 @@ class LocalDoor:
         if isinstance(request.verb, m.Hello):
             connection.ending = connection.caller is None
             if connection.closed and isinstance(connection.caller, ClientState):
-                self._sessions.left(connection.caller)  # he was gone before he was let in
+                self._sessions.left(connection.caller)  # the client was gone before its hello was answered
         self._answer(connection, request.number, served)
 
     def _waited(self, connection: Connection, seconds: float) -> None:
@@ -798,7 +794,7 @@ class LocalDoor:
             if retired and not asks and isinstance(caller, ClientState):
                 self._sessions.ring(caller)
             frame = memoryview(m.pack(m.Reply(number, served.answer, list(retired))))
-        except Exception as error:  # what cannot be encoded is for nobody
+        except Exception as error:  # an answer that cannot be encoded is dropped
             close_all(served.descriptors)
             self._give_up(connection, f"an answer of {type(served.answer).__name__} could not be made", error)
             return
@@ -809,8 +805,8 @@ class LocalDoor:
             self._disconnect(connection)
 
     def _flush(self, connection: Connection) -> None:
-        """Raises `OSError` where the client is gone. Where too many descriptors are under way, what is to be sent
-        waits until they are fewer; a client that reads none is no reason to hang up on others."""
+        """Raises `OSError` if the client is gone. If too many descriptors are in flight, the answers wait until there
+        are fewer: a client that reads none is no reason to disconnect others."""
         if connection.is_refused:
             return
         has_descriptors = bool(connection.unsent and connection.unsent[0][1])
@@ -839,7 +835,7 @@ class LocalDoor:
         self._watch(connection)
 
     def _hang_up_on_the_worst(self, beside: Connection) -> None:
-        """On the client that has had most descriptors unread for a while, if one has and is not the one that waits."""
+        """Disconnect the client with the most descriptors unread for a while, other than the one that waits."""
         since = self._clock.monotonic_seconds() - UNREAD_SECONDS
         counts = {one: one.unread.count_since(since) for one in self._connections}
         worst = max(counts, key=lambda one: counts[one], default=beside)
@@ -867,7 +863,7 @@ class LocalDoor:
                 self._selector.unregister(connection.socket)
             else:
                 self._selector.modify(connection.socket, interest, connection)
-        except Exception as error:  # the kernel watches no more of them
+        except Exception as error:  # the kernel watches no more sockets
             self._give_up(connection, "a connection cannot be watched", error)
             return
         connection.interest = interest
@@ -907,10 +903,10 @@ class LocalDoor:
 
     def _end(self) -> None:
         for listener in self._listeners:
-            remove_socket(listener.path)  # first: whoever comes next makes a new one
+            remove_socket(listener.path)  # first: the next process makes a new one
             if listener not in self._accept_paused:
                 self._selector.unregister(listener.socket)
-            listener.closer.close(listener.socket)  # with those who wait to be let in
+            listener.closer.close(listener.socket)  # with the connections in its backlog
         while self._to_show_out:
             self._to_show_out.popleft()[1].set()
         own = [one.pool for one in self._listeners if one.pool is not None]
@@ -928,5 +924,5 @@ class LocalDoor:
         self._selector.close()
 
     def _wake(self) -> None:
-        with suppress(BlockingIOError):  # it has not read the last ones
+        with suppress(BlockingIOError):  # the thread has not read the last ones
             self._waker.send(b"x")

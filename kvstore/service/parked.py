@@ -1,6 +1,7 @@
-"""What is answered later, by the event that ends it: waits for blocks that others store, and questions to couriers.
+"""Requests that are answered later, by the event that ends them: waits for blocks that other clients store, and
+questions to couriers.
 
-A part of `dispatch`, and the contract between it and what brings blocks from elsewhere (`kvstore.elsewhere`).
+A part of `dispatch`, and its contract with the part that fetches blocks from elsewhere (`kvstore.elsewhere`).
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from tiering.counts.awaits import AwaitEnd, ParkedAwait
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """An answer, and descriptors to be sent beside it and closed."""
+    """An answer, and descriptors to be sent with it and closed."""
 
     answer: m.Answer
     descriptors: Sequence[int] = ()
     parked: ParkedLocate | None = None
-    """In place of the answer, which comes later."""
+    """Set in place of an answer that comes later."""
 
 
 @dataclass(eq=False, slots=True)
 class ParkedLocate:
-    """A `Locate` that a courier was asked about. answer: None until it is over, of which `tell` is told."""
+    """A `Locate` that a courier was asked about. answer: None until it is over; `tell` is called then."""
 
     answer: m.Located | None = None
     tell: Callable[[ParkedLocate], object] = lambda one: None
@@ -39,10 +40,10 @@ Parked = ParkedAwait | ParkedLocate
 
 
 class Elsewhere(Protocol):
-    """What is brought here from other nodes and remote engines (`kvstore.elsewhere`). Thread-safe."""
+    """Blocks from other nodes and remote engines (`kvstore.elsewhere`). Thread-safe."""
 
     verbs: Mapping[type, Callable[[ClientState, Any], Response | m.Answer]]
-    """What couriers may ask; raises what the handlers here do."""
+    """The couriers' verbs; they raise what the handlers here do."""
 
     @property
     def due_at(self) -> float:
@@ -50,7 +51,7 @@ class Elsewhere(Protocol):
         ...
 
     def is_served(self, tenant: bytes) -> bool:
-        """Whether a courier of a tenant's is there, whom `locate` asks."""
+        """Whether a tenant has a courier, which `locate` asks."""
         ...
 
     def locate(self, caller: ClientState, verb: m.Locate) -> Response | m.Answer:
@@ -60,27 +61,27 @@ class Elsewhere(Protocol):
     def park(
         self, caller: ClientState, number: int, verb: m.Await, tell: Callable[[ParkedAwait], object]
     ) -> ParkedAwait | Response:
-        """As `Handlers.park`, of blocks that are to be fetched; number: of their namespace. Raises `BadInput`."""
+        """As `Handlers.park`, for blocks that are to be fetched; number: of their namespace. Raises `BadInput`."""
         ...
 
     def awaited(self, one: ParkedAwait, answer: m.Awaited) -> m.Awaited:
-        """What is known of how such a wait ended."""
+        """The answer, with what is known of how the fetch ended."""
         ...
 
     def cancel(self, ones: Iterable[ParkedLocate]) -> None:
-        """These are not wanted any more."""
+        """These waits are over."""
         ...
 
     def expire(self) -> None:
-        """Answer those whose time is over."""
+        """Answer the waits whose time is over."""
         ...
 
     def tell_couriers(self) -> None:
-        """What is not wanted any more. Called often, by one thread."""
+        """Tell couriers which fetches were cancelled. Called often, by one thread."""
         ...
 
     def leased(self, lease: int) -> None:
-        """An engine was granted it."""
+        """An engine was granted this lease."""
         ...
 
     def left(self, caller: ClientState) -> None:
@@ -88,8 +89,8 @@ class Elsewhere(Protocol):
         ...
 
     def forgetting(self, tenant: bytes, digest: bytes) -> AbstractContextManager[list[str]]:
-        """A namespace, or all of a tenant's, are dropped within: of a purge others are asked before, of a drop after.
-        Then what they have still is in there, in a line."""
+        """A context in which a namespace, or all of a tenant's, are dropped: for a purge other nodes are told before,
+        for a drop after. It yields a line on what they still hold."""
         ...
 
 
@@ -109,13 +110,13 @@ class Parking:
         return Response(answer if self.elsewhere is None else self.elsewhere.awaited(one, answer))
 
     def cancel(self, ones: Sequence[Parked]) -> None:
-        """These are not waited for any more."""
+        """These waits are over."""
         self._store.awaits.end([one for one in ones if isinstance(one, ParkedAwait)], AwaitEnd.CANCELLED)
         if self.elsewhere is not None:
             self.elsewhere.cancel([one for one in ones if isinstance(one, ParkedLocate)])
 
     def end_all(self) -> None:
-        """No client is served any more."""
+        """The service ends."""
         self._store.awaits.end_all(AwaitEnd.GONE)
 
     @property
@@ -124,7 +125,7 @@ class Parking:
         return min(self._store.awaits.due_at, self.elsewhere.due_at if self.elsewhere is not None else inf)
 
     def expire(self) -> None:
-        """Those whose time is over are."""
+        """End those whose time is over."""
         self._store.awaits.expire()
         if self.elsewhere is not None:
             self.elsewhere.expire()

@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 ENDS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 SWITCH_SECONDS = 0.0001
-"""For which a thread keeps the interpreter while others want it; the door must not wait long for it."""
+"""How long a thread keeps the interpreter while others want it; the door must not wait long for it."""
 FAILED = 70
 """The status of a sidecar that ends by a fault of its own (EX_SOFTWARE of sysexits.h)."""
 
@@ -44,7 +44,7 @@ MEND = {
 
 
 class HealthServer(Protocol):
-    """Liveness, readiness and metrics, served; see `kvstore.metrics`."""
+    """Serves liveness, readiness and metrics; see `kvstore.metrics`."""
 
     port: int
 
@@ -59,12 +59,11 @@ class HealthServer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Outside:
-    """What a sidecar is handed. process_seconds: that the processor has worked for it. first_number: of a
-    connection, above those of every earlier run, which are fewer than 2**`sessions.CONNECTION_BITS`, or as good as
-    that. new_token: random bytes, that many. health: makes the pages, from host, port and the daemon. policies:
-    finds one by its name. keeper: who holds the memory for the next process, if anybody does. couriers: makes what
-    serves those who bring blocks from elsewhere, where they are wanted.
-    """
+    """What a sidecar is handed. process_seconds: processor time of this process. first_number: of a connection, above
+    those of every earlier run, which are fewer than 2**`sessions.CONNECTION_BITS`, or practically so. new_token:
+    returns so many random bytes. health: makes the pages, from host, port and the daemon. policies: finds one by its
+    name. keeper: holds the memory for the next process, if there is a keeper. couriers: makes the part that serves
+    couriers, where they are configured."""
 
     clock: Clock
     process_seconds: Callable[[], float]
@@ -78,21 +77,21 @@ class Outside:
 
 
 def serve(settings: Settings, outside: Outside, started: Callable[[list[str], int | None], None]) -> bool:
-    """Until SIGTERM or SIGINT, or SIGHUP where a keeper starts the next process: whether it is to.
+    """Serve until SIGTERM or SIGINT, or SIGHUP if a keeper starts the next process; returns whether it is to.
 
-    started: told the sockets and health's port once connections are taken.
+    started: called with the sockets and health's port once connections are accepted.
 
-    Raises `BadInput`, `DirectoryInUse`, `KeysUnusable`, and `OutOfResources` where the machine has not enough of
-    something to serve at all.
+    Raises `BadInput`, `DirectoryInUse`, `KeysUnusable`, and `OutOfResources` if the machine lacks something without
+    which nothing can be served.
     """
     try:
         return _serve(settings, outside, started)
-    except DirectoryInUse:  # which is made of an error that elsewhere says that there is no thread
+    except DirectoryInUse:  # raised from an error that elsewhere means that there is no thread
         raise
     except (OSError, MemoryError, RuntimeError, TierError, StoreError) as error:
-        for number in ENDS:  # whatever holds up the end from here on, it can be ended
+        for number in ENDS:  # whatever delays the end from here on, a signal ends it
             signal.signal(number, signal.SIG_DFL)
-        kind = kind_of(error)  # also of what a line for people was made of
+        kind = kind_of(error)  # also of the cause of an error for people
         if kind not in SHORTAGES:
             raise
         raise OutOfResources(f"the sidecar cannot serve, {kind}: {error or 'none left'}; {MEND[kind]}") from None
@@ -137,13 +136,13 @@ def _serve(settings: Settings, outside: Outside, started: Callable[[list[str], i
 
 
 def _end_at_once() -> None:
-    """A sidecar that serves nobody is of no use, and a keeper starts another one on the same memory."""
+    """A sidecar that serves no client is of no use, and a keeper starts another one on the same memory."""
     os._exit(FAILED)
 
 
 class _Signals:
-    """What asks for the end. The system's own handler writes each signal down, in whichever thread: none is lost, as
-    one may be that Python's handler is told of while the main thread goes to sleep."""
+    """Signals that ask for the end. The system's own handler records each one, in whichever thread, so none is lost:
+    Python's own may run just as the main thread goes to sleep."""
 
     def __init__(self) -> None:
         self._heard, self._told = socket.socketpair()
@@ -153,7 +152,7 @@ class _Signals:
             signal.signal(number, lambda *_: None)
 
     def wait(self) -> int:
-        """Until there is one, also one from before."""
+        """Wait for the next signal, or return one that came before."""
         while True:
             for number in self._heard.recv(64):
                 if number in ENDS:
@@ -161,7 +160,7 @@ class _Signals:
 
 
 def _try_shared_memory() -> None:
-    """Have a page of it. Raises `BadInput` where there is none: a store without it would serve nothing."""
+    """Allocate a page of it. Raises `BadInput` if that fails: a store without it would serve nothing."""
     try:
         Extent(PROBE_BYTES).close()
     except OSError as error:
@@ -172,8 +171,8 @@ def _try_shared_memory() -> None:
 
 
 def _usable_policy(name: str, policies: Callable[[str], PolicyMaker]) -> tuple[PolicyMaker, str]:
-    """The policy that was set, or, where it cannot run here, the usual one and why: the host's engines are better off
-    with a store that evicts by a simpler rule than with none."""
+    """The policy that was set or, if it cannot run here, the usual one and why: engines are better off with a store
+    that evicts by a simpler rule than with none."""
     try:
         return policies(name), ""
     except BadInput as error:
@@ -209,7 +208,7 @@ _KNOWN = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", 
 
 
 class JsonLines(logging.Formatter):
-    """time (seconds since 1970), level, logger, message, and what a call gave as `extra`."""
+    """time (seconds since 1970), level, logger, message, and the `extra` of the call."""
 
     def format(self, record: logging.LogRecord) -> str:
         """One line."""
@@ -226,7 +225,7 @@ class JsonLines(logging.Formatter):
 
 
 class TextLines(logging.Formatter):
-    """Time, level, logger, message, and what a call gave as `extra` as name=value."""
+    """Time, level, logger, message, and the `extra` of the call as name=value."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -241,8 +240,8 @@ def _extra(record: logging.LogRecord) -> dict[str, object]:
 
 
 OURS = ("kvstore", "tiering", "kv_kernels", "engine_adapter")
-"""Loggers that the level is for. What others say is written from warnings on: a compiler has tens of thousands of lines
-for whoever mends it."""
+"""Loggers that the level applies to. Others log from warnings on: a compiler has tens of thousands of lines for its own
+developers."""
 
 
 def log_to_stderr(level: str, style: str) -> None:

@@ -1,17 +1,17 @@
-"""Who is at the door, and what each of them holds.
+"""The clients of the sidecar, and what each of them holds.
 
 A session is one engine: a scheduler and its workers, each with a connection of its own. They find each other by a token
-of the engine's making: whoever says it first begins the session, also after a restart of the sidecar. It counts beside
-the tenant only, so that no token leads to another tenant's session. A lease belongs to the session; every connection
-that took it or attached to it is one of its holders, and it ends with the last of them. A reservation belongs to one
-connection, and of a collective one each connection has a share, under a number of its own.
+that the engine makes: the first connection to name it begins the session, also after a restart of the sidecar. A token
+is valid within its tenant only, so none leads to another tenant's session. A lease belongs to the session; every
+connection that took it or attached to it is one of its holders, and it ends with the last of them. A reservation
+belongs to one connection; of a collective one each connection has a share, under a number of its own.
 
-A connection may have a *bell*, at which its client listens. It is rung when memory that it may map was given back,
-since others wait for that, and then not again before the client has asked what there is to be told.
+A connection may have a *notification pipe*, which its client listens at. It is written to when memory that the client
+may map was given back, since other clients wait for that, and not again before the client has asked for the list.
 
-A connection that breaks off says nothing about the process behind it, which may still be copying. What it held pins
-nothing from then on and is kept from any other use until the kernel says that no mapping of that connection is left
-(`Extent.is_shared`); only then it is given back. How many such connections a tenant may have is for the door to bound
+A connection that breaks says nothing about the process behind it, which may still be copying. Its leases pin nothing
+from then on, and its places are not reused until the kernel says that no mapping of that connection is left
+(`Extent.is_shared`); only then are they freed. The door bounds how many such connections a tenant may have
 (`departed_of`).
 """
 
@@ -34,16 +34,16 @@ from kvstore.protocol.messages import MIN_SESSION_BYTES
 from kvstore.protocol.notify_pipe import NotifyPipe, new_notify_pipe
 
 MAX_LEASED_PLACES = 1 << 23
-"""Blocks times parts that the leases of one tenant name, each as often as one does: 8 bytes each, and 4 for each block,
-so that they take 96 MiB of the sidecar's own memory at most."""
+"""Blocks times parts of all leases of one tenant: 8 bytes each, and 4 for each block, at most 96 MiB of the sidecar's
+own memory."""
 COURIERS = b"couriers"
 CONNECTION_BITS = 24
-"""Connections of one run are numbered so far, in no order: a client can ask the kernel for the numbers of its own."""
+"""Numbers of one run's connections, in no order: a client can ask the kernel for the numbers of its own."""
 
 
 @dataclass(eq=False, slots=True)
 class HeldLease:
-    """request: the engine's name for what the lease serves. holders: connections, by number. blocks: that it pins.
+    """request: the engine's name for what the lease serves. holders: connections, by number. blocks: pinned ones.
     places: blocks times parts."""
 
     request: str
@@ -54,8 +54,8 @@ class HeldLease:
 
 @dataclass(eq=False, slots=True)
 class Session:
-    """One engine. token: by which others join it. connections: that are there. leased_places: of its leases, and of
-    those that are being asked for. departed: how many are gone and may have something mapped."""
+    """One engine. token: by which its processes join it. connections: open ones. leased_places: of its leases, and of
+    those being requested. departed: closed connections that may still have memory mapped."""
 
     token: bytes
     tenant: TenantKeys
@@ -69,14 +69,14 @@ class Session:
 
     @property
     def name(self) -> bytes:
-        """Which it is, of all tenants' sessions."""
+        """Its name among all tenants' sessions."""
         return self.tenant.tenant + self.token
 
 
 @dataclass(slots=True)
 class ReservationProgress:
-    """A reservation under way: how many blocks it has, and how many of them are committed, by part. parts: those that
-    the connection fills. began_at: when it was asked for, by the store's clock."""
+    """A reservation under way: its number of blocks, and how many of them are committed, by part. parts: those that the
+    connection fills. began_at: when it was asked for, by the store's clock."""
 
     namespace: int
     blocks: int
@@ -89,9 +89,9 @@ class ReservationProgress:
 @dataclass(eq=False, slots=True)
 class ClientState:
     """One connection. number: by which the kernel knows its mappings. namespaces: that it opened, each with the layer
-    slices of its parts. named: these by the numbers that the client has for them. extents: shared with it. shares: how
-    often each of them was. retired_seen: how far it was told what to unmap. is_rung: whether its bell was, since it
-    asked last. fingerprint: of the keys that it hashes with, if others than its tenant has. is_courier: it is one."""
+    slices of its parts. named: the same by the client's own numbers. extents: shared with it. shares: how often each of
+    them was. retired_seen: up to where it was told what to unmap. is_rung: whether it was notified since it last asked.
+    fingerprint: of the keys it hashes with, if they are not its tenant's. is_courier: whether it is a courier."""
 
     number: int
     session: Session
@@ -108,16 +108,15 @@ class ClientState:
 
     @property
     def keys(self) -> TenantKeys:
-        """The tenant's."""
+        """Its tenant's."""
         return self.session.tenant
 
     @property
     def session_name(self) -> bytes:
-        """See `Session.name`."""
         return self.session.name
 
     def parts_of(self, named: int) -> int:
-        """Of a namespace by the client's number; 1 where it is none."""
+        """Layer slices of a namespace, by the client's number; 1 if there is none."""
         return len(self.namespaces.get(self.named.get(named, -1), (0,)))
 
 
@@ -125,15 +124,15 @@ class Sessions:
     """All sessions of a store. Thread-safe."""
 
     def __init__(self, store: Store, first_number: int, new_token: Callable[[int], bytes]) -> None:
-        """first_number: of a connection; above those of every earlier run. new_token: random bytes, that many."""
+        """first_number: of a connection; above those of every earlier run. new_token: returns so many random bytes."""
         self._store, self._new_token, self._first_number = store, new_token, first_number
         self._lock = threading.Lock()
         self._numbers = Numbers(new_token(NUMBER_KEY_BYTES), CONNECTION_BITS)
         self._sessions: dict[tuple[bytes, bytes], Session] = {}  # by tenant and token
         self._callers: dict[int, ClientState] = {}
         self._departed: DisconnectedClients[ClientState] = DisconnectedClients(store)
-        self._leased_places: Counter[bytes] = Counter()  # of all a tenant's sessions
-        self._mapped: deque[int] = deque()  # extents that were given back: whoever maps them was not rung for yet
+        self._leased_places: Counter[bytes] = Counter()  # of all sessions of a tenant
+        self._mapped: deque[int] = deque()  # extents given back, whose clients are not notified yet
 
     # Coming --------------------------------------------------------------------------------------------------------
 
@@ -145,7 +144,7 @@ class Sessions:
             return self._enter(session)
 
     def join(self, tenant: TenantKeys, token: bytes, engine: str) -> ClientState:
-        """A connection of the session of that name, which begins with it if the tenant has none."""
+        """A connection of the session with that token, which begins the session if the tenant has none."""
         with self._lock:
             session = self._sessions.get((tenant.tenant, token))
             if session is None:
@@ -159,21 +158,21 @@ class Sessions:
         return caller
 
     def callers(self) -> list[ClientState]:
-        """Connections that are there."""
+        """Open connections."""
         with self._lock:
             return list(self._callers.values())
 
     # Leases --------------------------------------------------------------------------------------------------------
 
     def leased_blocks(self, caller: ClientState) -> int:
-        """How many blocks the session's leases name, each as often as one does."""
+        """Blocks in the session's leases; a block counts once per lease."""
         return caller.session.leased_blocks
 
     @contextmanager
     def asking(self, caller: ClientState, places: int) -> Iterator[bool]:
-        """Whether a lease of so many blocks times parts may be granted; while it is asked for, no other lease is
-        granted them. Every session may have as many as are left to its tenant then, so that one alone gets half of
-        `MAX_LEASED_PLACES`, of two each a third, and there are always some for the next."""
+        """A context for a lease request of so many blocks times parts; yields whether it may be granted, and reserves
+        the places meanwhile. A session may hold as much as is then left to its tenant: one alone gets half of
+        `MAX_LEASED_PLACES`, two a third each, and there is always some for the next."""
         session, tenant = caller.session, caller.session.tenant.tenant
         with self._lock:
             taken = self._leased_places[tenant] + self._store.ending_places(tenant) + places
@@ -194,7 +193,7 @@ class Sessions:
             del self._leased_places[session.tenant.tenant]
 
     def took(self, caller: ClientState, lease: int, request: str, blocks: int, parts: int) -> None:
-        """A connection was granted a lease. If it has gone meanwhile, the lease goes the same way."""
+        """A connection was granted a lease. If it has closed meanwhile, the lease ends at once."""
         with self._lock:
             caller.session.leases[lease] = HeldLease(request, {caller.number}, blocks, blocks * parts)
             caller.session.leased_blocks += blocks
@@ -205,18 +204,18 @@ class Sessions:
         self._store.begin_ending((), (lease,))
 
     def places_named(self, caller: ClientState, leases: Iterable[int]) -> int:
-        """How many blocks times parts these leases of the session's have."""
+        """Blocks times parts of these leases of the session."""
         with self._lock:
             held = caller.session.leases
             return sum(held[lease].places for lease in set(leases) if lease in held)
 
     def places_of(self, caller: ClientState, request: str) -> int:
-        """The same of those that it took for a request."""
+        """Blocks times parts of the leases that the session took for a request."""
         with self._lock:
             return sum(held.places for held in caller.session.leases.values() if held.request == request)
 
     def attach(self, caller: ClientState, leases: Iterable[int]) -> list[int]:
-        """Which of the session's leases the connection holds too from now on: those that still pin."""
+        """Make the connection a holder of these leases of its session; returns those that still pin."""
         with self._lock:
             held = [lease for lease in leases if lease in caller.session.leases and self._store.is_leased(lease)]
             for lease in held:
@@ -224,25 +223,25 @@ class Sessions:
             return held
 
     def request_of(self, caller: ClientState, lease: int) -> str | None:
-        """What the lease is for; None where the connection is none of its holders."""
+        """What the lease is for; None if the connection does not hold it."""
         with self._lock:
             held = caller.session.leases.get(lease)
             return held.request if held is not None and caller.number in held.holders else None
 
     def release(self, caller: ClientState, leases: Iterable[int]) -> None:
-        """The connection lets go of leases; those that it does not hold are ignored."""
+        """The connection releases leases; those that it does not hold are ignored."""
         with self._lock:
             ended, expired = self._let_go(caller, leases)
         self._store.begin_ending(ended, expired)
 
     def release_request(self, caller: ClientState, request: str) -> None:
-        """The same of all that the session took for a request of the engine's."""
+        """The connection releases all leases that the session took for a request of the engine's."""
         with self._lock:
             leases = [lease for lease, held in caller.session.leases.items() if held.request == request]
         self.release(caller, leases)
 
     def _let_go(self, caller: ClientState, leases: Iterable[int]) -> tuple[list[int], list[int]]:
-        """Returns the leases that nobody holds any more, and those that only departed connections do."""
+        """Returns the leases without a holder left, and those whose remaining holders have all disconnected."""
         ended, expired = [], []
         for lease in leases:
             held = caller.session.leases.get(lease)
@@ -277,14 +276,14 @@ class Sessions:
             return is_there
 
     def ended(self, caller: ClientState, reservation: int) -> None:
-        """It was aborted, or all of it was committed."""
+        """A reservation was aborted, or all of it was committed."""
         with self._lock:
             caller.reservations.pop(reservation, None)
 
     # Going ---------------------------------------------------------------------------------------------------------
 
     def left(self, caller: ClientState) -> None:
-        """A connection is gone. What nobody else holds pins nothing any more; `sweep` gives it back."""
+        """A connection is gone. Leases that no other one holds pin nothing any more; `sweep` frees their places."""
         with self._lock:
             if self._callers.pop(caller.number, None) is None:
                 return
@@ -297,20 +296,20 @@ class Sessions:
         self._store.begin_ending((), expired)
         for reservation in cancelled:
             self._store.cancel(reservation)
-        if gone is not None:  # as a rule its process ended, and nothing is mapped
+        if gone is not None:  # usually its process has ended, and nothing is mapped
             self._look(gone, LOOKS)
 
     def _depart(self, caller: ClientState) -> DisconnectedClient[ClientState] | None:
-        """It is gone; None where that is known. Under the lock."""
-        whose = caller.session.tenant.tenant + COURIERS * caller.is_courier  # who keep no engine out
+        """The connection is gone; None if that is known already. Under the lock."""
+        # Couriers are counted apart, so that they keep no engine out.
+        whose = caller.session.tenant.tenant + COURIERS * caller.is_courier
         gone = self._departed.add(caller.number, whose, caller, caller.extents)
         caller.session.departed += gone is not None
         return gone
 
     def sweep(self) -> int:
-        """Give back what departed connections held and nobody maps any more; returns how many of them are left. Looks
-        at some of them, the next ones the next time. Ends collective puts whose time is over as well, and a piece of
-        the leases that are over."""
+        """Free what disconnected clients held, once they map nothing any more; returns how many are left. Looks at some
+        of them per call, in turn. Also expires collective puts, and ends a piece of the leases that are over."""
         self._store.expire_due()
         with self._lock:
             turns = self._departed.turns()
@@ -321,8 +320,7 @@ class Sessions:
         return len(self._departed)
 
     def _look(self, gone: DisconnectedClient[ClientState], most: int) -> int:
-        """Whether it has nothing mapped any more; then what it held is given back. Returns how many questions to the
-        kernel that took."""
+        """If it has nothing mapped any more, free what it held. Returns how many questions to the kernel that took."""
         is_mapped, looks = self._departed.look(gone, most)
         if is_mapped:
             return looks
@@ -347,25 +345,24 @@ class Sessions:
 
     @property
     def is_ending(self) -> bool:
-        """Whether there is something for `finish_ending` to do."""
+        """Whether `finish_ending` has work."""
         return self._store.is_ending
 
     def finish_ending(self) -> None:
-        """Give back what leases that are over pinned, and what departed connections had reserved, however much it is:
-        in a thread for which no client waits."""
+        """Free what ended leases pinned and what disconnected clients had reserved, however much it is: for a thread
+        that no client waits for."""
         self._store.finish_ending()
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether `sweep` has something to wait for: departed connections, collective puts under way, leases that
-        end."""
+        """Whether `sweep` has work: disconnected clients, collective puts under way, leases that end."""
         return bool(self._departed) or self._store.runs_out_at != inf or self._store.is_ending
 
     # Telling -------------------------------------------------------------------------------------------------------
 
     def watch_memory(self, wake: Callable[[], None]) -> None:
-        """Have those told who may map what is given back. wake: called when `notify` is to be called next, by any
-        thread and under the store's lock."""
+        """From now on notify clients that may map memory when it is given back. wake: called, by any thread and under
+        the store's lock, when `notify` is due."""
 
         def is_mapped(extent: int) -> None:
             self._mapped.append(extent)
@@ -374,7 +371,7 @@ class Sessions:
         self._store.tell_of_mapped(is_mapped)
 
     def notify(self) -> None:
-        """For everybody who may map what was given back since it was called last."""
+        """Notify every client that may map memory which was given back since the last call."""
         given_back: set[int] = set()
         while self._mapped:
             given_back.add(self._mapped.popleft())
@@ -389,23 +386,23 @@ class Sessions:
                         self._notify(caller)
 
     def end_notifying(self) -> None:
-        """Nobody is told anything any more."""
+        """Close all notification pipes."""
         with self._lock:
             for caller in self._callers.values():
                 self._take_notify_pipe(caller)
 
     def ring(self, caller: ClientState) -> None:
-        """There is something to be told; or an answer told it beside what was asked for, perhaps unread."""
+        """Notify a client that there is a list to ask for, or that an answer, perhaps unread, has brought it."""
         with self._lock:
             self._notify(caller)
 
     def asked(self, caller: ClientState) -> None:
-        """A client asks what there is to be told, and is about to be told it."""
+        """A client asks for the list, and is about to get it."""
         with self._lock:
             caller.is_rung = False
 
     def new_notify_pipe(self, caller: ClientState) -> int | None:
-        """The end of a bell that is its client's; None where there is none to be had."""
+        """The client's end of a new notification pipe; None where there is none to be had."""
         try:
             ours, theirs = new_notify_pipe()
         except OSError:  # no descriptors left
@@ -432,7 +429,7 @@ class Sessions:
     # Facts ---------------------------------------------------------------------------------------------------------
 
     def gone(self, caller: ClientState) -> Sequence[int]:
-        """Extents that were shared with a connection and were given back since it was last told."""
+        """Extents shared with a connection that were given back since it was last told."""
         retired = self._store.retired_extents
         if caller.retired_seen == retired:
             return ()
@@ -444,16 +441,16 @@ class Sessions:
         return gone
 
     def __len__(self) -> int:
-        """Connections that are there."""
+        """Open connections."""
         return len(self._callers)
 
     def sessions(self) -> Iterator[Session]:
-        """Every session, with or without connections."""
+        """Every session, with or without open connections."""
         with self._lock:
             return iter(list(self._sessions.values()))
 
     def reservations(self) -> dict[bytes, int]:
-        """How many each session has under way, by its token. A collective one is one, however many fill it."""
+        """Reservations under way of each session, by its token. A collective one counts once."""
         collective = self._store.collective_puts()
         with self._lock:
             counts = Counter({one.token: collective.get(one.name, 0) for one in self._sessions.values()})
@@ -463,59 +460,58 @@ class Sessions:
 
     @property
     def open_sessions(self) -> int:
-        """How many sessions there are, with or without connections."""
+        """The number of sessions, with or without open connections."""
         return len(self._sessions)
 
     @property
     def departed(self) -> int:
-        """Connections that are gone and of which a mapping may be left."""
+        """Disconnected clients that may still have memory mapped."""
         return len(self._departed)
 
     @property
     def looks(self) -> int:
-        """How often the kernel was asked about them, since the start."""
+        """Questions to the kernel about them, since the start."""
         return self._departed.looks
 
     def departed_of(self, tenant: bytes) -> int:
-        """How many of them a tenant has; its couriers are `COURIERS` behind its id."""
+        """How many of them a tenant has; its couriers count under its id followed by `COURIERS`."""
         return self._departed.count_of(tenant)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Connections that are gone while memory which they were given may still be mapped.
 #
-# What such a connection held is kept from any other use until the kernel says of every extent that was shared with it
-# that no mapping is left. An extent that it has let go of once is not asked about again: nobody shares anything with a
-# connection that is gone. So each look costs one question where a mapping stays, and `LOOKS` bounds what a sweep costs,
-# however many connections are gone: it goes on where the last one ended.
+# What such a connection held is not reused until the kernel says of every extent that was shared with it that no
+# mapping is left. An extent that was once unmapped is not asked about again, since nothing is shared with a closed
+# connection. So each look costs one question while a mapping stays, and `LOOKS` bounds the cost of a sweep, however
+# many connections are gone: the next sweep goes on where the last one ended.
 #
-# A client can make questions about its memory slow, by placing many locks on it. A tenant where one was slow is left
-# out of so many sweeps that its questions take a fiftieth of a processor: its own memory waits for that, and no other
-# tenant's.
+# A client can make questions about its memory slow, by placing many locks on it. A tenant with a slow one skips so many
+# sweeps that its questions take a fiftieth of a processor: only its own memory waits for that.
 #
 # Not thread-safe, but for `look`, which asks the kernel and is to be called without a lock.
 
 
 C = TypeVar("C")
 LOOKS = 64
-"""Questions to the kernel in one sweep."""
+"""Questions to the kernel per sweep."""
 SLOW_SECONDS = 0.001
-"""That questions about one connection may take in one sweep."""
+"""How long the questions about one connection may take per sweep."""
 SWEEPS_A_SECOND = 1000
-"""Of questions, for which their tenant is left out: sweeps are 50 ms apart as a rule."""
+"""A tenant skips so many sweeps for each second that its questions took: sweeps are usually 50 ms apart."""
 
 
 class Mappings(Protocol):
-    """What is known of mappings: `Store`."""
+    """Knows the mappings: `Store`."""
 
     def unmapped(self, extents: Sequence[int], holder: int) -> Unmapped:
-        """How many of these, from the first on, that holder has let go of, as far as it was looked."""
+        """How many leading extents of these the holder has unmapped, as far as was checked."""
         ...
 
 
 @dataclass(eq=False, slots=True)
 class DisconnectedClient(Generic[C]):
-    """One connection. number: by which the kernel knows its mappings. extents: that it may have mapped still."""
+    """One connection. number: by which the kernel knows its mappings. extents: that it may still have mapped."""
 
     number: int
     tenant: bytes
@@ -524,20 +520,20 @@ class DisconnectedClient(Generic[C]):
 
 
 class DisconnectedClients(Generic[C]):
-    """Who they are, by tenant, and whose turn it is to be looked at."""
+    """They, by tenant, and the order in which they are looked at."""
 
     def __init__(self, mappings: Mappings) -> None:
         self._mappings = mappings
-        self._gone: OrderedDict[int, DisconnectedClient[C]] = OrderedDict()  # whose turn is next comes first
+        self._gone: OrderedDict[int, DisconnectedClient[C]] = OrderedDict()  # in the order of their turns
         self._of: Counter[bytes] = Counter()
-        self._left_out: dict[bytes, int] = {}  # by tenant: of so many sweeps
-        self._looked_at: dict[bytes, object] = {}  # by tenant: the look under way, of some thread
+        self._left_out: dict[bytes, int] = {}  # by tenant: sweeps that it skips
+        self._looked_at: dict[bytes, object] = {}  # by tenant: the look that some thread is at
         self._asked: list[int] = []  # connections that were asked about since the last sweep began
         self.looks = 0
         """Questions to the kernel since the start."""
 
     def add(self, number: int, tenant: bytes, caller: C, extents: Iterable[int]) -> DisconnectedClient[C] | None:
-        """A connection is gone; None where that is known."""
+        """A client has disconnected; None if that is known already."""
         if number in self._gone:
             return None
         gone = self._gone[number] = DisconnectedClient(number, tenant, caller, list(extents))
@@ -545,7 +541,7 @@ class DisconnectedClients(Generic[C]):
         return gone
 
     def remove(self, gone: DisconnectedClient[C]) -> bool:
-        """It has nothing mapped any more; whether it was there."""
+        """It has nothing mapped any more; returns whether it was here."""
         if self._gone.get(gone.number) is not gone:
             return False
         del self._gone[gone.number]
@@ -555,8 +551,7 @@ class DisconnectedClients(Generic[C]):
         return True
 
     def turns(self) -> list[DisconnectedClient[C]]:
-        """Those who are to be looked at in this sweep; connections that were looked at since the last one come last
-        from now on."""
+        """Those to look at in this sweep; those looked at since the last one go to the end."""
         asked, self._asked = self._asked, []
         for number in asked:
             if number in self._gone:
@@ -566,10 +561,10 @@ class DisconnectedClients(Generic[C]):
         return list(islice((gone for gone in self._gone.values() if gone.tenant not in left_out), LOOKS))
 
     def look(self, gone: DisconnectedClient[C], most: int = LOOKS) -> tuple[bool, int]:
-        """Whether it may have something mapped, and how many questions that took: no more than `most`, and none where
-        its tenant is left out now, or another thread asks about one of its connections: many threads that ask at a time
-        would leave no processor to the door."""
-        extents = gone.extents  # what another thread finds out meanwhile is as true
+        """Whether it may still have memory mapped, and how many questions that took: at most `most`, and none while its
+        tenant skips sweeps, or while another thread asks about one of the tenant's connections: many threads that ask
+        at once would leave the door no processor."""
+        extents = gone.extents  # another thread's findings meanwhile are as valid
         if not extents or gone.tenant in self._left_out:
             return bool(extents), 0
         look = object()
@@ -591,7 +586,6 @@ class DisconnectedClients(Generic[C]):
         return self._of[tenant]
 
     def callers(self) -> list[C]:
-        """All of them."""
         return [gone.caller for gone in self._gone.values()]
 
     def __len__(self) -> int:

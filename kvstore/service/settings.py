@@ -72,9 +72,9 @@ WORDS = {
     "log.level": f"{', '.join(LEVELS[:-1])} or {LEVELS[-1]}, in quotes",
     "log.format": f"{' or '.join(FORMATS)}, in quotes",
 }
-"""What may be given, where that is a word or two."""
+"""Allowed values of settings that are a word or two."""
 MAX_SWEEP_SECONDS = 10.0
-"""Memory of those who are gone comes back no sooner than it is looked for."""
+"""Memory of disconnected clients is freed no sooner than a sweep finds it."""
 MAX_USER = (1 << 32) - 2
 """The highest user id; the one above it means none."""
 FINGERPRINT_DIGITS = 2 * KEY_ID_BYTES
@@ -86,11 +86,10 @@ MOST_CONFIGURATION_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class StoreSettings(TierOptions):
-    """A sidecar's tiers. dram, nvme: "auto" is half of the memory that this process may have, and four fifths of what
-    the disk has free; "off" is no nvme. data: the directory of keys and slabs. prefault: whether all of dram is taken
-    from the machine at the start, behind what is served. keeper: whether a parent process holds the memory, and starts
-    the sidecar again after a crash.
-    """
+    """A sidecar's tiers. dram, nvme: "auto" is half of the memory that this process may have, and four fifths of the
+    disk's free space; "off" is no NVMe. data: the directory of keys and slabs. prefault: whether all of DRAM is taken
+    from the machine at the start, in the background. keeper: whether a parent process holds the memory, and starts the
+    sidecar again after a crash."""
 
     dram: Size = AUTO
     nvme: Size | None = AUTO
@@ -101,10 +100,9 @@ class StoreSettings(TierOptions):
 
 @dataclass(frozen=True, slots=True)
 class DoorSettings:
-    """socket: of the default tenant; beside the data if not given. mode: of every tenant's socket, in octal. users:
-    who may connect, by user id; whoever can open the socket if not given, and nobody if empty. share, weight: as a
-    tenant's.
-    """
+    """socket: of the default tenant; beside the data if not given. mode: of every tenant's socket, in octal. users: who
+    may connect, by user id; without it, every user who can open the socket; an empty list admits none. share, weight:
+    as a tenant's."""
 
     socket: str | None = None
     mode: str = "660"
@@ -115,14 +113,13 @@ class DoorSettings:
 
     @property
     def mode_bits(self) -> int:
-        """The mode as a number."""
         return int(self.mode, 8)
 
 
 @dataclass(frozen=True, slots=True)
 class TenantSettings:
-    """socket: by which a tenant comes in. users: as in the door's. share: the part of each tier that is guaranteed to
-    it. weight: how much it has of the rest, beside the others."""
+    """socket: the tenant's. users: as in the door's. share: the part of each tier that is guaranteed to it. weight: its
+    part of the rest, relative to the others'."""
 
     socket: str
     users: list[int] | None = None
@@ -132,7 +129,7 @@ class TenantSettings:
 
 @dataclass(frozen=True, slots=True)
 class AdminSettings:
-    """socket: of the operator; beside the data if not given."""
+    """socket: the operator's; beside the data if not given."""
 
     socket: str | None = None
 
@@ -148,14 +145,13 @@ class ObserveSettings:
 
     @property
     def mode_bits(self) -> int:
-        """The mode as a number."""
         return int(self.mode, 8)
 
 
 @dataclass(frozen=True, slots=True)
 class HttpSettings:
-    """listen: HOST:PORT of liveness, readiness and metrics; none if not given. token_file: holds what a scraper has to
-    send for the metrics; without it they are served only where there is one tenant."""
+    """listen: HOST:PORT of liveness, readiness and metrics; none if not given. token_file: holds the token that a
+    scraper must send for the metrics; without it they are served only if there is a single tenant."""
 
     listen: str | None = None
     token_file: str | None = None
@@ -164,9 +160,9 @@ class HttpSettings:
 @dataclass(frozen=True, slots=True)
 class ConsoleSettings:
     """listen: HOST:PORT of the console, a process that the keeper runs beside the sidecar; none if not given.
-    token_file: of one line; needed where other hosts can come in. operator: whether it is handed the operator's socket,
-    so that who gives that line may drop, purge and warm there. audit_file: where it writes what was done; beside the
-    data if not given."""
+    token_file: of one line; needed if other hosts can connect. operator: whether the console gets the operator's
+    socket, so that holders of the token may drop, purge and warm there. audit_file: where it records what was done;
+    beside the data if not given."""
 
     listen: str | None = None
     token_file: str | None = None
@@ -176,7 +172,7 @@ class ConsoleSettings:
 
 @dataclass(frozen=True, slots=True)
 class LogSettings:
-    """level: from which on. format: one JSON object per line, or text."""
+    """level: the lowest that is logged. format: one JSON object per line, or text."""
 
     level: str = "info"
     format: str = "json"
@@ -201,36 +197,36 @@ class Settings:
 
     @property
     def admin_socket(self) -> str:
-        """Of the operator."""
+        """The operator's socket."""
         return self.admin.socket or default_socket(self.store.data, ADMIN_SOCKET)
 
     @property
     def audit_file(self) -> str:
-        """Of what operators did at the console."""
+        """The record of what operators did at the console."""
         return self.console.audit_file or default_socket(self.store.data, AUDIT_FILE)
 
     @property
     def observe_socket(self) -> str:
-        """Of observers."""
+        """The observers' socket."""
         return self.observe.socket or default_socket(self.store.data, OBSERVE_SOCKET)
 
     @property
     def wants_courier(self) -> bool:
-        """Whether blocks of other nodes, or of a remote engine, are brought here."""
+        """Whether blocks of other nodes, or of a remote engine, are fetched."""
         return self.network.wants_peers or self.remote.url is not None
 
     @property
     def courier_socket(self) -> str:
-        """Of couriers, where they are wanted."""
+        """The couriers' socket, if there is to be one."""
         return default_socket(self.store.data, COURIER_SOCKET)
 
     @property
     def peers_door(self) -> str:
-        """Where other nodes reach this one, as tickets name it; empty where they do not."""
+        """Where other nodes reach this one, as tickets name it; empty if they do not."""
         return self.network.listen or "" if self.network.wants_peers else ""
 
     def sockets(self) -> dict[str, TenantSettings]:
-        """Of every tenant. Raises `BadInput` where two have one, or where a path is too long."""
+        """Every tenant's socket. Raises `BadInput` if two have the same, or if a path is too long."""
         default = self.door.socket or default_socket(self.store.data, TENANT_SOCKET)
         door = TenantSettings(default, self.door.users, self.door.share, self.door.weight)
         found = {DEFAULT_TENANT: door, **self.tenants}
@@ -258,7 +254,7 @@ class Settings:
 
 
 def shares_of(settings: Settings) -> Mapping[str, Share]:
-    """Of the tenants of whom something is said. Raises `BadInput`."""
+    """The shares of tenants that have settings. Raises `BadInput`."""
     found = {}
     for name, one in settings.sockets().items():
         if one.share is None and one.weight is None:
@@ -270,8 +266,8 @@ def shares_of(settings: Settings) -> Mapping[str, Share]:
 
 
 def read_configuration(path: Path) -> bytes:
-    """A file of settings; a pipe is none, since the keeper's process and the sidecar's both read it. Raises `BadInput`,
-    and `OSError`."""
+    """A settings file; never a pipe, since both the keeper's process and the sidecar's read it. Raises `BadInput`, and
+    `OSError`."""
     try:
         return read_file(path, MOST_CONFIGURATION_BYTES)
     except Unfit as error:
@@ -284,7 +280,7 @@ def read_settings(
     name: str = "the configuration",
     environment: Mapping[str, str] | None = None,
 ) -> Settings:
-    """What TOML (in UTF-8) says, with variables of the environment above it, and flags above both. flags: section ->
+    """Settings from TOML (in UTF-8), overridden by variables of the environment, and these by flags. flags: section ->
     key -> value, None where a flag was not given. name: of the file, for messages.
 
     Raises `BadInput`.
@@ -337,8 +333,8 @@ def _read_settings(
 
 
 def from_environment(environment: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Settings by section that variables name: `KVSTORE_STORE_DRAM` is `store.dram`. What is not text is written as in
-    TOML. `SHORT` ones are for the operators' commands too. Raises `BadInput` for one that names no setting."""
+    """Settings by section from variables: `KVSTORE_STORE_DRAM` is `store.dram`. Values that are not text are written as
+    in TOML. `SHORT` names are for the operators' commands too. Raises `BadInput` for one that names no setting."""
     known = {f"{VARIABLE}{section}_{key}".upper(): (section, key, kind) for section, key, kind in _all_settings()}
     given: dict[str, dict[str, Any]] = {}
     for name, (section, key) in SHORT.items():
@@ -363,7 +359,7 @@ def from_environment(environment: Mapping[str, str]) -> dict[str, dict[str, Any]
 
 
 def _all_settings() -> Iterator[tuple[str, str, str]]:
-    """Section, key, and the key's type as it is written; not those of tenants, which have no names yet."""
+    """Section, key, and the key's type as it is written; without tenants', which have no names yet."""
     for section, kind in get_type_hints(Settings).items():
         for part in (DoorSettings, DoorLimits) if kind is DoorSettings else (kind,) if is_dataclass(kind) else ():
             for one in fields(part):
@@ -372,7 +368,7 @@ def _all_settings() -> Iterator[tuple[str, str, str]]:
 
 
 def _value(text: str) -> Any:
-    """Of a variable, as TOML has it; text where it is none, which is refused by the key's name."""
+    """A variable's value, as TOML has it; other text stays text, and is refused later under the key's name."""
     try:
         read = tomllib.loads(f"value = {text}")
     except (tomllib.TOMLDecodeError, RecursionError, ValueError):
@@ -381,7 +377,7 @@ def _value(text: str) -> Any:
 
 
 def _expand_paths(given: dict[str, Any]) -> None:
-    """Wherever ~ may stand for a home. What is no table, or no text, is refused later."""
+    """Expand ~ in every path. Values of the wrong type are refused later."""
     tables = [(given, "store", "data"), (given, "http", "token_file"), (given, "console", "token_file")]
     tables += [(given, "console", "audit_file")]
     tables += [(given, section, "socket") for section in ("door", "admin", "observe")]
@@ -467,7 +463,7 @@ def socket_key(tenant: str) -> str:
 
 
 def default_socket(data: str, name: str) -> str:
-    """Where a socket is that no setting names."""
+    """A socket's path where no setting names one."""
     return str(Path(data) / name)
 
 

@@ -1,11 +1,11 @@
-"""What engines tell of their requests, beside what the sidecar saw of these itself: for `kvstore why`, and what hits
-saved. For people: nothing here decides anything.
+"""What engines report of their requests, beside what the sidecar saw of these itself: for `kvstore why`, and the time
+that hits saved. For people: nothing here decides anything.
 
-    a lease names the request that it serves  > noted    > its engine tells what became of it  > noted beside that
-    an engine tells what its loads saved      > summed   > the sums stay when it goes
+    a lease names the request that it serves  > noted    > its engine reports its fate         > noted beside that
+    an engine reports what its loads saved    > summed   > the sums stay when it disconnects
 
-Each tenant has as many requests remembered as every other one, so that none makes another's forgotten. What a client
-tells is bounded by the message and shown as text; no decision is made by it.
+Each tenant has an equal number of remembered requests, so that none displaces another's. Reports are bounded by the
+message and shown as text; no decision depends on them.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from tiering.clock import Clock
 from tiering.counts.tally import Eviction, EvictionCause
 
 Gone = tuple[Eviction, bool] | None
-"""How a block went, and whether it had a ttl."""
+"""How a block was evicted, and whether it had a ttl."""
 TTL = "ttl"
 
 MOST_REQUESTS = 1024
-"""Of a tenant, the last ones."""
+"""Of one tenant, the latest."""
 MOST_LEASES = 8
-"""Of a request, the first ones, and as many look-ups: more are counted by its engine alone."""
+"""Of one request, the first ones, and as many look-ups; the engine alone counts more."""
 MOST_PURGES = 1024
-"""Tenants' names whose last purge is remembered."""
+"""Tenants whose last purge is remembered."""
 MOST_SECONDS = 1e9
-"""That an engine may say to have saved at once."""
+"""The most that an engine may report as saved at once."""
 MOST_MS = 1e9
 LOADED_TIERS = ("dram", "nvme")
 LATEST_LOADS = 0.9
-"""With each load of a tier those before count for so much."""
+"""The weight that earlier loads of a tier keep with each new one."""
 LEAST_LOAD_MS, MOST_RATE = 0.001, 1e12
-"""What an engine may tell of a load, and the tokens a second that are shown: more can be neither."""
+"""Bounds of a reported load time, and of the tokens per second that are shown."""
 MOST_ENGINES = 1024
-"""Whose own times to the first token are kept; of more, the ones that told longest ago are not."""
+"""Engines whose own times to first token are kept; beyond it the one that reported longest ago is dropped."""
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class _KnownRequest:
 
     @property
     def noted_at(self) -> float:
-        """When anything was noted of it last."""
+        """When it was last noted."""
         return max([self.told_at or 0.0, *(one.at for one in self.looked), *(one.at for one in self.leases)])
 
 
@@ -72,7 +72,7 @@ class ToldRequests:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        # By tenant, then by session and request; the one that was noted last at the end.
+        # By tenant, then by session and request; the most recently noted at the end.
         self._requests: dict[bytes, OrderedDict[tuple[bytes, str], _KnownRequest]] = {}
         self._saved = self._regretted = 0.0
         self._tellers: OrderedDict[bytes, SavingsTold] = OrderedDict()  # by session
@@ -82,8 +82,8 @@ class ToldRequests:
     def looked_up(
         self, caller: ClientState, verb: m.MatchPrefix, number: int, reply: MatchReply, seconds: float, gone: Gone
     ) -> None:
-        """A look-up for a request was answered, after so many seconds of the store. number: of the namespace, in it.
-        gone: how the first block that it missed went."""
+        """A look-up for a request was answered, after so many seconds in the store. number: of the namespace. gone: how
+        the first block that it missed was evicted."""
         now = self._clock.wall_seconds()
         counts = seconds, len(verb.keys), reply.blocks, _by_tier(reply.tiers)
         record = LookupNote(now, *counts, str(reply.reason or ""), printable(reply.detail), _gone_note(gone, now))
@@ -96,7 +96,7 @@ class ToldRequests:
     def leased(
         self, caller: ClientState, verb: m.LeasePrefix, number: int, reply: LeaseReply, seconds: float, gone: Gone
     ) -> None:
-        """The same of a lease."""
+        """The same for a lease."""
         now = self._clock.wall_seconds()
         blocks = max(0, reply.blocks - verb.first_block)
         counts = seconds, verb.first_block, len(verb.keys) - verb.first_block, blocks, _by_tier(reply.tiers)
@@ -115,7 +115,7 @@ class ToldRequests:
                 noted.reported += 1
 
     def tell(self, caller: ClientState, verb: m.Tell) -> None:
-        """An engine says what became of its requests. Raises `BadInput` for numbers that cannot be."""
+        """An engine reports on its requests. Raises `BadInput` for impossible numbers."""
         savings = verb.savings
         if savings is not None:
             _check(savings)
@@ -137,12 +137,12 @@ class ToldRequests:
                     self._tellers.popitem(last=False)
 
     def why(self, request: str, names: Mapping[bytes, str], models: Callable[[int], str]) -> m.WhyReply:
-        """What is known of requests whose names begin so. names: of the tenants that are looked at. models: what the
-        model of a namespace is called, by its number."""
+        """What is known of requests whose names begin so. names: of the tenants to search. models: a namespace's model,
+        by its number."""
         found: list[tuple[float, str, str, _KnownRequest]] = []
         kept = 0
         for tenant, name in names.items():
-            with self._lock:  # for one tenant's at a time: leases are noted meanwhile
+            with self._lock:  # for one tenant at a time, so that leases can be noted in between
                 mine = list(reversed(self._requests.get(tenant, OrderedDict()).items()))
             kept += len(mine)
             found += [(one.noted_at, own, name, one) for (_, own), one in mine if own.startswith(request)]
@@ -165,7 +165,7 @@ class ToldRequests:
         return m.WhyReply(records, kept)
 
     def savings(self) -> SavingsStatus | None:
-        """What all engines have told since the sidecar began; None where none has."""
+        """The sum of all engines' reports since the sidecar began; None without any."""
         with self._lock:
             if not self._tellers:
                 return None
@@ -175,7 +175,7 @@ class ToldRequests:
                 if one.ttft_saved_ms is not None and one.ttft_saved_error_ms is not None
             ]
             mean = error = None
-            if measured:  # of engines alike: each counts as much as it is sure
+            if measured:  # engines are weighted by how sure each one is
                 weights = [1.0 / max(spread, 1e-3) ** 2 for _, spread in measured]
                 mean = sum(value * weight for (value, _), weight in zip(measured, weights, strict=True)) / sum(weights)
                 error = (1.0 / sum(weights)) ** 0.5
@@ -187,7 +187,7 @@ class ToldRequests:
             return self._saved, self._regretted
 
     def load_rates(self, tenant: bytes, number: int) -> dict[str, float]:
-        """Tokens a second that engines loaded of a namespace lately, by the tier that had them all."""
+        """Tokens per second that engines loaded of a namespace lately, by the tier that had all of a load."""
         with self._lock:
             loads = self._loads.get(tenant, {}).get(number, {})
             return {tier: min(1000 * tokens / ms, MOST_RATE) for tier, (tokens, ms) in loads.items()}
@@ -203,7 +203,7 @@ class ToldRequests:
                 self._purged.popitem(last=False)
 
     def _took(self, tenant: bytes, number: int, told: RequestTold) -> None:
-        """A load that its request waited for, where one tier had all of it. Under the lock."""
+        """A load that its request waited for, if one tier had all of it. Under the lock."""
         tiers = [tier for tier in LOADED_TIERS if told.hits.get(tier)]
         if number < 0 or len(tiers) != 1 or told.load_ms < LEAST_LOAD_MS:
             return
@@ -251,7 +251,7 @@ def _check(savings: SavingsTold) -> None:
 
 
 def _shown(told: RequestTold) -> RequestTold:
-    """Fit for a terminal."""
+    """Made safe for a terminal."""
     hits, misses, put_reasons = (
         {printable(name): count for name, count in counts.items()}
         for counts in (told.hits, told.misses, told.put_reasons)

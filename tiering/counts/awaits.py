@@ -1,14 +1,14 @@
-"""Who waits until a block can be read: a table by key, in no thread.
+"""Waits for blocks to become readable: a table by key; no thread is held.
 
-    register > look > parked > the last key can be read      readable
+    register > look > parked > the last key becomes readable    readable
                              > a put of it is given up       short      aborted, or its writer is gone
                              > its time is over              deadline
-                             > it is not wanted any more    cancelled  or its client hung up
+                             > it is given up                cancelled  or its client hung up
                              > its namespace is dropped      gone       or the store closed
-             > as many of its tenant are parked as may be    full
+             > the tenant's limit is reached                 full
 
-A key that was never heard of waits like one that is being stored. Register first, then look: what the index tells in
-between is not lost. Thread-safe; its lock is held for a few additions, and `tell` is called under it.
+A key that was never stored waits like one that is being stored. Register first, then look: changes of the index in
+between are not lost. Thread-safe; its lock is held for a few additions, and `tell` is called under it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from typing import NamedTuple
 from tiering.counts.histogram import WAIT_SECONDS, Histogram, HistogramCounts
 
 MOST_PARKED = 1024
-"""Of one tenant, at a time."""
+"""Of one tenant."""
 MAX_AWAIT_SECONDS = 30.0
 _STALE_ENTRIES = 64
-"""Of awaits that ended before their time, beside as many as are parked."""
+"""Entries of ended awaits that may stay in the heap, beside as many as are parked."""
 
 
 class AwaitEnd(StrEnum):
@@ -44,10 +44,10 @@ class AwaitEnd(StrEnum):
 
 @dataclass(eq=False, slots=True)
 class ParkedAwait:
-    """One wait for the last of these keys, which follow each other in a chain. number: of the namespace. tell: called
-    when it is over; must do next to nothing. fetch: what brings the blocks here, if they are fetched; it ends the wait
-    then, and a put that gives up does not. end: None until it is over. follows: the first key that could not be read
-    when it was looked at."""
+    """A wait for the last of these keys, which are consecutive in a chain. number: of the namespace. tell: called when
+    it is over; must do next to nothing. fetch: set if a courier fetches the blocks; the fetch ends the wait then, and a
+    put that is given up does not. end: None until it is over. follows: the first key that was not readable at the
+    look."""
 
     number: int
     tenant: bytes
@@ -61,7 +61,7 @@ class ParkedAwait:
 
 
 class AwaitCounts(NamedTuple):
-    """parked: now. ended: since the start, by why. seconds: that those waited which were parked."""
+    """parked: now. ended: since the start, by reason. seconds: how long parked ones waited."""
 
     parked: int
     ended: dict[AwaitEnd, int]
@@ -72,15 +72,15 @@ _Key = tuple[int, bytes]
 
 
 class Awaits:
-    """Of one store."""
+    """The waits of one store."""
 
     def __init__(self, now: Callable[[], float] = lambda: 0.0, most: int = MOST_PARKED) -> None:
-        """now: monotonic seconds. most: parked of one tenant."""
+        """now: monotonic seconds. most: waits of one tenant."""
         self.now = now
         self._most = most
         self._lock = threading.Lock()
         self._heads: dict[_Key, dict[ParkedAwait, None]] = {}
-        self._follows: dict[_Key, dict[ParkedAwait, None]] = {}  # where that is another key than the head
+        self._follows: dict[_Key, dict[ParkedAwait, None]] = {}  # if that is not the head
         self._of: Counter[bytes] = Counter()
         self._due: list[tuple[float, int, ParkedAwait]] = []
         self._numbered = 0
@@ -89,7 +89,7 @@ class Awaits:
 
     @property
     def is_any(self) -> bool:
-        """Whether anything is parked: read without the lock."""
+        """Whether any wait is parked: read without the lock."""
         return bool(self._heads)
 
     @property
@@ -99,7 +99,7 @@ class Awaits:
             return self._due[0][0] if self._due else inf
 
     def register(self, one: ParkedAwait) -> None:
-        """Park it, unless as many of its tenant are."""
+        """Park it, unless its tenant has reached the limit."""
         with self._lock:
             self._expire()
             one.since = self.now()
@@ -113,8 +113,7 @@ class Awaits:
             heapq.heappush(self._due, (one.since + one.seconds, self._numbered, one))
 
     def looked(self, one: ParkedAwait, readable: int) -> None:
-        """So many of its keys can be read, from the first on; all where the last one can. Under the lock under which
-        the index changes."""
+        """So many leading keys of it are readable. Under the lock under which the index changes."""
         if readable >= len(one.keys):
             self.end([one], AwaitEnd.READABLE)
         elif readable < len(one.keys) - 1:
@@ -124,39 +123,39 @@ class Awaits:
                     self._follows.setdefault((one.number, one.follows), {})[one] = None
 
     def published(self, number: int, key: bytes) -> None:
-        """A block can be read from now on."""
+        """A block became readable."""
         with self._lock:
             self._end(self._heads.get((number, key), ()), AwaitEnd.READABLE)
 
     def appeared(self, number: int, keys: Container[bytes]) -> None:
-        """All these can."""
+        """These became readable."""
         with self._lock:
             for name in [name for name in self._heads if name[0] == number and name[1] in keys]:
                 self._end(self._heads[name], AwaitEnd.READABLE)
 
     def gave_up(self, number: int, key: bytes) -> None:
-        """A put of that block ended before it could be read."""
+        """A put of that block ended before the block was readable."""
         with self._lock:
             for table in (self._heads, self._follows):
                 self._end([one for one in table.get((number, key), ()) if one.fetch is None], AwaitEnd.SHORT)
 
     def end(self, ones: Iterable[ParkedAwait], why: AwaitEnd) -> None:
-        """Those of these that are not over are."""
+        """End those of these that are not over."""
         with self._lock:
             self._end(ones, why)
 
     def end_all(self, why: AwaitEnd, number: int | None = None) -> None:
-        """Of a namespace, or of all."""
+        """End those of a namespace, or all."""
         with self._lock:
             self._end([one for (of, _), ones in self._heads.items() if number in (None, of) for one in ones], why)
 
     def expire(self) -> None:
-        """Those whose time is over."""
+        """End those whose time is over."""
         with self._lock:
             self._expire()
 
     def wait(self, one: ParkedAwait, done: threading.Event) -> None:
-        """Until it is over, in a thread that may wait. done: set by its `tell`."""
+        """Wait for its end in this thread. done: set by its `tell`."""
         if one.end is None and not done.wait(one.seconds):
             self.end([one], AwaitEnd.DEADLINE)
 
@@ -189,7 +188,6 @@ class Awaits:
         one.tell(one)
 
     def counts(self) -> AwaitCounts:
-        """As they are now."""
         with self._lock:
             return AwaitCounts(self._of.total(), {why: self._ended[why] for why in AwaitEnd}, self._seconds.now())
 
@@ -198,7 +196,7 @@ class Awaits:
         return self._of[tenant]
 
     def check(self, is_readable: Callable[[int, bytes], bool]) -> None:
-        """Tables agree, nothing is parked that need not be, and bounds hold. Under the index's lock."""
+        """The tables agree, nothing is parked without need, and bounds hold. Under the index's lock."""
         with self._lock:
             parked = [(name, one) for name, ones in self._heads.items() for one in ones]
             assert all(name == (one.number, one.keys[-1]) and one.end is None for name, one in parked)

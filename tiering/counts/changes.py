@@ -1,10 +1,10 @@
-"""What became of a namespace's blocks, in the order in which it did, for engines that tell routers what is cached.
+"""The changes of a namespace's blocks, in order, for engines that tell routers what is cached.
 
-    asked for > the namespace is watched > its blocks come, move and go > told from where the asker stands
-              > no engine asks while `MOST_KEPT` more happens: not watched any more
+    asked for > the namespace is watched > its blocks come, move and go > reported from the engine's position on
+              > `MOST_KEPT` further changes without a request: not watched any more
 
-Nothing is kept of namespaces that no engine asks about. What is kept is bounded: an engine that asks too rarely is told
-that some of it is lost, and takes all that it knew for gone. Thread-safe; its lock is held for an addition.
+Nothing is recorded for namespaces that no engine asks about. The record is bounded: an engine that asks too rarely is
+told that part of it is lost, and must take all that it knew for gone. Thread-safe; its lock is held for an addition.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import NamedTuple
 MOST_KEPT = 1 << 14
 """Changes of one namespace, some 150 bytes each."""
 MOST_WATCHED = 64
-"""Namespaces; of more, the one that was asked for longest ago is not watched any more."""
+"""Namespaces; beyond it, the one that was asked for longest ago is not watched any more."""
 MOST_TOLD = 1 << 11
 """Changes in one answer."""
 
 
 class BlockPlace(IntEnum):
-    """Where a block can be read best."""
+    """The fastest tier that has a block."""
 
     NOWHERE = 0
     DRAM = 1
@@ -34,9 +34,8 @@ class BlockPlace(IntEnum):
 
 
 class ChangesTold(NamedTuple):
-    """changes: prefix keys and where these blocks can be read from then on, the oldest first. next: where to go on.
-    is_lost: something happened between that cannot be told any more. indexes: of each, the blocks before it in its
-    chain."""
+    """changes: prefix keys and the blocks' places from then on, oldest first. next: where to go on. is_lost: part of
+    the record in between is lost. indexes: of each, the number of blocks before it in its chain."""
 
     changes: list[tuple[bytes, int]]
     next: int
@@ -56,14 +55,14 @@ class _Watched:
 
 
 class BlockChanges:
-    """Of one store. Numbers of changes begin at 1 and never come again."""
+    """The record of one store. Changes are numbered from 1, never twice."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._watched: OrderedDict[int, _Watched] = OrderedDict()  # the one asked for last at the end
-        self._unused = 1  # above every number that was given
+        self._unused = 1  # above every number used
         self.is_watching = False
-        """Whether `note` has anything to do."""
+        """Whether `note` has work."""
 
     def note(self, number: int, key: bytes, place: BlockPlace, index: int = 0) -> None:
         """A block of a namespace came, moved or went. index: of it in its chain."""
@@ -81,7 +80,7 @@ class BlockChanges:
                 watched.first += 1
 
     def since(self, number: int, after: int) -> ChangesTold:
-        """What happened from the change of that number on; 0: from now on."""
+        """Changes from that number on; 0: from now on."""
         with self._lock:
             watched = self._watched.get(number)
             if watched is None:

@@ -1,6 +1,6 @@
 """A histogram: counts of values by upper bound, and their sum. Both only grow.
 
-Takes no lock: each histogram is added to under whatever lock guards what it counts, or by one thread alone.
+Takes no lock: the lock that guards what a histogram counts guards it too, or a single thread adds to it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class HistogramCounts(NamedTuple):
 
 
 class Histogram:
-    """Adds up values of one kind."""
+    """Counts values of one kind."""
 
     __slots__ = ("_bounds", "_counts", "_sum")
 
@@ -37,7 +37,7 @@ class Histogram:
         self._sum = 0.0
 
     def add(self, value: float) -> None:
-        """One more. A value below 0, as of a clock that was set back, counts as 0: the sum never falls."""
+        """A value below 0, as after a clock was set back, counts as 0: the sum never falls."""
         value = max(0.0, value)
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value

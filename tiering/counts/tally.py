@@ -1,7 +1,7 @@
-"""What a store's tiers did since the start, in events that only ever add up: evictions, checks, damage, copies.
+"""What a store's tiers did since the start, as counters that only rise: evictions, checks, damage, copies.
 
 Callers hold the lock of the tables whose events they report, so this takes none. Knows rows and bytes, never keys,
-tokens or tenants. Without a clock (a trace is replayed) no ages are kept.
+tokens or tenants. Without a clock (as when a trace is replayed) it keeps no ages.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class TierName(StrEnum):
 
 
 class EvictedTo(StrEnum):
-    """Where an evicted block can still be read. `DECLINED`: nowhere, since it was not to be written to NVMe."""
+    """Where an evicted block can still be read. `DECLINED`: nowhere, since the admission policy declined to write it to
+    NVMe."""
 
     DRAM = "dram"
     NVME = "nvme"
@@ -40,13 +41,13 @@ EVICTIONS = (
     (TierName.NVME, EvictedTo.DRAM),
     (TierName.NVME, EvictedTo.NOTHING),
 )
-"""Every pair that there is."""
+"""Every possible pair."""
 
 
 class CheckedAt(StrEnum):
-    """On which occasion frames were verified. `LOAD`: read from NVMe for a lease. `LEASE`: leased for the first time
-    after another process left them in DRAM. `REPORT`: a reader said that they are bad. `MOVE`: about to be copied, to
-    NVMe or within DRAM. `SCRUB`: read again in the background."""
+    """When frames were verified. `LOAD`: read from NVMe for a lease. `LEASE`: first leased after another process left
+    them in DRAM. `REPORT`: a reader reported them as bad. `MOVE`: before a copy, to NVMe or within DRAM. `SCRUB`: read
+    again in the background."""
 
     LOAD = "load"
     LEASE = "lease"
@@ -64,8 +65,8 @@ class CopyKind(StrEnum):
 
 
 class EvictionCause(StrEnum):
-    """Why a block cannot be read any more. `DECLINED`: it had to make room in DRAM, and was not to be written to
-    NVMe."""
+    """Why a block cannot be read any more. `DECLINED`: evicted from DRAM, and the admission policy declined to write it
+    to NVMe."""
 
     ROOM = "room"
     DECLINED = "declined"
@@ -77,7 +78,7 @@ _CAUSES = tuple(EvictionCause)
 
 
 class Eviction(NamedTuple):
-    """How a block went from the last tier that had it. seconds_ago: to a second."""
+    """How a block left the last tier that had it. seconds_ago: to a second."""
 
     tier: TierName
     cause: EvictionCause
@@ -85,7 +86,7 @@ class Eviction(NamedTuple):
 
 
 class TallyCounts(NamedTuple):
-    """A tally at one moment; every event that can happen is among the keys. Histograms are of seconds."""
+    """A tally at one moment; every possible event is among the keys. Histograms are of seconds."""
 
     evicted: dict[tuple[TierName, EvictedTo], int]
     idle: dict[TierName, HistogramCounts]
@@ -102,7 +103,7 @@ class Tally:
     """Of one store."""
 
     def __init__(self, seconds: Callable[[], float] | None = None) -> None:
-        """seconds: a clock that never goes back; None where no ages are wanted."""
+        """seconds: a clock that never goes back; None if no ages are wanted."""
         self._seconds = seconds
         self._began_at = seconds() if seconds is not None else 0.0
         self._used_at = array("f")  # by row, in seconds since the start
@@ -116,7 +117,7 @@ class Tally:
         self.written_bytes = 0
         """Of frames, to NVMe."""
         self.stored_tokens = 0
-        """Of blocks that puts made readable; counted by the table above, which knows how many a block has."""
+        """Of blocks that puts made readable; counted by `BlockTable`, which knows how many tokens a block has."""
         self._verified_bytes: Counter[CheckedAt] = Counter()
         self._damaged: Counter[CheckedAt] = Counter()
 
@@ -130,26 +131,26 @@ class Tally:
             used_at[row] = now
 
     def found(self, rows: Iterable[int]) -> None:
-        """These blocks are from an earlier run: when they were used last is not known."""
+        """These blocks are from an earlier run: their last use is unknown."""
         if self._seconds is not None:
             for row in rows:
                 self._used_at[row] = _UNKNOWN
 
     def evicted(self, tier: TierName, to: EvictedTo, row: int) -> None:
-        """A block had to make room in a tier. row: below 0 for one that no lookup could find yet."""
+        """A block was evicted from a tier. row: below 0 for one that was never listed."""
         self._evicted[tier, to] += 1
         if self._seconds is not None and row >= 0 and self._used_at[row] != _UNKNOWN:
             self._idle[tier].add(self._seconds() - self._began_at - self._used_at[row])
 
     def stamp(self, tier: TierName, cause: EvictionCause = EvictionCause.ROOM) -> int:
-        """Of a block that goes from the last tier that had it: above 0, to be given to `asked_again` and `eviction`; 0
+        """The stamp of a block that leaves the last tier that had it: above 0, for `asked_again` and `eviction`; 0
         without a clock."""
         if self._seconds is None:
             return 0
         return (1 + int(self._seconds() - self._began_at)) << 3 | _CAUSES.index(cause) << 1 | (tier is TierName.NVME)
 
     def eviction(self, stamp: int) -> Eviction | None:
-        """What a stamp says; None for 0."""
+        """What a stamp stands for; None for 0."""
         if self._seconds is None or not stamp:
             return None
         tier = TierName.NVME if stamp & 1 else TierName.DRAM
@@ -157,7 +158,7 @@ class Tally:
         return Eviction(tier, _CAUSES[stamp >> 1 & 3], max(0.0, ago))
 
     def asked_again(self, stamp: int) -> None:
-        """A request came for a block that was evicted, for the first time since then."""
+        """An evicted block was asked for, for the first time since its eviction."""
         eviction = self.eviction(stamp)
         if eviction is not None and eviction.cause is not EvictionCause.DROP:
             self._wanted_again[eviction.tier].add(eviction.seconds_ago)
@@ -168,7 +169,7 @@ class Tally:
         self._damaged[at] += not is_sound
 
     def grow_to(self, row: int) -> None:
-        """Have columns for this row."""
+        """Make columns up to this row."""
         missing = row + 1 - len(self._used_at)
         if missing > 0 and self._seconds is not None:
             self._used_at.extend([_UNKNOWN] * max(missing, 1024, len(self._used_at) >> 3))

@@ -12,7 +12,7 @@ BOUNDS_MS = tuple(0.01 * 10 ** (step / _STEPS_PER_DECADE) for step in range(7 * 
 
 
 class Waits:
-    """Counts, one for each bound, and one for what is beyond the last. One thread adds; any may read."""
+    """Counts, one for each bound and one for longer waits. One thread adds; any may read."""
 
     __slots__ = ("counts",)
 
@@ -25,7 +25,7 @@ class Waits:
 
 
 def percentile_ms(waits: Iterable[Waits], percent: int) -> float | None:
-    """The bound that so many percent of them all do not exceed, so rather too much than too little; None of none."""
+    """The bound that so many percent of them do not exceed, so rather too high than too low; None without any."""
     counts = [sum(column) for column in zip(*[one.counts for one in waits], strict=True)]
     total = sum(counts)
     if not total:

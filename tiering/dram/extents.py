@@ -2,14 +2,13 @@
 
 An extent is one memfd, sealed against shrinking and growing, mapped into this process, and every page of it touched
 before it is used: a first touch inside a copy runs at a tenth of memcpy's speed. An extent belongs to one slot class
-for its whole life. It is never handed to another one: whoever was given its descriptor keeps a mapping, so memory that
-changes hands is a new memfd. Nothing has a name in a file system, nothing is left behind.
+for its whole life. It never changes hands: a client that was given its descriptor keeps a mapping, so memory for
+another class is a new memfd. Nothing has a name in a file system, nothing is left behind.
 
 Other processes get a descriptor of their own (`share`), locked for reading on one byte that stands for its holder. Such
 a lock belongs to the open file, and a mapping keeps that open: the kernel itself says whether a holder may still read
 or write, however it ended (`tiering.dram.open_file`). A holder can drop its lock and keep its mapping, at its own cost:
-before an extent that was shared counts as free, the kernel has said that no other process has it open, and its pages go
-back.
+before a shared extent counts as free, the kernel has said that no other process has it open, and its pages are freed.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _PAGE_BYTES = 4096
 MAX_HOLDER = 1 << 62
 SLOW_QUESTION_SECONDS, RARELY = 0.001, 100
-"""What takes longer than that is asked so seldom that it takes a hundredth of the time."""
+"""A question to the kernel that takes longer is asked so rarely that it takes a hundredth of the time."""
 LOOK_SECONDS = 0.002
-"""After which no further question is asked in one look."""
+"""One look asks no further question after this."""
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 # Called through a plain library handle: that releases the interpreter lock, which mmap's own madvise does not, and it
-# costs one descriptor per extent, where Python's mmap keeps a second one for as long as anybody has a view.
+# costs one descriptor per extent, where Python's mmap keeps a second one for as long as any view exists.
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _libc.mmap.restype = ctypes.c_void_p
@@ -56,7 +55,7 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class ExtentMemory:
-    """`tier.Mapping`: unmapped when the last view of it goes, and those who asked have let go of it too."""
+    """`tier.Mapping`: unmapped once its last view and all users registered by `before_unmap` are gone."""
 
     def __init__(self, address: int, size_bytes: int, writable: bool) -> None:
         self.address = address
@@ -65,7 +64,7 @@ class ExtentMemory:
         self._leaving: list[Callable[[Callable[[], object]], object]] = []
 
     def before_unmap(self, leave: Callable[[Callable[[], object]], object]) -> None:
-        """As `Mapping.before_unmap`; any number may ask."""
+        """As `Mapping.before_unmap`; any number may register."""
         self._leaving.append(leave)
 
     def view(self) -> memoryview:
@@ -82,7 +81,7 @@ class Extent:
     """
 
     def __init__(self, size_bytes: int, descriptor: int | None = None) -> None:
-        """descriptor: of memory that an earlier process made, and others may have mapped; it is taken over."""
+        """descriptor: of memory that an earlier process made and clients may still map; this takes it over."""
         self.size_bytes = size_bytes
         self.name = b""
         self._was_shared = descriptor is not None
@@ -96,11 +95,11 @@ class Extent:
                 self.memory, self.view = _mapped(descriptor, size_bytes)
                 _advise(self.address, size_bytes, mmap.MADV_DONTDUMP)
                 return
-            os.fchmod(descriptor, 0o600)  # else a client that is given it, as any user, can reopen it for writing
+            os.fchmod(descriptor, 0o600)  # else any client, running as any user, could reopen it for writing
             os.ftruncate(descriptor, size_bytes)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
             self.memory, self.view = _mapped(descriptor, size_bytes)
-            _advise(self.address, size_bytes, mmap.MADV_DONTDUMP)  # KV is prompt text to whoever can invert it
+            _advise(self.address, size_bytes, mmap.MADV_DONTDUMP)  # prompt text can be recovered from KV
             self._prefault()
         except BaseException:
             self.close()
@@ -124,7 +123,7 @@ class Extent:
     def share(self, holder: int, *, writable: bool) -> int:
         """A new descriptor for another process; the caller closes it once it is sent. holder: from 0 to 2**62.
 
-        Raises `TierUnavailable`. Needs no lock: it may be closed meanwhile.
+        Raises `TierUnavailable`. Needs no lock: the extent may be closed meanwhile.
         """
         file = self._file
         if file is None:
@@ -142,14 +141,14 @@ class Extent:
         return descriptor
 
     def is_shared(self, first: int = 0, last: int = MAX_HOLDER) -> bool:
-        """Whether a descriptor that was made for one of these holders, or a mapping of it, is alive anywhere, unless
-        that holder denies it. Needs no lock, and takes long where a client has placed many locks."""
+        """Whether a descriptor made for one of these holders, or a mapping of it, is alive anywhere, unless that holder
+        has dropped its lock. Needs no lock; slow if a client has placed many locks."""
         file = self._file
         return self._was_shared and file is not None and locks_between(file, first, last)
 
     def is_open_elsewhere(self) -> bool:
-        """Whether another process has it open or mapped, whatever a holder says; to be asked once it is given to no
-        client any more. Also true where that cannot be found out now."""
+        """Whether another process has it open or mapped, whatever locks say; asked once no client is given it any more.
+        Also True if the kernel cannot tell now."""
         if not self._was_shared or self._file is None:
             return False
         try:
@@ -161,13 +160,13 @@ class Extent:
         return self.is_shared() if answer is None else answer
 
     def free_pages(self) -> None:
-        """It is not to be read any more: a holder that denied having it open keeps no memory by it."""
+        """Free its memory, which is not to be read any more, also for holders that dropped their lock."""
         if self._was_shared and self._file is not None:
-            with suppress(OSError):  # then the pages go with the last mapping
+            with suppress(OSError):  # the pages then go with the last mapping
                 free_pages(self._file.number, self.size_bytes)
 
     def close(self) -> None:
-        """Give the descriptor back. The mapping goes when the last view of it does: a reader is never cut off."""
+        """Close the descriptor. The mapping goes with its last view: a reader is never cut off."""
         self._file = self._witness = None
 
     def _prefault(self) -> None:
@@ -183,10 +182,10 @@ class Extent:
 
 
 class MappedExtent:
-    """An extent of another process, mapped into this one; unmapped when the last view of it goes."""
+    """An extent of another process, mapped into this one; unmapped when its last view goes."""
 
     def __init__(self, descriptor: int, size_bytes: int, *, writable: bool) -> None:
-        """Takes the descriptor over. Raises `TierUnavailable`, also where its size is another, or may change."""
+        """Takes the descriptor over. Raises `TierUnavailable`, also if its size is another, or may change."""
         try:
             seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
             if os.fstat(descriptor).st_size != size_bytes or seals & _SEALS != _SEALS:
@@ -205,16 +204,16 @@ class MappedExtent:
 
 
 class Forgetful(Protocol):
-    """A keeper, as far as a pool knows it."""
+    """What a pool needs of a keeper."""
 
     def forget(self, name: bytes) -> None:
-        """What was kept under that name is not needed any more."""
+        """Memory kept under that name is not needed any more."""
         ...
 
 
 @dataclass(slots=True)
 class _Lingering:
-    """An extent that was taken back and that others have open. not_before: when it is asked about again."""
+    """An extent that was taken back and that clients still have open. not_before: when it is next asked about."""
 
     extent: Extent
     owner: bytes
@@ -222,11 +221,11 @@ class _Lingering:
 
 
 class ExtentPool:
-    """Extents of one size, never more than the budget allows. Thread-safe; creation runs outside the lock.
+    """Extents of one size, within a byte budget. Thread-safe; creation runs outside the lock.
 
-    Extents may be made ahead (`prepare`), so that whoever needs one next does not wait for the kernel to clear its
-    pages. They are memory of this process within the budget, but nobody has taken them. An extent that was taken back
-    while another process has it open or mapped counts as taken until that process lets go.
+    Extents may be made ahead (`prepare`), so that the next put does not wait for the kernel to clear pages. They are
+    memory of this process within the budget, but not taken. An extent that was taken back while another process has it
+    open or mapped counts as taken until that process unmaps it.
     """
 
     def __init__(
@@ -238,10 +237,9 @@ class ExtentPool:
         now: Callable[[], float] = lambda: 0.0,
         thread_seconds: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """keeper: told when an extent that it keeps is given back for good. faults: told where the machine has no
-        memory for one. now: seconds that never go back. thread_seconds: that the processor has worked for the calling
-        thread, by which it is seen that a question to the kernel takes long.
-        """
+        """keeper: told when an extent that it keeps is given back for good. faults: told when the machine has no memory
+        for one. now: seconds that never go back. thread_seconds: processor time of the calling thread, which shows slow
+        questions to the kernel."""
         assert extent_bytes % _PAGE_BYTES == 0 and 0 < extent_bytes <= budget_bytes
         self.budget_bytes = budget_bytes
         self.extent_bytes = extent_bytes
@@ -262,14 +260,14 @@ class ExtentPool:
 
     @property
     def taken_bytes(self) -> int:
-        """Bytes of extents that exist, or are being made for somebody, or that another process keeps alive."""
+        """Bytes of extents that exist or are being made for a caller, or that another process keeps alive."""
         with self._lock:
             self._take_back()
             return self._taken_bytes
 
     def awaited(self) -> list[int]:
-        """What was taken back and another process still maps, where that alone leaves no room: a number for each, which
-        no other ever has."""
+        """If clients' mappings alone leave no room: the extents that were taken back and are still mapped, by numbers
+        that are never reused."""
         with self._lock:
             return [] if self._has_room() else list(self._lingering)
 
@@ -284,14 +282,14 @@ class ExtentPool:
         return self._taken_bytes + self.extent_bytes <= self.budget_bytes
 
     def lingering(self) -> Counter[bytes]:
-        """How many extents were taken back from each owner and are not free, as of the last look."""
+        """How many extents that were taken back from each owner are not free yet, as of the last look."""
         with self._lock:
             return Counter(one.owner for one in self._lingering.values())
 
     def _take_back(self) -> None:
-        """What no other process has open any more. Under the lock.
+        """Free extents that no other process has open any more. Under the lock.
 
-        What others have done to an extent can make a question about it slow: it is asked the more rarely then.
+        A client can make a question about its extent slow: that one is then asked more rarely.
         """
         if not self._lingering:
             return
@@ -313,7 +311,7 @@ class ExtentPool:
             self._taken_bytes -= one.extent.size_bytes
 
     def prepare(self, ahead: int = 1) -> None:
-        """From now on have so many extents ready before they are asked for, as far as budget and memory allow."""
+        """From now on keep so many extents ready ahead, as far as budget and memory allow."""
         with self._lock:
             self._ahead = max(self._ahead, ahead)
             self._prepare()
@@ -332,8 +330,8 @@ class ExtentPool:
         return spare if spare is not None else self._make()
 
     def take_over(self, extent: Extent) -> bool:
-        """Memory of an earlier process: whether it is of this pool's size and within the budget. If not, it is given
-        back, and counts until nobody maps it."""
+        """Take over an earlier process's memory, if it is of this pool's size and within the budget; returns whether.
+        If not, it is given back, and counts until no client maps it."""
         with self._lock:
             self._taken_bytes += extent.size_bytes
             if extent.size_bytes == self.extent_bytes and self._taken_bytes <= self.budget_bytes:
@@ -342,14 +340,14 @@ class ExtentPool:
         return False
 
     def destroy(self, extent: Extent, owner: bytes = b"") -> bool:
-        """Take an extent back; its bytes are free for another, at once (true) or when no other process has it open.
-        owner: who pays for it until then."""
+        """Take an extent back; its bytes are free at once (True), or when no other process has it open. owner: is
+        charged until then."""
         with self._lock:
             if extent.is_open_elsewhere() and not self._closed:
                 self._lingering[next(self._taken_back)] = _Lingering(extent, owner)
                 return False
             is_closed = self._closed
-        if not is_closed:  # else its readers go on
+        if not is_closed:  # a closed one's readers go on
             extent.free_pages()
         self._close(extent)
         with self._lock:
@@ -357,8 +355,7 @@ class ExtentPool:
         return True
 
     def close(self) -> None:
-        """Refuse further extents. One that is being made ahead is given back when it is there: no caller waits for it.
-        Readers of one go on."""
+        """Refuse further extents. One that is being made ahead is given back when it is ready. Readers go on."""
         with self._lock:
             self._closed = True
             mapped, self._lingering = [one.extent for one in self._lingering.values()], {}
@@ -373,7 +370,7 @@ class ExtentPool:
             self._keeper.forget(extent.name)
 
     def _await_prepared(self) -> None:
-        """If one is being made, it is ready before one that is begun now; but for one caller only. Under the lock."""
+        """One being made ahead is ready sooner than a new one; but it serves one caller only. Under the lock."""
         self._awaiting += 1
         try:
             self._prepared.wait_for(
@@ -411,7 +408,7 @@ class ExtentPool:
         return made <= self._ahead and self._taken_bytes + made * self.extent_bytes <= self.budget_bytes
 
     def _prepare(self) -> None:
-        """Begin to make the next extent, unless there are enough or there is no room for it. Under the lock."""
+        """Begin to make the next extent, unless enough are ready or there is no room. Under the lock."""
         if self._closed or self._preparing or not self._wants_another():
             return
 
@@ -421,7 +418,7 @@ class ExtentPool:
                 try:
                     extent = Extent(self.extent_bytes)
                     self.faults.worked(EXTENTS)
-                except (OSError, MemoryError) as error:  # whoever needs one is told too
+                except (OSError, MemoryError) as error:  # a caller of `create` gets its own error
                     self.faults.failed(EXTENTS, kind_of(error), str(error))
                 with self._lock:
                     goes_on = extent is not None and not self._closed
@@ -445,12 +442,12 @@ class ExtentPool:
 
 
 def ask_again_at(now: float, took: float) -> float:
-    """When a question that took so long is to be asked again."""
+    """When to repeat a question that took so long."""
     return now + RARELY * took if took > SLOW_QUESTION_SECONDS else now
 
 
 def found_extent(descriptor: int) -> Extent | None:
-    """Shared memory of an earlier process, mapped for writing; None, and closed, where it is no such memory."""
+    """Shared memory of an earlier process, mapped for writing; None, and closed, if it is no such memory."""
     size_bytes = os.fstat(descriptor).st_size
     try:
         is_ours = size_bytes > 0 and fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
@@ -499,11 +496,11 @@ class BlankExtent(Extent):
         self._was_shared = False
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        """Does nothing."""
 
 
 class BlankPool(ExtentPool):
-    """A pool of such."""
+    """A pool of blank extents."""
 
     def _make(self) -> Extent:
         return BlankExtent(self.extent_bytes)

@@ -1,9 +1,9 @@
 """Memory that outlives the process that uses it: another one keeps the descriptors.
 
-Beside each kept extent stands a ledger, shared memory as well, that no other process than the store's is given: whose
-frames the extent holds, and for each slot the generation of the frame that is readable there, or 0. A generation is
-written after its frame, and goes before its slot is used again, so that whoever finds extent and ledger after a crash
-knows what was readable: neither what was being filled nor what was given up comes back. This file knows no frame.
+Beside each kept extent stands a ledger, shared memory that only the store's process maps: whose frames the extent
+holds, and for each slot the generation of the frame that is readable there, or 0. A generation is written after its
+frame, and cleared before its slot is reused, so the process that finds extent and ledger after a crash knows what was
+readable: neither half-filled slots nor evicted frames come back. This file knows no frame.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_GENERATION = (1 << 62) - 1
 
 
 class KeptExtent(NamedTuple):
-    """What was kept under a name: descriptors of an extent and of its ledger, which are the receiver's to close."""
+    """Kept descriptors of an extent and of its ledger, which the receiver closes."""
 
     name: bytes
     extent: int
@@ -31,10 +31,10 @@ class KeptExtent(NamedTuple):
 
 
 class MemoryKeeper(Protocol):
-    """Who holds descriptors for the next process. Never blocks and never raises: what is not kept is a miss later."""
+    """Holds descriptors for the next process. Never blocks and never raises: what is not kept is a miss later."""
 
     def new_name(self) -> bytes:
-        """A name that nothing was ever kept under, of `NAME_BYTES`."""
+        """A name that was never used before, of `NAME_BYTES`."""
         ...
 
     def keep(self, name: bytes, extent: int, ledger: int) -> None:
@@ -47,7 +47,7 @@ class MemoryKeeper(Protocol):
 
 
 class Ledger:
-    """Of one extent: whose it is, and what its slots hold."""
+    """Of one extent: its slot class, and the generation in each slot."""
 
     def __init__(self, memory: Extent, header: SlabHeader) -> None:
         self._memory = memory
@@ -57,7 +57,7 @@ class Ledger:
 
     @classmethod
     def new(cls, slot_class: SlotClass, slots: int, about: bytes, name: bytes) -> Ledger:
-        """An empty one. about: what the floor above needs to name the namespace; see `SlabHeader`. Raises `OSError`."""
+        """An empty one. about: the namespace's record, for the floor above; see `SlabHeader`. Raises `OSError`."""
         header = SlabHeader(0, slot_class, slots, bytes(8), 0, name, about)
         memory = Extent(_whole_pages(PAGE_BYTES + _WORD_BYTES * slots))
         memory.view[:PAGE_BYTES] = header.pack(_NO_KEY)
@@ -65,7 +65,7 @@ class Ledger:
 
     @classmethod
     def found(cls, memory: Extent, name: bytes, extent_bytes: int) -> Ledger:
-        """One that was kept. Raises `BlockCorrupt` where it is none of that name, or fits no extent of that size."""
+        """A kept one. Raises `BlockCorrupt` if it has another name, or fits no extent of that size."""
         header = parse_slab_header(bytes(memory.view[:PAGE_BYTES]))
         fits = memory.size_bytes == _whole_pages(PAGE_BYTES + _WORD_BYTES * header.slots)
         if header.uid != name or not fits or header.slots != extent_bytes // header.slot_class.frame_bytes:
@@ -73,7 +73,7 @@ class Ledger:
         found = cls(memory, header)
         if max(found.generations, default=0) > MAX_GENERATION:
             found.generations.release()
-            raise BlockCorrupt("a generation that nobody ever gets to")
+            raise BlockCorrupt("a generation above the highest")
         return found
 
     @property
@@ -86,11 +86,10 @@ class Ledger:
         self.generations[slot] = generation
 
     def strike(self, slot: int) -> None:
-        """Nothing is."""
+        """No frame is readable there."""
         self.generations[slot] = 0
 
     def close(self) -> None:
-        """Give the memory back."""
         self.generations.release()
         self._memory.close()
 

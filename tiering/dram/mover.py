@@ -1,7 +1,7 @@
-"""The mover: does the I/O that `residency` decided on, and reports what came of it.
+"""The mover: does the copies that `residency` decided on, and reports their outcome.
 
-A move never changes a table: it is handed places that are reserved for it, copies, checks what arrived and reports. It
-runs outside the store's lock, so its frames must be kept from eviction by a pin of the caller's.
+A move never changes a table: it gets places that are reserved for it, copies, checks what arrived and reports. It runs
+outside the store's lock, so the caller pins its frames.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Mover:
         self.keys = keys
 
     def run(self, copies: Sequence[FrameCopy]) -> list[MoveDone]:
-        """Copy and verify each frame where it arrived. Bytes that fail a check are never reported as moved."""
+        """Copy each frame and verify it at the target. Bytes that fail a check are never reported as moved."""
         return [MoveDone(copy, self._copy(copy)) for copy in copies]
 
     def _copy(self, copy: FrameCopy) -> MoveOutcome:
@@ -58,7 +58,7 @@ class Mover:
             copy_frame(source, target)
             header = open_header(bytes(target.view[:HEADER_BYTES]), self.keys)
             verify_payload(header, target.view[HEADER_BYTES:])
-        except (BlockMissing, EpochRetired):  # the latter goes as well, where it stands
+        except (BlockMissing, EpochRetired):  # a retired one is left to be evicted where it is
             return MoveOutcome.GONE
         except BlockCorrupt:
             return MoveOutcome.CORRUPT

@@ -1,10 +1,10 @@
-"""What the kernel says about who has shared memory open or mapped, and how its pages go back.
+"""What the kernel says about who has shared memory open or mapped, and how its pages are freed.
 
 A holder is known by a lock on the byte that stands for it (`locks_between`). Such a lock belongs to the open file that
-the holder was given, so the holder can drop it and keep the mapping. What no holder can deny is the open file itself,
-which a mapping keeps alive: a write lease on a file is granted only where no other open file of it exists (fcntl(2),
-F_SETLEASE; Linux 5.3). It is asked for and given up again (`is_open_elsewhere`). Neither question sees a descriptor
-that was opened with O_PATH, which maps nothing; once `free_pages` ran, what it can be opened to again is empty.
+the holder was given, so the holder can drop it and keep the mapping. What no holder can hide is the open file itself,
+which a mapping keeps alive: the kernel grants a write lease on a file only if no other open file of it exists
+(fcntl(2), F_SETLEASE; Linux 5.3). `is_open_elsewhere` asks for one and gives it up again. Neither question sees a
+descriptor opened with O_PATH, which maps nothing; once `free_pages` ran, opening it again finds it empty.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_
 
 
 class OpenFile:
-    """A descriptor that is closed when the last reference to this goes: a thread that asks the kernel about it without
-    a lock never asks about another file that was given the same number meanwhile."""
+    """A descriptor that is closed with the last reference to this: a thread that asks the kernel about it without a
+    lock never asks about another file that got the same number meanwhile."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -35,7 +35,7 @@ class OpenFile:
 
 
 def lock_byte(descriptor: int, holder: int) -> None:
-    """Lock the byte of a holder for reading. Raises `OSError`."""
+    """Lock a holder's byte for reading. Raises `OSError`."""
     fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _lock_of(fcntl.F_RDLCK, holder, holder))
 
 
@@ -47,11 +47,11 @@ def locks_between(file: OpenFile, first: int, last: int) -> bool:
 
 
 def is_open_elsewhere(witness: OpenFile) -> bool | None:
-    """Whether memory is open or mapped by an open file that was opened again, `witness` aside, which is such a one and
-    read-only; None where this kernel grants no leases."""
+    """Whether memory is open or mapped by another open file than `witness`, which was opened again read-only; None if
+    this kernel grants no leases."""
     try:
-        # Should somebody open it in between, the kernel signals that to the process: by a signal that is ignored unless
-        # somebody asks for it, where the usual one would end the process.
+        # If a client opens it in between, the kernel signals this process: by a signal that is ignored by default,
+        # where the usual one would end the process.
         fcntl.fcntl(witness.number, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(witness.number, fcntl.F_SETLEASE, fcntl.F_WRLCK)
     except OSError as error:
@@ -61,8 +61,7 @@ def is_open_elsewhere(witness: OpenFile) -> bool | None:
 
 
 def free_pages(descriptor: int, size_bytes: int) -> None:
-    """Give all pages back to the kernel, also those that others map: they find zeros, in new pages that are charged to
-    them. Raises `OSError`."""
+    """Free all pages, also those that others map: they find zeros, in new pages charged to them. Raises `OSError`."""
     if _libc.fallocate(descriptor, _KEEP_SIZE_AND_PUNCH_HOLE, 0, size_bytes):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 

@@ -1,10 +1,10 @@
 """The DRAM tier: frames in extents of shared memory.
 
 Every extent belongs to one slot class (tenant, namespace, part) and is cut into that class's equal frames. This file
-keeps slots and their states and hands out addresses; what to keep and whom to evict is decided in `residency`.
+keeps slots and their states and hands out addresses; `residency` decides what to keep and what to evict.
 
-Calls are serialised by the caller (one lock above), except those that can be slow and should run outside of it
-(`new_extent`, `share`, `is_shared`), and the copies that people make through a `FrameSpan`.
+Callers serialise their calls (one lock above), except those that can be slow and should run outside of it
+(`new_extent`, `share`, `is_shared`), and the copies that clients make through a `FrameSpan`.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ class DramTier:
     def __init__(
         self, pool: ExtentPool, new_number: Callable[[], int] | None = None, keeper: MemoryKeeper | None = None
     ) -> None:
-        """new_number: below 2**`EXTENT_BITS`, for one extent and no other. keeper: holds them for the next process."""
+        """new_number: below 2**`EXTENT_BITS`, unique for each extent. keeper: holds them for the next process."""
         self._pool = pool
         self._keeper = keeper
-        # Taken over, and mapped by clients of an earlier process: when each is asked about again.
+        # Guarded extents (mapped by clients of an earlier process): when each is next asked about.
         self._guarded: dict[int, float] = {}
         self._guard = 0
-        self._left: dict[int, bytes] = {}  # by extent that was taken over, the states of its slots then
+        self._left: dict[int, bytes] = {}  # by taken-over extent, the states of its slots at that time
         self._ledger: SlotLedger[DramExtent] = SlotLedger()
         self._extents = self._ledger.pieces
         self._new_number = new_number or count().__next__
         self.retired = 0  # extents that were given back, since the start
         self.mapped_still: Callable[[int], object] = lambda number: None
-        """Told each extent that is given back while other processes map it."""
+        """Called with each extent that is given back while other processes map it."""
         self._closed = False
 
     @property
@@ -66,11 +66,11 @@ class DramTier:
 
     @property
     def budget_bytes(self) -> int:
-        """Bytes of all extents that may be."""
+        """The most that all extents may take."""
         return self._pool.budget_bytes
 
     def prepare(self, ahead: int = 1) -> None:
-        """Have the next extents ready before they are asked for."""
+        """Keep so many extents ready ahead."""
         self._pool.prepare(ahead)
 
     # The contract --------------------------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ class DramTier:
         return self._ledger.reserve(slot_class, count)
 
     def commit(self, places: Sequence[int], frames: Sequence[bytes | memoryview]) -> None:
-        """Write what is not there yet, as a rule the headers, and make the frames readable."""
+        """Write what is not in place yet, usually the headers, and make the frames readable."""
         extents = self._extents
         for place, frame in zip(places, frames, strict=True):
             extent, slot = extents[place >> SLOT_BITS], place & SLOT_MASK
@@ -123,25 +123,25 @@ class DramTier:
                 self._ledger.step([place], FrameEvent.LET_GO)
 
     def quarantine(self, places: Sequence[int]) -> None:
-        """A check failed: the slots are not used again before their extent is given back."""
+        """A check failed: the slots are not reused before their extent is given back."""
         self._strike(places)
         self._ledger.step(places, FrameEvent.CONDEMN)
 
     def committed_span(self, place: int) -> FrameSpan:
-        """The bytes of a committed frame where they stand. Raises `BlockMissing`."""
+        """A committed frame's bytes in place. Raises `BlockMissing`."""
         extent = self._extent(place)
         if extent.slots.states[slot_of(place)] != FrameState.RESIDENT:
             raise BlockMissing("no readable frame at that place")
         return extent.memory.frame(slot_of(place), extent.slot_class.frame_bytes)
 
     def reserved_span(self, place: int) -> FrameSpan:
-        """The bytes of a reserved frame, for its producer to fill. Raises `BlockMissing` once the tier is closed."""
+        """A reserved frame's bytes, for its producer to fill. Raises `BlockMissing` once the tier is closed."""
         extent = self._extent(place)
         assert extent.slots.states[slot_of(place)] == FrameState.RESERVED
         return extent.memory.frame(slot_of(place), extent.slot_class.frame_bytes)
 
     def own(self, places: Iterable[int], rows: Iterable[int]) -> None:
-        """Note which block's frame stands at each place."""
+        """Record which block's frame stands at each place."""
         self._ledger.own(places, rows)
 
     # Extents -------------------------------------------------------------------------------------------------------
@@ -151,9 +151,9 @@ class DramTier:
         return self._pool.create()
 
     def adopt(self, memory: Extent, slot_class: SlotClass, about: bytes = b"") -> None:
-        """Assign memory to a class. Memory that was still being made when the tier was closed goes back.
+        """Assign memory to a class. Memory that was still being made when the tier was closed is given back.
 
-        about: what a keeper's next process needs to name the namespace.
+        about: the record by which the next process names the namespace.
         """
         if self._closed:
             self._pool.destroy(memory)
@@ -175,9 +175,10 @@ class DramTier:
         keeper.keep(name, extent.memory.descriptor, extent.ledger.descriptor)
 
     def take_over(self, kept: Iterable[KeptExtent], guard: int) -> list[int]:
-        """Extents of an earlier process; returns the numbers of those that can be used, their frames readable.
+        """Take over extents of an earlier process; returns the numbers of the usable ones, their frames readable.
 
-        What its clients may still map is not used for other frames before they let go: holders below `guard`.
+        An extent that its clients, holders below `guard`, may still map is not used for other frames before they unmap
+        it.
         """
         self._guard = guard
         numbers = []
@@ -193,7 +194,7 @@ class DramTier:
         return numbers
 
     def _taken_over(self, kept: KeptExtent) -> DramExtent | None:
-        """None where it cannot be used; it is given back then."""
+        """None if it cannot be used; it is given back then."""
         memory, books = found_extent(kept.extent), found_extent(kept.ledger)
         if memory is not None:
             memory.name = kept.name
@@ -219,8 +220,8 @@ class DramTier:
         return extent
 
     def found_in(self, number: int) -> Iterator[tuple[int, int, bytes]]:
-        """Place, generation by the ledger, and header of every frame that an extent had when it was taken over, once:
-        its free slots are in use since. One that had none may be gone."""
+        """Place, ledger generation and header of every frame that an extent had when it was taken over; once, since its
+        free slots are in use from then on. An extent without frames may be gone."""
         for slot, state in enumerate(self._left.pop(number, b"")):
             if state == _RESIDENT:
                 extent = self._extents[number]
@@ -229,26 +230,26 @@ class DramTier:
                 yield place_of(number, slot), extent.ledger.generations[slot], bytes(view[:HEADER_BYTES])
 
     def newest_generation(self) -> int:
-        """The highest that a frame has which was taken over, or 0."""
+        """The highest of all frames that were taken over, or 0."""
         ledgers = [extent.ledger for extent in self._extents.values() if extent.ledger is not None]
         return max((max(ledger.generations, default=0) for ledger in ledgers), default=0)
 
     def about(self, number: int) -> bytes:
-        """What was kept of an extent's namespace."""
+        """The namespace record that was kept with an extent."""
         ledger = self._extents[number].ledger
         return ledger.about if ledger is not None else b""
 
     def is_guarded(self, place: int) -> bool:
-        """Whether a slot would not be of use to anybody, for clients of an earlier process may still map it."""
+        """Whether freeing a slot is useless for now, since clients of an earlier process may still map it."""
         return bool(self._guarded) and extent_of(place) in self._guarded
 
     def guarded_bytes(self) -> int:
-        """Of extents that are readable and not used for other frames, as `is_guarded` says; as of the last look."""
+        """Bytes of guarded extents, readable and not reusable; as of the last look."""
         return len(self._guarded) * self.extent_bytes
 
     def look_at_guarded(self) -> None:
-        """Extents that clients of an earlier process mapped can be used for other frames once they let go. Where
-        clients have made the question slow, it is asked the more rarely."""
+        """Release guarded extents that the earlier process's clients have unmapped. If clients made the question slow,
+        it is asked more rarely."""
         if not self._guarded:
             return
         now, worked = self._pool.now(), self._pool.thread_seconds()
@@ -280,12 +281,12 @@ class DramTier:
         return places
 
     def stop_vacating(self, number: int) -> None:
-        """Back into use, after a reader was faster."""
+        """Put an extent's slots back into use, after a reader was faster."""
         self._ledger.stop_closing(number)
 
     def retire(self, number: int) -> Extent:
-        """Give back an extent that holds nothing readable; its memory goes with the last mapping, and with what is
-        returned."""
+        """Give back an extent without readable frames; its memory goes with the last mapping, and the returned
+        object."""
         extent = self._ledger.remove(number)
         self._left.pop(number, None)
         is_free = self._pool.destroy(extent.memory, extent.slot_class.tenant)
@@ -297,8 +298,7 @@ class DramTier:
         return extent.memory
 
     def share(self, number: int, holder: int, *, writable: bool) -> int:
-        """A descriptor of an extent for another process; see `Extent.share`. Raises `BlockMissing` where it is gone.
-        Needs no lock."""
+        """A descriptor of an extent for another process; see `Extent.share`. Raises `BlockMissing`. Needs no lock."""
         extent = self._extents.get(number)
         if extent is None:
             raise BlockMissing("no extent of that number")
@@ -314,7 +314,7 @@ class DramTier:
         return descriptor
 
     def is_shared(self, number: int, holder: int) -> bool:
-        """Whether that holder may still read or write in an extent. Needs no lock, and can be slow."""
+        """Whether that holder may still have an extent mapped. Needs no lock, and can be slow."""
         extent = self._extents.get(number)
         return extent is not None and extent.memory.is_shared(holder, holder)
 
@@ -323,7 +323,7 @@ class DramTier:
         return [number for number in numbers if number not in self._extents]
 
     def close(self) -> None:
-        """Give all memory back; readers that still map an extent keep it until they let go."""
+        """Give all memory back; readers that still map an extent keep it until they unmap it."""
         self._pool.close()  # first: pages that a keeper holds for the next process stay as they are
         for extent in self._extents.values():
             self._pool.destroy(extent.memory)
@@ -333,22 +333,21 @@ class DramTier:
     # Facts for decisions -------------------------------------------------------------------------------------------
 
     def free_slots(self, slot_class: SlotClass) -> int:
-        """Free slots of a class, extents that are being emptied left out."""
+        """Free slots of a class, without extents that are being emptied."""
         return self._ledger.free_slots(slot_class)
 
     def held(self) -> dict[bytes, int]:
-        """How many extents each tenant has, those included that were taken back and are not free, since others have
-        them open."""
+        """How many extents each tenant has, including those that were taken back and that clients still have open."""
         lingering = self._pool.lingering()
         return Counter(self._ledger.held) + lingering if lingering else self._ledger.held
 
     @property
     def piece_bytes(self) -> int:
-        """Of an extent."""
+        """Of one extent."""
         return self.extent_bytes
 
     def pieces(self) -> int:
-        """How many extents there may be."""
+        """The most extents there may be."""
         return self.budget_bytes // self.extent_bytes
 
     def has_room(self) -> bool:
@@ -360,7 +359,7 @@ class DramTier:
         return self._pool.awaited()
 
     def reclaimable_classes(self) -> Iterator[SlotClass]:
-        """Classes that could do with one extent less."""
+        """Classes that can spare an extent."""
         return self._ledger.reclaimable_classes(self.extent_bytes)
 
     def extents_of(self, slot_class: SlotClass) -> Iterable[DramExtent]:
@@ -380,8 +379,8 @@ class DramTier:
         return self._ledger.state(place) == _RESERVED
 
     def spans_at(self, places: Iterable[int]) -> list[FrameSpan]:
-        """The bytes at places whatever their state, for readers that hold a lease, and for producers; up to the first
-        whose extent was given back: under a lease, only a quarantined frame can lose its."""
+        """The bytes at places in any state, for readers with a lease and for producers; up to the first whose extent
+        was given back: under a lease, only a quarantined frame can lose its extent."""
         extents, spans = self._extents, []
         for place in places:  # spelled out: every block of every get comes through here
             extent = extents.get(place >> SLOT_BITS)
@@ -392,7 +391,7 @@ class DramTier:
         return spans
 
     def span_at(self, place: int) -> FrameSpan:
-        """The bytes at one place whatever its state. Raises `BlockMissing` where the extent was given back."""
+        """The bytes at one place in any state. Raises `BlockMissing` if its extent was given back."""
         spans = self.spans_at([place])
         if not spans:
             raise BlockMissing("no frame at that place")
@@ -410,7 +409,7 @@ class DramTier:
             self._check_ledger(extent)
 
     def _check_ledger(self, extent: DramExtent) -> None:
-        """It names exactly what is readable, by its generation."""
+        """The ledger names exactly what is readable, by its generation."""
         if extent.ledger is None:
             return
         for slot, generation in enumerate(extent.ledger.generations.tolist()):

@@ -1,8 +1,8 @@
 """The index of durable frames: which slot of which slab holds what.
 
 A sorted map from bytes to bytes, changed in batches that apply as a whole. It is never the truth: slabs carry headers
-with a MAC, and whatever looks wrong in here is thrown away and built again from those. So this contract is small:
-order, atomicity, and a `sync` behind which nothing is lost.
+with a MAC, and if anything looks wrong in here, the index is thrown away and rebuilt from those. So this contract is
+small: order, atomicity, and a `sync` behind which nothing is lost.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class FrameIndex(Protocol):
 
     The caller serialises calls and the steps of iterations, which may come from different threads. Any of them may
     raise `TierUnavailable` (closed, no permission, no space) or `IndexDoubtful`: the index is damaged, and is to be
-    closed, thrown away, and built again.
+    closed, thrown away, and rebuilt.
     """
 
     def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
@@ -29,8 +29,8 @@ class FrameIndex(Protocol):
     def apply(self, changes: Sequence[Change]) -> None:
         """All of these or none; of two changes of one key the later one counts.
 
-        Durable after the next `sync`. Before it a crash keeps the batch whole or loses it, and whoever loses a batch
-        loses all later ones. Raises `TierFull` if the map cannot become larger; nothing is applied then.
+        Durable after the next `sync`. Before it a crash keeps the batch whole or loses it, and all later ones with it.
+        Raises `TierFull` if the map cannot become larger; nothing is applied then.
         """
         ...
 
@@ -46,5 +46,5 @@ class FrameIndex(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of the file; that makes nothing durable. Later calls raise `TierUnavailable`. Safe to call twice."""
+        """Close the file, which makes nothing durable. Later calls raise `TierUnavailable`. Safe to call twice."""
         ...

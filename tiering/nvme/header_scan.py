@@ -1,8 +1,8 @@
-"""Reads the frame headers of a slab, where the index is not to be trusted.
+"""Reads the frame headers of a slab, when the index is not to be trusted.
 
-Many reads are on their way at once, and frames that stand close together are read in one piece, so that the disk is the
-limit. A header that is not right in every respect is no frame. One that cannot be read at all may be anything: its slot
-counts as bad, unless so much of the slab cannot be read that the disk, and not a sector, is at fault.
+Many reads are in flight at once, and frames close together are read in one piece, so that the disk is the limit. A
+header that fails any check is no frame. One that cannot be read at all may be anything: its slot counts as bad, unless
+so much of the slab cannot be read that the disk, and not a sector, is at fault.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from tiering.slab_header import SlabHeader
 from tiering.tier import SlotClass
 
 SPAN_BYTES = 1 << 20
-"""Read at a time where frames are small; for larger ones, up to a quarter of it, the payloads between are read too."""
+"""Read at a time if frames are small; for larger ones, up to a quarter of it, the payloads in between are read too."""
 MOST_UNREADABLE = 8
-"""Headers of one call that a disk may refuse and still be trusted with the rest."""
+"""Unreadable headers in one call; beyond it the disk is not trusted with the rest."""
 TRIES = 2
 
 _NOTHING = bytes(ENTRY.itemsize)
@@ -38,7 +38,7 @@ class HeaderScan:
         self._threads = threads
 
     def entries(self, name: str, slab: SlabHeader, slots: range) -> Entries:
-        """What the headers of these slots say. Raises `OSError` where too many cannot be read."""
+        """The entries by these slots' headers. Raises `OSError` if too many cannot be read."""
         frame_bytes = slab.slot_class.frame_bytes
         together = SPAN_BYTES // frame_bytes if 4 * frame_bytes <= SPAN_BYTES else 1
         share = together * max(1, len(slots) // (4 * self._threads * together))
@@ -65,7 +65,7 @@ class HeaderScan:
         return split_entries(b"".join(found))
 
     def _read(self, name: str, slab: SlabHeader, slots: range, buffer: memoryview) -> list[bytes]:
-        """The entries of neighbouring slots, in one read where that works."""
+        """The entries of neighbouring slots, in one read if possible."""
         step = slab.slot_class.frame_bytes
         whole = buffer[: (len(slots) - 1) * step + HEADER_BYTES]
         for tries_left in reversed(range(TRIES)):
@@ -91,7 +91,7 @@ class HeaderScan:
 
 
 def entry_of_header(header: FrameHeader) -> bytes:
-    """What the index keeps of a frame."""
+    """The index entry of a frame."""
     return entry_of(
         header.prefix_key,
         header.parent,

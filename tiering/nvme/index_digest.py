@@ -30,7 +30,7 @@ _READ_BYTES = 1 << 20
 
 
 class Comparison(Enum):
-    """What the note says of the file: it is as it was closed, it is not, or there is no note for it."""
+    """The file is as it was closed, it is not, or there is no note for it."""
 
     SAME = "same"
     DIFFERENT = "different"
@@ -38,7 +38,7 @@ class Comparison(Enum):
 
 
 def note(data: Path, transaction: int, reach: Reach = go_on) -> None:
-    """Remember a file that was just closed. Raises `OSError`."""
+    """Record a file that was just closed. Raises `OSError`."""
     used = _NOTE.pack(_MAGIC, transaction, _digest_of(data))
     path = data.with_name(DIGEST_FILE)
     path.touch(mode=0o600)
@@ -47,7 +47,7 @@ def note(data: Path, transaction: int, reach: Reach = go_on) -> None:
 
 
 def compare(data: Path, transaction: int) -> Comparison:
-    """The file now with what was noted. transaction: the last one that the file says it holds. Raises `OSError`."""
+    """Compare the file now with its note. transaction: the last one that the file says it holds. Raises `OSError`."""
     try:
         # Whatever else may stand there, a pipe must not make this wait, nor a link lead elsewhere.
         descriptor = os.open(data.with_name(DIGEST_FILE), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -70,7 +70,7 @@ def compare(data: Path, transaction: int) -> Comparison:
 
 
 def forget(data: Path) -> None:
-    """From now on the file changes. Raises `OSError`."""
+    """The file is about to change. Raises `OSError`."""
     data.with_name(DIGEST_FILE).unlink(missing_ok=True)
 
 

@@ -73,7 +73,7 @@ _PROBE_PROGRAM = "import sys; sys.path += sys.argv[2:]; from tiering.nvme.lmdb_i
 
 _OUT_OF_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _LITTLE_SPACE_BYTES = 1 << 20
-# The machine or the person who set it up is at fault, and the file is not: throwing it away would not help.
+# The machine or its setup is at fault, and the file is not: throwing it away would not help.
 _NOT_THE_FILE = frozenset(
     {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EBUSY}
 )
@@ -118,8 +118,8 @@ def open_index(directory: Path, map_bytes: int, *, clean: bool, reach: Reach = g
 def open_to_read(directory: Path) -> LmdbIndex | None:
     """The index as it stands, None if there is none; nothing is written, not even LMDB's lock file.
 
-    For a look from outside, so the file is walked by another process first, whoever closed it. The caller holds a lock
-    on the directory that keeps its owner out. Raises as `open_index`; to `apply` a change is refused.
+    For an inspection from outside: another process always walks the file first. The caller holds a lock on the
+    directory that keeps its owner out. Raises as `open_index`; `apply` is refused.
     """
     if lmdb.version()[:2] != (0, 9):
         raise TierUnavailable(f"the index is in the format of LMDB 0.9, and this is {lmdb.version()}")
@@ -168,7 +168,7 @@ class LmdbMaker:
 
 
 class LmdbIndex:
-    """A `FrameIndex` in one LMDB file; `open_index` makes it. Of no use in a forked child.
+    """A `FrameIndex` in one LMDB file; `open_index` makes it. Unusable in a forked child.
 
     Any call may raise `IndexDoubtful`, after which only `close` makes sense, or `TierUnavailable`.
     """
@@ -244,7 +244,7 @@ class LmdbIndex:
         return int(self._open_environment().info()["last_txnid"])
 
     def close(self) -> None:
-        """Let go of the file, without a `sync`. Iterations end with `TierUnavailable`. Safe to call twice."""
+        """Close the file, without a `sync`. Iterations end with `TierUnavailable`. Safe to call twice."""
         if self._environment is not None:
             for walk in self._walks:
                 walk.end()
@@ -306,7 +306,7 @@ class LmdbIndex:
 
 
 class _Walk:
-    """A snapshot that is read in order and in pieces."""
+    """A snapshot, read in order and in pieces."""
 
     def __init__(self, environment: lmdb.Environment, prefix: bytes) -> None:
         self._prefix = prefix
@@ -360,7 +360,7 @@ def _environment(directory: Path, map_bytes: int) -> lmdb.Environment:
         metasync=False,
         # Pages that wait for commit stay out of the map: it is read-only, and no stray write of this process gets in.
         writemap=False,
-        # Nobody else opens the file, but the table of readers is what keeps pages of open iterations from reuse.
+        # No other process opens the file, but the table of readers is what keeps pages of open iterations from reuse.
         lock=True,
         max_readers=MOST_OPEN_ITERATIONS + 2,
         readahead=False,
@@ -387,7 +387,7 @@ class _Meta(NamedTuple):
 
 
 class _There(NamedTuple):
-    """A file that can be looked at more closely."""
+    """A file that passed the first look."""
 
     size_bytes: int
     transaction: int
@@ -542,7 +542,7 @@ def _sync_directory(directory: Path) -> None:
 
 
 def _typed(error: OSError | lmdb.Error, directory: Path, act: str) -> TierError:
-    """What the caller is told: whether to throw the index away, or that throwing it away would not help."""
+    """The caller's error: whether to throw the index away, or that throwing it away would not help."""
     code = error.errno if isinstance(error, OSError) else error.code
     # LMDB's own codes are negative; 0 is the binding's, which refused the call (a file that is open here already).
     if code in _OUT_OF_SPACE or (code == errno.EIO and _has_little_space(directory)):

@@ -1,12 +1,12 @@
-"""The scrub: which frames are read again, and when, so that rot is found before a request needs them.
+"""The scrub's schedule: which frames are read again, and when, so that rot is found before a request needs them.
 
     pass      every readable frame once, slab by slab; a new one begins `pass_seconds` after the last one began
     window    the next few frames of a pass; no other is begun before time has paid for it: bytes / rate
-    visited   what came of each frame. One that cannot be read is skipped, and given up after several passes
+    visited   the outcome for each frame. One that cannot be read is skipped, and given up after several passes
 
-The cursor is a place, not a list of frames: slabs may come and go, and frames too. What came after a pass began may be
-left to the next one. Decides and counts; must never read, wait or change a frame itself. One thread at a time, but for
-`usage`.
+The cursor is a place, not a list of frames: slabs may come and go, and frames too. Frames that came after a pass began
+may be left to the next one. Decides and counts; must never read, wait or change a frame itself. One thread at a time,
+but for `usage`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from tiering.nvme.tier import Resident
 from tiering.tier import ScrubUsage, place_of
 
 LEAST_CHARGE_BYTES = 64 << 10
-"""A smaller frame is paid for as one of this size: it costs about as much time to look at."""
+"""A smaller frame is charged as one of this size: it takes about as long."""
 
 GOLDEN = 0.6180339887498949
-"""Multiples of it, whole parts left out, spread evenly: so do the starts of passes that were all cut short."""
+"""The fractional parts of its multiples are spread evenly: so are the starts of passes that were all cut short."""
 
 
 class Frames(Protocol):
@@ -41,7 +41,7 @@ class Frames(Protocol):
 
 
 class CheckResult(Enum):
-    """What came of a frame. `GONE`: evicted, moved or not yet known to anybody; it is none of the scrub's business."""
+    """The outcome for a frame. `GONE`: evicted, moved or not listed yet; no concern of the scrub."""
 
     GOOD = "good"
     DAMAGED = "damaged"
@@ -53,10 +53,10 @@ class CheckResult(Enum):
 class ScrubLimits:
     """Named bounds of a scrub.
 
-    bytes_per_second: more is never read, over any stretch of time, than that and one window. window_bytes: read in one
-    go, or one frame if it is larger. first_seconds: until the first pass. pass_seconds: from the beginning of one pass
-    to that of the next, at least. pause_seconds: without reading after a fault of the tier. unreadable_passes: in a row
-    that a frame cannot be read in before it is given up. suspects: frames of one pass that are remembered for that.
+    bytes_per_second: over any stretch of time at most that, and one window, is read. window_bytes: read in one go, or
+    one frame if it is larger. first_seconds: until the first pass. pass_seconds: from the beginning of one pass to that
+    of the next, at least. pause_seconds: without reading after a fault of the tier. unreadable_passes: a frame that
+    cannot be read in so many passes in a row is given up. suspects: frames of one pass that are remembered for that.
     """
 
     bytes_per_second: int
@@ -83,8 +83,8 @@ class Scrub:
     """
 
     def __init__(self, frames: Frames, limits: ScrubLimits, clock: Clock, turn: int = 0) -> None:
-        """turn: another one for each start of the program; it decides at which slab passes begin, so that also a
-        program that never runs for a whole pass gets to see all of its slabs in time."""
+        """turn: another number for each start of the program; it decides at which slab passes begin, so that a program
+        that never runs for a whole pass also gets to all of its slabs in time."""
         self._frames = frames
         self._limits = limits
         self._clock = clock
@@ -95,7 +95,7 @@ class Scrub:
         self._ranges: deque[tuple[int, int]] = deque()  # places that this pass has yet to come to
         self._in_pass = False
         self._good_in_pass = False
-        self._unread: dict[int, Resident] = {}  # in this pass, by place
+        self._unread: dict[int, Resident] = {}  # unreadable in this pass, by place
         self._unread_passes: dict[int, int] = {}
         self._given_up: list[Resident] = []
         self._passes = self._verified = self._bytes = self._damaged = self._unreadable = 0
@@ -104,12 +104,11 @@ class Scrub:
         self._last_pass_ended: float | None = None
 
     def seconds_until_due(self) -> float:
-        """How long there is nothing to do."""
         at = self._due if self._in_pass else max(self._due, self._next_pass)
         return max(0.0, at - self._clock.monotonic_seconds())
 
     def window(self) -> list[Resident]:
-        """The next frames to read; none where nothing is due, or where a pass just ended."""
+        """The next frames to read; none if nothing is due, or if a pass just ended."""
         if self.seconds_until_due() > 0:
             return []
         now = self._clock.monotonic_seconds()
@@ -125,12 +124,12 @@ class Scrub:
         return []
 
     def spent(self, frame: Resident) -> None:
-        """A frame is read, maybe not for the first time: the next window is due that much later."""
+        """A frame was read, maybe not for the first time: the next window is due that much later."""
         self._spent_bytes += max(frame.frame_bytes, LEAST_CHARGE_BYTES)
         self._due = max(self._due, self._window_began + self._spent_bytes / self._limits.bytes_per_second)
 
     def visited(self, frame: Resident, verdict: CheckResult) -> None:
-        """The cursor goes on behind this frame."""
+        """The cursor moves on behind this frame."""
         first, stop = self._ranges[0]
         assert first <= frame.place < stop, "visited in the order of the window"
         self._ranges[0] = frame.place + 1, stop
@@ -150,7 +149,7 @@ class Scrub:
         self._due = max(self._due, self._clock.monotonic_seconds() + seconds)
 
     def given_up(self) -> list[Resident]:
-        """Frames that could not be read in too many passes, each told once."""
+        """Frames that could not be read in too many passes, each reported once."""
         given_up, self._given_up = self._given_up, []
         return given_up
 
@@ -170,7 +169,7 @@ class Scrub:
         )
 
     def _begin(self, now: float) -> None:
-        """A pass goes round: from some slab up to the last one that there is by now, then from the first one on."""
+        """A pass goes round: from some slab up to the last one, then from the first one on."""
         self._in_pass, self._pass_began, self._good_in_pass = True, now, False
         numbers = self._frames.slab_numbers()
         if numbers:

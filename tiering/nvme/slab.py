@@ -85,7 +85,7 @@ def split_record_key(key: bytes) -> tuple[int, int]:
 
 
 def doubt_key(place: int) -> bytes:
-    """The index key under which a place stands whose header may be valid though no record holds it."""
+    """The index key of a place whose header may be valid although no record holds it."""
     return _DOUBT_KEY.pack(DOUBTS, place)
 
 
@@ -98,13 +98,13 @@ def split_doubt_key(key: bytes) -> int:
 
 
 def unread_key(slab: int) -> bytes:
-    """The index key under which a slab stands whose headers could not be read when the index was built."""
+    """The index key of a slab whose headers could not be read when the index was built."""
     return _SLAB_KEY.pack(UNREAD, slab)
 
 
 def unproven_key(slab: int) -> bytes:
-    """The index key under which a slab stands whose records were made of headers that a crash may have left in front of
-    frames that it cut short."""
+    """The index key of a slab whose records were built from headers, which a crash may have left in front of incomplete
+    frames."""
     return _SLAB_KEY.pack(UNPROVEN, slab)
 
 
@@ -136,7 +136,7 @@ def split_entries(entries: bytes) -> Entries:
 
 STAMP_SLAB = 0
 MAX_SESSION, MAX_COUNT = (1 << 23) - 1, (1 << 62) - 1
-"""Of starts, which are the first bits of a block's generation, and of stamps and batches: all are counted on."""
+"""The most starts, which are the first bits of a block's generation; and the most stamps and batches."""
 STAMP_PAGES = 2
 _STAMP_MAGIC = b"KVSTAMP\x00"
 # magic, version, sequence, session, changes, clean, index uid
@@ -173,12 +173,12 @@ class StoreStamp:
         )
 
     def knows(self, index_uid: bytes, changes: int) -> bool:
-        """Whether an index that says this of itself is the one that belongs here, with every batch it took in."""
+        """Whether an index with this uid and count is the one that belongs here, with every batch it took in."""
         return index_uid == self.index_uid and (changes == self.changes or (changes > self.changes and not self.clean))
 
     @property
     def page(self) -> int:
-        """Which of the two pages it goes to: the one before stays readable until this one is durable."""
+        """The page it is written to: the one before stays readable until this one is durable."""
         return self.sequence % STAMP_PAGES
 
     def pack(self) -> bytes:
@@ -190,9 +190,9 @@ class StoreStamp:
 
 
 def latest_stamp(pages: Sequence[bytes], besides: StoreStamp | None = None) -> StoreStamp | None:
-    """The newest stamp that is whole and on its page; None where there is none. Raises `OtherFormat`.
+    """The newest stamp that is whole and on its page; None without any. Raises `OtherFormat`.
 
-    besides: a stamp that does not count.
+    besides: a stamp to ignore.
     """
     stamps = []
     for number, page in enumerate(pages):
@@ -200,7 +200,7 @@ def latest_stamp(pages: Sequence[bytes], besides: StoreStamp | None = None) -> S
         used = page[: _STAMP.size]
         if magic != _STAMP_MAGIC or digest(used) != page[_STAMP.size : _STAMP.size + 16]:
             continue
-        if session > MAX_SESSION or max(sequence, changes) > MAX_COUNT:  # nobody ever gets there
+        if session > MAX_SESSION or max(sequence, changes) > MAX_COUNT:  # no directory ever gets there
             continue
         if version != FORMAT_VERSION:
             raise OtherFormat(f"format {version}; this program knows format {FORMAT_VERSION}")
@@ -214,13 +214,13 @@ _META = struct.Struct(f"<{UID_BYTES}sQ")
 
 
 def pack_meta(index_uid: bytes, changes: int) -> bytes:
-    """The index's own record: who it is and how many batches it has taken in."""
+    """The index's own record: its uid and how many batches it has taken in."""
     used = _META.pack(index_uid, changes)
     return used + digest(used)
 
 
 def open_meta(value: bytes | None) -> tuple[bytes, int] | None:
-    """(index uid, changes); None where it is missing or damaged."""
+    """(index uid, changes); None if it is missing or damaged."""
     if value is None or len(value) != _META.size + 16 or digest(value[: _META.size]) != value[_META.size :]:
         return None
     uid, changes = _META.unpack_from(value)

@@ -1,4 +1,4 @@
-"""The NVMe tier: frames in slabs, durable, behind an index that can always be built again.
+"""The NVMe tier: frames in slabs, durable, behind an index that can always be rebuilt.
 
 A frame becomes durable in this order, and many do so together, for one sync of each kind:
 
@@ -10,10 +10,10 @@ A frame becomes durable in this order, and many do so together, for one sync of 
     5  the header is overwritten with zeros; slabs are synced with the next batch
     6  one index batch: the doubt goes                                                            > the slot is free
 
-So a header that could be taken for a frame stands only where a record or a doubt says so, and an index that is built
-again from headers brings nothing back that was given up. Whatever a read returns is for the caller to verify.
+So a header that could be taken for a frame stands only where a record or a doubt says so, and an index that is rebuilt
+from headers brings back nothing that was given up. The caller verifies whatever a read returns.
 
-Thread-safe. The lock guards books only; disk calls run outside of it, and batches one after the other, each led by one
+Thread-safe. The lock guards tables only; disk calls run outside of it, and batches one after the other, each led by one
 of the threads that wait for it. Must never overwrite a slab whose header it cannot confirm.
 """
 
@@ -70,7 +70,7 @@ _STATE_AT = int(ENTRY.fields["state"][1])  # type: ignore[index]
 _NO_ENTRIES = bytes(SLOTS_PER_RECORD * ENTRY.itemsize)
 SCAN_BYTES = 1 << 20
 PARALLEL_BYTES = 1 << 20
-"""Frames of that many bytes together are worth several threads."""
+"""So many bytes of frames are worth several threads."""
 MAX_NUMBER = (1 << 32) - 1
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 HEADERS_PER_STEP = 1024
@@ -81,7 +81,7 @@ class IndexMaker(Protocol):
     """Opens the index that belongs to a directory, or begins a new one."""
 
     def open(self, *, clean: bool) -> FrameIndex:
-        """The index as it was left; `clean`: by its owner, in order. Raises `IndexDoubtful`."""
+        """The index as it was left; clean: closed in order by its owner. Raises `IndexDoubtful`."""
         ...
 
     def discard(self) -> None:
@@ -103,8 +103,8 @@ class NvmeSlab(Piece):
 class Found(NamedTuple):
     """Frames of one slab that were there at the start: places and entries, in the same order.
 
-    is_proven: whether all of them were written to their end. If not, a header alone says that a frame is there, and a
-    crash may have cut it short: the index that knew is lost. They stay unproven, over restarts, until `proved`.
+    is_proven: whether all of them were written to their end. If not, only a header says that a frame is there, and a
+    crash may have cut it short, since the index that knew is lost. They stay unproven, over restarts, until `proved`.
     """
 
     header: SlabHeader
@@ -127,7 +127,7 @@ class LeftAlone(NamedTuple):
     """A slab that cannot be used, and why; its bytes are kept and count against the budget.
 
     needs_keys: it was written under a key that is not at hand, and can be used once that is. unread: the disk did not
-    give its header, and may give it another day.
+    give its header, and may in a later run.
     """
 
     name: str
@@ -139,7 +139,7 @@ class LeftAlone(NamedTuple):
 
 @dataclass(slots=True)
 class _Request:
-    """What a thread wants from the next batch. edits: place -> an entry, or the state that its entry gets.
+    """A thread's part of the next batch. edits: place -> an entry, or the new state of its entry.
 
     doubts: places to put in doubt. committed: places whose frames were written, `failed_syncs` syncs having failed
     before. changes: anything else in the index.
@@ -170,17 +170,17 @@ class NvmeTier:
         threads: int = 1,
         faults: FaultReports | None = None,
     ) -> None:
-        """Reads the stamp, the slab headers and opens the index; frames come in with `load`.
+        """Reads the stamp and the slab headers and opens the index; `load` brings the frames.
 
-        threads: how many read headers, or write large frames, at once. faults: told of what the disk does not do.
+        threads: how many read headers, or write large frames, at once. faults: told of the disk's faults.
 
-        Raises `OtherFormat`, and `TierUnavailable` where the disk does not let it.
+        Raises `OtherFormat`, and `TierUnavailable` if the disk fails.
         """
         self.slab_bytes = slab_bytes
         self.budget_bytes = budget_bytes
         self.left_alone: list[LeftAlone] = []
-        self.rebuilds = False  # the index was not to be trusted: `load` reads every header
-        self._rebuilding = False  # and until it has, the index does not say who it is: the next start would begin again
+        self.rebuilds = False  # the index is not trusted: `load` reads every header
+        self._rebuilding = False  # until it has, the index has no uid: the next start would begin again
         self._files = files
         self._maker = maker
         self._keys = keys
@@ -198,15 +198,15 @@ class NvmeTier:
         self._edits: dict[int, bytes | int] = {}  # evicted and quarantined frames, for the next batch
         self._doubted: set[int] = set()  # places that the index holds in doubt
         self._given_back: set[int] = set()  # aborted, but in doubt
-        self._claimed: set[int] = set()  # evicted for somebody who waits for them
+        self._claimed: set[int] = set()  # evicted for a caller that waits for them
         self._to_void: list[int] = []
         self._voided: list[int] = []  # their headers are zeros, but not durably yet
         self._failed_syncs = 0
-        self._broken: Exception | None = None  # a batch may be half done in the index: nothing is written any more
+        self._broken: Exception | None = None  # a batch may be half done in the index: no more writes
         self._closed = False
         self._to_load: list[NvmeSlab] = []
         self._unproven: set[int] = set()  # slabs
-        self._ended_clean = False  # the run before: nothing that it wrote was cut short
+        self._ended_clean = False  # the last run ended in order: none of its writes was cut short
         self._changes = 0
         self._index_uid = b""
         try:
@@ -228,12 +228,13 @@ class NvmeTier:
 
     @property
     def session(self) -> int:
-        """How many times this directory was opened, or more; durable, so numbers made from it are never used twice."""
+        """At least the number of times this directory was opened; durable, so numbers made from it are never used
+        twice."""
         return self._stamp.session
 
     def raise_session(self, session: int) -> None:
-        """Frames that will be written here are of that session, or of one before it: the next one is above it, which
-        is durable when this returns. Raises `TierUnavailable`."""
+        """Frames to be written here are of that session, or of an earlier one: the next session is above it, durably
+        when this returns. Raises `TierUnavailable`."""
         stamp = self._stamp
         stamp = stamp.next(index_uid=self._index_uid, changes=stamp.changes, clean=False, session=session)
         try:
@@ -257,10 +258,10 @@ class NvmeTier:
     ) -> None:
         """Write whole frames; when this returns they are durable and readable.
 
-        meanwhile: work for the calling thread while others write; it returns which of the places are to be committed,
-        and the others are left as they were, to be aborted.
+        meanwhile: work for the calling thread while others write; it returns the places to be committed, and the others
+        are left as they were, to be aborted.
 
-        Raises `TierUnavailable`: none of them is, and the places are to be aborted.
+        Raises `TierUnavailable`: none of them is committed, and all are to be aborted.
         """
         with self._lock:
             doubts = [place for place in places if place not in self._doubted]
@@ -286,7 +287,7 @@ class NvmeTier:
             self._faults.worked(NVME_WRITES)
 
     def abort(self, places: Sequence[int]) -> None:
-        """Give reserved places back: at once, or, where something may have been written, once that is void."""
+        """Give reserved places back: at once, or, if something may have been written there, once it is void."""
         with self._lock:
             for place in places:
                 if place in self._doubted:
@@ -297,7 +298,7 @@ class NvmeTier:
                     self._ledger.step([place], FrameEvent.ABORT)
 
     def read(self, place: int, into: memoryview) -> None:
-        """Copy a committed frame. Raises `BlockMissing`, and `TierUnavailable` where the disk does not give it."""
+        """Copy a committed frame. Raises `BlockMissing`, and `TierUnavailable` if the disk fails."""
         with self._lock:
             if self._ledger.state(place) != _RESIDENT:
                 raise BlockMissing("no readable frame at that place")
@@ -310,9 +311,9 @@ class NvmeTier:
             raise TierUnavailable(f"a slab cannot be read: {error.strerror}") from error
 
     def delete(self, places: Sequence[int], *, claim: bool = False) -> None:
-        """Evict committed frames. Their slots are free some batches later: `settle` does not wait for company.
+        """Evict committed frames. Their slots are free some batches later, or after `settle`.
 
-        claim: they are for whoever calls `await_claims` next, and not for everybody.
+        claim: they are for the next caller of `await_claims` only.
         """
         with self._lock:
             self._ledger.step(places, FrameEvent.EVICT)
@@ -323,9 +324,8 @@ class NvmeTier:
                 self._claimed.update(places)
 
     def await_claims(self, places: Sequence[int]) -> None:
-        """Have places that were claimed: forgotten durably, reserved, and in doubt, so that nothing need be void before
-        other frames are written there. Raises `TierUnavailable`: they are everybody's.
-        """
+        """Have claimed places durably forgotten, reserved, and in doubt, so that they need not be void before other
+        frames are written there. Raises `TierUnavailable`: the claim is then lost."""
         try:
             while any([place in self._claimed for place in places]):
                 self._settle(_Request())
@@ -344,14 +344,14 @@ class NvmeTier:
     # Beyond the contract -------------------------------------------------------------------------------------------
 
     def quarantine(self, places: Sequence[int]) -> None:
-        """A check failed: the slots are not used again before their slab is given back, also after a restart."""
+        """A check failed: the slots are not reused before their slab is given back, also after a restart."""
         with self._lock:
             self._ledger.step(places, FrameEvent.CONDEMN)
             for place in places:
                 self._edits[place] = BAD
 
     def own(self, places: Iterable[int], rows: Iterable[int]) -> None:
-        """Note which block's frame stands at each place."""
+        """Record which block's frame stands at each place."""
         with self._lock:
             self._ledger.own(places, rows)
 
@@ -361,10 +361,10 @@ class NvmeTier:
             self._ledger.own_many(places, rows)
 
     def settle(self, *, under_way: bool = True) -> None:
-        """Do what evictions left to be done: slots that were given up before are free, durably, when this returns.
+        """Finish evictions: slots given up before are free, durably, when this returns.
 
-        under_way: also those that a batch of others has taken up, which who only looks for room need not wait for.
-        Raises `TierUnavailable`.
+        under_way: also those that another batch has taken up, which a caller that only needs room can skip. Raises
+        `TierUnavailable`.
         """
         for _ in range(2):  # the first batch forgets frames and voids their headers, the second one frees the slots
             if not self._is_unsettled(under_way):
@@ -372,7 +372,7 @@ class NvmeTier:
             self._settle(_Request())
 
     def close(self) -> None:
-        """Finish what was begun and say so in the stamp; where that fails, the next start finds out what is true."""
+        """Finish what was begun and record it in the stamp; if that fails, the next start finds out what is true."""
         with self._lock:
             if self._closed:
                 return
@@ -423,7 +423,7 @@ class NvmeTier:
                 with self._lock:
                     self._taken_bytes -= header.size_bytes
             except OSError:
-                pass  # its bytes stay taken
+                pass  # its bytes stay charged
             self._say(NEW_SLABS, error)
             if error.errno in _NO_SPACE:
                 raise TierFull(f"the disk has no room for a slab of {header.size_bytes} bytes") from error
@@ -433,7 +433,7 @@ class NvmeTier:
             self._ledger.add(slab)
 
     def retire(self, number: int) -> None:
-        """Give back a slab that holds nothing readable. Raises `TierUnavailable`."""
+        """Give back a slab without readable frames. Raises `TierUnavailable`."""
         self.settle()
         with self._lock:
             slab = self._ledger.remove(number)
@@ -471,7 +471,7 @@ class NvmeTier:
 
     def residents(self, first: int, stop: int, most_bytes: int) -> list[Resident]:
         """Readable frames at the places first .. stop - 1, lowest first: at least one, then as many as make up
-        `most_bytes`. A row of -1: nobody was told yet that the frame is there."""
+        `most_bytes`. A row of -1: the frame is not listed yet."""
         found: list[Resident] = []
         left = most_bytes
         with self._lock:
@@ -490,7 +490,7 @@ class NvmeTier:
         return found
 
     def empty_slabs(self) -> list[int]:
-        """Slabs that hold nothing and are waited for by nothing."""
+        """Slabs without frames that nothing waits for."""
         with self._lock:
             return [
                 number
@@ -510,7 +510,7 @@ class NvmeTier:
         return None
 
     def rows_in(self, piece: int) -> list[int] | None:
-        """Of a slab. As `LowerTier.rows_in`."""
+        """As `LowerTier.rows_in`."""
         with self._lock:
             return self._ledger.rows_in(piece)
 
@@ -525,7 +525,7 @@ class NvmeTier:
         return self.slab_bytes
 
     def pieces(self) -> int:
-        """How many slabs there may be."""
+        """The most slabs there may be."""
         return self.budget_bytes // self.slab_bytes
 
     def has_room(self) -> bool:
@@ -542,10 +542,10 @@ class NvmeTier:
     # Loading -------------------------------------------------------------------------------------------------------
 
     def load(self, progress: Callable[[int, int], None] | None = None) -> Iterator[Found]:
-        """Take in, slab by slab, what is there. progress: slots done, slots in all. Raises `TierUnavailable`.
+        """Recover what is there, slab by slab. progress: slots done, slots in all. Raises `TierUnavailable`.
 
-        A slab can be used from the moment that it was handed out; what is not loaded yet is neither read nor written.
-        After a rebuild a block may be there twice, with two generations: the lower one was given up.
+        A slab can be used once it was handed out; before that it is neither read nor written. After a rebuild a block
+        may be there twice, with two generations: the lower one was given up.
         """
         total = sum(slab.slots.capacity for slab in self._to_load)
         done = 0
@@ -570,7 +570,7 @@ class NvmeTier:
                 progress(done, total)
         if self._rebuilding:
             self._rebuilding = False
-            # Nothing is known of the slabs that could not be read: they may be readable another day.
+            # Slabs that could not be read may be readable in a later run.
             numbers = [slab_number(one.name) for one in self.left_alone]
             try:
                 self._settle(_Request(changes=[(unread_key(number), b"") for number in numbers if number > 0]))
@@ -581,7 +581,7 @@ class NvmeTier:
             self._settle(_Request())
 
     def proved(self, slabs: Iterable[int]) -> None:
-        """All frames of these slabs that are not whole were given up, which is durable when this returns. Raises
+        """All incomplete frames of these slabs were given up, which is durable when this returns. Raises
         `TierUnavailable`."""
         numbers = [number for number in slabs if number in self._unproven]
         if numbers:
@@ -611,7 +611,7 @@ class NvmeTier:
         return Found(slab.header, (held + place_of(slab.number, 0)).tolist(), chosen)
 
     def _records(self, slab: NvmeSlab, damaged: set[int]) -> Entries:
-        """What the index says of a slab; runs of slots whose record is damaged are read from their headers."""
+        """A slab's index records; runs of slots whose record is damaged are read from their headers."""
         with self._index_lock:
             values = dict(self._index.iterate(record_key(slab.number, 0)[:5]))
         header, mac_key, pieces = slab.header, slab.mac_key, []
@@ -627,7 +627,7 @@ class NvmeTier:
         return split_entries(b"".join(pieces)[: slab.slots.capacity * ENTRY.itemsize])
 
     def _scan(self, slab: NvmeSlab, progress: Callable[[int, int], None] | None, done: int, total: int) -> Entries:
-        """Every header of a slab; what they say is written to the new index."""
+        """Every header of a slab; the entries are written to the new index."""
         found = []
         for first in range(0, slab.slots.capacity, HEADERS_PER_STEP):
             last = min(first + HEADERS_PER_STEP, slab.slots.capacity)
@@ -640,7 +640,7 @@ class NvmeTier:
         return entries
 
     def _headers(self, slab: NvmeSlab, slots: range) -> Entries:
-        """What the headers of these slots say; a header that is not right in every respect is no frame."""
+        """The entries by these slots' headers; a header that fails any check is no frame."""
         return self._scanner.entries(slab.name, slab.header, slots)
 
     def _write_records(self, slab: NvmeSlab, entries: Entries) -> None:
@@ -671,7 +671,7 @@ class NvmeTier:
         return doubts
 
     def _listed(self, prefix: bytes, name: Callable[[int], bytes]) -> set[int]:
-        """Slabs that stand in the index under that name: to be read, or to be proved, now."""
+        """Slabs that the index lists under that name, to be read or to be proved."""
         slabs = {slab.number for slab in self._to_load}
         with self._index_lock:
             keys = {key for key, _ in self._index.iterate(prefix)}
@@ -745,7 +745,7 @@ class NvmeTier:
         except BlockCorrupt:
             pass
         if size < 2 * PAGE_BYTES or size % PAGE_BYTES:
-            return False  # slabs are made in full size
+            return False  # slabs are created in full size
         buffer = memoryview(bytearray(SCAN_BYTES))
         for offset in range(PAGE_BYTES, size - PAGE_BYTES, SCAN_BYTES):
             piece = buffer[: min(SCAN_BYTES, size - PAGE_BYTES - offset)]
@@ -755,7 +755,7 @@ class NvmeTier:
         return True
 
     def _slab_header(self, name: str, size: int) -> SlabHeader:
-        """From the first page, or else from the last one, which says the same."""
+        """From the first page, or else from its copy on the last one."""
         fault: Exception = BlockCorrupt("not the size of a slab")
         doubt: Exception | None = None
         for offset in (0, size - PAGE_BYTES) if size >= 2 * PAGE_BYTES and size % PAGE_BYTES == 0 else ():
@@ -784,7 +784,7 @@ class NvmeTier:
             last = replace(last, sequence=last.sequence + 1)
         stamp = last.next(index_uid=self._index_uid, changes=self._changes, clean=False, session=last.session + 1)
         self._put_stamp(stamp)
-        if not self._changes and not self._rebuilding:  # a new index: from now on it says who it is
+        if not self._changes and not self._rebuilding:  # a new index gets its uid
             self._apply([])
             self._index.sync()
         return stamp
@@ -797,11 +797,11 @@ class NvmeTier:
     # Batches -------------------------------------------------------------------------------------------------------
 
     def _is_unsettled(self, under_way: bool = True) -> bool:
-        with self._lock:  # what a batch that is under way has taken up is not durable yet
+        with self._lock:  # the changes of a running batch are not durable yet
             return bool((under_way and self._leading) or self._broken or self._edits or self._to_void or self._voided)
 
     def _settle(self, request: _Request) -> None:
-        """Take part in the next batch, as its leader if nobody else leads. Raises `TierUnavailable`."""
+        """Join the next batch, and lead it if no other thread does. Raises `TierUnavailable`."""
         with self._lock:
             self._waiting.append(request)
             while self._leading and not request.done:
@@ -832,7 +832,7 @@ class NvmeTier:
             self._faults.failed(what, kind_of(error), str(error))
 
     def _run(self, batch: Sequence[_Request]) -> None:
-        """One sync of the slabs, one index batch, one sync of the index; then the headers of what was given up."""
+        """One sync of the slabs, one index batch, one sync of the index; then void the headers of evicted frames."""
         with self._lock:
             if self._broken is not None:
                 raise TierUnavailable(str(self._broken))
@@ -870,7 +870,7 @@ class NvmeTier:
         except BaseException as error:
             is_as_before = not isinstance(error, IndexDoubtful) and self._has_refused()
             with self._lock:
-                if is_as_before:  # on a full disk, say: the next batch may fare better
+                if is_as_before:  # as on a full disk: the next batch may succeed
                     self._voided += voided
                     self._edits = {**given_up, **self._edits}
                 else:  # whether the batch is in the index is not known: only the next start can tell
@@ -894,7 +894,7 @@ class NvmeTier:
         try:
             self._void(to_void)
         except OSError as error:
-            for request in batch:  # the batch is durable: only who waits for the zeros is told
+            for request in batch:  # the batch is durable: only requests that wait for the zeros fail
                 if not (request.doubts or request.committed or request.changes):
                     request.fault = error
 
@@ -904,8 +904,8 @@ class NvmeTier:
         frames: Sequence[bytes | memoryview],
         meanwhile: Callable[[], Sequence[int]] | None,
     ) -> Sequence[int]:
-        """All frames, several at once if they are large; returns what `meanwhile` does. Nothing is under way any more
-        when it returns or raises."""
+        """Write all frames, several at once if they are large; returns the result of `meanwhile`. No write is under way
+        any more when it returns or raises."""
         at_once = min(self.threads, len(places)) if sum(map(len, frames)) >= PARALLEL_BYTES else 1
         faults: list[OSError] = []
         chosen: Sequence[int] = places
@@ -951,7 +951,7 @@ class NvmeTier:
                 self._voided.append(place)
 
     def _edited(self, edits: dict[int, bytes | int]) -> list[Change]:
-        """The records that hold these places, changed."""
+        """The changed records that hold these places."""
         runs: dict[tuple[int, int], list[int]] = {}
         for place in edits:
             runs.setdefault((extent_of(place), slot_of(place) // SLOTS_PER_RECORD), []).append(place)
@@ -975,7 +975,7 @@ class NvmeTier:
         return changes
 
     def _entries(self, slab: NvmeSlab, record: int, value: bytes | None) -> bytes:
-        """What a record holds now; where it is damaged, what the headers of readable frames say."""
+        """A record's present entries; if it is damaged, those by the headers of readable frames."""
         if value is None:
             return bytes(SLOTS_PER_RECORD * ENTRY.itemsize)
         try:
@@ -1000,7 +1000,7 @@ class NvmeTier:
             self._index.apply(changes)
 
     def _has_refused(self) -> bool:
-        """After a batch failed: whether the index is as it was before. It counts the batches that it has taken in."""
+        """After a batch failed: whether the index is as it was before, by its count of batches."""
         try:
             with self._index_lock:
                 meta = open_meta(self._index.get([META])[0])
@@ -1025,7 +1025,7 @@ def slab_name(number: int) -> str:
 
 
 def slab_number(name: str) -> int:
-    """The slab of a file; a name that is none of ours stands for a slab that cannot be."""
+    """The slab of a file; for any other name, a number that no slab has."""
     try:
         number = int(name.removesuffix(".slab"), 16)
     except ValueError:

@@ -18,7 +18,7 @@ more than some requests explain, and returns to LRU when it falls behind.
 
 Everything that is done for each block is compiled (`adaptive_loops`). Events are collected in a buffer and told there
 in one call. A long request is learned, and told to the ghosts, in pieces, one before each victim and more within the
-next requests, so that nobody waits for all of it; what comes of it is the same, some requests later. Where more comes
+next requests, so that no request waits for all of it; the result is the same, some requests later. Where more comes
 than is done by then, of whole requests nothing is learned: they only stand at the recent end.
 """
 
@@ -37,7 +37,7 @@ from tiering.policies.lazy_memory import LazyRecords
 HISTORY_PER_BLOCK, HISTORY_LEAST = 4, 1 << 16
 """Names in the history, for each block that the tier has room for, and at least."""
 HALF_LIFE_PER_NAME = 3
-"""After how many uses for each name of the history what was learned counts half."""
+"""What was learned counts half after so many uses for each name of the history."""
 SCORE_HALF_LIFE_PER_BLOCK, SCORE_HALF_LIFE_LEAST = 4, 20_000
 """After how many uses a ghost's hits count half, for each block that the tier has room for, and at least."""
 LEAD, FLOOR = 1.25, 0.0005
@@ -48,13 +48,13 @@ GROWN = 4096
 """Rows, at least."""
 EVENTS = 1024
 LONGEST = 256
-"""Blocks of a request that there is room for at first."""
+"""Blocks of one request that there is room for at first."""
 LONGEST_COPIED = 4096
 """Blocks of a request that waits where another one needs more room."""
 ATTEMPTS = 4
-"""Draws for a victim, where some of what was drawn may not go."""
+"""Draws for a victim, if some of the drawn leaves may not go."""
 MOST_ROOM = 1 << 22
-"""Blocks that ghosts are made for, at most: of a larger tier they are a part."""
+"""Ghosts are made for so many blocks at most: of a larger tier they are a part."""
 WRONG_EVENT = "a row was inserted twice, or touched or removed where it is not"
 
 
@@ -62,9 +62,9 @@ class Adaptive:
     """`EvictionPolicy`: learned worth under the guard of LRU."""
 
     def __init__(self, names: array[int], seed: int = 0, thinned: float = 1.0) -> None:
-        """names: of the block in each row, the same whenever that block comes; it may grow. seed: of what is drawn.
-        thinned: the share of all blocks that it is told of, where a tier is modelled by a part of its blocks; what is
-        said in uses or names and not in room is as much less."""
+        """names: of the block in each row, the same whenever that block comes; it may grow. seed: for random draws.
+        thinned: the share of all blocks that it is told of, if a tier is modelled by a part of its blocks; figures in
+        uses or names, not in room, are scaled by it."""
         self._names = names
         self._thinned = thinned
         self._loops = loops.prepare()
@@ -93,7 +93,7 @@ class Adaptive:
         self.expect(1)
 
     def expect(self, blocks: int) -> None:
-        """There is room for so many blocks. What is known stays, where that is more than before."""
+        """There is room for so many blocks. More room keeps what was learned."""
         blocks = min(blocks, MOST_ROOM)
         if blocks <= self._numbers[loops.NODES]:
             return
@@ -114,7 +114,7 @@ class Adaptive:
         self._place()
 
     def _grown(self, nodes: Any, names: int) -> list[Any]:
-        """Nodes for so many names, with heads. What is not used yet is no memory yet."""
+        """Nodes for so many names, with heads. Unused ones take no memory yet."""
         more = LazyRecords(names + 1, nodes.dtype).array
         more[: len(nodes)] = nodes
         heads = LazyRecords(1 << max(names - 1, 1).bit_length(), np.dtype(np.int32)).array
@@ -123,7 +123,7 @@ class Adaptive:
 
     @property
     def goes_by_worth(self) -> bool:
-        """Whether victims are chosen by what was learned at present."""
+        """Whether victims are chosen by learned worth at present."""
         return bool(self._numbers[loops.RULE])
 
     def inserted(self, row: int) -> None:
@@ -245,7 +245,7 @@ class Adaptive:
             node = self._loops.next_leaf(self._address, before)
 
     def _catch_up(self, blocks: int) -> None:
-        """Learn, and tell the ghosts, of up to so many more blocks of the requests that wait."""
+        """Learn, and tell the ghosts, up to so many more blocks of the requests that wait."""
         if self._waiting:
             waiting = self._loops.catch_up(self._address, self._take(), blocks, np.frombuffer(self._names, np.int64))
             assert waiting >= 0, WRONG_EVENT
@@ -263,15 +263,15 @@ class Adaptive:
     # Inside ---------------------------------------------------------------------------------------------------------
 
     def _make_buffer(self, events: int) -> None:
-        """At least one place is free, always: the four that are called for each block write without looking, and a call
-        of another method would take half as long again. What follows a long request does not wait in all its room, so
-        that nobody waits for all of that."""
+        """At least one place is always free: the four methods that are called for each block write without a check, and
+        a call of another method would take half as long again. Events behind a long request do not fill all its room,
+        so that none waits for all of that."""
         self._point_at(None)
         self._events = array("q", bytes(8 * events))
         self._last_place = EVENTS - 1
 
     def _make_room(self, blocks: int) -> bool:
-        """For a request that is longer than all before, unless others wait that are long, too."""
+        """For a request longer than all before, unless others wait that are long, too."""
         waiting = (self._numbers[loops.FIRST] + np.arange(self._waiting)) % loops.REQUESTS
         longest = max(self._requests["length"][waiting], default=0)
         if longest > LONGEST_COPIED:
@@ -291,24 +291,24 @@ class Adaptive:
         return stop
 
     def _changes(self) -> int:
-        """Another number after each event."""
+        """A number that changes with each event."""
         return self._flushed + self._stop
 
     def _flush(self) -> None:
-        """Every event takes effect."""
+        """Let every event take effect."""
         is_right = self._loops.follow(self._address, self._take())
         assert is_right, WRONG_EVENT
 
     def _place(self) -> None:
-        """Whenever there is another array than before."""
+        """Called whenever an array was replaced."""
         arrays = [np.frombuffer(self._events, np.int64), self._order, self._leaf_records.array, *self._ghosts]
         arrays += [self._own_leaves, *self._history, self._requests, self._told, self._learned, self._numbers]
         arrays += [self._scores, self._settings]
         self._point_at(loops.Arrays._make(arrays))
 
     def _point_at(self, arrays: Any) -> None:
-        """`None` before an array is replaced: so no call is given the address of what is no more, or is not what
-        everything else here says, wherever whoever does that is interrupted."""
+        """Set to `None` before an array is replaced: wherever that is interrupted, no call gets the address of an array
+        that is gone, or that does not fit the others."""
         places = arrays.places() if arrays is not None else None
         self._address: int | None = None
         self._arrays, self._places = arrays, places

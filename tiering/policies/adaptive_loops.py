@@ -102,7 +102,7 @@ ORDER = np.dtype(_RING, align=True)
 _TREE = [("next", "<i4"), ("parent", "<i4"), ("children", "<i4"), ("name", "<i8"), ("_to_a_line", "<i8", 2)]
 GHOST = np.dtype([*_RING, *_TREE], align=True)
 LEAF_ENTRY = np.dtype([("when", "<i8"), ("node", "<i4"), ("kind", "u1")], align=True)
-"""when, kind: as in the ring, so that whoever draws leaves reads only what lies here, close together."""
+"""when, kind: as in the ring, so that drawing leaves reads only these entries, which lie close together."""
 HISTORY = np.dtype(
     [
         ("when", "<i8"),
@@ -170,12 +170,12 @@ def is_usable() -> bool:
 
 
 class NotCompiled(Exception):
-    """Numba is there, and compiles nothing here."""
+    """Numba is installed, and compiles nothing here."""
 
 
 def prepare() -> AdaptiveLoops:
-    """Compile. Some seconds the first time on a machine: later processes find the result on disk, where numba has a
-    place to keep it. A place that is full or damaged costs these seconds only. Raises `NotCompiled`."""
+    """Compile. Some seconds the first time on a machine: later processes find the result on disk, if numba has a place
+    to keep it. A place that is full or damaged costs these seconds only. Raises `NotCompiled`."""
     global _ready
     if _ready is None:
         try:  # where there is no place at all, the first line fails already
@@ -209,7 +209,7 @@ def _pointer(typing_context, address):
 
 @_compiled
 def _arrays(address):
-    """`Arrays`, of which the compiler leaves out what is not used."""
+    """`Arrays`, of which the compiler leaves out what is unused."""
     places = carray(_pointer(address), (ARRAYS, 2), np.int64)
     return (
         carray(_pointer(places[0, 0]), (places[0, 1],), np.int64),
@@ -241,19 +241,19 @@ def _step(state):
 
 @_compiled
 def _drawn_from(number):
-    """A state that has nothing of those of the numbers around: one factor of multiplicative hashing, and a step."""
+    """A state unrelated to those of neighbouring numbers: one factor of multiplicative hashing, and a step."""
     return _step(np.uint64(number) * np.uint64(11400714819323198485))
 
 
 @_compiled
 def _below(draw, bound):
-    """A whole number from 0 on, from 32 bits that were drawn."""
+    """A whole number from 0 to below a bound, from 32 random bits."""
     return np.int64((draw * np.uint64(bound)) >> np.uint64(32))
 
 
 @_compiled
 def _upper(state):
-    """32 bits that were drawn."""
+    """32 random bits."""
     return state >> np.uint64(32)
 
 
@@ -291,7 +291,7 @@ def _age_of(uses):
 
 @_compiled
 def _put(ring, node, newer):
-    """Right behind one that is newer; behind node 0, at the recent end."""
+    """Insert right behind a newer node; behind node 0, at the recent end."""
     older = ring[newer].older
     ring[older].newer = node
     ring[node].older = older
@@ -308,7 +308,6 @@ def _take_out(ring, node):
 
 @_compiled
 def _move(ring, node, newer):
-    """As `_put`."""
     if ring[newer].older != node:
         _take_out(ring, node)
         _put(ring, node, newer)
@@ -342,7 +341,7 @@ def _drop_leaf(ring, leaves, node, numbers, count):
 
 @_compiled
 def _mark(ring, leaves, node, kind, when):
-    """Its last use was then, and it is of that kind since."""
+    """Record a leaf's last use and its kind."""
     ring[node].kind = kind
     ring[node].when = when
     at = ring[node].leaf_at
@@ -353,7 +352,7 @@ def _mark(ring, leaves, node, kind, when):
 
 @_compiled
 def _oldest_leaf(ring, node):
-    """The leaf that was used longest ago of what was used after `node`, or 0."""
+    """The least recently used leaf that was used after `node`, or 0."""
     node = ring[node].newer
     while node != 0 and ring[node].leaf_at == 0:
         node = ring[node].newer
@@ -362,8 +361,7 @@ def _oldest_leaf(ring, node):
 
 @_compiled
 def _least(ring, leaves, count, first, worth_of, clock, state):
-    """Of some of so many leaves and one that is given, the one that is worth least; of equals the one that was used
-    longest ago."""
+    """Of some drawn leaves and one given leaf, the one worth least; of equals the least recently used."""
     found, when = first, ring[first].when
     least = worth_of[ring[first].kind, _age_of(clock - when)]
     for _ in range(CANDIDATES // 2):
@@ -382,7 +380,8 @@ def _least(ring, leaves, count, first, worth_of, clock, state):
 
 @_compiled
 def _head(nodes, heads, name):
-    """Where a name's chain begins. Node 0 has a factor in place of a name, which nobody outside can know."""
+    """Where a name's chain begins. Node 0 has a random factor in place of a name, so that no client can aim at one
+    chain."""
     return np.int64((np.uint64(name) * np.uint64(nodes[0].name)) >> np.uint64(32)) & (len(heads) - 1)
 
 
@@ -397,7 +396,7 @@ def _find(nodes, heads, name):
 
 @_compiled
 def _fetch(nodes, heads, names, numbers):
-    """Have what names lead to near the processor, all at a time, before it is needed one by one."""
+    """Prefetch what these names lead to, all at a time, before it is needed one by one."""
     seen = 0
     for name in names:
         seen += heads[_head(nodes, heads, name)]
@@ -431,8 +430,8 @@ def _strike(nodes, heads, node):
 
 @_compiled
 def _ghost_insert(ghost, heads, leaves, which, name, parent, worth_of, clock, numbers):
-    """A block comes, right behind its parent, and what has to go for it does: the worst leaf by the ghost's own rule.
-    Returns its node, or 0 where all that could go is the way to it. It is no leaf yet: most get a child at once."""
+    """A block comes, right behind its parent, and the ghost evicts for it, by its own rule. Returns its node, or 0 if
+    only its ancestors could go. It is no leaf yet: most get a child at once."""
     if parent != 0:
         ghost[parent].children += 1
         if which == OWN:
@@ -483,25 +482,26 @@ def _ghost_remove(ghost, heads, leaves, which, node, numbers):
 
 @_compiled
 def _ghost_told(ghost, heads, leaves, which, request, told, most, worth_of, numbers):
-    """Of a chain, from the prompt's first block on, up to so many more. Each of them goes to the recent end, behind its
-    parent: so no block is newer than the way to it, and the oldest one is a leaf, or all are of this chain."""
+    """Tell a ghost of a chain, from the prompt's first block on, up to so many more blocks. Each goes to the recent
+    end, behind its parent: so no block is newer than its ancestors, and the oldest one is a leaf, or all are of this
+    chain."""
     left, parent = numbers[which + LEFT], numbers[which + PARENT]
     if left == 0:
         return
     stop = max(0, left - most)
-    _fetch(ghost, heads, told[NAME, stop : min(left, request.count + 1)], numbers)  # the others came a moment ago
+    _fetch(ghost, heads, told[NAME, stop : min(left, request.count + 1)], numbers)
     reached = left
     while reached > stop:
         at = reached - 1
         node = _find(ghost, heads, told[NAME, at])
         if node == 0:
             if at >= request.count:
-                break  # it was asked for, and has gone since: what follows it cannot be had
+                break  # evicted since it was asked for: its descendants cannot be had
             node = _ghost_insert(ghost, heads, leaves, which, told[NAME, at], parent, worth_of, request.clock, numbers)
             if node == 0:
                 break
         elif ghost[node].parent != parent:
-            break  # another block's name begins alike
+            break  # another block has the same name
         else:
             _move(ghost, node, parent)
             if at < request.count:
@@ -521,7 +521,7 @@ def _ghost_told(ghost, heads, leaves, which, request, told, most, worth_of, numb
 
 @_compiled
 def _remember(history, heads, name, is_last, learned, numbers):
-    """One use: counted at the age that the block had, and some others' ages are looked at. Returns its node."""
+    """Count one use at the block's age, and look at the ages of some others. Returns its node."""
     clock = numbers[CLOCK] + 1
     numbers[CLOCK] = clock
     node = _find(history, heads, name)
@@ -556,7 +556,7 @@ def _remember(history, heads, name, is_last, learned, numbers):
 @_compiled
 def _reckon(learned, kind, names, passed, half_life):
     """The worth of a kind at each age: the best, over all horizons, of the chance of a use to the time it takes. What
-    was learned of it fades by the uses that passed since the last time."""
+    was learned fades by the uses since the last time."""
     keeps, times = np.empty(AGES), np.empty(AGES)  # of a block at each age, until the next: the chance of no use, time
     per_look = names / SAMPLES  # a look stands for so many blocks that were that old for the time of one use
     for age in range(AGES):
@@ -576,8 +576,8 @@ def _reckon(learned, kind, names, passed, half_life):
 
 @_compiled
 def _fit(numbers):
-    """Ghosts have as much room as the tier turned out to have, where blocks are not as large as was expected: it was
-    full when somebody asked for a victim, but for what was about to come."""
+    """Ghosts get as much room as the tier turned out to have, if blocks are not as large as expected: it was full when
+    a victim was asked for, but for what was about to come."""
     full, most = min(numbers[FULL], numbers[NODES]), numbers[ROOM]
     if full > most:
         most = full
@@ -646,14 +646,14 @@ def _followed(events, stop, order, leaves, numbers):
 
 
 def _follow(address, stop):
-    """What happened to the tier's own order, up to there in the events. False for one that cannot be."""
+    """Apply events to the tier's own order, up to `stop`. False for an invalid one."""
     events, order, leaves, _, _, _, _, _, _, _, _, _, _, numbers, _, _ = _arrays(address)
     return _followed(events, stop, order, leaves, numbers)
 
 
 def _learn(address, stop, chain, count, names):
-    """Events; then a request came for a chain, the deepest block first, of which the first `count` count as used. Of a
-    long one some is learned and told now. Returns how many requests wait, or -1 for an event that cannot be."""
+    """Apply events; then a request came for a chain, deepest block first, of which the first `count` count as used. Of
+    a long one some is learned and told now. Returns how many requests wait, or -1 for an invalid event."""
     events, order, leaves, _, _, _, _, _, _, _, requests, told, _, numbers, _, settings = _arrays(address)
     if not _followed(events, stop, order, leaves, numbers):
         return -1
@@ -678,8 +678,8 @@ def _learn(address, stop, chain, count, names):
 
 
 def _passed_over(address, stop, row):
-    """Events; then a request came for a block and its ancestors, of which nothing is learned. False for an event that
-    cannot be."""
+    """Apply events; then a request came for a block and its ancestors, of which nothing is learned. False for an
+    invalid event."""
     events, order, leaves, _, _, _, _, _, _, _, _, _, _, numbers, _, _ = _arrays(address)
     is_right = _followed(events, stop, order, leaves, numbers)
     if is_right:
@@ -689,14 +689,14 @@ def _passed_over(address, stop, row):
 
 @_compiled
 def _made_young(order, leaves, row, numbers):
-    """Nothing is known of the use of a leaf so far, but that it was now."""
+    """Only the present use of a leaf is known."""
     node = row + 1
     _mark(order, leaves, node, order[node].kind, numbers[CLOCK])
 
 
 @_compiled
 def _learn_waiting(address, most, names):
-    """Of up to so many more blocks of the requests that wait."""
+    """Learn up to so many more blocks of the requests that wait."""
     _, order, leaves, _, _, _, _, _, history, heads, requests, told, learned, numbers, _, settings = _arrays(address)
     while numbers[LEARNED] != numbers[WAITING] and most > 0:
         this = (numbers[FIRST] + numbers[LEARNED]) % REQUESTS
@@ -704,7 +704,7 @@ def _learn_waiting(address, most, names):
         begin = numbers[REACHED]
         if begin == 0:
             request.kind = -1
-            if numbers[CLOCK] >= numbers[DUE]:  # of one kind at a time, so that nobody waits for all
+            if numbers[CLOCK] >= numbers[DUE]:  # one kind at a time, so that no request waits for all
                 kind = numbers[TURN]
                 passed = numbers[CLOCK] - numbers[RECKONED + kind]
                 numbers[RECKONED + kind] = numbers[CLOCK]
@@ -740,7 +740,7 @@ def _learn_waiting(address, most, names):
 
 @_compiled
 def _tell_ghosts(address, most):
-    """Of up to so many more blocks of the requests that were learned. Hits count when both know of all of a request.
+    """Tell the ghosts up to so many more blocks of the learned requests. Hits count when both know all of a request.
     Returns how many wait."""
     _, _, _, lru, lru_heads, own, own_heads, leaves, _, _, requests, told, learned, numbers, scores, settings = _arrays(
         address
@@ -767,8 +767,8 @@ def _tell_ghosts(address, most):
 
 
 def _catch_up(address, stop, most, names):
-    """Events; then learn, and tell the ghosts, of up to so many more blocks each. Returns how many requests wait, or -1
-    for an event that cannot be."""
+    """Apply events; then learn, and tell the ghosts, up to so many more blocks each. Returns how many requests wait, or
+    -1 for an invalid event."""
     events, order, leaves, _, _, _, _, _, _, _, _, _, _, numbers, _, _ = _arrays(address)
     if not _followed(events, stop, order, leaves, numbers):
         return -1
@@ -777,8 +777,8 @@ def _catch_up(address, stop, most, names):
 
 
 def _first_victim(address, stop, draw):
-    """Events; then the leaf that goes first, the same for the same draw until something changes. 0 without any, -1 for
-    an event that cannot be."""
+    """Apply events; then the leaf that goes first, the same for the same draw until something changes. 0 without any,
+    -1 for an invalid event."""
     events, order, leaves, _, _, _, _, _, _, _, _, _, learned, numbers, _, _ = _arrays(address)
     if not _followed(events, stop, order, leaves, numbers):
         return -1
@@ -790,12 +790,12 @@ def _first_victim(address, stop, draw):
 
 
 def _next_leaf(address, node):
-    """The leaf that was used longest ago of those that were used after `node`, or 0."""
+    """The least recently used leaf that was used after `node`, or 0."""
     return _oldest_leaf(_arrays(address)[1], node)
 
 
 def _enter_all(nodes, heads):
-    """Into new heads."""
+    """Enter all nodes into new heads."""
     node = nodes[0].newer
     while node != 0:
         _enter(nodes, heads, node, nodes[node].name)

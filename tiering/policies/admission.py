@@ -2,16 +2,16 @@
 
     stored in DRAM > used, perhaps again > about to leave: is it likely to come back? > written, or not > it did, or not
 
-Eviction asks what is worth least; admission asks what is worth a write, since a drive takes a number of them only. A
+Eviction asks what is worth least; admission asks what is worth a write, since a drive endures a number of them only. A
 block is of a class: how often it was used, whether it was the last of its request, whether that began a conversation,
-and how many new blocks it brought. Of each class it is counted how many of those that left came back while a third
-as many others left as the tier holds; what was written counts once for each stay there, and its ancestors that are
-written with it count as if they left, too. A class of which few come back is not written.
+and how many new blocks it brought. For each class it is counted how many blocks that left came back while a third as
+many others left as the tier holds; a written block counts once for each stay there, and its ancestors that are written
+with it count as if they left, too. A class of which few come back is not written.
 
-A budget of bytes for each second is spent on the classes of which most come back, the one at the edge in part. What is
-not spent is kept for an hour, and the more of it is left the more is written: a new tier fills at once, and a quiet
-hour pays for a busy one. Nothing is written beyond it, but that each start begins with an hour's, and that nobody is
-asked about what is kept for a time: it is written, and counts, and nothing else is until that is made up for.
+A budget of bytes per second is spent on the classes of which most come back, the one at the edge in part. What is not
+spent is kept for an hour, and the more of it is left the more is written: a new tier fills at once, and a quiet hour
+pays for a busy one. The budget is exceeded in two cases only: each start begins with an hour's worth, and retained
+blocks are written without asking; they count, and nothing else is written until that is made up for.
 """
 
 from __future__ import annotations
@@ -23,38 +23,38 @@ from dataclasses import dataclass
 from typing import Protocol
 
 LEAST_SHARE = 0.1
-"""Of a class that comes back: below it, a write is not worth it."""
+"""A class of which fewer come back is not worth a write."""
 BUCKET_SECONDS = 3600.0
-"""Of the budget, that is kept when it is not spent."""
+"""Unspent budget is kept for so long."""
 URGE = 5.0
-"""With all of that left, so many times the budget is spent; the budget itself with a part of it."""
+"""With a full bucket, so many times the budget is spent; with a partly full one, the budget itself."""
 USES = 5
-"""So many and more are counted as equal."""
+"""So many uses and more count as equal."""
 SIZES = 8
 """Of a request, by its new blocks: 1, 2-3, 4-7 .. 128 and more."""
 _KINDS = SIZES * 2 * 2
 CLASSES = USES * _KINDS
 _BEGINS_BEHIND = 1
-"""Blocks that all requests may have in common: whoever found no more begins a conversation."""
+"""Blocks that all requests may share: a request that found no more begins a conversation."""
 LEAST_HISTORY, MOST_HISTORY = 1 << 13, 1 << 17
 PAST = 4
-"""Histories for which those that did not come back are remembered: they may after all."""
+"""Histories for which blocks that did not come back are remembered, since they may after all."""
 _HALF_LIFE = 8
 """Counts are halved when so many histories have left."""
 _RANKED_EVERY = 256
-"""Blocks that leave between two looks at the order of classes."""
+"""Blocks that leave between two rankings of the classes."""
 _COARSE_WEIGHT = 20.0
-"""Blocks of one size that what is known of all sizes weighs as much as."""
+"""The knowledge of all sizes weighs as much as so many blocks of one size."""
 _HOPE = 4.0
-"""Blocks that are taken to have come back before anything is known."""
+"""Blocks taken to have come back before anything is known."""
 _LOOK_BACK_SECONDS = 600.0
-"""How far back it is looked how much leaves in a second."""
+"""Over how long the rate of leaving blocks is measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class WriteBudget:
-    """Bytes that may be written to NVMe. left_bytes: now, of at most most_bytes, which is what is kept of what was not
-    spent. Published as it is, as `tiering.tier` says."""
+    """Bytes that may be written to NVMe. left_bytes: now, of at most most_bytes, which is what is kept of unspent
+    budget. Published as it is, as `tiering.tier` says."""
 
     bytes_per_second: float
     left_bytes: float
@@ -62,7 +62,7 @@ class WriteBudget:
 
 
 class Admission(Protocol):
-    """One thread at a time. chooses: whether it ever says no."""
+    """One thread at a time. chooses: whether it ever declines."""
 
     chooses: bool
 
@@ -75,34 +75,33 @@ class Admission(Protocol):
         ...
 
     def found(self, rows: range) -> None:
-        """These were there before a restart."""
+        """These blocks are from before a restart."""
         ...
 
     def used(self, chain: Sequence[int], count: int) -> None:
-        """A request came for a block and all its ancestors, the deepest first: for the first `count` of them now, for
-        the others before."""
+        """As `EvictionPolicy.used`."""
         ...
 
     def admits(self, way: Sequence[int], block_bytes: int) -> bool:
-        """The first of these is about to leave DRAM: whether it is to be written to the tier below, and before it the
-        others, its ancestors that the tier has not either."""
+        """The first of these is about to leave DRAM: whether to write it, after the others, which are its ancestors
+        that the tier lacks."""
         ...
 
     def budget(self) -> WriteBudget | None:
-        """None where any number of bytes may be written."""
+        """None if any number of bytes may be written."""
         ...
 
     def spent(self, written_bytes: int) -> None:
-        """So much is written to the tier below without asking."""
+        """So much was written without asking."""
         ...
 
 
 AdmissionMaker = Callable[["array[int]", Callable[[], float], int], Admission]
-"""Of 64 bits of each row's key, a clock in seconds, and the bytes of the tier below."""
+"""Takes 64 bits of each row's key, a clock in seconds, and the bytes of the tier below."""
 
 
 class AdmitAll:
-    """Everything is written."""
+    """Writes everything."""
 
     chooses = False
 
@@ -131,13 +130,13 @@ class AdmitAll:
 
 
 class LearnedAdmission:
-    """Learns who comes back."""
+    """Learns which blocks come back."""
 
     chooses = True
 
     def __init__(self, names: array[int], clock: Callable[[], float], bytes_per_second: float | None = None) -> None:
-        """names: of each row 64 bits of its key. clock: seconds that never go back. bytes_per_second: None for a drive
-        that takes any."""
+        """names: 64 bits of each row's key. clock: seconds that never go back. bytes_per_second: None for a drive that
+        endures any."""
         assert bytes_per_second is None or bytes_per_second > 0
         self._names = names
         self._clock = clock
@@ -160,26 +159,26 @@ class LearnedAdmission:
 
     @staticmethod
     def rate_for(total_bytes: float, seconds: float) -> float:
-        """The budget of which so many bytes are spent in that time, by one that begins with all that is kept."""
+        """The budget at which so many bytes are spent in that time, beginning with a full bucket."""
         return total_bytes / (seconds + BUCKET_SECONDS * (1 - 1 / URGE))
 
     def expect(self, blocks: int) -> None:
-        """Those that left are waited for while a third as many leave."""
+        """Blocks that left are waited for while a third as many leave."""
         self._history = min(max(LEAST_HISTORY, blocks // 3), MOST_HISTORY)
 
     def stored(self, row: int) -> None:
-        """Nobody has used it so far."""
+        """A block without a use so far."""
         self._grow_to(row)
         self._uses[row] = 0
 
     def found(self, rows: range) -> None:
-        """Nothing is known of them: they are taken for ones that were used often."""
+        """Unknown blocks, taken for often used ones."""
         self._grow_to(rows.stop - 1)
         self._uses[rows.start : rows.stop] = bytes([USES]) * len(rows)
         self._kinds[rows.start : rows.stop] = bytes(len(rows))
 
     def used(self, chain: Sequence[int], count: int) -> None:
-        """Those that had left have come back; those that are new learn what request brought them."""
+        """Blocks that had left have come back; new ones learn what request brought them."""
         uses, kinds, names = self._uses, self._kinds, self._names
         known = 0
         for row in chain[:count]:
@@ -212,7 +211,7 @@ class LearnedAdmission:
         return is_admitted
 
     def budget(self) -> WriteBudget | None:
-        """As it is now, which changes nothing; nothing is left where more was spent than there was."""
+        """The budget now; asking changes nothing. At least 0, even if more was spent."""
         if self._rate is None:
             return None
         most = self._rate * BUCKET_SECONDS
@@ -221,13 +220,12 @@ class LearnedAdmission:
         return WriteBudget(self._rate, max(0.0, min(most, left)), most)
 
     def spent(self, written_bytes: int) -> None:
-        """It counts to the budget, also where that does not have it. Nothing is learned from it: that it is written
-        says nothing about when it leaves."""
+        """Charged to the budget even beyond its end. Nothing is learned from it: that a block is written says nothing
+        about when it leaves."""
         if self._rate is not None:
             self._budget -= written_bytes
 
     def _grow_to(self, row: int) -> None:
-        """Have columns for this row."""
         missing = row + 1 - len(self._uses)
         if missing > 0:
             more = max(missing, 1024, len(self._uses) >> 3)
@@ -238,7 +236,7 @@ class LearnedAdmission:
         return max(0, self._uses[row] - 1) * _KINDS + self._kinds[row]
 
     def _came_back(self, name: int) -> int | None:
-        """Its class when it left, if it did."""
+        """Its class when it left, if it had left."""
         found = self._left.pop(name, None)
         if found is None:
             found = self._past.pop(name, None)
@@ -264,7 +262,7 @@ class LearnedAdmission:
     # The budget ------------------------------------------------------------------------------------------------------
 
     def _look(self, block_bytes: int) -> None:
-        """At the clock, and now and then at the order of classes."""
+        """Advance the budget by the clock, and now and then rank the classes."""
         now = self._clock()
         if self._rate is not None and now > self._looked_at:
             self._budget += (now - self._looked_at) * self._rate
@@ -286,7 +284,7 @@ class LearnedAdmission:
         return True
 
     def _rank(self) -> None:
-        """Which part of each class is written from now on."""
+        """Set the part of each class that is written from now on."""
         shares = self._shares()
         affordable, total = self._affordable(), sum(self._seen)
         for one in sorted(range(CLASSES), key=lambda one: -shares[one]):
@@ -296,7 +294,7 @@ class LearnedAdmission:
             affordable = max(0.0, affordable - part)
 
     def _shares(self) -> list[float]:
-        """How many of each class come back; of rare ones what all sizes have in common."""
+        """How many of each class come back; for rare ones, what all sizes have in common."""
         came, gone, shares = self._came, self._gone, [1.0] * CLASSES
         for first in range(CLASSES):
             if first % _KINDS >= 4:  # a size above the first
@@ -309,7 +307,7 @@ class LearnedAdmission:
         return shares
 
     def _affordable(self) -> float:
-        """The part of what leaves that is written."""
+        """The part of leaving blocks that is written."""
         seconds = self._looked_at - self._leaving_since
         if self._rate is None or seconds <= 0:
             return 1.0

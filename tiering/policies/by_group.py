@@ -1,7 +1,7 @@
 """A policy for each group of tenants: what one group does tells nothing of what another's blocks are worth.
 
-All blocks of a chain are of one group. Which group gives way is said by `tiering.policies.shares`; which of its blocks,
-by its own policy.
+All blocks of a chain are of one group. `tiering.policies.shares` says which group gives way; the group's own policy
+says which of its blocks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class ByGroup:
     """`EvictionPolicy`, and the victims of single groups."""
 
     def __init__(self, policies: Sequence[EvictionPolicy], group_of: Callable[[int], int]) -> None:
-        """policies: by group. group_of: that a row's block belongs to."""
+        """policies: by group. group_of: the group of a row's block."""
         self._policies = policies
         self._group_of = group_of
         self._blocks = 0
@@ -23,7 +23,7 @@ class ByGroup:
         self._seen = [0] * len(policies)
 
     def expect(self, blocks: int) -> None:
-        """A group may come to hold all of the tier."""
+        """Any group may come to hold all of the tier."""
         for policy in self._policies:
             policy.expect(blocks)
 
@@ -76,5 +76,5 @@ class ByGroup:
             yield from self._policies[group].victims()
 
     def idle(self) -> list[bool]:
-        """Groups that asked for nothing while as many blocks came as the tier holds."""
+        """Groups without a request while as many blocks came as the tier holds."""
         return [self._came - seen > self._blocks for seen in self._seen]

@@ -1,7 +1,7 @@
 """Memory of this process alone: zeros that become memory when they are touched, and that can grow.
 
-numpy's own zeros come in huge pages where they are large. Whoever touches such a page first may wait for milliseconds
-until the system has one, and to grow them copies all that is there.
+numpy's own large zeros come in huge pages. The first touch of such a page may wait for milliseconds until the system
+has one, and growing them copies everything.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 
 class LazyRecords:
-    """Zeroed records from the beginning of a page on. `array`: all of them; another one once they have grown."""
+    """Zeroed records, page-aligned. array: all of them; replaced when they grow."""
 
     def __init__(self, count: int, dtype: np.dtype[Any]) -> None:
         """count: 1 or more."""
@@ -21,8 +21,8 @@ class LazyRecords:
         self.array: Any = np.frombuffer(self._memory, dtype)
 
     def grow_to(self, count: int) -> None:
-        """So many of them, by zeros. What is there is moved by its pages; or copied, where somebody still holds the
-        array, who sees nothing any more of what is done here."""
+        """Append zeros up to so many. The old pages are moved; or copied if a caller still holds the array, which then
+        sees no later changes."""
         dtype, before = self.array.dtype, self._memory
         self.array = None
         try:
@@ -31,5 +31,5 @@ class LazyRecords:
             more = mmap(-1, count * dtype.itemsize, MAP_PRIVATE | MAP_ANONYMOUS)
             more[: len(before)] = before[:]
             self._memory = more
-        finally:  # also where there is no memory: what was there is there
+        finally:  # also without memory for it: the old records stay
             self.array = np.frombuffer(self._memory, dtype)

@@ -1,8 +1,8 @@
 """The contract of an eviction policy.
 
 A policy orders the blocks of one tier by what they are worth. It sees rows (small integers that stand for blocks) and
-what happens to them; never bytes, pins or locks. Only leaves may be proposed as victims: a block that has children is
-the way to them.
+what happens to them; never bytes, pins or locks. Only leaves may be proposed as victims: other blocks lead to their
+children.
 
     a request finds blocks     used: the chain that it was given        touched: those that this tier has
     it computes the others     inserted, one by one, then became_inner for those that got a child
@@ -20,7 +20,7 @@ class EvictionPolicy(Protocol):
     """What happens to blocks in, victims out. Rows are reused after `removed`."""
 
     def expect(self, blocks: int) -> None:
-        """The tier has room for so many blocks, by what is known now; told before any of them comes."""
+        """The tier has room for so many blocks, as far as is known now; called before any of them comes."""
         ...
 
     def inserted(self, row: int) -> None:
@@ -28,17 +28,18 @@ class EvictionPolicy(Protocol):
         ...
 
     def loaded(self, rows: Sequence[int], are_leaves: Sequence[bool]) -> None:
-        """Blocks of one namespace from before a restart, the one that was used last first: all are older than what is
-        known here."""
+        """Blocks of one namespace from before a restart, most recently used first: all are older than what is known
+        here."""
         ...
 
     def used(self, chain: Sequence[int], count: int) -> None:
-        """A request came for a block and all its ancestors, the deepest first, whatever tier they are in. The first
-        `count` of them count as uses: the others were counted when it asked for them."""
+        """Record one use of a chain, deepest block first, whatever tiers its blocks are in. The first `count` entries
+        are new uses; the rest were counted by an earlier call."""
         ...
 
     def touched(self, rows: Sequence[int]) -> None:
-        """Blocks of one chain are the most recent ones; the deepest comes first, so that an ancestor is more recent."""
+        """Make these blocks of one chain the most recent; the deepest comes first, so that an ancestor is more
+        recent."""
         ...
 
     def became_leaf(self, row: int) -> None:
@@ -63,5 +64,5 @@ class EvictionPolicy(Protocol):
 
 
 PolicyMaker = Callable[["array[int]", int], EvictionPolicy]
-"""Makes one from a column that has, by row, the name of the block there, the same whenever that block comes, and which
+"""Makes a policy from a column that has, by row, the name of its block, the same whenever that block comes, and which
 may grow; and from a seed."""

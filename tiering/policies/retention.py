@@ -1,11 +1,11 @@
-"""Blocks that somebody asked to be kept, for a time and within a budget.
+"""Retained blocks: those that a client asked to keep, for a time and within a budget.
 
     ttl          kept until then
     priority     from 1 to 100: kept for as many times nine seconds since it was used last, so that it decays
 
-It is a wish, not a lock. What is kept never takes more than a part of the tier: where more is wanted, those whose time
-ends first go back among all others. Where nothing else may go, what is kept goes, too. A kept block keeps its
-ancestors, which count as much: their time ends no earlier. Pure.
+It is a wish, not a lock. Retained blocks never take more than a part of the tier: beyond that, those that expire first
+lose their retention. If nothing else can be evicted, retained blocks are. A retained block retains its ancestors, which
+count too: they expire no earlier. Pure.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from heapq import heapify, heappop, heappush
 from typing import Protocol
 
 SECONDS_PER_PRIORITY = 9.0
-"""With the highest, a quarter of an hour: after that, hardly a conversation goes on."""
+"""The highest lasts a quarter of an hour: after that, hardly any conversation goes on."""
 _SPARE_ENTRIES = 1024
 
 
 class RetentionHints(Protocol):
-    """What is known of blocks, by row."""
+    """Clients' requests for retention, by row."""
 
     @property
     def is_any(self) -> bool:
-        """Whether anything was ever said of any block: until then nothing else is asked."""
+        """Whether any block ever had a hint: until then nothing else is asked."""
         ...
 
     def hint(self, row: int) -> tuple[int, int]:
-        """Its priority, and until when it is to be kept: in seconds of the clock, or 0 where nobody said."""
+        """Its priority, and when its ttl ends: in seconds of the clock, or 0 without one."""
         ...
 
     def hinted(self, rows: range) -> Sequence[int]:
-        """Those of these rows of which anything was said."""
+        """Those of these rows that have a hint."""
         ...
 
     def parent(self, row: int) -> int:
@@ -44,16 +44,16 @@ class RetentionHints(Protocol):
         ...
 
     def size_bytes(self, row: int) -> int:
-        """What it takes in the tier."""
+        """Its size in the tier."""
         ...
 
     def group(self, row: int) -> int:
-        """The group of tenants that it belongs to; one for all of a chain."""
+        """Its group of tenants; one for all of a chain."""
         ...
 
 
 class Retention:
-    """What is kept in one tier, by row."""
+    """The retained blocks of one tier, by row."""
 
     def __init__(
         self,
@@ -62,7 +62,8 @@ class Retention:
         seconds: Callable[[], float],
         budgets: Sequence[int],
     ) -> None:
-        """is_here: whether a block is in this tier. seconds: the time. budgets: bytes that may be kept, by group."""
+        """is_here: whether a block is in this tier. seconds: the time. budgets: bytes that may be retained, by
+        group."""
         self.hints = hints
         self._is_here = is_here
         self._seconds = seconds
@@ -73,13 +74,13 @@ class Retention:
         self._ends: list[list[tuple[float, int, int]]] = [[] for _ in budgets]  # heaps of until, minus depth, row
 
     def __len__(self) -> int:
-        """How many blocks are kept, or were until their time ended."""
+        """Retained blocks, including expired ones that were not looked at yet."""
         return len(self._until)
 
     # What happens --------------------------------------------------------------------------------------------------
 
     def came(self, row: int) -> None:
-        """A block is here from now on, or other things are wished of it; its ancestors came before."""
+        """A block is here from now on, or its hint has changed; its ancestors came before."""
         priority, ends_at = self.hints.hint(row)
         if priority > 0 or ends_at:
             self._was_asked = True
@@ -91,7 +92,7 @@ class Retention:
             self.came(row)
 
     def used(self, chain: Iterable[int]) -> None:
-        """Blocks of one chain, the deepest first: those whose priority decays begin anew."""
+        """A chain was used, deepest block first: decaying priorities begin anew."""
         if not self._was_asked:
             return
         for row in chain:
@@ -100,14 +101,13 @@ class Retention:
                 self._keep(row, self._decayed_at(priority))
 
     def left(self, row: int) -> None:
-        """A block is not here any more."""
         if self._until.pop(row, None) is not None:
             self._kept_bytes[self.hints.group(row)] -= self.hints.size_bytes(row)
 
     # What is known -------------------------------------------------------------------------------------------------
 
     def holds(self, row: int) -> bool:
-        """Whether a row is kept now."""
+        """Whether a row is retained now."""
         until = self._until.get(row)
         if until is None:
             return False
@@ -117,8 +117,8 @@ class Retention:
         return True
 
     def has_room_for(self, row: int) -> bool:
-        """Whether a row that is not here would be kept until its time ends if it came, and none went back for it. Of
-        one that has a priority alone it is not known here when it was used."""
+        """Whether a row that is not here would be retained until it expires if it came, without displacing another. For
+        one with a priority alone, its last use is not known here."""
         _, ends_at = self.hints.hint(row)
         now = self._seconds()
         if ends_at <= now:
@@ -141,19 +141,19 @@ class Retention:
         return rows
 
     def until(self, row: int) -> float:
-        """When its time ends; 0 for one that is not kept."""
+        """When it expires; 0 for one that is not retained."""
         return self._until.get(row, 0.0)
 
     def kept_bytes(self) -> list[int]:
-        """What is kept of each group, or was until its time ended."""
+        """Retained bytes of each group, including expired blocks that were not looked at yet."""
         return list(self._kept_bytes)
 
     def budgets(self) -> list[int]:
-        """Bytes that may be kept of each group."""
+        """Bytes that each group may have retained."""
         return list(self._budgets)
 
     def check(self) -> None:
-        """Invariants: what is kept is here, is counted, and is within the budget of each group."""
+        """Invariants: retained blocks are here, are counted, and are within the budget of each group."""
         sums = [0] * len(self._budgets)
         for row in self._until:
             assert self._is_here(row), "what is kept is here"
@@ -164,13 +164,13 @@ class Retention:
     # Inside --------------------------------------------------------------------------------------------------------
 
     def _decayed_at(self, priority: int) -> float:
-        """In whole seconds: else each block of a chain would be kept a little longer than the one before, and its
-        ancestors walked anew for it."""
+        """In whole seconds: else each block of a chain would expire a little later than the one before, and its
+        ancestors be walked anew for it."""
         return int(self._seconds()) + SECONDS_PER_PRIORITY * max(0, priority)
 
     def _keep(self, row: int, until: float) -> None:
-        """With its ancestors. If there is more than may be kept, those go back whose time ends first, of these the
-        deepest first: a kept block's ancestors are always kept with it."""
+        """Retain a row with its ancestors. Beyond the budget, those that expire first lose their retention, of these
+        the deepest first: a retained block's ancestors are always retained with it."""
         if until <= self._seconds():
             return
         wishes, group = self.hints, self.hints.group(row)

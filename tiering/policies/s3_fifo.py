@@ -1,12 +1,12 @@
 """S3-FIFO for prefixes: three queues and no list that every use reorders.
 
-A new block enters a small queue, a tenth of all that stands in queues. Whoever comes to its old end is looked at: used
-twice since it came, it goes on to the main queue; else it leaves, and its name alone is remembered in a ghost, which
-has nine tenths as many names as there are blocks. What comes back while the ghost knows it goes to the main queue at
-once. At the main queue's old end a block that was used since it last stood there goes to the new end with one use less,
-and one that was not leaves. Uses are counted up to three.
+A new block enters a small queue, a tenth of all that stands in queues. At its old end a block that was used twice since
+it came goes on to the main queue; any other leaves, and its name alone is remembered in a ghost, which has nine tenths
+as many names as there are blocks. A block that comes back while the ghost knows it goes to the main queue at once. At
+the main queue's old end a block that was used since it last stood there goes to the new end with one use less, and one
+that was not leaves. Uses are counted up to three.
 
-For prefixes: only leaves stand in the queues, since a block with children is in use as the way to them. A block whose
+For prefixes: only leaves stand in the queues, since a block with children is in use as their ancestor. A block whose
 last child goes stands at the old end of its queue, for it came before that child.
 
 J. Yang, Y. Zhang, Z. Qiu, Y. Yue, K. V. Rashmi, "FIFO queues are all you need for cache eviction", SOSP 2023.
@@ -27,7 +27,7 @@ _SMALL, _MAIN, _GONE = 0, 1, 2
 
 
 class S3Fifo:
-    """`EvictionPolicy`: quick demotion of what is used once."""
+    """`EvictionPolicy`: quick demotion of blocks that are used once."""
 
     def __init__(self, names: Sequence[int], seed: int = 0) -> None:
         """names: of the block in each row, the same whenever that block comes. Nothing is drawn."""
@@ -40,7 +40,7 @@ class S3Fifo:
         self._changes = 0
 
     def expect(self, blocks: int) -> None:
-        """How much room there is does not matter here."""
+        """The tier's size does not matter here."""
 
     def inserted(self, row: int) -> None:
         """Into the small queue, or into the main one if it was here not long ago."""
@@ -50,10 +50,10 @@ class S3Fifo:
         queue = _MAIN if name in self._ghost else _SMALL
         self._ghost.pop(name, None)
         self._join(row, queue)
-        self._uses[row] = -1  # the use that brought it is told next
+        self._uses[row] = -1  # the use that brought it is counted next
 
     def loaded(self, rows: Sequence[int], are_leaves: Sequence[bool]) -> None:
-        """Into the main queue, at its old end, one after the other: they were worth writing down."""
+        """Into the main queue, at its old end, one after the other: they were worth writing to NVMe."""
         for row, is_leaf in zip(rows, are_leaves, strict=True):
             self._grow(row)
             assert self._queue_of[row] == _GONE, "a row is inserted once"
@@ -89,7 +89,7 @@ class S3Fifo:
         del self._queues[self._queue_of[row]][row]
 
     def removed(self, row: int) -> None:
-        """Gone; if it was never worth the main queue, its name is remembered for a while."""
+        """Gone; unless it was worth the main queue, its name is remembered for a while."""
         queue = self._queue_of[row]
         assert queue != _GONE, "only a listed row is removed"
         self._leave(row)
@@ -99,7 +99,8 @@ class S3Fifo:
                 self._ghost.popitem(last=False)
 
     def victims(self) -> Iterator[int]:
-        """As the queues give them up. What was passed over moves on when a victim really goes, and not before."""
+        """In the order in which the queues give them up. Blocks that were passed over move on only when a victim really
+        goes."""
         skipped: set[int] = set()
         while True:
             passed: list[int] = []

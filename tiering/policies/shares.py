@@ -1,12 +1,10 @@
-"""Who gives way when a tier is full and somebody needs room in it.
+"""Which group of tenants gives way when a tier is full and another needs room in it.
 
-    free room   is anybody's: what one group does not use, others borrow
-    full        of the groups that hold more than they are guaranteed, and of the one that asks, that one gives way
-                first which holds most beyond its guarantee for its weight; one that was idle before all others
+    free room   any group may take it: what one does not use, others borrow
+    full        victim: the largest (held - guaranteed) / weight, the asking group included; idle groups first
 
-A group is a tenant, or all those together of whom nothing is said. Room is counted in the pieces in which a tier is
-taken (extents of memory, slabs on disk), whole ones: a group that holds no more pieces than it is guaranteed loses
-nothing for anybody else. Pure.
+A group is a tenant with settings, or all tenants without any together. Room is counted in whole pieces of a tier
+(extents of memory, slabs on disk): a group that holds no more pieces than it is guaranteed loses none to others. Pure.
 """
 
 from __future__ import annotations
@@ -16,13 +14,13 @@ from dataclasses import dataclass
 
 _LAST_PIECE = 1e-9
 THE_REST = 0
-"""The group of tenants of whom nothing is said."""
+"""The group of tenants without settings."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a group has of each tier. guaranteed: the part of the tier, from 0 to 1, that nobody else takes from it.
-    weight: of all else, how much it has beside the others while everybody wants more."""
+    """A group's share of each tier. guaranteed: the part of the tier, from 0 to 1, that no other group takes from it.
+    weight: its part of the rest, relative to the others, while all want more."""
 
     guaranteed: float = 0.0
     weight: float = 1.0
@@ -32,13 +30,13 @@ class Shares:
     """The groups of a store."""
 
     def __init__(self, tenants: Mapping[bytes, Share]) -> None:
-        """tenants: of these something is said, by their opaque ids."""
+        """tenants: those with settings, by their opaque ids."""
         assert sum(share.guaranteed for share in tenants.values()) <= 1 + 1e-9
         assert all(share.weight > 0 for share in tenants.values())
         self._shares = [Share(), *tenants.values()]
         self._groups = {tenant: number for number, tenant in enumerate(tenants, THE_REST + 1)}
         self.of_namespace: list[int] = []
-        """The group that each namespace belongs to, by its number."""
+        """The group of each namespace, by its number."""
 
     def __len__(self) -> int:
         return len(self._shares)
@@ -48,46 +46,47 @@ class Shares:
         self.of_namespace.append(self._groups.get(tenant, THE_REST))
 
     def held(self, pieces_of: Mapping[bytes, int]) -> list[int]:
-        """How many pieces each group holds. pieces_of: each tenant."""
+        """Pieces that each group holds. pieces_of: each tenant's."""
         held = [0] * len(self._shares)
         for tenant, pieces in pieces_of.items():
             held[self._groups.get(tenant, THE_REST)] += pieces
         return held
 
     def guaranteed(self, group: int, pieces: int) -> int:
-        """How many of so many pieces nobody takes from a group: whole ones, so that all guarantees can be kept."""
+        """How many of so many pieces are guaranteed to a group: rounded down, so that all guarantees can be kept."""
         return int(self._shares[group].guaranteed * pieces + 1e-9)
 
     def share_of(self, tenant: bytes) -> Share | None:
-        """What was said of a tenant, if anything was."""
+        """A tenant's settings, if it has any."""
         return self._shares[self._groups[tenant]] if tenant in self._groups else None
 
     def group_of(self, tenant: bytes) -> int:
-        """Its own, or that of all of whom nothing is said."""
+        """The tenant's own group, or that of all without settings."""
         return self._groups.get(tenant, THE_REST)
 
     def guaranteed_to(self, tenant: bytes, pieces: int) -> int:
-        """How many of so many pieces nobody takes from a tenant."""
+        """How many of so many pieces are guaranteed to a tenant."""
         return self.guaranteed(self._groups[tenant], pieces) if tenant in self._groups else 0
 
     def parts(self) -> list[float]:
-        """What each group has of a tier while all want more, as parts of it; 1 in all."""
+        """Each group's part of a tier while all want more; 1 in all."""
         free = 1 - sum(share.guaranteed for share in self._shares)
         weights = sum(share.weight for share in self._shares)
         return [share.guaranteed + free * share.weight / weights for share in self._shares]
 
     def givers(self, asker: int, held: Sequence[int], pieces: int, idle: Sequence[bool]) -> list[int]:
-        """Groups that may have to give way so that `asker` gets one more piece, in this order.
+        """Groups that may have to give way so that `asker` gets one more piece, in order.
 
-        held: pieces, by group; of so many in the whole tier. idle: groups that asked for nothing for long.
+        held: pieces, by group; of so many in the whole tier. idle: groups without requests for long.
         """
         ranks = []
         for group, share in enumerate(self._shares):
             is_asker = group == asker
             beyond = held[group] - self.guaranteed(group, pieces)
             if held[group] and (is_asker or beyond > 0):
-                # After the step the asker is to hold no more for its weight than whoever gave way. The only piece of a
-                # group goes last: else one whose weight is worth less than a piece would lose and take it in turn.
+                # After the step the asker must not hold more for its weight than the group that gave way. The only
+                # piece of a group goes last: else a group whose weight is worth less than a piece would lose and
+                # regain it in turn.
                 rank = (beyond + is_asker) / share.weight if is_asker or held[group] > 1 else _LAST_PIECE
                 ranks.append((idle[group] and not is_asker, rank, is_asker, group))
         return [group for _, _, _, group in sorted(ranks, reverse=True)]

@@ -121,7 +121,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype, clock: DeviceClock) -> 
 #     python -m kvstore.bench.engines.random_llama SHAPE DIRECTORY
 #
 # Weights lie wide enough apart that no token is repeated for ever. Prompts are token ids, so there is no tokenizer. It
-# is a program of its own, so that whoever starts engines needs neither torch nor transformers.
+# is a program of its own, so that the bench that starts engines needs neither torch nor transformers.
 
 
 def save(shape: str, directory: str) -> None:

@@ -97,7 +97,7 @@ class TimedConnector(KvStoreConnector):
         self.is_idle = False
         super().__init__(vllm_config, role, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
-            # The scheduler's half makes its look-ups itself: this process has one, and nobody else's.
+            # The scheduler's half makes its look-ups itself, and this process has no other.
             setattr(paged_scheduler, PrefixLookup.__name__, partial(TimedLookup, self.lookup))
 
     def on_new_request(self, request: Any) -> None:

@@ -107,8 +107,8 @@ def _rates(model: Any, options: TtftOptions, device: torch.device, clock: Device
 
 
 class Budget:
-    """How much time there is. A section of a longer context is not begun where it would not end in time, by what each
-    token of a shorter one took: whoever runs the bench may end it, and then all rows are lost."""
+    """How much time there is. A section of a longer context is not begun if, by the seconds per token of a shorter one,
+    it would not end in time: a bench that is killed loses all rows."""
 
     def __init__(self, end: float, clock: Callable[[], float] = perf_counter) -> None:
         self._end, self._clock = end, clock

@@ -4,7 +4,7 @@
               through a connector that does nothing but copy pages out of shared memory
     itl       eight streams decode, hits arrive: gaps between tokens while the hit is an external one, and an own one
     hooks     eight streams decode, new prompts are prefilled in chunks: the share of our hooks in the steps' time
-    overhead  prompts that nobody has ever seen, with the store and without
+    overhead  prompts that were never seen before, with the store and without
     hand-over one engine prefills and another one decodes, over one sidecar: decode's first token beside prefill's end
 
 Engines and the sidecar are processes of their own, started here and taking turns. Times come from the engines, which
@@ -500,7 +500,7 @@ class EngineProcess:
         self.name = name
         self._log = scratch / f"{name.replace(' ', '-')}.log"
         settings = [f"{key}={value}" for key, value in {**SETTINGS, "VLLM_CPU_KVCACHE_SPACE": kv_gib}.items()]
-        # The engine's threads wait as they do where nobody measures, and not as this command line's.
+        # The engine's threads wait as they do in service, and not as this command line's.
         command = ["env", "-u", "OMP_WAIT_POLICY", *settings, sys.executable, "-m", "kvstore.bench.engines.vllm_engine"]
         answers, theirs = os.pipe()  # on its standard output vLLM logs, from its import on
         self._answers = os.fdopen(answers)
