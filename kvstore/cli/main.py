@@ -1,6 +1,7 @@
 """The command line.
 
     demo, bench             the main job, and its measurements
+    doctor                  what this machine, a directory, a sidecar and an engine's configuration lack
     serve                   a store for all engines of a host
     keys                    tenants' secrets that the nodes of a pool share
     console                 what a sidecar that runs says of itself, in a browser

@@ -62,7 +62,7 @@ def expanded_path(path: str | None) -> str | None:
 
 COMMANDS = tuple(
     (
-        "demo fsck serve keys console network pd-proxy prime stat why prefixes namespaces drop purge warm "
+        "demo doctor fsck serve keys console network pd-proxy prime stat why prefixes namespaces drop purge warm "
         "record replay whatif plan lint bench"
     ).split()
 )
