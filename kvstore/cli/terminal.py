@@ -81,7 +81,6 @@ app = typer.Typer(
     cls=InOrder,
     help="A KV-cache store for language models: keep what prefill has computed, and never serve the wrong bytes.",
     epilog="Each command explains itself: kvstore COMMAND --help. Start with: kvstore demo",
-    add_completion=False,
     rich_markup_mode="markdown",  # lets help flow to the terminal's width
     context_settings={"help_option_names": ["-h", "--help"]},
 )
