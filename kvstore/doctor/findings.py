@@ -118,7 +118,12 @@ class _Looking:
         self.ended = threading.Event()
         self.found: list[Finding] = []
         self._check = check
-        threading.Thread(target=self._run, name=f"doctor-{check.name}", daemon=True).start()
+        try:
+            threading.Thread(target=self._run, name=f"doctor-{check.name}", daemon=True).start()
+        except RuntimeError:  # there is none to be had
+            remedy = "raise the limits of processes and address space (ulimit -u, ulimit -v, pids.max, TasksMax)"
+            self.found = [lacks(check.name, "no thread can be started to look at it", remedy)]
+            self.ended.set()
 
     def _run(self) -> None:
         found: list[Finding] = []

@@ -75,6 +75,15 @@ def test_a_check_that_hangs_is_a_finding_and_holds_up_no_other() -> None:
     assert time.monotonic() - began < 10
 
 
+def test_where_no_thread_can_be_started_that_is_what_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    (found,) = examine([Check("kernel", machine.kernel)]).findings
+    assert found.health is Health.LACKS and "ulimit -u" in found.remedy
+
+
 def test_a_check_that_fails_by_itself_tells_what_it_knew() -> None:
     def fail() -> Iterator[Finding]:
         yield lacks("disk", "half of it", "the other half")
