@@ -20,6 +20,8 @@ EXTRAS := server,hf,dev
 PYTHON ?=
 ARGS   ?=
 SHARE  ?=
+IMAGE  ?= kvstore:$(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+BUILDER ?=
 STAGE  ?=
 
 # Tests share the cores, one worker for each; those that look at a clock run by themselves behind them. A test that hangs is
@@ -47,7 +49,7 @@ STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum |
 # Some machines have launchers on the path that fail when run, and some Pythons lack venv: only running tells.
 SUPPORTED := import sys, venv, ensurepip; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))
 
-.PHONY: help env engines demo test test-pure test-all test-kernels test-drawn test-rest test-slow test-engines test-vllm-matrix browser check bench gpu torture mutants promtool clean
+.PHONY: help env engines demo test test-pure test-all test-kernels test-drawn test-rest test-slow test-engines test-vllm-matrix browser check bench gpu torture mutants promtool image clean
 
 help:
 	@echo 'make demo    run the main job on an embedded store with a real engine and real text'
@@ -66,6 +68,7 @@ help:
 	@echo 'make torture damage, power losses, kills and attacks for as long as ARGS say (tests/torture/)'
 	@echo 'make mutants put small bugs into a copy of the tree, one at a time: the tests must find each (tests/mutants/)'
 	@echo 'make promtool  fetch promtool of Prometheus into $(VENV), for the tests of its rules and of the dashboard'
+	@echo 'make image   build the container image $(IMAGE), where podman, buildah or docker is there (BUILDER=... names one)'
 	@echo 'make env     make $(VENV), or bring it up to date (each target above does so itself)'
 	@echo 'make engines make $(ENGINES), or bring it up to date'
 	@echo 'make clean   remove $(VENV) and everything built or cached'
@@ -165,6 +168,16 @@ $(VENV)/bin/promtool: | $(STAMP)
 	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && cd "$$folder" && \
 	    apt-get -q download prometheus && dpkg-deb -x prometheus_*.deb . && cd - >/dev/null && \
 	    cp "$$folder/usr/bin/promtool" $@ && $@ --version
+
+# With the first of these that is there and reaches what builds for it.
+image:
+	@for builder in $(or $(BUILDER),podman buildah docker); do \
+	    "$$builder" info >/dev/null 2>&1 || continue; \
+	    format=--format=docker; [ "$$builder" = docker ] && format=; \
+	    echo "building $(IMAGE) with $$builder"; \
+	    exec "$$builder" build $$format -f deploy/container/Containerfile -t $(IMAGE) .; \
+	done; \
+	echo 'error: no image is built here: none of $(or $(BUILDER),podman buildah docker) runs (NAME info fails); install one, or start its daemon' >&2; exit 1
 
 mutants: $(STAMP)
 	PYTHONPATH=tests $(VENV)/bin/python -m mutants $(ARGS)

@@ -32,6 +32,7 @@ FLOORS = {
     "kvstore.openai": 4,
     "kvstore.network": 4,
     "kvstore.courier": 4,
+    "kvstore.doctor": 4,
 }
 
 # People's entrances, and who may import them besides themselves: the command line starts the others.
@@ -45,6 +46,7 @@ ENTRANCES = {
     "kvstore.network": ("kvstore.cli",),
     "kvstore.courier": ("kvstore.cli", "kvstore.network"),
     "kvstore.elsewhere": ("kvstore.cli",),
+    "kvstore.doctor": ("kvstore.cli",),
 }
 
 # What a room imports of this house at most, where that is less than what lies below it. A room is named by its folder.
@@ -75,6 +77,18 @@ ROOMS_IMPORT_ONLY = {
     ),
     # Engines by their HTTP API alone: whether there is a store behind them is theirs to know.
     "kvstore.openai": ("kvstore.block", "kvstore.config"),
+    # Looks at what a sidecar and an engine are given, and imports no engine.
+    "kvstore.doctor": (
+        "kvstore.block",
+        "kvstore.protocol",
+        "kvstore.client",
+        "kvstore.config",
+        "kvstore.keys",
+        "kvstore.service.daemon",
+        "kvstore.service.settings",
+        "engine_adapter.paged.settings",
+        "tiering",
+    ),
     # As the console a client of the sidecar, whose process never imports it.
     "kvstore.network": (
         "kvstore.block",
@@ -226,6 +240,7 @@ EXEMPTIONS = (
     Exemption("kvstore/network/unix_address.py", frozenset({DISK}), "the name of a socket that grpc binds by itself"),
     Exemption("kvstore/__main__.py", ALL_KINDS, "a person's entrance, above the service edge"),
     Exemption("kvstore/demo/", ALL_KINDS, "a person's entrance: it times real work on real files"),
+    Exemption("kvstore/doctor/", ALL_KINDS, "a person's entrance: it looks at the machine itself"),
     Exemption("kvstore/bench/", ALL_KINDS, "a person's entrance: it measures the machine itself"),
     Exemption(
         "tiering/files.py", frozenset({DISK, MEMORY}), "the one door to the disk, with the buffers of direct I/O"

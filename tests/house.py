@@ -32,6 +32,7 @@ NEW_ROOMS = (
     "kvstore/bench/traffic",
     "kvstore/console",
     "kvstore/courier",
+    "kvstore/doctor",
     "kvstore/elsewhere",
     "kvstore/keys",
     "kvstore/metrics",

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from workbench import MODEL, ids, random_pages, small_layout
 pytest.importorskip("typer")
 
 from kvstore.cli import main as cli
+from kvstore.cli.terminal import COMMANDS
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_SECONDS = 200
@@ -117,6 +119,41 @@ def test_a_bug_is_one_line_unless_a_traceback_is_asked_for() -> None:
     assert "internal error: AttributeError" in error_line(run_cli("--version", "--json", before=broken), status=1)
     shown = run_cli("--version", "--json", before=broken, KVSTORE_TRACEBACK="1")
     assert shown.returncode == 1 and "Traceback" in shown.stderr
+
+
+# Completion -----------------------------------------------------------------------------------------------------
+
+COMPLETED = """
+source "$1"
+COMP_WORDS=(kvstore "$2")
+COMP_CWORD=1
+_kvstore_completion kvstore
+printf '%s\\n' "${COMPREPLY[@]}"
+"""
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
+def test_bash_completes_the_commands(tmp_path: Path) -> None:
+    """By the script that `--show-completion` prints, which asks the program itself."""
+    program = tmp_path / "kvstore"
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m kvstore "$@"\n')
+    program.chmod(0o700)
+    settings = environment() | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path)}
+
+    def bash(line: str, *arguments: str) -> str:
+        command = ["bash", "--norc", "-c", line, "bash", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, env=settings, timeout=LIMIT_SECONDS)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    script = tmp_path / "completion"
+    script.write_text(bash("kvstore --show-completion; true"))
+    assert "complete -o default -F _kvstore_completion kvstore" in script.read_text()
+    assert bash(COMPLETED, str(script), "").split() == list(COMMANDS)
+    assert bash(COMPLETED, str(script), "d").split() == ["demo", "doctor", "drop"]
+    installed = bash("kvstore --install-completion; true")
+    assert "completion installed in" in installed
+    assert (tmp_path / ".bash_completions" / "kvstore.sh").read_text().strip() == script.read_text().strip()
 
 
 # The benches ----------------------------------------------------------------------------------------------------

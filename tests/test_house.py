@@ -23,6 +23,7 @@ MOST_LINES_OF = {
     "kvstore/peers": 2500,
     "kvstore/pool": 850,
     "kvstore/courier": 4000,
+    "kvstore/doctor": 900,
     "kvstore/elsewhere": 1300,
     "tiering/remote": 1300,
 }

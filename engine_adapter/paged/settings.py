@@ -11,8 +11,8 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any
 
-from kvstore.block.codec import CODECS
 from kvstore.block.errors import BadInput
+from kvstore.block.payload import CODEC_NAMES
 from kvstore.protocol.told import MAX_EVERY
 
 MAX_DEADLINE_MS = 60_000
@@ -96,7 +96,7 @@ class ConnectorSettings:
     def _check(self) -> None:
         is_url = isinstance(self.url, str) and self.url.startswith("unix:")
         _wanted("url", self.url, is_url, 'a sidecar\'s socket, as "unix:/run/kvstore/kvstore.sock"')
-        codecs = ("auto", *sorted(CODECS))
+        codecs = ("auto", *sorted(CODEC_NAMES))
         _wanted("codec", self.codec, self.codec in codecs, f"one of {', '.join(codecs)}")
         for name in ("match_deadline_ms", "lease_deadline_ms", "save_patience_ms"):
             value = getattr(self, name)

@@ -75,16 +75,17 @@ def console(
     It asks at a socket where nothing can be changed, so it may crash or be flooded and no engine notices. It waits for
     a sidecar that is not there yet. With --operator it has a page that drops, purges and warms.
     """
-    from kvstore.console.access import checked_tokens
+    from kvstore.console.access import ConsoleTokens, checked_tokens
     from kvstore.console.serve import ConsoleParts, serve_console
     from kvstore.service.settings import OBSERVE_SOCKET, TENANT_SOCKET, default_socket, host_and_port
     from tiering.clock import SystemClock
 
     address = host_and_port(listen, "--listen")
-    tokens = None
-    if token_file is not None:
+
+    def read_tokens() -> ConsoleTokens:
+        assert token_file is not None
         with open(token_file, encoding="utf-8", errors="replace") as lines:
-            tokens = checked_tokens(lines.read(_MOST_TOKEN_BYTES), token_file)
+            return checked_tokens(lines.read(_MOST_TOKEN_BYTES), token_file)
 
     def started(port: int) -> None:
         host = f"[{address[0]}]" if ":" in address[0] else address[0]
@@ -106,6 +107,7 @@ def console(
         lambda: keeper is None or os.getppid() == keeper,
         acts,
     )
+    tokens = read_tokens if token_file is not None else None
     serve_console(socket or default_socket(data, OBSERVE_SOCKET), address, tokens, parts, started)
     return OK
 

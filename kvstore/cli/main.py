@@ -1,6 +1,7 @@
 """The command line.
 
     demo, bench             the main job, and its measurements
+    doctor                  what this machine, a directory, a sidecar and an engine's configuration lack
     serve                   a store for all engines of a host
     keys                    tenants' secrets that the nodes of a pool share
     console                 what a sidecar that runs says of itself, in a browser
@@ -237,10 +238,10 @@ def serve(
 ) -> int:
     """Serve a store to the engines of this host, through a UNIX socket and shared memory, until SIGTERM.
 
-    A small parent process holds the memory and starts the sidecar again after a crash. SIGHUP to it has the sidecar
-    begin again with what is installed by then. Prints one line once connections are taken; logs go to standard error.
-    Each setting may be a variable too, KVSTORE_STORE_DRAM for store.dram: flags go before variables, and these before
-    the file.
+    A small parent process holds the memory and starts the sidecar again after a crash. SIGHUP to it has shares, rates,
+    tokens and the log's level read again; SIGUSR2 has the sidecar begin again with what is installed by then. Prints
+    one line once connections are taken; logs go to standard error. Each setting may be a variable too,
+    KVSTORE_STORE_DRAM for store.dram: flags go before variables, and these before the file.
     """
     from kvstore.node import SystemClock
     from kvstore.service import keeper
@@ -248,7 +249,7 @@ def serve(
     from kvstore.service.serve import Outside
     from kvstore.service.serve import serve as run
     from kvstore.service.sessions import CONNECTION_BITS
-    from kvstore.service.settings import read_configuration, read_settings
+    from kvstore.service.settings import Settings, read_configuration, read_settings
     from tiering.nvme.lmdb_index import LmdbMaker
 
     flags = {
@@ -258,10 +259,12 @@ def serve(
         "http": {"listen": http},
         "keys": {"directory": keys},
     }
-    if config is not None:
-        settings = read_settings(read_configuration(Path(config)), flags, config, os.environ)
-    else:
-        settings = read_settings("", flags, environment=os.environ)
+
+    def read() -> Settings:
+        text = read_configuration(Path(config)) if config is not None else b""
+        return read_settings(text, flags, config or "the configuration", os.environ)
+
+    settings = read()
     hold_standard_descriptors()
     # It multiplies no matrices: threads for that would only take address space, and the start with it.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -282,6 +285,7 @@ def serve(
         LmdbMaker,
         _http_server,
         kvstore.policy_named,
+        read,
         wire,
         _couriers() if settings.wants_courier else None,
     )

@@ -1,4 +1,5 @@
-"""The commands of an operator, on a sidecar that runs: stat, why, prefixes, namespaces, drop, purge, warm, record."""
+"""The commands of an operator: doctor, before a sidecar runs and after; on one that runs stat, why, prefixes,
+namespaces, drop, purge, warm, record."""
 
 import json
 import os
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from kvstore.cli.terminal import (
+    CHECK_FAILED,
+    OK,
     Console,
     Json,
     Live,
@@ -54,6 +57,63 @@ ObserveSocket = Annotated[
 ]
 
 Seconds = Annotated[float, typer.Option("--seconds", metavar="N", help="How long it may take.")]
+
+
+@app.command()
+def doctor(
+    config: Annotated[
+        str | None, typer.Option(metavar="FILE", callback=expanded_path, help="The sidecar's settings, as for serve.")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(metavar="DIR", callback=expanded_path, help="Its directory.  [default: ./kv]")
+    ] = None,
+    dram: Annotated[str | None, typer.Option(metavar="SIZE", help="Its memory for blocks.")] = None,
+    nvme: Annotated[str | None, typer.Option(metavar="SIZE", help="Its disk space for blocks, or off.")] = None,
+    socket: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", callback=expanded_path, help="The default tenant's socket, which is to answer."),
+    ] = None,
+    keys: Annotated[
+        str | None, typer.Option(metavar="DIR", callback=expanded_path, help="A pool's directory of keys.")
+    ] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(metavar="JSON|FILE", help="What vLLM is given as --kv-transfer-config, or a file that has it."),
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """What this machine, the data directory, the sidecar's socket and an engine's configuration lack, a line each with
+    what to do, and what is well. Changes nothing.
+
+    Give it what kvstore serve is given; KVSTORE_ variables count as they do there. Status 0: all is well. Status 1:
+    something lacks.
+    """
+    from kvstore.doctor.checks import checks_of
+    from kvstore.doctor.engine import MOST_BYTES, read_transfer_config
+    from kvstore.doctor.findings import examine
+    from kvstore.service.settings import read_configuration, read_settings
+    from tiering.files import Unfit, read_file
+
+    flags = {
+        "store": {"data": data, "dram": dram, "nvme": nvme},
+        "door": {"socket": socket},
+        "keys": {"directory": keys},
+    }
+    text = read_configuration(Path(config)) if config is not None else b""
+    settings = read_settings(text, flags, config or "the configuration", os.environ)
+    given = None
+    if engine is not None:
+        if not engine.lstrip().startswith("{"):
+            try:
+                engine = read_file(Path(engine).expanduser(), MOST_BYTES).decode("utf-8", "replace")
+            except Unfit as error:
+                raise typer.BadParameter(f"--engine {engine}: {error}; give a file of JSON, or JSON") from None
+        given = read_transfer_config(engine)
+    with shown_progress() as show:
+        show("looking at the machine")
+        found = examine(checks_of(settings, socket is not None, given))
+    print_result(found, as_json)
+    return CHECK_FAILED if found.lacking else OK
 
 
 class _Watchable(typer.core.TyperCommand):

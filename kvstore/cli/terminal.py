@@ -62,7 +62,7 @@ def expanded_path(path: str | None) -> str | None:
 
 COMMANDS = tuple(
     (
-        "demo fsck serve keys console network pd-proxy prime stat why prefixes namespaces drop purge warm "
+        "demo doctor fsck serve keys console network pd-proxy prime stat why prefixes namespaces drop purge warm "
         "record replay whatif plan lint bench"
     ).split()
 )
@@ -81,7 +81,6 @@ app = typer.Typer(
     cls=InOrder,
     help="A KV-cache store for language models: keep what prefill has computed, and never serve the wrong bytes.",
     epilog="Each command explains itself: kvstore COMMAND --help. Start with: kvstore demo",
-    add_completion=False,
     rich_markup_mode="markdown",  # lets help flow to the terminal's width
     context_settings={"help_option_names": ["-h", "--help"]},
 )

@@ -86,15 +86,17 @@ class Guard:
                 f"{host} can be reached by other hosts; give --token-file (console.token_file), or listen on 127.0.0.1"
             )
         self.has_token = tokens is not None
-        self._readers: dict[str, ConsoleReader] = {}
-        if tokens is not None:
-            self._readers = {one: ConsoleReader(name) for one, name in tokens.tenants.items()}
-            self._readers[tokens.operator] = ConsoleReader()
+        self._readers = _readers(tokens)
         self._names = {host.lower(), *_LOOPBACK}
         self._clock = clock
         self._new_token = new_token
         self._logins: OrderedDict[str, tuple[float, ConsoleReader]] = OrderedDict()  # the cookie's value: until when
         self._failures: deque[float] = deque(maxlen=MOST_FAILURES)
+
+    def change_tokens(self, tokens: ConsoleTokens) -> None:
+        """Other ones count from now on, and every login ends. For a guard that has tokens."""
+        self._readers = _readers(tokens)
+        self._logins.clear()
 
     def is_known_host(self, host: str) -> bool:
         """host: as the request names this server, with or without a port."""
@@ -147,6 +149,12 @@ class Guard:
             return found[0]
         self._failures.append(self._clock.monotonic_seconds())
         return None
+
+
+def _readers(tokens: ConsoleTokens | None) -> dict[str, ConsoleReader]:
+    if tokens is None:
+        return {}
+    return {one: ConsoleReader(name) for one, name in tokens.tenants.items()} | {tokens.operator: ConsoleReader()}
 
 
 def _host_name(host: str) -> str | None:

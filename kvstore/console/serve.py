@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import socket
 from collections.abc import Callable, Mapping
@@ -20,6 +21,7 @@ from kvstore.console.stream import Broadcast
 from kvstore.console.watch import SidecarWatch
 from tiering.clock import Clock
 
+_log = logging.getLogger(__name__)
 MOST_CONNECTIONS = 128
 """At a time; further ones are told 503."""
 END_SECONDS = 1
@@ -44,12 +46,14 @@ class ConsoleParts:
 def serve_console(
     sidecar: str,
     address: tuple[str, int],
-    tokens: ConsoleTokens | None,
+    read_tokens: Callable[[], ConsoleTokens] | None,
     parts: ConsoleParts,
     started: Callable[[int], None],
 ) -> None:
-    """Until SIGTERM or SIGINT. started: told the port once it listens. Raises `BadInput`."""
+    """Until SIGTERM or SIGINT; SIGHUP has the tokens read again. started: told the port once it listens. Raises
+    `BadInput`."""
     host, port = address
+    tokens = read_tokens() if read_tokens is not None else None
     if parts.operator is not None and tokens is None:
         raise BadInput("an operator's console drops and purges for who has its token; give --token-file")
     guard = Guard(host, tokens, parts.clock, parts.new_token)
@@ -90,6 +94,16 @@ def serve_console(
                 server.should_exit = True
             loop.call_soon_threadsafe(publish)
 
+        def read_again() -> None:
+            try:
+                if read_tokens is not None:
+                    guard.change_tokens(read_tokens())
+                    hub.end()
+                    _log.warning("the tokens were read again, and all logins have ended")
+            except (BadInput, OSError) as error:
+                _log.error("the tokens could not be read again, and those before count: %s", error)
+
+        loop.add_signal_handler(signal.SIGHUP, read_again)
         watch.start(told)
         started(listening.getsockname()[1])
         await server.serve([listening])

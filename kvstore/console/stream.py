@@ -20,12 +20,20 @@ class Broadcast:
         self._number = 0
         self._message = b""
         self._next = asyncio.Event()
-        self.streams = 0
+        self.streams = self._ended = 0
+
+    def end(self) -> None:
+        """No page listens any more; each comes anew, if it still may."""
+        self._ended += 1
+        self._wake()
 
     def publish(self, run: str, data: bytes) -> None:
         """One message to all. run: with its number it is the message's id: after another one a page begins anew."""
         self._number += 1
         self._message = b"id: %s-%d\ndata: %s\n\n" % (run.encode(), self._number, data)
+        self._wake()
+
+    def _wake(self) -> None:
         waited, self._next = self._next, asyncio.Event()
         waited.set()
 
@@ -39,8 +47,8 @@ class Broadcast:
         self.streams += 1
         try:
             yield b"retry: %d\n\n" % RETRY_MS
-            seen = 0
-            while True:
+            seen, ended = 0, self._ended
+            while ended == self._ended:
                 waits_for = self._next
                 if seen != self._number:
                     seen = self._number

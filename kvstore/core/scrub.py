@@ -7,7 +7,7 @@
 No pin is taken and no lock is held while a frame is read or hashed. A frame that was evicted meanwhile is no damage:
 before a block is quarantined, the tier says whether that very frame still stands there. Windows of frames run in the
 move queue at the lowest priority, one at a time, and end early when a request waits. Reading changes no block's place
-in the eviction order. Must never touch DRAM's copy of a block.
+in the eviction order. Must never touch DRAM's copy of a block. `Adjustments`, of its rate and of shares, stand below.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from kvstore.block.account import MissReason
+from kvstore.config import check_pieces
 from kvstore.core.index import RowState
 from kvstore.core.levels import READS, Levels
 from kvstore.core.table import BlockTable, Lower
@@ -33,6 +34,7 @@ from tiering.frame import ALIGNMENT, HEADER_BYTES, MacKeys, Stamp, epoch_in, ope
 from tiering.move_queue import Move, MoveQueue, Priority
 from tiering.nvme.scrub import CheckResult, Scrub, ScrubLimits
 from tiering.nvme.tier import NvmeTier, Resident, slab_name
+from tiering.policies.shares import Share
 from tiering.tier import NO_PLACE, ScrubUsage, TierMiss, extent_of, slot_of
 
 RECHECKS = 3
@@ -124,6 +126,10 @@ class Scrubbing:
         with self._lock:
             self.closing = True
         self._wake.set()
+
+    def set_rate(self, bytes_per_second: int) -> None:
+        """Of what is read from now on. Under the lock."""
+        self._scrub.set_rate(bytes_per_second)
 
     def usage(self) -> ScrubUsage:
         """Counts since the start."""
@@ -404,3 +410,45 @@ def _aligned(size_bytes: int) -> memoryview:
     memory = bytearray(size_bytes + ALIGNMENT)
     start = -np.frombuffer(memory, np.uint8).ctypes.data % ALIGNMENT
     return memoryview(memory)[start : start + size_bytes]
+
+
+class Adjustments:
+    """What may change of a store while it serves: shares of the tenants that had some from the start, and the rate of
+    the scrub where there is one. Thread-safe."""
+
+    def __init__(
+        self,
+        blocks: BlockTable,
+        lower: Lower[NvmeTier] | None,
+        lock: threading.Lock,
+        retained_fraction: float,
+        scrubbing: Scrubbing | None,
+    ) -> None:
+        self._blocks, self._lower, self._lock = blocks, lower, lock
+        self._retained_fraction, self._scrubbing = retained_fraction, scrubbing
+
+    def check_shares(self, shares: Mapping[str, Share]) -> None:
+        """shares: by name. Raises `BadInput` where a guarantee is less than a piece of a tier."""
+        for name, tier in (("dram", self._blocks.dram), ("nvme", self._lower.tier if self._lower else None)):
+            if tier is not None:
+                check_pieces(shares, tier.pieces(), tier.piece_bytes, name)
+
+    def change_shares(self, shares: Mapping[bytes, Share]) -> None:
+        """shares: by tenant. They decide who gives way from the next time on that a tier is full; what is kept for a
+        time beyond a smaller budget is kept no longer."""
+        with self._lock:
+            if self._blocks.shares is None:
+                return
+            self._blocks.shares.change(shares)
+            parts = [part * self._retained_fraction for part in self._blocks.shares.parts()]
+            tiers = [(self._blocks.residency, self._blocks.dram.budget_bytes)]
+            tiers += [(self._lower.residency, self._lower.tier.budget_bytes)] if self._lower else []
+            for residency, budget_bytes in tiers:
+                if residency.retention is not None:
+                    residency.retention.resize([int(part * budget_bytes) for part in parts])
+
+    def change_scrub(self, bytes_per_second: int) -> None:
+        """Of what is read from now on."""
+        with self._lock:
+            if self._scrubbing is not None:
+                self._scrubbing.set_rate(bytes_per_second)

@@ -45,7 +45,7 @@ from kvstore.core.leases import (
 )
 from kvstore.core.levels import Levels, SlotRequest
 from kvstore.core.nvme_recovery import NvmeRecovery
-from kvstore.core.scrub import Retirement, Scrubbing
+from kvstore.core.scrub import Adjustments, Retirement, Scrubbing
 from kvstore.core.table import BlockTable, Lower, OpenedNamespace
 from kvstore.core.unmap_wait import (
     COLLECTIVE_LOOKS,
@@ -143,9 +143,8 @@ class Store:
         self._blocks = blocks
         self._lower, self._mover = lower, mover
         self.name, self.node = name, node
-        self._clock = clock
+        self._clock, self._limits = clock, limits
         self.awaits = blocks.index.awaits
-        self._limits = limits
         self._lock = threading.Lock()
         self._moves_done, self._joint_answered, self._waiting = (threading.Condition(self._lock) for _ in range(3))
         self._unmap_wait = UnmapWait()
@@ -156,8 +155,7 @@ class Store:
         self._endings = Endings(blocks.residency, blocks.dram, self._unpin)
         self._reservations: dict[int, ReservationRecord] = {}
         self._collective = CollectivePuts(limits.joint_seconds)
-        self._new_reservation = new_number
-        self._pinned_bytes = 0
+        self._new_reservation, self._pinned_bytes = new_number, 0
         self.forgotten: deque[int] = deque()  # as `Door.forgotten`: a finalizer may run under this very lock
         self._to_abort: deque[int] = deque()  # reservations whose producers have finished writing
         self._emptied: dict[int, None] = {}  # namespaces that may have empty extents
@@ -177,6 +175,7 @@ class Store:
             if scrub is not None:
                 behind = mover.keys, clock, self._lock, scrub, lambda: nvme_recovery.is_recovering
                 self._scrubbing = Scrubbing(blocks, lower, self._levels, queue, *behind)
+        self.adjustments = Adjustments(blocks, lower, self._lock, limits.retained_fraction, self._scrubbing)
         self._retirement = Retirement(blocks, self._levels, lower, self._lock, self._check_open)
         if taken_over:
             self._dram_recovery = DramRecovery(blocks, taken_over, mover.keys, self._lock)

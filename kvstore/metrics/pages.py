@@ -34,8 +34,12 @@ class MetricsAccess:
     """The right to read metrics. token: the one required, or None. is_shared: several tenants are configured."""
 
     def __init__(self, token: str | None, *, is_shared: bool) -> None:
-        self._token = token.encode() if token is not None else None
         self._is_shared = is_shared
+        self.change_token(token)
+
+    def change_token(self, token: str | None) -> None:
+        """Another one is to be sent from now on."""
+        self._token = token.encode() if token is not None else None
 
     @property
     def is_closed(self) -> bool:

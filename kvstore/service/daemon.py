@@ -17,7 +17,7 @@ from pathlib import Path
 
 from kvstore.block.errors import BadInput, StoreError
 from kvstore.block.identity import key_difference
-from kvstore.config import AUTO, OFF, Size, memory_limit, memory_limit_files
+from kvstore.config import AUTO, OFF, Size, memory_limit, memory_limit_files, parse_rate
 from kvstore.insight.recording import Recording
 from kvstore.insight.whatif import WhatIf
 from kvstore.keys.rotation import LOOK_SECONDS
@@ -30,7 +30,7 @@ from kvstore.service.descriptors import SlowExtents
 from kvstore.service.dispatch import Handlers
 from kvstore.service.local_door import LocalDoor
 from kvstore.service.sessions import Sessions
-from kvstore.service.settings import Settings, socket_key
+from kvstore.service.settings import Settings, shares_of, socket_key
 from kvstore.service.told import ToldRequests
 from tiering.clock import Clock
 from tiering.errors import TierError
@@ -209,6 +209,18 @@ class Daemon:
                 self.store.rotation.step()
             except (StoreError, TierError, OSError, MemoryError, RuntimeError) as error:  # the next look may succeed
                 _log.warning("the directory of keys cannot be followed: %s", error or type(error).__name__)
+
+    def check_settings(self, settings: Settings) -> None:
+        """Whether `change_settings` could take them. Raises `BadInput`."""
+        self.store.core.adjustments.check_shares(shares_of(settings))
+
+    def change_settings(self, settings: Settings) -> None:
+        """Take over what `settings.taken_over` let through."""
+        found = {self.store.keys.find(name): share for name, share in shares_of(settings).items()}
+        self.store.core.adjustments.change_shares({one.tenant: share for one, share in found.items() if one})
+        self.store.core.adjustments.change_scrub(parse_rate(settings.store.scrub, "store.scrub"))
+        self.door.change_limits(settings.door.limits)
+        self.settings = settings
 
     def is_alive(self) -> bool:
         """Whether the door is served."""

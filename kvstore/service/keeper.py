@@ -7,8 +7,9 @@ Beside a sidecar that was ready it runs the console and the network process, whe
 does not depend on them.
 
 It knows nothing of what it holds. It is run as a program of its own, from this very file, and imports the standard
-library alone, so that it stays small and has nothing to crash on. SIGTERM and SIGINT end both, SIGHUP has the sidecar
-end in order and begin again, as an upgrade wants it, SIGKILL to it ends the sidecar too.
+library alone, so that it stays small and has nothing to crash on. SIGTERM and SIGINT end both, SIGUSR2 has the sidecar
+end in order and begin again, as an upgrade wants it, SIGHUP has settings and tokens read again, SIGKILL to it ends the
+sidecar too.
 
 A sidecar that ends with a status of its own, before any was ever ready, cannot be started: the keeper ends with that
 status. One that was killed, or crashed, is started again; what it crashes of might be what it finds in memory, so that
@@ -54,10 +55,12 @@ BESIDE_PAUSE_SECONDS, LONGEST_BESIDE_PAUSE_SECONDS = 1.0, 60.0
 BESIDE_END_SECONDS = 3.0
 CONSOLE, NETWORK = "console", "network process"
 BEATING = (NETWORK,)
+READING_AGAIN = (CONSOLE,)
+"""What takes SIGHUP as the sidecar does. The network process looks at its files by itself."""
 BEAT_SECONDS, FIRST_BEAT_SECONDS = 5.0, 60.0
 """A process with a heartbeat that is silent for so long is killed; during its start, which may be slow on a busy
 machine, only after the latter."""
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2, signal.SIGCHLD)
 
 
 class ProcessBeside:
@@ -99,6 +102,11 @@ class ProcessBeside:
         """With what is installed by now."""
         if self._child is not None:
             self._child.terminate()
+
+    def read_again(self) -> None:
+        """Its token, if it has one."""
+        if self._child is not None and self.name in READING_AGAIN:
+            self._child.send_signal(signal.SIGHUP)
 
     @property
     def is_leaving(self) -> bool:
@@ -182,7 +190,7 @@ class Keeper:
         self._failures = 0
         self._crashes = 0  # since it was calm
         self._ready_at = 0.0
-        self._ending = False
+        self._ending = self._reads_again = False
         self._kill_at: float | None = None
         self._ends_by: float | None = None  # the child is told to, once those beside it have left
         self._selector = selectors.DefaultSelector()
@@ -285,6 +293,11 @@ class Keeper:
             status = self._child.poll()
             if status is not None:
                 return status
+            if self._reads_again and self._is_ready:  # before, the signal would end it
+                self._reads_again = False
+                self._child.send_signal(signal.SIGHUP)
+                for one in self._beside:
+                    one.read_again()
             if self._was_ready and not self._ending:
                 for one in self._beside:
                     ended = one.look()
@@ -309,9 +322,11 @@ class Keeper:
                 self._ending = True
                 for one in self._beside:
                     one.begin_again()
-            elif number == signal.SIGHUP:
+            elif number == signal.SIGUSR2:
                 self._kill_at = time.monotonic() + self._end_seconds + END_SECONDS
-                self._child.send_signal(signal.SIGHUP)
+                self._child.send_signal(signal.SIGUSR2)
+            elif number == signal.SIGHUP:
+                self._reads_again = True
 
     def _is_told_to_end(self, seconds: float) -> bool:
         """Wait so long, unless a signal says to end. There is no child meanwhile."""

@@ -91,8 +91,7 @@ class LocalDoor:
         threads that the machine cannot give."""
         self._handlers = handlers
         self._sessions = sessions
-        self._clock = clock
-        self._limits = limits
+        self._clock, self._limits = clock, limits
         self._failed = failed
         self._log = RateLimitedLog(_log, clock)
         self._faults = faults or Unheard()
@@ -173,6 +172,10 @@ class LocalDoor:
     def usage(self) -> DoorStatus:
         """Connections now, and counts since the start."""
         return self._figures.status(*self._there())
+
+    def change_limits(self, limits: DoorLimits) -> None:
+        """Other rates, and nothing else, from the next message on."""
+        self._limits = limits
 
     def waited(self) -> dict[int, Waits]:
         """How long the requests of each open connection waited to be begun, by its number."""

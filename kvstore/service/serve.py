@@ -8,17 +8,19 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from kvstore.block.errors import BadInput, DirectoryInUse, OutOfResources, StoreError
-from kvstore.config import DEFAULT_POLICY, StoreOptions
+from kvstore.config import DEFAULT_POLICY, StoreOptions, parse_rate
 from kvstore.node import EmbeddedStore, StoreParts, open_embedded
+from kvstore.service.connections import DoorLimits
 from kvstore.service.daemon import CouriersMaker, Daemon, budgets
 from kvstore.service.kept import KeeperWire
-from kvstore.service.settings import Settings, host_and_port, shares_of
+from kvstore.service.settings import DoorSettings, Settings, host_and_port, shares_of
 from tiering.clock import Clock
 from tiering.dram.extents import Extent
 from tiering.errors import TierError
@@ -26,9 +28,11 @@ from tiering.faults import SHORTAGES, FaultKind, kind_of
 from tiering.nvme.tier import IndexMaker
 from tiering.policies.policy import PolicyMaker
 
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
-ENDS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+ENDS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGUSR2})
+HEARD = ENDS | {signal.SIGHUP}
 SWITCH_SECONDS = 0.0001
 """How long a thread keeps the interpreter while others want it; the door must not wait long for it."""
 FAILED = 70
@@ -52,6 +56,10 @@ class HealthServer(Protocol):
         """Serve."""
         ...
 
+    def read_again(self, settings: Settings) -> Callable[[], None]:
+        """Read the token that they name; what is returned has it count. Raises `BadInput`."""
+        ...
+
     def close(self, seconds: float) -> None:
         """Serve no more."""
         ...
@@ -62,8 +70,8 @@ class Outside:
     """What a sidecar is handed. process_seconds: processor time of this process. first_number: of a connection, above
     those of every earlier run, which are fewer than 2**`sessions.CONNECTION_BITS`, or practically so. new_token:
     returns so many random bytes. health: makes the pages, from host, port and the daemon. policies: finds one by its
-    name. keeper: holds the memory for the next process, if there is a keeper. couriers: makes the part that serves
-    couriers, where they are configured."""
+    name. settings: reads them again, as they were read at the start. keeper: holds the memory for the next process, if
+    there is a keeper. couriers: makes the part that serves couriers, where they are configured."""
 
     clock: Clock
     process_seconds: Callable[[], float]
@@ -72,12 +80,14 @@ class Outside:
     indexes: Callable[[Path], IndexMaker]
     health: Callable[[str, int, Daemon], HealthServer]
     policies: Callable[[str], PolicyMaker]
+    settings: Callable[[], Settings]
     keeper: KeeperWire | None = None
     couriers: CouriersMaker | None = None
 
 
 def serve(settings: Settings, outside: Outside, started: Callable[[list[str], int | None], None]) -> bool:
-    """Serve until SIGTERM or SIGINT, or SIGHUP if a keeper starts the next process; returns whether it is to.
+    """Serve until SIGTERM or SIGINT, or SIGUSR2 if a keeper starts the next process; returns whether it is to. SIGHUP
+    has the settings read again.
 
     started: called with the sockets and health's port once connections are accepted.
 
@@ -126,7 +136,9 @@ def _serve(settings: Settings, outside: Outside, started: Callable[[list[str], i
                 keeper.start(lambda: os.kill(os.getpid(), signal.SIGTERM))
                 keeper.ready()
             started(daemon.sockets, health.port if health is not None else None)
-            begins_again = signals.wait() == signal.SIGHUP and keeper is not None
+            while (number := signals.wait()) == signal.SIGHUP:
+                settings = _read_again(settings, outside.settings, daemon, health)
+            begins_again = number == signal.SIGUSR2 and keeper is not None
             daemon.drain(lambda: keeper.freeze() if keeper is not None and begins_again else None)
             return begins_again
         finally:
@@ -135,28 +147,48 @@ def _serve(settings: Settings, outside: Outside, started: Callable[[list[str], i
                 health.close(1.0)
 
 
+def _read_again(now: Settings, read: Callable[[], Settings], daemon: Daemon, health: HealthServer | None) -> Settings:
+    """What counts from now on. Where anything of it cannot be, nothing is changed."""
+    try:
+        settings, changed, in_vain = taken_over(now, read())
+        daemon.check_settings(settings)
+        have_token_count = health.read_again(settings) if health is not None else None
+    except (StoreError, OSError, MemoryError) as error:
+        _log.error("the settings could not be read again, and nothing is changed: %s", error or type(error).__name__)
+        return now
+    daemon.change_settings(settings)
+    if have_token_count is not None:
+        have_token_count()
+    set_level(settings.log.level)
+    _log.log(max(logging.INFO, _log.getEffectiveLevel()), "settings were read again", extra={"changed": changed})
+    if in_vain:
+        level = max(logging.WARNING, _log.getEffectiveLevel())
+        _log.log(level, "these settings changed and need a restart: %s", ", ".join(in_vain))
+    return settings
+
+
 def _end_at_once() -> None:
     """A sidecar that serves no client is of no use, and a keeper starts another one on the same memory."""
     os._exit(FAILED)
 
 
 class _Signals:
-    """Signals that ask for the end. The system's own handler records each one, in whichever thread, so none is lost:
-    Python's own may run just as the main thread goes to sleep."""
+    """Signals that ask for the end, or to read the settings again. The system's own handler records each one, in
+    whichever thread, so none is lost: Python's own may run just as the main thread goes to sleep."""
 
     def __init__(self) -> None:
         self._heard, self._told = socket.socketpair()
         self._told.setblocking(False)
         signal.set_wakeup_fd(self._told.fileno(), warn_on_full_buffer=False)
-        for number in ENDS:
+        self._unseen: deque[int] = deque()
+        for number in HEARD:
             signal.signal(number, lambda *_: None)
 
     def wait(self) -> int:
         """Wait for the next signal, or return one that came before."""
-        while True:
-            for number in self._heard.recv(64):
-                if number in ENDS:
-                    return number
+        while not self._unseen:
+            self._unseen.extend(number for number in self._heard.recv(64) if number in HEARD)
+        return self._unseen.popleft()
 
 
 def _try_shared_memory() -> None:
@@ -198,6 +230,68 @@ def _open(settings: Settings, outside: Outside, policy: PolicyMaker) -> Embedded
             keys=settings.keys,
         ),
     )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Settings that were read again.
+
+
+LIVE_KEYS = ("log.level", "store.scrub", "door.rate", "door.burst", "http.token_file")
+"""Settings that a sidecar takes over while it serves, beside shares and weights of tenants that had one of them."""
+
+
+def taken_over(now: Settings, given: Settings) -> tuple[Settings, list[str], list[str]]:
+    """What counts from now on where `given` was read again: the settings, names of those that changed, and of those
+    that changed in vain, since they need a restart. Raises `BadInput` where the two do not go together."""
+    before, after = dict(_flat(now)), dict(_flat(given))
+    different = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+    live = {name for name in different if _is_live(name, now, given)}
+
+    def merged(name: str, before: T, after: T) -> T:
+        """A section of which the live keys are given anew."""
+        names = [one.name for one in fields(before) if f"{name}.{one.name}" in live]  # type: ignore[arg-type]
+        return replace(before, **{key: getattr(after, key) for key in names})  # type: ignore[type-var]
+
+    limits = merged("door", now.door.limits, given.door.limits)
+    result = replace(
+        now,
+        log=merged("log", now.log, given.log),
+        store=merged("store", now.store, given.store),
+        door=replace(merged("door", now.door, given.door), limits=limits),
+        http=merged("http", now.http, given.http),
+        tenants={
+            name: merged(f"tenants.{name}", one, given.tenants.get(name, one)) for name, one in now.tenants.items()
+        },
+    )
+    shares_of(result)
+    return result, sorted(live), sorted(different - live)
+
+
+def _flat(settings: Settings) -> Iterator[tuple[str, Any]]:
+    """Every setting by its full name."""
+    for section in fields(Settings):
+        value = getattr(settings, section.name)
+        tables = [(section.name, value)]
+        if isinstance(value, Mapping):
+            tables = [(f"{section.name}.{name}", one) for name, one in value.items()]
+        elif isinstance(value, DoorSettings):
+            tables.append((section.name, value.limits))
+        for name, table in tables:
+            for one in fields(table):
+                if one.type != DoorLimits.__name__:
+                    yield f"{name}.{one.name}", getattr(table, one.name)
+
+
+def _is_live(name: str, now: Settings, given: Settings) -> bool:
+    if name == "store.scrub":  # one that is off has no thread
+        return bool(parse_rate(now.store.scrub, name) and parse_rate(given.store.scrub, name))
+    section, _, key = name.rpartition(".")
+    if key not in ("share", "weight"):
+        return name in LIVE_KEYS
+    pair = [
+        one.door if section == "door" else one.tenants.get(section.removeprefix("tenants.")) for one in (now, given)
+    ]
+    return all(one is not None and (one.share, one.weight) != (None, None) for one in pair)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -248,7 +342,13 @@ def log_to_stderr(level: str, style: str) -> None:
     """For the whole process. style: "json" or "text"."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if style == "json" else TextLines())
+    logging.basicConfig(handlers=[handler], force=True)
+    set_level(level)
+
+
+def set_level(level: str) -> None:
+    """From which on is written."""
     number = logging.getLevelNamesMapping()[level.upper()]
-    logging.basicConfig(level=max(number, logging.WARNING), handlers=[handler], force=True)
+    logging.getLogger().setLevel(max(number, logging.WARNING))
     for name in OURS:
         logging.getLogger(name).setLevel(number)

@@ -19,6 +19,7 @@ from kvstore.console.access import (
     FAILURE_SECONDS,
     LOGIN_SECONDS,
     MOST_FAILURES,
+    ConsoleReader,
     ConsoleTokens,
     Guard,
     checked_token,
@@ -380,6 +381,15 @@ def test_a_login_lasts_and_ends() -> None:
     name = one.log_in(TOKEN)
     one.log_out(f"{COOKIE}={name}")
     assert not one.reader(None, f"{COOKIE}={name}")
+
+
+def test_other_tokens_end_every_login() -> None:
+    one = guard(token=TOKEN)
+    name = one.log_in(TOKEN)
+    one.change_tokens(ConsoleTokens("another-token-of-the-operator", {"a-token-of-the-teams": "team"}))
+    assert not one.reader(None, f"{COOKIE}={name}") and not one.reader(f"Bearer {TOKEN}", None)
+    assert one.reader("Bearer another-token-of-the-operator", None) == ConsoleReader()
+    assert one.reader("Bearer a-token-of-the-teams", None) == ConsoleReader("team")
 
 
 def test_who_tries_tokens_has_to_wait() -> None:

@@ -151,3 +151,58 @@ def _is_installed(name: str) -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
     return True
+
+
+@pytest.fixture
+def tools(tmp_path: Path) -> Path:
+    """A folder with what the Makefile itself runs, and nothing that builds images."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("sh", "cat", "cksum", "tr", "sed"):
+        (folder / name).symlink_to(shutil.which(name) or pytest.skip(f"{name} is not installed"))
+    return folder
+
+
+def make_image(tools: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    make = shutil.which("make") or pytest.skip("make is not installed")
+    command = [make, "--no-print-directory", "-s", "-C", str(ROOT), "image", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env={"PATH": str(tools)}, timeout=60)
+
+
+def test_make_image_says_in_one_line_that_nothing_builds_here(tools: Path) -> None:
+    done = make_image(tools)
+    said = [line for line in done.stderr.splitlines() if not line.startswith("make: ***")]
+    assert done.returncode != 0 and done.stdout == "" and len(said) == 1, done
+    assert said[0].startswith("error: no image is built here") and "podman buildah docker" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("there", "arguments", "built"),
+    [
+        (("docker",), (), "docker build -f deploy/container/Containerfile -t kvstore:0.1.0 ."),
+        (
+            ("docker", "buildah"),
+            (),
+            "buildah build --format=docker -f deploy/container/Containerfile -t kvstore:0.1.0 .",
+        ),
+        (
+            ("docker", "podman"),
+            ("BUILDER=docker", "IMAGE=a/b:c"),
+            "docker build -f deploy/container/Containerfile -t a/b:c .",
+        ),
+    ],
+)
+def test_make_image_calls_what_is_there(
+    there: tuple[str, ...], arguments: tuple[str, ...], built: str, tools: Path
+) -> None:
+    """Stand-ins: no builder can be had where these tests run. One whose daemon is away is passed over."""
+    for name in there:
+        (tools / name).write_text(f'#!/bin/sh\n[ "$1" = info ] || echo {name} "$@"\n')
+        (tools / name).chmod(0o700)
+    if "podman" not in there:
+        (tools / "podman").write_text("#!/bin/sh\nexit 125\n")
+        (tools / "podman").chmod(0o700)
+    done = make_image(tools, *arguments)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == built
+    assert CONTAINERFILE == ROOT / "deploy/container/Containerfile" and CONTAINERFILE.exists()

@@ -1,9 +1,10 @@
-"""deploy/kubernetes: valid for the schemas of Kubernetes, and true of the sidecar."""
+"""deploy/kubernetes, deploy/kustomize and deploy/helm: valid for the schemas of Kubernetes, and true of the sidecar."""
 
 from __future__ import annotations
 
 import copy
 import os
+import shutil
 import subprocess
 import urllib.error
 import urllib.request
@@ -16,6 +17,8 @@ import pytest
 
 from deploy.sidecar_process import AROUND_SECONDS, DEPLOY, flags_in, known_flags
 from kvstore.config import parse_size
+from kvstore.doctor.engine import configuration, read_transfer_config
+from kvstore.doctor.findings import Health
 from kvstore.metrics.http_server import HttpServer
 from kvstore.metrics.pages import MetricsAccess, sidecar_pages
 from kvstore.node import SystemClock
@@ -24,7 +27,16 @@ from kvstore.service.settings import Settings, host_and_port, read_settings
 
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed; it comes with the extra test")
 
-FILES = {path.stem: path for path in (DEPLOY / "kubernetes").glob("*.yaml")}
+KUSTOMIZE = DEPLOY / "kustomize"
+OVERLAYS = ("base", "monitored", "vllm")
+OTHERS = ("kustomization", "servicemonitor", "token")
+"""Files of kinds that are not Kubernetes' own, and a patch."""
+FILES = {
+    path.stem: path
+    for folder in (DEPLOY / "kubernetes", *(KUSTOMIZE / one for one in OVERLAYS))
+    for path in folder.glob("*.yaml")
+    if path.stem not in OTHERS
+}
 SERVERS = ("sidecar", "daemonset")
 OLDEST = "1.29"
 """The first in which an init container that goes on is switched on by default."""
@@ -74,7 +86,8 @@ def test_the_schemas_would_notice() -> None:
 
 
 def test_all_of_them_are_looked_at() -> None:
-    assert set(FILES) == {*SERVERS, "engine", "pool"}, "the last one in tests/courier/test_compose.py"
+    kustomized = {"service", "networkpolicy", "deployment", "autoscaler"}
+    assert set(FILES) == {*SERVERS, *kustomized, "engine", "pool"}, "the last one in tests/courier/test_compose.py"
 
 
 @pytest.mark.parametrize("name", SERVERS)
@@ -94,7 +107,15 @@ def test_the_settings_fit_the_container(name: str) -> None:
 
 @pytest.mark.parametrize("name", SERVERS)
 def test_the_pod_waits_for_an_orderly_end(name: str) -> None:
-    assert pod_of(name)["terminationGracePeriodSeconds"] >= 2 * settings_of(name).limits.close_seconds + AROUND_SECONDS
+    wanted = 2 * settings_of(name).limits.close_seconds + AROUND_SECONDS + seconds_before_stop(store_of(name))
+    assert pod_of(name)["terminationGracePeriodSeconds"] >= wanted
+
+
+def seconds_before_stop(container: Object) -> int:
+    """What preStop takes of the pod's time."""
+    command = container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", ["sleep", "0"])
+    assert command[0] == "sleep"
+    return int(command[1])
 
 
 @pytest.mark.parametrize("name", SERVERS)
@@ -126,19 +147,20 @@ def test_the_store_runs_with_next_to_nothing(name: str) -> None:
     assert not any(pod.get(key) for key in ("hostNetwork", "hostPID", "hostIPC"))
 
 
-@pytest.mark.parametrize("name", ["sidecar", "engine"])
+@pytest.mark.parametrize("name", ["sidecar", "engine", "deployment"])
 def test_an_engine_is_another_user_of_the_store_s_group(name: str) -> None:
     pod = pod_of(name)
     (engine,) = (one for one in pod["containers"] if one["name"] == "engine")
     context = {**pod["securityContext"], **engine["securityContext"]}
     assert context["runAsUser"] != 47110 and context["runAsUser"] != 0
     assert 47110 in [context.get("fsGroup"), *context.get("supplementalGroups", [])]
-    paths = [mount["mountPath"] for mount in engine["volumeMounts"]]
+    paths = [mount["mountPath"] for mount in engine["volumeMounts"] if mount["name"] not in ("home", "shm")]
     assert paths == ["/run/kvstore"], "the directory, because a restart makes another socket"
 
 
-def test_an_engine_mounts_the_sockets_of_one_tenant_alone() -> None:
-    (volume,) = pod_of("engine")["volumes"]
+@pytest.mark.parametrize("name", ["engine", "deployment"])
+def test_an_engine_mounts_the_sockets_of_one_tenant_alone(name: str) -> None:
+    (volume,) = (one for one in pod_of(name)["volumes"] if "hostPath" in one)
     inside = {mount["name"]: mount["mountPath"] for mount in store_of("daemonset")["volumeMounts"]}["sockets"]
     (outside,) = (one["hostPath"]["path"] for one in pod_of("daemonset")["volumes"] if one["name"] == "sockets")
     tenants = settings_of("daemonset").sockets()
@@ -167,6 +189,103 @@ def test_the_directories_are_handed_over_once(tmp_path: Path) -> None:
             assert (facts.st_uid, facts.st_gid, facts.st_mode & 0o777) == (47110, 47110, 0o750)
         facts = (tmp_path / "var/lib/kvstore").stat()
         assert (facts.st_uid, facts.st_gid, facts.st_mode & 0o777) == (47110, 47110, 0o700)
+
+
+# Kustomize, and values of others' charts ------------------------------------------------------------------------
+
+
+def built(overlay: str) -> dict[str, Object]:
+    """What kustomize makes of it, by kind."""
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not installed, which has kustomize in it")
+    command = ["kubectl", "kustomize", str(KUSTOMIZE / overlay)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    objects = list(yaml.safe_load_all(done.stdout))
+    assert len({one["kind"] for one in objects}) == len(objects)
+    return {one["kind"]: one for one in objects}
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_a_kustomization_names_the_files_that_are_there(overlay: str) -> None:
+    folder = KUSTOMIZE / overlay
+    given = yaml.safe_load((folder / "kustomization.yaml").read_text())
+    named = [*given["resources"], *(one["path"] for one in given.get("patches", []))]
+    assert sorted({*named} - {"../base"}) == sorted(
+        path.name for path in folder.iterdir() if path.stem != "kustomization"
+    )
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_what_kustomize_builds_is_valid(overlay: str) -> None:
+    validate = _validator()
+    for kind, one in built(overlay).items():
+        if kind != "ServiceMonitor":
+            validate(one)
+        assert one["metadata"].get("namespace", "kvstore") == ("team-a" if overlay == "vllm" else "kvstore")
+
+
+def test_service_policy_and_monitor_find_the_store() -> None:
+    objects = built("monitored")
+    labels = objects["DaemonSet"]["spec"]["template"]["metadata"]["labels"]
+    service, policy, monitor = (objects[kind] for kind in ("Service", "NetworkPolicy", "ServiceMonitor"))
+    assert service["spec"]["selector"].items() <= labels.items()
+    assert policy["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    (endpoint,), (port,) = monitor["spec"]["endpoints"], service["spec"]["ports"]
+    (container,) = objects["DaemonSet"]["spec"]["template"]["spec"]["containers"]
+    assert endpoint["port"] == port["name"] and port["targetPort"] in [one["name"] for one in container["ports"]]
+    (rule,) = policy["spec"]["ingress"]
+    assert [one["port"] for one in rule["ports"]] == [port["targetPort"]] and policy["spec"]["egress"] == []
+    with health_pages() as answers:
+        assert answers(endpoint["path"]) == 200
+
+
+def test_the_token_of_the_metrics_is_where_the_settings_look_for_it() -> None:
+    objects = built("monitored")
+    pod = objects["DaemonSet"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    environment = {one["name"]: one["value"] for one in container["env"]}
+    settings = read_settings(objects["ConfigMap"]["data"]["kvstore.toml"], environment=environment)
+    (volume,) = (one for one in pod["volumes"] if "secret" in one)
+    (mount,) = (one for one in container["volumeMounts"] if one["name"] == volume["name"])
+    credentials = objects["ServiceMonitor"]["spec"]["endpoints"][0]["authorization"]["credentials"]
+    assert settings.http.token_file == f"{mount['mountPath']}/{credentials['key']}"
+    assert volume["secret"]["secretName"] == credentials["name"]
+    assert volume["secret"]["defaultMode"] == 0o440 and pod["securityContext"]["fsGroup"] == 47110
+
+
+def test_what_scales_is_there() -> None:
+    objects = built("vllm")
+    target, deployment = objects["HorizontalPodAutoscaler"]["spec"]["scaleTargetRef"], objects["Deployment"]
+    assert {"kind": deployment["kind"], "apiVersion": deployment["apiVersion"]}.items() <= target.items()
+    assert target["name"] == deployment["metadata"]["name"]
+
+
+def arguments_of(place: str) -> list[str]:
+    """Of vLLM."""
+    if place == "vllm":
+        (engine,) = pod_of("deployment")["containers"]
+        return list(engine["args"])
+    values = yaml.safe_load((DEPLOY / "helm" / f"{place}.yaml").read_text())
+    if place == "llm-d":
+        return list(values["decode"]["containers"][0]["args"])
+    return list(values["servingEngineSpec"]["modelSpec"][0]["vllmConfig"]["extraArgs"])
+
+
+@pytest.mark.parametrize("place", ["vllm", "production-stack", "llm-d"])
+def test_the_connector_takes_what_vllm_is_given(place: str) -> None:
+    arguments = arguments_of(place)
+    given = read_transfer_config(arguments[arguments.index("--kv-transfer-config") + 1])
+    found = list(configuration(given))
+    lacking = [one.text for one in found if one.health is Health.LACKS]
+    assert lacking == ["/run/kvstore/kvstore.sock is not there"], "nothing else"
+    assert not any(one.health is Health.NOTE for one in found)
+
+
+@pytest.mark.parametrize("place", ["production-stack", "llm-d"])
+def test_values_of_others_are_marked_as_not_run(place: str) -> None:
+    assert "NOT RUN HERE" in (DEPLOY / "helm" / f"{place}.yaml").read_text().partition(":\n")[0]
 
 
 @contextmanager

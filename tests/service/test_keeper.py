@@ -115,7 +115,7 @@ def test_all_of_memory_is_there_before_anybody_asks_for_it(tmp_path: Path) -> No
 def test_an_upgrade_keeps_memory_and_ends_in_order(tmp_path: Path) -> None:
     with serving(tmp_path, "--nvme", "off") as (process, said), connected(said) as (_, handle):
         assert stored(handle, 1).stored == BLOCKS
-        process.send_signal(signal.SIGHUP)
+        process.send_signal(signal.SIGUSR2)
         again = next_line(process)
         assert again["pid"] != said["pid"] and again["keeper_pid"] == said["keeper_pid"]
         until(lambda: got(handle, 1) == TOKENS)

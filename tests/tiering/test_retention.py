@@ -127,6 +127,16 @@ def test_groups_have_budgets_of_their_own() -> None:
     assert [tree.retention.holds(row) for row in (*mine, *others)] == [True, False, True, True]
 
 
+def test_a_budget_that_shrinks_keeps_what_ends_last() -> None:
+    tree = Tree([4 * BLOCK, BLOCK])
+    soon, late = tree.put(2, ttl=30), tree.put(2, ttl=60)
+    tree.retention.resize([3 * BLOCK, BLOCK])
+    assert [tree.retention.holds(row) for row in (*soon, *late)] == [True, False, True, True]
+    tree.retention.resize([0, 5 * BLOCK])
+    assert tree.retention.kept_bytes() == [0, 0] and tree.retention.budgets() == [0, 5 * BLOCK]
+    tree.retention.check()
+
+
 def test_there_is_room_for_one_from_elsewhere_while_its_time_goes_on_and_nobody_goes_back_for_it() -> None:
     tree = Tree([3 * BLOCK, 0])
     tree.put(2, ttl=60)
@@ -232,6 +242,11 @@ class Lives(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([1, 10, 100]))
     def wait(self, seconds: float) -> None:
         self.tree.now += seconds
+
+    @rule(blocks=st.lists(st.integers(0, 12), min_size=2, max_size=2))
+    def resize(self, blocks: list[int]) -> None:
+        self.tree.retention.resize([BLOCK * one for one in blocks])
+        self.tree.retention.check()
 
     @rule(count=st.integers(1, 8))
     def evict(self, count: int) -> None:

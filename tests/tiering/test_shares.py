@@ -98,3 +98,15 @@ def test_those_who_want_more_end_with_what_their_weights_say(
         givers = shares.givers(asker, held, pieces, [False] * len(shares))
         assert not held[asker] or givers[0] == asker, (settled, asker)
     assert all(held[group] >= shares.guaranteed(group, pieces) for group in everybody)
+
+
+def test_shares_change_for_those_who_have_a_group() -> None:
+    shares = Shares({A: Share(0.5, 1.0), B: Share(0.2, 4.0)})
+    shares.change({A: Share(0.1, 3.0), C: Share(0.9)})
+    assert [shares.share_of(one) for one in (A, B, C)] == [Share(0.1, 3.0), Share(0.0, 4.0), None]
+    assert sum(shares.parts()) == pytest.approx(1)
+    nobody = [False] * 3
+    assert shares.givers(THE_REST, [6, 10, 4], PIECES, nobody)[0] == THE_REST
+    assert shares.givers(1, [0, 2, 18], PIECES, nobody)[0] == 2, "it is guaranteed nothing any more"
+    with pytest.raises(AssertionError):
+        shares.change({A: Share(0.6), B: Share(0.6)})

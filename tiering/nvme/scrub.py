@@ -12,7 +12,7 @@ but for `usage`.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Protocol
 
@@ -102,6 +102,10 @@ class Scrub:
         self.mended = 0
         self._last_pass_seconds: float | None = None
         self._last_pass_ended: float | None = None
+
+    def set_rate(self, bytes_per_second: int) -> None:
+        """Of what is read from now on."""
+        self._limits = replace(self._limits, bytes_per_second=bytes_per_second)
 
     def seconds_until_due(self) -> float:
         at = self._due if self._in_pass else max(self._due, self._next_pass)

@@ -152,6 +152,13 @@ class Retention:
         """Bytes that each group may have retained."""
         return list(self._budgets)
 
+    def resize(self, budgets: Sequence[int]) -> None:
+        """Other budgets of the same groups. What one cannot hold is kept no longer, what ends first first."""
+        assert len(budgets) == len(self._budgets)
+        self._budgets = budgets
+        for group in range(len(budgets)):
+            self._shrink(group)
+
     def check(self) -> None:
         """Invariants: retained blocks are here, are counted, and are within the budget of each group."""
         sums = [0] * len(self._budgets)
@@ -181,10 +188,13 @@ class Retention:
             self._until[row] = until
             heappush(ends, (until, -wishes.depth(row), row))
             row = wishes.parent(row)
-        while self._kept_bytes[group] > self._budgets[group]:
-            ended, _, worst = heappop(ends)
-            if self._until.get(worst) == ended:
-                self.left(worst)
+        self._shrink(group)
         if len(ends) > 2 * len(self._until) + _SPARE_ENTRIES:
             ends[:] = {entry for entry in ends if self._until.get(entry[2]) == entry[0]}
             heapify(ends)
+
+    def _shrink(self, group: int) -> None:
+        while self._kept_bytes[group] > self._budgets[group]:
+            ended, _, worst = heappop(self._ends[group])
+            if self._until.get(worst) == ended:
+                self.left(worst)

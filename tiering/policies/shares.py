@@ -41,6 +41,14 @@ class Shares:
     def __len__(self) -> int:
         return len(self._shares)
 
+    def change(self, tenants: Mapping[bytes, Share]) -> None:
+        """Other shares of tenants that have a group. Who has none gets none; a group of which nothing is said, as that
+        of a tenant that was purged, is guaranteed nothing any more."""
+        assert sum(share.guaranteed for share in tenants.values()) <= 1 + 1e-9
+        assert all(share.weight > 0 for share in tenants.values())
+        for tenant, group in self._groups.items():
+            self._shares[group] = tenants.get(tenant, Share(0.0, self._shares[group].weight))
+
     def add_namespace(self, tenant: bytes) -> None:
         """The next namespace is that tenant's."""
         self.of_namespace.append(self._groups.get(tenant, THE_REST))

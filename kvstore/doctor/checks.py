@@ -1,0 +1,105 @@
+"""Which checks there are for a sidecar's settings, and for an engine's configuration."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from kvstore.block.errors import BadInput
+from kvstore.config import AUTO, OFF, DramConfig, NvmeConfig
+from kvstore.doctor import directory, machine, sidecar
+from kvstore.doctor.engine import configuration
+from kvstore.doctor.findings import Check, Finding, refused
+from kvstore.service.daemon import DRAM_SHARE, NVME_SHARE
+from kvstore.service.settings import Settings, socket_key
+from tiering.files import disk_room
+
+
+def checks_of(settings: Settings, named_socket: bool, engine: Mapping[str, Any] | None) -> list[Check]:
+    """In the order in which they are told. named_socket: the caller named the socket, so that it is to be there."""
+    data = Path(settings.store.data)
+    checks = [Check("kernel", machine.kernel)]
+    limit = machine.memory_bytes()
+    try:
+        dram = _dram(settings, limit)
+    except BadInput as error:
+        checks.append(Check("memory", partial(_refused, "memory", error)))
+    else:
+        checks += [
+            Check("shared memory", partial(machine.shared_memory, dram.extent_bytes)),
+            Check("memory", lambda: machine.memory(dram, directory.holder_of(data) is not None)),
+            Check("open files", lambda: _descriptors(settings, dram)),
+        ]
+    checks += [
+        Check("locked memory", partial(machine.locked_memory, settings.network.transport == "ucx")),
+        Check("packages", partial(machine.packages, _wanted(settings, engine is not None))),
+        Check("gpu", partial(machine.gpu, engine is not None), machine.GPU_SECONDS + 10),
+        Check("directory", partial(directory.directory_rights, data)),
+        Check("keys", partial(directory.keys, data, settings.keys.directory)),
+        Check("disk", lambda: directory.room(data, _nvme(settings))),
+        Check("direct I/O", lambda: directory.direct_io(data) if settings.store.nvme != OFF else ()),
+        Check("sidecar", partial(_sidecar, settings)),
+    ]
+    for name, one in settings.sockets().items():
+        is_needed = named_socket and socket_key(name) == "door.socket"
+        checks.append(Check("socket", partial(sidecar.engines_socket, "socket", one.socket, is_needed)))
+    if engine is not None:
+        checks.append(Check("engine", partial(configuration, engine)))
+    return checks
+
+
+def _refused(check: str, error: Exception) -> Iterator[Finding]:
+    yield refused(check, error)
+
+
+def _dram(settings: Settings, limit: int) -> DramConfig:
+    given = settings.store.dram
+    return DramConfig.of(int(DRAM_SHARE * limit) if given == AUTO else given, settings.store.extent, limit)
+
+
+def _nvme(settings: Settings) -> NvmeConfig | str | None:
+    """Its sizes; why it cannot have them; None where it is off. Makes no directory."""
+    given, data = settings.store.nvme, Path(settings.store.data)
+    if given is None or given == OFF:
+        return None
+    try:
+        free = disk_room(directory.existing(data / "nvme"))
+        return NvmeConfig.of(int(NVME_SHARE * free) if given == AUTO else given, settings.store.slab, free)
+    except BadInput as error:
+        return str(error)
+
+
+def _descriptors(settings: Settings, dram: DramConfig) -> Iterator[Finding]:
+    nvme = _nvme(settings)
+    has_nvme = nvme if isinstance(nvme, NvmeConfig) else None
+    yield from machine.descriptors(dram, has_nvme, settings.door.limits.connections)
+
+
+def _sidecar(settings: Settings) -> Iterator[Finding]:
+    """Its state, and whether the directory is its own."""
+    path, data = settings.observe_socket, Path(settings.store.data)
+    told = sidecar.status_of(path)
+    yield from directory.use(data, told.pid if told is not None else None)
+    yield from sidecar.state(path, told, time.time())
+
+
+def _wanted(settings: Settings, has_engine: bool) -> dict[str, str]:
+    """Distributions that these settings need, and which of them does."""
+    found = dict.fromkeys(("msgspec", "xxhash", "numpy", "typer", "rich"), "kvstore serve")
+    if settings.store.nvme != OFF:
+        found["lmdb"] = "store.nvme"
+    if settings.store.policy == "adaptive":
+        found["numba"] = "store.policy"
+    if settings.console.listen is not None:
+        found |= dict.fromkeys(("fastapi", "uvicorn", "markdown-it-py"), "console.listen")
+    if settings.network.listen is not None or settings.remote.url is not None:
+        network = ("grpcio", "grpcio-health-checking", "grpcio-reflection", "protobuf", "h11")
+        found |= dict.fromkeys(network, "the network process")
+    if settings.network.directory is not None or settings.remote.url is not None:
+        found["valkey"] = "network.directory or remote.url"
+    if settings.network.seal == "always":
+        found["cryptography"] = "network.seal"
+    return found | ({"torch": "an engine"} if has_engine else {})

@@ -1,0 +1,368 @@
+"""`kvstore doctor`: each check against the real thing that it looks at, and nothing is changed by looking."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from kvstore.block.errors import BadInput
+from kvstore.config import DramConfig, NvmeConfig
+from kvstore.doctor import directory, machine, sidecar
+from kvstore.doctor.checks import checks_of
+from kvstore.doctor.engine import configuration, read_transfer_config
+from kvstore.doctor.findings import MOST_CHARACTERS, Check, Finding, Health, examine, lacks, ok, one_line
+from kvstore.service.settings import read_settings
+from service.sidecar import Sidecar
+from test_cli import error_line, run_cli, run_here
+from tiering.files import DirectFiles, DirectoryLock
+
+ENGINE = {
+    "kv_connector": "KvStoreConnector",
+    "kv_connector_module_path": "engine_adapter.vllm_connector",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+}
+SMALL = ("--dram", "16MiB", "--nvme", "16MiB")
+
+
+def told(found: list[Finding], health: Health) -> list[str]:
+    return [f"{one.text}; {one.remedy}" for one in found if one.health is health]
+
+
+def only(found: Iterator[Finding], health: Health, *words: str) -> None:
+    """One finding, of that health, which has these words."""
+    (one,) = found
+    line = f"{one.text}; {one.remedy}"
+    assert one.health is health and all(word in line for word in words), one
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    path = tmp_path / "kv"
+    path.mkdir(mode=0o700)
+    return path
+
+
+# How checks are run -----------------------------------------------------------------------------------------------
+
+
+def test_a_check_that_hangs_is_a_finding_and_holds_up_no_other() -> None:
+    ends = threading.Event()
+
+    def hang() -> list[Finding]:
+        ends.wait()
+        return []
+
+    began = time.monotonic()
+    checks = [Check("first", hang, 0.2), Check("second", hang, 0.2), Check("third", lambda: [ok("third", "well")])]
+    found = examine(checks)
+    ends.set()
+    assert [one.health for one in found.findings] == [Health.LACKS, Health.LACKS, Health.OK]
+    assert "0.2 s" in found.findings[0].text and found.lacking == 2
+    assert time.monotonic() - began < 10
+
+
+def test_where_no_thread_can_be_started_that_is_what_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    (found,) = examine([Check("kernel", machine.kernel)]).findings
+    assert found.health is Health.LACKS and "ulimit -u" in found.remedy
+
+
+def test_a_check_that_fails_by_itself_tells_what_it_knew() -> None:
+    def fail() -> Iterator[Finding]:
+        yield lacks("disk", "half of it", "the other half")
+        raise OSError(5, "Input/output error")
+
+    found = examine([Check("disk", fail)]).findings
+    assert [one.health for one in found] == [Health.LACKS, Health.NOTE] and "Input/output error" in found[1].text
+
+
+@given(st.text(max_size=3 * MOST_CHARACTERS))
+def test_whatever_a_text_has_it_is_one_printable_line(text: str) -> None:
+    line = one_line(text)
+    assert line.isprintable() and len(line) <= MOST_CHARACTERS
+
+
+# The machine ------------------------------------------------------------------------------------------------------
+
+
+def test_memory_that_is_not_there_lacks() -> None:
+    limit = machine.memory_bytes()
+    only(machine.memory(DramConfig(limit, 64 << 20), True), Health.LACKS, "less dram")
+    only(machine.memory(DramConfig(16 << 20, 1 << 20), True), Health.OK)
+
+
+def test_memory_that_others_have_lacks_unless_the_sidecar_is_among_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = machine.memory_bytes()
+    monkeypatch.setattr(machine, "_text", lambda path: "MemAvailable:  1024 kB\n")
+    monkeypatch.setattr(machine, "memory_bytes", lambda: limit)
+    only(machine.memory(DramConfig(16 << 20, 1 << 20), False), Health.LACKS, "1.0 MiB are free")
+    only(machine.memory(DramConfig(16 << 20, 1 << 20), True), Health.OK)
+
+
+def test_files_that_may_not_be_as_large_as_an_extent_lack() -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        only(machine.shared_memory(64 << 20), Health.LACKS, "ulimit -f")
+        only(machine.shared_memory(1 << 20), Health.OK)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize(("limit", "health"), [(1024, Health.LACKS), (1 << 20, Health.OK)])
+def test_descriptors_against_the_tiers(limit: int, health: Health, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (limit, limit))
+    tiers = DramConfig(96 << 30, 256 << 20), NvmeConfig(200 << 30, 1 << 30)
+    only(machine.descriptors(*tiers, connections=256), health, "2704" if health is Health.LACKS else "ample")
+
+
+def test_floors_are_read_as_pip_reads_them() -> None:
+    floors = machine.floors_of(
+        [
+            "msgspec>=0.19",
+            "numpy<3,>=1.26",
+            'lmdb>=3.0; extra == "server"',
+            'torch>=2.11; extra == "gpu"',
+            'torch>=2.11; extra == "hf"',
+            "triton>=3.6; platform_system == 'Linux' and extra == 'gpu'",
+            'valkey[libvalkey]>=6.1; extra == "valkey"',
+            'prefix-kvstore[plot]; extra == "test"',
+        ]
+    )
+    assert floors["msgspec"] == ("0.19", "") and floors["numpy"] == ("1.26", "")
+    assert floors["lmdb"] == ("3.0", "server") and floors["torch"] == ("2.11", "gpu")
+    assert floors["triton"] == ("3.6", "gpu") and floors["valkey"] == ("6.1", "valkey")
+    assert floors["prefix-kvstore"] == ("", "test")
+
+
+@pytest.mark.parametrize(
+    ("version", "floor", "health"),
+    [
+        ("2.9.1", "2.11", Health.LACKS),
+        ("2.11", "2.11.0", Health.OK),
+        ("2.11.0+cpu", "2.11", Health.OK),
+        ("2.11rc1", "2.11", Health.OK),
+        ("3", "2.11", Health.OK),
+    ],
+)
+def test_versions_are_compared_by_their_numbers(
+    version: str, floor: str, health: Health, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine.metadata, "requires", lambda name: [f"torch>={floor}"])
+    monkeypatch.setattr(machine.metadata, "version", lambda name: version)
+    monkeypatch.setattr(machine, "PACKAGES", ("torch",))
+    found = list(machine.packages({}))
+    assert bool(told(found, Health.LACKS)) is (health is Health.LACKS), found
+
+
+def test_a_package_lacks_where_the_settings_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> str:
+        raise machine.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(machine.metadata, "version", absent)
+    monkeypatch.setattr(machine.metadata, "requires", lambda name: ['grpcio>=1.85; extra == "server"'])
+    found = list(machine.packages({"grpcio": "network.listen"}))
+    assert told(found, Health.LACKS) == [
+        "grpcio is not installed, and network.listen needs it; run: pip install 'prefix-kvstore[server]'"
+    ]
+    assert any("lmdb" in one for one in told(found, Health.NOTE))
+
+
+# The directory ----------------------------------------------------------------------------------------------------
+
+
+def test_who_may_write_to_a_directory(data: Path) -> None:
+    only(directory.directory_rights(data), Health.OK)
+    data.chmod(0o770)
+    only(directory.directory_rights(data), Health.LACKS, "0770", f"chmod go-w {data}")
+    only(directory.directory_rights(data / "new"), Health.OK, "is not there yet")
+    (data / "file").touch()
+    only(directory.directory_rights(data / "file"), Health.LACKS, "a file")
+    only(directory.directory_rights(data / "file" / "kv"), Health.LACKS, "cannot be made")
+
+
+def test_keys_that_others_can_read_lack(data: Path) -> None:
+    only(directory.keys(data, None), Health.OK, "not there yet")
+    (data / "keys").write_text("{}")
+    (data / "keys").chmod(0o644)
+    only(directory.keys(data, None), Health.LACKS, "chmod 600")
+    (data / "keys").chmod(0o600)
+    only(directory.keys(data, None), Health.LACKS, "damaged", "restore it")
+
+
+def test_slabs_without_their_keys_lack(data: Path) -> None:
+    (data / "nvme").mkdir()
+    (data / "nvme" / "00000007.slab").write_bytes(bytes(4096))
+    only(directory.keys(data, None), Health.LACKS, "restore it from a backup")
+
+
+def test_a_directory_of_keys_with_none_lacks(data: Path, tmp_path: Path) -> None:
+    shared = tmp_path / "pool"
+    shared.mkdir()
+    _, found = directory.keys(data, str(shared))
+    assert found.health is Health.LACKS and "kvstore keys init" in found.remedy
+
+
+def test_a_directory_that_another_process_has_lacks(data: Path) -> None:
+    only(directory.use(data, None), Health.OK)
+    lock = DirectoryLock(data)
+    try:
+        assert directory.holder_of(data) == os.getpid()
+        only(directory.use(data, None), Health.LACKS, f"process {os.getpid()}", "end it")
+        only(directory.use(data, os.getpid() + 1), Health.LACKS)
+        only(directory.use(data, os.getpid()), Health.OK)
+    finally:
+        lock.release()
+    assert directory.holder_of(data) is None
+
+
+def test_room_that_a_disk_has_not_lacks(data: Path) -> None:
+    settings = read_settings(f'[store]\ndata = "{data}"\nnvme = "900TiB"\ndram = "16MiB"')
+    (check,) = (one for one in checks_of(settings, False, None) if one.name == "disk")
+    only(iter(check.look()), Health.LACKS, "900TiB", "free")
+
+
+def test_direct_io_is_tried_in_a_file_without_a_name(data: Path, tmp_path: Path) -> None:
+    """And what it says is what the store's own probe finds."""
+    store = DirectFiles(tmp_path / "other")
+    before = data.stat().st_mtime_ns, os.listdir(data)
+    only(directory.direct_io(data), Health.OK if store.direct else Health.LACKS)
+    assert (data.stat().st_mtime_ns, os.listdir(data)) == before
+    store.close()
+
+
+# The sidecar and the engine ---------------------------------------------------------------------------------------
+
+
+def test_a_sidecar_that_runs_is_well(tmp_path: Path) -> None:
+    with Sidecar(tmp_path) as running:
+        answers, owner = sidecar.engines_socket("socket", str(running.path), True)
+        assert answers.health is owner.health is Health.OK and "version 4" in answers.text
+        assert f"process {os.getpid()}" in owner.text
+        status = sidecar.status_of(str(running.observe_path))
+        assert status is not None and status.pid == os.getpid()
+        assert told(list(sidecar.state("", status, status.at + 1)), Health.LACKS) == []
+        (late,) = told(list(sidecar.state("", status, status.at + 60)), Health.LACKS)
+        assert "60.0 s" in late
+
+
+def test_what_a_sidecar_warns_of_lacks(tmp_path: Path) -> None:
+    with Sidecar(tmp_path) as running:
+        status = sidecar.status_of(str(running.observe_path))
+        assert status is not None
+        given = replace(status, warnings=["disk: slow\nand more"] * 1000, state="degraded", health="degraded (\x1b[2J)")
+        found = told(list(sidecar.state("", given, status.at)), Health.LACKS)
+    assert len(found) == 1 + sidecar.MOST_WARNINGS and all(one.isprintable() for one in found)
+
+
+def test_sockets_that_do_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sidecar, "CALL_SECONDS", 0.3)
+    path = str(tmp_path / "s")
+    only(sidecar.engines_socket("socket", path, False), Health.NOTE, "is not there", "kvstore serve")
+    only(sidecar.engines_socket("socket", path, True), Health.LACKS, "is not there")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
+        listening.bind(path)
+        only(sidecar.engines_socket("socket", path, True), Health.LACKS, "left by one that is gone")
+        listening.listen()
+        only(sidecar.engines_socket("socket", path, True), Health.LACKS, "hangs")
+    os.unlink(path)
+    Path(path).touch()
+    only(sidecar.engines_socket("socket", path, False), Health.NOTE, "a file, and no socket")
+
+
+def test_the_configuration_of_the_documentation_is_well(tmp_path: Path) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "vllm.md").read_text()
+    text = page.partition("--kv-transfer-config '")[2].partition("'")[0]
+    with Sidecar(tmp_path) as running:
+        given = read_transfer_config(text.replace("/run/kvstore/kvstore.sock", str(running.path)))
+        found = list(configuration(given))
+        several = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [given, {}]}}
+        assert [one.health for one in configuration(several)] == [one.health for one in found] == [Health.OK] * 3
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"kv_connector_extra_config": {"url": "unix:/nowhere", "codek": "raw"}}, ["'codek'", "allowed: url, codec"]),
+        ({"kv_connector_extra_config": {"url": "unix:/nowhere", "audit": 2}}, ["audit=2", "a share from 0 to 1"]),
+        ({"kv_connector_extra_config": {"url": "unix:/nowhere"}}, ["/nowhere is not there", "kvstore serve"]),
+        ({"kv_connector_extra_config": ["url"]}, ["has no url"]),
+        ({}, ["has no url"]),
+        ({"kv_connector": "LMCacheConnectorV1"}, ["no connector of this store", '"KvStoreConnector"']),
+        ({"kv_role": "both"}, ["kv_role is 'both'", '"kv_both"']),
+        ({"kv_connector_module_path": "kvstore"}, ["'kvstore'", '"engine_adapter.vllm_connector"']),
+        ({"kv_connector": "X", "type": "KvStoreTier", "url": 7}, ["url is 7", '"unix:']),
+    ],
+)
+def test_what_a_configuration_lacks_is_told_with_the_remedy(change: dict[str, object], words: list[str]) -> None:
+    lines = told(list(configuration({**ENGINE, **change})), Health.LACKS)
+    assert any(all(word in line for word in words) for line in lines), lines
+
+
+@pytest.mark.parametrize("text", ["", "[]", "7", "{", "[" * 100_000, '{"a": ' * 100_000])
+def test_what_is_no_configuration_is_refused(text: str) -> None:
+    with pytest.raises(BadInput, match="--engine"):
+        read_transfer_config(text)
+
+
+# The command ------------------------------------------------------------------------------------------------------
+
+
+def test_a_machine_that_is_well_and_one_that_lacks(
+    data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(machine, "gpu", lambda is_wanted: [ok("gpu", "not asked")])
+    before = data.stat().st_mtime_ns, os.listdir(data)
+    result = run_here(monkeypatch, capsys, "doctor", "--data", str(data), *SMALL, "--json")
+    answer = json.loads(result.stdout)
+    assert (result.returncode, answer["is_well"], result.stderr) == (0, True, ""), answer
+    assert {"kernel", "memory", "packages", "directory", "socket"} <= {one["check"] for one in answer["findings"]}
+    assert all(set(one) == {"check", "health", "text", "remedy"} for one in answer["findings"])
+    data.chmod(0o777)
+    result = run_here(monkeypatch, capsys, "doctor", "--data", str(data), *SMALL)
+    assert result.returncode == 1 and f"run: chmod go-w {data}" in result.stdout
+    assert all(line.split()[0] in list(Health) for line in result.stdout.splitlines())
+    assert (data.stat().st_mtime_ns, os.listdir(data)) == before
+
+
+def test_wrong_input_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def line(*arguments: str) -> str:
+        return error_line(run_here(monkeypatch, capsys, "doctor", *arguments))
+
+    (tmp_path / "settings.toml").write_text("[store]\ndrum = 1\n")
+    assert "did you mean store.dram" in line("--config", str(tmp_path / "settings.toml"))
+    assert "--engine is not JSON" in line("--engine", '{"kv_connector"')
+    assert str(tmp_path / "none.json") in line("--engine", str(tmp_path / "none.json"))
+    assert "a file of JSON" in line("--engine", str(tmp_path))
+
+
+def test_torch_is_asked_in_another_process_and_not_at_all_where_it_is_not_installed(data: Path) -> None:
+    leave = "import atexit; atexit.register(lambda: print('loaded' if sys.modules.get('torch') else 'not', flush=True))"
+    engine = json.dumps({**ENGINE, "kv_connector_extra_config": {"url": "unix:/nowhere"}})
+    result = run_cli("doctor", "--data", str(data), *SMALL, "--engine", engine, "--json", before=leave)
+    first, last = result.stdout.splitlines()
+    assert (result.returncode, last) == (1, "not"), result.stderr
+    (gpu,) = (one["text"] for one in json.loads(first)["findings"] if one["check"] == "gpu")
+    assert gpu.startswith("torch ")
+    without = "import sys; sys.modules['torch'] = None\nfrom kvstore.doctor.machine import gpu\nprint(*gpu(True))"
+    said = subprocess.run([sys.executable, "-c", without], capture_output=True, text=True, check=True).stdout
+    assert "torch is not installed here" in said and "in the engine's environment" in said
