@@ -49,7 +49,8 @@ SECONDS = 240.0
 """For a block, on a machine that is busy."""
 ELSEWHERE = "elsewhere"
 AWAITED = frozenset(
-    f"docs/{name}.md" for name in "start concepts faq transformers library comparison from-lmcache support".split()
+    f"docs/{name}.md"
+    for name in "start concepts faq transformers library comparison from-lmcache support doctor".split()
 )
 """Pages that are being written: a link to one is no fault while it is not there."""
 SPANS = ("match", "lease", "load")
