@@ -318,7 +318,6 @@ class Reader:
             env=self._environment,
             stderr=self._log,
             text=True,
-            start_new_session=True,
             **more,
         )
 
