@@ -21,7 +21,7 @@ def path_of(name: str) -> Path:
     """Skips where it is not there."""
     path = FOLDER / f"{name}.jsonl.gz"
     if not path.exists():
-        pytest.skip(f"{path.name} is not in {FOLDER}: fetch Mooncake's traces, or set KVSTORE_TRACES")
+        pytest.skip(f"{path.name} is not in {FOLDER}: docs/traces.md fetches it, or set KVSTORE_TRACES")
     return path
 
 

@@ -1,0 +1,92 @@
+"""What the order of documents in a prompt costs: the demo's model is asked about the same documents, as they were
+retrieved (another order for each question) and sorted by name.
+
+    python benchmarks/document_order.py [--questions 40] [--seed 1] [--write PREFIX] [--json]
+
+Each prompt is the demo's system prompt, three of its five documents, and a question. Both orders ask the same questions
+about the same documents, in turn, from a store of their own that is empty at first. --write: the prompts as
+PREFIX-shuffled.jsonl and PREFIX-sorted.jsonl, for `kvstore lint --bytes`. Times are of this machine; quote their ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import kvstore
+from engine_adapter.hf_cache import PrefixCache
+from kvstore.demo.model import load_trained
+from kvstore.demo.questions import MAX_PROMPT_TOKENS, SYSTEM_PROMPT, cut_to_lines, read_page
+
+DOCUMENTS = ("blocks", "misses", "operating", "promises", "tiers")
+PER_PROMPT, DOCUMENT_BYTES = 3, 1000
+ORDERS = ("shuffled", "sorted")
+
+
+def prompts_of(questions: int, seed: int) -> dict[str, list[str]]:
+    """The prompts by order. Which documents a question finds is drawn; the draw's order is the shuffled one."""
+    pages = {name: f"## {name}\n{cut_to_lines(read_page(name), DOCUMENT_BYTES)}" for name in DOCUMENTS}
+    draws = random.Random(seed)
+    found: dict[str, list[str]] = {order: [] for order in ORDERS}
+    for number in range(questions):
+        drawn = draws.sample(DOCUMENTS, PER_PROMPT)
+        for order, names in zip(ORDERS, (drawn, sorted(drawn)), strict=True):
+            text = "\n".join(
+                [SYSTEM_PROMPT, *(pages[name] for name in names), f"Question {number}: what is said there?"]
+            )
+            assert len(text.encode()) < MAX_PROMPT_TOKENS, "the demo's model reads no more"
+            found[order].append(text)
+    return found
+
+
+def asked(prompts: dict[str, list[str]]) -> dict[str, dict[str, Any]]:
+    """Both orders, question by question, so that what the machine does beside falls on both."""
+    torch.set_num_threads(1)
+    model, counts = load_trained(), {order: Counter[str]() for order in ORDERS}
+    times: dict[str, list[float]] = {order: [] for order in ORDERS}
+    with tempfile.TemporaryDirectory() as folder:
+        stores = {order: kvstore.embedded(str(Path(folder) / order), dram="512MiB") for order in ORDERS}
+        caches = {order: PrefixCache(model, stores[order]) for order in ORDERS}
+        for pair in zip(*prompts.values(), strict=True):
+            for order, prompt in zip(ORDERS, pair, strict=True):
+                report = caches[order].generate(list(prompt.encode()), max_new_tokens=1).report
+                counts[order] += {"asked": report.account.asked, "found": report.account.hit_tokens}
+                times[order].append(report.ttft_ms)
+        for store in stores.values():
+            store.close()
+    return {order: {**counts[order], "ttft_ms_p50": statistics.median(times[order])} for order in ORDERS}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--questions", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--write", metavar="PREFIX")
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    prompts = prompts_of(given.questions, given.seed)
+    if given.write:
+        for order, texts in prompts.items():
+            Path(f"{given.write}-{order}.jsonl").write_text("".join(f"{json.dumps(text)}\n" for text in texts))
+    result = asked(prompts)
+    if given.json:
+        print(json.dumps(result))
+        return
+    for order, one in result.items():
+        share = one["found"] / one["asked"]
+        print(
+            f"{order:8}  {one['found']:,} of {one['asked']:,} prompt tokens found ({share:.1%}), "
+            f"{one['asked'] - one['found']:,} computed; first token after {one['ttft_ms_p50']:.0f} ms (p50)"
+        )
+
+
+if __name__ == "__main__":
+    main()
