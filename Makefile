@@ -31,7 +31,7 @@ TEST_LIMIT_SECONDS := 600
 export PYTHONDONTWRITEBYTECODE :=
 PYTEST := $(VENV)/bin/python -m pytest -rs --timeout $(TEST_LIMIT_SECONDS)
 # One more than there are cores: some tests wait for another process.
-TOGETHER := -n $(shell expr $$(nproc) + 1) --dist loadfile
+TOGETHER := -n $$(($$(nproc) + 1)) --dist loadfile
 
 # Engines run in an environment of their own: they name versions of torch and of much else.
 ENGINE_TESTS := tests/engines

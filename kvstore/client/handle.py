@@ -51,16 +51,13 @@ from tiering.frame import HEADER_BYTES, digest
 A = TypeVar("A")
 ExtraKeys = Sequence[ExtraKey | bytes | str]
 DURABILITIES = ("volatile", "disk")
-DURABLE_SECONDS = 30.0
-"""How long a put waits for the disk by default."""
+DURABLE_SECONDS = 30.0  # a put waits so long for the disk by default
 EARLY_BLOCKS, LAST_BLOCKS = 48, 16
-"""Through a socket, blocks are committed `EARLY_BLOCKS` at a time while the next ones are being filled; the put waits
-for the commit of the last `LAST_BLOCKS` only."""
+"""Through a socket blocks are committed `EARLY_BLOCKS` at a time; a put waits for the last `LAST_BLOCKS` only."""
 WINDOW_BLOCKS = 128
 """Blocks that a put stores at a time. Readers see the first blocks early, and wait at most about a millisecond for the
-lock. Within a window, the small steps are done for all blocks first, then the copies: a copy of megabytes evicts the
-interpreter's state from the caches, and each change from one to the other stops a second thread that puts (windows of
-64 took it from 0.88 to 0.83 of memcpy)."""
+lock. Within a window the small steps come first, then the copies: each change between them stops a second thread that
+puts (windows of 64 took it from 0.88 to 0.83 of memcpy)."""
 _STANDS_IN_THE_WAY = frozenset(
     {MissReason.DISABLED, MissReason.UNREACHABLE, MissReason.IN_FLIGHT, MissReason.DEADLINE, MissReason.BUSY}
 )
@@ -72,9 +69,7 @@ class Match:
     """How much of a prompt is stored. Pins nothing: only a lease is a promise.
 
     keys: the prefix key of every full block. blocks, tokens: the readable prefix. tiers: runs of (tier, blocks).
-    account: every token of the prompt, by tier or reason. reason, detail: why the prefix ends where it does. found:
-    blocks before `cut`.
-    """
+    account: every token, by tier or reason. reason, detail: why the prefix ends there. found: blocks before `cut`."""
 
     keys: list[bytes] = field(repr=False)
     blocks: int
@@ -87,9 +82,8 @@ class Match:
 
     def cut(self, blocks: int, account: Account) -> Match:
         """Of fewer blocks: a lease pins no more. account: of every token of the prompt, then."""
-        kept = min(blocks, self.blocks)
-        tokens = self.tokens // self.blocks * kept if self.blocks else 0
-        return replace(self, blocks=kept, tokens=tokens, account=account, found=self.found or self.blocks)
+        found, kept = self.found or self.blocks, min(blocks, self.blocks)
+        return replace(self, blocks=kept, tokens=account.hit_tokens, account=account, found=found)
 
     @property
     def tier_of_block(self) -> list[HitTier]:
