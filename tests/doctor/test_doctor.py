@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import socket
 import subprocess
@@ -320,6 +321,23 @@ def test_what_a_configuration_lacks_is_told_with_the_remedy(change: dict[str, ob
 def test_what_is_no_configuration_is_refused(text: str) -> None:
     with pytest.raises(BadInput, match="--engine"):
         read_transfer_config(text)
+
+
+def test_the_page_has_each_check(data: Path) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "doctor.md").read_text()
+    settings = read_settings(f'[store]\ndata = "{data}"\ndram = "16MiB"')
+    beside = {"use", "clock"}  # of the sidecar's check
+    names = {one.name for one in checks_of(settings, False, {})} | beside
+    assert set(re.findall(r"^\| ([a-z][\w /]+) \| ", page, re.MULTILINE | re.IGNORECASE)) - {"check"} == names
+    assert set(re.findall(r"`(--\w+)`", page)) >= {
+        "--config",
+        "--data",
+        "--dram",
+        "--nvme",
+        "--socket",
+        "--keys",
+        "--engine",
+    }
 
 
 # The command ------------------------------------------------------------------------------------------------------
