@@ -53,11 +53,11 @@ ExtraKeys = Sequence[ExtraKey | bytes | str]
 DURABILITIES = ("volatile", "disk")
 DURABLE_SECONDS = 30.0  # a put waits so long for the disk by default
 EARLY_BLOCKS, LAST_BLOCKS = 48, 16
-"""Through a socket blocks are committed `EARLY_BLOCKS` at a time; a put waits for the last `LAST_BLOCKS` only."""
+"""Through a socket, so many blocks at a time are committed while the next are filled; a put waits for the last few."""
 WINDOW_BLOCKS = 128
 """Blocks that a put stores at a time. Readers see the first blocks early, and wait at most about a millisecond for the
-lock. Within a window the small steps come first, then the copies: each change between them stops a second thread that
-puts (windows of 64 took it from 0.88 to 0.83 of memcpy)."""
+lock. Small steps are done for all blocks first, then the copies: a copy of megabytes evicts the interpreter from the
+caches, and each change stops a second thread that puts (windows of 64 took it from 0.88 to 0.83 of memcpy)."""
 _STANDS_IN_THE_WAY = frozenset(
     {MissReason.DISABLED, MissReason.UNREACHABLE, MissReason.IN_FLIGHT, MissReason.DEADLINE, MissReason.BUSY}
 )
@@ -95,9 +95,8 @@ class Match:
 class PutResult:
     """What a put did, in blocks from the prompt's start.
 
-    present: leading blocks that were stored before. stored: blocks that are new. stopped_at: the first offered block
-    that is not held, with its reason; None when all full blocks of the prompt are held. detail: of the reason, for
-    people; may be empty.
+    present: leading blocks stored before. stored: new blocks. stopped_at: the first offered block that is not held,
+    with its reason; None when all full blocks are held. detail: of the reason, for people; may be empty.
 
     Of a collective put it is this process's share: stored counts the blocks that it filled, which become readable once
     all others have filled theirs. If the put fails elsewhere later, only the next match tells.
@@ -134,8 +133,7 @@ class NamespaceHandle(HandOffVerbs):
         shard: int | None = None,
         name: str = "",
     ) -> None:
-        """shard: whose heads pages hold; all heads if None. The namespace in the store is the same for all. name: of
-        the model, for people."""
+        """shard: whose heads pages hold; all if None. The store's namespace is the same for all. name: for people."""
         self._parts = namespace.layout.parts_of(shard)
         self.shard = shard
         self.namespace = namespace
@@ -159,8 +157,7 @@ class NamespaceHandle(HandOffVerbs):
 
     @property
     def is_exact(self) -> bool:
-        """Whether `get` delivers bit for bit what was put. If not, what it delivered must not be put again: every
-        further encoding would add its own error."""
+        """Whether `get` delivers what was put bit for bit. If not, that must not be put again: errors would add up."""
         return self._codec.is_exact
 
     @property
@@ -204,9 +201,9 @@ class NamespaceHandle(HandOffVerbs):
     def tell(
         self, requests: Sequence[RequestTold], savings: SavingsTold | None = None, prompts: Sequence[PromptTold] = ()
     ) -> None:
-        """Say what became of requests of this engine, at most `MAX_TOLD_REQUESTS`, what hits saved since it was said
-        last, and sketches of at most `MAX_TOLD_PROMPTS` of this namespace: for `kvstore why` and the dashboard. Waits
-        for nothing, and says nothing where no sidecar is."""
+        """Report on requests of this engine, at most `MAX_TOLD_REQUESTS`, what hits saved since the last report, and
+        sketches of at most `MAX_TOLD_PROMPTS` of this namespace, for `kvstore why` and the dashboard. Does not block;
+        no effect without a sidecar."""
         self._door.submit(m.Tell(list(requests), savings, list(prompts)), m.Done, 0.0)
 
     def submit_match(
@@ -575,8 +572,7 @@ class OpenStore(Protocol):
         shard: int | None = None,
         name: str = "",
     ) -> NamespaceHandle:
-        """The namespace of these weights, this layout and this codec; of one rank's heads where `shard` says which.
-        name: of the model, for people."""
+        """The namespace of these weights, layout and codec; of one rank's heads with `shard`. name: for people."""
         ...
 
 

@@ -87,8 +87,8 @@ class LocalDoor:
         failed: Callable[[], None] = lambda: None,
         faults: FaultReports | None = None,
     ) -> None:
-        """failed: called, after it was logged, when a fault of the door's own ends it. faults: told of descriptors and
-        threads that the machine cannot give."""
+        """failed: called, after logging, when a fault of the door's own ends it. faults: told what the machine
+        lacks."""
         self._handlers = handlers
         self._sessions = sessions
         self._clock, self._limits = clock, limits
@@ -162,8 +162,8 @@ class LocalDoor:
         self._selector.register(listener.socket, selectors.EVENT_READ, listener)
 
     def disconnect(self, tenant: bytes) -> bool:
-        """End all connections of a tenant, and accept the next ones with other keys; returns whether that is done. By
-        any thread but the door's own."""
+        """End a tenant's connections, and accept the next with other keys; returns whether that is done. By other
+        threads only."""
         done = threading.Event()
         self._to_show_out.append((tenant, done))
         self._wake()
@@ -267,8 +267,7 @@ class LocalDoor:
         self._end()
 
     def _have_leases_ended(self) -> None:
-        """Have a thread of its own unpin the blocks of ended leases, giving way to others between pieces. Without such
-        a thread, each sweep does a piece."""
+        """Have a thread of its own unpin the blocks of ended leases in pieces. Without it, each sweep does a piece."""
         if self._is_ending or self._closing or not self._sessions.is_ending:
             return
         self._is_ending = True
@@ -635,8 +634,8 @@ class LocalDoor:
         self._begin(connection)
 
     def _begin_large(self) -> None:
-        """Begin the next large message, of the tenant that this thread served least. They wait here and not in the
-        executor's queue, where each would wait behind all that a flooding client sent before."""
+        """Begin the next large message, of the least-served tenant: in the executor's queue it would wait behind a
+        flood."""
         while self._large_now is None and self._large:
             now = self._clock.monotonic_seconds()
             asked = min(self._large, key=lambda one: one.connection.large_rank(now))
@@ -653,8 +652,7 @@ class LocalDoor:
                 self._say_busy(asked)
 
     def _begin(self, connection: Connection) -> None:
-        """Begin a connection's next deferred messages, as many at a time as one may have, and none while it does not
-        read its answers, which would pile up."""
+        """Begin a connection's next deferred messages, within its limit, and none while its answers are unread."""
         while connection.waiting and not connection.closed:
             asked = connection.waiting[0]
             if not asked.is_long and connection.running >= self._limits.running:
