@@ -305,7 +305,7 @@ class Reader:
         self._folder, self._log = folder, (folder / "typed.log").open("w+b")
         self._environment = {key: value for key, value in os.environ.items() if not key.startswith("KVSTORE_")}
         self._environment |= {"HOME": str(folder), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-        self._servers: list[subprocess.Popen[str]] = []
+        self._servers: dict[str, subprocess.Popen[str]] = {}
         self._statuses, told = os.pipe()
         self._told = told
         self._shell = self._start(["bash"], stdin=subprocess.PIPE, stdout=self._log, pass_fds=(told,))
@@ -327,11 +327,11 @@ class Reader:
         return Path(self._log.name).read_text(errors="replace")[-4000:]
 
     def serve(self, command: str) -> None:
-        """In the terminal of the last one, which Ctrl-C has ended."""
-        if self._servers:
-            self._stop(self._servers[-1])
-        server = self._start(["bash", "-c", f"exec {command}"], stdout=subprocess.PIPE)
-        self._servers.append(server)
+        """In the terminal of the last one of its kind, which Ctrl-C has ended."""
+        kind = command.split()[1]
+        if kind in self._servers:
+            self._stop(self._servers[kind])
+        server = self._servers[kind] = self._start(["bash", "-c", f"exec {command}"], stdout=subprocess.PIPE)
         assert server.stdout is not None
         assert server.stdout.readline(), f"{command} printed nothing:\n{self.typed()}"
         threading.Thread(target=server.wait).start()  # a script may wait for its end, too
@@ -351,7 +351,7 @@ class Reader:
         process.wait(60)
 
     def close(self) -> None:
-        for server in self._servers:
+        for server in self._servers.values():
             self._stop(server)
         self._shell.kill()
         self._shell.wait()
