@@ -634,8 +634,7 @@ class LocalDoor:
         self._begin(connection)
 
     def _begin_large(self) -> None:
-        """Begin the next large message, of the least-served tenant: in the executor's queue it would wait behind a
-        flood."""
+        """Begin the next large message, least-served tenant first, which the executor's own queue would not do."""
         while self._large_now is None and self._large:
             now = self._clock.monotonic_seconds()
             asked = min(self._large, key=lambda one: one.connection.large_rank(now))
@@ -674,7 +673,7 @@ class LocalDoor:
         self._begin_pooled()
 
     def _begin_pooled(self) -> None:
-        """They wait here and not in the executor's queue, where each would wait behind a flooding client's."""
+        """They wait here, since in the executor's queue each would wait behind a flooding client's."""
         for lines, pool in ((self._lines, self._pool), (self._long_lines, self._long_pool)):
             while (asked := lines.begin()) is not None:
                 if not self._submitted(pool, self._serve_slowly, asked):
