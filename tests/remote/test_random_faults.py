@@ -132,6 +132,12 @@ class World:
                 self.refused += 1
                 self.workers.delete([key_of(number)], CLOCK.monotonic_seconds() + 0.1)
 
+    def finds_all(self) -> bool:
+        """Whether each read of some blocks is a hit, now that all are there."""
+        hits, asked = self.hits, self.asked
+        self.read()
+        return self.hits - hits == self.asked - asked > 0
+
     def write(self) -> None:
         number = self.random.randrange(BLOCKS)
         with suppress(RemoteFault):
@@ -166,8 +172,10 @@ def test_exact_or_a_miss_in_time(seed: int, tmp_path: Path, monkeypatch: pytest.
         one.between.well()
         wait_until(lambda: sorted(one.slots.free) == list(range(SLOTS)))
         print(f"seed {seed}: {one.hits} hits of {one.asked}, {one.refused} refused, {one.late} late")
-        assert one.hits > one.asked / 25
+        assert one.hits, "some of it was found meanwhile; how much depends on how busy the machine is"
         assert one.late <= MOST_LATE * one.asked
+        one.fill()
+        wait_until(one.finds_all)
         one.replace(0, frame(0))
 
         def heals() -> bool:
