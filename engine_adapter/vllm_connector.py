@@ -5,7 +5,7 @@
      "kv_connector_extra_config": {"url": "unix:/run/kvstore/kvstore.sock"}}
 
 One file for vLLM 0.28, 0.31 and 0.32: it translates hooks and knows nothing of the store. What is decided is in
-`paged_scheduler`, what is done in `paged_worker`, what pages are in `engine_pages`. Nothing but this file and
+`paged/scheduler.py`, what is done in `paged/worker.py`, what pages are in `paged/pages.py`. Nothing but this file and
 `vllm_tier` imports vLLM. Source of the interface: vllm/distributed/kv_transfer/kv_connector/v1/base.py.
 """
 

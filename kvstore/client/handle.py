@@ -42,9 +42,9 @@ from kvstore.protocol.door import (
     check_collective,
     window_name,
 )
+from kvstore.protocol.lease_ticket import LeaseTicket
 from kvstore.protocol.replies import Grant, LeaseReply, MatchReply, ReserveReply
 from kvstore.protocol.requests import check_request
-from kvstore.protocol.ticket import LeaseTicket
 from kvstore.protocol.told import PromptTold, RequestTold, SavingsTold
 from tiering.frame import HEADER_BYTES, digest
 

@@ -14,8 +14,8 @@ from kvstore.block.account import Account
 from kvstore.block.errors import BadInput
 from kvstore.protocol import messages as m
 from kvstore.protocol.door import Door, NamedLease
+from kvstore.protocol.lease_ticket import LeaseTicket
 from kvstore.protocol.replies import Grant
-from kvstore.protocol.ticket import LeaseTicket
 
 
 class Lease:

@@ -149,7 +149,7 @@ class ScoreService:
         self._watch = watch
 
     def Score(self, request: score_pb2.ScoreRequest, call: DoorCall) -> score_pb2.ScoreResponse:
-        """How much of a prompt each node has: this one only, while there is no directory of others."""
+        """How much of a prompt this node has; of others that are asked about, nothing is said."""
         nodes = list(request.nodes)
         if len(nodes) > MOST_NODES:
             raise BadInput(f"{len(nodes)} nodes; give at most {MOST_NODES}")

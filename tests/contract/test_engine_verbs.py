@@ -29,7 +29,7 @@ from kvstore.client.pending import PendingReply
 from kvstore.config import Limits
 from kvstore.node import EmbeddedStore
 from kvstore.protocol.door import Collective
-from kvstore.protocol.ticket import LeaseTicket
+from kvstore.protocol.lease_ticket import LeaseTicket
 from service.sidecar import Sidecar
 from workbench import (
     MODEL,

@@ -21,7 +21,7 @@ from tiering.clock import SystemClock
 from waiting import wait_until
 
 
-@pytest.fixture(params=["auto", "always"])
+@pytest.fixture(params=["auto", pytest.param("always", marks=pytest.mark.slow)])
 def door(request: pytest.FixtureRequest) -> Iterator[SocketFrameDoor]:
     door = SocketFrameDoor("127.0.0.1:0", SystemClock(), random_bytes, seal=request.param)
     yield door

@@ -44,8 +44,8 @@ from kvstore.core.recovery_order import recovery_order
 from kvstore.insight.trace import read_trace
 from kvstore.protocol import messages as m
 from kvstore.protocol import status as f
+from kvstore.protocol.lease_ticket import LeaseTicket
 from kvstore.protocol.replies import Grant
-from kvstore.protocol.ticket import LeaseTicket
 from kvstore.service.settings import read_settings
 from tiering.dram.extents import Extent
 from tiering.dram.keeping import Ledger

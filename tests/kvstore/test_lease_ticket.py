@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from kvstore.block.account import HitTier
-from kvstore.protocol.ticket import LeaseTicket
+from kvstore.protocol.lease_ticket import LeaseTicket
 from torture.nested import GRANT, TICKET
 
 
