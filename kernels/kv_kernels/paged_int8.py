@@ -1,4 +1,4 @@
-"""Paged pools to 8-bit payloads and back on a GPU, in one pass over the numbers.
+"""Paged pools to 8-bit payloads and back on a GPU; each number crosses from and to the GPU's memory once.
 
 A slice's form and its arithmetic are those of `int8`, bit for bit, which rests on: float32 throughout; division as IEEE
 says (`div_rn`); integer arithmetic where interpreter and GPUs do not agree on a cast; and no multiplication fused with
