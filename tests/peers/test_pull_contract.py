@@ -109,7 +109,10 @@ def test_what_came_before_a_fault_is_kept_and_no_deadline_is_missed(medium: Any,
             if is_late:
                 assert seconds <= time.monotonic() - began <= seconds + SLACK_SECONDS
             verified = found.value.verified
-        assert verified == (4 if lie is Lie.NONE else LIED_AT)
+        if lie is Lie.RESET:  # a reset takes with it what the kernel has received and the reader has not read yet
+            assert verified <= LIED_AT
+        else:
+            assert verified == (4 if lie is Lie.NONE else LIED_AT)
         assert source.has(slots[:verified])
         if lie is not Lie.NONE and lie is not Lie.GONE:
             with pytest.raises(t.PeerFault):  # it is over
