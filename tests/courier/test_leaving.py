@@ -1,5 +1,5 @@
 """A node that leaves in order: what was hot on it is on another node afterwards, and nothing else is; what a stranger
-offers is taken by nobody."""
+offers is taken by no other node."""
 
 from __future__ import annotations
 

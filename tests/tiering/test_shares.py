@@ -14,14 +14,14 @@ PIECES = 20
 
 def test_whoever_holds_most_beyond_its_guarantee_gives_way() -> None:
     shares = Shares({A: Share(0.5), B: Share(0.2)})
-    nobody = [False] * 3
-    assert shares.givers(1, [2, 9, 9], PIECES, nobody) == [2, THE_REST, 1]
-    assert shares.givers(THE_REST, [6, 10, 4], PIECES, nobody) == [THE_REST]
-    assert shares.givers(THE_REST, [0, 12, 8], PIECES, nobody) == [2, 1]
-    assert shares.givers(THE_REST, [0, 10, 4], PIECES, nobody) == []
+    none_asks = [False] * 3
+    assert shares.givers(1, [2, 9, 9], PIECES, none_asks) == [2, THE_REST, 1]
+    assert shares.givers(THE_REST, [6, 10, 4], PIECES, none_asks) == [THE_REST]
+    assert shares.givers(THE_REST, [0, 12, 8], PIECES, none_asks) == [2, 1]
+    assert shares.givers(THE_REST, [0, 10, 4], PIECES, none_asks) == []
 
 
-def test_what_nobody_is_guaranteed_is_shared_by_weight() -> None:
+def test_what_none_asks_is_guaranteed_is_shared_by_weight() -> None:
     shares = Shares({A: Share(0, 3.0), B: Share(0, 1.0)})
     held = [0, 10, 10]
     for _ in range(20):
@@ -64,7 +64,7 @@ def tiers(draw: st.DrawFn) -> tuple[Shares, list[int], int]:
 
 @given(tier=tiers(), data=st.data())
 @settings(deadline=None)
-def test_within_its_guarantee_nobody_loses_to_another_and_everybody_gets_it(
+def test_within_its_guarantee_none_asks_loses_to_another_and_everybody_gets_it(
     tier: tuple[Shares, list[int], int], data: st.DataObject
 ) -> None:
     shares, held, pieces = tier
@@ -105,8 +105,8 @@ def test_shares_change_for_those_who_have_a_group() -> None:
     shares.change({A: Share(0.1, 3.0), C: Share(0.9)})
     assert [shares.share_of(one) for one in (A, B, C)] == [Share(0.1, 3.0), Share(0.0, 4.0), None]
     assert sum(shares.parts()) == pytest.approx(1)
-    nobody = [False] * 3
-    assert shares.givers(THE_REST, [6, 10, 4], PIECES, nobody)[0] == THE_REST
-    assert shares.givers(1, [0, 2, 18], PIECES, nobody)[0] == 2, "it is guaranteed nothing any more"
+    none_asks = [False] * 3
+    assert shares.givers(THE_REST, [6, 10, 4], PIECES, none_asks)[0] == THE_REST
+    assert shares.givers(1, [0, 2, 18], PIECES, none_asks)[0] == 2, "it is guaranteed nothing any more"
     with pytest.raises(AssertionError):
         shares.change({A: Share(0.6), B: Share(0.6)})
