@@ -198,13 +198,20 @@ def connector(url: str, **extra: Any) -> dict[str, Any]:
     }
 
 
+ADMITS_BY_THE_CHUNK = dict(scheduler_reserve_full_isl=False)
+"""A prompt is admitted where pages for its next chunk are free. By default newer engines wait for pages for all of it, and
+then preempt only by chance; older ones have no such option."""
+
+
 def start(path: Path, transfer: dict[str, Any] | None = None, **options: Any) -> Any:
     """An engine in this process."""
-    from vllm import LLM
+    from vllm import LLM, EngineArgs
     from vllm.config import KVTransferConfig
 
     given = dict(enforce_eager=True, max_model_len=8192, dtype="float32", disable_log_stats=False, seed=0)
-    given.update(options)
+    given.update(
+        (name, value) for name, value in options.items() if hasattr(EngineArgs, name) or name not in ADMITS_BY_THE_CHUNK
+    )
     if transfer is not None:
         given["kv_transfer_config"] = KVTransferConfig(**transfer)
     return LLM(model=str(path), **given)

@@ -83,6 +83,7 @@ CROWDED = dict(
     max_num_batched_tokens=512,
     max_num_seqs=8,
     num_gpu_blocks_override=70,
+    **models.ADMITS_BY_THE_CHUNK,
 )
 """Chunked prefill, eight at once, and pages for some of them: the others are preempted."""
 
@@ -189,6 +190,7 @@ def test_a_crowd_gets_the_tokens_of_an_engine_without_a_store(
         sum(one["kvstore"]["hits"].get("dram", 0) for one in told if "kvstore" in one) for told in (second, churned)
     ]
     assert min(external) > 0, external
+    print(f"{metrics['vllm:num_preemptions']:.0f} preempted")
     assert metrics["vllm:num_preemptions"] > 0 or kind != "llama", "with windows pages are free soon"
     for one in (*first, *second):
         account = one["kvstore"]
