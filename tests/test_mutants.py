@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mutants.__main__ import share
 from mutants.mutation import TREE, DoesNotFit, Mutant, load, missing_test, mutated
 
 MUTANTS = load()
@@ -26,6 +27,15 @@ def test_a_mutant_fits_one_place_and_its_tests_are_there(mutant: Mutant) -> None
 def test_there_are_enough_of_them_and_each_has_a_name() -> None:
     assert len(MUTANTS) >= LEAST_MUTANTS
     assert [name for name, count in Counter(mutant.id for mutant in MUTANTS).items() if count > 1] == []
+
+
+def test_shares_have_each_mutant_once() -> None:
+    shares = [share(MUTANTS, f"{number}/7") for number in range(1, 8)]
+    assert sorted(mutant.id for one in shares for mutant in one) == sorted(mutant.id for mutant in MUTANTS)
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    for said in ("0/7", "8/7", "1", "1/2/3", "a/b", ""):
+        with pytest.raises(ValueError):
+            share(MUTANTS, said)
 
 
 SOURCE = '''

@@ -2,6 +2,7 @@
 
     make mutants
     make mutants ARGS="--only session-joins-across-tenants"
+    make mutants ARGS="--share 2/4"
 
 It ends with status 1 where a mutant survives, fits its place no more, or names tests that fail without it.
 """
@@ -116,13 +117,26 @@ def trials(chosen: list[Mutant], trees: Copies) -> Iterator[dict[str, Any]]:
         return *judged(outcome), outcome.seconds
 
     for done, (mutant, (verdict, finding, seconds)) in enumerate(trees.each(chosen, run_with), 1):
-        say(f"{done:3} of {len(chosen)}  {verdict.value:8}  {mutant.id}  ({seconds:.1f} s)")
+        why = "" if verdict is Verdict.FOUND else f": {finding}"
+        say(f"{done:3} of {len(chosen)}  {verdict.value:8}  {mutant.id}  ({seconds:.1f} s){why}")
         yield {"id": mutant.id, "room": mutant.room, "verdict": verdict.value, "by": finding, "seconds": seconds}
+
+
+def share(mutants: list[Mutant], said: str) -> list[Mutant]:
+    """The Kth of N shares, as "K/N". Mutants with tests in the same files are in the same one. Raises `ValueError`."""
+    number, of = (int(part) for part in said.split("/"))
+    if not 1 <= number <= of:
+        raise ValueError(said)
+    together = sorted(mutants, key=files_of)
+    first, end = (len(together) * part // of for part in (number - 1, number))
+    chosen = {mutant.id for mutant in together[first:end]}
+    return [mutant for mutant in mutants if mutant.id in chosen]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="mutants", description="Small bugs that the tests must find.")
     parser.add_argument("--only", action="append", default=[], metavar="ID", help="this mutant alone; may be repeated")
+    parser.add_argument("--share", metavar="K/N", help="the Kth of N shares, which have each mutant once")
     parser.add_argument("--workers", type=int, default=2, help="copies in which tests run at the same time")
     parser.add_argument("--json", action="store_true", help="print the results as JSON; the progress goes to stderr")
     options = parser.parse_args()
@@ -135,6 +149,11 @@ def main() -> int:
             else "--workers is 1 or more"
         )
     chosen = [mutant for mutant in known if not options.only or mutant.id in options.only]
+    if options.share is not None:
+        try:
+            chosen = share(chosen, options.share)
+        except ValueError:
+            parser.error(f"--share {options.share}: K/N is asked for, with K from 1 to N, as 2/4")
     able = [mutant for mutant in chosen if python_of(mutant.environment).exists()]
     begun = time.monotonic()
     with copies(min(options.workers, len(able) or 1)) as trees:
