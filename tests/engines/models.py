@@ -199,8 +199,8 @@ def connector(url: str, **extra: Any) -> dict[str, Any]:
 
 
 ADMITS_BY_THE_CHUNK = dict(scheduler_reserve_full_isl=False)
-"""A prompt is admitted where pages for its next chunk are free. By default newer engines wait for pages for all of it, and
-then preempt only by chance; older ones have no such option."""
+"""A prompt is admitted where pages for its next chunk are free. By default newer engines wait for pages for all of it,
+and then preempt only by chance; older ones have no such option."""
 
 
 def start(path: Path, transfer: dict[str, Any] | None = None, **options: Any) -> Any:
