@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -12,6 +14,9 @@ from kvstore.wire import peer_pb2
 
 VERSION = 1
 """Of the `Peer` service."""
+UNREACHED_SECONDS, LONGEST_UNREACHED_SECONDS = 60.0, 3600.0
+"""How long a transport is not tried after a node was not reached over it: each time that it fails again twice as long."""
+MOST_UNREACHED = 1024
 
 
 class PeerAway(Exception):
@@ -56,6 +61,57 @@ class PeerCalls(Protocol):
     def close(self) -> None:
         """Hang up."""
         ...
+
+
+class UsableTransports:
+    """Over which transports to pull from a node: the best first, without those over which it was not reached lately.
+    The last one is always tried. Thread-safe."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        """names: the best first."""
+        self._names = list(names)
+        self._lock = threading.Lock()
+        self._unreached: OrderedDict[tuple[bytes, str], tuple[float, float]] = OrderedDict()  # until when, and how long
+        self._worked: OrderedDict[bytes, str] = OrderedDict()
+
+    def names(self, node: bytes, now: float) -> list[str]:
+        """To ask this node for."""
+        with self._lock:
+            return [name for name in self._names[:-1] if self._is_usable(node, name, now)] + self._names[-1:]
+
+    def is_last(self, name: str) -> bool:
+        """Whether there is no other to fall back to."""
+        return name not in self._names[:-1]
+
+    def failed(self, node: bytes, name: str, now: float) -> None:
+        """The node offered a pull over this transport, and was not reached over it."""
+        with self._lock:
+            _, before = self._unreached.pop((node, name), (0.0, UNREACHED_SECONDS / 2))
+            seconds = min(2 * before, LONGEST_UNREACHED_SECONDS)
+            self._unreached[node, name] = now + seconds, seconds
+            while len(self._unreached) > MOST_UNREACHED:
+                self._unreached.popitem(last=False)
+
+    def worked(self, node: bytes, name: str) -> None:
+        """The node was reached over this transport."""
+        with self._lock:
+            self._unreached.pop((node, name), None)
+            self._worked[node] = name
+            self._worked.move_to_end(node)
+            while len(self._worked) > MOST_UNREACHED:
+                self._worked.popitem(last=False)
+
+    def told(self, node: bytes, now: float) -> str:
+        """Of this node, for people; empty where there is one transport alone."""
+        with self._lock:
+            if len(self._names) < 2:
+                return ""
+            lacking = [name for name in self._names[:-1] if not self._is_usable(node, name, now)]
+            worked = [f"over {self._worked[node]}"] if node in self._worked else []
+        return "; ".join(worked + [f"not reached over {name}" for name in lacking])
+
+    def _is_usable(self, node: bytes, name: str, now: float) -> bool:
+        return now >= self._unreached.get((node, name), (0.0, 0.0))[0]
 
 
 class AskedBy(Protocol):

@@ -20,7 +20,7 @@ from kvstore.block.account import MissReason
 from kvstore.block.identity import NodeIdentity
 from kvstore.client.connection import Unavailable
 from kvstore.courier.announcing import Follower, RemoteWriting
-from kvstore.courier.asking import VERSION, PeerCalls
+from kvstore.courier.asking import VERSION, PeerCalls, UsableTransports
 from kvstore.courier.fetch import Fetcher, FetchJob, places_answer
 from kvstore.courier.figures import BANNED, MOST_SHOWN, PEER, REMOTE, UP, Figures, OncePerKind
 from kvstore.courier.holder import PeerHolder
@@ -114,8 +114,9 @@ class _NodeSession:
         self.named: NamedPeers | None = None
         self.ways: PeerWays | None = None
         if parts.calls is not None:
+            usable = UsableTransports(list(parts.transports))
             self.ways = PeerWays(
-                parts.calls, parts.transports, self.choice, figures, parts.told, clock, parts.new_token
+                parts.calls, parts.transports, usable, self.choice, figures, parts.told, clock, parts.new_token
             )
             if parts.directory is not None:
                 self.announcer = Announcer()
@@ -349,7 +350,8 @@ class Courier:
             for node, entry in sorted(session.table.alive(now).items())[:MOST_SHOWN]:
                 banned = session.choice.is_banned(node, entry.incarnation, now)
                 name = f"{node.hex()[:12]} {entry.address}"
-                sources.append(counts.told(PEER, node, name, BANNED if banned else UP))
+                over = session.ways.usable.told(node, now) if session.ways is not None else ""
+                sources.append(counts.told(PEER, node, name, BANNED if banned else UP, detail=over))
             if session.directory is not None:
                 sources.append(session.directory.figures())
                 reasons += [session.directory.reason] if session.directory.reason else []

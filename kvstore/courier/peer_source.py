@@ -13,12 +13,20 @@ from kvstore.block.account import HitTier, MissReason
 from kvstore.block.errors import BadInput
 from kvstore.client.connection import Unavailable
 from kvstore.config import is_loopback
-from kvstore.courier.asking import Dialled, PeerAway, PeerCalls, has_mac, offer_mac
+from kvstore.courier.asking import Dialled, PeerAway, PeerCalls, UsableTransports, has_mac, offer_mac
 from kvstore.courier.figures import Figures, OncePerKind
 from kvstore.courier.link import CourierRun, CourierSpace
 from kvstore.courier.window import Forged, ReservedWindow
 from kvstore.peers.tokens import NONCE_BYTES, PullTerms, ask_mac, pull_secret
-from kvstore.peers.transport import PeerFault, PullOffer, PullTransport, TimedOutPull, numeric_address, stays_here
+from kvstore.peers.transport import (
+    PeerFault,
+    PullOffer,
+    PullReader,
+    PullTransport,
+    TimedOutPull,
+    numeric_address,
+    stays_here,
+)
 from kvstore.pool.choice import MOST_ASKED, HolderChoice, late_has_failed
 from kvstore.pool.directory import CHUNK_BLOCKS, NodeEntry
 from kvstore.pool.hottest import LEAVING_SECONDS, MOST_OFFERED_BYTES, hottest
@@ -29,6 +37,9 @@ from tiering.clock import Clock
 OPEN_SECONDS = 1.0
 """For a node to answer, beyond its wait for promotions."""
 BRING_UP_SECONDS = 1.0
+TRY_SECONDS, FAIR_TRY_SECONDS = 1.0, 0.05
+"""To reach a node over a transport that is not the last one: some do not tell that a port has no listener. A shorter
+try that comes to nothing does not count against the transport."""
 MOST_ASKED_KEYS = 4096
 """In one `Has`."""
 
@@ -70,10 +81,11 @@ class Stops:
 
 @dataclass(frozen=True)
 class PeerWays:
-    """What all sources of this kind share. transports: by name, the best first."""
+    """What all sources of this kind share. transports: by name. usable: in which order they are tried."""
 
     calls: PeerCalls
     transports: Mapping[str, PullTransport]
+    usable: UsableTransports
     choice: HolderChoice
     figures: Figures
     told: OncePerKind
@@ -195,37 +207,14 @@ class PeerSource:
         return Filled(0, reason, f"{self.name}: {detail}")
 
     def _pulled(self, window: ReservedWindow, stops: Stops) -> Filled:
-        ways, entry, run, space = self._ways, self.entry, window.run, window.space
-        nonce = ways.new_token(NONCE_BYTES)
-        terms = PullTerms(nonce, run.node, entry.node, space.id, window.first, window.keys)
-        left = stops.ends_at - ways.clock.monotonic_seconds()
-        wait = max(0.0, min(left / 2, BRING_UP_SECONDS))
-        request = peer_pb2.OpenPullRequest(
-            fingerprint=run.fingerprint,
-            namespace=space.id,
-            first_block=window.first,
-            keys=b"".join(window.keys),
-            node=run.node,
-            nonce=nonce,
-            mac=ask_mac(space.grant.identity_key, terms),
-            wait_ms=int(1000 * wait),
-            transports=list(ways.transports),
-        )
-        answer = ways.calls.open_pull(Dialled(entry.address, entry.node), request, min(left, wait + OPEN_SECONDS))
-        if not answer.token:
-            return self._not_offered(answer.reason, run)
-        transport = ways.transports.get(answer.transport)
-        offer = PullOffer(
-            answer.token, answer.address, answer.transport, answer.blocks, tuple(answer.frame_bytes), answer.is_sealed
-        )
-        if transport is None or offer.frame_bytes != space.frames or not 0 < offer.blocks <= window.blocks:
-            raise PeerFault("an offer that is none to what was asked")
-        if stays_here(numeric_address(offer.address)[0]) and not is_loopback(
-            entry.address.rpartition(":")[0].strip("[]")
-        ):
-            raise PeerFault("a door at the loopback of this host, where the node is not")
-        secret = pull_secret(space.grant.identity_key, terms, answer.nonce)
-        reader = transport.connect(offer, secret, stops.ends_at)
+        ways, entry = self._ways, self.entry
+        reader: PullReader | None = None
+        while reader is None:
+            opened = self._opened(window, stops)
+            if isinstance(opened, Filled):
+                return opened
+            offer, secret = opened
+            reader = self._connected(offer, secret, stops)
         window.lend()
         try:
             stops.waits_for(reader.close)
@@ -236,10 +225,64 @@ class PeerSource:
             if reader.free_slots(window.returned):
                 window.returned()
         ways.choice.worked(entry.node, entry.incarnation)
-        blocks = pulled // len(space.frames)
-        if blocks == window.blocks:
-            return Filled(blocks, None)
-        return Filled(blocks, MissReason.STALE_HINT, f"{self.name} has no more of it")
+        frames = len(window.space.frames)
+        if pulled // frames == window.blocks:
+            return Filled(window.blocks, None)
+        return Filled(pulled // frames, MissReason.STALE_HINT, f"{self.name} has no more of it")
+
+    def _opened(self, window: ReservedWindow, stops: Stops) -> tuple[PullOffer, bytes] | Filled:
+        """Permission to pull, and the secret of that pull."""
+        ways, entry, run, space = self._ways, self.entry, window.run, window.space
+        nonce = ways.new_token(NONCE_BYTES)
+        terms = PullTerms(nonce, run.node, entry.node, space.id, window.first, window.keys)
+        now = ways.clock.monotonic_seconds()
+        left, names = stops.ends_at - now, ways.usable.names(entry.node, now)
+        wait = max(0.0, min(left / 2, BRING_UP_SECONDS))
+        request = peer_pb2.OpenPullRequest(
+            fingerprint=run.fingerprint,
+            namespace=space.id,
+            first_block=window.first,
+            keys=b"".join(window.keys),
+            node=run.node,
+            nonce=nonce,
+            mac=ask_mac(space.grant.identity_key, terms),
+            wait_ms=int(1000 * wait),
+            transports=names,
+        )
+        answer = ways.calls.open_pull(Dialled(entry.address, entry.node), request, min(left, wait + OPEN_SECONDS))
+        if not answer.token:
+            return self._not_offered(answer.reason, run)
+        offer = PullOffer(
+            answer.token, answer.address, answer.transport, answer.blocks, tuple(answer.frame_bytes), answer.is_sealed
+        )
+        is_asked = offer.transport in names and 0 < offer.blocks <= window.blocks
+        if not is_asked or offer.frame_bytes != space.frames:
+            raise PeerFault("an offer that is none to what was asked")
+        if stays_here(numeric_address(offer.address)[0]) and not is_loopback(
+            entry.address.rpartition(":")[0].strip("[]")
+        ):
+            raise PeerFault("a door at the loopback of this host, where the node is not")
+        return offer, pull_secret(space.grant.identity_key, terms, answer.nonce)
+
+    def _connected(self, offer: PullOffer, secret: bytes, stops: Stops) -> PullReader | None:
+        """To the node's door for data. None if it is not reached over this transport, and there is another one."""
+        ways, entry, name = self._ways, self.entry, offer.transport
+        now, ends_at = ways.clock.monotonic_seconds(), stops.ends_at
+        is_last = ways.usable.is_last(name)
+        if not is_last:
+            ends_at = now + min(TRY_SECONDS, (ends_at - now) / 2)
+        try:
+            reader = ways.transports[name].connect(offer, secret, ends_at)
+        except (PeerFault, TimedOutPull) as fault:
+            is_hasty = isinstance(fault, TimedOutPull) and ends_at - now < FAIR_TRY_SECONDS
+            if is_last or is_hasty or stops.over.is_set():
+                raise
+            ways.usable.failed(entry.node, name, ways.clock.monotonic_seconds())
+            line = f"{self.name} at {entry.address} is not reached over {name}, and another transport is taken: {fault}"
+            ways.told.say(f"{name} {self.name}", line)
+            return None
+        ways.usable.worked(entry.node, name)
+        return reader
 
     def _not_offered(self, said: str, run: CourierRun) -> Filled:
         if said == MissReason.BUSY:
