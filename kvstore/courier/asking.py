@@ -15,7 +15,7 @@ from kvstore.wire import peer_pb2
 VERSION = 1
 """Of the `Peer` service."""
 UNREACHED_SECONDS, LONGEST_UNREACHED_SECONDS = 60.0, 3600.0
-"""How long a transport is not tried after a node was not reached over it: each time that it fails again twice as long."""
+"""For so long a transport is not tried after a node was not reached over it; at each further failure twice as long."""
 MOST_UNREACHED = 1024
 
 
