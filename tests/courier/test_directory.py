@@ -257,9 +257,9 @@ def test_a_server_that_hangs_costs_look_ups_their_time_and_then_none(modern: Val
             begun = time.monotonic()
             with pytest.raises(DirectoryDown):
                 b.directory.holders(HEADS, 0.02)
-            refused += time.monotonic() - begun < 0.015
+            refused += time.monotonic() - begun < 0.005  # a look-up that finds no connection waits for twice as long
         assert refused >= 40, "the breaker opened, or the refresh noticed"
-        assert b.directory.figures().failures <= 8
+        assert b.directory.figures().failures <= FAILURES_TO_OPEN
         modern.go_on()
         wait_until(lambda: b.finds((a, 80)))
         assert b.directory.reason == ""

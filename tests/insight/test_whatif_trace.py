@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import kvstore
@@ -65,6 +65,7 @@ def test_of_a_short_trace_nothing_is_sampled_out(prompts: list[list[int]], sizes
 
 
 @given(prompts=PROMPTS, part=st.floats(0.05, 0.95), seed=st.integers(0, 9))
+@example(prompts=[[0, 1, 2, 0, 1], [1, 2, 0]] * 20, part=0.5, seed=3)
 @settings(max_examples=60, deadline=None)
 def test_a_part_of_a_chain_is_a_chain(prompts: list[list[int]], part: float, seed: int) -> None:
     trace = made_of(*prompts)
