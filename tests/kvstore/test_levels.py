@@ -17,6 +17,7 @@ from kvstore.block.pages import Pages
 from kvstore.client.handle import NamespaceHandle
 from kvstore.config import Limits
 from kvstore.node import EmbeddedStore
+from tiering.counts.tally import CheckedAt
 from tiering.errors import TierUnavailable
 from tiering.nvme.tier import NvmeTier
 from tiering.residency import FrameState
@@ -150,6 +151,7 @@ def test_a_frame_that_rotted_is_a_miss_and_its_slot_is_not_used_again(tmp_path: 
             file.write(bytes([byte[0] ^ 1]))
         delivered, lease = read(handle, 0)
         assert delivered == 5 and lease.reason is MissReason.CORRUPT
+        assert blocks.tally.now().damaged[CheckedAt.LOAD] == 1
         assert slab.slots.states[slot_of(place)] == FrameState.QUARANTINED
         assert handle.match(prompt(0)).reason is MissReason.CORRUPT
         store.check()
