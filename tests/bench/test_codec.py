@@ -16,12 +16,9 @@ pytest.importorskip("rich")
 import torch
 from rich.console import Console
 
-from kv_kernels.int8 import KC64, TH, Axis, dequantize, quantize
-from kvstore.bench import codec, codec_speed
-from kvstore.bench.codec import RAW
-from kvstore.block.errors import BadInput
-from kvstore.demo import codec_quality
-from kvstore.demo.codec_quality import (
+from kv_bench import codec, codec_quality, codec_speed
+from kv_bench.codec import RAW
+from kv_bench.codec_quality import (
     BIAS,
     CODECS,
     CONTINUATION,
@@ -34,7 +31,9 @@ from kvstore.demo.codec_quality import (
     key_rms,
     measure,
 )
-from kvstore.demo.corpus import read_sources, windows
+from kv_bench.corpus import read_sources, windows
+from kv_kernels.int8 import KC64, TH, Axis, dequantize, quantize
+from kvstore.block.errors import BadInput
 from kvstore.demo.model import load_trained
 
 LARGEST_PERCENT = 1.2

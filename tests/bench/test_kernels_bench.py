@@ -12,9 +12,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from kvstore.bench.engines import decode_rows, kernel_rows, kernels, paged_pool, transfer_rows
-from kvstore.bench.engines.on_device import clock_of, device_named
-from kvstore.bench.engines.paged_pool import HEADER, PagedPool, new_payloads, route_named
+from kv_bench.engines import decode_rows, kernel_rows, kernels, paged_pool, transfer_rows
+from kv_bench.engines.on_device import clock_of, device_named
+from kv_bench.engines.paged_pool import HEADER, PagedPool, new_payloads, route_named
 from kvstore.bench.measure import Against
 from kvstore.bench.rig import BlockShape
 from kvstore.block.errors import BadInput
@@ -172,7 +172,7 @@ def test_what_triton_raises_is_one_line() -> None:
 
 
 def test_a_transfer_that_cannot_page_lock_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.bench.engines.on_device.AtOnceHost.register", lambda *_, **__: "not here")
+    monkeypatch.setattr("kv_bench.engines.on_device.AtOnceHost.register", lambda *_, **__: "not here")
     monkeypatch.setattr(transfer_rows, "WAIT_SECONDS", 0.2)
     monkeypatch.setattr(transfer_rows, "DIRECTIONS", ("load",))
     found = kernels.run(replace(TINY, laps=1), device="cpu", stages=("transfers",))

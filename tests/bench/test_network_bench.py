@@ -10,8 +10,8 @@ from rich.console import Console
 pytest.importorskip("grpc", reason="grpcio is not installed (extra: server)")
 pytest.importorskip("grpc_health", reason="grpcio-health-checking is not installed (extra: server)")
 
+from kv_bench.network import rows as network
 from kvstore.bench import measure
-from kvstore.bench.network import rows as network
 
 
 def test_both_rows_are_measured_and_judged() -> None:

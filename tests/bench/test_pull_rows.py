@@ -7,8 +7,8 @@ import json
 
 from rich.console import Console
 
+from kv_bench.network import pull_rows
 from kvstore.bench import measure
-from kvstore.bench.network import pull_rows
 
 
 def test_each_transport_is_measured_beside_the_raw_stream_and_judged() -> None:

@@ -12,7 +12,8 @@ import pytest
 from rich.console import Console
 
 import kvstore
-from kvstore.bench import restart, restart_directory, restart_sidecar, sidecar
+from kv_bench import restart, restart_directory, restart_sidecar
+from kvstore.bench import sidecar
 from kvstore.block.account import HitTier, MissReason
 from kvstore.block.errors import BadInput
 from tiering.files import DirectFiles

@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from bench.test_restart import PLAN
-from kvstore.bench import restart_directory, restart_sidecar
-from kvstore.bench.restart_sidecar import StartTimes, row_of
+from kv_bench import restart_directory, restart_sidecar
+from kv_bench.restart_sidecar import StartTimes, row_of
 
 
 def test_a_sidecar_that_does_not_find_all_is_no_measurement(tmp_path: Path) -> None:

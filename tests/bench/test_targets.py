@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from kvstore.bench.codec_speed import SpeedRow
+from benches import bench as commands
+from kv_bench.codec_speed import SpeedRow
 from kvstore.bench.measure import judged, missed
 from kvstore.block.errors import BadInput
 from kvstore.cli import bench
 from kvstore.cli.terminal import CHECK_FAILED, OK
-from kvstore.cli.terminal import bench as commands
 
 MET = {"what": "match / chain", "measured": 1.5, "at_most": 2.2, "met": True}
 MISSED = {"what": "bytes per block", "measured": 312.25, "at_most": 300, "met": False}

@@ -11,8 +11,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from kvstore.bench.engines import random_llama, ttft
-from kvstore.bench.engines.on_device import clock_of
+from kv_bench.engines import random_llama, ttft
+from kv_bench.engines.on_device import clock_of
 from kvstore.block.errors import BadInput
 from workbench import one_line
 

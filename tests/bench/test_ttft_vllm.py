@@ -11,21 +11,18 @@ from math import comb
 import pytest
 from rich.console import Console
 
-from kvstore.bench.engines import ttft_vllm, vllm_rows
-from kvstore.bench.engines.vllm_rows import (
+from kv_bench.engines import ttft_vllm, vllm_rows
+from kv_bench.engines.vllm_rows import (
     AT_ONCE,
     BARE,
     COLD,
     DEFAULT,
     EXTERNAL,
     HAND_OVER,
-    LLAMAS,
-    MID,
     OWN,
     PLAIN,
     RAW,
     TICKET,
-    TINY,
     HandOver,
     Sample,
     Target,
@@ -38,6 +35,7 @@ from kvstore.bench.engines.vllm_rows import (
     overhead_row,
     ttft_rows,
 )
+from kvstore.bench.traffic.random_llama import LLAMAS, MID, TINY, kv_bytes_per_token
 from kvstore.block.errors import BadInput
 from workbench import one_line
 
@@ -172,7 +170,7 @@ def test_the_usual_model_is_the_one_that_is_written_of() -> None:
     options = ttft_vllm.options_for()
     assert options == VllmOptions() and options.shape == MID and options.prefix_tokens == 4096 and options.turns >= 5
     assert options.pairs == 40 and options.streams == 8 and options.parts == vllm_rows.PARTS
-    assert vllm_rows.kv_bytes_per_token(MID) == 8192 and vllm_rows.kv_bytes_per_token(TINY) == 2048
+    assert kv_bytes_per_token(MID) == 8192 and kv_bytes_per_token(TINY) == 2048
     mid = LLAMAS[MID]
     hidden, heads = mid["hidden_size"], mid["num_attention_heads"] * mid["head_dim"]
     attention = hidden * 2 * (heads + mid["num_key_value_heads"] * mid["head_dim"])

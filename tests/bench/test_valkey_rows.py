@@ -8,8 +8,8 @@ import json
 import pytest
 from rich.console import Console
 
+from kv_bench.network import valkey_rows
 from kvstore.bench import measure
-from kvstore.bench.network import valkey_rows
 from valkey_server import server_binary
 
 

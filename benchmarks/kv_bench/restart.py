@@ -1,4 +1,4 @@
-"""`kvstore bench restart`: how long it takes until what is on disk can be found again.
+"""`benches.py restart`: how long it takes until what is on disk can be found again.
 
 A directory that names a million blocks (`restart_directory` says what of it is real) is opened by one new process after
 the other. What counts is the time from the call of `kvstore.open` on, the imports before it left out: until it returns,
@@ -31,9 +31,9 @@ import lmdb
 from rich.table import Table
 
 import kvstore
-from kvstore.bench import restart_sidecar
+from kv_bench import restart_sidecar
+from kv_bench.restart_directory import DRAM_BYTES, MODEL, REAL_BLOCKS, SHAPE, Plan, build, real_pages, real_prompt
 from kvstore.bench.measure import Progress, machine, quantile, resident_bytes
-from kvstore.bench.restart_directory import DRAM_BYTES, MODEL, REAL_BLOCKS, SHAPE, Plan, build, real_pages, real_prompt
 from kvstore.block import codec
 from kvstore.block.errors import BadInput, StoreError
 from kvstore.config import format_size
@@ -274,7 +274,7 @@ def _start(directory: Path, plan: Plan, *, kill: bool = False) -> Started:
     answer = directory.with_name("started.json")
     job = json.dumps({"directory": str(directory), "answer": str(answer), "kill": kill, **asdict(plan)})
     done = subprocess.run(
-        [sys.executable, "-m", "kvstore.bench.restart", job],
+        [sys.executable, "-m", "kv_bench.restart", job],
         capture_output=True,
         text=True,
         timeout=LONGEST_SECONDS,

@@ -1,4 +1,4 @@
-"""The raw socket that rows of `kvstore bench network` are compared with: a process that sends and takes so many bytes.
+"""The raw socket that rows of `benches.py network` are compared with: a process that sends and takes so many bytes.
 
 It says where it listens, then serves one connection after the other. On each: `g` asks for the bytes, `s` says that
 they follow and is answered by a byte. It ends with its standard input.
@@ -20,7 +20,7 @@ GET, SET = b"g", b"s"
 @contextmanager
 def raw_peer(size: int, path: str = "") -> Iterator[socket.socket]:
     """A connection to a new one, over TCP of loopback or a UNIX socket at `path`."""
-    command = [sys.executable, "-m", "kvstore.bench.network.raw_peer", str(size), path]
+    command = [sys.executable, "-m", "kv_bench.network.raw_peer", str(size), path]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as peer:
         assert peer.stdin is not None and peer.stdout is not None
         try:

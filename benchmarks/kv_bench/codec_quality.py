@@ -1,4 +1,4 @@
-"""`kvstore bench codec --quality`: a trained model reads held-out text from KV that went through the codecs.
+"""`benches.py codec --quality`: a trained model reads held-out text from KV that went through the codecs.
 
 The model is the demo's small one, the text Python's own sources, those files that it was not trained on. It runs as it
 is and in variants that make K hard to quantize without changing what it computes (`codec_variants`); that they do not
@@ -22,10 +22,10 @@ from transformers import AttentionInterface, Cache
 
 from engine_adapter.hf.attention import ChunkMask, attend
 from engine_adapter.hf.layers import BufferLayer
+from kv_bench.corpus import read_sources, windows
 from kv_kernels.int8 import KC64, TH, Axis, dequantize, quantize
 from kvstore.block.codec import RawCodec
 from kvstore.block.errors import BadInput
-from kvstore.demo.corpus import read_sources, windows
 from kvstore.demo.model import describe_model, load_trained, trained_origin
 
 POOL_DTYPE = torch.bfloat16

@@ -1,4 +1,4 @@
-"""`kvstore bench codec --speed`: how fast codecs run on this CPU, beside memcpy of the same numbers.
+"""`benches.py codec --speed`: how fast codecs run on this CPU, beside memcpy of the same numbers.
 
 One thread encodes blocks from pages into payloads and decodes them again, through the coders that the store uses, with
 every digest taken and compared. Rates are decimal GB/s of the pool's numbers, whatever the size of their payload.

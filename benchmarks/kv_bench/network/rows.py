@@ -1,4 +1,4 @@
-"""`kvstore bench network`: gRPC beside the local door, and the local door beside a flood of gRPC.
+"""`benches.py network`: gRPC beside the local door, and the local door beside a flood of gRPC.
 
 A sidecar and its network process run as the keeper runs them. A match of 512 keys through gRPC takes at least an empty
 call and the local match; they are measured in turn. Then an engine matches at the local door, in quiet turns and in
@@ -18,9 +18,9 @@ from typing import Any
 
 from rich.table import Table
 
+from kv_bench.network.flood import READY, stub_of
 from kvstore.bench.lookup_client import MODEL
 from kvstore.bench.measure import quantile
-from kvstore.bench.network.flood import READY, stub_of
 from kvstore.bench.rig import BlockShape, PagePool
 from kvstore.bench.sidecar import LONGEST_SECONDS, Sidecar, open_patiently
 from kvstore.block.errors import StoreError
@@ -138,7 +138,7 @@ def run(options: NetworkBenchOptions, say: Callable[[str], None]) -> NetworkBenc
             "namespace": _namespace_of_flood(sidecar, shape),
         }
         job |= {"keys": b"".join(keys).hex(), "calls": options.streams}
-        command = [sys.executable, "-m", "kvstore.bench.network.flood", json.dumps(job)]
+        command = [sys.executable, "-m", "kv_bench.network.flood", json.dumps(job)]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as flood:
             assert flood.stdin is not None and flood.stdout is not None
             try:

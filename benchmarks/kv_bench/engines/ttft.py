@@ -1,4 +1,4 @@
-"""`kvstore bench ttft`: the time to the first token, cold, from the pool on the device, and from DRAM.
+"""`benches.py ttft`: the time to the first token, cold, from the pool on the device, and from DRAM.
 
 A Llama with random weights answers prompts of some length through an engine's adapter. For each length:
 
@@ -33,11 +33,11 @@ from engine_adapter.hf.attention import ChunkMask
 from engine_adapter.hf.buffers import BufferSet
 from engine_adapter.hf.layers import even_cache
 from engine_adapter.hf_cache import Generation, PrefixCache
-from kvstore.bench.engines.on_device import DeviceClock, clock_of, device_named, give_memory_back
-from kvstore.bench.engines.paged_pool import FAILURES, told
-from kvstore.bench.engines.random_llama import EIGHT_B, SHAPES, build, peak_flops, prefill_flops, weights_bytes
-from kvstore.bench.engines.transfer_rows import LOAD, PlainCopy
-from kvstore.bench.engines.ttft_rows import (
+from kv_bench.engines.on_device import DeviceClock, clock_of, device_named, give_memory_back
+from kv_bench.engines.paged_pool import FAILURES, told
+from kv_bench.engines.random_llama import EIGHT_B, SHAPES, build, peak_flops, prefill_flops, weights_bytes
+from kv_bench.engines.transfer_rows import LOAD, PlainCopy
+from kv_bench.engines.ttft_rows import (
     COLD,
     DRAM,
     FILL,

@@ -1,4 +1,4 @@
-"""Rows of `kvstore bench kernels`: pages to payloads and back beside a plain copy on the device.
+"""Rows of `benches.py kernels`: pages to payloads and back beside a plain copy on the device.
 
 The limit is a copy from one buffer to another one on the same device, in the same run, right before and after each
 turn. Both are counted in bytes read and written: a kernel that quantizes reads 16 bits and writes 8.
@@ -12,8 +12,8 @@ from functools import partial
 
 import torch
 
-from kvstore.bench.engines.on_device import DeviceClock
-from kvstore.bench.engines.paged_pool import (
+from kv_bench.engines.on_device import DeviceClock
+from kv_bench.engines.paged_pool import (
     CODECS,
     FAILURES,
     HEADER,

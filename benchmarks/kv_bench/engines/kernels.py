@@ -1,4 +1,4 @@
-"""`kvstore bench kernels`: what moves KV on and off a device, beside copies of the same run.
+"""`benches.py kernels`: what moves KV on and off a device, beside copies of the same run.
 
     kernels    pages to payloads and back, and digests, beside a copy on the device      (`kernel_rows`)
     transfers  loads and saves of whole frames, beside a copy of pinned memory           (`transfer_rows`)
@@ -19,15 +19,15 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from kv_bench.engines import decode_rows, kernel_rows, transfer_rows
+from kv_bench.engines.decode_rows import DecodeRow
+from kv_bench.engines.kernel_rows import KernelRow
+from kv_bench.engines.on_device import clock_of, describe, device_named, give_memory_back
+from kv_bench.engines.paged_pool import FAILURES, route_named, told
+from kv_bench.engines.random_llama import ONE_B, SHAPES, TINY
+from kv_bench.engines.transfer_rows import TransferRow
 from kv_kernels.device_transfers import SEGMENT_BYTES
 from kv_kernels.int8 import KC64
-from kvstore.bench.engines import decode_rows, kernel_rows, transfer_rows
-from kvstore.bench.engines.decode_rows import DecodeRow
-from kvstore.bench.engines.kernel_rows import KernelRow
-from kvstore.bench.engines.on_device import clock_of, describe, device_named, give_memory_back
-from kvstore.bench.engines.paged_pool import FAILURES, route_named, told
-from kvstore.bench.engines.random_llama import ONE_B, SHAPES, TINY
-from kvstore.bench.engines.transfer_rows import TransferRow
 from kvstore.bench.measure import Progress, machine
 from kvstore.bench.rig import BlockShape
 from kvstore.block.errors import BadInput

@@ -1,4 +1,4 @@
-"""What `kvstore bench ttft --engine vllm` is asked for and what it says: options, rows and their table.
+"""What `benches.py ttft --engine vllm` is asked for and what it says: options, rows and their table.
 
 A row is a median beside what it is held against. Quotients are taken turn by turn, where both sides are next to each
 other on a machine that drifts, and their median is the row's ratio.
@@ -15,30 +15,9 @@ from typing import Any
 from rich.table import Table
 
 from kvstore.bench.measure import machine, quantile
+from kvstore.bench.traffic.random_llama import MID, TINY
 
 TTFT, ITL, HOOKS, OVERHEAD, HAND_OVER = PARTS = ("ttft", "itl", "hooks", "overhead", "hand-over")
-TINY, MID = "tiny", "mid"
-LLAMAS: Mapping[str, Mapping[str, Any]] = {
-    TINY: {  # 3.5 million parameters
-        "vocab_size": 1000,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 32,
-    },
-    MID: {  # 98 million
-        "vocab_size": 4000,
-        "hidden_size": 1024,
-        "intermediate_size": 2816,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-    },
-}
-"""By shape. They are run in bfloat16."""
 PLAIN, RAW, DEFAULT, BARE, AT_ONCE = ENGINES = ("no connector", "raw", "default codec", "bare copies", "saves at once")
 COLD, OWN, EXTERNAL = PATHS = ("cold", "own hit", "external hit")
 
@@ -101,12 +80,6 @@ SMALL = VllmOptions(
     kv_gib=1,
 )
 """To see that it runs."""
-
-
-def kv_bytes_per_token(shape: str) -> int:
-    """K and V of all layers."""
-    llama = LLAMAS[shape]
-    return 2 * 2 * int(llama["num_hidden_layers"] * llama["num_key_value_heads"] * llama["head_dim"])
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What `kvstore bench ttft` is asked for and what it says: options, rows and their table."""
+"""What `benches.py ttft` is asked for and what it says: options, rows and their table."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from rich.table import Table
 
 from engine_adapter.hf_cache import CHUNK_TOKENS_CUDA
+from kv_bench.engines.on_device import describe
+from kv_bench.engines.random_llama import EIGHT_B, TINY
 from kv_kernels.int8 import KC64
-from kvstore.bench.engines.on_device import describe
-from kvstore.bench.engines.random_llama import EIGHT_B, TINY
 from kvstore.bench.measure import machine
 from kvstore.block.errors import BadInput
 from kvstore.config import format_size

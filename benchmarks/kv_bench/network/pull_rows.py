@@ -1,4 +1,4 @@
-"""`kvstore bench network`, rows from node to node: frames pulled from another process, verified, into slots.
+"""`benches.py network`, rows from node to node: frames pulled from another process, verified, into slots.
 
 Each way beside the raw stream of the same run: as many bytes by `sendall` of each frame on one side and `recv_into` the
 same slots on the other, over loopback. Beside what is sealed: how fast one core seals, and nothing else.
@@ -21,8 +21,8 @@ from typing import Any
 
 from rich.table import Table
 
+from kv_bench.network.pull_holder import CLEAR, CPU, RAW, SEALED, SECRET, UCX, key_of, stamp_of
 from kvstore.bench.measure import Against, Cost, Turn, against
-from kvstore.bench.network.pull_holder import CLEAR, CPU, RAW, SEALED, SECRET, UCX, key_of, stamp_of
 from kvstore.peers.checks import FrameChecks
 from kvstore.peers.sealed import FRAMES, PIECE_BYTES, FrameSeal
 from kvstore.peers.sockets import SocketPullTransport
@@ -207,7 +207,7 @@ def _offer(ask: Callable[[str], Any], door: str) -> PullOffer:
 @contextmanager
 def _holder(job: dict[str, Any]) -> Iterator[Callable[[str], Any]]:
     """What asks the other process."""
-    command = [sys.executable, "-m", "kvstore.bench.network.pull_holder", json.dumps(job)]
+    command = [sys.executable, "-m", "kv_bench.network.pull_holder", json.dumps(job)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdin is not None and holder.stdout is not None
         asks, answers = holder.stdin, holder.stdout

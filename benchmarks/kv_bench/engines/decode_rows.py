@@ -1,4 +1,4 @@
-"""Rows of `kvstore bench kernels`: what running streams notice of loads and saves beside them.
+"""Rows of `benches.py kernels`: what running streams notice of loads and saves beside them.
 
 A Llama with random weights decodes eight streams, token by token, through transformers and the adapter's buffers, as
 `PrefixCache` does. Before each step the engine's thread begins new transfers, so that two of each direction are under
@@ -17,9 +17,9 @@ import torch
 from engine_adapter.hf.buffers import BufferSet
 from engine_adapter.hf.layers import ModelCall, even_cache
 from engine_adapter.hf.model import layout_of
+from kv_bench.engines.random_llama import build
+from kv_bench.engines.transfer_rows import BOTH, LOAD, SAVE, Transfers, finish
 from kv_kernels.transfer_state import Transfer
-from kvstore.bench.engines.random_llama import build
-from kvstore.bench.engines.transfer_rows import BOTH, LOAD, SAVE, Transfers, finish
 from kvstore.bench.measure import quantile
 
 ALONE = "nothing"

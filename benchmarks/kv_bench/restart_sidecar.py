@@ -1,4 +1,4 @@
-"""The rows of `kvstore serve` in `kvstore bench restart`: how soon an engine can call again.
+"""The rows of `kvstore serve` in `benches.py restart`: how soon an engine can call again.
 
 A new process opens the directory. What counts is the time from its start on, the interpreter and all imports within it:
 until a hello is answered, of a client that calls every few milliseconds, and until `/readyz` says that everything on
@@ -17,8 +17,8 @@ from typing import Any
 
 from rich.table import Table
 
+from kv_bench.restart_directory import DRAM_BYTES, MODEL, SHAPE, Plan, found_blocks, real_pages, real_prompt
 from kvstore.bench.measure import quantile
-from kvstore.bench.restart_directory import DRAM_BYTES, MODEL, SHAPE, Plan, found_blocks, real_pages, real_prompt
 from kvstore.bench.sidecar import Sidecar
 from kvstore.client.socket_door import MAX_DEADLINE_MS
 

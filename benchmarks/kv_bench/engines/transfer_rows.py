@@ -1,4 +1,4 @@
-"""Rows of `kvstore bench kernels`: whole loads and saves beside a plain copy of pinned memory.
+"""Rows of `benches.py kernels`: whole loads and saves beside a plain copy of pinned memory.
 
 A load is `transfer.Loader` from page-locked extents into an engine's pages: copies, kernels, and the worker that sees
 the end; a save is the mirror. The limit is one copy of as many bytes between pinned memory and the device, in the same
@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from kv_bench.engines.on_device import DeviceClock, near_cpus, transfer_device
+from kv_bench.engines.paged_pool import HEADER, RAW, PagedPool, Route, is_loaded, is_saved, payload_bytes
 from kv_kernels.device import Region, Stream, host_tensor
 from kv_kernels.device_transfers import SEGMENTS
 from kv_kernels.int8 import KC64
@@ -24,8 +26,6 @@ from kv_kernels.pools import PoolTable
 from kv_kernels.transfer import Loader, Saver
 from kv_kernels.transfer_state import LayerSlice, Transfer, TransferOutcome, layer_slices
 from kv_kernels.worker import ThreadWorker
-from kvstore.bench.engines.on_device import DeviceClock, near_cpus, transfer_device
-from kvstore.bench.engines.paged_pool import HEADER, RAW, PagedPool, Route, is_loaded, is_saved, payload_bytes
 from kvstore.bench.measure import Against, Cost, Turn, against
 from kvstore.bench.rig import BlockShape
 from tiering.dram.extents import Extent
