@@ -14,8 +14,8 @@ from typing import Annotated, Any
 
 from kvstore.block.errors import BadInput
 from kvstore.cli import main as command_line
-from kvstore.cli.bench import MOVED, BenchData, Check, judge, missed_targets, report_faults
-from kvstore.cli.terminal import OK, Json, Result, Show, bench, print_result, shown_progress, typer
+from kvstore.cli.bench import MOVED, BenchData, Check, judge, report
+from kvstore.cli.terminal import Json, Result, Show, bench, print_result, shown_progress, typer
 
 bench.registered_commands[:] = [one for one in bench.registered_commands if one.name not in MOVED]
 
@@ -47,7 +47,7 @@ def bench_network(
         if only is not None and only not in ways:
             raise BadInput(f"--only {only}: the rows are {', '.join(ways)}")
         results = [run() for name, run in ways.items() if only in (None, name)]
-    return judge(results, [], as_json, check)
+    return judge(results, as_json, check)
 
 
 @bench.command("restart")
@@ -64,7 +64,7 @@ def bench_restart(
         from kv_bench import restart
 
         result = restart.run(restart.RestartOptions(blocks=blocks, data=data), show)
-    return judge([result], [], as_json, check)
+    return judge([result], as_json, check)
 
 
 @bench.command("codec")
@@ -94,9 +94,9 @@ def bench_codec(
         show("loading torch")
         from kv_bench import codec
 
-        rates = _codec_speed(show) if speed else None
-        result = codec.CodecResult(codec.size_rows(), rates, _codec_quality(windows, show) if quality else None)
-    return judge([result], result.failures, as_json, check)
+        modes = [_codec_speed(show)] if speed else []
+        result = codec.result_of(*modes, *([_codec_quality(windows, show)] if quality else []))
+    return judge([result], as_json, check)
 
 
 def _codec_speed(show: Show) -> Any:
@@ -110,7 +110,7 @@ def _codec_quality(windows: int | None, show: Show) -> Any:
     from kv_bench import codec_quality
 
     options = codec_quality.QualityOptions() if windows is None else codec_quality.QualityOptions(windows)
-    return codec_quality.run(options, show)
+    return codec_quality.run(options, show).found()
 
 
 BenchDevice = Annotated[
@@ -151,8 +151,8 @@ def bench_kernels(
 
         given = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim}
         options = kernels.options_for(device, given, page_tokens=page_tokens, sizes=size or (), laps=laps)
-        result = kernels.run(options, show, device, stage or ())
-    return judge([result], result.faults, as_json, check)
+        result = kernels.run(options, show, device, stage or ()).found()
+    return judge([result], as_json, check)
 
 
 @bench.command("ttft")
@@ -225,8 +225,8 @@ def bench_ttft(
         options = ttft.options_for(
             device, shape=shape, contexts=context, chunk_tokens=chunk, laps=laps, seconds=seconds
         )
-        result = ttft.run(options, show, device, engine)
-    return judge([result], result.faults, as_json, check)
+        result = ttft.run(options, show, device, engine).found()
+    return judge([result], as_json, check)
 
 
 def _ttft_vllm(given: dict[str, Any], parts: list[str], as_json: bool, check: bool) -> int:
@@ -234,8 +234,8 @@ def _ttft_vllm(given: dict[str, Any], parts: list[str], as_json: bool, check: bo
         show("loading the bench")
         from kv_bench.engines import ttft_vllm
 
-        result = ttft_vllm.run(ttft_vllm.options_for(parts=parts, **given), show)
-    return judge([result], result.faults, as_json, check)
+        result = ttft_vllm.run(ttft_vllm.options_for(parts=parts, **given), show).found()
+    return judge([result], as_json, check)
 
 
 @bench.command("all")
@@ -250,14 +250,14 @@ def bench_all(data: BenchData = None, check: Check = False, as_json: Json = Fals
             tiers.run(tiers.TiersOptions(nvme=nvme.NvmeOptions(data=data, fio=shutil.which("fio"))), show),
             lookup.run(progress=show),
             restart.run(restart.RestartOptions(data=data), show),
-            codec.CodecResult(codec.size_rows(), _codec_speed(show), _codec_quality(None, show)),
+            codec.result_of(_codec_speed(show), _codec_quality(None, show)),
         ]
     if as_json:
         print(json.dumps({"bench": "all", "results": [result.to_dict() for result in results]}))
     else:
         for result in results:
             print_result(result, as_json)
-    return report_faults(missed_targets(results)) if check else OK
+    return report(results, check)
 
 
 def main() -> None:

@@ -7,15 +7,12 @@ result with an object of its own for `--json`, tables for people, and failures. 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from rich.table import Table
 
 from kv_kernels.int8 import GROUP, KC64, TH, slice_form
-from kvstore.bench.measure import machine
+from kvstore.bench.row import BenchResult, Row, Section
 
 RAW = "raw"
 POOL_DTYPE = torch.bfloat16
@@ -33,75 +30,23 @@ BOUNDS = {
     TH: "max / 254 of a token and head",
 }
 LATENT_BOUND = f"max / 254 of {GROUP} channels of a token"
+WORDS = "ratio: how many times smaller. bound: how far a number may be off, before it is rounded to the pool's dtype."
+MORE = "How fast they run here: --speed. What they do to a model's answers: --quality"
 
 
-class ModeResult(Protocol):
-    """What a mode has found out."""
-
-    @property
-    def failures(self) -> list[str]:
-        """What makes its figures worthless, one line each."""
-        ...
-
-    def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
-        ...
-
-    def render(self, console: Any) -> None:
-        """The same for people."""
-        ...
+def result_of(*modes: tuple[list[Section], dict[str, Any], list[str]]) -> BenchResult:
+    """Sizes, and what the modes have found: tables, facts beside them, and what makes figures worthless."""
+    title = f"Sizes against {POOL_DTYPE}, blocks of {GROUP} tokens"
+    found = BenchResult("codec", None, [Section(size_rows(), title, WORDS if modes else f"{WORDS} {MORE}", "sizes")])
+    found.about |= {"block_tokens": GROUP, "pool_dtype": str(POOL_DTYPE).removeprefix("torch.")}
+    for sections, about, faults in modes:
+        found.sections += sections
+        found.about |= about
+        found.faults += faults
+    return found
 
 
-@dataclass(frozen=True, slots=True)
-class SizeRow:
-    """bits_per_number: parameters and padding included. smaller: factor against the pool's dtype. bound: of a number's
-    error, before it is rounded to that dtype."""
-
-    codec: str
-    shape: str
-    bits_per_number: float
-    smaller: float
-    bound: str
-
-
-@dataclass(frozen=True)
-class CodecResult:
-    """sizes: always. speed, quality: None where they were not asked for."""
-
-    sizes: list[SizeRow]
-    speed: ModeResult | None = None
-    quality: ModeResult | None = None
-
-    @property
-    def failures(self) -> list[str]:
-        """Of all parts."""
-        return [failure for part in (self.speed, self.quality) if part is not None for failure in part.failures]
-
-    def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
-        return {
-            "bench": "codec",
-            "machine": machine(),
-            "block_tokens": GROUP,
-            "pool_dtype": str(POOL_DTYPE).removeprefix("torch."),
-            "sizes": [asdict(row) for row in self.sizes],
-            "speed": None if self.speed is None else self.speed.to_dict(),
-            "quality": None if self.quality is None else self.quality.to_dict(),
-        }
-
-    def render(self, console: Any) -> None:
-        """Tables, and what they say in words."""
-        console.print(_table(self.sizes))
-        console.print("bound: how far a number may be off, before it is rounded to the pool's dtype.")
-        if self.speed is not None:
-            self.speed.render(console)
-        if self.quality is not None:
-            self.quality.render(console)
-        if self.speed is None and self.quality is None:
-            console.print("How fast they run here: --speed. What they do to a model's answers: --quality")
-
-
-def size_rows(tokens: int = GROUP) -> list[SizeRow]:
+def size_rows(tokens: int = GROUP) -> list[Row]:
     """Every codec and shape, for blocks of so many tokens in a pool of `POOL_DTYPE`."""
     rows = []
     pool_bits = 8 * POOL_DTYPE.itemsize
@@ -112,14 +57,7 @@ def size_rows(tokens: int = GROUP) -> list[SizeRow]:
                 form = slice_form(codec, heads, tokens, widths, POOL_DTYPE.itemsize)
                 bits = 8 * form.size_bytes / (heads * tokens * sum(widths))
                 bound = bound if len(widths) > 1 else LATENT_BOUND
-            rows.append(SizeRow(codec, shape, bits, pool_bits / bits, bound))
+            what, details = {"codec": codec, "kv": shape}, {"bound": bound}
+            dtype = str(POOL_DTYPE).removeprefix("torch.")
+            rows.append(Row(what, bits, "bits", 1, None, None, dtype, pool_bits, pool_bits / bits, details=details))
     return rows
-
-
-def _table(rows: Iterable[SizeRow]) -> Table:
-    table = Table(title=f"Sizes against bfloat16, blocks of {GROUP} tokens", title_justify="left")
-    for name in ("codec", "KV", "bits", "smaller", "bound"):
-        table.add_column(name, justify="right" if name in ("bits", "smaller") else "left")
-    for row in rows:
-        table.add_row(row.codec, row.shape, f"{row.bits_per_number:.3f}", f"{row.smaller:.3f}x", row.bound)
-    return table

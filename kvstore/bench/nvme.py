@@ -48,9 +48,9 @@ from kvstore.bench.rig import (
     TARGETED_BYTES,
     BlockShape,
     PagePool,
-    TierRow,
     row_of,
 )
+from kvstore.bench.row import Row
 from kvstore.block.account import HitTier
 from kvstore.block.errors import BadInput
 from kvstore.client.handle import Match
@@ -145,7 +145,7 @@ def check_directory(options: NvmeOptions) -> None:
         raise BadInput(f"{options.data} cannot be used: {error.strerror}; give another directory") from None
 
 
-def run(options: NvmeOptions, say: Callable[[str], None]) -> tuple[list[TierRow], Disk]:
+def run(options: NvmeOptions, say: Callable[[str], None]) -> tuple[list[Row], Disk]:
     """Measure every shape. Raises `BadInput` where there is too little memory or disk to measure in."""
     check_directory(options)
     with tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=options.data) as scratch:
@@ -231,7 +231,7 @@ class _Measured:
 
         return rested
 
-    def _row(self, path: str, limit: str, shape: BlockShape, blocks: int, found: Against) -> TierRow:
+    def _row(self, path: str, limit: str, shape: BlockShape, blocks: int, found: Against) -> Row:
         is_targeted = self.direct and self.file_system not in IN_MEMORY and shape.payload_bytes >= TARGETED_BYTES
         return row_of(
             found,

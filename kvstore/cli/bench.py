@@ -15,7 +15,6 @@ from kvstore.cli.terminal import (
     CHECK_FAILED,
     OK,
     Json,
-    Result,
     bench,
     expanded_path,
     lines_of,
@@ -63,7 +62,7 @@ def bench_tiers(
 
         options = tiers.TiersOptions(nvme=nvme.NvmeOptions(data=data, fio=shutil.which("fio")))
         result = tiers.run(options, show, only)
-    return judge([result], [], as_json, check)
+    return judge([result], as_json, check)
 
 
 @bench.command("lookup")
@@ -75,7 +74,7 @@ def bench_lookup(check: Check = False, as_json: Json = False) -> int:
         from kvstore.bench import lookup
 
         result = lookup.run(progress=show)
-    return judge([result], [], as_json, check)
+    return judge([result], as_json, check)
 
 
 @bench.command("traffic")
@@ -196,8 +195,8 @@ def bench_traffic(
         show("reading the trace")
         with lines_of(Path(trace)) as lines:
             read = read_trace(Path(trace).name, lines, block_tokens)
-        result = traffic.run(read, endpoints, options, show)
-    return judge([result], result.faults, as_json, check)
+        result = traffic.run(read, endpoints, options, show).found()
+    return judge([result], as_json, check)
 
 
 _MS = "give milliseconds, such as 200,500"
@@ -255,27 +254,22 @@ for _word, _about in MOVED.items():
     _moved(_word, _about)
 
 
-def judge(results: list[Result], faults: list[str], as_json: bool, check: bool) -> int:
-    """Print, and say what is wrong with it."""
+def judge(results: list[Any], as_json: bool, check: bool) -> int:
+    """Print each `BenchResult`, and say what is wrong with it."""
     if as_json and len(results) > 1:
         print(json.dumps({"results": [result.to_dict() for result in results]}))
     else:
         for result in results:
             print_result(result, as_json)
-    return report_faults([*faults, *(missed_targets(results) if check else [])])
+    return report(results, check)
 
 
-def missed_targets(results: list[Result]) -> list[str]:
-    from kvstore.bench import measure as targets
-
-    found = [result.to_dict() for result in results]
-    if not any(targets.judged(one) for one in found):
+def report(results: list[Any], check: bool) -> int:
+    """Faults, and with --check each target that was missed, on standard error; the status that follows. Raises
+    `BadInput` where there is no target to check."""
+    if check and not any(result.is_judged() for result in results):
         raise BadInput("nothing that was measured has a target here, so that --check checks nothing; leave it out")
-    return [line for one in found for line in targets.missed(one)]
-
-
-def report_faults(lines: list[str]) -> int:
-    """Each on standard error; the status that follows."""
+    lines = [line for result in results for line in [*result.faults, *(result.missed() if check else [])]]
     for line in lines:
         print(f"kvstore: {line}", file=sys.stderr)
     return CHECK_FAILED if lines else OK

@@ -48,10 +48,10 @@ from kv_bench.engines.ttft_rows import (
     Rates,
     TtftOptions,
     TtftResult,
-    TtftRow,
     parse_tokens,
 )
 from kvstore.bench.measure import Progress, available_bytes, quiet_collector
+from kvstore.bench.row import MS, Row, Target
 from kvstore.block.codec import codec_named
 from kvstore.block.errors import BadInput
 from kvstore.block.layout import Layout
@@ -138,7 +138,7 @@ class _Length:
         )
         self._cold_ms, self._mfu, self._suffix_ms = 0.0, 0.0, 0.0
 
-    def rows(self, say: Callable[[str], None]) -> Iterator[TtftRow]:
+    def rows(self, say: Callable[[str], None]) -> Iterator[Row]:
         options, context = self._options, self._context
         if not self._has_time(COLD, f"{context} tokens"):
             return
@@ -166,7 +166,7 @@ class _Length:
                     continue
                 yield from self._through(store, layout, codec, say)
 
-    def _through(self, store: Any, layout: Layout, codec: str, say: Callable[[str], None]) -> Iterator[TtftRow]:
+    def _through(self, store: Any, layout: Layout, codec: str, say: Callable[[str], None]) -> Iterator[Row]:
         options, context = self._options, self._context
         blocks = context // layout.block_tokens
         (part,) = layout.parts
@@ -241,29 +241,38 @@ class _Length:
 
     def _row(
         self, path: str, codec: str, answers: Sequence[Generation], bytes_moved: int, limit_ms: float | None
-    ) -> TtftRow:
+    ) -> Row:
         reports = [answer.report for answer in answers]
         times = [report.ttft_ms for report in reports]
         is_judged = path == DRAM and self._device.type == "cuda" and self._options.shape == EIGHT_B
-        return TtftRow(
-            self._context,
-            path,
-            codec,
-            len(times),
+        target = SPEEDUPS.get((self._context, codec)) if is_judged else None
+        return Row(
+            {"context_tokens": self._context, "path": path, "codec": codec},
             median(times),
+            MS,
+            len(times),
             min(times),
             max(times),
-            median(report.lookup_ms for report in reports),
-            median(report.restored_ms for report in reports),
-            median(report.save_ms for report in reports),
-            bytes_moved,
-            self._suffix_ms,
+            "" if limit_ms is None else "bytes and suffix",
             limit_ms,
             None if limit_ms is None else limit_ms / median(times),
-            self._cold_ms / median(times),
-            self._mfu,
-            SPEEDUPS.get((self._context, codec)) if is_judged else None,
-            _shown(reports[-1]),
+            target=None if target is None else Target(target, of="speedup"),
+            details={
+                "laps": len(times),
+                "ttft_ms": median(times),
+                "ttft_ms_low": min(times),
+                "ttft_ms_high": max(times),
+                "lookup_ms": median(report.lookup_ms for report in reports),
+                "restored_ms": median(report.restored_ms for report in reports),
+                "save_ms": median(report.save_ms for report in reports),
+                "bytes_moved": bytes_moved,
+                "suffix_ms": self._suffix_ms,
+                "limit_ms": limit_ms,
+                "speedup": self._cold_ms / median(times),
+                "cold_mfu": self._mfu,
+                "target_speedup": target,
+                "tokens": _shown(reports[-1]),
+            },
         )
 
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import torch
-from rich.table import Table
 
 from engine_adapter.hf_cache import CHUNK_TOKENS_CUDA
 from kv_bench.engines.on_device import describe
 from kv_bench.engines.random_llama import EIGHT_B, TINY
 from kv_kernels.int8 import KC64
-from kvstore.bench.measure import machine
+from kvstore.bench.row import BenchResult, Row, Section
 from kvstore.block.errors import BadInput
-from kvstore.config import format_size
 
 RAW = "raw"
 COLD, FILL, DRAM, HBM = PATHS = ("cold", "fill", "dram", "hbm")
@@ -52,42 +48,10 @@ class Rates:
     peak_flops: float
 
 
-@dataclass(frozen=True, slots=True)
-class TtftRow:
-    """One path at one length. Times in milliseconds, medians over `laps`; ttft_ms_low, _high: the extremes.
-
-    bytes_moved: that the prefix has where it comes from, or was saved as. suffix_ms: the forward pass over the tokens
-    behind the prefix, alone. limit_ms: see the file's head; None where nothing is restored. ratio: limit / time.
-    speedup: of the cold time. cold_mfu: of the cold run. tokens: of the prompt by where they came from, last lap.
-    """
-
-    context_tokens: int
-    path: str
-    codec: str
-    laps: int
-    ttft_ms: float
-    ttft_ms_low: float
-    ttft_ms_high: float
-    lookup_ms: float
-    restored_ms: float
-    save_ms: float
-    bytes_moved: int
-    suffix_ms: float
-    limit_ms: float | None
-    ratio: float | None
-    speedup: float
-    cold_mfu: float
-    target_speedup: float | None
-    tokens: dict[str, int]
-
-    @property
-    def met(self) -> bool | None:
-        """Whether the target is reached; None where none is set."""
-        return None if self.target_speedup is None else self.speedup >= self.target_speedup
-
-    def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
-        return {**asdict(self), "met": self.met}
+LEFT_OUT = (
+    *("laps", "ttft ms", "ttft ms low", "ttft ms high", "lookup ms", "restored ms", "save ms", "suffix ms"),
+    *("limit ms", "target speedup"),
+)
 
 
 @dataclass
@@ -99,61 +63,24 @@ class TtftResult:
     device: torch.device
     engine: str
     rates: Rates
-    rows: list[TtftRow] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
-    def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
-        return {
-            "bench": "ttft",
-            "engine": self.engine,
-            "machine": machine(),
-            "device": describe(self.device),
-            "options": asdict(self.options),
-            "rates": asdict(self.rates),
-            "rows": [row.to_dict() for row in self.rows],
-            "faults": self.faults,
-            "left_out": self.left_out,
-        }
-
-    def render(self, console: Any) -> None:
+    def found(self) -> BenchResult:
         """One table, and what its words mean."""
-        table = Table()
-        for name in _COLUMNS:
-            table.add_column(name)
-        for row in self.rows:
-            table.add_row(*(cell(row) for cell in _COLUMNS.values()))
-        for what in self.left_out:
-            console.print(f"left out: {what}")
-        rates = self.rates
-        console.print(f"on {describe(self.device)['name']}, a random {self.options.shape} Llama, engine {self.engine}")
-        console.print(table)
-        console.print(
-            f"limit: the prefix's bytes at {rates.pinned_bytes_per_second / 1e9:,.1f} GB/s from pinned memory, or "
+        rates, device = self.rates, describe(self.device)
+        words = [f"left out: {what}" for what in self.left_out]
+        words.append(
+            f"beside: the prefix's bytes at {rates.pinned_bytes_per_second / 1e9:,.1f} GB/s from pinned memory, or "
             f"{rates.device_bytes_per_second / 1e9:,.0f} GB/s read and written on the device, and the forward pass "
-            f"over the {self.options.suffix_tokens} tokens behind it. MFU: of the cold run, to "
-            f"{rates.peak_flops / 1e12:,.2f} TFLOP/s of a matrix product in this run."
+            f"over the {self.options.suffix_tokens} tokens behind it; ratio: of that to the time. speedup: to the cold "
+            f"run. cold mfu: its share of {rates.peak_flops / 1e12:,.2f} TFLOP/s, a matrix product's in this run."
         )
-
-
-def _target(row: TtftRow) -> str:
-    return "" if row.target_speedup is None else f"{row.target_speedup:.0f} {'met' if row.met else 'missed'}"
-
-
-_COLUMNS: dict[str, Callable[[TtftRow], str]] = {
-    "context": lambda row: f"{row.context_tokens:,}",
-    "path": lambda row: row.path,
-    "codec": lambda row: row.codec,
-    "TTFT ms": lambda row: f"{row.ttft_ms:,.1f}",
-    "lowest, highest": lambda row: f"{row.ttft_ms_low:,.1f} .. {row.ttft_ms_high:,.1f}",
-    "moved": lambda row: format_size(row.bytes_moved) if row.bytes_moved else "",
-    "limit ms": lambda row: "" if row.limit_ms is None else f"{row.limit_ms:,.1f}",
-    "ratio": lambda row: "" if row.ratio is None else f"{row.ratio:.2f}",
-    "sooner": lambda row: f"{row.speedup:.1f}",
-    "cold MFU": lambda row: f"{row.cold_mfu:.2f}",
-    "target": _target,
-}
+        title = f"on {device['name']}, a random {self.options.shape} Llama, engine {self.engine}"
+        about = {"engine": self.engine, "device": device, "rates": asdict(rates), "left_out": self.left_out}
+        section = Section(self.rows, title, "\n".join(words), left_out=LEFT_OUT)
+        return BenchResult("ttft", self.options, [section], about, self.faults)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

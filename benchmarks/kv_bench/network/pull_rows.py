@@ -14,15 +14,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from time import monotonic, perf_counter, process_time, sleep
 from typing import Any
 
-from rich.table import Table
-
 from kv_bench.network.pull_holder import CLEAR, CPU, RAW, SEALED, SECRET, UCX, key_of, stamp_of
-from kvstore.bench.measure import Against, Cost, Turn, against
+from kvstore.bench.measure import Cost, Turn, against
+from kvstore.bench.row import BenchResult, Row, Section, Target, rate_row
 from kvstore.peers.checks import FrameChecks
 from kvstore.peers.sealed import FRAMES, PIECE_BYTES, FrameSeal
 from kvstore.peers.sockets import SocketPullTransport
@@ -52,64 +51,7 @@ class PullBenchOptions:
     laps: int = 25
 
 
-@dataclass(frozen=True)
-class PullRow:
-    """One way. gbps, raw_gbps: medians. ratio: to the raw stream, the median over laps, with its quartiles. at_least:
-    the ratio to reach, where one is set."""
-
-    what: str
-    gbps: float
-    raw_gbps: float
-    ratio: float
-    low: float
-    high: float
-    at_least: float | None
-    met: bool | None
-
-
-@dataclass(frozen=True)
-class PullBenchResult:
-    """ucx_idle: the share of a core that a puller and a door take while a connection over UCX has nothing to do; None
-    without ucxx."""
-
-    frame_bytes: int
-    rows: list[PullRow]
-    ucx_idle: float | None
-
-    @property
-    def most_sealed(self) -> float | None:
-        """The ratio that a thread reaches which seals each frame, then sends it as the raw stream does."""
-        speeds = [row.ratio for row in self.rows if row.what == CIPHER_ROW]
-        return speeds[0] / (1 + speeds[0]) if speeds else None
-
-    def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
-        found: dict[str, object] = {"bench": "network: peers", **asdict(self), "most_sealed": self.most_sealed}
-        if self.ucx_idle is not None:
-            what = "UCX, share of a core while idle"
-            found["idle"] = {"what": what, "at_most": IDLE_TARGET, "met": self.ucx_idle <= IDLE_TARGET}
-        return found
-
-    def render(self, console: Any) -> None:
-        """One table."""
-        table = Table("frames from node to node", "GB/s", "raw stream", "ratio", "quartiles", "target")
-        for row in self.rows:
-            word = "" if row.at_least is None else f"{row.at_least:.2f} {'met' if row.met else 'missed'}"
-            spread = f"{row.low:.2f} to {row.high:.2f}"
-            table.add_row(row.what, f"{row.gbps:.2f}", f"{row.raw_gbps:.2f}", f"{row.ratio:.2f}", spread, word)
-        console.print(f"frames of {self.frame_bytes / (1 << 20):.2f} MiB, over loopback", table, sep="\n")
-        if self.most_sealed is not None:
-            console.print(
-                f"a thread that seals a frame, then sends it: at most {self.most_sealed:.2f} of the raw stream"
-            )
-        if self.ucx_idle is not None:
-            word = f"{IDLE_TARGET:.0%} {'met' if self.ucx_idle <= IDLE_TARGET else 'missed'}"
-            console.print(f"UCX while idle: {self.ucx_idle:.1%} of a core, at most {word}")
-        else:
-            console.print("no row of UCX: pip install 'prefix-kvstore[ucx]'")
-
-
-def run(options: PullBenchOptions, say: Callable[[str], None]) -> PullBenchResult:
+def run(options: PullBenchOptions, say: Callable[[str], None]) -> BenchResult:
     """Every way that this machine has."""
     clock = SystemClock()
     ways: dict[str, tuple[str, PullTransport]] = {
@@ -140,16 +82,25 @@ def run(options: PullBenchOptions, say: Callable[[str], None]) -> PullBenchResul
         if UCX_ROW in ways:
             say("idle")
             idle = _idle(ask, ways[UCX_ROW][1])
-    rows = [_row(name, one, options.frames * stamp.frame_bytes) for name, one in found.items()]
-    return PullBenchResult(stamp.frame_bytes, rows, idle)
+    size = options.frames * stamp.frame_bytes
+    rows = [rate_row({"way": name}, one, size, "raw stream", _wanted(name)) for name, one in found.items()]
+    return BenchResult("network: peers", options, _sections(rows, idle), {"frame_bytes": stamp.frame_bytes})
 
 
-def _row(what: str, found: Against, size: int) -> PullRow:
-    least = TARGETS.get(what)
-    speeds = size / found.seconds / 1e9, size / found.limit_seconds / 1e9
-    return PullRow(
-        what, *speeds, found.ratio, found.low, found.high, least, None if least is None else found.ratio >= least
-    )
+def _wanted(way: str) -> Target | None:
+    return Target(TARGETS[way]) if way in TARGETS else None
+
+
+def _sections(rows: list[Row], idle: float | None) -> list[Section]:
+    words = ["pip install 'prefix-kvstore[ucx]' brings the row of UCX"] if idle is None else []
+    for ratio in (row.ratio for row in rows if row["way"] == CIPHER_ROW and row.ratio is not None):
+        most = ratio / (1 + ratio)
+        words.append(f"a thread that seals a frame, then sends it: at most {most:.2f} of the raw stream")
+    sections = [Section(rows, "frames from node to node, over loopback", "; ".join(words))]
+    if idle is not None:  # of a puller and a door together, while a connection has nothing to do
+        wanted = Target(IDLE_TARGET, is_least=False, of="value")
+        sections.append(Section([Row({"figure": "UCX while idle"}, idle, "of a core", target=wanted)], name="idle"))
+    return sections
 
 
 def _pull(
