@@ -113,6 +113,7 @@ BROKEN: tuple[tuple[str, str, str], ...] = (
     ("foreign-folder", "kvstore/core/store.py", "from kernels.kv_kernels import paged"),
     ("foreign-folder", "tiering/dram/tier.py", "import tests.fakes"),
     ("foreign-folder", "kvstore/cli/bench.py", "def f():\n    from kv_bench import restart"),
+    ("foreign-folder", "kernels/kv_kernels/transfer.py", "from chaos import ChaosDevice"),
     ("engine", "kvstore/bench/tiers.py", "import vllm"),
     ("engine", "kvstore/bench/traffic/engines.py", "import transformers"),
     # Where imports stand.
