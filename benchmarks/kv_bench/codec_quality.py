@@ -209,7 +209,7 @@ def run(options: QualityOptions | None = None, progress: Callable[[str], None] |
 
 
 def _quality_row(one: VariantQuality, quality: Quality) -> Row:
-    what = {"variant": one.variant, "prefix_tokens": one.prefix_tokens, "codec": quality.codec}
+    what = {"variant": one.variant, "codec": quality.codec, "prefix_tokens": one.prefix_tokens}
     others = {name: value for name, value in asdict(quality).items() if name not in ("codec", "attention_percent")}
     details = {**others, "holds": holds(quality)}
     return Row(what, quality.attention_percent, "attention %", one.windows, details=details)

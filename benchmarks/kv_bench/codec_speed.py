@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from time import perf_counter, process_time
 from typing import Any
 
 import numpy as np
 import torch
 
-from kvstore.bench.measure import Against, Cost, Progress, Turn, against
+from kvstore.bench.measure import Against, Progress, Turn, against, teller, timed
 from kvstore.bench.row import Row, Section, Target, rate_row
 from kvstore.block.codec import CODECS, codec_named
 from kvstore.block.errors import BadInput
@@ -64,8 +63,7 @@ def run(
             page_tokens=options.block_tokens,
         )
         for order in PAGE_ORDERS:
-            if progress is not None:
-                progress(f"{dtype}, pages {order}")
+            teller(progress)(f"{dtype}, pages {order}")
             rows += _rows(options, layout, dtype, order)
     words = (
         "GB/s of the pool's numbers on one thread, digests included; core GB/s: by processor time. memcpy: of the same "
@@ -107,7 +105,7 @@ def _turns(options: SpeedOptions, layout: Layout, order: str) -> dict[tuple[str,
         def decode(writer: Any = writer, payloads: Any = payloads, digests: Any = digests) -> None:
             assert writer.decode(payloads, tokens, 0, digests, digest) == options.blocks
 
-        turns[name, ENCODE], turns[name, DECODE] = _timed(encode), _timed(decode)
+        turns[name, ENCODE], turns[name, DECODE] = timed(encode), timed(decode)
     return turns
 
 
@@ -144,13 +142,4 @@ def _memcpy(size: int) -> Turn:
     def copy() -> None:
         target[:] = source
 
-    return _timed(copy)
-
-
-def _timed(work: Any) -> Turn:
-    def turn() -> Cost:
-        wall, cpu = perf_counter(), process_time()
-        work()
-        return Cost(perf_counter() - wall, process_time() - cpu)
-
-    return turn
+    return timed(copy)

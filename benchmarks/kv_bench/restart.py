@@ -32,7 +32,7 @@ import lmdb
 import kvstore
 from kv_bench import restart_sidecar
 from kv_bench.restart_directory import DRAM_BYTES, MODEL, REAL_BLOCKS, SHAPE, Plan, build, real_pages, real_prompt
-from kvstore.bench.measure import Progress, quantile, resident_bytes
+from kvstore.bench.measure import Progress, quantile, resident_bytes, teller
 from kvstore.bench.row import SECONDS, BenchResult, Row, Section, Target
 from kvstore.block import codec
 from kvstore.block.errors import BadInput, StoreError
@@ -96,7 +96,7 @@ def run(options: RestartOptions | None = None, progress: Progress = None) -> Ben
     """Build the directory, then restart again and again. Raises `BadInput` where there is too little disk for it."""
     options = options or RestartOptions()
     plan = Plan(options.blocks, options.prompt_blocks)
-    say = progress or _say_nothing
+    say = teller(progress)
     try:
         if options.data is not None:
             Path(options.data).mkdir(parents=True, exist_ok=True)
@@ -244,10 +244,6 @@ def main(job: dict[str, Any]) -> None:
         Path(job["answer"]).write_text(json.dumps(asdict(answer)))
         if job["kill"]:
             os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _say_nothing(_: str) -> None:
-    pass
 
 
 if __name__ == "__main__":

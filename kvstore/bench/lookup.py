@@ -23,7 +23,7 @@ from time import perf_counter, thread_time
 import numpy as np
 
 from kvstore.bench import lookup_door
-from kvstore.bench.measure import Cost, Progress, against, resident_bytes
+from kvstore.bench.measure import Cost, Progress, Stopwatch, against, resident_bytes, teller
 from kvstore.bench.rig import Chain, LookupOptions, Prompts
 from kvstore.bench.row import MS, BenchResult, Row, Section, Target, time_row
 from kvstore.block.codec import RawCodec
@@ -85,7 +85,7 @@ class Footprint:
 def run(options: LookupOptions | None = None, progress: Progress = None) -> BenchResult:
     """Fill both indexes, then match in both, turn by turn; then the same through the door of a sidecar."""
     options = options or LookupOptions()
-    say = progress or _say_nothing
+    say = teller(progress)
     program_ms = longest_collection_ms()
     gc.freeze()
     try:
@@ -185,9 +185,9 @@ class _Filled:
 
         def one() -> Cost:
             prompt = self._prompts[order[next(turn) % len(order)]]
-            cpu, start = thread_time(), perf_counter()
+            watch = Stopwatch(thread_time)
             found = self.handle.match(prompt)
-            cost = Cost(perf_counter() - start, thread_time() - cpu)
+            cost = watch.cost()
             assert found.blocks == self._chain_blocks and found.reason is None, found
             return cost
 
@@ -252,7 +252,3 @@ def _column_bytes(table: object) -> int:
 def _allocated(size_bytes: int) -> int:
     """What the allocator takes for a small object: a multiple of 16 bytes."""
     return -(-size_bytes // 16) * 16
-
-
-def _say_nothing(_: str) -> None:
-    pass

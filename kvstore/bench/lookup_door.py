@@ -9,26 +9,21 @@ what the cores give.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import asdict
 from itertools import chain, count
-from pathlib import Path
 from statistics import median
 from time import perf_counter, thread_time
-from types import TracebackType
-from typing import IO
 
 import numpy as np
 
+from kvstore.bench.child import Child
 from kvstore.bench.lookup_client import MODEL, READY, shape_of
-from kvstore.bench.measure import Cost, Turn, against, quantile
+from kvstore.bench.measure import Cost, Stopwatch, Turn, against, quantile
 from kvstore.bench.rig import Chain, LookupOptions, PagePool, Prompts
 from kvstore.bench.row import Row, Target, time_row
-from kvstore.bench.sidecar import LONGEST_SECONDS, Sidecar
+from kvstore.bench.sidecar import Sidecar
 from kvstore.block.errors import StoreError
 from kvstore.client.handle import NamespaceHandle
 from kvstore.config import MIN_DRAM_BYTES
@@ -72,9 +67,9 @@ def _one(options: LookupOptions, handle: NamespaceHandle, stored: int) -> Row:
 
     def match() -> Cost:
         prompt = prompts[order[next(turns) % stored]]
-        cpu, start = thread_time(), perf_counter()
+        watch = Stopwatch(thread_time)
         found = handle.match(prompt)
-        cost = Cost(perf_counter() - start, thread_time() - cpu)
+        cost = watch.cost()
         assert found.blocks == options.prompt_blocks and found.reason is None, found
         return cost
 
@@ -139,30 +134,16 @@ class Clients:
         self._seconds = options.client_seconds
         self.waits: list[list[float]] = []
         """Of each turn of matches, how long every one of them took, in seconds."""
-        self._scratch = tempfile.TemporaryDirectory(prefix="kvstore-")
-        self._errors = Path(self._scratch.name) / "errors"
-        jobs = [
-            {"socket": socket, "number": number, "prompts": stored, "options": asdict(options)}
-            for number in range(options.clients)
-        ]
-        with self._errors.open("ab") as errors:
-            self._processes = [
-                subprocess.Popen(
-                    [sys.executable, "-m", "kvstore.bench.lookup_client", json.dumps(job)],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=errors,
-                    text=True,
-                )
-                for job in jobs
+        with ExitStack() as stack:
+            jobs = [
+                {"socket": socket, "number": number, "prompts": stored, "options": asdict(options)}
+                for number in range(options.clients)
             ]
-        try:
-            for process in self._processes:
-                said = self._line(process)
+            self.children = [stack.enter_context(Child("kvstore.bench.lookup_client", json.dumps(job))) for job in jobs]
+            for child in self.children:
+                said = child.hear()
                 assert said == READY, said
-        except BaseException:
-            self.close()
-            raise
+            self._stack = stack.pop_all()
 
     def match(self) -> Cost:
         """All match for a while: what a match more costs."""
@@ -174,49 +155,19 @@ class Clients:
         """All compute the chain by itself for a while."""
         return self._turn("hash")[0]
 
-    def close(self) -> None:
-        """End them."""
-        for process in self._processes:
-            with suppress(BrokenPipeError):
-                _stream(process.stdin).close()
-        for process in self._processes:
-            try:
-                process.wait(LONGEST_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            _stream(process.stdout).close()
-        self._scratch.cleanup()
-
     def __enter__(self) -> Clients:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
 
     def _turn(self, work: str) -> tuple[Cost, list[float]]:
         start = perf_counter() + _HEAD_START_SECONDS
         order = json.dumps({"work": work, "start": start, "end": start + self._seconds})
-        for process in self._processes:
-            with suppress(BrokenPipeError):  # it has ended; why is said where its answer is missing
-                print(order, file=process.stdin, flush=True)
-        answers = [json.loads(self._line(process)) for process in self._processes]
+        for child in self.children:
+            child.say(order)
+        answers = [json.loads(child.hear()) for child in self.children]
         seconds = list(chain(*(answer["seconds"] for answer in answers)))
         if not seconds:
             raise StoreError(f"nothing was done in {self._seconds} s; give the clients longer")
         return Cost(self._seconds / len(seconds), sum(answer["cpu"] for answer in answers) / len(seconds)), seconds
-
-    def _line(self, process: subprocess.Popen[str]) -> str:
-        line = _stream(process.stdout).readline().strip()
-        if not line:
-            process.wait(LONGEST_SECONDS)
-            said = self._errors.read_text(errors="replace").strip()
-            raise StoreError(f"a client ended with {process.returncode}: {said[-500:]}")
-        return line
-
-
-def _stream(stream: IO[str] | None) -> IO[str]:
-    assert stream is not None
-    return stream

@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
-from time import perf_counter, thread_time
+from time import perf_counter, process_time, thread_time
 from typing import NamedTuple, TypeVar
 
 from kvstore.config import memory_limit, memory_limit_files
@@ -33,6 +33,37 @@ Turn = Callable[[], Cost]
 
 Progress = Callable[[str], None] | None
 """Where a bench says what it is doing, one line at a time."""
+
+
+def teller(progress: Progress) -> Callable[[str], None]:
+    """The same; what is said is heard nowhere where there is none."""
+    return progress or (lambda _: None)
+
+
+class Stopwatch:
+    """Runs from now on."""
+
+    def __init__(self, cpu: Callable[[], float] = process_time) -> None:
+        """cpu: whose processor time, of all threads or of this one."""
+        self._cpu = cpu
+        self._worked, self._began = cpu(), perf_counter()
+
+    def cost(self, pieces: int = 1) -> Cost:
+        """So far, of each of so many pieces of work."""
+        wall, worked = perf_counter() - self._began, self._cpu() - self._worked
+        return Cost(wall / pieces, worked / pieces)
+
+
+def timed(work: Callable[[], object]) -> Turn:
+    """A turn that does the work once."""
+
+    def turn() -> Cost:
+        watch = Stopwatch()
+        work()
+        return watch.cost()
+
+    return turn
+
 
 WARM_UP_LAPS = 2
 Name = TypeVar("Name", bound=Hashable)

@@ -14,13 +14,13 @@ from functools import partial
 from hashlib import blake2b
 from itertools import count
 from math import ceil
-from time import perf_counter, thread_time
+from time import thread_time
 from typing import Any
 
 import numpy as np
 import torch
 
-from kvstore.bench.measure import Against, Cost, Together, Turn, against, available_bytes
+from kvstore.bench.measure import Against, Cost, Stopwatch, Together, Turn, against, available_bytes
 from kvstore.bench.row import Row, Target, rate_row
 from kvstore.bench.sidecar import Sidecar
 from kvstore.block.account import MissReason
@@ -438,10 +438,10 @@ class Chain:
     def turn(self) -> Cost:
         """The keys of one prompt."""
         raw, step, base = self._raw, self._step, self._base
-        cpu, start = thread_time(), perf_counter()
+        watch = Stopwatch(thread_time)
         parent = bytes(32)
         for at in range(0, len(raw) - step + 1, step):
             state = base.copy()
             state.update(parent + raw[at : at + step])
             parent = state.digest()
-        return Cost(perf_counter() - start, thread_time() - cpu)
+        return watch.cost()

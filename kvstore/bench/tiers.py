@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import count
 from time import sleep
 from typing import Any
@@ -25,7 +24,7 @@ from engine_adapter.chunks.space import ChunkOutcomes, ChunkSpace
 from engine_adapter.paged.step_plan import NamespaceSpec
 from kvstore.bench import nvme
 from kvstore.bench import rig as door
-from kvstore.bench.measure import Progress, Together, against, available_bytes
+from kvstore.bench.measure import Progress, Together, against, available_bytes, teller
 from kvstore.bench.nvme import WORDS
 from kvstore.bench.rig import (
     DIGESTS,
@@ -115,11 +114,11 @@ def run(options: TiersOptions | None = None, progress: Progress = None, only: st
     wanted = TIERS if only is None else (only,)
     if NVME in wanted:
         nvme.check_directory(options.nvme)  # before minutes are spent on other tiers
-    say = partial(_tell, progress)
+    say = teller(progress)
     sections = []
     if DRAM in wanted:
         options = _fitting(options)
-        rows = _run_dram(options, progress)
+        rows = _run_dram(options, say)
         sections.append(Section(rows, "DRAM, in this process", DRAM_WORDS, left_out=LEFT_OUT[DRAM]))
     if DOOR in wanted:
         rows = door.run(options.door, say)
@@ -147,14 +146,12 @@ def _fitting(options: TiersOptions) -> TiersOptions:
     return replace(options, working_set_bytes=min(options.working_set_bytes, spare // BUFFERS))
 
 
-def _run_dram(options: TiersOptions, progress: Progress) -> list[Row]:
+def _run_dram(options: TiersOptions, say: Callable[[str], None]) -> list[Row]:
     """Every shape in both orders of pages."""
     rows = []
     for shape in options.shapes:
         blocks = max(1, options.working_set_bytes // (PROMPTS * shape.payload_bytes))
         for order, page_tokens in ((HEAD_MAJOR, 0), (TOKEN_MAJOR, options.page_tokens)):
-            subject = f"{format_size(shape.payload_bytes)} frames, pages {order}"
-            say = partial(_tell, progress, subject=f"{subject}: ")
             rows += _measure(shape, blocks, order, page_tokens, options, say)
     return rows
 
@@ -162,7 +159,8 @@ def _run_dram(options: TiersOptions, progress: Progress) -> list[Row]:
 def _measure(
     shape: BlockShape, blocks: int, order: str, page_tokens: int, options: TiersOptions, say: Callable[[str], None]
 ) -> list[Row]:
-    say("filling memory")
+    subject = f"{format_size(shape.payload_bytes)} frames, pages {order}"
+    say(f"{subject}: filling memory")
     pool = PagePool(shape, blocks, page_tokens)
     threads = max(options.threads)
     sides = {checked: Side(shape, blocks, pool, threads, taken) for checked, taken in DIGESTS.items()}
@@ -171,7 +169,7 @@ def _measure(
     try:
         for path in ("get", "put"):
             for threads in options.threads:
-                say(f"{path}, threads: {threads}")
+                say(f"{subject}: {path}, threads: {threads}")
                 moved = getattr(limit, path)
                 with Together(1) as alone, Together(threads) as team:
                     turns = {(path, side): turn_of(team, getattr(sides[side], path), threads) for side in sides}
@@ -245,8 +243,3 @@ def _measure_host_pool(shape: BlockShape, laps: int, say: Callable[[str], None])
     finally:
         limit.close()
     return rows
-
-
-def _tell(progress: Progress, what: str, subject: str = "") -> None:
-    if progress is not None:
-        progress(subject + what)

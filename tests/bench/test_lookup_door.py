@@ -69,7 +69,7 @@ def filled() -> Iterator[str]:
 
 def test_clients_are_processes_that_do_as_they_are_told(filled: str) -> None:
     with lookup_door.Clients(FEW, filled, STORED) as clients:
-        numbers = [process.pid for process in clients._processes]
+        numbers = [child.process.pid for child in clients.children]
         assert len({*numbers, os.getpid()}) == 1 + FEW.clients
         started = perf_counter()
         costs = [clients.match(), clients.hash(), clients.match()]
@@ -77,13 +77,12 @@ def test_clients_are_processes_that_do_as_they_are_told(filled: str) -> None:
         assert [cost.wall for cost in costs[::2]] == [FEW.client_seconds / len(waits) for waits in clients.waits]
         assert all(0 < cost.wall <= FEW.client_seconds and cost.cpu > 0 for cost in costs)
         assert max(map(max, clients.waits)) <= FEW.client_seconds
-    assert [process.returncode for process in clients._processes] == [0, 0]
-    assert not clients._errors.exists()
+    assert [child.process.returncode for child in clients.children] == [0, 0]
 
 
 def test_a_match_that_is_not_whole_is_no_measurement(filled: str) -> None:
     with (
-        pytest.raises(StoreError, match=r"a client ended with 1:(?s:.*)AssertionError(?s:.*): Match\(blocks=0"),
+        pytest.raises(StoreError, match=r"lookup_client ended with 1:(?s:.*)AssertionError(?s:.*): Match\(blocks=0"),
         lookup_door.Clients(replace(FEW, clients=1), filled, 30 * STORED) as clients,
     ):
         for _ in range(100):

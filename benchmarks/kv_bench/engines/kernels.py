@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from kv_bench.engines.paged_pool import FAILURES, route_named, told
 from kv_bench.engines.random_llama import ONE_B, SHAPES, TINY
 from kv_kernels.device_transfers import SEGMENT_BYTES
 from kv_kernels.int8 import KC64
-from kvstore.bench.measure import Progress
+from kvstore.bench.measure import Progress, teller
 from kvstore.bench.rig import BlockShape
 from kvstore.bench.row import BenchResult, Row, Section
 from kvstore.block.errors import BadInput
@@ -121,7 +120,7 @@ def run(
     options = options or (KernelsOptions() if chosen.type == "cuda" else SMALL)
     wanted = _checked(options, stages)
     result = KernelsResult(options, chosen, route_named(options.route, chosen).name)
-    say = partial(_tell, progress)
+    say = teller(progress)
     for stage in wanted:
         with _noting(result.faults, stage):
             give_memory_back(chosen)
@@ -243,8 +242,3 @@ def _noting(faults: list[str], stage: str) -> Iterator[None]:
         raise
     except FAILURES as error:
         faults.append(f"the stage {stage} ended early: {told(error)}")
-
-
-def _tell(progress: Progress, what: str) -> None:
-    if progress is not None:
-        progress(what)

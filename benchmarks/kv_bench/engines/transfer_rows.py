@@ -7,10 +7,9 @@ direction, right before and after; for both directions at once it is both copies
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, nullcontext
 from functools import partial
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from kv_kernels.pools import PoolTable
 from kv_kernels.transfer import Loader, Saver
 from kv_kernels.transfer_state import LayerSlice, Transfer, TransferOutcome, layer_slices
 from kv_kernels.worker import ThreadWorker
-from kvstore.bench.measure import Against, Cost, Turn, against
+from kvstore.bench.measure import Against, against, timed
 from kvstore.bench.rig import BlockShape
 from kvstore.bench.row import Row, Target, rate_row
 from tiering.dram.extents import Extent
@@ -61,15 +60,15 @@ class PagedKernel:
             self._route.saver(pools, self._codec, table, staged, 0, status)()
 
     def pages(self, frames: range, layers: LayerSlice) -> list[Region]:
-        """Asked for by the chaos device only."""
+        """Asked for by a device that checks accesses."""
         return []
 
     def tables(self) -> list[Region]:
-        """Asked for by the chaos device only."""
+        """Asked for by a device that checks accesses."""
         return []
 
     def findings(self) -> list[Region]:
-        """Asked for by the chaos device only."""
+        """Asked for by a device that checks accesses."""
         return []
 
     def end(self, kernels: Stream) -> None:
@@ -205,8 +204,8 @@ def measure(
                 matches = transfers.check()
                 for direction in DIRECTIONS:
                     plain = partial(limit.run, direction, transfers.wire_bytes)
-                    turns = {direction: _turn(partial(transfers.run, direction))}
-                    found = against(_turn(plain), turns, laps)[direction]
+                    turns = {direction: timed(partial(transfers.run, direction))}
+                    found = against(timed(plain), turns, laps)[direction]
                     is_targeted = device.type == "cuda" and transfers.wire_bytes >= TARGETED_BYTES
                     target = TARGET if is_targeted else None
                     yield _row(transfers, direction, layers_at_once, found, target, is_direct, matches)
@@ -240,16 +239,6 @@ def _row(
         is_direct=is_direct,
         matches_twin=matches,
     )
-
-
-def _turn(work: Callable[[], object]) -> Turn:
-    def turn() -> Cost:
-        start = perf_counter()
-        work()
-        seconds = perf_counter() - start
-        return Cost(seconds, seconds)
-
-    return turn
 
 
 def _give_back(extents: PinnedExtents, extent: Extent) -> None:

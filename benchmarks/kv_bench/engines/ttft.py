@@ -19,7 +19,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -50,7 +49,7 @@ from kv_bench.engines.ttft_rows import (
     TtftResult,
     parse_tokens,
 )
-from kvstore.bench.measure import Progress, available_bytes, quiet_collector
+from kvstore.bench.measure import Progress, available_bytes, quiet_collector, teller
 from kvstore.bench.row import MS, Row, Target
 from kvstore.block.codec import codec_named
 from kvstore.block.errors import BadInput
@@ -77,7 +76,7 @@ def run(
     chosen = device_named(device)
     options = options or (TtftOptions() if chosen.type == "cuda" else SMALL)
     _check(options, chosen)
-    say = partial(_tell, progress)
+    say = teller(progress)
     budget = Budget(perf_counter() + options.seconds)
     say(f"a random {options.shape} Llama")
     # Not the model's own limit: a prompt as long as that has no room for what stands behind it.
@@ -339,8 +338,3 @@ def _median_seconds(work: Callable[[], object], laps: int) -> float:
         work()
         times.append(perf_counter() - start)
     return median(times)
-
-
-def _tell(progress: Progress, what: str) -> None:
-    if progress is not None:
-        progress(what)

@@ -22,7 +22,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
@@ -59,7 +58,7 @@ from kv_bench.engines.vllm_rows import (
     overhead_row,
     ttft_rows,
 )
-from kvstore.bench.measure import Progress
+from kvstore.bench.measure import Progress, teller
 from kvstore.bench.sidecar import Sidecar
 from kvstore.bench.traffic.random_llama import LLAMAS, TINY, kv_bytes_per_token, save_model
 from kvstore.block.errors import BadInput, StoreError
@@ -122,7 +121,7 @@ def run(options: VllmOptions | None = None, progress: Progress = None) -> VllmRe
         )
     options = options or VllmOptions()
     with tempfile.TemporaryDirectory(prefix="kvstore-bench-") as scratch:
-        bench = _Bench(options, Path(scratch), partial(_tell, progress))
+        bench = _Bench(options, Path(scratch), teller(progress))
         bench.save_model()
         steps = {
             TTFT: bench.ttft,
@@ -464,11 +463,6 @@ def _sample(answer: Mapping[str, Any]) -> Sample:
 def _shared_memory() -> str | None:
     """A folder that is memory, where there is one; else that of temporary files."""
     return SHARED_MEMORY if os.path.isdir(SHARED_MEMORY) and os.access(SHARED_MEMORY, os.W_OK) else None
-
-
-def _tell(progress: Progress, what: str) -> None:
-    if progress is not None:
-        progress(what)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

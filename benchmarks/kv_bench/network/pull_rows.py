@@ -10,17 +10,15 @@ import importlib.util
 import json
 import mmap
 import socket
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from time import monotonic, perf_counter, process_time, sleep
+from time import monotonic, process_time, sleep
 from typing import Any
 
 from kv_bench.network.pull_holder import CLEAR, CPU, RAW, SEALED, SECRET, UCX, key_of, stamp_of
-from kvstore.bench.measure import Cost, Turn, against
+from kvstore.bench.child import Child
+from kvstore.bench.measure import Cost, Stopwatch, Turn, against
 from kvstore.bench.row import BenchResult, Row, Section, Target, rate_row
 from kvstore.peers.checks import FrameChecks
 from kvstore.peers.sealed import FRAMES, PIECE_BYTES, FrameSeal
@@ -68,8 +66,10 @@ def run(options: PullBenchOptions, say: Callable[[str], None]) -> BenchResult:
     whole = memoryview(memory)
     slots = [whole[at : at + stamp.frame_bytes] for at in range(0, len(whole), stamp.frame_bytes)]
     check = FrameChecks([stamp.pack()], [key_of(number) for number in range(options.frames)])
-    job = {"frames": options.frames, "payload_bytes": options.payload_bytes, "options": OPTIONS}
-    with _holder({**job, "doors": sorted({door for door, _ in ways.values()})}) as ask:
+    job: dict[str, Any] = {"frames": options.frames, "payload_bytes": options.payload_bytes, "options": OPTIONS}
+    job["doors"] = sorted({door for door, _ in ways.values()})
+    with Child("kv_bench.network.pull_holder", json.dumps(job)) as holder:
+        ask = holder.ask
         with socket.create_connection(numeric_address(ask(RAW))) as raw:
             say(f"pulling, {options.laps} laps")
             turns: dict[str, Turn] = {
@@ -108,16 +108,16 @@ def _pull(
 ) -> Cost:
     deadline = monotonic() + LONGEST_SECONDS
     reader = way.connect(_offer(ask, door), SECRET, deadline)
-    began, worked = perf_counter(), process_time()
+    watch = Stopwatch()
     pulled = reader.pull(slots, check, deadline)
-    cost = Cost(perf_counter() - began, process_time() - worked)
+    cost = watch.cost()
     reader.close()
     assert pulled == len(slots), reader.ended
     return cost
 
 
 def _stream(raw: socket.socket, slots: list[memoryview]) -> Cost:
-    began, worked = perf_counter(), process_time()
+    watch = Stopwatch()
     raw.sendall(b"g")
     for slot in slots:
         view = slot
@@ -125,19 +125,19 @@ def _stream(raw: socket.socket, slots: list[memoryview]) -> Cost:
             count = raw.recv_into(view)
             assert count, "the holder ended"
             view = view[count:]
-    return Cost(perf_counter() - began, process_time() - worked)
+    return watch.cost()
 
 
 def _seal(seal: FrameSeal, slots: list[memoryview]) -> Cost:
     """As a door does, and not sent."""
     ring = memoryview(bytearray(PIECE_BYTES))
-    began, worked = perf_counter(), process_time()
+    watch = Stopwatch()
     for number, slot in enumerate(slots):
         sealing = seal.sealing(FRAMES, number, bytes(RECORD.size))
         for at in range(0, len(slot), PIECE_BYTES):
             sealing.update_into(slot[at : at + PIECE_BYTES], ring)
         sealing.finalize()
-    return Cost(perf_counter() - began, process_time() - worked)
+    return watch.cost()
 
 
 def _idle(ask: Callable[[str], Any], way: PullTransport) -> float:
@@ -153,21 +153,3 @@ def _idle(ask: Callable[[str], Any], way: PullTransport) -> float:
 def _offer(ask: Callable[[str], Any], door: str) -> PullOffer:
     said = ask(door)
     return PullOffer(**{**said, "token": bytes.fromhex(said["token"]), "frame_bytes": tuple(said["frame_bytes"])})
-
-
-@contextmanager
-def _holder(job: dict[str, Any]) -> Iterator[Callable[[str], Any]]:
-    """What asks the other process."""
-    command = [sys.executable, "-m", "kv_bench.network.pull_holder", json.dumps(job)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdin is not None and holder.stdout is not None
-        asks, answers = holder.stdin, holder.stdout
-
-        def ask(what: str) -> Any:
-            print(what, file=asks, flush=True)
-            return json.loads(answers.readline())
-
-        try:
-            yield ask
-        finally:
-            asks.close()

@@ -8,8 +8,6 @@ turns in which another tenant keeps 256 calls under way; and in turns in which t
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -17,12 +15,12 @@ from time import perf_counter, sleep
 from typing import Any
 
 from kv_bench.network.flood import READY, stub_of
+from kvstore.bench.child import Child
 from kvstore.bench.lookup_client import MODEL
 from kvstore.bench.measure import quantile
 from kvstore.bench.rig import BlockShape, PagePool
 from kvstore.bench.row import MS, BenchResult, Row, Section, Target
 from kvstore.bench.sidecar import LONGEST_SECONDS, Sidecar, open_patiently
-from kvstore.block.errors import StoreError
 from kvstore.client.framing import FramedSocket
 from kvstore.node import SystemClock
 from kvstore.protocol import messages as m
@@ -71,33 +69,26 @@ def run(options: NetworkBenchOptions, say: Callable[[str], None]) -> BenchResult
             "namespace": _namespace_of_flood(sidecar, shape),
         }
         job |= {"keys": b"".join(keys).hex(), "calls": options.streams}
-        command = [sys.executable, "-m", "kv_bench.network.flood", json.dumps(job)]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as flood:
-            assert flood.stdin is not None and flood.stdout is not None
-            try:
-                if flood.stdout.readline().strip() != READY:
-                    raise StoreError(f"the flood ended with {flood.wait(LONGEST_SECONDS)}")
-                stub, metadata = stub_of(sidecar.grpc), _metadata(TOKEN)
-                request = MatchRequest(namespace=namespace, prompt=Prompt(keys=b"".join(keys)))
-                hashed, good, others = handle.hashed(prompt), 0, 0
-                works = [
-                    lambda: handle.match(hashed),
-                    lambda: stub.Match(request, timeout=CALL_SECONDS, metadata=metadata),
-                ]
-                quiet: list[list[float]] = [[], []]
-                flooded: list[list[float]] = [[], []]
-                for lap in range(options.flood_laps):
-                    say(f"flooding, lap {lap + 1} of {options.flood_laps}")
-                    for work, found in zip(works, quiet, strict=True):
-                        found.append(_p99(work, options.seconds))
-                    end = perf_counter() + 2 * options.seconds
-                    print(end, file=flood.stdin, flush=True)
-                    for work, found in zip(works, flooded, strict=True):
-                        found.append(_p99(work, options.seconds))
-                    told = json.loads(flood.stdout.readline())
-                    good, others = good + told["good"], others + told["others"]
-            finally:
-                flood.stdin.close()
+        stub, metadata = stub_of(sidecar.grpc), _metadata(TOKEN)
+        request = MatchRequest(namespace=namespace, prompt=Prompt(keys=b"".join(keys)))
+        hashed, good, others = handle.hashed(prompt), 0, 0
+        works: list[Callable[[], Any]] = [
+            lambda: handle.match(hashed),
+            lambda: stub.Match(request, timeout=CALL_SECONDS, metadata=metadata),
+        ]
+        quiet: tuple[list[float], list[float]] = ([], [])
+        flooded: tuple[list[float], list[float]] = ([], [])
+        with Child("kv_bench.network.flood", json.dumps(job)) as flood:
+            assert flood.hear() == READY
+            for lap in range(options.flood_laps):
+                say(f"flooding, lap {lap + 1} of {options.flood_laps}")
+                for work, found in zip(works, quiet, strict=True):
+                    found.append(_p99(work, options.seconds))
+                flood.say(str(perf_counter() + 2 * options.seconds))
+                for work, found in zip(works, flooded, strict=True):
+                    found.append(_p99(work, options.seconds))
+                told = json.loads(flood.hear())
+                good, others = good + told["good"], others + told["others"]
         seconds = 2 * options.seconds * options.flood_laps
         parked = _beside_awaits(options, sidecar, shape, works[0], say)
         return result_of(options, (match, empty, local), (quiet, flooded), parked, (good / seconds, others / seconds))

@@ -21,7 +21,7 @@ from time import perf_counter, sleep, thread_time
 from typing import Any
 
 from kv_bench.network.raw_peer import GET, SET, fill, raw_peer
-from kvstore.bench.measure import Cost, Turn, against
+from kvstore.bench.measure import Cost, Stopwatch, Turn, against
 from kvstore.bench.row import BenchResult, Section, Target, rate_row
 from kvstore.block.errors import StoreError
 from tiering.clock import SystemClock
@@ -127,11 +127,10 @@ class _Frames:
         return lambda: self._timed(work, raw)
 
     def _timed(self, work: Callable[[int, Any], None], way: Any) -> Cost:
-        began, worked = perf_counter(), thread_time()
+        watch = Stopwatch(thread_time)
         for number in range(len(self._slots)):
             work(number, way)
-        count = len(self._slots)
-        return Cost((perf_counter() - began) / count, (thread_time() - worked) / count)
+        return watch.cost(len(self._slots))
 
     def _set(self, number: int, engine: ValkeyEngine) -> None:
         slot = self._slots[number]
