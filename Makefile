@@ -152,7 +152,7 @@ check: $(STAMP)
 	$(VENV)/bin/mypy
 
 bench: $(STAMP)
-	$(VENV)/bin/kvstore bench all $(ARGS)
+	$(VENV)/bin/python benchmarks/benches.py all $(ARGS)
 
 gpu: $(if $(PYTHON),,$(STAMP))
 	@$(or $(PYTHON),$(VENV)/bin/python) benchmarks/gpu.py $(foreach stage,$(STAGE),--stage $(stage)) $(ARGS)

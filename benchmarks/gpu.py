@@ -142,7 +142,7 @@ def _options() -> argparse.Namespace:
 def _environment(device: str) -> dict[str, str]:
     """This process's, with the packages of this tree; kernels are compiled on a GPU, whatever was set before."""
     settings = dict(os.environ)
-    paths = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")]
+    paths = [str(ROOT), *(str(ROOT / folder) for folder in ("kernels", "benchmarks", "tests"))]
     settings["PYTHONPATH"] = os.pathsep.join(paths + [path for path in [settings.get("PYTHONPATH", "")] if path])
     settings.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if device == CUDA:
@@ -154,7 +154,7 @@ def _described(device: str) -> dict[str, Any]:
     """The device, asked in a process of its own: this one takes none of a GPU's memory."""
     program = (
         "import json, sys\n"
-        "from kvstore.bench.engines.on_device import describe, device_named\n"
+        "from kv_bench.engines.on_device import describe, device_named\n"
         "from kvstore.block.errors import BadInput\n"
         "try:\n"
         "    print(json.dumps(describe(device_named(sys.argv[1]))))\n"

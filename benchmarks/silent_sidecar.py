@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from kvstore.bench.engines.vllm_rows import LLAMAS, MID, TINY
+from kvstore.bench.traffic.random_llama import LLAMAS, MID, TINY
 
 PLAIN, STORE = "no store", "silent store"
 SHAPES = {"hf": TINY, "vllm": MID}
@@ -75,10 +75,10 @@ def transformers_engines(url: str, scratch: Path) -> Iterator[dict[str, Ask]]:
 
 @contextmanager
 def vllm_engines(url: str, scratch: Path) -> Iterator[dict[str, Ask]]:
-    from kvstore.bench.engines.ttft_vllm import EngineProcess
+    from kv_bench.engines.ttft_vllm import EngineProcess
 
     model = scratch / "model"
-    subprocess.run([sys.executable, "-m", "kvstore.bench.engines.random_llama", SHAPES["vllm"], str(model)], check=True)
+    subprocess.run([sys.executable, "-m", "kvstore.bench.traffic.random_llama", SHAPES["vllm"], str(model)], check=True)
     transfer = {
         "kv_connector": "KvStoreConnector",
         "kv_connector_module_path": "engine_adapter.vllm_connector",

@@ -11,7 +11,7 @@ from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
 
-from kvstore.bench.engines.timed_connector import TimedConnector
+from kv_bench.engines.timed_connector import TimedConnector
 
 LINK_FILE = "KVSTORE_BENCH_LINK"
 FRAME_BYTES = "KVSTORE_BENCH_FRAME_BYTES"

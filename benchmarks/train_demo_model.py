@@ -33,7 +33,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvstore.demo.corpus import read_sources, windows
+from kv_bench.corpus import read_sources, windows
 
 POSITIONS = 4096
 TIED = "lm_head.weight"

@@ -24,14 +24,15 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
-from throttled_link import FRAME_BYTES, LINK_FILE
 
-from kvstore.bench.engines import ttft_vllm
-from kvstore.bench.engines.ttft_vllm import PAGE_TOKENS, PATIENT, RAW
-from kvstore.bench.engines.vllm_rows import LLAMAS, VllmOptions
+from kv_bench.engines import ttft_vllm
+from kv_bench.engines.ttft_vllm import PAGE_TOKENS, PATIENT, RAW
+from kv_bench.engines.vllm_rows import VllmOptions
+from kvstore.bench.traffic.random_llama import LLAMAS
 from kvstore.insight.models import described
 from kvstore.insight.plan import PlanRequest, SizePlan, TierSpeed, plan
 from kvstore.insight.replays import QUADRATIC_TOKENS
+from throttled_link import FRAME_BYTES, LINK_FILE
 
 ALLOWED = 0.1
 CROSSINGS = (1.5, 2.5, 3.5)

@@ -23,9 +23,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from kvstore.bench.engines import ttft_vllm
-from kvstore.bench.engines.ttft_vllm import PATIENT, PLAIN, RAW
-from kvstore.bench.engines.vllm_rows import VllmOptions
+from kv_bench.engines import ttft_vllm
+from kv_bench.engines.ttft_vllm import PATIENT, PLAIN, RAW
+from kv_bench.engines.vllm_rows import VllmOptions
 from kvstore.cli import ask
 from kvstore.node import SystemClock
 

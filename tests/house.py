@@ -28,7 +28,6 @@ are its own, and their classes are services that have the names of classes here.
 
 NEW_ROOMS = (
     "engine_adapter/handoff",
-    "kvstore/bench/network",
     "kvstore/bench/traffic",
     "kvstore/console",
     "kvstore/courier",

@@ -16,8 +16,10 @@ from workbench import MODEL, ids, random_pages, small_layout
 
 pytest.importorskip("typer")
 
+import benches
 from kvstore.cli import main as cli
-from kvstore.cli.terminal import COMMANDS
+from kvstore.cli.bench import MOVED
+from kvstore.cli.terminal import COMMANDS, bench
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_SECONDS = 200
@@ -179,8 +181,17 @@ def test_unusable_options_of_a_bench_are_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     pytest.importorskip("transformers")
+    assert benches.bench is bench, "it adds the words that only a checkout has"
     line = error_line(run_here(monkeypatch, capsys, "bench", *arguments))
     assert all(hint in line for hint in hints), line
+
+
+def test_a_bench_that_is_not_installed_is_started_in_a_checkout_and_named_elsewhere() -> None:
+    assert "blocks=7" in error_line(run_cli("bench", "restart", "--blocks", "7"))
+    away = "import kvstore\nkvstore.__file__ = '/nowhere/kvstore/__init__.py'"
+    for word in MOVED:
+        line = error_line(run_cli("bench", word, "--json", before=away))
+        assert "not installed" in line and f"python benchmarks/benches.py {word}" in line
 
 
 # The check of a directory ---------------------------------------------------------------------------------------

@@ -17,9 +17,10 @@ ROOT = Path(__file__).resolve().parent.parent
 MOST_ROOMS, MOST_FLOORS = 26, 13
 MOST_NEW_LINES = 9000
 """Of the rooms that came later, in all, but for those that have a budget of their own."""
+MOST_BENCH_LINES = 5000
+"""Of benches and demo in the wheel together."""
 MOST_LINES_OF = {
     "kvstore/network": 2500,
-    "kvstore/bench/network": 1500,
     "kvstore/peers": 2500,
     "kvstore/pool": 850,
     "kvstore/courier": 4000,
@@ -69,6 +70,11 @@ def test_new_rooms_stay_small(house: House) -> None:
     own = {room: sum(n for path, n in lines.items() if path.rpartition("/")[0] == room) for room in MOST_LINES_OF}
     assert sum(lines.values()) - sum(own.values()) <= MOST_NEW_LINES
     assert {room: count for room, count in own.items() if count > MOST_LINES_OF[room]} == {}
+
+
+def test_benches_and_demo_stay_small(house: House) -> None:
+    lines = [count for path, count in house.lines().items() if path.startswith(("kvstore/bench/", "kvstore/demo/"))]
+    assert 0 < sum(lines) <= MOST_BENCH_LINES
 
 
 def test_no_folder_is_crowded(house: House) -> None:

@@ -1,8 +1,8 @@
 """What a transfer needs of a device: streams, events, copies, and host memory that they can reach.
 
-Two implementations: `cuda`, and `chaos`, which runs on a CPU in any order that is legal and finds missing waits. The
-words are CUDA's: a stream runs its work in order; streams are ordered among each other, and with the host, by events
-only. Nothing here blocks but `Event.wait`.
+One implementation: `cuda`. The tests have another one, which runs on a CPU in any order that is legal and finds missing
+waits. The words are CUDA's: a stream runs its work in order; streams are ordered among each other, and with the host,
+by events only. Nothing here blocks but `Event.wait`.
 
 Memory is passed as flat uint8 tensors, so that one call moves many runs; regions are addresses, and only a device that
 checks asks for them. Must never know blocks, tiers or keys.

@@ -44,15 +44,15 @@ class PageKernel(Protocol):
         ...
 
     def pages(self, frames: range, layers: LayerSlice) -> Iterable[Region]:
-        """What it reads (save) or writes (load) of the pools. Asked for by the chaos device only."""
+        """What it reads (save) or writes (load) of the pools. Asked for by a device that checks accesses."""
         ...
 
     def tables(self) -> Iterable[Region]:
-        """What else it reads. Asked for by the chaos device only."""
+        """What else it reads. Asked for by a device that checks accesses."""
         ...
 
     def findings(self) -> Iterable[Region]:
-        """What else it writes. Asked for by the chaos device only."""
+        """What else it writes. Asked for by a device that checks accesses."""
         ...
 
     def end(self, kernels: Stream) -> None:

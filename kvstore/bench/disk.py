@@ -20,10 +20,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from time import perf_counter, process_time, time
+from time import time
 from typing import NamedTuple, Protocol
 
-from kvstore.bench.measure import Cost, Together
+from kvstore.bench.measure import Cost, Stopwatch, Together
 from kvstore.node import MOVE_THREADS
 
 DEPTH = MOVE_THREADS
@@ -203,11 +203,11 @@ class Loop:
                         moved = call(descriptor, [pair[1]], pair[0])
                         assert moved == size, f"the disk stopped at {moved} of {size} bytes"
 
-                cpu, start = process_time(), perf_counter()
+                watch = Stopwatch()
                 self._team.run([work] * DEPTH)
                 if flags == os.O_RDWR:
                     os.fdatasync(descriptor)
-                return Cost(perf_counter() - start, process_time() - cpu)
+                return watch.cost()
         finally:
             os.close(descriptor)
 

@@ -17,15 +17,15 @@ import sys
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from time import perf_counter, thread_time
-from typing import Any
 
 import numpy as np
-from rich.table import Table
 
 from kvstore.bench import lookup_door
-from kvstore.bench.measure import Against, Cost, Progress, against, machine, resident_bytes
+from kvstore.bench.measure import Cost, Progress, Stopwatch, against, resident_bytes, teller
 from kvstore.bench.rig import Chain, LookupOptions, Prompts
+from kvstore.bench.row import MS, BenchResult, Row, Section, Target, time_row
 from kvstore.block.codec import RawCodec
 from kvstore.block.identity import KeyRing, Namespace, PrefixHasher, TenantKeys, token_bytes
 from kvstore.block.layout import Layout
@@ -50,25 +50,15 @@ BYTES_TARGET = 300
 PAUSE_TARGET_MS = 50.0
 """No garbage collection stops the process for longer."""
 
+EMBEDDED = "this process"
+WORDS = (
+    "garbage collection: the longest full one, of all that came with the blocks, or of all that this program has "
+    "imported. The slowest insertion is one at which a dictionary of all blocks grew."
+)
+
 _TOGETHER = 64  # prompts that are being stored at the same time, so that their blocks come mixed
 _STEP_BLOCKS = 8  # how many blocks one of them adds at a time
 _SLOTS_OF_EXTENT = 512
-
-
-@dataclass(frozen=True, slots=True)
-class MatchRow:
-    """A match of one prompt, asked again and again, or of many in turn: median milliseconds beside the bare chain's.
-
-    times_chain: the median over laps of their quotient, and its quartiles.
-    """
-
-    blocks: int
-    prompts: str
-    match_ms: float
-    chain_ms: float
-    times_chain: float
-    times_chain_low: float
-    times_chain_high: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,91 +82,10 @@ class Footprint:
         return self.keys + self.names + self.index + self.residency + self.policy + self.slots
 
 
-@dataclass(frozen=True, slots=True)
-class Pauses:
-    """The longest full garbage collection, in milliseconds.
-
-    program_ms: of everything that this program has imported, torch above all, before any block is there. tables_ms: of
-    everything that came with the blocks: the rest is frozen meanwhile, as engines do it after they have started.
-    longest_insert_ms: the slowest single block while filling; then a dictionary of all blocks had to grow.
-    """
-
-    program_ms: float
-    tables_ms: float
-    longest_insert_ms: float
-
-
-@dataclass(frozen=True)
-class LookupResult:
-    """Everything that was measured, and under which conditions."""
-
-    options: LookupOptions
-    matches: list[MatchRow]
-    growth: float
-    footprint: Footprint
-    pauses: Pauses
-    door: lookup_door.DoorResult
-
-    def targets(self) -> list[tuple[str, float, float]]:
-        """(what, measured, at most)."""
-        return [
-            ("match / chain, worst row", max(row.times_chain for row in self.matches), MATCH_TARGET),
-            ("match, large / small index", self.growth, GROWTH_TARGET),
-            ("bytes per block", max(self.footprint.counted, self.footprint.process), BYTES_TARGET),
-            ("garbage collection, ms", self.pauses.tables_ms, PAUSE_TARGET_MS),
-            *self.door.targets(),
-        ]
-
-    def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
-        return {
-            "bench": "lookup",
-            "machine": machine(),
-            "options": asdict(self.options),
-            "matches": [asdict(row) for row in self.matches],
-            "growth": self.growth,
-            "bytes_per_block": {**asdict(self.footprint), "counted": self.footprint.counted},
-            "pauses": asdict(self.pauses),
-            "door": self.door.to_dict(),
-            "targets": [
-                {"what": what, "measured": measured, "at_most": most, "met": measured <= most}
-                for what, measured, most in self.targets()
-            ],
-        }
-
-    def render(self, console: Any) -> None:
-        """Five small tables."""
-        table = Table("blocks", "prompts", "match p50", "chain p50", "match / chain", "quartiles")
-        for row in self.matches:
-            table.add_row(
-                f"{row.blocks:,}",
-                row.prompts,
-                f"{row.match_ms:.3f} ms",
-                f"{row.chain_ms:.3f} ms",
-                f"{row.times_chain:.2f}",
-                f"{row.times_chain_low:.2f} .. {row.times_chain_high:.2f}",
-            )
-        console.print(f"match of {self.options.prompt_tokens:,} tokens, all stored", table, sep="\n")
-        self.door.render(console)
-        names = [name for name in asdict(self.footprint) if name != "process"]
-        table = Table(*names, "together", "by the process")
-        sizes = [getattr(self.footprint, name) for name in names]
-        table.add_row(*(f"{size:.1f}" for size in (*sizes, self.footprint.counted, self.footprint.process)))
-        console.print("bytes per block", table, sep="\n")
-        table = Table("target", "measured", "at most", "")
-        for what, measured, most in self.targets():
-            table.add_row(what, f"{measured:.2f}", f"{most:g}", "met" if measured <= most else "missed")
-        console.print(table)
-        console.print(
-            f"garbage collection: of the blocks alone; of this program without any blocks {self.pauses.program_ms:.1f} "
-            f"ms. The slowest insertion of a block took {self.pauses.longest_insert_ms:.1f} ms: a dictionary grew."
-        )
-
-
-def run(options: LookupOptions | None = None, progress: Progress = None) -> LookupResult:
+def run(options: LookupOptions | None = None, progress: Progress = None) -> BenchResult:
     """Fill both indexes, then match in both, turn by turn; then the same through the door of a sidecar."""
     options = options or LookupOptions()
-    say = progress or _say_nothing
+    say = teller(progress)
     program_ms = longest_collection_ms()
     gc.freeze()
     try:
@@ -196,15 +105,33 @@ def run(options: LookupOptions | None = None, progress: Progress = None) -> Look
         for prompts, rotating in (("the same", False), ("in turn", True))
     }
     measured = against(limit.turn, contenders, options.laps)
-    rows = [_row(blocks, prompts, found) for (blocks, prompts), found in measured.items()]
-    return LookupResult(
-        options,
-        rows,
-        measured[large.blocks, "in turn"].seconds / measured[small.blocks, "in turn"].seconds,
-        large.footprint(grown),
-        Pauses(program_ms, tables_ms, large.longest_insert * 1e3),
-        lookup_door.run(options, say),
-    )
+    rows = [
+        time_row({"by": EMBEDDED, "blocks": blocks, "prompts": prompts}, found, "chain", Target(MATCH_TARGET, False))
+        for (blocks, prompts), found in measured.items()
+    ]
+    growth = measured[large.blocks, "in turn"].seconds / measured[small.blocks, "in turn"].seconds
+    one, together = lookup_door.run(options, say)
+    title = f"a match of {options.prompt_tokens:,} tokens, all stored; ratio: to the chain of hashes alone"
+    sections = [
+        Section([*rows, one], title, name="matches"),
+        Section([together], "by as many client processes together", name="clients"),
+        Section(_figures(growth, large, grown, program_ms, tables_ms), "the index", WORDS, name="figures"),
+    ]
+    return BenchResult("lookup", options, sections)
+
+
+def _figures(growth: float, large: _Filled, grown: int, program_ms: float, tables_ms: float) -> list[Row]:
+    footprint, at_most = large.footprint(grown), partial(Target, is_least=False, of="value")
+    parts = {f"{name}_per_block": value for name, value in asdict(footprint).items() if name != "process"}
+    bytes_target = at_most(BYTES_TARGET)
+    return [
+        Row({"figure": "match, large to small index"}, growth, "times", target=at_most(GROWTH_TARGET)),
+        Row({"figure": "tables of a block"}, footprint.counted, "bytes", target=bytes_target, details=parts),
+        Row({"figure": "a block, as the process grew"}, footprint.process, "bytes", target=bytes_target),
+        Row({"figure": "garbage collection of the blocks"}, tables_ms, MS, target=at_most(PAUSE_TARGET_MS)),
+        Row({"figure": "garbage collection of this program"}, program_ms, MS),
+        Row({"figure": "slowest insertion of a block"}, large.longest_insert * 1e3, MS),
+    ]
 
 
 def longest_collection_ms(times: int = 3) -> float:
@@ -258,9 +185,9 @@ class _Filled:
 
         def one() -> Cost:
             prompt = self._prompts[order[next(turn) % len(order)]]
-            cpu, start = thread_time(), perf_counter()
+            watch = Stopwatch(thread_time)
             found = self.handle.match(prompt)
-            cost = Cost(perf_counter() - start, thread_time() - cpu)
+            cost = watch.cost()
             assert found.blocks == self._chain_blocks and found.reason is None, found
             return cost
 
@@ -312,18 +239,6 @@ class _Filled:
         return parent
 
 
-def _row(blocks: int, prompts: str, found: Against) -> MatchRow:
-    return MatchRow(
-        blocks,
-        prompts,
-        found.seconds * 1e3,
-        found.limit_seconds * 1e3,
-        1 / found.ratio,
-        1 / found.high,
-        1 / found.low,
-    )
-
-
 def _column_bytes(table: object) -> int:
     """Bytes of the columns of a table: arrays by row, whatever their kind."""
     total = 0
@@ -337,7 +252,3 @@ def _column_bytes(table: object) -> int:
 def _allocated(size_bytes: int) -> int:
     """What the allocator takes for a small object: a multiple of 16 bytes."""
     return -(-size_bytes // 16) * 16
-
-
-def _say_nothing(_: str) -> None:
-    pass

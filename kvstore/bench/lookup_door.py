@@ -9,26 +9,21 @@ what the cores give.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack
+from dataclasses import asdict
 from itertools import chain, count
-from pathlib import Path
 from statistics import median
 from time import perf_counter, thread_time
-from types import TracebackType
-from typing import IO, Any
 
 import numpy as np
-from rich.table import Table
 
+from kvstore.bench.child import Child
 from kvstore.bench.lookup_client import MODEL, READY, shape_of
-from kvstore.bench.measure import Against, Cost, Turn, against, quantile
+from kvstore.bench.measure import Cost, Stopwatch, Turn, against, quantile
 from kvstore.bench.rig import Chain, LookupOptions, PagePool, Prompts
-from kvstore.bench.sidecar import LONGEST_SECONDS, Sidecar
+from kvstore.bench.row import Row, Target, time_row
+from kvstore.bench.sidecar import Sidecar
 from kvstore.block.errors import StoreError
 from kvstore.client.handle import NamespaceHandle
 from kvstore.config import MIN_DRAM_BYTES
@@ -39,91 +34,13 @@ MATCH_TARGET = 2.97
 CLIENTS_TARGET = 3.7
 """Time for each match more, of all clients together, in chains: 1,000 matches a second where the chain is 0.27 ms."""
 
+SOCKET = "a sidecar's socket"
 _HEAD_START_SECONDS = 0.05
 """For all processes to have read what to do."""
 
 
-@dataclass(frozen=True, slots=True)
-class DoorMatch:
-    """A match by one client, of prompts in turn, in milliseconds beside the bare chain's: medians and 99th percentiles.
-
-    times_chain: the median over laps of their quotient, and its quartiles.
-    """
-
-    blocks: int
-    match_ms: float
-    match_ms_p99: float
-    chain_ms: float
-    chain_ms_p99: float
-    times_chain: float
-    times_chain_low: float
-    times_chain_high: float
-
-
-@dataclass(frozen=True, slots=True)
-class ClientsMatch:
-    """Clients that match together. matches_per_second: of all of them. chains_per_second: the limit, of the same
-    processes hashing only. share: of the two, the median over laps; share_low and share_high are its quartiles.
-    match_ms, match_ms_p99: how long a client waits for one. times_chain: time for each match more / the chain of one
-    client that has the machine to itself.
-    """
-
-    clients: int
-    matches_per_second: float
-    chains_per_second: float
-    share: float
-    share_low: float
-    share_high: float
-    match_ms: float
-    match_ms_p99: float
-    times_chain: float
-
-
-@dataclass(frozen=True)
-class DoorResult:
-    """Both."""
-
-    one: DoorMatch
-    together: ClientsMatch
-
-    def targets(self) -> list[tuple[str, float, float]]:
-        """(what, measured, at most)."""
-        return [
-            ("match through the door / chain", self.one.times_chain, MATCH_TARGET),
-            (f"{self.together.clients} clients, time per match / chain", self.together.times_chain, CLIENTS_TARGET),
-        ]
-
-    def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
-        return {"match": asdict(self.one), "clients": asdict(self.together)}
-
-    def render(self, console: Any) -> None:
-        """Two tables of one row."""
-        one, together = self.one, self.together
-        table = Table("blocks", "match p50", "p99", "chain p50", "p99", "match / chain", "quartiles")
-        times = (one.match_ms, one.match_ms_p99, one.chain_ms, one.chain_ms_p99)
-        table.add_row(
-            f"{one.blocks:,}",
-            *(f"{milliseconds:.3f} ms" for milliseconds in times),
-            f"{one.times_chain:.2f}",
-            f"{one.times_chain_low:.2f} .. {one.times_chain_high:.2f}",
-        )
-        console.print("the same through a sidecar's socket, prompts in turn", table, sep="\n")
-        table = Table("clients", "matches/s", "hashing only", "share", "quartiles", "match p50", "p99")
-        table.add_row(
-            str(together.clients),
-            f"{together.matches_per_second:,.0f}",
-            f"{together.chains_per_second:,.0f}/s",
-            f"{together.share:.2f}",
-            f"{together.share_low:.2f} .. {together.share_high:.2f}",
-            f"{together.match_ms:.3f} ms",
-            f"{together.match_ms_p99:.3f} ms",
-        )
-        console.print("by as many client processes together", table, sep="\n")
-
-
-def run(options: LookupOptions, say: Callable[[str], None]) -> DoorResult:
-    """Fill a sidecar, then match through its door."""
+def run(options: LookupOptions, say: Callable[[str], None]) -> tuple[Row, Row]:
+    """Fill a sidecar, then match through its door: one client, and many together."""
     stored = options.small_blocks // options.prompt_blocks
     size = frame_bytes(shape_of(options).payload_bytes)
     dram = MIN_DRAM_BYTES + 2 * stored * options.prompt_blocks * size  # extents need not end where a prompt does
@@ -140,33 +57,31 @@ def run(options: LookupOptions, say: Callable[[str], None]) -> DoorResult:
         say(f"starting {options.clients} clients")
         with Clients(options, sidecar.socket, stored) as clients:
             say(f"matching by {options.clients} clients, {options.client_laps} laps")
-            return DoorResult(one, _together(options, clients, one.chain_ms))
+            return one, _together(options, clients, one["limit"])
 
 
-def _one(options: LookupOptions, handle: NamespaceHandle, stored: int) -> DoorMatch:
+def _one(options: LookupOptions, handle: NamespaceHandle, stored: int) -> Row:
     prompts = Prompts(options)
     order = np.random.default_rng(7).permutation(stored).tolist()
     turns = count()
 
     def match() -> Cost:
         prompt = prompts[order[next(turns) % stored]]
-        cpu, start = thread_time(), perf_counter()
+        watch = Stopwatch(thread_time)
         found = handle.match(prompt)
-        cost = Cost(perf_counter() - start, thread_time() - cpu)
+        cost = watch.cost()
         assert found.blocks == options.prompt_blocks and found.reason is None, found
         return cost
 
     matches, chains = _TimedTurn(match), _TimedTurn(Chain(options).turn)
     found = against(chains, {"match": matches}, options.door_laps)["match"]
-    return DoorMatch(
-        stored * options.prompt_blocks,
-        found.seconds * 1e3,
-        quantile(matches.last(options.door_laps), 0.99) * 1e3,
-        found.limit_seconds * 1e3,
-        quantile(chains.last(options.door_laps), 0.99) * 1e3,
-        1 / found.ratio,
-        1 / found.high,
-        1 / found.low,
+    return time_row(
+        {"by": SOCKET, "blocks": stored * options.prompt_blocks, "prompts": "in turn"},
+        found,
+        "chain",
+        Target(MATCH_TARGET, is_least=False),
+        ms_p99=quantile(matches.last(options.door_laps), 0.99) * 1e3,
+        chain_ms_p99=quantile(chains.last(options.door_laps), 0.99) * 1e3,
     )
 
 
@@ -187,19 +102,27 @@ class _TimedTurn:
         return self._walls[-turns:]
 
 
-def _together(options: LookupOptions, clients: Clients, chain_ms: float) -> ClientsMatch:
-    found: Against = against(clients.hash, {"match": clients.match}, options.client_laps)["match"]
+def _together(options: LookupOptions, clients: Clients, chain_ms: float) -> Row:
+    """ratio: of the matches to what the same processes hash when they do nothing else. ms_p50, ms_p99: how long a
+    client waits for one. times_chain: time for each match more / the chain of a client that has the machine alone."""
+    found = against(clients.hash, {"match": clients.match}, options.client_laps)["match"]
     waited = list(chain(*clients.waits[-options.client_laps :]))
-    return ClientsMatch(
-        options.clients,
+    return Row(
+        {"clients": options.clients},
         1 / found.seconds,
-        1 / found.limit_seconds,
-        found.ratio,
-        found.low,
-        found.high,
-        median(waited) * 1e3,
-        quantile(waited, 0.99) * 1e3,
-        found.seconds * 1e3 / chain_ms,
+        "matches/s",
+        found.laps,
+        limit_of="hashing only",
+        limit=1 / found.limit_seconds,
+        ratio=found.ratio,
+        ratio_low=found.low,
+        ratio_high=found.high,
+        target=Target(CLIENTS_TARGET, is_least=False, of="times_chain"),
+        details={
+            "ms_p50": median(waited) * 1e3,
+            "ms_p99": quantile(waited, 0.99) * 1e3,
+            "times_chain": found.seconds * 1e3 / chain_ms,
+        },
     )
 
 
@@ -211,30 +134,16 @@ class Clients:
         self._seconds = options.client_seconds
         self.waits: list[list[float]] = []
         """Of each turn of matches, how long every one of them took, in seconds."""
-        self._scratch = tempfile.TemporaryDirectory(prefix="kvstore-")
-        self._errors = Path(self._scratch.name) / "errors"
-        jobs = [
-            {"socket": socket, "number": number, "prompts": stored, "options": asdict(options)}
-            for number in range(options.clients)
-        ]
-        with self._errors.open("ab") as errors:
-            self._processes = [
-                subprocess.Popen(
-                    [sys.executable, "-m", "kvstore.bench.lookup_client", json.dumps(job)],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=errors,
-                    text=True,
-                )
-                for job in jobs
+        with ExitStack() as stack:
+            jobs = [
+                {"socket": socket, "number": number, "prompts": stored, "options": asdict(options)}
+                for number in range(options.clients)
             ]
-        try:
-            for process in self._processes:
-                said = self._line(process)
+            self.children = [stack.enter_context(Child("kvstore.bench.lookup_client", json.dumps(job))) for job in jobs]
+            for child in self.children:
+                said = child.hear()
                 assert said == READY, said
-        except BaseException:
-            self.close()
-            raise
+            self._stack = stack.pop_all()
 
     def match(self) -> Cost:
         """All match for a while: what a match more costs."""
@@ -246,49 +155,19 @@ class Clients:
         """All compute the chain by itself for a while."""
         return self._turn("hash")[0]
 
-    def close(self) -> None:
-        """End them."""
-        for process in self._processes:
-            with suppress(BrokenPipeError):
-                _stream(process.stdin).close()
-        for process in self._processes:
-            try:
-                process.wait(LONGEST_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            _stream(process.stdout).close()
-        self._scratch.cleanup()
-
     def __enter__(self) -> Clients:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
 
     def _turn(self, work: str) -> tuple[Cost, list[float]]:
         start = perf_counter() + _HEAD_START_SECONDS
         order = json.dumps({"work": work, "start": start, "end": start + self._seconds})
-        for process in self._processes:
-            with suppress(BrokenPipeError):  # it has ended; why is said where its answer is missing
-                print(order, file=process.stdin, flush=True)
-        answers = [json.loads(self._line(process)) for process in self._processes]
+        for child in self.children:
+            child.say(order)
+        answers = [json.loads(child.hear()) for child in self.children]
         seconds = list(chain(*(answer["seconds"] for answer in answers)))
         if not seconds:
             raise StoreError(f"nothing was done in {self._seconds} s; give the clients longer")
         return Cost(self._seconds / len(seconds), sum(answer["cpu"] for answer in answers) / len(seconds)), seconds
-
-    def _line(self, process: subprocess.Popen[str]) -> str:
-        line = _stream(process.stdout).readline().strip()
-        if not line:
-            process.wait(LONGEST_SECONDS)
-            said = self._errors.read_text(errors="replace").strip()
-            raise StoreError(f"a client ended with {process.returncode}: {said[-500:]}")
-        return line
-
-
-def _stream(stream: IO[str] | None) -> IO[str]:
-    assert stream is not None
-    return stream

@@ -14,8 +14,8 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
-from time import perf_counter, thread_time
-from typing import Any, NamedTuple, TypeVar
+from time import perf_counter, process_time, thread_time
+from typing import NamedTuple, TypeVar
 
 from kvstore.config import memory_limit, memory_limit_files
 from tiering.files import read_text_files
@@ -33,6 +33,37 @@ Turn = Callable[[], Cost]
 
 Progress = Callable[[str], None] | None
 """Where a bench says what it is doing, one line at a time."""
+
+
+def teller(progress: Progress) -> Callable[[str], None]:
+    """The same; what is said is heard nowhere where there is none."""
+    return progress or (lambda _: None)
+
+
+class Stopwatch:
+    """Runs from now on."""
+
+    def __init__(self, cpu: Callable[[], float] = process_time) -> None:
+        """cpu: whose processor time, of all threads or of this one."""
+        self._cpu = cpu
+        self._worked, self._began = cpu(), perf_counter()
+
+    def cost(self, pieces: int = 1) -> Cost:
+        """So far, of each of so many pieces of work."""
+        wall, worked = perf_counter() - self._began, self._cpu() - self._worked
+        return Cost(wall / pieces, worked / pieces)
+
+
+def timed(work: Callable[[], object]) -> Turn:
+    """A turn that does the work once."""
+
+    def turn() -> Cost:
+        watch = Stopwatch()
+        work()
+        return watch.cost()
+
+    return turn
+
 
 WARM_UP_LAPS = 2
 Name = TypeVar("Name", bound=Hashable)
@@ -53,6 +84,7 @@ class Against:
     low: float
     high: float
     cpu_ratio: float
+    laps: int = 1
 
     @staticmethod
     def of(costs: Sequence[Cost], limits: Sequence[tuple[Cost, Cost]]) -> Against:
@@ -70,6 +102,7 @@ class Against:
             quantile(ratios, 0.25),
             quantile(ratios, 0.75),
             median(cpu_ratios),
+            len(costs),
         )
 
 
@@ -210,42 +243,3 @@ def _field(path: str, name: str) -> str | None:
     except OSError:
         pass
     return None
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Targets of a bench that were missed, for --check. Reads what a bench prints as JSON: `met` beside a figure.
-#
-# Only targets set for this machine count; a run without any checks nothing, and says so.
-
-
-_MOST_SHOWN = 12
-"""Fields of a row that a line about it names."""
-
-
-def judged(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Every row that has a target, met or missed."""
-    return [row for row in _rows(result) if isinstance(row.get("met"), bool)]
-
-
-def missed(result: Mapping[str, Any]) -> list[str]:
-    """A line for each target that was missed."""
-    return [f"target missed: {_words(row)}" for row in judged(result) if not row["met"]]
-
-
-def _rows(value: Any) -> Iterator[Mapping[str, Any]]:
-    if isinstance(value, Mapping):
-        yield value
-        for one in value.values():
-            yield from _rows(one)
-    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        for one in value:
-            yield from _rows(one)
-
-
-def _words(row: Mapping[str, Any]) -> str:
-    shown = [(name, value) for name, value in row.items() if name != "met" and isinstance(value, str | int | float)]
-    return ", ".join(f"{name} {_short(value)}" for name, value in shown[:_MOST_SHOWN])
-
-
-def _short(value: str | int | float) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

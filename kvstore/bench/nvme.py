@@ -21,7 +21,7 @@ from functools import partial
 from itertools import count, cycle
 from pathlib import Path
 from shutil import rmtree
-from time import perf_counter, process_time, sleep
+from time import sleep
 
 import numpy as np
 import torch
@@ -39,7 +39,7 @@ from kvstore.bench.disk import (
     lay_out,
     working_fio,
 )
-from kvstore.bench.measure import Against, Cost, Turn, against_each, available_bytes
+from kvstore.bench.measure import Against, Cost, Stopwatch, Turn, against_each, available_bytes
 from kvstore.bench.rig import (
     EXTENT_BYTES,
     HEAD_MAJOR,
@@ -48,9 +48,9 @@ from kvstore.bench.rig import (
     TARGETED_BYTES,
     BlockShape,
     PagePool,
-    TierRow,
     row_of,
 )
+from kvstore.bench.row import Row
 from kvstore.block.account import HitTier
 from kvstore.block.errors import BadInput
 from kvstore.client.handle import Match
@@ -145,7 +145,7 @@ def check_directory(options: NvmeOptions) -> None:
         raise BadInput(f"{options.data} cannot be used: {error.strerror}; give another directory") from None
 
 
-def run(options: NvmeOptions, say: Callable[[str], None]) -> tuple[list[TierRow], Disk]:
+def run(options: NvmeOptions, say: Callable[[str], None]) -> tuple[list[Row], Disk]:
     """Measure every shape. Raises `BadInput` where there is too little memory or disk to measure in."""
     check_directory(options)
     with tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=options.data) as scratch:
@@ -231,7 +231,7 @@ class _Measured:
 
         return rested
 
-    def _row(self, path: str, limit: str, shape: BlockShape, blocks: int, found: Against) -> TierRow:
+    def _row(self, path: str, limit: str, shape: BlockShape, blocks: int, found: Against) -> Row:
         is_targeted = self.direct and self.file_system not in IN_MEMORY and shape.payload_bytes >= TARGETED_BYTES
         return row_of(
             found,
@@ -288,9 +288,9 @@ class NvmeSide:
         """Lease the next cold prompt; it is matched before, and released behind."""
         match = self._cold_match()
         with self._counted():
-            cpu, start = process_time(), perf_counter()
+            watch = Stopwatch()
             lease = self._handle.lease(match, deadline_ms=DEADLINE_MS)
-            cost = Cost(perf_counter() - start, process_time() - cpu)
+            cost = watch.cost()
         with lease:
             assert lease.blocks == self._blocks, f"{lease.blocks} of {self._blocks} blocks came up: {lease.reason}"
         return cost
@@ -299,10 +299,10 @@ class NvmeSide:
         """Lease the next cold prompt, and load it into pages."""
         match, pages = self._cold_match(), self._pool.take()
         with self._counted():
-            cpu, start = process_time(), perf_counter()
+            watch = Stopwatch()
             with self._handle.lease(match, deadline_ms=DEADLINE_MS) as lease:
                 loaded = self._handle.get(lease, pages)
-            cost = Cost(perf_counter() - start, process_time() - cpu)
+            cost = watch.cost()
         assert loaded.tokens == self._tokens, f"{loaded.tokens} of {self._tokens} tokens loaded: {loaded.reason}"
         return cost
 
@@ -310,9 +310,9 @@ class NvmeSide:
         """Make a prompt durable that only DRAM has; it was put there before."""
         prompt = self._in_dram_only()
         pages = self._pool.take()
-        cpu, start = process_time(), perf_counter()
+        watch = Stopwatch()
         result = self._handle.put(prompt, pages, durability="disk")
-        cost = Cost(perf_counter() - start, process_time() - cpu)
+        cost = watch.cost()
         assert (result.present, result.reason) == (self._blocks, None), result
         return cost
 

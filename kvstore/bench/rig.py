@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import ctypes
 import secrets
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from itertools import count
 from math import ceil
-from time import perf_counter, thread_time
+from time import thread_time
 from typing import Any
 
 import numpy as np
 import torch
-from rich.markup import escape
-from rich.table import Table
 
-from kvstore.bench.measure import Against, Cost, Together, Turn, against, available_bytes
+from kvstore.bench.measure import Against, Cost, Stopwatch, Together, Turn, against, available_bytes
+from kvstore.bench.row import Row, Target, rate_row
 from kvstore.bench.sidecar import Sidecar
 from kvstore.block.account import MissReason
 from kvstore.block.codec import RawCodec
@@ -210,7 +209,7 @@ def _plane(shape: BlockShape, pages: int, page_tokens: int) -> torch.Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Rows of `kvstore bench tiers`: a path of one tier beside its limit, and the table they are shown in.
+# Rows of `kvstore bench tiers`: a path of one tier beside its limit.
 
 
 DRAM, DOOR, NVME = TIERS = ("dram", "door", "nvme")
@@ -237,43 +236,6 @@ TARGETS: dict[tuple[str, str, bool, int], float] = {
 """(tier, path, with verification, threads): share of one thread's memcpy, for pages in the payload's own order."""
 
 
-@dataclass(frozen=True, slots=True)
-class TierRow:
-    """One path at one frame size: decimal GB/s of payload, and that of the limit in the same run.
-
-    tier: dram, door (the same through a sidecar's socket) or nvme. path: get, put, or memcpy itself on several threads,
-    in the direction of the rows above it; promote, get or persist. prompt_tokens: what one thread moves in one turn.
-    page_order: of the pages that bytes come from or go to. threads: that call the store. limit: memcpy, fio or loop.
-    ratio: of the two, the median over laps; ratio_low and ratio_high are its quartiles. cpu_ratio: the same of
-    processor time over all threads of this process. target: the ratio to reach.
-    """
-
-    tier: str
-    path: str
-    payload_bytes: int
-    prompt_tokens: int
-    page_order: str
-    verified: bool
-    threads: int
-    limit: str
-    gb_per_second: float
-    limit_gb_per_second: float
-    ratio: float
-    ratio_low: float
-    ratio_high: float
-    cpu_ratio: float
-    target: float | None
-
-    @property
-    def met(self) -> bool | None:
-        """Whether the target is reached; None where none is set."""
-        return None if self.target is None else self.ratio >= self.target
-
-    def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
-        return {**asdict(self), "met": self.met}
-
-
 def row_of(
     found: Against,
     shape: BlockShape,
@@ -286,31 +248,26 @@ def row_of(
     threads: int,
     limit: str,
     target: float | None,
-) -> TierRow:
-    """What was measured, as a row. blocks: that one thread moves in one turn."""
-    turn_bytes = blocks * shape.payload_bytes
-    return TierRow(
-        tier,
-        path,
-        shape.payload_bytes,
-        blocks * shape.block_tokens,
-        page_order,
-        verified,
-        threads,
-        limit,
-        turn_bytes / found.seconds / 1e9,
-        turn_bytes / found.limit_seconds / 1e9,
-        found.ratio,
-        found.low,
-        found.high,
-        found.cpu_ratio,
-        target,
-    )
+) -> Row:
+    """One path at one frame size, in GB/s of payload. blocks: that one thread moves in one turn, which are the row's
+    prompt_tokens. page_order: of the pages that bytes come from or go to. threads: that call the store. cpu_ratio: as
+    the ratio, of processor time over all threads of this process."""
+    what = {
+        "tier": tier,
+        "path": path,
+        "payload_bytes": shape.payload_bytes,
+        "prompt_tokens": blocks * shape.block_tokens,
+        "page_order": page_order,
+        "verified": verified,
+        "threads": threads,
+    }
+    wanted = None if target is None else Target(target)
+    return rate_row(what, found, blocks * shape.payload_bytes, limit, wanted, cpu_ratio=found.cpu_ratio)
 
 
 def memcpy_row(
     tier: str, path: str, shape: BlockShape, order: str, verified: bool, threads: int, blocks: int, found: Against
-) -> TierRow:
+) -> Row:
     """The same beside memcpy, with its target where there is one."""
     is_targeted = order == HEAD_MAJOR and shape.payload_bytes >= TARGETED_BYTES
     return row_of(
@@ -325,34 +282,6 @@ def memcpy_row(
         limit="memcpy",
         target=TARGETS.get((tier, path, verified, threads)) if is_targeted else None,
     )
-
-
-def table_of(rows: Iterable[TierRow], *left_out: str) -> Table:
-    """The rows of one tier, without the columns of these names."""
-    table = Table()
-    shown = [(name, cell) for name, cell in _COLUMNS.items() if name not in left_out]
-    for name, _ in shown:
-        table.add_column(name)
-    for row in rows:
-        table.add_row(*(cell(row) for _, cell in shown))
-    return table
-
-
-_MARKS = {True: " met", False: " missed", None: ""}
-_COLUMNS: dict[str, Callable[[TierRow], str]] = {
-    "path": lambda row: row.path,
-    "payload": lambda row: format_size(row.payload_bytes),
-    "tokens": lambda row: f"{row.prompt_tokens:,}",
-    "pages": lambda row: escape(row.page_order),
-    "verified": lambda row: "yes" if row.verified else "no",
-    "threads": lambda row: str(row.threads),
-    "GB/s": lambda row: f"{row.gb_per_second:.1f}",
-    "limit": lambda row: f"{row.limit} {row.limit_gb_per_second:.1f}",
-    "ratio": lambda row: f"{row.ratio:.2f}",
-    "quartiles": lambda row: f"{row.ratio_low:.2f} .. {row.ratio_high:.2f}",
-    "cpu": lambda row: f"{row.cpu_ratio:.2f}",
-    "target": lambda row: "" if row.target is None else f"{row.target:.2f}{_MARKS[row.met]}",
-}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -388,7 +317,7 @@ class DoorOptions:
             raise BadInput(f"prompt_tokens={self.prompt_tokens}; give {largest} or more, which is a block")
 
 
-def run(options: DoorOptions, say: Callable[[str], None]) -> list[TierRow]:
+def run(options: DoorOptions, say: Callable[[str], None]) -> list[Row]:
     """Measure every shape. Raises `BadInput` where there is too little memory."""
     return [row for shape in options.shapes for row in _measure(shape, options, say)]
 
@@ -420,7 +349,7 @@ def memory_of(shape: BlockShape, blocks: int) -> tuple[int, int]:
     return -(-max(wanted * size, MIN_DRAM_BYTES) // extent) * extent, extent
 
 
-def _measure(shape: BlockShape, options: DoorOptions, say: Callable[[str], None]) -> list[TierRow]:
+def _measure(shape: BlockShape, options: DoorOptions, say: Callable[[str], None]) -> list[Row]:
     subject = f"{format_size(shape.payload_bytes)} frames through the door"
     say(f"{subject}: filling memory")
     blocks = _blocks(shape, options)
@@ -509,10 +438,10 @@ class Chain:
     def turn(self) -> Cost:
         """The keys of one prompt."""
         raw, step, base = self._raw, self._step, self._base
-        cpu, start = thread_time(), perf_counter()
+        watch = Stopwatch(thread_time)
         parent = bytes(32)
         for at in range(0, len(raw) - step + 1, step):
             state = base.copy()
             state.update(parent + raw[at : at + step])
             parent = state.digest()
-        return Cost(perf_counter() - start, thread_time() - cpu)
+        return watch.cost()

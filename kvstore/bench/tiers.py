@@ -12,22 +12,20 @@ a full store, so every block stored evicts one: the steady state of a cache.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from itertools import count
 from time import sleep
 from typing import Any
 
 import torch
-from rich.markup import escape
 
 from engine_adapter.chunks.layout import ChunkRun, chunk_layout
 from engine_adapter.chunks.space import ChunkOutcomes, ChunkSpace
 from engine_adapter.paged.step_plan import NamespaceSpec
 from kvstore.bench import nvme
 from kvstore.bench import rig as door
-from kvstore.bench.measure import Progress, Together, against, available_bytes, machine
-from kvstore.bench.nvme import WORDS, Disk
+from kvstore.bench.measure import Progress, Together, against, available_bytes, teller
+from kvstore.bench.nvme import WORDS
 from kvstore.bench.rig import (
     DIGESTS,
     DOOR,
@@ -41,12 +39,11 @@ from kvstore.bench.rig import (
     Memcpy,
     PagePool,
     Side,
-    TierRow,
     memcpy_row,
     row_of,
-    table_of,
     turn_of,
 )
+from kvstore.bench.row import BenchResult, Row, Section
 from kvstore.bench.sidecar import LOOK_SECONDS, Sidecar
 from kvstore.block.codec import RawCodec
 from kvstore.block.errors import BadInput, StoreError
@@ -72,6 +69,18 @@ WITHOUT = (
     "without verification: put takes no xxh3_128 digests of the payload's layer slices and get compares none. The rest "
     "stays: prompts are hashed, put seals each header with its MAC, get compares each header's digest and its name."
 )
+RATIO = "ratio: to memcpy of whole payloads on one thread, median over samples, by wall time; cpu ratio: the same by"
+DRAM_WORDS = f"{RATIO} processor time, summed over threads. {WITHOUT}"
+DOOR_WORDS = (
+    f"The sidecar is a process of its own. {RATIO} processor time, without the sidecar's. {HOST_POOL}: opaque pages of "
+    f"an engine's host pool, K and V in one run each, {BATCH_PAGES} in a call, as SGLang's HiCache asks for them. "
+    f"{WITHOUT}"
+)
+LEFT_OUT = {
+    DRAM: ("tier", "prompt tokens"),
+    DOOR: ("tier", "page order", "threads"),
+    NVME: ("tier", "prompt tokens", "page order", "verified", "threads"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,52 +102,7 @@ class TiersOptions:
     nvme: nvme.NvmeOptions = field(default_factory=nvme.NvmeOptions)
 
 
-@dataclass(frozen=True)
-class TiersResult:
-    """All rows, and under which conditions they were taken. disk: None where NVMe was left out."""
-
-    options: TiersOptions
-    rows: list[TierRow] = field(default_factory=list)
-    disk: Disk | None = None
-
-    def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
-        return {
-            "bench": "tiers",
-            "machine": machine(),
-            "options": asdict(self.options),
-            "without_verification": WITHOUT,
-            "rows": [row.to_dict() for row in self.rows],
-            "disk": None if self.disk is None else self.disk.to_dict(),
-        }
-
-    def render(self, console: Any) -> None:
-        """A table for each tier, and what its words mean."""
-        by_tier = {tier: [row for row in self.rows if row.tier == tier] for tier in TIERS}
-        if by_tier[DRAM]:
-            console.print(table_of(by_tier[DRAM], "tokens"))
-            console.print(
-                f"ratio: to memcpy of whole payloads on one thread, median over {self.options.laps} laps, by wall "
-                "time; cpu: the same by processor time, summed over threads."
-            )
-        if by_tier[DOOR]:
-            console.print(table_of(by_tier[DOOR], "pages", "threads"))
-            console.print(
-                f"door: through the socket of a sidecar, a process of its own. tokens: of a prompt, "
-                f"{self.options.door.prompt_tokens:,} or as many as there is memory for. ratio: to memcpy of whole "
-                f"payloads on one thread, median over {self.options.door.laps} laps, by wall time; cpu: the same by "
-                f"processor time, without the sidecar's. {HOST_POOL}: opaque pages of an engine's host pool, K and V "
-                f"in one run each, {BATCH_PAGES} in a call, as SGLang's HiCache asks for them."
-            )
-        if by_tier[DRAM] or by_tier[DOOR]:
-            console.print(WITHOUT)
-        if self.disk is not None:
-            console.print(table_of(by_tier[NVME], "tokens", "pages", "verified", "threads"))
-            console.print(escape(self.disk.describe()))
-            console.print(f"ratio: to the limit of the same row, median over {self.options.nvme.laps} laps. {WORDS}")
-
-
-def run(options: TiersOptions | None = None, progress: Progress = None, only: str | None = None) -> TiersResult:
+def run(options: TiersOptions | None = None, progress: Progress = None, only: str | None = None) -> BenchResult:
     """Measure all rows, or those of `only` one tier. Raises `BadInput` where there is too little memory or disk."""
     options = options or TiersOptions()
     if only not in (None, *TIERS):
@@ -150,20 +114,28 @@ def run(options: TiersOptions | None = None, progress: Progress = None, only: st
     wanted = TIERS if only is None else (only,)
     if NVME in wanted:
         nvme.check_directory(options.nvme)  # before minutes are spent on other tiers
-    say = partial(_tell, progress)
-    result = _run_dram(options, progress) if DRAM in wanted else TiersResult(options)
+    say = teller(progress)
+    sections = []
+    if DRAM in wanted:
+        options = _fitting(options)
+        rows = _run_dram(options, say)
+        sections.append(Section(rows, "DRAM, in this process", DRAM_WORDS, left_out=LEFT_OUT[DRAM]))
     if DOOR in wanted:
-        result.rows.extend(door.run(options.door, say))
+        rows = door.run(options.door, say)
         for shape in options.host_pages:
-            result.rows.extend(_measure_host_pool(shape, options.door.laps, say))
-    if NVME not in wanted:
-        return result
-    rows, disk = nvme.run(options.nvme, say)
-    return replace(result, rows=[*result.rows, *rows], disk=disk)
+            rows += _measure_host_pool(shape, options.door.laps, say)
+        sections.append(Section(rows, "DRAM, through a sidecar's socket", DOOR_WORDS, left_out=LEFT_OUT[DOOR]))
+    about: dict[str, Any] = {"without_verification": WITHOUT, "disk": None}
+    if NVME in wanted:
+        rows, disk = nvme.run(options.nvme, say)
+        about["disk"] = disk.to_dict()
+        words = f"{disk.describe()}\nratio: to the limit of the same row, median over samples. {WORDS}"
+        sections.append(Section(rows, "NVMe", words, left_out=LEFT_OUT[NVME]))
+    return BenchResult("tiers", options, sections, about)
 
 
-def _run_dram(options: TiersOptions, progress: Progress) -> TiersResult:
-    """Every shape in both orders of pages."""
+def _fitting(options: TiersOptions) -> TiersOptions:
+    """With working sets of DRAM that fit into half of the memory. Raises `BadInput`."""
     smallest = BUFFERS * PROMPTS * max(shape.payload_bytes for shape in options.shapes)
     spare = available_bytes() // 2
     if spare < smallest:
@@ -171,21 +143,24 @@ def _run_dram(options: TiersOptions, progress: Progress) -> TiersResult:
             f"this bench needs {format_size(smallest)} of memory and may take {format_size(spare)}, half of what is "
             "available; free some, or measure smaller frames"
         )
-    options = replace(options, working_set_bytes=min(options.working_set_bytes, spare // BUFFERS))
-    result = TiersResult(options)
+    return replace(options, working_set_bytes=min(options.working_set_bytes, spare // BUFFERS))
+
+
+def _run_dram(options: TiersOptions, say: Callable[[str], None]) -> list[Row]:
+    """Every shape in both orders of pages."""
+    rows = []
     for shape in options.shapes:
         blocks = max(1, options.working_set_bytes // (PROMPTS * shape.payload_bytes))
         for order, page_tokens in ((HEAD_MAJOR, 0), (TOKEN_MAJOR, options.page_tokens)):
-            subject = f"{format_size(shape.payload_bytes)} frames, pages {order}"
-            say = partial(_tell, progress, subject=f"{subject}: ")
-            result.rows.extend(_measure(shape, blocks, order, page_tokens, options, say))
-    return result
+            rows += _measure(shape, blocks, order, page_tokens, options, say)
+    return rows
 
 
 def _measure(
     shape: BlockShape, blocks: int, order: str, page_tokens: int, options: TiersOptions, say: Callable[[str], None]
-) -> list[TierRow]:
-    say("filling memory")
+) -> list[Row]:
+    subject = f"{format_size(shape.payload_bytes)} frames, pages {order}"
+    say(f"{subject}: filling memory")
     pool = PagePool(shape, blocks, page_tokens)
     threads = max(options.threads)
     sides = {checked: Side(shape, blocks, pool, threads, taken) for checked, taken in DIGESTS.items()}
@@ -194,7 +169,7 @@ def _measure(
     try:
         for path in ("get", "put"):
             for threads in options.threads:
-                say(f"{path}, threads: {threads}")
+                say(f"{subject}: {path}, threads: {threads}")
                 moved = getattr(limit, path)
                 with Together(1) as alone, Together(threads) as team:
                     turns = {(path, side): turn_of(team, getattr(sides[side], path), threads) for side in sides}
@@ -249,7 +224,7 @@ class HostPool:
         self._space.close()
 
 
-def _measure_host_pool(shape: BlockShape, laps: int, say: Callable[[str], None]) -> list[TierRow]:
+def _measure_host_pool(shape: BlockShape, laps: int, say: Callable[[str], None]) -> list[Row]:
     limit = Memcpy(shape, BATCH_PAGES, BATCHES)
     dram, extent = door.memory_of(shape, BATCHES * BATCH_PAGES)
     rows = []
@@ -268,8 +243,3 @@ def _measure_host_pool(shape: BlockShape, laps: int, say: Callable[[str], None])
     finally:
         limit.close()
     return rows
-
-
-def _tell(progress: Progress, what: str, subject: str = "") -> None:
-    if progress is not None:
-        progress(subject + what)

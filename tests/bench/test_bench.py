@@ -16,6 +16,7 @@ from rich.console import Console
 
 from kvstore.bench import lookup, measure, rig, tiers
 from kvstore.bench import rig as rows
+from kvstore.bench.row import BenchResult, Target
 from kvstore.block.errors import BadInput
 from tiering.frame import digest
 
@@ -35,14 +36,16 @@ def rendered(result: Any) -> str:
 
 
 @pytest.fixture(scope="module")
-def tiers_result() -> tuple[tiers.TiersResult, list[str]]:
+def tiers_result() -> tuple[BenchResult, list[str]]:
     said: list[str] = []
     return tiers.run(SMALL, said.append, "dram"), said
 
 
-def test_every_path_order_thread_count_and_side_has_a_row(tiers_result: tuple[tiers.TiersResult, list[str]]) -> None:
+def test_every_path_order_thread_count_and_side_has_a_row(tiers_result: tuple[BenchResult, list[str]]) -> None:
     rows = tiers_result[0].rows
-    seen = {(row.path, row.page_order, row.threads, row.verified) for row in rows if row.path != "memcpy"}
+    seen = {
+        (row["path"], row["page_order"], row["threads"], row["verified"]) for row in rows if row["path"] != "memcpy"
+    }
     orders = (tiers.HEAD_MAJOR, tiers.TOKEN_MAJOR)
     assert seen == {
         (path, order, threads, verified)
@@ -51,29 +54,31 @@ def test_every_path_order_thread_count_and_side_has_a_row(tiers_result: tuple[ti
         for threads in SMALL.threads
         for verified in (True, False)
     }
-    assert {(row.tier, row.limit) for row in rows} == {("dram", "memcpy")} and tiers_result[0].disk is None
-    assert [row.threads for row in rows if row.path == "memcpy"] == [2] * 4, "both directions in both orders"
+    assert {(row["tier"], row.limit_of) for row in rows} == {("dram", "memcpy")} and tiers_result[0].about[
+        "disk"
+    ] is None
+    assert [row["threads"] for row in rows if row["path"] == "memcpy"] == [2] * 4, "both directions in both orders"
     assert len(rows) == len(seen) + 4
 
 
-def test_rows_are_ratios_with_their_quartiles(tiers_result: tuple[tiers.TiersResult, list[str]]) -> None:
+def test_rows_are_ratios_with_their_quartiles(tiers_result: tuple[BenchResult, list[str]]) -> None:
     for row in tiers_result[0].rows:
-        assert row.payload_bytes == SHAPE.payload_bytes == 2 * 2 * 64 * 2 * 8 * 2
-        assert 0 < row.ratio_low <= row.ratio <= row.ratio_high and row.cpu_ratio > 0
-        assert row.gb_per_second > 0 and row.limit_gb_per_second > 0
+        assert row["payload_bytes"] == SHAPE.payload_bytes == 2 * 2 * 64 * 2 * 8 * 2
+        assert 0 < row.ratio_low <= row.ratio <= row.ratio_high and row["cpu_ratio"] > 0
+        assert row.value > 0 and row.limit > 0
         assert row.target is None and row.met is None, "targets are for frames of 2 MiB and above"
 
 
-def test_tiers_as_json_and_as_text(tiers_result: tuple[tiers.TiersResult, list[str]]) -> None:
+def test_tiers_as_json_and_as_text(tiers_result: tuple[BenchResult, list[str]]) -> None:
     result, said = tiers_result
     plain = json.loads(json.dumps(result.to_dict()))
     assert plain["bench"] == "tiers" and len(plain["rows"]) == len(result.rows)
     assert {"processor", "cores", "memory_bytes"} <= plain["machine"].keys()
-    assert {"path", "payload_bytes", "gb_per_second", "limit_gb_per_second", "ratio", "target", "met"} <= plain["rows"][
+    assert {"path", "payload_bytes", "value", "unit", "limit", "limit_of", "ratio", "target", "met"} <= plain["rows"][
         0
     ].keys()
     text = rendered(result)
-    assert "[token, head, dim]" in text and "without verification" in text and "nvme" not in text
+    assert "[token, head, dim]" in text and "without verification" in text and "NVMe" not in text
     assert any("filling" in line for line in said) and any("put" in line for line in said)
 
 
@@ -81,11 +86,11 @@ def test_targets_are_set_where_they_hold() -> None:
     large = rig.BlockShape(8, 64)
     found = measure.Against(1.0, 0.8, 0.8, 0.7, 0.9, 0.8)
     row = rows.memcpy_row("dram", "get", large, rows.HEAD_MAJOR, True, 1, 4, found)
-    assert large.payload_bytes == 2 << 20 and row.prompt_tokens == 4 * 64
-    assert (row.target, row.met) == (0.70, True)
-    assert row.gb_per_second == pytest.approx(4 * (2 << 20) / 1e9)
+    assert large.payload_bytes == 2 << 20 and row["prompt_tokens"] == 4 * 64
+    assert (row.target, row.met) == (Target(0.70), True)
+    assert row.value == pytest.approx(4 * (2 << 20) / 1e9)
     assert rows.memcpy_row("dram", "get", large, rows.HEAD_MAJOR, True, 2, 4, found).met is False
-    assert rows.memcpy_row("door", "get", large, rows.HEAD_MAJOR, True, 1, 4, found).target == 0.68
+    assert rows.memcpy_row("door", "get", large, rows.HEAD_MAJOR, True, 1, 4, found).target == Target(0.68)
     assert rows.memcpy_row("door", "put", large, rows.HEAD_MAJOR, False, 1, 4, found).met is False
     assert rows.memcpy_row("dram", "get", large, rows.TOKEN_MAJOR, True, 1, 4, found).target is None
     assert rows.memcpy_row("dram", "get", SHAPE, rows.HEAD_MAJOR, True, 1, 4, found).target is None
@@ -179,7 +184,7 @@ def test_every_contender_runs_between_two_limits() -> None:
 
     found = measure.against(turn("limit", 1.0), {"a": turn("a", 2.0), "b": turn("b", 4.0)}, laps=3)
     assert calls == ["limit", *["a", "limit", "b", "limit"] * (3 + measure.WARM_UP_LAPS)]
-    assert found["a"] == measure.Against(2.0, 1.0, 0.5, 0.5, 0.5, 0.5)
+    assert found["a"] == measure.Against(2.0, 1.0, 0.5, 0.5, 0.5, 0.5, 3)
     assert found["b"].ratio == 0.25 and gc.isenabled()
 
 
@@ -247,40 +252,52 @@ FEW = lookup.LookupOptions(
 )
 
 
+TABLES = ("keys", "names", "index", "residency", "policy", "slots")
+
+
 @pytest.fixture(scope="module")
-def lookup_result() -> tuple[lookup.LookupResult, list[str]]:
+def lookup_result() -> tuple[BenchResult, list[str]]:
     said: list[str] = []
     return lookup.run(FEW, said.append), said
 
 
-def test_both_indexes_are_matched_hot_and_in_turn(lookup_result: tuple[lookup.LookupResult, list[str]]) -> None:
-    rows = lookup_result[0].matches
-    assert [(row.blocks, row.prompts) for row in rows] == [
+def test_both_indexes_are_matched_hot_and_in_turn(lookup_result: tuple[BenchResult, list[str]]) -> None:
+    rows = [row for row in lookup_result[0].rows if row.what.get("by") == lookup.EMBEDDED]
+    assert [(row["blocks"], row["prompts"]) for row in rows] == [
         (32, "the same"),
         (32, "in turn"),
         (400, "the same"),
         (400, "in turn"),
     ]
     for row in rows:
-        assert 0 < row.times_chain_low <= row.times_chain <= row.times_chain_high
-        assert row.match_ms > 0 and row.chain_ms > 0
-    assert lookup_result[0].growth > 0
+        assert 0 < row.ratio_low <= row.ratio <= row.ratio_high and row.target == Target(2.2, is_least=False)
+        assert row.value > 0 and row.limit > 0 and (row.unit, row.samples) == ("ms", FEW.laps)
 
 
-def test_lookup_as_json_and_as_text(lookup_result: tuple[lookup.LookupResult, list[str]]) -> None:
+def test_lookup_as_json_and_as_text(lookup_result: tuple[BenchResult, list[str]]) -> None:
     result, said = lookup_result
     plain = json.loads(json.dumps(result.to_dict()))
-    assert plain["bench"] == "lookup" and len(plain["matches"]) == 4
-    assert {target["what"].split(",")[0] for target in plain["targets"]} >= {
-        "bytes per block",
-        "garbage collection",
-        "match through the door / chain",
-        "2 clients",
+    assert plain["bench"] == "lookup" and [row["by"] for row in plain["matches"][3:]] == [
+        "this process",
+        "a sidecar's socket",
+    ]
+    figures = {row["figure"]: row for row in plain["figures"]}
+    assert {name: row["target"] for name, row in figures.items()} == {
+        "match, large to small index": 1.7,
+        "tables of a block": 300,
+        "a block, as the process grew": 300,
+        "garbage collection of the blocks": 50,
+        "garbage collection of this program": None,
+        "slowest insertion of a block": None,
     }
-    assert plain["door"]["match"]["blocks"] == 32 and plain["door"]["clients"]["clients"] == 2
-    assert all({"measured", "at_most", "met"} <= target.keys() for target in plain["targets"])
+    assert all(row["value"] >= 0 and row["met"] in (None, True, False) for row in figures.values())
+    tables = figures["tables of a block"]
+    assert sum(tables[f"{name}_per_block"] for name in TABLES) == pytest.approx(tables["value"])
+    assert plain["matches"][4]["blocks"] == 32 and plain["clients"][0]["clients"] == 2
     text = rendered(result)
-    assert "bytes per block" in text and "1,024 tokens" in text and "client processes together" in text
+    assert (
+        "tables of a block: keys per block" in text and "1,024 tokens" in text and "client processes together" in text
+    )
     assert any("400" in line for line in said) and any("2 clients" in line for line in said)
     assert gc.isenabled() and gc.get_freeze_count() == 0
 

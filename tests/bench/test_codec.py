@@ -16,12 +16,9 @@ pytest.importorskip("rich")
 import torch
 from rich.console import Console
 
-from kv_kernels.int8 import KC64, TH, Axis, dequantize, quantize
-from kvstore.bench import codec, codec_speed
-from kvstore.bench.codec import RAW
-from kvstore.block.errors import BadInput
-from kvstore.demo import codec_quality
-from kvstore.demo.codec_quality import (
+from kv_bench import codec, codec_quality, codec_speed
+from kv_bench.codec import RAW
+from kv_bench.codec_quality import (
     BIAS,
     CODECS,
     CONTINUATION,
@@ -34,7 +31,10 @@ from kvstore.demo.codec_quality import (
     key_rms,
     measure,
 )
-from kvstore.demo.corpus import read_sources, windows
+from kv_bench.corpus import read_sources, windows
+from kv_kernels.int8 import KC64, TH, Axis, dequantize, quantize
+from kvstore.bench.row import Target, number
+from kvstore.block.errors import BadInput
 from kvstore.demo.model import load_trained
 
 LARGEST_PERCENT = 1.2
@@ -129,29 +129,31 @@ def test_random_weights_would_hide_the_error() -> None:
 
 
 def test_json_and_tables_say_the_same(result: QualityResult) -> None:
-    whole = codec.CodecResult(codec.size_rows(), quality=result)
+    whole = codec.result_of(result.found())
     found = json.loads(json.dumps(whole.to_dict()))
-    assert found["bench"] == "codec" and found["quality"]["model"]["weights"] == "trained"
-    first = found["quality"]["variants"][0]
-    assert (first["windows"], first["scored_bytes"]) == (WINDOWS, WINDOWS * (CONTINUATION - 1))
-    assert [one["codec"] for one in first["codecs"]] == [RAW, KC64, TH] and first["codecs"][1]["holds"] is True
+    assert found["bench"] == "codec" and found["quality_of"]["model"]["weights"] == "trained"
+    first = found["variants"][0]
+    assert (first["samples"], first["scored_bytes"]) == (WINDOWS, WINDOWS * (CONTINUATION - 1))
+    codecs = found["quality"][:3]
+    assert [one["codec"] for one in codecs] == [RAW, KC64, TH] and codecs[1]["holds"] is True
+    assert len(found["quality"]) == 3 * len(found["variants"]) == 3 * len(result.variants)
     shown = io.StringIO()
     whole.render(Console(file=shown, width=120))
-    for text in (f"{first['codecs'][1]['attention_percent']:.2f}", "does not hold", "After 3,840 bytes: windows: 1"):
+    for text in (number(codecs[1]["value"]), "does not hold", "After 3,840 bytes"):
         assert text in shown.getvalue()
     assert "Control:" in shown.getvalue() and "int8-kc64 holds on every" in shown.getvalue()
 
 
 def test_sizes_follow_from_the_form() -> None:
-    bits = {(row.codec, row.shape): row.bits_per_number for row in codec.size_rows()}
+    bits = {(row["codec"], row["kv"]): row.value for row in codec.size_rows()}
     assert bits[RAW, "head_dim 128"] == 16
     assert bits[KC64, "head_dim 64"] == 8 + (2 * 16 / 64 + 16 / 64) / 2  # scale and zero of K, scale of V
     assert bits[TH, "head_dim 128"] == 8 + 16 / 128
     assert bits[KC64, "MLA, 576 wide"] == bits[TH, "MLA, 576 wide"] == 8 + 16 / 64
     shown = io.StringIO()
-    codec.CodecResult(codec.size_rows()).render(Console(file=shown, width=120))
-    assert "1.939x" in shown.getvalue() and "--quality" in shown.getvalue()
-    assert codec.CodecResult(codec.size_rows()).to_dict()["quality"] is None
+    codec.result_of().render(Console(file=shown, width=120))
+    assert "1.94" in shown.getvalue() and "--quality" in shown.getvalue()
+    assert "quality" not in codec.result_of().to_dict()
 
 
 @pytest.mark.parametrize("given", [0, 65])
@@ -163,17 +165,18 @@ def test_windows_say_what_is_allowed(given: int) -> None:
 def test_every_codec_dtype_and_order_has_its_speed() -> None:
     """Counted, not timed: the bench is run by people."""
     options = codec_speed.SpeedOptions(layers=2, kv_heads=2, head_dim=64, block_tokens=64, blocks=3, laps=1)
-    speed = codec_speed.run(options)
-    rows = {(row.codec, row.path, row.dtype, row.page_order): row for row in speed.rows}
-    assert len(rows) == len(speed.rows) == 3 * 2 * 3 * 3
-    assert all(row.gb_per_second > 0 and row.core_gb_per_second > 0 and row.ratio > 0 for row in speed.rows)
-    assert {row.dtype for row in speed.rows if row.target_gb_per_second} == {"bfloat16", "float16"}
-    assert not any(row.target_gb_per_second for row in speed.rows if row.codec == RAW)
-    whole = codec.CodecResult(codec.size_rows(), speed)
+    (section,), about, _ = codec_speed.run(options)
+    rows = {(row["codec"], row["path"], row["dtype"], row["page_order"]): row for row in section.rows}
+    assert len(rows) == len(section.rows) == 3 * 2 * 3 * 3 and about["threads"] == 1
+    assert all(row.value > 0 and row["core_gb_per_second"] > 0 and row["ratio"] > 0 for row in section.rows)
+    assert {row["dtype"] for row in section.rows if row.target} == {"bfloat16", "float16"}
+    assert {row.target for row in section.rows} == {None, Target(4.0, of="core_gb_per_second")}
+    assert not any(row.target for row in section.rows if row["codec"] == RAW)
+    whole = codec.result_of(([section], about, []))
     found = json.loads(json.dumps(whole.to_dict()))
-    assert found["speed"]["rows"][0]["codec"] == RAW and found["quality"] is None and whole.failures == []
+    assert found["speed"][0]["codec"] == RAW and "quality" not in found and whole.faults == []
     shown = io.StringIO()
-    whole.render(Console(file=shown, width=120))
+    whole.render(Console(file=shown, width=200))
     for text in codec_speed.PAGE_ORDERS:
         assert text in shown.getvalue()
     with pytest.raises(BadInput, match="laps=0"):

@@ -12,11 +12,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from kvstore.bench.engines import decode_rows, kernel_rows, kernels, paged_pool, transfer_rows
-from kvstore.bench.engines.on_device import clock_of, device_named
-from kvstore.bench.engines.paged_pool import HEADER, PagedPool, new_payloads, route_named
+from kv_bench.engines import decode_rows, kernel_rows, kernels, paged_pool, transfer_rows
+from kv_bench.engines.on_device import clock_of, device_named
+from kv_bench.engines.paged_pool import HEADER, PagedPool, new_payloads, route_named
 from kvstore.bench.measure import Against
 from kvstore.bench.rig import BlockShape
+from kvstore.bench.row import Row
 from kvstore.block.errors import BadInput
 from paged_memory import kernels_can_run
 from workbench import one_line
@@ -42,7 +43,7 @@ def rendered(result: Any) -> str:
 
 
 def test_every_kernel_and_codec_has_a_row_that_matches_its_twin(result: kernels.KernelsResult) -> None:
-    seen = [(row.kernel, row.codec) for row in result.kernels]
+    seen = [(row["kernel"], row["codec"]) for row in result.kernels]
     quantized = [
         (kernel, codec)
         for codec in ("int8-kc64", "int8-th")
@@ -50,25 +51,25 @@ def test_every_kernel_and_codec_has_a_row_that_matches_its_twin(result: kernels.
     ]
     assert seen == [("gather", "raw"), ("scatter", "raw"), ("digest_slices", "raw"), *quantized]
     for row in result.kernels:
-        assert row.matches_twin and 0 < row.ratio_low <= row.ratio <= row.ratio_high
+        assert row["matches_twin"] and 0 < row.ratio_low <= row.ratio <= row.ratio_high
         assert row.target is None and row.met is None, "targets are for a GPU"
     assert result.faults == []
 
 
 def test_bytes_are_those_read_and_written(result: kernels.KernelsResult) -> None:
     raw = 2 * SHAPE.payload_bytes
-    moved = {(row.kernel, row.codec): row.bytes_moved for row in result.kernels}
+    moved = {(row["kernel"], row["codec"]): row["bytes_moved"] for row in result.kernels}
     assert moved["gather", "raw"] == moved["scatter", "raw"] == 2 * raw
     # K: a code, and of 64 tokens a scale and a zero point per channel; V: a code, and a scale per token and head.
     channels, tokens = 2 * 2 * 16, 2 * 2 * 64
     small = 2 * (raw // 2 + (2 * channels * 2 + tokens * 2) * 2) // 2
     assert moved["gather_quantize", "int8-kc64"] == moved["dequantize_scatter", "int8-kc64"] == raw + small
     assert moved["digest_slices", "raw"] == raw + 2 * 2 * 16
-    assert {row.kv_bytes for row in result.kernels} == {raw}
+    assert {row["kv_bytes"] for row in result.kernels} == {raw}
 
 
 def test_every_direction_codec_and_slicing_has_a_row(result: kernels.KernelsResult) -> None:
-    seen = {(row.direction, row.codec, row.layers_at_once) for row in result.transfers}
+    seen = {(row["direction"], row["codec"], row["layers_at_once"]) for row in result.transfers}
     assert seen == {
         (direction, codec, layers)
         for direction in ("load", "save", "both")
@@ -76,26 +77,26 @@ def test_every_direction_codec_and_slicing_has_a_row(result: kernels.KernelsResu
         for layers in (2, 1)
     }
     for row in result.transfers:
-        times = 2 if row.direction == "both" else 1
-        assert row.kv_bytes == times * 3 * SHAPE.payload_bytes and row.matches_twin and row.is_direct
-        assert (row.wire_bytes < row.kv_bytes) == (row.codec != "raw")
+        times = 2 if row["direction"] == "both" else 1
+        assert row["kv_bytes"] == times * 3 * SHAPE.payload_bytes and row["matches_twin"] and row["is_direct"]
+        assert (row["wire_bytes"] < row["kv_bytes"]) == (row["codec"] != "raw")
         assert row.ratio > 0 and row.met is None
 
 
 def test_steps_are_counted_beside_each_kind_of_transfer(result: kernels.KernelsResult) -> None:
-    assert [row.beside for row in result.decode] == ["nothing", "load", "save", "both"]
+    assert [row["beside"] for row in result.decode] == ["nothing", "load", "save", "both"]
     for row in result.decode:
-        assert row.steps == TINY.decode_laps * TINY.steps and 0 < row.step_ms_p50 <= row.step_ms_p99
-        assert (row.transfer_gb_per_second > 0) == (row.beside != "nothing")
-    assert result.decode[0].slowdown_p50 == result.decode[0].slowdown_p99 == 1.0
+        assert row["steps"] == TINY.decode_laps * TINY.steps and 0 < row["step_ms_p50"] <= row["step_ms_p99"]
+        assert (row["transfer_gb_per_second"] > 0) == (row["beside"] != "nothing")
+    assert result.decode[0]["slowdown_p50"] == result.decode[0]["slowdown_p99"] == 1.0
 
 
 def test_as_json_and_as_text(result: kernels.KernelsResult) -> None:
-    plain = json.loads(json.dumps(result.to_dict()))
+    plain = json.loads(json.dumps(result.found().to_dict()))
     assert plain["bench"] == "kernels" and plain["route"] == "twins" and plain["device"]["name"] == "cpu"
     assert len(plain["kernels"]) == 9 and plain["faults"] == []
-    text = rendered(result)
-    assert "gather_quantize" in text and "wire GB/s" in text and "beside" in text and "DIFFERS" not in text
+    text = rendered(result.found())
+    assert "gather_quantize" in text and "wire" in text and "beside" in text and "matches twin" in text
 
 
 @pytest.mark.usefixtures("kernels_can_run")
@@ -112,7 +113,7 @@ def test_the_kernels_themselves_run_where_they_can(monkeypatch: pytest.MonkeyPat
 def test_a_kernel_that_writes_nothing_is_found(kernel: str) -> None:
     route = replace(route_named("twins", CPU), **{kernel: lambda *_: None})
     rows = list(kernel_rows.measure(SHAPE, 16, SHAPE.payload_bytes, 1, CPU, route, clock_of(CPU), []))
-    wrong = {row.kernel for row in rows if not row.matches_twin}
+    wrong = {row["kernel"] for row in rows if not row["matches_twin"]}
     assert wrong == {"digest_slices" if kernel == "digest" else kernel}
 
 
@@ -144,7 +145,7 @@ def test_wrong_bits_are_a_fault_of_the_result(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_stage_that_fails_is_one_line_and_the_next_one_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object) -> Iterator[kernel_rows.KernelRow]:
+    def fails(*_: object) -> Iterator[Row]:
         raise RuntimeError("CUDA error: misaligned address\nCompile with TORCH_USE_CUDA_DSA")
 
     monkeypatch.setattr(kernel_rows, "measure", fails)
@@ -162,7 +163,7 @@ def test_a_kernel_that_cannot_be_launched_is_one_line_and_the_others_run(monkeyp
     monkeypatch.setattr(kernels, "route_named", lambda *_: broken)
     found = kernels.run(replace(TINY, laps=1), device="cpu", stages=("kernels",))
     assert found.faults == ["scatter of raw failed: OutOfMemoryError: CUDA out of memory."]
-    assert [row.kernel for row in found.kernels][:2] == ["gather", "digest_slices"] and len(found.kernels) == 8
+    assert [row["kernel"] for row in found.kernels][:2] == ["gather", "digest_slices"] and len(found.kernels) == 8
 
 
 def test_what_triton_raises_is_one_line() -> None:
@@ -172,12 +173,12 @@ def test_what_triton_raises_is_one_line() -> None:
 
 
 def test_a_transfer_that_cannot_page_lock_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.bench.engines.on_device.AtOnceHost.register", lambda *_, **__: "not here")
+    monkeypatch.setattr("kv_bench.engines.on_device.AtOnceHost.register", lambda *_, **__: "not here")
     monkeypatch.setattr(transfer_rows, "WAIT_SECONDS", 0.2)
     monkeypatch.setattr(transfer_rows, "DIRECTIONS", ("load",))
     found = kernels.run(replace(TINY, laps=1), device="cpu", stages=("transfers",))
     assert len(found.faults) == 4 and "could not be page-locked" in found.faults[0]
-    assert all(row.matches_twin and not row.is_direct for row in found.transfers)
+    assert all(row["matches_twin"] and not row["is_direct"] for row in found.transfers)
 
 
 @pytest.mark.parametrize(
@@ -196,13 +197,16 @@ def test_ratios_are_of_bytes_per_second() -> None:
     contender = kernel_rows._Contender("gather_quantize", "int8-kc64", lambda: None, 1500, lambda: True)
     row = kernel_rows._row(contender, 1000, Against(1.0, 1.0, 0.9, 0.8, 1.0, 1.0), 0.7, False, True)
     assert row.ratio == pytest.approx(0.9 * 1500 / 2000) and row.met is False
-    assert row.gb_per_second == pytest.approx(1500e-9) and row.copy_gb_per_second == pytest.approx(2000e-9)
+    assert row.value == row["gb_per_second"] == pytest.approx(1500e-9)
+    assert row.limit == row["copy_gb_per_second"] == pytest.approx(2000e-9)
     assert replace(row, ratio=0.7).met is True
 
 
 def test_a_slower_step_misses_its_target() -> None:
-    row = decode_rows.DecodeRow("load", 8, 64, 4, 1.0, 2.0, 1.06, 1.0, 1.0, decode_rows.MOST_SLOWDOWN)
-    assert row.met is False and replace(row, slowdown_p50=1.05).met is True
+    row = decode_rows.row_of("load", [1.06], [1.0], 8, 64, 1.0, is_targeted=True)
+    assert row.met is False and row["most_slowdown"] == 1.05 and row["slowdown_p99"] == 1.06
+    assert decode_rows.row_of("load", [1.05], [1.0], 8, 64, 1.0, is_targeted=True).met is True
+    assert decode_rows.row_of("save", [1.06], [1.0], 8, 64, 1.0, is_targeted=True).met is None
 
 
 def test_what_does_not_fit_is_one_line() -> None:

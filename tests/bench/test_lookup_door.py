@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,6 +13,7 @@ from kvstore.bench import lookup_door
 from kvstore.bench.lookup_client import MODEL, _turn, shape_of
 from kvstore.bench.measure import WARM_UP_LAPS, Cost
 from kvstore.bench.rig import LookupOptions, PagePool, Prompts
+from kvstore.bench.row import Row, Target
 from kvstore.bench.sidecar import Sidecar
 from kvstore.block.errors import StoreError
 
@@ -30,36 +30,28 @@ STORED = 2  # whole prompts of 16 blocks in 40
 
 
 @pytest.fixture(scope="module")
-def measured() -> tuple[lookup_door.DoorResult, list[str]]:
+def measured() -> tuple[Row, Row, list[str]]:
     said: list[str] = []
-    return lookup_door.run(FEW, said.append), said
+    return *lookup_door.run(FEW, said.append), said
 
 
-def test_one_client_and_many_together_are_measured(measured: tuple[lookup_door.DoorResult, list[str]]) -> None:
-    result, said = measured
-    one, together = result.one, result.together
-    assert one.blocks == STORED * 16, "whole prompts only"
-    assert 0 < one.match_ms <= one.match_ms_p99 and 0 < one.chain_ms <= one.chain_ms_p99
-    assert 0 < one.times_chain_low <= one.times_chain <= one.times_chain_high
-    assert together.clients == 2 and 0 < together.match_ms <= together.match_ms_p99 <= 1e3 * FEW.client_seconds
-    assert together.matches_per_second > 0 and together.chains_per_second > 0
-    assert 0 < together.share_low <= together.share <= together.share_high
-    assert together.times_chain == pytest.approx(1e3 / together.matches_per_second / one.chain_ms)
+def test_one_client_and_many_together_are_measured(measured: tuple[Row, Row, list[str]]) -> None:
+    one, together, said = measured
+    assert one["blocks"] == STORED * 16 and one.samples == FEW.door_laps, "whole prompts only"
+    assert 0 < one.value <= one["ms_p99"] and 0 < one["limit"] <= one["chain_ms_p99"]
+    assert 0 < one["ratio_low"] <= one["ratio"] <= one["ratio_high"]
+    assert together["clients"] == 2 and 0 < together["ms_p50"] <= together["ms_p99"] <= 1e3 * FEW.client_seconds
+    assert together.value > 0 and together["limit"] > 0 and together.unit == "matches/s"
+    assert 0 < together["ratio_low"] <= together["ratio"] <= together["ratio_high"]
+    assert together["times_chain"] == pytest.approx(1e3 / together.value / one["limit"])
     assert [line.split()[0] for line in said] == ["filling", "matching", "starting", "matching"]
 
 
-def test_targets_are_in_chains(measured: tuple[lookup_door.DoorResult, list[str]]) -> None:
-    assert [(what, most) for what, _, most in measured[0].targets()] == [
-        ("match through the door / chain", pytest.approx(0.8 / 0.27, rel=0.01)),
-        ("2 clients, time per match / chain", pytest.approx(1 / 0.27, rel=0.01)),
-    ]
+def test_targets_are_in_chains(measured: tuple[Row, Row, list[str]]) -> None:
+    one, together = (row.target for row in measured[:2])
+    assert one == Target(pytest.approx(0.8 / 0.27, rel=0.01), is_least=False)
+    assert together == Target(pytest.approx(1 / 0.27, rel=0.01), is_least=False, of="times_chain")
     assert LookupOptions().clients == 8 and LookupOptions().prompt_tokens == 32768
-
-
-def test_door_as_json(measured: tuple[lookup_door.DoorResult, list[str]]) -> None:
-    plain = json.loads(json.dumps(measured[0].to_dict()))
-    assert {"match_ms", "match_ms_p99", "chain_ms", "times_chain"} <= plain["match"].keys()
-    assert {"clients", "matches_per_second", "chains_per_second", "share"} <= plain["clients"].keys()
 
 
 # The clients ------------------------------------------------------------------------------------------------------
@@ -77,7 +69,7 @@ def filled() -> Iterator[str]:
 
 def test_clients_are_processes_that_do_as_they_are_told(filled: str) -> None:
     with lookup_door.Clients(FEW, filled, STORED) as clients:
-        numbers = [process.pid for process in clients._processes]
+        numbers = [child.process.pid for child in clients.children]
         assert len({*numbers, os.getpid()}) == 1 + FEW.clients
         started = perf_counter()
         costs = [clients.match(), clients.hash(), clients.match()]
@@ -85,13 +77,12 @@ def test_clients_are_processes_that_do_as_they_are_told(filled: str) -> None:
         assert [cost.wall for cost in costs[::2]] == [FEW.client_seconds / len(waits) for waits in clients.waits]
         assert all(0 < cost.wall <= FEW.client_seconds and cost.cpu > 0 for cost in costs)
         assert max(map(max, clients.waits)) <= FEW.client_seconds
-    assert [process.returncode for process in clients._processes] == [0, 0]
-    assert not clients._errors.exists()
+    assert [child.process.returncode for child in clients.children] == [0, 0]
 
 
 def test_a_match_that_is_not_whole_is_no_measurement(filled: str) -> None:
     with (
-        pytest.raises(StoreError, match=r"a client ended with 1:(?s:.*)AssertionError(?s:.*): Match\(blocks=0"),
+        pytest.raises(StoreError, match=r"lookup_client ended with 1:(?s:.*)AssertionError(?s:.*): Match\(blocks=0"),
         lookup_door.Clients(replace(FEW, clients=1), filled, 30 * STORED) as clients,
     ):
         for _ in range(100):

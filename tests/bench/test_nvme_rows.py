@@ -23,6 +23,7 @@ from rich.console import Console
 from kvstore.bench import measure, nvme, rig, tiers
 from kvstore.bench.disk import file_system
 from kvstore.bench.rig import HEAD_MAJOR, memcpy_row
+from kvstore.bench.row import BenchResult
 from kvstore.block.errors import BadInput
 from tiering.frame import frame_bytes
 
@@ -41,7 +42,7 @@ def rendered(result: Any) -> str:
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[tiers.TiersResult, list[str]]:
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[BenchResult, list[str]]:
     data = tmp_path_factory.mktemp("bench")
     said: list[str] = []
     result = tiers.run(tiers.TiersOptions(nvme=replace(SMALL, data=str(data))), said.append, "nvme")
@@ -50,21 +51,22 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[tiers.TiersResul
 
 
 @pytest.mark.slow
-def test_every_path_has_a_row(measured: tuple[tiers.TiersResult, list[str]]) -> None:
+def test_every_path_has_a_row(measured: tuple[BenchResult, list[str]]) -> None:
     result, said = measured
-    assert [(row.tier, row.path, row.limit) for row in result.rows] == [("nvme", path, "loop") for path in PATHS]
+    assert [(row["tier"], row["path"], row.limit_of) for row in result.rows] == [
+        ("nvme", path, "loop") for path in PATHS
+    ]
     for row in result.rows:
-        assert row.payload_bytes == SHAPE.payload_bytes and row.verified and row.threads == 1
-        assert 0 < row.ratio_low <= row.ratio <= row.ratio_high and row.cpu_ratio > 0
-        assert row.gb_per_second > 0 and row.limit_gb_per_second > 0
+        assert row["payload_bytes"] == SHAPE.payload_bytes and row["verified"] and row["threads"] == 1
+        assert 0 < row.ratio_low <= row.ratio <= row.ratio_high and row["cpu_ratio"] > 0
+        assert row.value > 0 and row.limit > 0
         assert row.target is None and row.met is None, "targets are for frames of 2 MiB and above"
     assert any("filling" in line for line in said) and any("durable" in line for line in said)
 
 
 @pytest.mark.slow
-def test_what_cold_turns_delivered_is_counted(measured: tuple[tiers.TiersResult, list[str]]) -> None:
-    disk = measured[0].disk
-    assert disk is not None
+def test_what_cold_turns_delivered_is_counted(measured: tuple[BenchResult, list[str]]) -> None:
+    disk = nvme.Disk(**measured[0].about["disk"])
     turns = SMALL.laps * 2  # promote and get
     assert disk.delivered_bytes == turns * BLOCKS * SHAPE.payload_bytes
     assert disk.read_bytes is None or disk.read_bytes >= 0
@@ -72,7 +74,7 @@ def test_what_cold_turns_delivered_is_counted(measured: tuple[tiers.TiersResult,
     assert disk.limits.keys() == {"loop"}
 
 
-def test_both_tiers_have_the_same_fields_in_json(measured: tuple[tiers.TiersResult, list[str]]) -> None:
+def test_both_tiers_have_the_same_fields_in_json(measured: tuple[BenchResult, list[str]]) -> None:
     plain = json.loads(json.dumps(measured[0].to_dict()))
     assert plain["bench"] == "tiers" and len(plain["rows"]) == len(PATHS)
     assert plain["disk"]["direct"] in (True, False) and plain["disk"]["file_system"]
@@ -80,7 +82,7 @@ def test_both_tiers_have_the_same_fields_in_json(measured: tuple[tiers.TiersResu
     assert plain["rows"][0].keys() == dram.to_dict().keys()
 
 
-def test_a_person_is_told_what_the_limit_is(measured: tuple[tiers.TiersResult, list[str]]) -> None:
+def test_a_person_is_told_what_the_limit_is(measured: tuple[BenchResult, list[str]]) -> None:
     text = " ".join(rendered(measured[0]).split())
     assert "fio is not installed" in text and "loop" in text and "memcpy" not in text
     assert "syncs slabs and index several times" in text
@@ -91,7 +93,9 @@ def test_with_fio_each_path_has_a_row_against_either(tmp_path: Path, monkeypatch
     rested: list[float] = []
     monkeypatch.setattr(nvme, "sleep", rested.append)
     rows, disk = nvme.run(replace(SMALL, laps=1, data=str(tmp_path), fio=FIO), lambda _: None)
-    assert [(row.path, row.limit) for row in rows] == [(path, limit) for path in PATHS for limit in ("fio", "loop")]
+    assert [(row["path"], row.limit_of) for row in rows] == [
+        (path, limit) for path in PATHS for limit in ("fio", "loop")
+    ]
     assert disk.fio.startswith("fio-") and not disk.why_not_fio and disk.limits.keys() == {"fio", "loop"}
     assert disk.fio in disk.describe()
     assert len(rested) == 8, "whatever is not fio waits as long as fio does: 5 turns of the loop, one of each path"
@@ -108,12 +112,12 @@ def test_targets_are_for_disks_and_direct_io(direct: bool, kind: str, says: str,
     one.direct, one.file_system = direct, kind
     found = measure.Against(1.0, 0.9, 0.9, 0.8, 1.0, 0.5)
     rows = {path: one._row(path, "fio", large, 4, found) for path in PATHS}
-    assert {path: row.target for path, row in rows.items()} == (
+    assert {path: row.target and row.target.number for path, row in rows.items()} == (
         {"promote": 0.92, "get": None, "persist": 0.88} if judged else dict.fromkeys(PATHS)
     )
     if judged:
         assert (rows["promote"].met, rows["persist"].met) == (False, True)
-    assert rows["get"].gb_per_second == pytest.approx(4 * (2 << 20) / 1e9)
+    assert rows["get"].value == pytest.approx(4 * (2 << 20) / 1e9)
     assert says in nvme.Disk(kind, direct, 4, {"loop": {}}, "", "why", 0, None).describe()
 
 

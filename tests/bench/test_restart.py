@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import pytest
 from rich.console import Console
 
 import kvstore
-from kvstore.bench import restart, restart_directory, restart_sidecar, sidecar
+from kv_bench import restart, restart_directory, restart_sidecar
+from kvstore.bench import sidecar
+from kvstore.bench.row import Target
 from kvstore.block.account import HitTier, MissReason
 from kvstore.block.errors import BadInput
 from tiering.files import DirectFiles
@@ -142,20 +145,20 @@ def test_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert left == [True, False, False, True, True], "those that were killed did not close their store"
     assert [clean for name, clean in found if name != "empty"] == [True, True, False, False]
     assert [name == "empty" for name, _ in found] == [True, *[False, True] * 4], "an empty one before and after each"
-    assert [(row.how, row.laps) for row in result.rows] == [("clean", 2), ("killed", 2), ("cold", 1)]
-    for row in result.rows:
-        assert 0 < row.opened <= row.answered <= row.warmed and row.index > 0
-        assert row.warmed_low <= row.warmed <= row.warmed_high
+    assert [(row["how"], row.samples) for row in result.sections[0].rows] == [("clean", 2), ("killed", 2), ("cold", 1)]
+    for row in result.sections[0].rows:
+        assert 0 < row["opened"] <= row["answered"] <= row.value and row["limit"] > 0 and row.unit == "s"
+        assert row["low"] <= row.value <= row["high"]
         assert row.target is None and row.met is None, "the target is for a million blocks"
     plain = json.loads(json.dumps(result.to_dict()))
     assert plain["bench"] == "restart" and plain["index_bytes"] > 0 and len(plain["rows"]) == 3
-    assert [(row["how"], row["laps"], row["met"]) for row in plain["sidecar"]] == [
+    assert [(row["how"], row["samples"], row["met"]) for row in plain["sidecar"]] == [
         ("clean", 2, None),
         ("killed", 2, None),
     ]
     for row in plain["sidecar"]:
-        assert 0 < row["hello_low"] <= row["hello"] <= row["hello_high"] and row["hello"] <= row["ready"]
-        assert row["empty"] > 0 and row["times_empty"] > 0
+        assert 0 < row["low"] <= row["value"] <= row["high"] and row["value"] <= row["ready"]
+        assert row["limit_of"] == "empty" and row["limit"] > 0 and row["ratio"] > 0
     text = rendered(result)
     assert "700 blocks" in text and "killed" in text and "holes" in text and "kvstore serve" in text
     assert any("700 of 700" in line for line in said) and any("kill" in line for line in said)
@@ -164,11 +167,12 @@ def test_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_target_grows_with_the_blocks() -> None:
+    at_most = partial(Target, is_least=False, of="value")
     laps = [(restart.Started(0.1, 0.2, warmed, 1.0, 0), 0.5) for warmed in (2.0, 5.0, 4.0)]
     row = restart._row("clean", laps, restart.RestartOptions(blocks=2_000_000))
-    assert (row.target, row.warmed, row.met, row.times_index) == (6.0, 4.0, True, 8.0)
+    assert (row.target, row.value, row.met, row["ratio"]) == (at_most(6.0), 4.0, True, 8.0)
     assert restart._row("clean", laps, restart.RestartOptions(blocks=1_000_000)).met is False
-    assert restart._row("killed", laps, restart.RestartOptions()).target == 3.0
+    assert restart._row("killed", laps, restart.RestartOptions()).target == at_most(3.0)
     assert restart._row("cold", laps, restart.RestartOptions()).target is None
     assert restart._row("clean", laps, restart.RestartOptions(blocks=999_999)).target is None
 

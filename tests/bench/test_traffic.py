@@ -115,8 +115,9 @@ def test_two_endpoints_take_turns(engines: list[SmallEngine], trace: str) -> Non
         bodies = [one.body for one in engine.of("/v1/completions") if one.body["stream"]]
         assert len(bodies) == 3 * 5
         assert all(body["model"] == "small" and body["max_tokens"] == 4 for body in bodies)
-    ratio = found["figures"]["TTFT p50, ms"]
-    assert ratio["a"]["ratio"] is None and ratio["b"]["ratio"] > 0
+    a, b = (row for row in found["rows"] if row["figure"] == "TTFT p50, ms")
+    assert (a["endpoint"], a["ratio"], b["endpoint"], b["limit_of"]) == ("a", None, "b", "a") and b["ratio"] > 0
+    assert 1e3 * STEP <= a["low"] <= a["value"] == b["limit"] <= a["high"] and (a["unit"], a["samples"]) == ("ms", 3)
     came = sorted([(at, "a") for at in first.came] + [(at, "b") for at in second.came])
     turns = [(name, len(list(group))) for name, group in groupby(name for _, name in came)]
     assert turns == [("a", 5), ("b", 10), ("a", 10), ("b", 5)], "in turn, and each turn begins with the next one"
@@ -174,7 +175,7 @@ def test_each_fault_of_an_endpoint_is_one_requests(engines: list[SmallEngine], t
     faults = iter(["status"])
     done = run_cli(*command, "--check")
     assert done.returncode == 1
-    assert done.stderr == "kvstore: target missed: what failed requests of a, measured 1, at_most 0\n"
+    assert done.stderr == "kvstore: target missed: figure failed, endpoint a: 1 requests, wanted <= 0\n"
 
 
 def test_chats_begin_with_what_they_say(engines: list[SmallEngine], trace: str) -> None:

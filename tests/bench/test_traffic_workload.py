@@ -137,7 +137,14 @@ def test_ratios_are_of_the_same_turn() -> None:
         "b": [turn(5), turn(25)],
         "c": [TurnFigures({}, {}, 1, 1, 1.0, ["x"])] * 2,
     }
-    spreads = result.spreads()["TTFT"]
-    assert (spreads["a"].ratio, spreads["b"].ratio) == (None, 0.375) and "c" not in spreads
-    assert (spreads["b"].median, spreads["b"].low, spreads["b"].high) == (15, 5, 25)
-    assert len(result.faults) == 2 and result.to_dict()["faults"] == result.faults
+    found = result.found()
+    a, b = (row for row in found.rows if row["figure"] == "TTFT")
+    assert (a["endpoint"], a["ratio"], b["endpoint"], b["ratio"], b["limit"]) == ("a", None, "b", 0.375, 55)
+    assert (b.value, b["low"], b["high"], b.samples) == (15, 5, 25, 2)
+    failed = [row for row in found.rows if row["figure"] == "failed"]
+    assert [(row["endpoint"], row.value, row.met) for row in failed] == [
+        ("a", 0, True),
+        ("b", 0, True),
+        ("c", 2, False),
+    ]
+    assert len(found.faults) == 2 and found.to_dict()["faults"] == found.faults

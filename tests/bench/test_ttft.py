@@ -11,8 +11,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from kvstore.bench.engines import random_llama, ttft
-from kvstore.bench.engines.on_device import clock_of
+from kv_bench.engines import random_llama, ttft
+from kv_bench.engines.on_device import clock_of
 from kvstore.block.errors import BadInput
 from workbench import one_line
 
@@ -29,7 +29,7 @@ def result() -> ttft.TtftResult:
 
 
 def test_every_path_has_a_row_from_its_tier(result: ttft.TtftResult) -> None:
-    assert [(row.path, row.codec) for row in result.rows] == [
+    assert [(row["path"], row["codec"]) for row in result.rows] == [
         ("cold", ""),
         ("fill", "raw"),
         ("dram", "raw"),
@@ -39,33 +39,33 @@ def test_every_path_has_a_row_from_its_tier(result: ttft.TtftResult) -> None:
     ]
     assert result.faults == []
     for row in result.rows:
-        assert sum(row.tokens.values()) == 256 + TINY.suffix_tokens
-        assert row.tokens.get(row.path, 0) == (256 if row.path in ("dram", "hbm") else 0)
-        assert 0 < row.ttft_ms_low <= row.ttft_ms <= row.ttft_ms_high and row.cold_mfu > 0
+        assert sum(row["tokens"].values()) == 256 + TINY.suffix_tokens
+        assert row["tokens"].get(row["path"], 0) == (256 if row["path"] in ("dram", "hbm") else 0)
+        assert 0 < row["ttft_ms_low"] <= row["ttft_ms"] <= row["ttft_ms_high"] and row["cold_mfu"] > 0
 
 
 def test_limits_are_of_the_bytes_that_move(result: ttft.TtftResult) -> None:
-    rows = {(row.path, row.codec): row for row in result.rows}
-    assert rows["dram", "raw"].bytes_moved == KV_BYTES and rows["hbm", "raw"].bytes_moved == 2 * KV_BYTES
-    assert KV_BYTES / 4 < rows["dram", "int8-kc64"].bytes_moved < KV_BYTES / 3
+    rows = {(row["path"], row["codec"]): row for row in result.rows}
+    assert rows["dram", "raw"]["bytes_moved"] == KV_BYTES and rows["hbm", "raw"]["bytes_moved"] == 2 * KV_BYTES
+    assert KV_BYTES / 4 < rows["dram", "int8-kc64"]["bytes_moved"] < KV_BYTES / 3
     for row in result.rows:
-        if row.path in ("cold", "fill"):
-            assert row.limit_ms is None and row.ratio is None
+        if row["path"] in ("cold", "fill"):
+            assert row["limit_ms"] is None and row.ratio is None
             continue
-        rate = result.rates.device_bytes_per_second if row.path == "hbm" else result.rates.pinned_bytes_per_second
-        assert row.limit_ms == pytest.approx(1e3 * row.bytes_moved / rate + row.suffix_ms)
-        assert row.ratio == pytest.approx(row.limit_ms / row.ttft_ms)
-        assert row.speedup == pytest.approx(rows["cold", ""].ttft_ms / row.ttft_ms)
-        assert row.target_speedup is None and row.met is None, "targets are for the 8B shape on a GPU"
+        rate = result.rates.device_bytes_per_second if row["path"] == "hbm" else result.rates.pinned_bytes_per_second
+        assert row["limit_ms"] == pytest.approx(1e3 * row["bytes_moved"] / rate + row["suffix_ms"])
+        assert row.ratio == pytest.approx(row["limit_ms"] / row["ttft_ms"])
+        assert row["speedup"] == pytest.approx(rows["cold", ""]["ttft_ms"] / row["ttft_ms"])
+        assert row["target_speedup"] is None and row.met is None, "targets are for the 8B shape on a GPU"
 
 
 def test_as_json_and_as_text(result: ttft.TtftResult) -> None:
-    plain = json.loads(json.dumps(result.to_dict()))
+    plain = json.loads(json.dumps(result.found().to_dict()))
     assert plain["bench"] == "ttft" and plain["engine"] == "hf" and len(plain["rows"]) == 6
     console = Console(file=io.StringIO(), width=200)
-    result.render(console)
+    result.found().render(console)
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "cold MFU" in text and "int8-kc64" in text and "limit:" in text
+    assert "cold mfu" in text and "int8-kc64" in text and "beside:" in text
 
 
 def test_a_prefix_that_does_not_come_from_its_tier_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +83,7 @@ def test_what_there_is_no_time_for_is_named() -> None:
 def test_what_there_is_no_memory_for_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ttft, "available_bytes", lambda: 1 << 20)
     found = ttft.run(replace(TINY, laps=1), device="cpu")
-    assert [row.path for row in found.rows] == ["cold"] and not found.faults
+    assert [row["path"] for row in found.rows] == ["cold"] and not found.faults
     assert len(found.left_out) == 2 and all("give a shorter --context" in line for line in found.left_out)
 
 
@@ -98,7 +98,7 @@ def test_a_length_that_fails_is_one_line_and_the_next_one_runs(monkeypatch: pyte
     monkeypatch.setattr(ttft._Length, "_suffix_seconds", fails)
     found = ttft.run(replace(TINY, contexts=(128, 256), codecs=("raw",), laps=1), device="cpu")
     assert found.faults == ["128 tokens ended early: OutOfMemoryError: CUDA out of memory."]
-    assert [row.context_tokens for row in found.rows] == [256] * 4
+    assert [row["context_tokens"] for row in found.rows] == [256] * 4
 
 
 def test_what_would_not_end_in_time_is_not_begun() -> None:

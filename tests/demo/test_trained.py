@@ -14,9 +14,9 @@ pytest.importorskip("transformers")
 import torch
 
 import kvstore.demo
+from kv_bench import corpus
+from kv_bench.corpus import TextFile, read_sources, windows
 from kvstore.block.errors import BadInput, StoreError
-from kvstore.demo import corpus
-from kvstore.demo.corpus import TextFile, read_sources, windows
 from kvstore.demo.model import build_model, load_trained, trained_origin
 
 TRAINED = Path(kvstore.demo.__file__).parent / "trained"

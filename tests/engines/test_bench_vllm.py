@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines has an environment of its own")
 
-from kvstore.bench.engines import ttft_vllm
-from kvstore.bench.engines.vllm_rows import (
+from kv_bench.engines import ttft_vllm
+from kv_bench.engines.vllm_rows import (
     BARE,
     COLD,
     DEFAULT,
@@ -35,35 +35,35 @@ def measured(part: str, **options: Any) -> VllmResult:
     """One part alone. Nothing failed: every prefix came whole from where it was to come from, or there is a fault."""
     result = ttft_vllm.run(replace(SMALL, parts=(part,), **options), print)
     assert result.faults == []
-    assert result.versions["vllm"] and {row.part for row in result.rows} == {part}
+    assert result.versions["vllm"] and {row["part"] for row in result.rows} == {part}
     return result
 
 
 def test_every_engine_and_path_has_its_turns() -> None:
-    rows = {row.what: row for row in measured(TTFT, turns=3).rows}
+    rows = {row["what"]: row for row in measured(TTFT, turns=3).rows}
     paths = [f"{path}, {engine}" for engine in (RAW, DEFAULT, BARE) for path in (OWN, EXTERNAL)]
     assert list(rows) == [COLD, f"{OWN}, {PLAIN}", *paths]
     for row in rows.values():
-        assert row.count == 3 and 0 < row.low <= row.value <= row.high
+        assert row.samples == 3 and 0 < row.low <= row.value <= row.high
     for engine in (RAW, DEFAULT):
         details = rows[f"{EXTERNAL}, {engine}"].details
         assert all(details[f"{part}_ms"] > 0 for part in ("lookup", "lease", "load", "rest"))
-    assert [row.what for row in rows.values() if row.target] == [COLD, f"{EXTERNAL}, {RAW}", f"{EXTERNAL}, {BARE}"]
+    assert [row["what"] for row in rows.values() if row.target] == [COLD, f"{EXTERNAL}, {RAW}", f"{EXTERNAL}, {BARE}"]
 
 
 def test_hits_of_both_kinds_arrive_among_all_streams() -> None:
     options = replace(SMALL, arrivals=3, own_prefixes=2)
     alone, own, external = measured(ITL, arrivals=3, own_prefixes=2).rows
-    assert alone.count == 2 * options.arrivals * options.steps_between * options.streams, "a token a step and stream"
+    assert alone.samples == 2 * options.arrivals * options.steps_between * options.streams, "a token a step and stream"
     for row in (own, external):
         assert row.details["arrivals"] == 3
-        assert row.count >= 3 * options.streams and row.count % options.streams == 0
+        assert row.samples >= 3 * options.streams and row.samples % options.streams == 0
     assert external.limit == own.value and external.target is not None
 
 
 def test_every_step_has_its_hooks() -> None:
     (row,) = measured(HOOKS).rows
-    assert row.count == SMALL.load_prompts * SMALL.load_steps_between
+    assert row.samples == SMALL.load_prompts * SMALL.load_steps_between
     names = [name.split()[0] for name in row.details if name.endswith(" us a step")]
     assert {"build_connector_meta", "start_load_kv", "wait_for_save", "on_new_request"} <= set(names)
     assert 0 < row.value < 1
@@ -75,12 +75,12 @@ def test_pairs_are_of_the_same_new_prompts() -> None:
     shipped, at_once = measured(OVERHEAD, pairs=3).rows
     assert (shipped.target is None, at_once.target is None) == (False, True)
     for row in (shipped, at_once):
-        assert row.count == 3 and row.low <= row.value <= row.high and row.limit is not None and row.limit > 0
+        assert row.samples == 3 and row.low <= row.value <= row.high and row.limit is not None and row.limit > 0
 
 
 def test_decode_loads_all_that_prefill_stored_both_ways() -> None:
     rows = measured(HAND_OVER, hand_overs=3, prefix_tokens=1024).rows
-    assert [row.what for row in rows] == [f"decode's TTFT, {way}" for way in HAND_OVERS]
+    assert [row["what"] for row in rows] == [f"decode's TTFT, {way}" for way in HAND_OVERS]
     for row in rows:
-        assert row.count == 3 and row.limit is not None and row.limit > row.details["prefill_ms"] > 0
+        assert row.samples == 3 and row.limit is not None and row.limit > row.details["prefill_ms"] > 0
         assert row.details["load_ms"] > 0 and row.details["step_ms"] > 0

@@ -189,8 +189,7 @@ def test_recorded_traffic_is_replayed_and_its_hits_are_counted(pair: Pair) -> No
     options = run.TrafficOptions(turns=2, scale=0.5, request_seconds=SECONDS, slos=(Slo(1e6, 1e6),))
     endpoints = [Endpoint("decode alone", pair.decode), Endpoint("pd", pair.proxy, (pair.decode,))]
     result = run.run(trace, endpoints, options, lambda *_: None)
-    told = result.to_dict()
-    print(json.dumps(told["figures"]))
+    print(json.dumps(result.found().to_dict()["rows"]))
     for name, turns in result.turns.items():
         for turn in turns:
             assert (turn.failed, turn.requests) == (0, 6), (name, turn.errors)

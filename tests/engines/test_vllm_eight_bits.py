@@ -17,7 +17,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engine
 
 from engines import models
 from engines.session import named
-from kvstore.demo.corpus import read_sources, windows
+from kv_bench.corpus import read_sources, windows
 
 SEED = int(os.environ.get("ENGINE_SEED", "0")) or random.SystemRandom().randrange(1 << 30)
 PROMPT, MADE = 1000, 48

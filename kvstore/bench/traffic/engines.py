@@ -24,14 +24,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic, sleep
 from types import TracebackType
-from typing import Any
 
 from kvstore.bench.measure import available_bytes
 from kvstore.bench.sidecar import Sidecar
+from kvstore.bench.traffic.random_llama import SHAPES, TINY, kv_bytes_per_token, save_model
 from kvstore.bench.traffic.workload import Workload
 from kvstore.block.errors import BadInput, StoreError
 
-TINY, MID = SHAPES = ("tiny", "mid")
 NONE, OWN, KVSTORE, PD = KINDS = ("none", "own", "kvstore", "pd")
 PARTS = {PD: {f"{PD}-prefill": "kv_producer", f"{PD}-decode": "kv_consumer"}}
 """Engines of a kind that is more than one, and their roles."""
@@ -115,7 +114,7 @@ def started(
     for kind in options.kinds:
         if kind in (KVSTORE, PD):
             tell(f"starting a sidecar for {kind}", 0, 0)
-            sidecars[kind] = _sidecar(kv_bytes_per_token(model), workload, turns, stack)
+            sidecars[kind] = _sidecar(kv_bytes_per_token(options.shape), workload, turns, stack)
     servers: dict[str, ServerProcess] = {}
     for kind in options.kinds:
         for name, role in PARTS.get(kind, {kind: "kv_both"}).items():
@@ -160,38 +159,6 @@ def connector(socket_path: str, role: str = "kv_both", **settings: object) -> di
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"url": f"unix:{socket_path}", **settings},
     }
-
-
-def save_model(shape: str, directory: Path) -> None:
-    """Random weights, and a tokenizer of which each word is a token: w17 is the token 17. Raises `StoreError`."""
-    command = [sys.executable, "-m", "kvstore.bench.engines.random_llama", shape, str(directory)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise StoreError(f"a model could not be made: {(done.stderr.strip() or 'no reason given')[-300:]}")
-    size = int(_config(directory)["vocab_size"])
-    words = {f"w{number}": number for number in range(size - 1)} | {"<unk>": size - 1}
-    tokenizer: dict[str, object] = {
-        "version": "1.0",
-        "added_tokens": [],
-        "pre_tokenizer": {"type": "WhitespaceSplit"},
-        "model": {"type": "WordLevel", "vocab": words, "unk_token": "<unk>"},
-        **dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder")),
-    }
-    template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
-    about = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>", "chat_template": template}
-    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (directory / "tokenizer_config.json").write_text(json.dumps(about))
-
-
-def kv_bytes_per_token(model: Path) -> int:
-    """K and V of all layers of a model that `save_model` has made."""
-    config = _config(model)
-    return 2 * 2 * int(config["num_hidden_layers"]) * int(config["num_key_value_heads"]) * int(config["head_dim"])
-
-
-def _config(model: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((model / "config.json").read_text())
-    return found
 
 
 class ServerProcess:

@@ -7,13 +7,12 @@ a machine that drifts leaves of a comparison.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
-from rich.table import Table
-
-from kvstore.bench.measure import machine, quantile
+from kvstore.bench.measure import quantile
+from kvstore.bench.row import MS, SHARE, BenchResult, Row, Section, Target
 from kvstore.bench.traffic.replay import RequestOutcome
 from kvstore.bench.traffic.workload import Workload
 
@@ -77,22 +76,6 @@ class TurnFigures:
         return TurnFigures(figures, tokens, len(outcomes), failed, seconds, errors[:MOST_SHOWN_ERRORS])
 
 
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """Of one figure over turns. ratio: to the first endpoint's, turn by turn; None for that one, and beside nothing."""
-
-    median: float
-    low: float
-    high: float
-    ratio: float | None
-
-    def __str__(self) -> str:
-        shown = _short(self.median)
-        if self.low != self.high:
-            shown += f"  {_short(self.low)} .. {_short(self.high)}"
-        return shown if self.ratio is None else f"{shown}  x{self.ratio:.2f}"
-
-
 @dataclass
 class TrafficResult:
     """turns: of each endpoint, in the order in which they were given."""
@@ -102,35 +85,50 @@ class TrafficResult:
     turns: dict[str, list[TurnFigures]] = field(default_factory=dict)
     about: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def faults(self) -> list[str]:
-        """Endpoints of which a turn has no whole answer."""
-        return [
+    def found(self) -> BenchResult:
+        """What is printed. No request is to fail: where one did, the figures are of others than the trace asked for."""
+        workload = self.workload
+        shared = workload.shared_tokens / workload.prompt_tokens
+        title = (
+            f"{workload.name}: {len(workload.requests)} requests in {workload.requests[-1].at:.0f} s, "
+            f"{workload.prompt_tokens:,} prompt tokens, of which {shared:.0%} are in blocks seen before; "
+            f"{workload.scale:.3g} tokens for one of the trace, {self.speed:g} times as fast"
+        )
+        words = [
+            f"{name}: {error}"
+            for name, turns in self.turns.items()
+            for error in dict.fromkeys(error for turn in turns for error in turn.errors)
+        ]
+        faults = [
             f"{name}: all of {turn.requests} requests failed: {turn.errors[0]}"
             for name, turns in self.turns.items()
             for turn in turns
             if turn.failed == turn.requests
         ]
+        section = Section(self._rows(), title, "\n".join(words))
+        return BenchResult("traffic", None, [section], {**self._described(), **self.about}, faults)
 
-    def targets(self) -> list[dict[str, object]]:
-        """No request failed: where one did, the figures are of others than those that the trace asked for."""
-        failed = {name: sum(turn.failed for turn in turns) for name, turns in self.turns.items()}
-        return [
-            {"what": f"failed requests of {name}", "measured": count, "at_most": 0, "met": count == 0}
-            for name, count in failed.items()
-        ]
-
-    def spreads(self) -> dict[str, dict[str, Spread]]:
-        """By figure and endpoint."""
-        first = next(iter(self.turns))
+    def _rows(self) -> list[Row]:
         names = dict.fromkeys(name for turns in self.turns.values() for turn in turns for name in turn.figures)
-        return {
-            name: {endpoint: found for endpoint in self.turns if (found := self._spread(name, endpoint, first))}
-            for name in names
-        }
+        rows = [self._row(name, endpoint) for name in names for endpoint in self.turns]
+        failed = [
+            Row(
+                {"figure": "failed", "endpoint": endpoint},
+                sum(turn.failed for turn in turns),
+                "requests",
+                len(turns),
+                target=Target(0, is_least=False, of="value"),
+            )
+            for endpoint, turns in self.turns.items()
+        ]
+        return [row for row in rows if row is not None] + failed
 
-    def _spread(self, name: str, endpoint: str, first: str) -> Spread | None:
-        values = [turn.figures[name] for turn in self.turns[endpoint] if name in turn.figures]
+    def _row(self, name: str, endpoint: str) -> Row | None:
+        """Of one figure over turns; low, high: the least and the most. Beside the first endpoint's, turn by turn."""
+        first = next(iter(self.turns))
+        values, limits = (
+            [turn.figures[name] for turn in self.turns[one] if name in turn.figures] for one in (endpoint, first)
+        )
         if not values:
             return None
         beside = [
@@ -138,14 +136,22 @@ class TrafficResult:
             for here, there in zip(self.turns[endpoint], self.turns[first], strict=True)
             if here.figures.get(name) is not None and there.figures.get(name)
         ]
-        ratio = median(beside) if beside and endpoint != first else None
-        return Spread(median(values), min(values), max(values), ratio)
+        is_beside = bool(beside) and endpoint != first
+        return Row(
+            {"figure": name, "endpoint": endpoint},
+            median(values),
+            next((unit for unit in (MS, "tokens/s") if name.endswith(unit)), SHARE),
+            len(values),
+            min(values),
+            max(values),
+            limit_of=first if is_beside else "",
+            limit=median(limits) if is_beside else None,
+            ratio=median(beside) if is_beside else None,
+        )
 
-    def to_dict(self) -> dict[str, object]:
-        """For `--json`."""
+    def _described(self) -> dict[str, object]:
         workload = self.workload
         return {
-            "bench": "traffic",
             "trace": workload.name,
             "workload": {
                 "requests": len(workload.requests),
@@ -158,64 +164,7 @@ class TrafficResult:
                 "working_set_tokens": workload.working_set_tokens,
                 "shared_tokens": workload.shared_tokens,
             },
-            "machine": machine(),
-            **self.about,
             "endpoints": [
-                {
-                    "name": name,
-                    "turns": [
-                        {
-                            "requests": turn.requests,
-                            "failed": turn.failed,
-                            "errors": list(turn.errors),
-                            "seconds": turn.seconds,
-                            "tokens": dict(turn.tokens),
-                            "figures": dict(turn.figures),
-                        }
-                        for turn in turns
-                    ],
-                }
-                for name, turns in self.turns.items()
+                {"name": name, "turns": [asdict(turn) for turn in turns]} for name, turns in self.turns.items()
             ],
-            "figures": {
-                name: {
-                    endpoint: {"median": one.median, "low": one.low, "high": one.high, "ratio": one.ratio}
-                    for endpoint, one in of.items()
-                }
-                for name, of in self.spreads().items()
-            },
-            "targets": self.targets(),
-            "faults": self.faults,
         }
-
-    def render(self, console: Any) -> None:
-        """A table: a row for each figure, a column for each endpoint."""
-        workload = self.workload
-        shared = workload.shared_tokens / workload.prompt_tokens
-        console.print(
-            f"{workload.name}: {len(workload.requests)} requests in {workload.requests[-1].at:.0f} s, "
-            f"{workload.prompt_tokens:,} prompt tokens, of which {shared:.0%} are in blocks seen before; "
-            f"{workload.scale:.3g} tokens for one of the trace, {self.speed:g} times as fast"
-        )
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        table.add_column("median  least .. most  x first")
-        for name in self.turns:
-            table.add_column(name, justify="right")
-        for name, of in self.spreads().items():
-            table.add_row(name, *(str(of[one]) if one in of else "" for one in self.turns))
-        failed = [sum(turn.failed for turn in turns) for turns in self.turns.values()]
-        table.add_row(
-            "failed",
-            *(
-                f"{count} of {len(turns) * len(workload.requests)}"
-                for count, turns in zip(failed, self.turns.values(), strict=True)
-            ),
-        )
-        console.print(table)
-        for name, turns in self.turns.items():
-            for error in dict.fromkeys(error for turn in turns for error in turn.errors):
-                console.print(f"{name}: {error}", markup=False)
-
-
-def _short(value: float) -> str:
-    return f"{value:.3f}" if value < 1 else f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"

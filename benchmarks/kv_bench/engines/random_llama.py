@@ -6,15 +6,13 @@ on the device itself, at random and not zeros, which a GPU would multiply faster
 
 from __future__ import annotations
 
-import sys
 from statistics import median
 from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvstore.bench.engines.on_device import DeviceClock
-from kvstore.bench.engines.vllm_rows import LLAMAS
+from kv_bench.engines.on_device import DeviceClock
 from kvstore.block.errors import BadInput
 
 TINY, ONE_B, EIGHT_B = SHAPES = ("tiny", "1b", "8b")
@@ -113,32 +111,3 @@ def peak_flops(device: torch.device, dtype: torch.dtype, clock: DeviceClock) -> 
     timed = clock.timed(lambda: left @ right)
     timed()
     return 2 * width**3 / median(timed().wall for _ in range(PRODUCTS))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# A Llama of random weights as files, for an engine that starts from them.
-#
-#     python -m kvstore.bench.engines.random_llama SHAPE DIRECTORY
-#
-# Weights lie wide enough apart that no token is repeated for ever. Prompts are token ids, so there is no tokenizer. It
-# is a program of its own, so that the bench that starts engines needs neither torch nor transformers.
-
-
-def save(shape: str, directory: str) -> None:
-    """In bfloat16. Raises `KeyError` for a shape that is not known."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        **LLAMAS[shape],
-        max_position_embeddings=32768,
-        initializer_range=0.1,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    model: Any = LlamaForCausalLM(config)
-    model.to(torch.bfloat16).save_pretrained(directory)
-
-
-if __name__ == "__main__":
-    save(sys.argv[1], sys.argv[2])

@@ -1,4 +1,4 @@
-"""Rows of `kvstore bench kernels`: what running streams notice of loads and saves beside them.
+"""Rows of `benches.py kernels`: what running streams notice of loads and saves beside them.
 
 A Llama with random weights decodes eight streams, token by token, through transformers and the adapter's buffers, as
 `PrefixCache` does. Before each step the engine's thread begins new transfers, so that two of each direction are under
@@ -7,8 +7,7 @@ way, and what that takes counts as part of the step. With nothing beside and wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
 from statistics import median
 from time import perf_counter
 
@@ -17,44 +16,17 @@ import torch
 from engine_adapter.hf.buffers import BufferSet
 from engine_adapter.hf.layers import ModelCall, even_cache
 from engine_adapter.hf.model import layout_of
+from kv_bench.engines.random_llama import build
+from kv_bench.engines.transfer_rows import BOTH, LOAD, SAVE, Transfers, finish
 from kv_kernels.transfer_state import Transfer
-from kvstore.bench.engines.random_llama import build
-from kvstore.bench.engines.transfer_rows import BOTH, LOAD, SAVE, Transfers, finish
 from kvstore.bench.measure import quantile
+from kvstore.bench.row import MS, Row, Target
 
 ALONE = "nothing"
 BESIDE = (ALONE, LOAD, SAVE, BOTH)
 UNDER_WAY = 2
 MOST_SLOWDOWN = 1.05
 """Of the median step, on a GPU, beside loads."""
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeRow:
-    """Steps of all streams beside transfers. Times in milliseconds; slowdown: to the row `nothing`.
-
-    transfer_gb_per_second: on the wire, meanwhile. most_slowdown: of the median, the target.
-    """
-
-    beside: str
-    streams: int
-    context_tokens: int
-    steps: int
-    step_ms_p50: float
-    step_ms_p99: float
-    slowdown_p50: float
-    slowdown_p99: float
-    transfer_gb_per_second: float
-    most_slowdown: float | None
-
-    @property
-    def met(self) -> bool | None:
-        """Whether the target is reached; None where none is set."""
-        return None if self.most_slowdown is None else self.slowdown_p50 <= self.most_slowdown
-
-    def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
-        return {**asdict(self), "met": self.met}
 
 
 class Streams:
@@ -115,7 +87,7 @@ class BesideTransfers:
 
 def measure(
     streams: Streams, transfers: Transfers, count: int, context: int, laps: int, steps: int, *, is_targeted: bool
-) -> Iterator[DecodeRow]:
+) -> Iterator[Row]:
     """One row for each kind of traffic, from `laps` times `steps` steps of each. count: of streams."""
     transfers.run(SAVE)  # so that what is loaded are frames
     streams.lap(steps, BesideTransfers(transfers, ALONE))
@@ -130,17 +102,41 @@ def measure(
             beside.drain()
             spent[name] += perf_counter() - start
             moved[name] += beside.finished * transfers.wire_bytes
-    alone = times[ALONE]
     for name in BESIDE:
-        yield DecodeRow(
-            name,
-            count,
-            context,
-            len(times[name]),
-            1e3 * median(times[name]),
-            1e3 * quantile(times[name], 0.99),
-            median(times[name]) / median(alone),
-            quantile(times[name], 0.99) / quantile(alone, 0.99),
-            moved[name] / spent[name] / 1e9,
-            MOST_SLOWDOWN if is_targeted and name == LOAD else None,
-        )
+        rate = moved[name] / spent[name] / 1e9
+        yield row_of(name, times[name], times[ALONE], count, context, rate, is_targeted=is_targeted)
+
+
+def row_of(
+    beside: str,
+    times: Sequence[float],
+    alone: Sequence[float],
+    streams: int,
+    context: int,
+    rate: float,
+    *,
+    is_targeted: bool,
+) -> Row:
+    """Steps of all streams beside transfers, which moved so many GB/s meanwhile; held against those beside nothing."""
+    p50, p99 = 1e3 * median(times), 1e3 * quantile(times, 0.99)
+    slower = p50 / (1e3 * median(alone))
+    most = MOST_SLOWDOWN if is_targeted and beside == LOAD else None
+    return Row(
+        {"beside": beside, "streams": streams, "context_tokens": context},
+        p50,
+        MS,
+        len(times),
+        limit_of=ALONE,
+        limit=1e3 * median(alone),
+        ratio=slower,
+        target=None if most is None else Target(most, is_least=False),
+        details={
+            "steps": len(times),
+            "step_ms_p50": p50,
+            "step_ms_p99": p99,
+            "slowdown_p50": slower,
+            "slowdown_p99": quantile(times, 0.99) / quantile(alone, 0.99),
+            "transfer_gb_per_second": rate,
+            "most_slowdown": most,
+        },
+    )

@@ -1,4 +1,4 @@
-"""Rows of `kvstore bench kernels`: pages to payloads and back beside a plain copy on the device.
+"""Rows of `benches.py kernels`: pages to payloads and back beside a plain copy on the device.
 
 The limit is a copy from one buffer to another one on the same device, in the same run, right before and after each
 turn. Both are counted in bytes read and written: a kernel that quantizes reads 16 bits and writes 8.
@@ -7,13 +7,13 @@ turn. Both are counted in bytes read and written: a kernel that quantizes reads 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from kvstore.bench.engines.on_device import DeviceClock
-from kvstore.bench.engines.paged_pool import (
+from kv_bench.engines.on_device import DeviceClock
+from kv_bench.engines.paged_pool import (
     CODECS,
     FAILURES,
     HEADER,
@@ -29,44 +29,12 @@ from kvstore.bench.engines.paged_pool import (
 )
 from kvstore.bench.measure import Against, against
 from kvstore.bench.rig import BlockShape
+from kvstore.bench.row import Row, Target, rate_row
 
 TARGETS = {"gather_quantize": 0.70, "dequantize_scatter": 0.70}
 """Share of the copy's bytes per second, on a GPU, from `TARGETED_BYTES` of KV on."""
 TARGETED_BYTES = 256 << 20
 DIGEST_BYTES = 16
-
-
-@dataclass(frozen=True, slots=True)
-class KernelRow:
-    """One kernel on one size of KV: decimal GB/s of bytes read and written, and those of the copy in the same run.
-
-    kv_bytes: of the pages that take part. bytes_moved: read and written by one call. ratio: of the two rates, the
-    median over laps, with its quartiles. is_host_bound: the host put calls in more slowly than the device did them, so
-    the figure is none of the kernel's. matches_twin: whether the first block is the twin's, bit for bit.
-    """
-
-    kernel: str
-    codec: str
-    kv_bytes: int
-    bytes_moved: int
-    seconds: float
-    gb_per_second: float
-    copy_gb_per_second: float
-    ratio: float
-    ratio_low: float
-    ratio_high: float
-    target: float | None
-    is_host_bound: bool
-    matches_twin: bool
-
-    @property
-    def met(self) -> bool | None:
-        """Whether the target is reached; None where none is set."""
-        return None if self.target is None else self.ratio >= self.target
-
-    def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
-        return {**asdict(self), "met": self.met}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +57,7 @@ def measure(
     route: Route,
     clock: DeviceClock,
     faults: list[str],
-) -> Iterator[KernelRow]:
+) -> Iterator[Row]:
     """The rows of one size, one by one. kv_bytes: whole blocks of `shape`. faults: gets a line for each kernel that
     cannot be launched, which has no row, and for each that does not write what its twin writes."""
     blocks = kv_bytes // shape.payload_bytes
@@ -151,20 +119,22 @@ def _contenders(
 
 def _row(
     contender: _Contender, kv_bytes: int, found: Against, target: float | None, is_late: bool, matches: bool
-) -> KernelRow:
-    share = contender.bytes_moved / (2 * kv_bytes)  # of the copy's bytes
-    return KernelRow(
-        contender.kernel,
-        contender.codec,
-        kv_bytes,
-        contender.bytes_moved,
-        found.seconds,
-        contender.bytes_moved / found.seconds / 1e9,
-        2 * kv_bytes / found.limit_seconds / 1e9,
-        found.ratio * share,
-        found.low * share,
-        found.high * share,
-        target,
-        is_late,
-        matches,
+) -> Row:
+    """GB/s of bytes read and written, beside those of the copy. is_host_bound: the host put calls in more slowly than
+    the device did them, so the figure is none of the kernel's. matches_twin: whether the first block is the twin's, bit
+    for bit."""
+    moved, copied = contender.bytes_moved, 2 * kv_bytes
+    return rate_row(
+        {"kernel": contender.kernel, "codec": contender.codec, "kv_bytes": kv_bytes},
+        found,
+        moved,
+        "copy",
+        None if target is None else Target(target),
+        limit_bytes=copied,
+        bytes_moved=moved,
+        seconds=found.seconds,
+        gb_per_second=moved / found.seconds / 1e9,
+        copy_gb_per_second=copied / found.limit_seconds / 1e9,
+        is_host_bound=is_late,
+        matches_twin=matches,
     )

@@ -1,4 +1,4 @@
-"""The rows of `kvstore serve` in `kvstore bench restart`: how soon an engine can call again.
+"""The rows of `kvstore serve` in `benches.py restart`: how soon an engine can call again.
 
 A new process opens the directory. What counts is the time from its start on, the interpreter and all imports within it:
 until a hello is answered, of a client that calls every few milliseconds, and until `/readyz` says that everything on
@@ -9,16 +9,14 @@ right before and right after.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from shutil import rmtree
 from statistics import median
-from typing import Any
 
-from rich.table import Table
-
+from kv_bench.restart_directory import DRAM_BYTES, MODEL, SHAPE, Plan, found_blocks, real_pages, real_prompt
 from kvstore.bench.measure import quantile
-from kvstore.bench.restart_directory import DRAM_BYTES, MODEL, SHAPE, Plan, found_blocks, real_pages, real_prompt
+from kvstore.bench.row import SECONDS, Row, Target
 from kvstore.bench.sidecar import Sidecar
 from kvstore.client.socket_door import MAX_DEADLINE_MS
 
@@ -26,8 +24,8 @@ TARGET_SECONDS = 2.0
 """To the first answered hello, after a clean end and after a kill, with a million blocks or more."""
 
 WORDS = (
-    "from the start of the process on, imports and all. empty: to the hello on an empty directory, before and after; "
-    "ratio: hello / empty. ready: everything on disk can be found; then every block was, through the socket."
+    "From the start of the process on, imports and all, to the first hello that is answered; empty: the same on an "
+    "empty directory, before and after. ready: all on disk can be found; then every block was, through the socket."
 )
 
 
@@ -41,34 +39,7 @@ class StartTimes:
     empty: float
 
 
-@dataclass(frozen=True, slots=True)
-class SidecarRow:
-    """Sidecars after one kind of end: medians of seconds, and of hello the quartiles; see `StartTimes`.
-
-    times_empty: hello / empty.
-    """
-
-    how: str
-    laps: int
-    hello: float
-    hello_low: float
-    hello_high: float
-    ready: float
-    empty: float
-    times_empty: float
-    target: float | None
-
-    @property
-    def met(self) -> bool | None:
-        """Whether the target is reached; None where none is set."""
-        return None if self.target is None else self.hello <= self.target
-
-    def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
-        return {**asdict(self), "met": self.met}
-
-
-def run(directory: Path, plan: Plan, laps: int, *, is_targeted: bool, say: Callable[[str], None]) -> list[SidecarRow]:
+def run(directory: Path, plan: Plan, laps: int, *, is_targeted: bool, say: Callable[[str], None]) -> list[Row]:
     """Serve a directory that was closed in order, again and again; then one whose sidecar was killed. It is closed."""
     store: dict[str, str | int] = {
         "data": str(directory),
@@ -95,39 +66,22 @@ def run(directory: Path, plan: Plan, laps: int, *, is_targeted: bool, say: Calla
     return [row_of(how, served, is_targeted=is_targeted) for how, served in found.items()]
 
 
-def row_of(how: str, served: list[StartTimes], *, is_targeted: bool) -> SidecarRow:
+def row_of(how: str, served: list[StartTimes], *, is_targeted: bool) -> Row:
     """The laps of one kind, as a row."""
     hellos = [one.hello for one in served]
-    return SidecarRow(
-        how,
-        len(served),
+    return Row(
+        {"how": how},
         median(hellos),
+        SECONDS,
+        len(served),
         quantile(hellos, 0.25),
         quantile(hellos, 0.75),
-        median(one.ready for one in served),
+        "empty",
         median(one.empty for one in served),
         median(one.hello / one.empty for one in served),
-        TARGET_SECONDS if is_targeted else None,
+        target=Target(TARGET_SECONDS, is_least=False, of="value") if is_targeted else None,
+        details={"ready": median(one.ready for one in served)},
     )
-
-
-def render(rows: list[SidecarRow], console: Any) -> None:
-    """A table, and what its words mean."""
-    table = Table("sidecar", "laps", "hello", "quartiles", "empty", "ratio", "ready", "target")
-    for row in rows:
-        mark = {None: "", True: " met", False: " missed"}[row.met]
-        table.add_row(
-            row.how,
-            str(row.laps),
-            f"{row.hello:.2f} s",
-            f"{row.hello_low:.2f} .. {row.hello_high:.2f}",
-            f"{row.empty:.2f} s",
-            f"{row.times_empty:.1f}",
-            f"{row.ready:.2f} s",
-            "" if row.target is None else f"{row.target:g} s{mark}",
-        )
-    console.print("kvstore serve on the same directory, from the start of the process on", table, sep="\n")
-    console.print(WORDS)
 
 
 def _check(sidecar: Sidecar, plan: Plan) -> None:

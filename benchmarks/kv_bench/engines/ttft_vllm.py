@@ -1,4 +1,4 @@
-"""`kvstore bench ttft --engine vllm`: what a vLLM gains from our connector, and what it pays.
+"""`benches.py ttft --engine vllm`: what a vLLM gains from our connector, and what it pays.
 
     ttft      one request on an idle engine: cold, from the engine's own cache, from a sidecar in another process, and
               through a connector that does nothing but copy pages out of shared memory
@@ -22,7 +22,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
@@ -30,8 +29,8 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.bench.engines.ttft_rows import parse_tokens
-from kvstore.bench.engines.vllm_rows import (
+from kv_bench.engines.ttft_rows import parse_tokens
+from kv_bench.engines.vllm_rows import (
     AT_ONCE,
     BARE,
     COLD,
@@ -41,7 +40,6 @@ from kvstore.bench.engines.vllm_rows import (
     HAND_OVERS,
     HOOKS,
     ITL,
-    LLAMAS,
     OVERHEAD,
     OWN,
     PARTS,
@@ -49,7 +47,6 @@ from kvstore.bench.engines.vllm_rows import (
     RAW,
     SMALL,
     TICKET,
-    TINY,
     TTFT,
     HandOver,
     Sample,
@@ -58,12 +55,12 @@ from kvstore.bench.engines.vllm_rows import (
     hand_over_row,
     hooks_row,
     itl_rows,
-    kv_bytes_per_token,
     overhead_row,
     ttft_rows,
 )
-from kvstore.bench.measure import Progress
+from kvstore.bench.measure import Progress, teller
 from kvstore.bench.sidecar import Sidecar
+from kvstore.bench.traffic.random_llama import LLAMAS, TINY, kv_bytes_per_token, save_model
 from kvstore.block.errors import BadInput, StoreError
 
 PAGE_TOKENS = 128
@@ -124,7 +121,7 @@ def run(options: VllmOptions | None = None, progress: Progress = None) -> VllmRe
         )
     options = options or VllmOptions()
     with tempfile.TemporaryDirectory(prefix="kvstore-bench-") as scratch:
-        bench = _Bench(options, Path(scratch), partial(_tell, progress))
+        bench = _Bench(options, Path(scratch), teller(progress))
         bench.save_model()
         steps = {
             TTFT: bench.ttft,
@@ -155,10 +152,7 @@ class _Bench:
     def save_model(self) -> None:
         """Weights as files."""
         self._say(f"making a random {self._options.shape} Llama")
-        command = [sys.executable, "-m", "kvstore.bench.engines.random_llama", self._options.shape, self._model]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise StoreError(f"a model could not be made: {(done.stderr.strip() or 'no reason given')[-300:]}")
+        save_model(self._options.shape, Path(self._model))
 
     # Parts -----------------------------------------------------------------------------------------------------------
 
@@ -360,7 +354,7 @@ class _Bench:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=_shared_memory()))
         return {
             "kv_connector": "BareConnector",
-            "kv_connector_module_path": "kvstore.bench.engines.timed_connector",
+            "kv_connector_module_path": "kv_bench.engines.timed_connector",
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"path": os.path.join(folder, "pages"), "slots": tokens // PAGE_TOKENS},
         }
@@ -453,7 +447,7 @@ def _connector(socket: str, codec: str, settings: Mapping[str, Any]) -> dict[str
     """Ours, with a clock on its hooks."""
     return {
         "kv_connector": "TimedConnector",
-        "kv_connector_module_path": "kvstore.bench.engines.timed_connector",
+        "kv_connector_module_path": "kv_bench.engines.timed_connector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"url": f"unix:{socket}", "codec": codec, **settings},
@@ -469,11 +463,6 @@ def _sample(answer: Mapping[str, Any]) -> Sample:
 def _shared_memory() -> str | None:
     """A folder that is memory, where there is one; else that of temporary files."""
     return SHARED_MEMORY if os.path.isdir(SHARED_MEMORY) and os.access(SHARED_MEMORY, os.W_OK) else None
-
-
-def _tell(progress: Progress, what: str) -> None:
-    if progress is not None:
-        progress(what)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -501,7 +490,7 @@ class EngineProcess:
         self._log = scratch / f"{name.replace(' ', '-')}.log"
         settings = [f"{key}={value}" for key, value in {**SETTINGS, "VLLM_CPU_KVCACHE_SPACE": kv_gib}.items()]
         # The engine's threads wait as they do in service, and not as this command line's.
-        command = ["env", "-u", "OMP_WAIT_POLICY", *settings, sys.executable, "-m", "kvstore.bench.engines.vllm_engine"]
+        command = ["env", "-u", "OMP_WAIT_POLICY", *settings, sys.executable, "-m", "kv_bench.engines.vllm_engine"]
         answers, theirs = os.pipe()  # on its standard output vLLM logs, from its import on
         self._answers = os.fdopen(answers)
         with self._log.open("wb") as log, os.fdopen(theirs, "w"):

@@ -1,4 +1,4 @@
-"""`kvstore bench codec --quality`: a trained model reads held-out text from KV that went through the codecs.
+"""`benches.py codec --quality`: a trained model reads held-out text from KV that went through the codecs.
 
 The model is the demo's small one, the text Python's own sources, those files that it was not trained on. It runs as it
 is and in variants that make K hard to quantize without changing what it computes (`codec_variants`); that they do not
@@ -17,15 +17,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 import transformers
-from rich.table import Table
 from transformers import AttentionInterface, Cache
 
 from engine_adapter.hf.attention import ChunkMask, attend
 from engine_adapter.hf.layers import BufferLayer
+from kv_bench.corpus import read_sources, windows
 from kv_kernels.int8 import KC64, TH, Axis, dequantize, quantize
+from kvstore.bench.row import Row, Section
 from kvstore.block.codec import RawCodec
 from kvstore.block.errors import BadInput
-from kvstore.demo.corpus import read_sources, windows
 from kvstore.demo.model import describe_model, load_trained, trained_origin
 
 POOL_DTYPE = torch.bfloat16
@@ -41,8 +41,8 @@ CONTINUATION = 128
 """Bytes behind the prefix. All but the first are scored."""
 
 _WORDS = (
-    "K, V: relative L2 error. attention: that of its output over the prefix, layer by layer, with the queries of the "
-    f"{CONTINUATION} bytes behind it. KL: KL(raw || codec) of the next byte, the mean, in 1e-4 nats. perplexity: its "
+    "relative k, v: L2 error. attention: that of its output over the prefix, layer by layer, with the queries of the "
+    f"{CONTINUATION} bytes behind it. KL: KL(raw || codec) of the next byte, the mean. perplexity: its "
     "change. top-1: bytes whose likeliest successor stays the same. All against raw, which is KV in bfloat16. At eight "
     "bits a change of perplexity of some hundredths of a percent is noise; judge by attention and KL."
 )
@@ -94,9 +94,9 @@ class QualityResult:
         """A sentence for each codec."""
         return [self._verdict(one.codec) for one in self.variants[0].codecs if one.codec != RawCodec.name]
 
-    def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
-        return {
+    def found(self) -> tuple[list[Section], dict[str, Any], list[str]]:
+        """A table for each prefix and one of the variants, facts beside them, and what makes the figures worthless."""
+        about = {
             "options": asdict(self.options),
             "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
             "model": self.model,
@@ -105,25 +105,42 @@ class QualityResult:
             "key_rms": self.key_rms,
             "largest_attention_percent": LARGEST_ATTENTION_PERCENT,
             "largest_loss_change": LARGEST_LOSS_CHANGE,
-            "variants": [
-                {
-                    **asdict(one),
-                    "loss_change": self.loss_change(one),
-                    "codecs": [{**asdict(quality), "holds": holds(quality)} for quality in one.codecs],
-                }
-                for one in self.variants
-            ],
             "verdicts": self.verdicts(),
-            "failures": self.failures,
             "seconds": self.seconds,
         }
+        sections = [
+            Section(
+                [
+                    _quality_row(one, quality)
+                    for one in self.variants
+                    if one.prefix_tokens == prefix
+                    for quality in one.codecs
+                ],
+                f"After {prefix:,} bytes",
+                name="quality",
+                left_out=("prefix tokens", "nats per byte"),
+            )
+            for prefix in dict.fromkeys(one.prefix_tokens for one in self.variants)
+        ]
+        words = "\n".join([_WORDS, *self._control(), *self.verdicts()])
+        sections.append(
+            Section([self._variant_row(one) for one in self.variants], "Without a codec", words, "variants")
+        )
+        return sections, {"quality_of": about}, self.failures
 
-    def render(self, console: Any) -> None:
-        """A table for each prefix, and what they say in words."""
-        for prefix in dict.fromkeys(one.prefix_tokens for one in self.variants):
-            console.print(_table([one for one in self.variants if one.prefix_tokens == prefix]))
-        for line in (_WORDS, *self._control(), *self.verdicts()):
-            console.print(line, highlight=False)
+    def _variant_row(self, one: VariantQuality) -> Row:
+        return Row(
+            {"variant": one.variant, "prefix_tokens": one.prefix_tokens},
+            one.nats_per_byte,
+            "nats/byte",
+            one.windows,
+            details={
+                "scored_bytes": one.scored_bytes,
+                "loss_change": self.loss_change(one),
+                "channel_spread": one.channel_spread,
+                "bfloat16_percent": one.bfloat16_percent,
+            },
+        )
 
     def _verdict(self, codec: str) -> str:
         worst: dict[str, Quality] = {}
@@ -191,27 +208,11 @@ def run(options: QualityOptions | None = None, progress: Callable[[str], None] |
     return QualityResult(options, described, held_out_bytes, rms, found, perf_counter() - start)
 
 
-def _table(variants: list[VariantQuality]) -> Table:
-    first = variants[0]
-    title = f"After {first.prefix_tokens:,} bytes: windows: {first.windows}, bytes scored: {first.scored_bytes:,}"
-    table = Table(title=title, title_justify="left")
-    for name in ("variant", "codec", "K %", "V %", "attention %", "KL", "perplexity %", "top-1 %", ""):
-        table.add_column(name, justify="left" if name in ("variant", "codec", "") else "right")
-    for one in variants:
-        for quality in one.codecs:
-            table.add_row(
-                one.variant if quality is one.codecs[0] else "",
-                quality.codec,
-                f"{quality.relative_k_percent:.3f}",
-                f"{quality.relative_v_percent:.3f}",
-                f"{quality.attention_percent:.2f}",
-                f"{1e4 * quality.kl_nats:.3f}",
-                f"{quality.perplexity_percent:+.3f}",
-                f"{quality.top1_percent:.2f}",
-                "" if holds(quality) else "does not hold",
-            )
-        table.add_section()
-    return table
+def _quality_row(one: VariantQuality, quality: Quality) -> Row:
+    what = {"variant": one.variant, "codec": quality.codec, "prefix_tokens": one.prefix_tokens}
+    others = {name: value for name, value in asdict(quality).items() if name not in ("codec", "attention_percent")}
+    details = {**others, "holds": holds(quality)}
+    return Row(what, quality.attention_percent, "attention %", one.windows, details=details)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""`kvstore bench ttft`: the time to the first token, cold, from the pool on the device, and from DRAM.
+"""`benches.py ttft`: the time to the first token, cold, from the pool on the device, and from DRAM.
 
 A Llama with random weights answers prompts of some length through an engine's adapter. For each length:
 
@@ -19,7 +19,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -33,11 +32,11 @@ from engine_adapter.hf.attention import ChunkMask
 from engine_adapter.hf.buffers import BufferSet
 from engine_adapter.hf.layers import even_cache
 from engine_adapter.hf_cache import Generation, PrefixCache
-from kvstore.bench.engines.on_device import DeviceClock, clock_of, device_named, give_memory_back
-from kvstore.bench.engines.paged_pool import FAILURES, told
-from kvstore.bench.engines.random_llama import EIGHT_B, SHAPES, build, peak_flops, prefill_flops, weights_bytes
-from kvstore.bench.engines.transfer_rows import LOAD, PlainCopy
-from kvstore.bench.engines.ttft_rows import (
+from kv_bench.engines.on_device import DeviceClock, clock_of, device_named, give_memory_back
+from kv_bench.engines.paged_pool import FAILURES, told
+from kv_bench.engines.random_llama import EIGHT_B, SHAPES, build, peak_flops, prefill_flops, weights_bytes
+from kv_bench.engines.transfer_rows import LOAD, PlainCopy
+from kv_bench.engines.ttft_rows import (
     COLD,
     DRAM,
     FILL,
@@ -48,10 +47,10 @@ from kvstore.bench.engines.ttft_rows import (
     Rates,
     TtftOptions,
     TtftResult,
-    TtftRow,
     parse_tokens,
 )
-from kvstore.bench.measure import Progress, available_bytes, quiet_collector
+from kvstore.bench.measure import Progress, available_bytes, quiet_collector, teller
+from kvstore.bench.row import MS, Row, Target
 from kvstore.block.codec import codec_named
 from kvstore.block.errors import BadInput
 from kvstore.block.layout import Layout
@@ -77,7 +76,7 @@ def run(
     chosen = device_named(device)
     options = options or (TtftOptions() if chosen.type == "cuda" else SMALL)
     _check(options, chosen)
-    say = partial(_tell, progress)
+    say = teller(progress)
     budget = Budget(perf_counter() + options.seconds)
     say(f"a random {options.shape} Llama")
     # Not the model's own limit: a prompt as long as that has no room for what stands behind it.
@@ -138,7 +137,7 @@ class _Length:
         )
         self._cold_ms, self._mfu, self._suffix_ms = 0.0, 0.0, 0.0
 
-    def rows(self, say: Callable[[str], None]) -> Iterator[TtftRow]:
+    def rows(self, say: Callable[[str], None]) -> Iterator[Row]:
         options, context = self._options, self._context
         if not self._has_time(COLD, f"{context} tokens"):
             return
@@ -166,7 +165,7 @@ class _Length:
                     continue
                 yield from self._through(store, layout, codec, say)
 
-    def _through(self, store: Any, layout: Layout, codec: str, say: Callable[[str], None]) -> Iterator[TtftRow]:
+    def _through(self, store: Any, layout: Layout, codec: str, say: Callable[[str], None]) -> Iterator[Row]:
         options, context = self._options, self._context
         blocks = context // layout.block_tokens
         (part,) = layout.parts
@@ -241,29 +240,38 @@ class _Length:
 
     def _row(
         self, path: str, codec: str, answers: Sequence[Generation], bytes_moved: int, limit_ms: float | None
-    ) -> TtftRow:
+    ) -> Row:
         reports = [answer.report for answer in answers]
         times = [report.ttft_ms for report in reports]
         is_judged = path == DRAM and self._device.type == "cuda" and self._options.shape == EIGHT_B
-        return TtftRow(
-            self._context,
-            path,
-            codec,
-            len(times),
+        target = SPEEDUPS.get((self._context, codec)) if is_judged else None
+        return Row(
+            {"context_tokens": self._context, "path": path, "codec": codec},
             median(times),
+            MS,
+            len(times),
             min(times),
             max(times),
-            median(report.lookup_ms for report in reports),
-            median(report.restored_ms for report in reports),
-            median(report.save_ms for report in reports),
-            bytes_moved,
-            self._suffix_ms,
+            "" if limit_ms is None else "bytes and suffix",
             limit_ms,
             None if limit_ms is None else limit_ms / median(times),
-            self._cold_ms / median(times),
-            self._mfu,
-            SPEEDUPS.get((self._context, codec)) if is_judged else None,
-            _shown(reports[-1]),
+            target=None if target is None else Target(target, of="speedup"),
+            details={
+                "laps": len(times),
+                "ttft_ms": median(times),
+                "ttft_ms_low": min(times),
+                "ttft_ms_high": max(times),
+                "lookup_ms": median(report.lookup_ms for report in reports),
+                "restored_ms": median(report.restored_ms for report in reports),
+                "save_ms": median(report.save_ms for report in reports),
+                "bytes_moved": bytes_moved,
+                "suffix_ms": self._suffix_ms,
+                "limit_ms": limit_ms,
+                "speedup": self._cold_ms / median(times),
+                "cold_mfu": self._mfu,
+                "target_speedup": target,
+                "tokens": _shown(reports[-1]),
+            },
         )
 
 
@@ -330,8 +338,3 @@ def _median_seconds(work: Callable[[], object], laps: int) -> float:
         work()
         times.append(perf_counter() - start)
     return median(times)
-
-
-def _tell(progress: Progress, what: str) -> None:
-    if progress is not None:
-        progress(what)

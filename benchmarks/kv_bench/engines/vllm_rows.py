@@ -1,4 +1,4 @@
-"""What `kvstore bench ttft --engine vllm` is asked for and what it says: options, rows and their table.
+"""What `benches.py ttft --engine vllm` is asked for and what it says: options, rows and their table.
 
 A row is a median beside what it is held against. Quotients are taken turn by turn, where both sides are next to each
 other on a machine that drifts, and their median is the row's ratio.
@@ -7,45 +7,22 @@ other on a machine that drifts, and their median is the row's ratio.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from functools import partial
 from math import comb
 from statistics import median
 from typing import Any
 
-from rich.table import Table
-
-from kvstore.bench.measure import machine, quantile
+from kvstore.bench.measure import quantile
+from kvstore.bench.row import MS, SHARE, BenchResult, Row, Section, Target
+from kvstore.bench.traffic.random_llama import MID, TINY
 
 TTFT, ITL, HOOKS, OVERHEAD, HAND_OVER = PARTS = ("ttft", "itl", "hooks", "overhead", "hand-over")
-TINY, MID = "tiny", "mid"
-LLAMAS: Mapping[str, Mapping[str, Any]] = {
-    TINY: {  # 3.5 million parameters
-        "vocab_size": 1000,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 32,
-    },
-    MID: {  # 98 million
-        "vocab_size": 4000,
-        "hidden_size": 1024,
-        "intermediate_size": 2816,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-    },
-}
-"""By shape. They are run in bfloat16."""
 PLAIN, RAW, DEFAULT, BARE, AT_ONCE = ENGINES = ("no connector", "raw", "default codec", "bare copies", "saves at once")
 COLD, OWN, EXTERNAL = PATHS = ("cold", "own hit", "external hit")
 
 TICKET, TOGETHER = HAND_OVERS = ("with a ticket", "both legs at once")
 """How decode gets at what prefill stores: it is asked behind prefill, with its ticket, or together with it."""
-
-MS, SHARE = "ms", "share"
 
 OWN_TO_OWN, RAW_TO_OWN, DEFAULT_TO_OWN, BARE_TO_OWN, COLD_TO_EXTERNAL = 1.03, 1.25, 1.35, 1.3, 30.0
 EXTERNAL_ITL_TO_OWN = 1.1
@@ -103,58 +80,7 @@ SMALL = VllmOptions(
 """To see that it runs."""
 
 
-def kv_bytes_per_token(shape: str) -> int:
-    """K and V of all layers."""
-    llama = LLAMAS[shape]
-    return 2 * 2 * int(llama["num_hidden_layers"] * llama["num_key_value_heads"] * llama["head_dim"])
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A ratio, or a share, that is wanted."""
-
-    value: float
-    is_least: bool = False
-
-    def met(self, found: float) -> bool:
-        """Whether it is reached."""
-        return found >= self.value if self.is_least else found <= self.value
-
-    def __str__(self) -> str:
-        return f"{'at least' if self.is_least else 'at most'} {self.value:g}"
-
-
-@dataclass(frozen=True, slots=True)
-class VllmRow:
-    """One thing that was measured, in milliseconds or as a share. value: a median over `count` turns, with its
-    quartiles in low and high, or as the words below the table say. limit: what it is held against, which limit_of
-    names. ratio: to that, see the file's head. judged: what the target is held against, where that is not the ratio.
-    details: more, by name.
-    """
-
-    part: str
-    what: str
-    count: int
-    value: float
-    low: float
-    high: float
-    unit: str = MS
-    limit_of: str = ""
-    limit: float | None = None
-    ratio: float | None = None
-    target: Target | None = None
-    judged: float | None = None
-    details: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def met(self) -> bool | None:
-        """Whether the target is reached; None where none is set."""
-        found = self.ratio if self.judged is None else self.judged
-        return None if self.target is None or found is None else self.target.met(found)
-
-    def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
-        return {**asdict(self), "met": self.met}
+at_most = partial(Target, is_least=False)
 
 
 @dataclass
@@ -163,35 +89,15 @@ class VllmResult:
 
     options: VllmOptions
     versions: dict[str, Any] = field(default_factory=dict)
-    rows: list[VllmRow] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
 
-    def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
-        return {
-            "bench": "ttft",
-            "engine": "vllm",
-            "machine": machine(),
-            "versions": self.versions,
-            "options": asdict(self.options),
-            "rows": [row.to_dict() for row in self.rows],
-            "faults": self.faults,
-        }
-
-    def render(self, console: Any) -> None:
+    def found(self) -> BenchResult:
         """A table, and what its words mean."""
-        options = self.options
-        version = self.versions.get("vllm", "?")
-        console.print(f"vLLM {version}, {self.versions.get('threads', '?')} threads, a random {options.shape} Llama")
-        table = Table("part", "what", "n", "median", "low .. high", "beside", "ratio", "target")
-        for row in self.rows:
-            table.add_row(*_cells(row))
-        console.print(table)
-        for row in self.rows:
-            if row.details:
-                shown = ", ".join(f"{name} {value:,.4g}" for name, value in row.details.items())
-                console.print(f"{row.part}, {row.what}: {shown}")
-        console.print(WORDS)
+        version, threads = (self.versions.get(name, "?") for name in ("vllm", "threads"))
+        title = f"vLLM {version}, {threads} threads, a random {self.options.shape} Llama"
+        about = {"engine": "vllm", "versions": self.versions}
+        return BenchResult("ttft", self.options, [Section(self.rows, title, WORDS)], about, self.faults)
 
 
 WORDS = (
@@ -204,22 +110,6 @@ WORDS = (
     "that always has something to do. hand-over: from the request to decode's first token, beside prefill's end, the "
     f"load and {DECODE_STEPS} of decode's own steps together, all of the same request."
 )
-
-
-def _cells(row: VllmRow) -> tuple[str, ...]:
-    is_share = row.unit == SHARE
-    number = (lambda value: f"{100 * value:.2f}") if is_share else (lambda value: f"{value:,.2f}")
-    mark = {None: "", True: " met", False: " missed"}[row.met]
-    return (
-        row.part,
-        row.what,
-        str(row.count),
-        f"{number(row.value)} {'%' if is_share else row.unit}",
-        f"{number(row.low)} .. {number(row.high)}",
-        "" if row.limit is None else f"{row.limit_of} {row.limit:,.2f}",
-        "" if row.ratio is None else f"{row.ratio:.3f}",
-        "" if row.target is None else f"{row.target}{mark}",
-    )
 
 
 # --- arithmetic ------------------------------------------------------------------------------------------------------
@@ -244,17 +134,17 @@ Samples = Mapping[tuple[str, str], Sequence[Sample]]
 """By engine and path, turn by turn."""
 
 
-def ttft_rows(samples: Samples) -> list[VllmRow]:
+def ttft_rows(samples: Samples) -> list[Row]:
     """All paths of all engines, beside the hit without any connector."""
     own = _times(samples[PLAIN, OWN])
     cold, external = _times(samples[PLAIN, COLD]), _times(samples[RAW, EXTERNAL])
     rows = [
-        _row(COLD, cold, f"{EXTERNAL}, {RAW}", external[: len(cold)], Target(COLD_TO_EXTERNAL, is_least=True)),
+        _row(COLD, cold, f"{EXTERNAL}, {RAW}", external[: len(cold)], Target(COLD_TO_EXTERNAL)),
         _row(f"{OWN}, {PLAIN}", own),
     ]
-    targets = {RAW: Target(RAW_TO_OWN), DEFAULT: Target(DEFAULT_TO_OWN), BARE: Target(BARE_TO_OWN)}
+    targets = {RAW: at_most(RAW_TO_OWN), DEFAULT: at_most(DEFAULT_TO_OWN), BARE: at_most(BARE_TO_OWN)}
     for engine in (RAW, DEFAULT, BARE):
-        target = Target(OWN_TO_OWN) if engine == RAW else None  # the codec has no part in it: once is enough
+        target = at_most(OWN_TO_OWN) if engine == RAW else None  # the codec has no part in it: once is enough
         rows.append(_row(f"{OWN}, {engine}", _times(samples[engine, OWN]), OWN, own, target))
         found = samples[engine, EXTERNAL]
         parts = {
@@ -267,56 +157,52 @@ def ttft_rows(samples: Samples) -> list[VllmRow]:
     return rows
 
 
-def itl_rows(gaps: Mapping[str, Sequence[float]], arrivals: Mapping[str, Sequence[Sample]]) -> list[VllmRow]:
+def itl_rows(gaps: Mapping[str, Sequence[float]], arrivals: Mapping[str, Sequence[Sample]]) -> list[Row]:
     """gaps: between two tokens of a stream, in milliseconds, by what arrived meanwhile: "none", own or external hits.
     arrivals: how soon those had their first token."""
     rows = [_gap_row("no arrival", gaps["none"], None, None, {})]
     for path in (OWN, EXTERNAL):
         of = None if path == OWN else gaps[OWN]
-        target = None if path == OWN else Target(EXTERNAL_ITL_TO_OWN)
+        target = None if path == OWN else at_most(EXTERNAL_ITL_TO_OWN)
         details = {"arrivals": float(len(arrivals[path])), "their TTFT ms": median(_times(arrivals[path]))}
         rows.append(_gap_row(f"during {path}s", gaps[path], of, target, details))
     return rows
 
 
-def hooks_row(steps: int, seconds: float, hooks: Mapping[str, tuple[float, int]]) -> VllmRow:
+def hooks_row(steps: int, seconds: float, hooks: Mapping[str, tuple[float, int]]) -> Row:
     """The share that hooks have of the steps' time. hooks: seconds and calls of each."""
     spent, calls = sum(one for one, _ in hooks.values()), sum(count for _, count in hooks.values())
     share = spent / seconds
     details = {f"{name} us a step": 1e6 * one / steps for name, (one, _) in hooks.items()}
-    return VllmRow(
-        HOOKS,
-        "all hooks in all steps",
+    return Row(
+        {"part": HOOKS, "what": "all hooks in all steps"},
+        share,
+        SHARE,
         steps,
         share,
         share,
-        share,
-        SHARE,
         "a step, ms",
         1e3 * seconds / steps,
-        target=Target(HOOKS_SHARE),
-        judged=share,
+        target=at_most(HOOKS_SHARE, of="value"),
         details={"ms a step": 1e3 * spent / steps, "calls a step": calls / steps, **details},
     )
 
 
-def overhead_row(without: Sequence[float], with_store: Sequence[float], engine: str = DEFAULT) -> VllmRow:
+def overhead_row(without: Sequence[float], with_store: Sequence[float], engine: str = DEFAULT) -> Row:
     """Milliseconds of the same prompts, pair by pair. low, high: the interval of the slowdown's median."""
     slowdowns = [there / not_there - 1 for there, not_there in zip(with_store, without, strict=True)]
     low, high = interval_of_median(slowdowns)
-    return VllmRow(
-        OVERHEAD,
-        "slowdown with nothing to find" + ("" if engine == DEFAULT else f", {engine}"),
-        len(slowdowns),
+    return Row(
+        {"part": OVERHEAD, "what": "slowdown with nothing to find" + ("" if engine == DEFAULT else f", {engine}")},
         median(slowdowns),
+        SHARE,
+        len(slowdowns),
         low,
         high,
-        SHARE,
         f"{PLAIN}, ms",
         median(without),
         1 + median(slowdowns),
-        Target(SLOWDOWN) if engine == DEFAULT else None,
-        high,
+        target=at_most(SLOWDOWN, of="high") if engine == DEFAULT else None,
     )
 
 
@@ -336,7 +222,7 @@ class HandOver:
         return self.prefill_ms + self.load_ms + DECODE_STEPS * self.step_ms
 
 
-def hand_over_row(way: str, found: Sequence[HandOver]) -> VllmRow:
+def hand_over_row(way: str, found: Sequence[HandOver]) -> Row:
     """way: of `HAND_OVERS`. ratio: of the first token's time to its own request's limit, the median."""
     times = [one.ttft_ms for one in found]
     names = ("prefill_ms", "load_ms", "step_ms")
@@ -344,17 +230,17 @@ def hand_over_row(way: str, found: Sequence[HandOver]) -> VllmRow:
     behind = [one.ttft_ms - one.prefill_ms for one in found]
     details |= {"behind prefill's end, ms": median(behind), "p99 of it, ms": quantile(behind, 0.99)}
     details |= {"ttft p99, ms": quantile(times, 0.99), "ratio p99": quantile(_quotients(found), 0.99)}
-    return VllmRow(
-        HAND_OVER,
-        f"decode's TTFT, {way}",
-        len(times),
+    return Row(
+        {"part": HAND_OVER, "what": f"decode's TTFT, {way}"},
         median(times),
+        MS,
+        len(times),
         quantile(times, 0.25),
         quantile(times, 0.75),
         limit_of=f"prefill, load, {DECODE_STEPS} steps",
         limit=median(one.limit_ms for one in found),
         ratio=median(_quotients(found)),
-        target=Target(HAND_OVER_TO_LIMIT),
+        target=at_most(HAND_OVER_TO_LIMIT),
         details=details,
     )
 
@@ -378,14 +264,14 @@ def interval_of_median(values: Sequence[float], confidence: float = CONFIDENCE) 
 
 def _gap_row(
     what: str, gaps: Sequence[float], of: Sequence[float] | None, target: Target | None, details: Mapping[str, float]
-) -> VllmRow:
+) -> Row:
     high = quantile(gaps, 0.99)
     limit = None if of is None else quantile(of, 0.99)
-    return VllmRow(
-        ITL,
-        f"p99 {what}",
-        len(gaps),
+    return Row(
+        {"part": ITL, "what": f"p99 {what}"},
         high,
+        MS,
+        len(gaps),
         quantile(gaps, 0.5),
         max(gaps),
         limit_of="" if limit is None else f"{OWN}s",
@@ -403,12 +289,12 @@ def _row(
     limits: Sequence[float] | None = None,
     target: Target | None = None,
     details: Mapping[str, float] | None = None,
-) -> VllmRow:
-    return VllmRow(
-        TTFT,
-        what,
-        len(times),
+) -> Row:
+    return Row(
+        {"part": TTFT, "what": what},
         median(times),
+        MS,
+        len(times),
         quantile(times, 0.25),
         quantile(times, 0.75),
         limit_of=limit_of,

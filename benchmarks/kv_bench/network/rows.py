@@ -1,4 +1,4 @@
-"""`kvstore bench network`: gRPC beside the local door, and the local door beside a flood of gRPC.
+"""`benches.py network`: gRPC beside the local door, and the local door beside a flood of gRPC.
 
 A sidecar and its network process run as the keeper runs them. A match of 512 keys through gRPC takes at least an empty
 call and the local match; they are measured in turn. Then an engine matches at the local door, in quiet turns and in
@@ -8,22 +8,19 @@ turns in which another tenant keeps 256 calls under way; and in turns in which t
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter, sleep
 from typing import Any
 
-from rich.table import Table
-
+from kv_bench.network.flood import READY, stub_of
+from kvstore.bench.child import Child
 from kvstore.bench.lookup_client import MODEL
 from kvstore.bench.measure import quantile
-from kvstore.bench.network.flood import READY, stub_of
 from kvstore.bench.rig import BlockShape, PagePool
+from kvstore.bench.row import MS, BenchResult, Row, Section, Target
 from kvstore.bench.sidecar import LONGEST_SECONDS, Sidecar, open_patiently
-from kvstore.block.errors import StoreError
 from kvstore.client.framing import FramedSocket
 from kvstore.node import SystemClock
 from kvstore.protocol import messages as m
@@ -48,76 +45,10 @@ class NetworkBenchOptions:
     streams: int = 256
 
 
-@dataclass(frozen=True)
-class NetworkBenchResult:
-    """Medians in milliseconds, and over laps. ratio: of a match to an empty call and a local match together.
-    quiet_ms_p99, flooded_ms_p99: of a local match; flood_ratio: of the two, the median over laps. others_ms_p99,
-    others_flooded_ms_p99, others_ratio: the same of a match through gRPC by a tenant that does not flood. good_calls,
-    other_calls: of the flood, a second. unparked_ms_p99, parked_ms_p99, parked_ratio: of a local match while another
-    tenant waits for nothing, and for as many blocks as it may."""
-
-    blocks: int
-    match_ms: float
-    empty_ms: float
-    local_ms: float
-    ratio: float
-    quiet_ms_p99: float
-    flooded_ms_p99: float
-    flood_ratio: float
-    others_ms_p99: float
-    others_flooded_ms_p99: float
-    others_ratio: float
-    good_calls: float
-    other_calls: float
-    unparked_ms_p99: float
-    parked_ms_p99: float
-    parked_ratio: float
-
-    def targets(self) -> list[tuple[str, float, float]]:
-        """(what, measured, at most)."""
-        return [
-            ("gRPC match / (empty call + local match)", self.ratio, CALL_TARGET),
-            ("local door, p99 beside a flood / quiet", self.flood_ratio, FLOOD_TARGET),
-            ("gRPC of another tenant, p99 beside a flood / quiet", self.others_ratio, OTHERS_TARGET),
-            (f"local door, p99 beside {MOST_PARKED:,} parked awaits / quiet", self.parked_ratio, PARKED_TARGET),
-        ]
-
-    def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
-        targets = [
-            {"what": what, "measured": found, "at_most": most, "met": found <= most}
-            for what, found, most in self.targets()
-        ]
-        return {"bench": "network", **asdict(self), "targets": targets}
-
-    def render(self, console: Any) -> None:
-        """Two tables of one row."""
-        table = Table("blocks", "gRPC match p50", "empty call", "local match", "match / both", f"target {CALL_TARGET}")
-        times = [f"{one:.3f} ms" for one in (self.match_ms, self.empty_ms, self.local_ms)]
-        table.add_row(f"{self.blocks:,}", *times, f"{self.ratio:.2f}", _word(self.ratio, CALL_TARGET))
-        console.print("a match of keys through gRPC", table, sep="\n")
-        table = Table("while another tenant floods gRPC", "quiet p99", "flooded p99", "flooded / quiet", "target")
-        local = (self.quiet_ms_p99, self.flooded_ms_p99, self.flood_ratio, FLOOD_TARGET)
-        others = (self.others_ms_p99, self.others_flooded_ms_p99, self.others_ratio, OTHERS_TARGET)
-        for what, (quiet, flooded, ratio, most) in {"a match at the local door": local, "through gRPC": others}.items():
-            word = f"{most} {_word(ratio, most)}"
-            table.add_row(what, f"{quiet:.3f} ms", f"{flooded:.3f} ms", f"{ratio:.2f}", word)
-        told = f"the flood: {self.good_calls:,.0f} answers a second, {self.other_calls:,.0f} sent away"
-        console.print(table, told, sep="\n")
-        table = Table(
-            f"while another tenant has {MOST_PARKED:,} awaits parked", "quiet p99", "beside them", "ratio", "target"
-        )
-        times = [f"{one:.3f} ms" for one in (self.unparked_ms_p99, self.parked_ms_p99)]
-        word = f"{PARKED_TARGET} {_word(self.parked_ratio, PARKED_TARGET)}"
-        table.add_row("a match at the local door", *times, f"{self.parked_ratio:.2f}", word)
-        console.print(table)
+LOCAL, OTHERS = "a match at the local door", "a match through gRPC, of a tenant that does not flood"
 
 
-def _word(found: float, most: float) -> str:
-    return "met" if found <= most else "missed"
-
-
-def run(options: NetworkBenchOptions, say: Callable[[str], None]) -> NetworkBenchResult:
+def run(options: NetworkBenchOptions, say: Callable[[str], None]) -> BenchResult:
     """Both."""
     say("filling a sidecar")
     tokens = {"default": TOKEN, FLOODS: FLOOD_TOKEN}
@@ -138,48 +69,61 @@ def run(options: NetworkBenchOptions, say: Callable[[str], None]) -> NetworkBenc
             "namespace": _namespace_of_flood(sidecar, shape),
         }
         job |= {"keys": b"".join(keys).hex(), "calls": options.streams}
-        command = [sys.executable, "-m", "kvstore.bench.network.flood", json.dumps(job)]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as flood:
-            assert flood.stdin is not None and flood.stdout is not None
-            try:
-                if flood.stdout.readline().strip() != READY:
-                    raise StoreError(f"the flood ended with {flood.wait(LONGEST_SECONDS)}")
-                stub, metadata = stub_of(sidecar.grpc), _metadata(TOKEN)
-                request = MatchRequest(namespace=namespace, prompt=Prompt(keys=b"".join(keys)))
-                hashed, good, others = handle.hashed(prompt), 0, 0
-                works = [
-                    lambda: handle.match(hashed),
-                    lambda: stub.Match(request, timeout=CALL_SECONDS, metadata=metadata),
-                ]
-                quiet: list[list[float]] = [[], []]
-                flooded: list[list[float]] = [[], []]
-                for lap in range(options.flood_laps):
-                    say(f"flooding, lap {lap + 1} of {options.flood_laps}")
-                    for work, found in zip(works, quiet, strict=True):
-                        found.append(_p99(work, options.seconds))
-                    end = perf_counter() + 2 * options.seconds
-                    print(end, file=flood.stdin, flush=True)
-                    for work, found in zip(works, flooded, strict=True):
-                        found.append(_p99(work, options.seconds))
-                    told = json.loads(flood.stdout.readline())
-                    good, others = good + told["good"], others + told["others"]
-            finally:
-                flood.stdin.close()
+        stub, metadata = stub_of(sidecar.grpc), _metadata(TOKEN)
+        request = MatchRequest(namespace=namespace, prompt=Prompt(keys=b"".join(keys)))
+        hashed, good, others = handle.hashed(prompt), 0, 0
+        works: list[Callable[[], Any]] = [
+            lambda: handle.match(hashed),
+            lambda: stub.Match(request, timeout=CALL_SECONDS, metadata=metadata),
+        ]
+        quiet: tuple[list[float], list[float]] = ([], [])
+        flooded: tuple[list[float], list[float]] = ([], [])
+        with Child("kv_bench.network.flood", json.dumps(job)) as flood:
+            assert flood.hear() == READY
+            for lap in range(options.flood_laps):
+                say(f"flooding, lap {lap + 1} of {options.flood_laps}")
+                for work, found in zip(works, quiet, strict=True):
+                    found.append(_p99(work, options.seconds))
+                flood.say(str(perf_counter() + 2 * options.seconds))
+                for work, found in zip(works, flooded, strict=True):
+                    found.append(_p99(work, options.seconds))
+                told = json.loads(flood.hear())
+                good, others = good + told["good"], others + told["others"]
         seconds = 2 * options.seconds * options.flood_laps
         parked = _beside_awaits(options, sidecar, shape, works[0], say)
-        ratio = median(m / (e + o) for m, e, o in zip(match, empty, local, strict=True))
-        return NetworkBenchResult(
-            options.blocks,
-            1e3 * median(match),
-            1e3 * median(empty),
-            1e3 * median(local),
-            ratio,
-            *_beside(quiet[0], flooded[0]),
-            *_beside(quiet[1], flooded[1]),
-            good / seconds,
-            others / seconds,
-            *_beside(*parked),
+        return result_of(options, (match, empty, local), (quiet, flooded), parked, (good / seconds, others / seconds))
+
+
+Laps = Sequence[float]
+
+
+def result_of(
+    options: NetworkBenchOptions,
+    calls: tuple[Laps, Laps, Laps],
+    beside_flood: tuple[Sequence[Laps], Sequence[Laps]],
+    parked: tuple[Laps, Laps],
+    flood: tuple[float, float],
+) -> BenchResult:
+    """Seconds of each lap: calls: of a match through gRPC, an empty call and a local match. beside_flood: 99th
+    percentiles at the local door and through gRPC, quiet and flooded. parked: the same at the local door, quiet and
+    beside parked awaits. flood: its answers a second, and what was sent away."""
+    match, empty, local = calls
+    both = [one + other for one, other in zip(empty, local, strict=True)]
+    call = _beside(
+        f"a match of {options.blocks} keys through gRPC", "empty call + local match", both, match, CALL_TARGET
+    )
+    details = {"empty_ms": 1e3 * median(empty), "local_ms": 1e3 * median(local)}
+    floods = [
+        _beside(f"{what}, p99 beside a flood", "quiet", quiet, flooded, most)
+        for what, most, quiet, flooded in zip(
+            (LOCAL, OTHERS), (FLOOD_TARGET, OTHERS_TARGET), *beside_flood, strict=True
         )
+    ]
+    awaits = _beside(f"{LOCAL}, p99 beside {MOST_PARKED:,} parked awaits", "quiet", *parked, PARKED_TARGET)
+    words = f"the flood: {flood[0]:,.0f} answers a second, {flood[1]:,.0f} sent away"
+    rows = [replace(call, details=details), *floods, awaits]
+    about = {"good_calls": flood[0], "other_calls": flood[1]}
+    return BenchResult("network", options, [Section(rows, "gRPC beside the local door", words)], about)
 
 
 def _calls(
@@ -248,10 +192,21 @@ def _beside_awaits(
     return quiet, parked
 
 
-def _beside(quiet: list[float], flooded: list[float]) -> tuple[float, float, float]:
-    """Both in milliseconds, and their quotient: medians over laps."""
-    ratio = median(beside / alone for alone, beside in zip(quiet, flooded, strict=True))
-    return 1e3 * median(quiet), 1e3 * median(flooded), ratio
+def _beside(what: str, limit_of: str, limits: Laps, times: Laps, most: float) -> Row:
+    """Milliseconds, and the quotient: medians over laps."""
+    ratios = [one / limit for limit, one in zip(limits, times, strict=True)]
+    return Row(
+        {"figure": what},
+        1e3 * median(times),
+        MS,
+        len(times),
+        limit_of=limit_of,
+        limit=1e3 * median(limits),
+        ratio=median(ratios),
+        ratio_low=quantile(ratios, 0.25),
+        ratio_high=quantile(ratios, 0.75),
+        target=Target(most, is_least=False),
+    )
 
 
 def _p99(work: Callable[[], Any], seconds: float) -> float:

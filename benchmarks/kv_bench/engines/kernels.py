@@ -1,4 +1,4 @@
-"""`kvstore bench kernels`: what moves KV on and off a device, beside copies of the same run.
+"""`benches.py kernels`: what moves KV on and off a device, beside copies of the same run.
 
     kernels    pages to payloads and back, and digests, beside a copy on the device      (`kernel_rows`)
     transfers  loads and saves of whole frames, beside a copy of pinned memory           (`transfer_rows`)
@@ -12,24 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from rich.table import Table
 
+from kv_bench.engines import decode_rows, kernel_rows, transfer_rows
+from kv_bench.engines.on_device import clock_of, describe, device_named, give_memory_back
+from kv_bench.engines.paged_pool import FAILURES, route_named, told
+from kv_bench.engines.random_llama import ONE_B, SHAPES, TINY
 from kv_kernels.device_transfers import SEGMENT_BYTES
 from kv_kernels.int8 import KC64
-from kvstore.bench.engines import decode_rows, kernel_rows, transfer_rows
-from kvstore.bench.engines.decode_rows import DecodeRow
-from kvstore.bench.engines.kernel_rows import KernelRow
-from kvstore.bench.engines.on_device import clock_of, describe, device_named, give_memory_back
-from kvstore.bench.engines.paged_pool import FAILURES, route_named, told
-from kvstore.bench.engines.random_llama import ONE_B, SHAPES, TINY
-from kvstore.bench.engines.transfer_rows import TransferRow
-from kvstore.bench.measure import Progress, machine
+from kvstore.bench.measure import Progress, teller
 from kvstore.bench.rig import BlockShape
+from kvstore.bench.row import BenchResult, Row, Section
 from kvstore.block.errors import BadInput
 from kvstore.config import format_size, parse_size
 
@@ -78,46 +74,39 @@ class KernelsResult:
     options: KernelsOptions
     device: torch.device
     route: str
-    kernels: list[KernelRow] = field(default_factory=list)
-    transfers: list[TransferRow] = field(default_factory=list)
-    decode: list[DecodeRow] = field(default_factory=list)
+    kernels: list[Row] = field(default_factory=list)
+    transfers: list[Row] = field(default_factory=list)
+    decode: list[Row] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
 
-    def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
-        return {
-            "bench": "kernels",
-            "machine": machine(),
-            "device": describe(self.device),
-            "route": self.route,
-            "options": asdict(self.options),
-            "kernels": [row.to_dict() for row in self.kernels],
-            "transfers": [row.to_dict() for row in self.transfers],
-            "decode": [row.to_dict() for row in self.decode],
-            "faults": self.faults,
-        }
-
-    def render(self, console: Any) -> None:
+    def found(self) -> BenchResult:
         """A table for each stage, and what its words mean."""
-        facts = describe(self.device)
-        console.print(f"on {facts['name']}, kernels: {self.route}")
-        if self.kernels:
-            console.print(_table(self.kernels, _KERNEL_COLUMNS))
-            console.print(
-                f"GB/s of bytes read and written; ratio: to a copy on the device, median over {self.options.laps} laps."
-            )
-        if self.transfers:
-            console.print(_table(self.transfers, _TRANSFER_COLUMNS))
-            console.print(
-                "layers: of a frame at once; wire: GB/s that cross between host and device, both directions together; "
-                "KV: the same counted as numbers of 16 bits; ratio: to one plain copy of pinned memory, by wall time."
-            )
-        if self.decode:
-            console.print(_table(self.decode, _DECODE_COLUMNS))
-            console.print(
-                f"steps of {self.options.streams} streams of a random {self.options.model} Llama, by wall time; "
-                "slower: than with nothing beside them."
-            )
+        facts, options = describe(self.device), self.options
+        sections = [
+            Section(
+                self.kernels,
+                f"on {facts['name']}, kernels: {self.route}",
+                "GB/s of bytes read and written; ratio: to a copy on the device. is host bound: the host was late.",
+                KERNELS,
+                ("bytes moved", "gb per second", "copy gb per second"),
+            ),
+            Section(
+                self.transfers,
+                "loads and saves",
+                "layers at once: of a frame; wire: what crosses between host and device, both directions together; kv: "
+                "the same counted as numbers of 16 bits; ratio: to one plain copy of pinned memory, by wall time. is "
+                "direct: the extents were page-locked, without a detour.",
+                TRANSFERS,
+                ("gb per second", "limit gb per second"),
+            ),
+            Section(
+                self.decode,
+                f"steps of {options.streams} streams of a random {options.model} Llama, by wall time",
+                name=DECODE,
+                left_out=("streams", "context tokens", "steps", "step ms p50", "slowdown p50", "most slowdown"),
+            ),
+        ]
+        return BenchResult("kernels", options, sections, {"device": facts, "route": self.route}, self.faults)
 
 
 def run(
@@ -131,7 +120,7 @@ def run(
     options = options or (KernelsOptions() if chosen.type == "cuda" else SMALL)
     wanted = _checked(options, stages)
     result = KernelsResult(options, chosen, route_named(options.route, chosen).name)
-    say = partial(_tell, progress)
+    say = teller(progress)
     for stage in wanted:
         with _noting(result.faults, stage):
             give_memory_back(chosen)
@@ -167,10 +156,14 @@ def _transfers(result: KernelsResult, say: Any) -> None:
         clock,
     ):
         result.transfers.append(row)
-        if not row.matches_twin:
-            result.faults.append(f"{row.direction} of {row.codec} did not move what its twin in plain torch moves")
-        if not row.is_direct:
-            result.faults.append(f"{row.direction} of {row.codec} took a detour: its extents could not be page-locked")
+        if not row["matches_twin"]:
+            result.faults.append(
+                f"{row['direction']} of {row['codec']} did not move what its twin in plain torch moves"
+            )
+        if not row["is_direct"]:
+            result.faults.append(
+                f"{row['direction']} of {row['codec']} took a detour: its extents could not be page-locked"
+            )
 
 
 def _decode(result: KernelsResult, say: Any) -> None:
@@ -249,62 +242,3 @@ def _noting(faults: list[str], stage: str) -> Iterator[None]:
         raise
     except FAILURES as error:
         faults.append(f"the stage {stage} ended early: {told(error)}")
-
-
-def _tell(progress: Progress, what: str) -> None:
-    if progress is not None:
-        progress(what)
-
-
-def _table(rows: Sequence[Any], columns: dict[str, Any]) -> Table:
-    table = Table()
-    for name in columns:
-        table.add_column(name)
-    for row in rows:
-        table.add_row(*(cell(row) for cell in columns.values()))
-    return table
-
-
-def _target(row: Any, target: float | None) -> str:
-    return "" if target is None else f"{target:.2f} {'met' if row.met else 'missed'}"
-
-
-def _rate(gb_per_second: float) -> str:
-    return f"{gb_per_second:,.1f}" if gb_per_second >= 0.1 else f"{gb_per_second:.2g}"
-
-
-_KERNEL_COLUMNS: dict[str, Any] = {
-    "kernel": lambda row: row.kernel,
-    "codec": lambda row: row.codec,
-    "KV": lambda row: format_size(row.kv_bytes),
-    "ms": lambda row: f"{1e3 * row.seconds:.3f}",
-    "GB/s": lambda row: _rate(row.gb_per_second),
-    "copy": lambda row: _rate(row.copy_gb_per_second),
-    "ratio": lambda row: f"{row.ratio:.2f}" + (" (host)" if row.is_host_bound else ""),
-    "quartiles": lambda row: f"{row.ratio_low:.2f} .. {row.ratio_high:.2f}",
-    "twin": lambda row: "same" if row.matches_twin else "DIFFERS",
-    "target": lambda row: _target(row, row.target),
-}
-_TRANSFER_COLUMNS: dict[str, Any] = {
-    "path": lambda row: row.direction,
-    "codec": lambda row: row.codec,
-    "layers": lambda row: str(row.layers_at_once),
-    "KV": lambda row: format_size(row.kv_bytes),
-    "ms": lambda row: f"{1e3 * row.seconds:.2f}",
-    "wire GB/s": lambda row: _rate(row.gb_per_second),
-    "KV GB/s": lambda row: _rate(row.kv_gb_per_second),
-    "copy": lambda row: _rate(row.limit_gb_per_second),
-    "ratio": lambda row: f"{row.ratio:.2f}" + ("" if row.is_direct else " (detour)"),
-    "quartiles": lambda row: f"{row.ratio_low:.2f} .. {row.ratio_high:.2f}",
-    "target": lambda row: _target(row, row.target),
-}
-_DECODE_COLUMNS: dict[str, Any] = {
-    "beside": lambda row: row.beside,
-    "steps": lambda row: str(row.steps),
-    "p50 ms": lambda row: f"{row.step_ms_p50:.2f}",
-    "p99 ms": lambda row: f"{row.step_ms_p99:.2f}",
-    "p50 slower": lambda row: f"{row.slowdown_p50:.2f}",
-    "p99 slower": lambda row: f"{row.slowdown_p99:.2f}",
-    "wire GB/s": lambda row: f"{row.transfer_gb_per_second:.1f}",
-    "target": lambda row: _target(row, row.most_slowdown),
-}

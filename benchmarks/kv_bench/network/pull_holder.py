@@ -1,4 +1,4 @@
-"""The holder of `kvstore bench network`: a process with frames, doors to pull them through, and a raw stream of them.
+"""The holder of `benches.py network`: a process with frames, doors to pull them through, and a raw stream of them.
 
 It reads a line and answers one: a door's name is answered by an offer, `raw` by where a stream of all frames can be
 read from, `cpu` by the seconds that its processor has worked. It ends with its standard input.

@@ -1,4 +1,4 @@
-"""`kvstore bench codec --speed`: how fast codecs run on this CPU, beside memcpy of the same numbers.
+"""`benches.py codec --speed`: how fast codecs run on this CPU, beside memcpy of the same numbers.
 
 One thread encodes blocks from pages into payloads and decodes them again, through the coders that the store uses, with
 every digest taken and compared. Rates are decimal GB/s of the pool's numbers, whatever the size of their payload.
@@ -6,17 +6,15 @@ every digest taken and compared. Rates are decimal GB/s of the pool's numbers, w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from time import perf_counter, process_time
 from typing import Any
 
 import numpy as np
 import torch
-from rich.markup import escape
-from rich.table import Table
 
-from kvstore.bench.measure import Against, Cost, Progress, Turn, against
+from kvstore.bench.measure import Against, Progress, Turn, against, teller, timed
+from kvstore.bench.row import Row, Section, Target, rate_row
 from kvstore.block.codec import CODECS, codec_named
 from kvstore.block.errors import BadInput
 from kvstore.block.layout import Layout
@@ -49,60 +47,9 @@ class SpeedOptions:
             raise BadInput(f"laps={self.laps}, blocks={self.blocks}; give 1 or more")
 
 
-@dataclass(frozen=True, slots=True)
-class SpeedRow:
-    """gb_per_second: of the pool's numbers by wall time; core_gb_per_second: by processor time of the process.
-    ratio: of memcpy's wall time to the codec's, the median over laps; ratio_low and ratio_high are its quartiles."""
-
-    codec: str
-    path: str
-    dtype: str
-    page_order: str
-    gb_per_second: float
-    core_gb_per_second: float
-    memcpy_gb_per_second: float
-    ratio: float
-    ratio_low: float
-    ratio_high: float
-    target_gb_per_second: float | None
-
-    @property
-    def met(self) -> bool | None:
-        """Whether the target is reached; None where none is set."""
-        return None if self.target_gb_per_second is None else self.core_gb_per_second >= self.target_gb_per_second
-
-
-@dataclass(frozen=True)
-class SpeedResult:
-    """Rows, and what they were measured with."""
-
-    options: SpeedOptions
-    rows: list[SpeedRow]
-
-    @property
-    def failures(self) -> list[str]:
-        """Nothing makes a rate worthless."""
-        return []
-
-    def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
-        return {
-            "options": asdict(self.options),
-            "threads": 1,
-            "rows": [{**asdict(row), "met": row.met} for row in self.rows],
-        }
-
-    def render(self, console: Any) -> None:
-        """A table, and what it says in words."""
-        console.print(_table(self.rows))
-        console.print(
-            "GB/s of the pool's numbers on one thread, digests included; core: by processor time. memcpy: of the same "
-            f"numbers in the same run. Target of 8-bit codecs on 16-bit pools: {TARGET_GB_PER_SECOND:.0f} per core.",
-            highlight=False,
-        )
-
-
-def run(options: SpeedOptions | None = None, progress: Progress = None) -> SpeedResult:
+def run(
+    options: SpeedOptions | None = None, progress: Progress = None
+) -> tuple[list[Section], dict[str, Any], list[str]]:
     """Every codec, dtype and page order."""
     options = options or SpeedOptions()
     rows = []
@@ -116,34 +63,26 @@ def run(options: SpeedOptions | None = None, progress: Progress = None) -> Speed
             page_tokens=options.block_tokens,
         )
         for order in PAGE_ORDERS:
-            if progress is not None:
-                progress(f"{dtype}, pages {order}")
+            teller(progress)(f"{dtype}, pages {order}")
             rows += _rows(options, layout, dtype, order)
-    return SpeedResult(options, rows)
+    words = (
+        "GB/s of the pool's numbers on one thread, digests included; core GB/s: by processor time. memcpy: of the same "
+        f"numbers in the same run. Target of 8-bit codecs on 16-bit pools: {TARGET_GB_PER_SECOND:.0f} per core."
+    )
+    return [Section(rows, "Speed on this CPU", words, "speed")], {"speed_options": asdict(options), "threads": 1}, []
 
 
-def _rows(options: SpeedOptions, layout: Layout, dtype: str, order: str) -> list[SpeedRow]:
+def _rows(options: SpeedOptions, layout: Layout, dtype: str, order: str) -> list[Row]:
     size = layout.raw_bytes * options.blocks
     found = against(_memcpy(size), _turns(options, layout, order), options.laps)
     return [_row(codec, path, dtype, order, size, beside) for (codec, path), beside in found.items()]
 
 
-def _row(codec: str, path: str, dtype: str, order: str, size: int, beside: Against) -> SpeedRow:
+def _row(codec: str, path: str, dtype: str, order: str, size: int, beside: Against) -> Row:
     limit = size / beside.limit_seconds / 1e9  # one thread's, so its processor time is its wall time
-    is_targeted = codec != "raw" and dtype != "float32"
-    return SpeedRow(
-        codec=codec,
-        path=path,
-        dtype=dtype,
-        page_order=order,
-        gb_per_second=size / beside.seconds / 1e9,
-        core_gb_per_second=limit * beside.cpu_ratio,
-        memcpy_gb_per_second=limit,
-        ratio=beside.ratio,
-        ratio_low=beside.low,
-        ratio_high=beside.high,
-        target_gb_per_second=TARGET_GB_PER_SECOND if is_targeted else None,
-    )
+    wanted = Target(TARGET_GB_PER_SECOND, of="core_gb_per_second") if codec != "raw" and dtype != "float32" else None
+    what = {"dtype": dtype, "page_order": order, "codec": codec, "path": path}
+    return rate_row(what, beside, size, "memcpy", wanted, core_gb_per_second=limit * beside.cpu_ratio)
 
 
 def _turns(options: SpeedOptions, layout: Layout, order: str) -> dict[tuple[str, str], Turn]:
@@ -166,7 +105,7 @@ def _turns(options: SpeedOptions, layout: Layout, order: str) -> dict[tuple[str,
         def decode(writer: Any = writer, payloads: Any = payloads, digests: Any = digests) -> None:
             assert writer.decode(payloads, tokens, 0, digests, digest) == options.blocks
 
-        turns[name, ENCODE], turns[name, DECODE] = _timed(encode), _timed(decode)
+        turns[name, ENCODE], turns[name, DECODE] = timed(encode), timed(decode)
     return turns
 
 
@@ -203,35 +142,4 @@ def _memcpy(size: int) -> Turn:
     def copy() -> None:
         target[:] = source
 
-    return _timed(copy)
-
-
-def _timed(work: Any) -> Turn:
-    def turn() -> Cost:
-        wall, cpu = perf_counter(), process_time()
-        work()
-        return Cost(perf_counter() - wall, process_time() - cpu)
-
-    return turn
-
-
-def _table(rows: Iterable[SpeedRow]) -> Table:
-    table = Table(title="Speed on this CPU", title_justify="left")
-    for name in ("dtype", "pages", "codec", "", "GB/s", "core", "memcpy", "ratio"):
-        table.add_column(name, justify="right" if name in ("GB/s", "core", "memcpy", "ratio") else "left")
-    before: tuple[str, str] | None = None
-    for row in rows:
-        kind = (row.dtype, row.page_order)
-        if before is not None and kind != before:
-            table.add_section()
-        table.add_row(
-            *(map(escape, kind) if kind != before else ("", "")),
-            row.codec if row.path == ENCODE else "",
-            row.path,
-            f"{row.gb_per_second:.2f}",
-            f"{row.core_gb_per_second:.2f}",
-            f"{row.memcpy_gb_per_second:.2f}",
-            f"{row.ratio:.2f}",
-        )
-        before = kind
-    return table
+    return timed(copy)

@@ -1,4 +1,4 @@
-"""The raw socket that rows of `kvstore bench network` are compared with: a process that sends and takes so many bytes.
+"""The raw socket that rows of `benches.py network` are compared with: a process that sends and takes so many bytes.
 
 It says where it listens, then serves one connection after the other. On each: `g` asks for the bytes, `s` says that
 they follow and is answered by a byte. It ends with its standard input.
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from kvstore.bench.child import Child
 
 GET, SET = b"g", b"s"
 
@@ -20,18 +21,13 @@ GET, SET = b"g", b"s"
 @contextmanager
 def raw_peer(size: int, path: str = "") -> Iterator[socket.socket]:
     """A connection to a new one, over TCP of loopback or a UNIX socket at `path`."""
-    command = [sys.executable, "-m", "kvstore.bench.network.raw_peer", str(size), path]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as peer:
-        assert peer.stdin is not None and peer.stdout is not None
-        try:
-            port = int(peer.stdout.readline())
-            with socket.socket(socket.AF_UNIX if path else socket.AF_INET) as one:
-                one.connect(path or ("127.0.0.1", port))
-                if not path:
-                    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                yield one
-        finally:
-            peer.stdin.close()
+    with Child("kv_bench.network.raw_peer", str(size), path) as peer:
+        port = int(peer.hear())
+        with socket.socket(socket.AF_UNIX if path else socket.AF_INET) as one:
+            one.connect(path or ("127.0.0.1", port))
+            if not path:
+                one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            yield one
 
 
 def fill(one: socket.socket, view: memoryview) -> None:

@@ -1,0 +1,90 @@
+"""Llamas with random weights as files, for engines that start from them.
+
+    python -m kvstore.bench.traffic.random_llama SHAPE DIRECTORY
+
+The weights say nothing of quality. They lie wide enough apart that no token is repeated for ever. What imports this
+needs neither torch nor transformers: the program alone does.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvstore.block.errors import StoreError
+
+TINY, MID = SHAPES = ("tiny", "mid")
+LLAMAS: Mapping[str, Mapping[str, Any]] = {
+    TINY: {  # 3.5 million parameters
+        "vocab_size": 1000,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+    },
+    MID: {  # 98 million
+        "vocab_size": 4000,
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+    },
+}
+"""By shape. They are run in bfloat16."""
+
+
+def kv_bytes_per_token(shape: str) -> int:
+    """K and V of all layers."""
+    llama = LLAMAS[shape]
+    return 2 * 2 * int(llama["num_hidden_layers"] * llama["num_key_value_heads"] * llama["head_dim"])
+
+
+def save_model(shape: str, directory: Path) -> None:
+    """Random weights, and a tokenizer of which each word is a token: w17 is the token 17. Raises `StoreError`."""
+    command = [sys.executable, "-m", "kvstore.bench.traffic.random_llama", shape, str(directory)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise StoreError(f"a model could not be made: {(done.stderr.strip() or 'no reason given')[-300:]}")
+    size = int(LLAMAS[shape]["vocab_size"])
+    words = {f"w{number}": number for number in range(size - 1)} | {"<unk>": size - 1}
+    tokenizer: dict[str, object] = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "model": {"type": "WordLevel", "vocab": words, "unk_token": "<unk>"},
+        **dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder")),
+    }
+    template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>", "chat_template": template}
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (directory / "tokenizer_config.json").write_text(json.dumps(about))
+
+
+def _main(shape: str, directory: str) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        **LLAMAS[shape],
+        max_position_embeddings=32768,
+        initializer_range=0.1,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    model: Any = LlamaForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(directory)
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1], sys.argv[2])
