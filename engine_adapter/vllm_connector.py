@@ -57,7 +57,7 @@ from engine_adapter.connector_metrics import ConnectorSeries
 from engine_adapter.model_files import adapter_digest
 from engine_adapter.paged.load_choice import StepWork
 from engine_adapter.paged.pages import is_opaque, layout_of
-from engine_adapter.paged.requests import LOAD_SECONDS, NEVER, SAVING, Computed, RequestSpec
+from engine_adapter.paged.requests import LOAD_SECONDS, NEVER, SAVING, Computed
 from engine_adapter.paged.scheduler import PagedScheduler
 from engine_adapter.paged.settings import ConnectorSettings, LoadMode
 from engine_adapter.paged.step_plan import NamespaceSpec, StepPlan, StepReports, WorkerSpec
@@ -471,10 +471,7 @@ class _SchedulerSide:
     def added(self, request: Any) -> None:
         """A request that was not there before."""
         mine = self._requests[request.request_id] = EngineView(request)
-        try:
-            facts = self.reader.facts(request)
-        except Exception as error:  # what a request is cannot be told: it is not cached
-            facts = RequestSpec(refused=MissReason.UNSUPPORTED, detail=f"{type(error).__name__}: {error}"[:200])
+        facts = self.reader.facts(request)
         mine.extra_keys = facts.extra_keys
         self.half.added(mine, facts)
 
@@ -520,10 +517,7 @@ class _SchedulerSide:
         """Whether its adapter's files changed since it came: the engine may have read them anew for a request."""
         if mine.request.lora_request is None or not mine.extra_keys:
             return False
-        try:
-            return self.reader.facts(mine.request).extra_keys != mine.extra_keys
-        except Exception:  # what cannot be told is not stored
-            return True
+        return self.reader.facts(mine.request).extra_keys != mine.extra_keys
 
     def _work(self, output: Any) -> StepWork:
         """Prompts that the step computes, and how many requests get one more token."""

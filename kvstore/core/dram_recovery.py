@@ -22,6 +22,7 @@ from kvstore.core.table import BlockTable, OpenedNamespace
 from tiering.clock import Clock
 from tiering.counts.tally import CheckedAt
 from tiering.errors import BlockCorrupt, BlockMissing
+from tiering.faults import RateLimitedLog
 from tiering.frame import FrameHeader, MacKeys, digest, open_header
 from tiering.tier import NO_PLACE, SlotClass
 
@@ -51,12 +52,15 @@ class _Family:
 class DramRecovery:
     """Runs once. The lock is the store's."""
 
-    def __init__(self, blocks: BlockTable, extents: Sequence[int], keys: MacKeys, lock: threading.Lock) -> None:
+    def __init__(
+        self, blocks: BlockTable, extents: Sequence[int], keys: MacKeys, lock: threading.Lock, clock: Clock
+    ) -> None:
         """extents: those that the DRAM tier took over, by number."""
         self._blocks = blocks
         self._extents = extents
         self._keys = keys
         self._lock = lock
+        self._lines = RateLimitedLog(_log, clock)
         self._over = threading.Event()
         self._closing = threading.Event()
         self.taken = 0
@@ -76,19 +80,24 @@ class DramRecovery:
         self._closing.set()
 
     def run(self, tenants: Mapping[bytes, TenantKeys]) -> None:
-        """Take over what is sound. Never raises."""
+        """Take over what is sound. Never raises: blocks that were not taken over are misses."""
         try:
-            for space, families in self._found(tenants):
-                self._take_over(space, families)
-            if self._extents:
-                _log.info(
-                    "memory of the process before was taken over",
-                    extra={"extents": len(self._extents), "blocks": self.taken, "frames_given_up": self.given_up},
-                )
-        except Exception:  # blocks that were not taken over are misses
-            _log.exception("memory of the process before could not be taken over")
+            self._lines.attempt(
+                lambda: self._take_over_all(tenants),
+                "takeover",
+                "memory of the process before could not be taken over",
+            )
         finally:
             self._over.set()
+
+    def _take_over_all(self, tenants: Mapping[bytes, TenantKeys]) -> None:
+        for space, families in self._found(tenants):
+            self._take_over(space, families)
+        if self._extents:
+            _log.info(
+                "memory of the process before was taken over",
+                extra={"extents": len(self._extents), "blocks": self.taken, "frames_given_up": self.given_up},
+            )
 
     # What is there -------------------------------------------------------------------------------------------------
 
