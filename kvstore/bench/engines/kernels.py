@@ -24,7 +24,7 @@ from kv_kernels.int8 import KC64
 from kvstore.bench.engines import decode_rows, kernel_rows, transfer_rows
 from kvstore.bench.engines.decode_rows import DecodeRow
 from kvstore.bench.engines.kernel_rows import KernelRow
-from kvstore.bench.engines.on_device import clock_of, describe, device_named, give_memory_back
+from kvstore.bench.engines.on_device import describe, device_named, give_memory_back, timer_of
 from kvstore.bench.engines.paged_pool import FAILURES, route_named, told
 from kvstore.bench.engines.random_llama import ONE_B, SHAPES, TINY
 from kvstore.bench.engines.transfer_rows import TransferRow
@@ -141,13 +141,13 @@ def run(
 
 def _kernels(result: KernelsResult, say: Any) -> None:
     options, device = result.options, result.device
-    route, clock = route_named(options.route, device), clock_of(device)
+    route, timer = route_named(options.route, device), timer_of(device)
     for size in options.kv_bytes:
         say(f"kernels on {format_size(size)} of KV")
         kv_bytes = size // options.shape.payload_bytes * options.shape.payload_bytes
         result.kernels.extend(
             kernel_rows.measure(
-                options.shape, options.page_tokens, kv_bytes, options.laps, device, route, clock, result.faults
+                options.shape, options.page_tokens, kv_bytes, options.laps, device, route, timer, result.faults
             )
         )
 
@@ -155,7 +155,7 @@ def _kernels(result: KernelsResult, say: Any) -> None:
 def _transfers(result: KernelsResult, say: Any) -> None:
     options, device = result.options, result.device
     say(f"transfers of {format_size(options.transfer_bytes)} of KV")
-    route, clock = route_named(options.route, device), clock_of(device)
+    route, timer = route_named(options.route, device), timer_of(device)
     for row in transfer_rows.measure(
         options.shape,
         options.page_tokens,
@@ -164,7 +164,7 @@ def _transfers(result: KernelsResult, say: Any) -> None:
         options.laps,
         device,
         route,
-        clock,
+        timer,
     ):
         result.transfers.append(row)
         if not row.matches_twin:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvstore.bench.engines.on_device import DeviceClock
+from kvstore.bench.engines.on_device import DeviceTimer
 from kvstore.bench.engines.vllm_rows import LLAMAS
 from kvstore.block.errors import BadInput
 
@@ -106,11 +106,11 @@ def prefill_flops(model: Any, tokens: int) -> float:
     return tokens * (2 * linear + attention)
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype, clock: DeviceClock) -> float:
+def peak_flops(device: torch.device, dtype: torch.dtype, timer: DeviceTimer) -> float:
     """Per second, of a product of large square matrices of random numbers."""
     width = PRODUCT_WIDTH[device.type]
     left, right = (torch.randn(width, width, device=device, dtype=dtype) for _ in range(2))
-    timed = clock.timed(lambda: left @ right)
+    timed = timer.timed(lambda: left @ right)
     timed()
     return 2 * width**3 / median(timed().wall for _ in range(PRODUCTS))
 
