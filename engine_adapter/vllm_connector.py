@@ -71,6 +71,7 @@ from engine_adapter.vllm_config import (
     reuse_refused,
     unsupported,
     unwaitable,
+    with_load_mode,
 )
 from engine_adapter.vllm_events import BlockEvents, EventBlock
 from engine_adapter.vllm_requests import EngineView, RequestReader
@@ -160,7 +161,9 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._invalid: set[int] = set()
         self._is_told = False
         if role is KVConnectorRole.SCHEDULER:
-            self._settings = _with_load_mode(self._settings, unwaitable(vllm_config))
+            self._settings, overruled = with_load_mode(self._settings, unwaitable(vllm_config))
+            if overruled:
+                logger.warning("kvstore: %s", overruled)
             if has_draft_layers(vllm_config) and self._settings.audit < 1:
                 self._settings = replace(self._settings, audit=0.0)
             self._scheduler = _SchedulerSide(vllm_config, kv_cache_config, self._settings, self._session)
@@ -586,20 +589,6 @@ def _extra_keys(request: Any, first: int, stop: int) -> Any:
     keys, _ = generate_block_hash_extra_keys(request, first, stop, 0)
     as_told = getattr(kv_cache_utils, "to_event_extra_keys", list)  # earlier versions tell them as they are
     return as_told([keys])[0] if keys else None
-
-
-def _with_load_mode(settings: ConnectorSettings, unwaitable: str) -> ConnectorSettings:
-    """Where no step may wait for a load, they all run beside the steps."""
-    if not unwaitable or settings.load is LoadMode.ASYNC:
-        return settings
-    if settings.load is not LoadMode.AUTO:
-        logger.warning(
-            'kvstore: "load": "%s" is not done, loads run beside the steps ("async"), since a load that failed could '
-            "not be taken back: %s",
-            settings.load,
-            unwaitable,
-        )
-    return replace(settings, load=LoadMode.ASYNC)
 
 
 def _open_store(url: str, session: str) -> kvstore.SidecarStore:
