@@ -11,7 +11,7 @@ import errno
 import logging
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -154,16 +154,6 @@ class RateLimitedLog:
     def error(self, kind: str, message: str, *args: object, error: BaseException | None = None) -> bool:
         """The same for a fault in this program, with its traceback."""
         return self._log(logging.ERROR, kind, message, args, error)
-
-    def attempt(self, work: Callable[[], object], kind: str, message: str, *args: object) -> bool:
-        """Do what ends at most its own work, one client's or one turn of a thread's: any fault of it is logged, as by
-        `error`, and goes no further. Returns whether there was none."""
-        try:
-            work()
-        except Exception as error:
-            self.error(kind, message, *args, error=error)
-            return False
-        return True
 
     def _log(self, level: int, kind: str, message: str, args: tuple[object, ...], error: BaseException | None) -> bool:
         now = self._clock.monotonic_seconds()

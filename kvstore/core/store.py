@@ -179,7 +179,7 @@ class Store:
         self.adjustments = Adjustments(blocks, lower, self._lock, limits.retained_fraction, self._scrubbing)
         self._retirement = Retirement(blocks, self._levels, lower, self._lock, self._check_open)
         if taken_over:
-            self._dram_recovery = DramRecovery(blocks, taken_over, mover.keys, self._lock, clock)
+            self._dram_recovery = DramRecovery(blocks, taken_over, mover.keys, self._lock)
         self._leaving: set[bytes] = set()  # tenants that are purged, or were
         self.fetched: Fetched | None = None  # set by `fetch_with`
         self._closed = False

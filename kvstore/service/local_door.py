@@ -228,7 +228,7 @@ class LocalDoor:
     def _serve(self) -> None:
         is_well = False
         try:
-            is_well = self._log.attempt(self._take_turns, "door", "the door has failed")
+            is_well = self._attempt(self._take_turns, "door", "the door has failed")
         finally:
             if not is_well:  # also where there is no memory for the line
                 self._failed()
@@ -285,9 +285,18 @@ class LocalDoor:
         finally:
             self._is_ending = False
 
+    def _attempt(self, work: Callable[[], object], kind: str, message: str, *args: object) -> bool:
+        """The guard of the door's threads, which serve all clients: do it; False for a fault, which is logged."""
+        try:
+            work()
+        except Exception as error:
+            self._log.error(kind, message, *args, error=error)
+            return False
+        return True
+
     def _safely(self, what: str, work: Callable[[], object]) -> None:
         """Do work that concerns all clients: a fault in it is logged, and they are served on."""
-        self._log.attempt(work, what, what)
+        self._attempt(work, what, what)
 
     def _take_turn(self, ready: dict[Connection, None]) -> bool:
         """Take at most one message of each connection. If several tenants want a turn, they alternate, least-served
@@ -394,9 +403,8 @@ class LocalDoor:
         done.set()
 
     def _accept_safely(self, listener: Listener) -> None:
-        path = listener.path
-        accept = partial(self._accept, listener)
-        if not self._log.attempt(accept, f"accept {path}", "no connection is accepted at %s", path):
+        path, accept = listener.path, partial(self._accept, listener)
+        if not self._attempt(accept, f"accept {path}", "no connection is accepted at %s", path):
             self._pause_accept(listener)
 
     def _pause_accept(self, listener: Listener) -> None:
@@ -501,7 +509,7 @@ class LocalDoor:
 
     def _is_done(self, connection: Connection, what: str, work: Callable[[], object]) -> bool:
         path = connection.listener.path
-        return self._log.attempt(work, str(path), "%s; socket %s", what, path)  # one client, one line
+        return self._attempt(work, str(path), "%s; socket %s", what, path)  # one client, one line
 
     def _take_message(self, connection: Connection) -> None:
         try:
