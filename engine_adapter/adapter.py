@@ -22,6 +22,7 @@ from kvstore.block.errors import StoreError
 from kvstore.block.identity import ExtraKey, Prompt
 from kvstore.block.layout import Layout
 from kvstore.block.pages import Pages
+from kvstore.client.edge import contained
 from kvstore.client.handle import Lease, Match, NamespaceHandle
 
 SAVE_DEADLINE_MS = 1000.0
@@ -204,10 +205,12 @@ class StoreRequest:
         if self._namespace is None:
             return 0
         start, block = self._clock(), self._namespace.block_tokens
-        try:
-            report.account = self._look_up(self._namespace, token_ids)
-        except Exception as error:
+
+        def failed(error: Exception) -> None:
             report.account = Account.missed(self._fail(error), asked, block)
+
+        with contained(failed):
+            report.account = self._look_up(self._namespace, token_ids)
         report.lookup_ms += 1e3 * (self._clock() - start)
         return report.account.hit_tokens
 
@@ -228,10 +231,12 @@ class StoreRequest:
         if self._namespace is None or not report.account.hit_tokens:
             return 0
         start = self._clock()
-        try:
-            report.account = self._bring(self._namespace, pages)
-        except Exception as error:
+
+        def failed(error: Exception) -> None:
             report.account = report.account.cut(0, self._fail(error))
+
+        with contained(failed):
+            report.account = self._bring(self._namespace, pages)
         report.restored_ms += 1e3 * (self._clock() - start)
         return report.account.hit_tokens
 
@@ -241,7 +246,7 @@ class StoreRequest:
         if self._namespace is None:
             return
         report, start = self.report, self._clock()
-        try:
+        with contained(lambda error: self._count(self._fail(error))):
             for first_token, stop in self._offered(self._namespace.block_tokens, len(token_ids)):
                 part = _cut_pages(pages, first_token, stop)
                 raw_bytes = (stop - first_token) // self._namespace.block_tokens * self._namespace.layout.raw_bytes
@@ -260,8 +265,6 @@ class StoreRequest:
                     break
             if self._pool is not None:
                 self._pool.save(self._namespace.hashed(token_ids, self._extra_keys).keys, pages, self._decoded)
-        except Exception as error:
-            self._count(self._fail(error))
         report.save_ms += 1e3 * (self._clock() - start)
 
     def finished(self, token_ids: Sequence[int], pages: Pages) -> None:
@@ -273,10 +276,8 @@ class StoreRequest:
         """Unpin."""
         lease, self._lease = self._lease, None
         if lease is not None:
-            try:
+            with contained(self._fail):
                 lease.release()
-            except Exception as error:
-                self._fail(error)
 
     @property
     def is_open(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 from engine_adapter.model_files import model_fingerprint, snapshot_directory
 from engine_adapter.paged.pages import EnginePages, RegisteredGroup, register
+from engine_adapter.paged.settings import ConnectorSettings, LoadMode
 from engine_adapter.paged.step_plan import WorkerSpec
 from kvstore.block.errors import BadInput
 
@@ -81,6 +83,19 @@ def unwaitable(config: Any) -> str:
     if getattr(config, "use_v2_model_runner", False):
         return "the second model runner (VLLM_USE_V2_MODEL_RUNNER)"
     return ""
+
+
+def with_load_mode(settings: ConnectorSettings, unwaitable: str) -> tuple[ConnectorSettings, str]:
+    """Where no step may wait for a load, they all run beside the steps; and what of the settings that overrules."""
+    if not unwaitable or settings.load is LoadMode.ASYNC:
+        return settings, ""
+    overruled = ""
+    if settings.load is not LoadMode.AUTO:
+        overruled = (
+            f'"load": "{settings.load}" is not done, loads run beside the steps ("async"), since a load that failed '
+            f"could not be taken back: {unwaitable}"
+        )
+    return replace(settings, load=LoadMode.ASYNC), overruled
 
 
 def has_draft_layers(config: Any) -> bool:

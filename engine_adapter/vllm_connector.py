@@ -57,7 +57,7 @@ from engine_adapter.connector_metrics import ConnectorSeries
 from engine_adapter.model_files import adapter_digest
 from engine_adapter.paged.load_choice import StepWork
 from engine_adapter.paged.pages import is_opaque, layout_of
-from engine_adapter.paged.requests import LOAD_SECONDS, NEVER, SAVING, Computed, RequestSpec
+from engine_adapter.paged.requests import LOAD_SECONDS, NEVER, SAVING, Computed
 from engine_adapter.paged.scheduler import PagedScheduler
 from engine_adapter.paged.settings import ConnectorSettings, LoadMode
 from engine_adapter.paged.step_plan import NamespaceSpec, StepPlan, StepReports, WorkerSpec
@@ -71,6 +71,7 @@ from engine_adapter.vllm_config import (
     reuse_refused,
     unsupported,
     unwaitable,
+    with_load_mode,
 )
 from engine_adapter.vllm_events import BlockEvents, EventBlock
 from engine_adapter.vllm_requests import EngineView, RequestReader
@@ -160,7 +161,9 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._invalid: set[int] = set()
         self._is_told = False
         if role is KVConnectorRole.SCHEDULER:
-            self._settings = _with_load_mode(self._settings, unwaitable(vllm_config))
+            self._settings, overruled = with_load_mode(self._settings, unwaitable(vllm_config))
+            if overruled:
+                logger.warning("kvstore: %s", overruled)
             if has_draft_layers(vllm_config) and self._settings.audit < 1:
                 self._settings = replace(self._settings, audit=0.0)
             self._scheduler = _SchedulerSide(vllm_config, kv_cache_config, self._settings, self._session)
@@ -471,10 +474,7 @@ class _SchedulerSide:
     def added(self, request: Any) -> None:
         """A request that was not there before."""
         mine = self._requests[request.request_id] = EngineView(request)
-        try:
-            facts = self.reader.facts(request)
-        except Exception as error:  # what a request is cannot be told: it is not cached
-            facts = RequestSpec(refused=MissReason.UNSUPPORTED, detail=f"{type(error).__name__}: {error}"[:200])
+        facts = self.reader.facts(request)
         mine.extra_keys = facts.extra_keys
         self.half.added(mine, facts)
 
@@ -520,10 +520,7 @@ class _SchedulerSide:
         """Whether its adapter's files changed since it came: the engine may have read them anew for a request."""
         if mine.request.lora_request is None or not mine.extra_keys:
             return False
-        try:
-            return self.reader.facts(mine.request).extra_keys != mine.extra_keys
-        except Exception:  # what cannot be told is not stored
-            return True
+        return self.reader.facts(mine.request).extra_keys != mine.extra_keys
 
     def _work(self, output: Any) -> StepWork:
         """Prompts that the step computes, and how many requests get one more token."""
@@ -592,20 +589,6 @@ def _extra_keys(request: Any, first: int, stop: int) -> Any:
     keys, _ = generate_block_hash_extra_keys(request, first, stop, 0)
     as_told = getattr(kv_cache_utils, "to_event_extra_keys", list)  # earlier versions tell them as they are
     return as_told([keys])[0] if keys else None
-
-
-def _with_load_mode(settings: ConnectorSettings, unwaitable: str) -> ConnectorSettings:
-    """Where no step may wait for a load, they all run beside the steps."""
-    if not unwaitable or settings.load is LoadMode.ASYNC:
-        return settings
-    if settings.load is not LoadMode.AUTO:
-        logger.warning(
-            'kvstore: "load": "%s" is not done, loads run beside the steps ("async"), since a load that failed could '
-            "not be taken back: %s",
-            settings.load,
-            unwaitable,
-        )
-    return replace(settings, load=LoadMode.ASYNC)
 
 
 def _open_store(url: str, session: str) -> kvstore.SidecarStore:

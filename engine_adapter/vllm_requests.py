@@ -15,6 +15,7 @@ from engine_adapter.adapter_digests import AdapterDigests
 from engine_adapter.paged.requests import RequestSpec
 from kvstore.block.account import MissReason
 from kvstore.block.identity import ExtraKey
+from kvstore.client.edge import contained
 from kvstore.client.spans import NO_TRACE, SpanQueue
 
 CONVERSATION_PRIORITY = 100
@@ -41,7 +42,18 @@ class RequestReader:
         self._spans = SpanQueue(str(traced.served_model_name), time.time_ns) if traced is not None else None
 
     def facts(self, request: Any) -> RequestSpec:
-        """Of a new request."""
+        """Of a new request. One that this version cannot read is refused."""
+        facts = _refused("")
+
+        def failed(error: Exception) -> None:
+            nonlocal facts
+            facts = _refused(f"{type(error).__name__}: {error}"[:200])
+
+        with contained(failed):
+            facts = self._facts(request)
+        return facts
+
+    def _facts(self, request: Any) -> RequestSpec:
         if request.prompt_embeds is not None:
             return _refused("a prompt of embeddings has no token ids")
         if getattr(request, "resumable", False):

@@ -51,7 +51,7 @@ from kvstore.insight.counting_tier import CountingTier
 from kvstore.insight.replay import Replay
 from kvstore.keys.node_file import NodeLock, node_of
 from kvstore.keys.rotation import KeyRotation
-from kvstore.keys.store_keys import StoreKeys, refuse_new_keys, slabs_in_words
+from kvstore.keys.store_keys import StoreKeys, refuse_new_keys, warn_of_left_alone
 from kvstore.protocol import messages as m
 from kvstore.protocol.door import AttachLease, NamedLease, Request, Submitted, TenantClient
 from kvstore.protocol.replies import LeaseReply
@@ -65,18 +65,12 @@ from tiering.dram.tier import DramTier
 from tiering.errors import TierError
 from tiering.failpoint import Reach, go_on
 from tiering.faults import FaultReports, Faults
-from tiering.files import (
-    DirectFiles,
-    DirectoryLock,
-    Files,
-    disk_room,
-    make_directory,
-    read_text_files,
-)
+from tiering.files import DirectoryLock, make_directory, read_text_files
 from tiering.frame import frame_bytes
 from tiering.move_queue import MoveQueue, QueueLimits
 from tiering.nvme.scrub import ScrubLimits
 from tiering.nvme.slab import OtherFormat
+from tiering.nvme.slab_files import DirectFiles, Files, disk_room
 from tiering.nvme.tier import IndexMaker, NvmeTier
 from tiering.policies.admission import Admission, AdmissionMaker, AdmitAll, LearnedAdmission
 from tiering.policies.by_group import ByGroup
@@ -444,7 +438,7 @@ def _open_nvme(
         raise BadInput(
             f"{directory} cannot be used for nvme=: {error}; free or repair it, or leave nvme= out"
         ) from None
-    _warn_of_left_alone(directory, tier)
+    warn_of_left_alone(directory, tier.left_alone)
     taken = tier.usage().taken_bytes
     if taken > config.budget_bytes:
         _log.warning(
@@ -455,22 +449,6 @@ def _open_nvme(
             format_size(config.budget_bytes),
         )
     return tier
-
-
-def _warn_of_left_alone(directory: Path, tier: NvmeTier) -> None:
-    for needs_keys, why, remedy in (
-        (True, f"{directory.parent / 'keys'} does not hold the keys", "restore those from a backup"),
-        (False, "unusable", f"kvstore fsck {directory.parent} says why"),
-    ):
-        alone = [one.size_bytes for one in tier.left_alone if one.needs_keys is needs_keys]
-        if alone:
-            _log.warning(
-                "%s left alone in %s: %s. What is left alone counts against nvme=; %s, or move it away",
-                slabs_in_words(len(alone), sum(alone)),
-                directory,
-                why,
-                remedy,
-            )
 
 
 def build_store(

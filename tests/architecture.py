@@ -245,7 +245,12 @@ EXEMPTIONS = (
     Exemption("kvstore/doctor/", ALL_KINDS, "a person's entrance: it looks at the machine itself"),
     Exemption("kvstore/bench/", ALL_KINDS, "a person's entrance: it measures the machine itself"),
     Exemption(
-        "tiering/files.py", frozenset({DISK, MEMORY}), "the one door to the disk, with the buffers of direct I/O"
+        "tiering/files.py",
+        frozenset({DISK, MEMORY}),
+        "the one door to the disk for all but slabs, with pages for these",
+    ),
+    Exemption(
+        "tiering/nvme/slab_files.py", frozenset({DISK, MEMORY}), "slabs on a disk, with the buffers of direct I/O"
     ),
     Exemption(
         "tiering/nvme/lmdb_index.py", frozenset({DISK}), "LMDB opens its file by itself; here it is checked before"

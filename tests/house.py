@@ -48,6 +48,30 @@ NEW_ROOMS = (
 _BROAD = ("Exception", "BaseException")
 
 
+def _is_broad(node: ast.AST) -> bool:
+    """Whether this catches errors that it does not name, and keeps them from its caller."""
+    if isinstance(node, ast.ExceptHandler):
+        caught = _names(node.type) if node.type is not None else ["BaseException"]
+        if "Exception" in caught:
+            return True
+        return "BaseException" in caught and not isinstance(node.body[-1], ast.Raise)  # else it only tidies up
+    if isinstance(node, ast.Call) and "suppress" in _names(node.func):
+        return any(name in _BROAD for argument in node.args for name in _names(argument))
+    if isinstance(node, ast.FunctionDef) and node.name in ("__exit__", "__aexit__"):
+        returned = [one.value for one in ast.walk(node) if isinstance(one, ast.Return)]
+        return any(isinstance(one, ast.Constant) and one.value is True for one in returned)
+    return False
+
+
+def _names(node: ast.expr) -> list[str]:
+    """The last names of an expression, or of each in a tuple: `suppress` of `contextlib.suppress`."""
+    if isinstance(node, ast.Tuple):
+        return [name for one in node.elts for name in _names(one)]
+    if isinstance(node, ast.Starred):
+        return _names(node.value)
+    return [node.id] if isinstance(node, ast.Name) else [node.attr] if isinstance(node, ast.Attribute) else []
+
+
 @dataclass(frozen=True)
 class House:
     """The product's sources below `root`."""
@@ -157,16 +181,12 @@ class House:
         return found
 
     def broad_handlers(self) -> Counter[str]:
-        """How many `except Exception`, `except BaseException` and bare `except` each module has."""
+        """How many places of each module catch whatever is raised: `except Exception`, `except BaseException` that does
+        not end with `raise`, a bare `except`, `suppress` of either, and an `__exit__` that returns True."""
         found = Counter[str]()
         for module, tree in self.trees.items():
             for node in ast.walk(tree):
-                if isinstance(node, ast.ExceptHandler):
-                    caught = [node.type] if not isinstance(node.type, ast.Tuple) else node.type.elts
-                    names = {
-                        one.id if isinstance(one, ast.Name) else None if one is not None else "bare" for one in caught
-                    }
-                    found[module] += bool(names & {"Exception", "bare"})
+                found[module] += _is_broad(node)
         return +found
 
     def words(self, pattern: str) -> int:

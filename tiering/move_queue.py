@@ -18,6 +18,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from enum import Enum, IntEnum
+from functools import partial
 
 from tiering.clock import Clock
 from tiering.counts.histogram import Histogram, HistogramCounts
@@ -437,6 +438,17 @@ class MoveQueue:
 
     def _attempt(self, task: _Task) -> tuple[TierMiss | None, bool]:
         """Run the work once; returns the outcome, and whether to try again."""
+        outcome: tuple[TierMiss | None, bool] = TierMiss.DOWN, False
+
+        def run() -> None:
+            nonlocal outcome
+            outcome = self._outcome(task)
+
+        if not self._is_sound(run):  # its state is unknown: it is not retried
+            self._failed(task)
+        return outcome
+
+    def _outcome(self, task: _Task) -> tuple[TierMiss | None, bool]:
         assert task.work is not None
         try:
             task.work()
@@ -448,12 +460,6 @@ class MoveQueue:
             return TierMiss.DOWN, self._failed(task)
         except MemoryError as error:
             self._faults.failed(task.tier, kind_of(error), "no memory for a move")
-            self._failed(task)
-            return TierMiss.DOWN, False
-        except Exception as error:
-            # The worker's loop is one of the three places that may catch everything: a bug in one move must not end
-            # the thread that all the others wait for. It is not retried, since its state is unknown.
-            self._keep(error)
             self._failed(task)
             return TierMiss.DOWN, False
         self._answered(task)
@@ -510,10 +516,17 @@ class MoveQueue:
 
     def _make(self, calls: list[_Call]) -> None:
         for callback, move in calls:
-            try:
-                callback(move)
-            except Exception as error:  # part of the worker's loop: see `_attempt`
-                self._keep(error)
+            self._is_sound(partial(callback, move))
+
+    def _is_sound(self, work: Callable[[], object]) -> bool:
+        """Do it; returns whether it ended as it should. A bug in one move must not end the thread that all the others
+        wait for."""
+        try:
+            work()
+        except Exception as error:
+            self._keep(error)
+            return False
+        return True
 
     def _keep(self, error: Exception) -> None:
         text = "".join(traceback.format_exception(error))

@@ -2,18 +2,145 @@
 
 A piece is an extent of memory or a slab on disk. This file keeps numbers only: states, counts and owners. It never
 touches a byte of a frame, decides nothing, and takes no lock: the caller serialises.
+
+A frame's life, drawn from the table below:
+
+    FREE --reserve--> RESERVED --commit--> RESIDENT --evict--> DELETING --deleted--> FREE
+                         |                    |
+                         +--abort--> FREE     |                 +--claim--> RESERVED   for a frame that goes there next
+                                              +--retain---> ZOMBIE --allow_reuse--> FREE   a reader may still map it
+                                              +--quarantine--> QUARANTINED             a check failed; never reused
+
+Anything that is not in the table is a bug and raises.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from enum import IntEnum
 from typing import Generic, TypeVar
 
 import numpy as np
 
-from tiering.residency import FrameEvent, FrameState, SlotTable
 from tiering.tier import SLOT_BITS, SLOT_MASK, Column, SlotClass, Usage, extent_of, slot_of
+
+
+class FrameState(IntEnum):
+    """The state of a slot. Only RESIDENT is readable."""
+
+    FREE = 0
+    RESERVED = 1
+    RESIDENT = 2
+    DELETING = 3
+    QUARANTINED = 4
+    ZOMBIE = 5
+
+
+class FrameEvent(IntEnum):
+    """What may happen to a slot."""
+
+    RESERVE = 0
+    COMMIT = 1
+    ABORT = 2
+    EVICT = 3
+    DELETED = 4
+    RETAIN = 5
+    LET_GO = 6
+    CONDEMN = 7
+    CLAIM = 8
+
+
+TRANSITIONS: dict[tuple[FrameState, FrameEvent], FrameState] = {
+    (FrameState.FREE, FrameEvent.RESERVE): FrameState.RESERVED,
+    (FrameState.RESERVED, FrameEvent.COMMIT): FrameState.RESIDENT,
+    (FrameState.RESERVED, FrameEvent.ABORT): FrameState.FREE,
+    (FrameState.RESIDENT, FrameEvent.EVICT): FrameState.DELETING,
+    (FrameState.DELETING, FrameEvent.DELETED): FrameState.FREE,
+    (FrameState.DELETING, FrameEvent.CLAIM): FrameState.RESERVED,
+    (FrameState.RESIDENT, FrameEvent.RETAIN): FrameState.ZOMBIE,
+    (FrameState.ZOMBIE, FrameEvent.LET_GO): FrameState.FREE,
+    (FrameState.RESIDENT, FrameEvent.CONDEMN): FrameState.QUARANTINED,
+}
+
+
+# The same by number, first the event and then the state: plain integers cost a third of what enum members do.
+_NEXT = [
+    [None if after is None else int(after) for after in (TRANSITIONS.get((state, event)) for state in FrameState)]
+    for event in FrameEvent
+]
+
+
+class IllegalTransition(AssertionError):
+    """An event that a slot's state does not allow: a bug above."""
+
+
+class SlotTable:
+    """The states of the equal slots of one extent or slab, with a count per state and a stack of free slots.
+
+    `owners[slot]` is the row of the whole block whose frame stands there. A committed frame of an incomplete block, or
+    of one that was given up while its producer still writes, has none.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.states = bytearray(capacity)
+        self.owners = array("i", [-1]) * capacity
+        self.counts = [0] * len(FrameState)
+        self.counts[FrameState.FREE] = capacity
+        self._free = array("i", range(capacity - 1, -1, -1))
+
+    @property
+    def free(self) -> int:
+        """Slots that `reserve` can hand out."""
+        return self.counts[FrameState.FREE]
+
+    @property
+    def live(self) -> int:
+        """Slots that hold a readable frame."""
+        return self.counts[FrameState.RESIDENT]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether every slot is free, or will never be used again."""
+        return self.counts[FrameState.FREE] + self.counts[FrameState.QUARANTINED] == self.capacity
+
+    def reserve(self, count: int) -> list[int]:
+        """Take so many free slots, now RESERVED; there must be as many."""
+        free = self._free
+        slots = [free.pop() for _ in range(count)]
+        for slot in slots:
+            self.apply(slot, FrameEvent.RESERVE)
+        return slots
+
+    def apply(self, slot: int, event: FrameEvent) -> int:
+        """One step of the table; returns the slot's new `FrameState` as a plain number."""
+        before = self.states[slot]
+        after = _NEXT[event][before]
+        if after is None:
+            raise IllegalTransition(f"{FrameState(before).name} does not allow {FrameEvent(event).name}")
+        self.states[slot] = after
+        self.counts[before] -= 1
+        self.counts[after] += 1
+        if not after:
+            self._free.append(slot)
+            self.owners[slot] = -1
+        return after
+
+    def load(self, states: bytes) -> None:
+        """Set the states that were found; the table must be new."""
+        assert len(states) == self.capacity == self.counts[FrameState.FREE]
+        self.states[:] = states
+        self.counts = [states.count(state) for state in FrameState]
+        self._free = array("i", [slot for slot in range(self.capacity - 1, -1, -1) if not states[slot]])
+
+    def check(self) -> None:
+        """Invariant 1: the counts are the states' counts and add up to the capacity."""
+        for state in FrameState:
+            assert self.counts[state] == self.states.count(state) >= 0, state.name
+        assert sum(self.counts) == self.capacity
+        assert sorted(self._free) == [slot for slot, state in enumerate(self.states) if state == FrameState.FREE]
 
 
 class Piece:

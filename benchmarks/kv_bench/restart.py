@@ -37,8 +37,8 @@ from kvstore.bench.row import SECONDS, BenchResult, Row, Section, Target
 from kvstore.block import codec
 from kvstore.block.errors import BadInput, StoreError
 from kvstore.config import format_size
-from tiering.files import disk_room
 from tiering.nvme import lmdb_index
+from tiering.nvme.slab_files import disk_room
 
 TARGET_SECONDS = 3.0
 TARGET_BLOCKS = 1_000_000

@@ -26,10 +26,10 @@ from kvstore.block.identity import PrefixHasher, root_key, token_bytes
 from kvstore.client.handle import NamespaceHandle
 from kvstore.config import MAX_SLAB_BYTES, StoreOptions, TierOptions
 from kvstore.node import SESSION_BITS, StoreParts, open_embedded
-from tiering.files import DirectFiles
 from tiering.frame import frame_bytes
 from tiering.nvme.lmdb_index import LmdbMaker
 from tiering.nvme.slab import ENTRY, entry_of, split_entries
+from tiering.nvme.slab_files import DirectFiles
 from tiering.slab_header import PAGE_BYTES
 
 SHAPE = BlockShape(layers=1, block_tokens=64, kv_heads=1, head_dim=16)

@@ -25,6 +25,7 @@ from engine_adapter.paged.step_plan import NamespaceSpec
 from kvstore.block.account import Account, MissReason
 from kvstore.block.identity import Prompt
 from kvstore.block.pages import Pages
+from kvstore.client.edge import contained
 from kvstore.client.handle import Match, NamespaceHandle
 from kvstore.protocol import messages as m
 
@@ -64,11 +65,12 @@ class ChunkOutcomes:
     @contextmanager
     def caught(self) -> Iterator[None]:
         """A context that a fault of the store ends early, and that lets nothing through."""
-        try:
+        with contained(self._failed):
             yield
-        except Exception as error:
-            self.count(faults=1)
-            _log.debug("a fault of the store: %s: %s", type(error).__name__, error)
+
+    def _failed(self, error: Exception) -> None:
+        self.count(faults=1)
+        _log.debug("a fault of the store: %s: %s", type(error).__name__, error)
 
     def told(self, reason: MissReason | None) -> None:
         """Why the last look-up found no more. Logs one line for each change of state."""

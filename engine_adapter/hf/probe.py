@@ -22,6 +22,7 @@ from engine_adapter.hf.buffers import BufferSet
 from engine_adapter.hf.layers import ModelCall, even_cache
 from engine_adapter.hf.model import refusal
 from kvstore.block.layout import Layout
+from kvstore.client.edge import contained
 
 CHUNK = 8
 PROBE_TOKENS = 2 * CHUNK
@@ -77,18 +78,18 @@ class Probe:
     def _kv(self, tokens: Sequence[int]) -> Kv:
         planes = self._buffers.of_rows(0, 1)
         cache = even_cache(planes, 0)
-        try:
-            with _one_thread(self._device):
-                for begin in range(0, len(tokens), CHUNK):
-                    end = begin + CHUNK
-                    mask = self._mask.of(CHUNK, end) if self._mask is not None else None
-                    self._call(torch.tensor([tokens[begin:end]], device=self._device), cache, mask)
-        except Exception as error:
-            said = (str(error).splitlines() or [type(error).__name__])[0]
-            raise refusal(self._name, f"a trial run failed: {said}") from error
+        with contained(self._refuse), _one_thread(self._device):
+            for begin in range(0, len(tokens), CHUNK):
+                end = begin + CHUNK
+                mask = self._mask.of(CHUNK, end) if self._mask is not None else None
+                self._call(torch.tensor([tokens[begin:end]], device=self._device), cache, mask)
         if any(cache.get_seq_length(layer) != len(tokens) for layer in range(len(planes))):
             raise refusal(self._name, "it does not keep its KV in the cache that it is given")
         return [plane[0, :, : len(tokens)].clone() for pair in planes for plane in pair]
+
+    def _refuse(self, error: Exception) -> None:
+        said = (str(error).splitlines() or [type(error).__name__])[0]
+        raise refusal(self._name, f"a trial run failed: {said}") from error
 
     def _check(self, one: Kv, other: Kv, tokens: int, reason: str) -> None:
         for mine, theirs in zip(one, other, strict=True):

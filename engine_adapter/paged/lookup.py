@@ -17,6 +17,7 @@ from logging import getLogger
 from engine_adapter.handoff.block_wait import OPEN_MS, BlockWait
 from kvstore.block.account import Account, MissReason, reason_of
 from kvstore.block.identity import Prompt
+from kvstore.client.edge import contained
 from kvstore.client.handle import Lease, Match, NamespaceHandle
 from kvstore.client.pending import PendingReply
 from kvstore.client.spans import NO_TRACE, RequestTrace
@@ -71,10 +72,8 @@ class PrefixLookup:
         self._wait = wait
         self._pending_match: PendingReply[Match] | None = None
         self._pending_lease: PendingReply[Lease] | None = None
-        try:
+        with contained(self._fail):
             self._look()
-        except Exception as error:
-            self._miss(self._fault(error))
 
     @property
     def is_waiting(self) -> bool:
@@ -89,10 +88,8 @@ class PrefixLookup:
     def found(self) -> Match | None:
         """The look-up's answer; None while it is not there, or if there will be none."""
         if self._match is None and not self._is_over:
-            try:
+            with contained(self._fail):
                 self._poll_match()
-            except Exception as error:
-                self._miss(self._fault(error))
         return self._match
 
     def matched(self, first_token: int, stop_token: int, reason: MissReason) -> int | None:
@@ -101,11 +98,9 @@ class PrefixLookup:
         first_token: the engine has those before it. stop_token: tokens found behind it are misses for this reason, but
         for the prompt's last token. The promise stays until `take` or `give_back`.
         """
-        try:
+        with contained(self._fail):
             return self._matched(first_token, stop_token, reason)
-        except Exception as error:
-            self._miss(self._fault(error))
-            return 0
+        return 0
 
     def take(self) -> Lease | None:
         """The lease, for a load; the caller releases it."""
@@ -239,8 +234,8 @@ class PrefixLookup:
         self.account = Account.missed(reason, self.prompt.tokens, self.namespace.block_tokens)
         self._is_over = True
 
-    def _fault(self, error: Exception) -> MissReason:
+    def _fail(self, error: Exception) -> None:
         reason = reason_of(error)
         if reason is not MissReason.DISABLED:
             _log.warning("the store failed a look-up: %s: %s", type(error).__name__, str(error).partition("\n")[0])
-        return reason
+        self._miss(reason)

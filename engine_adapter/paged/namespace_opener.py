@@ -9,6 +9,7 @@ from typing import Protocol
 
 from engine_adapter.paged.step_plan import NamespaceSpec
 from kvstore.block.account import MissReason, reason_of
+from kvstore.client.edge import contained
 from kvstore.client.handle import NamespaceHandle, OpenStore
 
 _log = getLogger(__name__)
@@ -42,6 +43,7 @@ class NamespaceOpener:
         self._tell_when_open: Callable[[], None] | None = None
         self._failed: tuple[MissReason, str] | None = None
         """Why the last attempt failed."""
+        self._is_told = False
 
     def want(self, facts: NamespaceSpec) -> None:
         """Open this one; an open one is given up."""
@@ -103,33 +105,16 @@ class NamespaceOpener:
         return self._closed or is_past or (self._number == number and self._handle is not None)
 
     def _loop(self) -> None:
-        is_told = False
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or (self._wanted is not None and self._handle is None))
                 wanted = self._wanted
                 if self._closed or wanted is None:
                     return
-            try:
-                if self._store is None:
-                    self._store = self._open_store()
-                handle = self._store.namespace(
-                    model=wanted.model,
-                    layout=wanted.layout,
-                    codec=wanted.codec,
-                    weights_epoch=wanted.weights_epoch,
-                    config=wanted.config,
-                    shard=self._shard,
-                    name=wanted.name,
-                )
-            except Exception as error:  # the adapter's edge: there is no store, and that is all
-                if self._closed:
-                    return
-                text = str(error).partition("\n")[0]
-                self._failed = reason_of(error), text
-                if not is_told:
-                    _log.warning("every look-up is a miss until the store is there: %s", text)
-                is_told = True
+            handle = None
+            with contained(self._not_opened):
+                handle = self._opened(wanted)
+            if handle is None:
                 with self._changed:
                     self._changed.wait_for(lambda: self._closed, RETRY_SECONDS)
                 continue
@@ -141,4 +126,26 @@ class NamespaceOpener:
                     tell, self._tell_when_open = self._tell_when_open, None
             if tell is not None:
                 tell()
-            self._failed, is_told = None, False
+            self._failed, self._is_told = None, False
+
+    def _opened(self, wanted: NamespaceSpec) -> NamespaceHandle:
+        if self._store is None:
+            self._store = self._open_store()
+        return self._store.namespace(
+            model=wanted.model,
+            layout=wanted.layout,
+            codec=wanted.codec,
+            weights_epoch=wanted.weights_epoch,
+            config=wanted.config,
+            shard=self._shard,
+            name=wanted.name,
+        )
+
+    def _not_opened(self, error: Exception) -> None:
+        if self._closed:
+            return
+        text = str(error).partition("\n")[0]
+        self._failed = reason_of(error), text
+        if not self._is_told:
+            _log.warning("every look-up is a miss until the store is there: %s", text)
+        self._is_told = True

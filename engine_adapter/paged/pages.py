@@ -23,6 +23,7 @@ from kvstore.block.codec import codec_named
 from kvstore.block.errors import BadInput, LayoutMismatch
 from kvstore.block.layout import DTYPE_BYTES, Attention, KvGroup, Layout
 from kvstore.block.pages import GroupPages, Pages
+from kvstore.client.edge import contained
 from tiering.frame import digest
 from tiering.tier import FrameSpan
 
@@ -290,15 +291,19 @@ def _is_written(
     ]
     before = [plane[page].clone() for plane in planes]
     slots = torch.arange(page * tokens, (page + 1) * tokens, dtype=torch.int64, device=tensor.device)
-    try:
-        write(name, meant[0], meant[-1], slots)
-        return all(torch.equal(plane[page], part) for plane, part in zip(planes, meant, strict=True))
-    except Exception as error:
+    is_written = False
+
+    def failed(error: Exception) -> None:
         _log.info("the engine cannot be made to write a page of layer %s: %s", name, _first_line(error))
-        return False
+
+    try:
+        with contained(failed):
+            write(name, meant[0], meant[-1], slots)
+            is_written = all(torch.equal(plane[page], part) for plane, part in zip(planes, meant, strict=True))
     finally:
         for plane, part in zip(planes, before, strict=True):
             plane[page] = part
+    return is_written
 
 
 def _refusal(pages: EnginePages, groups: Sequence[RegisteredGroup]) -> str:

@@ -18,6 +18,7 @@ from engine_adapter.paged.lookup import PrefixLookup
 from engine_adapter.paged.step_plan import AuditOrder, LoadOrder, NamespaceSpec
 from kvstore.block.account import Account, HitTier, MissReason
 from kvstore.block.identity import ExtraKey, Prompt
+from kvstore.client.edge import contained
 from kvstore.client.handle import Lease, NamespaceHandle
 from kvstore.client.pending import PendingReply
 from kvstore.client.spans import NO_TRACE, RequestTrace
@@ -45,11 +46,9 @@ def edge(otherwise: object) -> Callable[[Method], Method]:
     def guarded(method: Method) -> Method:
         @wraps(method)
         def call(self: Breakable, *args: Any) -> Any:
-            try:
+            with contained(self.broke):
                 return method(self, *args)
-            except Exception as error:
-                self.broke(error)
-                return otherwise
+            return otherwise
 
         return cast(Method, call)
 

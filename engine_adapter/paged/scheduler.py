@@ -53,6 +53,7 @@ from engine_adapter.paged.step_plan import (
 from kvstore.block.account import Account, HitTier, MissReason
 from kvstore.block.codec import codec_named
 from kvstore.block.identity import Prompt
+from kvstore.client.edge import contained
 from kvstore.client.handle import Lease, NamespaceHandle
 
 CLOSE_SECONDS = 1.0
@@ -609,11 +610,9 @@ class PagedScheduler:
             state = self._states.get(one.request_id)
             if state is None:
                 continue
-            try:
+            state.request.due = NEVER  # until it is known what comes next, and for good after a fault
+            with contained(self.broke):
                 self._offer(state, one, orders)
-            except Exception as error:
-                state.request.due = NEVER
-                self.broke(error)
 
     def _offer(self, state: RequestState, one: Computed, orders: StepPlan) -> None:
         """Order a save of the blocks that this step completes, and whatever else is due."""

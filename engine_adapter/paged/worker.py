@@ -43,6 +43,7 @@ from kvstore.block.account import MissReason, reason_of
 from kvstore.block.identity import Prompt
 from kvstore.block.layout import Layout
 from kvstore.block.pages import Pages
+from kvstore.client.edge import contained
 from kvstore.client.get import Loaded
 from kvstore.client.handle import Lease, NamespaceHandle
 from tiering.frame import KEY_BYTES
@@ -294,8 +295,14 @@ class PagedWorker:
 
     def _load(self, order: LoadOrder, asked_at: float) -> LoadReport:
         """Any thread. Attach, copy, verify, release."""
-        tokens, reason = order.first_token, None
-        try:
+        tokens = order.first_token
+        reason: MissReason | None = None
+
+        def failed(error: Exception) -> None:
+            nonlocal reason
+            reason = self._fault(error)
+
+        with contained(failed):
             here = order.here
             namespace = here.namespace if here is not None else self._opened(order.namespace, OPEN_SECONDS)
             if namespace is None:
@@ -313,8 +320,6 @@ class PagedWorker:
                         tokens = max(tokens, got)
                     else:
                         reason = lease.reason or MissReason.STALE_HINT
-        except Exception as error:
-            reason = self._fault(error)
         # An engine of several groups hears of nothing but the reason.
         reason = None if tokens >= order.stop_token else reason or MissReason.STALE_HINT
         seconds = self._clock() - asked_at
@@ -390,7 +395,7 @@ class PagedWorker:
 
     def _audit(self, order: AuditOrder, reader: _Reader) -> tuple[AuditResult, ...]:
         """Any thread. Compare the stored block with the computed one."""
-        try:
+        with contained(self._fault):
             namespace = self._opened(order.namespace, OPEN_SECONDS)
             if namespace is None:
                 return ()
@@ -418,14 +423,18 @@ class PagedWorker:
                 result = compare_opaque(stored, computed, dtype, deepest)
                 return () if result is None else (result,)
             return (compare_block(stored, computed, codec, deepest, is_first=order.first_token == 0),)
-        except Exception as error:
-            self._fault(error)
-            return ()
+        return ()
 
     def _save(self, order: SaveOrder, save: _Reader) -> tuple[int, int, MissReason | None]:
         """Any thread. Returns leading blocks that are held, new ones, and why there are no more."""
         stored, held = 0, 0
-        try:
+        reason: MissReason | None = None
+
+        def failed(error: Exception) -> None:
+            nonlocal reason
+            reason = self._fault(error)
+
+        with contained(failed):
             namespace = self._opened(order.namespace, OPEN_SECONDS)
             if namespace is None:
                 return 0, 0, self._why_closed(order.namespace)
@@ -459,9 +468,7 @@ class PagedWorker:
                 first = held = stop
                 if first < len(keys):
                     self._let_pass(save)
-        except Exception as error:
-            return held, stored, self._fault(error)
-        return held, stored, None
+        return held, stored, reason
 
     def _fence(self, numbers: set[int]) -> None:
         """Cancel these saves; when this returns, none of them reads pages any more.

@@ -76,24 +76,20 @@ def _pointer(_typing: Any, address: Any) -> Any:
     return types.voidptr(address), generate
 
 
+def _bitcast(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    return builder.bitcast(args[0], context.get_value_type(signature.return_type))
+
+
 @intrinsic
 def _as_bits(_typing: Any, _number: Any) -> Any:
     """The bits of a float32."""
-
-    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], context.get_value_type(types.uint32))
-
-    return types.uint32(types.float32), generate
+    return types.uint32(types.float32), _bitcast
 
 
 @intrinsic
 def _as_float(_typing: Any, _bits: Any) -> Any:
     """The float32 of these bits."""
-
-    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], context.get_value_type(types.float32))
-
-    return types.float32(types.uint32), generate
+    return types.float32(types.uint32), _bitcast
 
 
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": False, "boundscheck": False}

@@ -165,9 +165,10 @@ class _Mover:
         copied = launched = None
         try:
             copied, launched = self._copies.record(), self._kernels.record()
-        except Exception as error:
+        except RuntimeError as error:  # the device has failed
             transfer.failed(error)
-        transfer.put_in(copied, launched)
+        finally:
+            transfer.put_in(copied, launched)
 
 
 class Loader(_Mover):

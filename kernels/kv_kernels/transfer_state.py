@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from kv_kernels.device import Event, Stream
 from kv_kernels.pinned import Hold
-from kv_kernels.worker import Worker
+from kv_kernels.worker import Worker, survived
 
 _log = logging.getLogger(__name__)
 
@@ -107,11 +107,8 @@ class Transfer:
         raise NotImplementedError
 
     def _call(self, handed_in: Callable[[], object]) -> bool:
-        try:
-            return bool(handed_in())
-        except BaseException as error:  # a cancelled task's, say: it must end neither the worker nor what waits for it
-            self.failed(error)
-            return False
+        answers: list[bool] = []
+        return survived(lambda: answers.append(bool(handed_in())), self.failed) and answers[0]
 
     def _landed(self, event: Event | None) -> bool:
         """Wait for the end of a stream's part; False if it cannot be learnt."""

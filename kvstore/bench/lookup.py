@@ -39,7 +39,8 @@ from tiering.dram.extents import ExtentPool
 from tiering.dram.mover import Mover
 from tiering.dram.tier import DramTier
 from tiering.policies.lru import LeafFirstLru
-from tiering.residency import Pins, Residency, SlotTable
+from tiering.residency import Pins, Residency
+from tiering.slots import SlotTable
 
 MATCH_TARGET = 2.2
 """A match takes at most this many times the chain of hashes."""

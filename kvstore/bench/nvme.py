@@ -55,8 +55,8 @@ from kvstore.block.account import HitTier
 from kvstore.block.errors import BadInput
 from kvstore.client.handle import Match
 from kvstore.config import format_size
-from tiering.files import DirectFiles, disk_room
 from tiering.frame import frame_bytes
+from tiering.nvme.slab_files import DirectFiles, disk_room
 from tiering.slab_header import PAGE_BYTES
 
 TARGETS = {"promote": 0.92, "persist": 0.88}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -31,14 +31,6 @@ MARGIN_SECONDS = 5.0
 """Beyond what the sidecar itself takes for a thing that has a deadline."""
 
 Progress = Callable[[str, int, int], None]
-
-
-class SleepingClock(Clock, Protocol):
-    """Time, and waiting."""
-
-    def sleep(self, seconds: float) -> None:
-        """Do nothing for so long."""
-        ...
 
 
 def stat(socket: str, clock: Clock) -> SidecarStatus:
@@ -124,7 +116,7 @@ class RecordSummary:
 
 def record(
     socket: str,
-    clock: SleepingClock,
+    clock: Clock,
     namespace: str,
     tenant: str,
     seconds: float | None,

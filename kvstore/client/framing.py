@@ -36,6 +36,10 @@ _MAX_ANSWER_BYTES = 64 << 20
 """More than a sidecar ever sends: a longer length means a broken peer."""
 
 
+_BROKEN = (OSError, ValueError, IndexError, MemoryError)
+"""While an answer is read: the socket's end, a malformed frame, descriptors that another thread closed meanwhile."""
+
+
 class TimedOut(Exception):
     """No answer before the deadline. The connection is as it was."""
 
@@ -402,7 +406,7 @@ class FramedSocket:
             self.heard_at = self._clock.monotonic_seconds()
             self._read += piece
             self._take_answers()
-        except Exception as error:  # a malformed frame, or another thread hung up and closed the descriptors
+        except _BROKEN as error:
             self._break(error)
         except BaseException:  # interrupted: part of an answer may be lost
             self._hang_up()

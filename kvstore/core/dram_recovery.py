@@ -15,13 +15,14 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kvstore.block.errors import StoreError
 from kvstore.block.identity import TenantKeys, root_key
 from kvstore.core.index import NO_ROW, RowState
 from kvstore.core.nvme_recovery import is_of, space_of
 from kvstore.core.table import BlockTable, OpenedNamespace
 from tiering.clock import Clock
 from tiering.counts.tally import CheckedAt
-from tiering.errors import BlockCorrupt, BlockMissing
+from tiering.errors import BlockCorrupt, BlockMissing, TierError
 from tiering.frame import FrameHeader, MacKeys, digest, open_header
 from tiering.tier import NO_PLACE, SlotClass
 
@@ -29,6 +30,9 @@ SLICE_BLOCKS = 256
 """Taken over at a time: the lock is held for a few milliseconds."""
 PAUSE_SECONDS = 1e-4
 """Between two slices, so that other threads get the lock."""
+
+_FAULTS = (TierError, StoreError, OSError, ValueError, LookupError, OverflowError, MemoryError)
+"""What ledgers and headers that make no sense, or a machine that lacks memory, can end it with."""
 
 _log = logging.getLogger(__name__)
 
@@ -76,7 +80,7 @@ class DramRecovery:
         self._closing.set()
 
     def run(self, tenants: Mapping[bytes, TenantKeys]) -> None:
-        """Take over what is sound. Never raises."""
+        """Take over what is sound. Nothing that the process before left makes this raise."""
         try:
             for space, families in self._found(tenants):
                 self._take_over(space, families)
@@ -85,7 +89,7 @@ class DramRecovery:
                     "memory of the process before was taken over",
                     extra={"extents": len(self._extents), "blocks": self.taken, "frames_given_up": self.given_up},
                 )
-        except Exception:  # blocks that were not taken over are misses
+        except _FAULTS:  # blocks that were not taken over are misses
             _log.exception("memory of the process before could not be taken over")
         finally:
             self._over.set()

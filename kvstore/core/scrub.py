@@ -25,7 +25,8 @@ import numpy as np
 from kvstore.block.account import MissReason
 from kvstore.config import check_pieces
 from kvstore.core.index import RowState
-from kvstore.core.levels import READS, Levels
+from kvstore.core.levels import Levels
+from kvstore.core.promote import READS
 from kvstore.core.table import BlockTable, Lower
 from tiering.clock import Clock
 from tiering.errors import BlockCorrupt, BlockMissing, EpochRetired, TierError, TierUnavailable
@@ -260,7 +261,7 @@ class Scrubbing:
                 return False
             return self._aim(frame) == aim
 
-        if not self._levels.quarantine_below(aim.row, stands, why):
+        if not self._levels.promoter.quarantine_below(aim.row, stands, why):
             return False
         with self._lock:
             if len(self._to_mend) < MENDS and self._is_lost(aim.row, aim.generation):
@@ -391,7 +392,7 @@ class Retirement:
             is_same = index.state(row) is RowState.VISIBLE and index.key(row) == key
             return is_same and all(residency.place(row, part) == place for part, place in enumerate(places))
 
-        return self._levels.quarantine_below(row, stands, TierMiss.RETIRED)
+        return self._levels.promoter.quarantine_below(row, stands, TierMiss.RETIRED)
 
 
 def _drive(reference: weakref.ref[Scrubbing], wake: threading.Event) -> None:

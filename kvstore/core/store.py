@@ -43,19 +43,11 @@ from kvstore.core.leases import (
     join_runs,
     no_lease,
 )
-from kvstore.core.levels import Levels, SlotRequest
+from kvstore.core.levels import Levels
 from kvstore.core.nvme_recovery import NvmeRecovery
+from kvstore.core.promote import SlotRequest
 from kvstore.core.scrub import Adjustments, Retirement, Scrubbing
 from kvstore.core.table import BlockTable, Lower, OpenedNamespace
-from kvstore.core.unmap_wait import (
-    COLLECTIVE_LOOKS,
-    LOOKS_SECONDS,
-    PUT_SECONDS,
-    SharedExtent,
-    Unmapped,
-    UnmapWait,
-    look,
-)
 from kvstore.core.usage import NamespaceUsage, StoreUsage, check_fits, kept_until, occupancy, retained_budget, tenancy
 from kvstore.protocol import messages as m
 from kvstore.protocol.door import Collective, StoreClient
@@ -67,6 +59,15 @@ from tiering.counts.awaits import AwaitEnd
 from tiering.counts.tally import CheckedAt, Eviction
 from tiering.dram.extents import Extent
 from tiering.dram.mover import FrameCopy, MoveDone, MoveOutcome, Mover
+from tiering.dram.unmap_wait import (
+    COLLECTIVE_LOOKS,
+    LOOKS_SECONDS,
+    PUT_SECONDS,
+    SharedExtent,
+    Unmapped,
+    UnmapWait,
+    look,
+)
 from tiering.errors import BlockMissing, TierFull, TierUnavailable
 from tiering.move_queue import MoveQueue
 from tiering.nvme.scrub import ScrubLimits
@@ -522,7 +523,7 @@ class Store:
         try:
             if missing:
                 assert self._levels is not None
-                late = self._levels.bring_up(number, missing, deadline)
+                late = self._levels.promoter.bring_up(number, missing, deadline)
             if unverified and not read_first(self._blocks, self._lock, self._clock, unverified, deadline):
                 late = late or MissReason.DEADLINE
         except BaseException:  # interrupted: no lease needs these pins any more
@@ -545,7 +546,7 @@ class Store:
             missing = [row for row in wanted if not self._blocks.is_above(row)] if self._levels is not None else []
             if missing:
                 assert self._levels is not None
-                late = self._levels.bring_up(number, missing, deadline)
+                late = self._levels.promoter.bring_up(number, missing, deadline)
             unverified = [row for row in wanted if row in self._blocks.unverified] if self._blocks.unverified else []
             if unverified and not read_first(self._blocks, self._lock, self._clock, unverified, deadline):
                 late = late or MissReason.DEADLINE
@@ -1214,7 +1215,7 @@ class Store:
             self._closed = True
             self.awaits.end_all(AwaitEnd.GONE)
             if self._levels is not None:
-                self._levels.is_over = True
+                self._levels.promoter.is_over = True
             self._blocks.dram.close()
         if self._lower is not None:
             # In a thread of its own: a disk that hangs must not block `close`.
@@ -1267,7 +1268,7 @@ class Store:
                 pins.update({copy.row for copy in job.copies})
             for _, rows in self._lifting:
                 pins.update(rows)
-            promoting = self._levels.promoting if self._levels is not None else set()
+            promoting = self._levels.promoter.promoting if self._levels is not None else set()
             demoting = self._levels.demoting if self._levels is not None else set()
             pins.update(promoting)
             for pinned in self._levels.pinned_for_demotion if self._levels is not None else ():
@@ -1329,13 +1330,7 @@ class Store:
                 return found, f"at most {budget} bytes may be pinned at once (limits.pinned_fraction of DRAM)"
 
     def _grant(
-        self,
-        number: int,
-        first_block: int,
-        chain: list[int],
-        rows: list[int],
-        tiers: TierRuns,
-        end: LeaseEnd,
+        self, number: int, first_block: int, chain: list[int], rows: list[int], tiers: TierRuns, end: LeaseEnd
     ) -> LeaseReply:
         self._blocks.used(chain[::-1], len(rows))
         found = LeasedFrames(len(self._blocks.spaces[number].classes))
@@ -1615,7 +1610,7 @@ class Store:
             return MissReason.DEADLINE, "blocks from elsewhere are on their way into what could make room; try again"
         if len(self._leases):
             return MissReason.PINNED_FULL, "what could make room is leased, or being stored or moved"
-        is_moving = levels is not None and (levels.promoting or levels.demoting)
+        is_moving = levels is not None and (levels.promoter.promoting or levels.demoting)
         if is_moving or self._jobs or self._lifting or any(one is not asker for one in self._reservations.values()):
             return MissReason.DEADLINE, "what could make room is being stored or moved; try again"
         return MissReason.QUOTA, "the prompt alone takes all the memory that it may; its first blocks are kept"

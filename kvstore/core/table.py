@@ -29,7 +29,8 @@ from tiering.errors import BlockCorrupt
 from tiering.frame import HEADER_BYTES, KEY_BYTES, MacKeys, Sealer, Stamp, digest, epoch_in, open_header, verify_payload
 from tiering.policies.admission import Admission
 from tiering.policies.shares import Shares
-from tiering.residency import ExtentRoom, FrameState, Residency
+from tiering.residency import ExtentRoom, Residency
+from tiering.slots import FrameState
 from tiering.tier import NO_PLACE, LowerTier, SlotClass, TierMiss, extent_of, slot_of
 
 _log = logging.getLogger(__name__)
@@ -700,9 +701,7 @@ class BlockTable:
         gone: list[Extent] = []
         for slot_class in self.spaces[number].classes:
             for extent in list(self.dram.extents_of(slot_class)):
-                counts = extent.slots.counts
-                is_empty = counts[FrameState.FREE] + counts[FrameState.QUARANTINED] == extent.slots.capacity
-                if is_empty and not self.residency.is_any_held(extent.number):
+                if extent.slots.is_empty and not self.residency.is_any_held(extent.number):
                     gone.append(self.dram.retire(extent.number))
                     if len(gone) == most:
                         return gone

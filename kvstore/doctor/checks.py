@@ -15,7 +15,7 @@ from kvstore.doctor.engine import configuration
 from kvstore.doctor.findings import Check, Finding, refused
 from kvstore.service.daemon import DRAM_SHARE, NVME_SHARE
 from kvstore.service.settings import Settings, socket_key
-from tiering.files import disk_room
+from tiering.nvme.slab_files import disk_room
 
 
 def checks_of(settings: Settings, named_socket: bool, engine: Mapping[str, Any] | None) -> list[Check]:

@@ -16,7 +16,8 @@ from kvstore.doctor.findings import Finding, lacks, note, ok, refused
 from kvstore.keys.pool_keys import PoolKeys
 from kvstore.keys.secret_dir import SecretDirectory
 from kvstore.keys.store_keys import refuse_new_keys
-from tiering.files import disk_room, read_text_files, what_stands_at
+from tiering.files import read_text_files, what_stands_at
+from tiering.nvme.slab_files import disk_room
 
 PAGE_BYTES = 4096
 WITHOUT_UNNAMED = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT)

@@ -40,9 +40,10 @@ from kvstore.node import SystemClock, new_uid
 from tiering.clock import Clock
 from tiering.errors import TierUnavailable
 from tiering.failpoint import Reach, go_on
-from tiering.files import DirectFiles, DirectoryLock, Files, ReadingLock, ReadOnlyFiles, names_in
+from tiering.files import DirectoryLock, ReadingLock, names_in
 from tiering.nvme.lmdb_index import LmdbMaker, open_to_read
 from tiering.nvme.slab import STAMP_PAGES, STAMP_SLAB, OtherFormat
+from tiering.nvme.slab_files import DirectFiles, Files, ReadOnlyFiles
 from tiering.nvme.tier import NvmeTier, slab_name
 from tiering.slab_header import PAGE_BYTES
 from tiering.tier import extent_of, slot_of

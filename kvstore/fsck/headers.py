@@ -13,7 +13,6 @@ import numpy as np
 
 from kvstore.fsck.result import IndexState, Problems, SlabResult, SlabState, StampResult
 from tiering.errors import BlockCorrupt, IndexDoubtful
-from tiering.files import Files
 from tiering.frame import HEADER_BYTES, MacKeys
 from tiering.nvme.frame_index import FrameIndex
 from tiering.nvme.slab import (
@@ -36,6 +35,7 @@ from tiering.nvme.slab import (
     split_record_key,
     unread_key,
 )
+from tiering.nvme.slab_files import Files
 from tiering.nvme.tier import slab_name, slab_number
 from tiering.slab_header import PAGE_BYTES, KeyAbsent, SlabHeader, parse_slab_header, read_slab_header
 from tiering.tier import extent_of, slot_of

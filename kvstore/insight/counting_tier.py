@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from tiering.residency import FrameEvent
-from tiering.slots import Piece, SlotLedger
+from tiering.slots import FrameEvent, Piece, SlotLedger
 from tiering.tier import Column, SlotClass
 
 

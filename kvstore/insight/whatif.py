@@ -27,6 +27,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvstore.insight.lru_curve import BINS_PER_DOUBLING, MARKS, NAMES, SIZE, TOKENS, LruCurve, Marks
+from tiering.clock import Clock
 
 KEY_BYTES = 32
 SCALES = (0.5, 1.0, 2.0, 4.0, 8.0, inf)
@@ -64,12 +65,6 @@ _Kind = tuple[int, int, int]
 """Of look-ups that are worked through together: namespace, bytes and tokens of a block."""
 _Offered = tuple[Sequence[bytes], int, _Kind]
 """A look-up that waits: its keys, how many, and its kind."""
-
-
-class MonotonicClock(Protocol):
-    """Seconds that never go back."""
-
-    def monotonic_seconds(self) -> float: ...
 
 
 class Stop(Protocol):
@@ -115,7 +110,7 @@ class WhatIfSnapshot:
 class WhatIf:
     """Curves of the last hour. Thread-safe; one thread at a time steps."""
 
-    def __init__(self, clock: MonotonicClock, salt: int, names: int = NAMES) -> None:
+    def __init__(self, clock: Clock, salt: int, names: int = NAMES) -> None:
         """salt: 64 bits that no client knows. names: that are sampled at a time by each of two estimators."""
         self._clock = clock
         self._salt = salt

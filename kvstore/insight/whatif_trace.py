@@ -26,7 +26,8 @@ from kvstore.config import format_size
 from kvstore.insight.lru_curve import HOT_NAMES, HOT_SHARE, LEAST_NAMES, MARKS, NAMES, LruCurve, Marks
 from kvstore.insight.replays import KV_BYTES_PER_TOKEN, MOST_BLOCKS, Builder
 from kvstore.insight.trace import Trace
-from kvstore.insight.whatif import MonotonicClock, mixed
+from kvstore.insight.whatif import mixed
+from tiering.clock import Clock
 from tiering.policies.policy import PolicyMaker
 
 LRU, ADAPTIVE = ESTIMATED = ("lru", "adaptive")
@@ -150,7 +151,7 @@ def run(
     options: WhatIfOptions,
     build: Builder,
     maker_of: MakerOf,
-    clock: MonotonicClock,
+    clock: Clock,
     progress: Progress = lambda doing, done, steps: None,
 ) -> WhatIfResult:
     """Every size. maker_of: of the options' policy."""
@@ -298,7 +299,7 @@ def _compared(
     options: WhatIfOptions,
     build: Builder,
     maker: PolicyMaker,
-    clock: MonotonicClock,
+    clock: Clock,
     progress: Progress,
 ) -> WhatIfRow:
     began = clock.monotonic_seconds()

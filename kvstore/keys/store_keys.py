@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,9 +21,10 @@ from kvstore.block.key_file import KeyFile, PooledTenant
 from kvstore.config import KeysOptions, format_size
 from kvstore.keys.pool_keys import PoolKeys, TenantSecrets, file_name
 from kvstore.keys.secret_dir import SecretDirectory
-from tiering.files import DirectoryLock, ReadOnlyFiles
+from tiering.files import DirectoryLock
 from tiering.nvme.slab import STAMP_SLAB
-from tiering.nvme.tier import slab_name
+from tiering.nvme.slab_files import ReadOnlyFiles
+from tiering.nvme.tier import LeftAlone, slab_name
 
 _log = logging.getLogger(__name__)
 
@@ -311,3 +312,20 @@ def refuse_new_keys(path: Path) -> None:
 def slabs_in_words(count: int, size_bytes: int) -> str:
     """So many slabs, and their bytes."""
     return f"{count} slab{'s' * (count != 1)} ({format_size(size_bytes)})"
+
+
+def warn_of_left_alone(directory: Path, left_alone: Sequence[LeftAlone]) -> None:
+    """Log which slabs of a directory stay as they are, since their keys are missing or they cannot be used."""
+    for needs_keys, why, remedy in (
+        (True, f"{directory.parent / 'keys'} does not hold the keys", "restore those from a backup"),
+        (False, "unusable", f"kvstore fsck {directory.parent} says why"),
+    ):
+        alone = [one.size_bytes for one in left_alone if one.needs_keys is needs_keys]
+        if alone:
+            _log.warning(
+                "%s left alone in %s: %s. What is left alone counts against nvme=; %s, or move it away",
+                slabs_in_words(len(alone), sum(alone)),
+                directory,
+                why,
+                remedy,
+            )

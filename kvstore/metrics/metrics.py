@@ -16,7 +16,8 @@ from math import isinf
 from typing import Any, get_args
 
 from kvstore.block.account import HitTier, MissReason
-from kvstore.core.levels import READS, WRITES
+from kvstore.core.levels import WRITES
+from kvstore.core.promote import READS
 from kvstore.core.usage import StoreUsage
 from kvstore.insight.whatif import WhatIf, WhatIfSnapshot
 from kvstore.metrics.catalogue import METRICS, PREFIX

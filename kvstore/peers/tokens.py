@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from math import inf
 
+from kvstore.block.errors import StoreError
 from kvstore.block.identity import NODE_BYTES
 from kvstore.peers import transport as t
 from tiering.frame import KEY_BYTES, NAMESPACE_BYTES
@@ -170,7 +171,7 @@ def _release(offer: HeldOffer) -> None:
         release, frames.spans = frames.release, ()
         try:
             release()
-        except Exception:  # the door goes on for the others
+        except (StoreError, OSError):  # the sidecar is gone, and with it the pins
             log.exception("pinned frames could not be released")
 
 

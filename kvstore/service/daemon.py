@@ -34,7 +34,8 @@ from kvstore.service.settings import Settings, shares_of, socket_key
 from kvstore.service.told import ToldRequests
 from tiering.clock import Clock
 from tiering.errors import TierError
-from tiering.files import disk_room, make_directory, read_text_files
+from tiering.files import make_directory, read_text_files
+from tiering.nvme.slab_files import disk_room
 
 RUN_BYTES, SALT_BYTES = 16, 8
 DRAM_SHARE, NVME_SHARE = 0.5, 0.8

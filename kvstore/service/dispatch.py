@@ -19,7 +19,6 @@ from kvstore.block.errors import BadInput, StoreClosed
 from kvstore.block.identity import TenantKeys
 from kvstore.config import MAX_SECONDS
 from kvstore.core.store import SEALED_BLOCKS, Store
-from kvstore.core.unmap_wait import SharedExtent
 from kvstore.insight.recording import Recording
 from kvstore.insight.whatif import WhatIf
 from kvstore.prefixes.book import PrefixBook, checked_prompt
@@ -36,6 +35,7 @@ from kvstore.service.sessions import COURIERS, MAX_LEASED_PLACES, ClientState, R
 from kvstore.service.told import ToldRequests
 from tiering.counts.awaits import ParkedAwait
 from tiering.counts.tally import Eviction
+from tiering.dram.unmap_wait import SharedExtent
 from tiering.errors import BlockMissing, TierError, TierUnavailable
 from tiering.frame import DIGEST_BYTES, KEY_BYTES, frame_bytes
 

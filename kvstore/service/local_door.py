@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from kvstore.block.errors import StoreError
@@ -225,12 +226,11 @@ class LocalDoor:
     # The loop ------------------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
+        is_well = False
         try:
-            self._take_turns()
-        except Exception:
-            try:
-                _log.exception("the door has failed")
-            finally:  # also where there is no memory for the line
+            is_well = self._attempt(self._take_turns, "door", "the door has failed")
+        finally:
+            if not is_well:  # also where there is no memory for the line
                 self._failed()
 
     def _take_turns(self) -> None:
@@ -253,7 +253,8 @@ class LocalDoor:
                 elif key.data is None:
                     self._woken.recv(LARGE_BYTES)
                 else:
-                    self._exchange(key.data, events)
+                    exchange = partial(self._exchange, key.data, events)
+                    self._or_disconnect(key.data, "a connection could not be read or written", exchange)
                     if not key.data.closed and key.data.has_message() and key.data not in ready:
                         key.data.ready_at = came_at
                         ready[key.data] = None
@@ -280,18 +281,22 @@ class LocalDoor:
 
     def _end_leases(self) -> None:
         try:
-            self._sessions.finish_ending()
-        except Exception as error:
-            self._log.error("leases", "what leases that are over pinned cannot be given back", error=error)
+            self._safely("what leases that are over pinned cannot be given back", self._sessions.finish_ending)
         finally:
             self._is_ending = False
 
-    def _safely(self, what: str, work: Callable[[], object]) -> None:
-        """Do work that concerns all clients: a fault in it is logged, and they are served on."""
+    def _attempt(self, work: Callable[[], object], kind: str, message: str, *args: object) -> bool:
+        """The guard of the door's threads, which serve all clients: do it; False for a fault, which is logged."""
         try:
             work()
         except Exception as error:
-            self._log.error(what, what, error=error)
+            self._log.error(kind, message, *args, error=error)
+            return False
+        return True
+
+    def _safely(self, what: str, work: Callable[[], object]) -> None:
+        """Do work that concerns all clients: a fault in it is logged, and they are served on."""
+        self._attempt(work, what, what)
 
     def _take_turn(self, ready: dict[Connection, None]) -> bool:
         """Take at most one message of each connection. If several tenants want a turn, they alternate, least-served
@@ -312,7 +317,8 @@ class LocalDoor:
             if connection.closed or connection.ending:
                 pass
             elif connection.may_ask(self._limits, self._clock.monotonic_seconds()):
-                self._take_message_safely(connection)
+                take = partial(self._take_message, connection)
+                self._or_disconnect(connection, "a message could not be served", take)
                 has_taken = is_taken = True
             is_full = connection.unread.sent_count and connection.unread.is_full()
             if connection.closed or connection.ending or is_full or not connection.has_message():
@@ -397,10 +403,8 @@ class LocalDoor:
         done.set()
 
     def _accept_safely(self, listener: Listener) -> None:
-        try:
-            self._accept(listener)
-        except Exception as error:
-            self._log.error(f"accept {listener.path}", "no connection is accepted at %s", listener.path, error=error)
+        path, accept = listener.path, partial(self._accept, listener)
+        if not self._attempt(accept, f"accept {path}", "no connection is accepted at %s", path):
             self._pause_accept(listener)
 
     def _pause_accept(self, listener: Listener) -> None:
@@ -494,28 +498,18 @@ class LocalDoor:
             path = connection.listener.path
             self._log.warn(f"descriptors {path}", "a client sent descriptors to %s, and was hung up on", path)
             self._disconnect(connection)
-            return
         except OSError:
             self._disconnect(connection)
-            return
-        except Exception as error:
-            self._give_up(connection, "a connection could not be read or written", error)
-            return
         self._watch(connection)
 
-    def _give_up(self, connection: Connection, what: str, error: Exception) -> None:
-        self._fault(connection, what, error)
-        self._disconnect(connection)
+    def _or_disconnect(self, connection: Connection, what: str, work: Callable[[], object]) -> None:
+        """Do what concerns one connection: a fault of it is logged, and ends this connection and no other."""
+        if not self._is_done(connection, what, work):
+            self._disconnect(connection)
 
-    def _fault(self, connection: Connection, what: str, error: Exception) -> None:
+    def _is_done(self, connection: Connection, what: str, work: Callable[[], object]) -> bool:
         path = connection.listener.path
-        self._log.error(str(path), "%s; socket %s", what, path, error=error)  # one client, one line
-
-    def _take_message_safely(self, connection: Connection) -> None:
-        try:
-            self._take_message(connection)
-        except Exception as error:  # a fault here must not end the door for all
-            self._give_up(connection, "a message could not be served", error)
+        return self._attempt(work, str(path), "%s; socket %s", what, path)  # one client, one line
 
     def _take_message(self, connection: Connection) -> None:
         try:
@@ -711,26 +705,32 @@ class LocalDoor:
 
     def _read_slowly(self, asked: QueuedRequest) -> None:
         """In the thread for large messages, one at a time: decoding one holds the interpreter."""
-        try:
-            read_request(asked)
-        except ValueError as error:
-            asked.served = Response(m.Failed(m.RequestFault.MALFORMED, str(error)))
-        except Exception as error:  # all others wait for this thread
-            self._fault(asked.connection, "a message could not be read", error)
-            asked.served = Response(m.Failed(m.RequestFault.MALFORMED, "a fault of the sidecar; it is in its log"))
-        self._done.append(asked)
-        self._wake()
+
+        def read() -> None:
+            try:
+                read_request(asked)
+            except ValueError as error:
+                asked.served = Response(m.Failed(m.RequestFault.MALFORMED, str(error)))
+
+        self._finish(asked, m.RequestFault.MALFORMED, "a message could not be read", read)
 
     def _serve_slowly(self, asked: QueuedRequest) -> None:
         asked.waited = self._clock.monotonic_seconds() - asked.since
         assert asked.request is not None
-        try:
-            asked.served = self._serve_verb(asked.connection, asked.request.verb)
-        except StoreError as error:  # no keys for him
-            asked.served = Response(m.failed(m.RequestFault.BUSY, str(error)))
-        except Exception as error:
-            self._fault(asked.connection, "a request could not be served", error)
-            asked.served = Response(m.Failed(m.RequestFault.BUSY, "a fault of the sidecar; it is in its log"))
+        verb = asked.request.verb
+
+        def serve() -> None:
+            try:
+                asked.served = self._serve_verb(asked.connection, verb)
+            except StoreError as error:  # no keys for him
+                asked.served = Response(m.failed(m.RequestFault.BUSY, str(error)))
+
+        self._finish(asked, m.RequestFault.BUSY, "a request could not be served", serve)
+
+    def _finish(self, asked: QueuedRequest, fault: m.RequestFault, what: str, work: Callable[[], None]) -> None:
+        """Do it, and hand the outcome to the door's thread; a fault of the work is the answer."""
+        if not self._is_done(asked.connection, what, work):
+            asked.served = Response(m.Failed(fault, "a fault of the sidecar; it is in its log"))
         self._done.append(asked)
         self._wake()
 
@@ -751,10 +751,7 @@ class LocalDoor:
                 connection.long_running -= 1
             else:
                 connection.running -= 1
-            try:
-                self._deliver_one(asked)
-            except Exception as error:
-                self._give_up(connection, "an answer could not be given", error)
+            self._or_disconnect(connection, "an answer could not be given", partial(self._deliver_one, asked))
             self._begin_large()
             self._begin(connection)
             self._begin_pooled()
@@ -788,21 +785,24 @@ class LocalDoor:
         if connection.closed:
             close_all(served.descriptors)
             return
-        caller = connection.caller
-        try:
-            retired = self._sessions.gone(caller) if isinstance(caller, ClientState) else ()
-            if retired and not asks and isinstance(caller, ClientState):
-                self._sessions.ring(caller)
-            frame = memoryview(m.pack(m.Reply(number, served.answer, list(retired))))
-        except Exception as error:  # an answer that cannot be encoded is dropped
+        made: list[memoryview] = []
+        what = f"an answer of {type(served.answer).__name__} could not be made"
+        if not self._is_done(connection, what, lambda: made.append(self._frame(connection, number, served, asks))):
             close_all(served.descriptors)
-            self._give_up(connection, f"an answer of {type(served.answer).__name__} could not be made", error)
+            self._disconnect(connection)
             return
-        connection.put(frame, list(served.descriptors))
+        connection.put(made[0], list(served.descriptors))
         try:
             self._flush(connection)
         except OSError:
             self._disconnect(connection)
+
+    def _frame(self, connection: Connection, number: int, served: Response, asks: bool) -> memoryview:
+        caller = connection.caller
+        retired = self._sessions.gone(caller) if isinstance(caller, ClientState) else ()
+        if retired and not asks and isinstance(caller, ClientState):
+            self._sessions.ring(caller)
+        return memoryview(m.pack(m.Reply(number, served.answer, list(retired))))
 
     def _flush(self, connection: Connection) -> None:
         """Raises `OSError` if the client is gone. If too many descriptors are in flight, the answers wait until there
@@ -863,8 +863,10 @@ class LocalDoor:
                 self._selector.unregister(connection.socket)
             else:
                 self._selector.modify(connection.socket, interest, connection)
-        except Exception as error:  # the kernel watches no more sockets
-            self._give_up(connection, "a connection cannot be watched", error)
+        except (OSError, ValueError, KeyError, MemoryError) as error:  # the kernel watches no more sockets
+            path = connection.listener.path
+            self._log.error(str(path), "a connection cannot be watched; socket %s", path, error=error)
+            self._disconnect(connection)
             return
         connection.interest = interest
 

@@ -29,9 +29,9 @@ from typing import Generic, Protocol, TypeVar
 from kvstore.block.identity import TenantKeys
 from kvstore.core.leases import NUMBER_KEY_BYTES, Numbers
 from kvstore.core.store import ABORTED_PLACES, Store
-from kvstore.core.unmap_wait import Unmapped
 from kvstore.protocol.messages import MIN_SESSION_BYTES
 from kvstore.protocol.notify_pipe import NotifyPipe, new_notify_pipe
+from tiering.dram.unmap_wait import Unmapped
 
 MAX_LEASED_PLACES = 1 << 23
 """Blocks times parts of all leases of one tenant: 8 bytes each, and 4 for each block, at most 96 MiB of the sidecar's

@@ -23,7 +23,7 @@ from kvstore.bench.disk import (
     lay_out,
     working_fio,
 )
-from tiering.files import DirectFiles
+from tiering.nvme.slab_files import DirectFiles
 
 FRAME_BYTES = 12 << 10
 FRAMES = 9

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from kv_bench.engines import decode_rows, kernel_rows, kernels, paged_pool, transfer_rows
-from kv_bench.engines.on_device import clock_of, device_named
+from kv_bench.engines.on_device import device_named, timer_of
 from kv_bench.engines.paged_pool import HEADER, PagedPool, new_payloads, route_named
 from kvstore.bench.measure import Against
 from kvstore.bench.rig import BlockShape
@@ -112,7 +112,7 @@ def test_the_kernels_themselves_run_where_they_can(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("kernel", ["gather", "scatter", "gather_quantize", "dequantize_scatter", "digest"])
 def test_a_kernel_that_writes_nothing_is_found(kernel: str) -> None:
     route = replace(route_named("twins", CPU), **{kernel: lambda *_: None})
-    rows = list(kernel_rows.measure(SHAPE, 16, SHAPE.payload_bytes, 1, CPU, route, clock_of(CPU), []))
+    rows = list(kernel_rows.measure(SHAPE, 16, SHAPE.payload_bytes, 1, CPU, route, timer_of(CPU), []))
     wrong = {row["kernel"] for row in rows if not row["matches_twin"]}
     assert wrong == {"digest_slices" if kernel == "digest" else kernel}
 
@@ -185,7 +185,7 @@ def test_a_transfer_that_cannot_page_lock_says_so(monkeypatch: pytest.MonkeyPatc
     ("direction", "moved"), [("load", (True, False)), ("save", (False, True)), ("both", (True, True))]
 )
 def test_the_plain_copy_moves_what_it_says(direction: str, moved: tuple[bool, bool]) -> None:
-    plain = transfer_rows.PlainCopy(4096, CPU, clock_of(CPU))
+    plain = transfer_rows.PlainCopy(4096, CPU, timer_of(CPU))
     (loaded_from, saved_to), (loaded_to, saved_from) = plain._host, plain._there
     loaded_from.fill_(1), loaded_to.fill_(2), saved_from.fill_(3), saved_to.fill_(4)
     plain.run(direction, 4000)

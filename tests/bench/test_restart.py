@@ -18,9 +18,9 @@ from kvstore.bench import sidecar
 from kvstore.bench.row import Target
 from kvstore.block.account import HitTier, MissReason
 from kvstore.block.errors import BadInput
-from tiering.files import DirectFiles
 from tiering.nvme.lmdb_index import DATA_FILE
 from tiering.nvme.slab import STAMP_PAGES, latest_stamp
+from tiering.nvme.slab_files import DirectFiles
 from tiering.slab_header import PAGE_BYTES
 
 PLAN = restart_directory.Plan(blocks=700, prompt_blocks=64)

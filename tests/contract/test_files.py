@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simulation.disk import SimulatedFiles
-from tiering.files import DirectFiles, Files
+from tiering.nvme.slab_files import DirectFiles, Files
 
 PAGE = 4096
 PAGES = 8

@@ -28,7 +28,8 @@ from kvstore.doctor.findings import MOST_CHARACTERS, Check, Finding, Health, exa
 from kvstore.service.settings import read_settings
 from service.sidecar import Sidecar
 from test_cli import error_line, run_cli, run_here
-from tiering.files import DirectFiles, DirectoryLock
+from tiering.files import DirectoryLock
+from tiering.nvme.slab_files import DirectFiles
 
 ENGINE = {
     "kv_connector": "KvStoreConnector",

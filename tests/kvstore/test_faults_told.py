@@ -29,9 +29,9 @@ from tiering.faults import (
     Faults,
     kind_of,
 )
-from tiering.files import DirectFiles
 from tiering.move_queue import MoveQueue, Priority, QueueLimits
 from tiering.nvme.lmdb_index import LmdbMaker
+from tiering.nvme.slab_files import DirectFiles
 from workbench import MODEL, FakeClock, blank_pages, ids, open_at, random_pages, small_layout
 
 

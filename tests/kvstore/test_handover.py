@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from kvstore.block.account import MissReason
 from kvstore.block.identity import TenantKeys
 from kvstore.client.handle import NamespaceHandle, PutResult
-from kvstore.core.unmap_wait import (
+from kvstore.protocol.door import Collective
+from tiering.dram.unmap_wait import (
     COLLECTIVE_LOOKS,
     LOOKS_SECONDS,
     MOMENT_SECONDS,
@@ -26,7 +27,6 @@ from kvstore.core.unmap_wait import (
     WAIT_SECONDS,
     UnmapWait,
 )
-from kvstore.protocol.door import Collective
 from workbench import KIB, OTHER_SECRET, Bench, bench, ids, random_pages
 
 ONE, TWO = b"one", b"two"

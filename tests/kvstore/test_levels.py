@@ -20,7 +20,7 @@ from kvstore.node import EmbeddedStore
 from tiering.counts.tally import CheckedAt
 from tiering.errors import TierUnavailable
 from tiering.nvme.tier import NvmeTier
-from tiering.residency import FrameState
+from tiering.slots import FrameState
 from tiering.tier import extent_of, slot_of
 from workbench import MODEL, blank_planes, ids, random_pages, small_layout
 

@@ -21,16 +21,16 @@ from kvstore.block.account import HitTier, MissReason
 from kvstore.block.pages import Pages
 from kvstore.client.handle import NamespaceHandle
 from kvstore.config import Limits, parse_rate
-from kvstore.core.levels import READS
 from kvstore.core.nvme_recovery import NvmeRecovery
+from kvstore.core.promote import READS
 from kvstore.core.scrub import Scrubbing
 from kvstore.node import EmbeddedStore
-from tiering.files import DirectFiles
 from tiering.move_queue import BreakerState, Priority, QueueLimits
 from tiering.nvme.lmdb_index import LmdbMaker
 from tiering.nvme.scrub import ScrubLimits
+from tiering.nvme.slab_files import DirectFiles
 from tiering.nvme.tier import slab_name
-from tiering.residency import FrameState
+from tiering.slots import FrameState
 from tiering.tier import extent_of, slot_of
 from workbench import MODEL, blank_planes, ids, one_line, open_at, random_pages, small_layout
 

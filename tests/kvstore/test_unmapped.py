@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.core.unmap_wait import LOOK_SECONDS, Unmapped, look
+from tiering.dram.unmap_wait import LOOK_SECONDS, Unmapped, look
 
 
 @pytest.mark.parametrize("mapped", range(6))

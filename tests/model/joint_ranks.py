@@ -20,7 +20,7 @@ from kvstore.protocol.replies import ReserveReply
 from kvstore.service.accounting import Counting
 from kvstore.service.dispatch import Handlers
 from kvstore.service.sessions import ClientState, Sessions
-from tiering.residency import FrameState
+from tiering.slots import FrameState
 from tiering.tier import extent_of
 from workbench import Bench, bench
 

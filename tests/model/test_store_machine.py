@@ -41,7 +41,7 @@ from tiering.dram.mover import FrameCopy
 from tiering.frame import HEADER_BYTES
 from tiering.policies.lru import LeafFirstLru
 from tiering.policies.policy import PolicyMaker
-from tiering.residency import FrameState
+from tiering.slots import FrameState
 from tiering.tier import FrameSpan
 
 LEASE_SECONDS = 60.0

@@ -25,10 +25,10 @@ from kvstore.client import socket_door as remote_door
 from kvstore.client.framing import FramedSocket
 from kvstore.client.handle import NamespaceHandle, PutResult
 from kvstore.client.sidecar_store import SidecarStore
-from kvstore.core.unmap_wait import TENANT_SECONDS, WAIT_SECONDS
 from kvstore.node import SystemClock
 from kvstore.protocol import messages as m
 from service.sidecar import Sidecar
+from tiering.dram.unmap_wait import TENANT_SECONDS, WAIT_SECONDS
 from tiering.frame import digest
 from tiering.nvme.lmdb_index import LmdbMaker
 from torture.peer import Peer, packed_namespace

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvstore.client.framing import FramedSocket
-from kvstore.core.unmap_wait import Unmapped
 from kvstore.node import SystemClock
 from kvstore.protocol import messages as m
 from kvstore.service.connections import DoorLimits
@@ -17,6 +16,7 @@ from kvstore.service.descriptors import RARELY, SLOW_SECONDS, SlowExtents
 from kvstore.service.sessions import SWEEPS_A_SECOND, DisconnectedClients
 from service.sidecar import Sidecar
 from tiering.dram.extents import MappedExtent
+from tiering.dram.unmap_wait import Unmapped
 from tiering.tier import extent_of
 from torture.peer import packed_namespace
 

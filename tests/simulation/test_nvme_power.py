@@ -15,7 +15,7 @@ from simulation.machine import CLASSES, MAC_KEY, STAMPS, Frame, Machine
 from simulation.power import PowerLoss
 from tiering.errors import TierFull
 from tiering.nvme.tier import Found, NvmeTier
-from tiering.residency import FrameState
+from tiering.slots import FrameState
 from tiering.tier import place_of
 
 KEYS = 60

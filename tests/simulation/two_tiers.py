@@ -30,9 +30,10 @@ from simulation.index import SimulatedIndex
 from simulation.power import Power, PowerLoss
 from tiering.clock import Clock
 from tiering.errors import TierUnavailable
-from tiering.files import DirectFiles, DirectoryLock, Files, make_directory
+from tiering.files import DirectoryLock, make_directory
 from tiering.nvme.frame_index import Change, FrameIndex
 from tiering.nvme.lmdb_index import LmdbMaker
+from tiering.nvme.slab_files import DirectFiles, Files
 from tiering.nvme.tier import Found, NvmeTier
 from tiering.policies.admission import AdmissionMaker, AdmitAll
 from tiering.policies.lru import LeafFirstLru
@@ -290,7 +291,7 @@ def wait_until_idle(core: Store) -> None:
     """Until no move waits or runs; a move that never ends is a failure of the test."""
     assert core._levels is not None
     queue, deadline = core._levels._queue, time.monotonic() + IDLE_SECONDS
-    while queue._tasks or core._levels.promoting or core._levels.demoting:
+    while queue._tasks or core._levels.promoter.promoting or core._levels.demoting:
         assert time.monotonic() < deadline, f"moves that never end: {list(queue._tasks)}"
         time.sleep(0.0005)
 

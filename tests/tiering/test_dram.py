@@ -15,7 +15,7 @@ from tiering.dram.extents import ExtentPool
 from tiering.dram.tier import DramTier, copy_frame
 from tiering.errors import BlockMissing, TierFull, TierUnavailable
 from tiering.frame import HEADER_BYTES
-from tiering.residency import FrameState
+from tiering.slots import FrameState
 from tiering.tier import FrameSpan, SlotClass, extent_of, place_of, slot_of
 from workbench import KIB, slot_class
 

@@ -24,16 +24,15 @@ import pytest
 
 from descriptors import open_files, opened_since
 from tiering.files import (
-    DirectFiles,
     DirectoryLock,
     ReadingLock,
-    ReadOnlyFiles,
     listening_socket,
     make_directory,
     read_secret_file,
     read_text_files,
     write_secret_file,
 )
+from tiering.nvme.slab_files import DirectFiles, ReadOnlyFiles
 
 MOST = 1 << 20
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from simulation.machine import MAC_KEY, OneKey
-from tiering.files import DirectFiles
 from tiering.frame import HEADER_BYTES, Sealer, Stamp, digest
 from tiering.nvme.header_scan import MOST_UNREADABLE, SPAN_BYTES, TRIES, HeaderScan
 from tiering.nvme.slab import BAD, EMPTY, HELD
+from tiering.nvme.slab_files import DirectFiles
 from tiering.slab_header import SlabHeader
 from tiering.tier import SlotClass
 

@@ -40,8 +40,8 @@ from tiering.nvme.slab import (
     split_entries,
 )
 from tiering.nvme.tier import Found, NvmeTier, slab_name
-from tiering.residency import FrameState
 from tiering.slab_header import PAGE_BYTES
+from tiering.slots import FrameState
 from tiering.tier import extent_of, place_of, slot_of
 from torture import RealMachine, kill
 

@@ -11,18 +11,8 @@ from hypothesis import strategies as st
 from tiering.dram.extents import ExtentPool
 from tiering.dram.tier import DramTier
 from tiering.policies.lru import LeafFirstLru
-from tiering.residency import (
-    TRANSITIONS,
-    Evict,
-    FrameEvent,
-    FrameState,
-    Grow,
-    IllegalTransition,
-    Pins,
-    Residency,
-    SlotTable,
-    Vacate,
-)
+from tiering.residency import Evict, Grow, Pins, Residency, Vacate
+from tiering.slots import TRANSITIONS, FrameEvent, FrameState, IllegalTransition, SlotTable
 from tiering.tier import NO_PLACE, SlotClass, extent_of, place_of, slot_of
 from workbench import KIB, slot_class
 

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tiering.residency import FrameEvent, FrameState, IllegalTransition
-from tiering.slots import Piece, SlotLedger
+from tiering.slots import FrameEvent, FrameState, IllegalTransition, Piece, SlotLedger
 from tiering.tier import NO_PLACE, SLOT_BITS, extent_of, place_of, slot_of
 from workbench import KIB, slot_class
 

@@ -17,7 +17,6 @@ import kvstore
 from kvstore.block.errors import BadInput, KeysUnusable, StoreError
 from kvstore.service.settings import MOST_CONFIGURATION_BYTES, read_configuration
 from tiering.files import (
-    DirectFiles,
     DirectoryLock,
     ReadingLock,
     Unfit,
@@ -28,6 +27,7 @@ from tiering.files import (
     write_secret_file,
 )
 from tiering.nvme.index_digest import DIGEST_FILE, Comparison, compare
+from tiering.nvme.slab_files import DirectFiles
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST = 1000

@@ -29,8 +29,8 @@ from kvstore.node import EmbeddedStore
 from model.store_model import BLOCK_TOKENS, LATENT, SHARDED, WHOLE, PagedKv, Prompt, block_kv
 from tiering.errors import TierUnavailable
 from tiering.failpoint import go_on
-from tiering.files import DirectFiles
 from tiering.nvme.lmdb_index import LmdbMaker, discard
+from tiering.nvme.slab_files import DirectFiles
 from torture.nursery import Voice
 from torture.points import ONCE_A_SESSION, PointedFiles, PointedMaker, Trigger
 from workbench import open_at

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
 
-from tiering.files import DirectFiles, Files
 from tiering.nvme.frame_index import Change, FrameIndex
 from tiering.nvme.lmdb_index import LmdbMaker
 from tiering.nvme.slab import (
@@ -30,6 +29,7 @@ from tiering.nvme.slab import (
     split_entries,
     split_record_key,
 )
+from tiering.nvme.slab_files import DirectFiles, Files
 from tiering.slab_header import PAGE_BYTES, parse_slab_header
 from tiering.tier import place_of
 from torture.nursery import Voice

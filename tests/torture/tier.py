@@ -17,10 +17,10 @@ from random import Random
 
 from simulation.machine import CLASSES, MAC_KEY, PAYLOAD_BYTES, SLAB_BYTES, STAMPS, Frame, Machine
 from tiering.errors import TierFull
-from tiering.files import DirectFiles
 from tiering.frame import HEADER_BYTES
 from tiering.nvme.frame_index import FrameIndex
 from tiering.nvme.lmdb_index import discard, open_index
+from tiering.nvme.slab_files import DirectFiles
 from tiering.nvme.tier import Found
 from torture.nursery import Nursery, Voice
 

@@ -19,8 +19,7 @@ from tiering.dram.keeping import KeptExtent, Ledger, MemoryKeeper
 from tiering.errors import BlockCorrupt, BlockMissing, TierFull, TierUnavailable
 from tiering.faults import HANDED_OVER, KEPT, kind_of
 from tiering.frame import HEADER_BYTES, generation_in
-from tiering.residency import FrameEvent, FrameState
-from tiering.slots import Piece, SlotLedger
+from tiering.slots import FrameEvent, FrameState, Piece, SlotLedger
 from tiering.tier import SLOT_BITS, SLOT_MASK, FrameSpan, SlotClass, Usage, extent_of, place_of, slot_of
 
 _FREE = int(FrameState.FREE)

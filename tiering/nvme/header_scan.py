@@ -11,9 +11,10 @@ import logging
 from concurrent.futures import ThreadPoolExecutor
 
 from tiering.errors import BlockCorrupt
-from tiering.files import Files, private_pages
+from tiering.files import private_pages
 from tiering.frame import HEADER_BYTES, FrameHeader, MacKeys, open_header
 from tiering.nvme.slab import BAD, ENTRY, Entries, entry_of, split_entries
+from tiering.nvme.slab_files import Files
 from tiering.slab_header import SlabHeader
 from tiering.tier import SlotClass
 

@@ -29,7 +29,7 @@ import numpy as np
 
 from tiering.errors import BlockCorrupt, BlockMissing, IndexDoubtful, TierError, TierFull, TierUnavailable
 from tiering.faults import NEW_SLABS, NVME_READS, NVME_WRITES, FaultReports, Unheard, kind_of
-from tiering.files import Files, private_pages
+from tiering.files import private_pages
 from tiering.frame import HEADER_BYTES, MacKeys, Stamp, parse_header
 from tiering.nvme.frame_index import Change, FrameIndex
 from tiering.nvme.header_scan import HeaderScan, entry_of_header
@@ -58,9 +58,9 @@ from tiering.nvme.slab import (
     unproven_key,
     unread_key,
 )
-from tiering.residency import FrameEvent, FrameState
+from tiering.nvme.slab_files import Files
 from tiering.slab_header import PAGE_BYTES, KeyAbsent, SlabHeader, read_slab_header
-from tiering.slots import Piece, SlotLedger
+from tiering.slots import FrameEvent, FrameState, Piece, SlotLedger
 from tiering.tier import Column, SlotClass, Usage, extent_of, place_of, slot_of
 
 _ZERO_PAGE = private_pages(PAGE_BYTES).view

@@ -103,18 +103,8 @@ _TREE = [("next", "<i4"), ("parent", "<i4"), ("children", "<i4"), ("name", "<i8"
 GHOST = np.dtype([*_RING, *_TREE], align=True)
 LEAF_ENTRY = np.dtype([("when", "<i8"), ("node", "<i4"), ("kind", "u1")], align=True)
 """when, kind: as in the ring, so that drawing leaves reads only these entries, which lie close together."""
-HISTORY = np.dtype(
-    [
-        ("when", "<i8"),
-        ("name", "<i8"),
-        ("newer", "<i4"),
-        ("older", "<i4"),
-        ("next", "<i4"),
-        ("kind", "u1"),
-        ("uses", "u1"),
-    ],
-    align=True,
-)
+_CHAIN = [("when", "<i8"), ("name", "<i8"), ("newer", "<i4"), ("older", "<i4"), ("next", "<i4")]
+HISTORY = np.dtype([*_CHAIN, ("kind", "u1"), ("uses", "u1")], align=True)
 
 _log = getLogger(__name__)
 _compiled = njit(nogil=True)
@@ -178,23 +168,25 @@ def prepare() -> AdaptiveLoops:
     to keep it. A place that is full or damaged costs these seconds only. Raises `NotCompiled`."""
     global _ready
     if _ready is None:
-        try:  # where there is no place at all, the first line fails already
-            loops = AdaptiveLoops(*(njit(cache=True, nogil=True)(globals()[name]) for name in _ENTRANCES))
-            _compile(loops)
-        except Exception as error:  # of a disk, or whatever damaged bytes make; what else is wrong shows below again
+        try:
+            _ready = _loops(cache=True)
+        except NotCompiled as error:  # what is wrong with the compiler, and not with its cache, shows again
             _log.warning(
-                "what numba compiled cannot be kept or read: %s: %s; it is compiled for this process alone: free the "
+                "what numba compiled cannot be kept or read: %s; it is compiled for this process alone: free the "
                 "disk, or empty that folder (NUMBA_CACHE_DIR, else __pycache__ beside tiering/policies)",
-                type(error).__name__,
                 error,
             )
-            try:
-                loops = AdaptiveLoops(*(njit(nogil=True)(globals()[name]) for name in _ENTRANCES))
-                _compile(loops)
-            except Exception as error:  # whatever is wrong with a compiler that is somebody else's
-                raise NotCompiled(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
-        _ready = loops
+            _ready = _loops()
     return _ready
+
+
+def _loops(**options: bool) -> AdaptiveLoops:
+    try:  # where there is no place for a cache, the first line fails already
+        loops = AdaptiveLoops(*(njit(nogil=True, **options)(globals()[name]) for name in _ENTRANCES))
+        _compile(loops)
+    except Exception as error:  # of a disk, of whatever damaged bytes make, or of a compiler that is somebody else's
+        raise NotCompiled(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
+    return loops
 
 
 @intrinsic

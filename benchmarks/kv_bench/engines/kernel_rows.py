@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from kv_bench.engines.on_device import DeviceClock
+from kv_bench.engines.on_device import DeviceTimer
 from kv_bench.engines.paged_pool import (
     CODECS,
     FAILURES,
@@ -55,7 +55,7 @@ def measure(
     laps: int,
     device: torch.device,
     route: Route,
-    clock: DeviceClock,
+    timer: DeviceTimer,
     faults: list[str],
 ) -> Iterator[Row]:
     """The rows of one size, one by one. kv_bytes: whole blocks of `shape`. faults: gets a line for each kernel that
@@ -64,7 +64,7 @@ def measure(
     pool = PagedPool(shape, blocks, page_tokens, device, seed=1)
     target = PagedPool(shape, blocks, page_tokens, device, seed=2)
     source, copied = (torch.randint(0, 256, (kv_bytes,), dtype=torch.uint8, device=device) for _ in range(2))
-    limit = clock.timed(lambda: copied.copy_(source))
+    limit = timer.timed(lambda: copied.copy_(source))
     is_targeted = device.type == "cuda" and kv_bytes >= TARGETED_BYTES
     for codec in CODECS:
         contenders = []
@@ -73,7 +73,7 @@ def measure(
             name = f"{contender.kernel} of {codec}"
             try:
                 contender.launch()  # compiles
-                clock.wait()
+                timer.wait()
                 is_right = contender.check()
             except FAILURES as error:
                 faults.append(f"{name} failed: {told(error)}")
@@ -82,7 +82,7 @@ def measure(
             matches.append(is_right)
             if not is_right:
                 faults.append(f"{name} did not write what its twin in plain torch writes")
-        turns = {contender.kernel: clock.timed(contender.launch) for contender in contenders}
+        turns = {contender.kernel: timer.timed(contender.launch) for contender in contenders}
         found = against(limit, turns, laps)
         for contender, is_right in zip(contenders, matches, strict=True):
             kernel = contender.kernel

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from kv_bench.engines import decode_rows, kernel_rows, transfer_rows
-from kv_bench.engines.on_device import clock_of, describe, device_named, give_memory_back
+from kv_bench.engines.on_device import describe, device_named, give_memory_back, timer_of
 from kv_bench.engines.paged_pool import FAILURES, route_named, told
 from kv_bench.engines.random_llama import ONE_B, SHAPES, TINY
 from kv_kernels.device_transfers import SEGMENT_BYTES
@@ -130,13 +130,13 @@ def run(
 
 def _kernels(result: KernelsResult, say: Any) -> None:
     options, device = result.options, result.device
-    route, clock = route_named(options.route, device), clock_of(device)
+    route, timer = route_named(options.route, device), timer_of(device)
     for size in options.kv_bytes:
         say(f"kernels on {format_size(size)} of KV")
         kv_bytes = size // options.shape.payload_bytes * options.shape.payload_bytes
         result.kernels.extend(
             kernel_rows.measure(
-                options.shape, options.page_tokens, kv_bytes, options.laps, device, route, clock, result.faults
+                options.shape, options.page_tokens, kv_bytes, options.laps, device, route, timer, result.faults
             )
         )
 
@@ -144,7 +144,7 @@ def _kernels(result: KernelsResult, say: Any) -> None:
 def _transfers(result: KernelsResult, say: Any) -> None:
     options, device = result.options, result.device
     say(f"transfers of {format_size(options.transfer_bytes)} of KV")
-    route, clock = route_named(options.route, device), clock_of(device)
+    route, timer = route_named(options.route, device), timer_of(device)
     for row in transfer_rows.measure(
         options.shape,
         options.page_tokens,
@@ -153,7 +153,7 @@ def _transfers(result: KernelsResult, say: Any) -> None:
         options.laps,
         device,
         route,
-        clock,
+        timer,
     ):
         result.transfers.append(row)
         if not row["matches_twin"]:

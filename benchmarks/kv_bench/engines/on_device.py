@@ -88,7 +88,7 @@ class Timed(Protocol):
     def __call__(self) -> Cost: ...
 
 
-class DeviceClock(Protocol):
+class DeviceTimer(Protocol):
     """Times work on one device."""
 
     def timed(self, work: Callable[[], object]) -> Timed: ...
@@ -98,12 +98,12 @@ class DeviceClock(Protocol):
         ...
 
 
-def clock_of(device: torch.device) -> DeviceClock:
+def timer_of(device: torch.device) -> DeviceTimer:
     """The one for this device."""
-    return CudaClock(device) if device.type == CUDA else HostClock()
+    return CudaTimer(device) if device.type == CUDA else HostTimer()
 
 
-class HostClock:
+class HostTimer:
     """Wall time of one call."""
 
     def timed(self, work: Callable[[], object]) -> Timed:
@@ -113,7 +113,7 @@ class HostClock:
         """Calls return when they are done."""
 
 
-class CudaClock:
+class CudaTimer:
     """Time between two events, of one call out of `CALLS`."""
 
     def __init__(self, device: torch.device) -> None:

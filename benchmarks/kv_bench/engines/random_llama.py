@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kv_bench.engines.on_device import DeviceClock
+from kv_bench.engines.on_device import DeviceTimer
 from kvstore.block.errors import BadInput
 
 TINY, ONE_B, EIGHT_B = SHAPES = ("tiny", "1b", "8b")
@@ -104,10 +104,10 @@ def prefill_flops(model: Any, tokens: int) -> float:
     return tokens * (2 * linear + attention)
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype, clock: DeviceClock) -> float:
+def peak_flops(device: torch.device, dtype: torch.dtype, timer: DeviceTimer) -> float:
     """Per second, of a product of large square matrices of random numbers."""
     width = PRODUCT_WIDTH[device.type]
     left, right = (torch.randn(width, width, device=device, dtype=dtype) for _ in range(2))
-    timed = clock.timed(lambda: left @ right)
+    timed = timer.timed(lambda: left @ right)
     timed()
     return 2 * width**3 / median(timed().wall for _ in range(PRODUCTS))

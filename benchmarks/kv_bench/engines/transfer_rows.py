@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kv_bench.engines.on_device import DeviceClock, near_cpus, transfer_device
+from kv_bench.engines.on_device import DeviceTimer, near_cpus, transfer_device
 from kv_bench.engines.paged_pool import HEADER, RAW, PagedPool, Route, is_loaded, is_saved, payload_bytes
 from kv_kernels.device import Region, Stream, host_tensor
 from kv_kernels.device_transfers import SEGMENTS
@@ -162,14 +162,14 @@ def finish(transfer: Transfer) -> None:
 class PlainCopy:
     """The limit: one copy of pinned host memory to the device, or back, or both at once."""
 
-    def __init__(self, size_bytes: int, device: torch.device, clock: DeviceClock) -> None:
+    def __init__(self, size_bytes: int, device: torch.device, timer: DeviceTimer) -> None:
         is_cuda = device.type == "cuda"
         self._host = [torch.empty(size_bytes, dtype=torch.uint8, pin_memory=is_cuda).random_() for _ in range(2)]
         self._there = [
             torch.empty_like(host, device=device).copy_(host) for host in self._host
         ]  # also on a CPU another
         self._streams: list[Any] = [torch.cuda.Stream(device) if is_cuda else None for _ in range(2)]
-        self._clock = clock
+        self._timer = timer
 
     def run(self, direction: str, size_bytes: int) -> None:
         """size_bytes: in each direction."""
@@ -179,7 +179,7 @@ class PlainCopy:
         if direction in (SAVE, BOTH):
             with self._on(1):
                 self._host[1][:size_bytes].copy_(self._there[1][:size_bytes], non_blocking=True)
-        self._clock.wait()
+        self._timer.wait()
 
     def _on(self, number: int) -> Any:
         stream = self._streams[number]
@@ -188,10 +188,10 @@ class PlainCopy:
 
 def measure(
     shape: BlockShape, page_tokens: int, kv_bytes: int, segment_bytes: int, laps: int,
-    device: torch.device, route: Route, clock: DeviceClock,
+    device: torch.device, route: Route, timer: DeviceTimer,
 ) -> Iterator[Row]:  # fmt: skip
     """The rows, one by one: raw and int8-kc64, whole frames and a few layers at a time, all directions."""
-    limit = PlainCopy(kv_bytes, device, clock)
+    limit = PlainCopy(kv_bytes, device, timer)
     few = max(1, shape.layers // 8)
     for codec in (RAW, KC64):
         for layers_at_once in dict.fromkeys((shape.layers, few)):
@@ -200,7 +200,7 @@ def measure(
             ) as transfers:
                 transfers.run(SAVE)  # so that what is loaded are frames
                 is_direct = all(transfer.is_direct for transfer in transfers.run(LOAD))
-                clock.wait()
+                timer.wait()
                 matches = transfers.check()
                 for direction in DIRECTIONS:
                     plain = partial(limit.run, direction, transfers.wire_bytes)

@@ -32,7 +32,7 @@ from engine_adapter.hf.attention import ChunkMask
 from engine_adapter.hf.buffers import BufferSet
 from engine_adapter.hf.layers import even_cache
 from engine_adapter.hf_cache import Generation, PrefixCache
-from kv_bench.engines.on_device import DeviceClock, clock_of, device_named, give_memory_back
+from kv_bench.engines.on_device import DeviceTimer, device_named, give_memory_back, timer_of
 from kv_bench.engines.paged_pool import FAILURES, told
 from kv_bench.engines.random_llama import EIGHT_B, SHAPES, build, peak_flops, prefill_flops, weights_bytes
 from kv_bench.engines.transfer_rows import LOAD, PlainCopy
@@ -81,28 +81,28 @@ def run(
     say(f"a random {options.shape} Llama")
     # Not the model's own limit: a prompt as long as that has no room for what stands behind it.
     model = build(options.shape, chosen, max(options.contexts) + options.suffix_tokens + 64)
-    clock = clock_of(chosen)
-    result = TtftResult(options, chosen, engine, _rates(model, options, chosen, clock))
+    timer = timer_of(chosen)
+    result = TtftResult(options, chosen, engine, _rates(model, options, chosen, timer))
     with quiet_collector():
         for context in options.contexts:
             try:
                 give_memory_back(chosen)
-                for row in _Length(model, context, clock, result, budget).rows(say):
+                for row in _Length(model, context, timer, result, budget).rows(say):
                     result.rows.append(row)
             except FAILURES as error:
                 result.faults.append(f"{context} tokens ended early: {told(error)}")
     return result
 
 
-def _rates(model: Any, options: TtftOptions, device: torch.device, clock: DeviceClock) -> Rates:
-    copy = PlainCopy(options.copy_bytes, device, clock)
+def _rates(model: Any, options: TtftOptions, device: torch.device, timer: DeviceTimer) -> Rates:
+    copy = PlainCopy(options.copy_bytes, device, timer)
     there = torch.randint(0, 256, (2, options.copy_bytes), dtype=torch.uint8, device=device)
-    on_device = clock.timed(lambda: there[0].copy_(there[1]))
+    on_device = timer.timed(lambda: there[0].copy_(there[1]))
     pinned = _median_seconds(lambda: copy.run(LOAD, options.copy_bytes), COPY_LAPS)
     on_device()
     copied = median(on_device().wall for _ in range(COPY_LAPS))
     dtype = next(model.parameters()).dtype
-    return Rates(options.copy_bytes / pinned, 2 * options.copy_bytes / copied, peak_flops(device, dtype, clock))
+    return Rates(options.copy_bytes / pinned, 2 * options.copy_bytes / copied, peak_flops(device, dtype, timer))
 
 
 class Budget:
@@ -127,8 +127,8 @@ class Budget:
 class _Length:
     """One context length: all its paths, in an order in which each finds what it needs."""
 
-    def __init__(self, model: Any, context: int, clock: DeviceClock, result: TtftResult, budget: Budget) -> None:
-        self._model, self._context, self._clock, self._budget = model, context, clock, budget
+    def __init__(self, model: Any, context: int, timer: DeviceTimer, result: TtftResult, budget: Budget) -> None:
+        self._model, self._context, self._timer, self._budget = model, context, timer, budget
         self._result, self._options, self._device = result, result.options, result.device
         self._rates, self._faults = result.rates, result.faults
         generator = np.random.default_rng(context)
