@@ -152,6 +152,7 @@ SLOW_FILES = (
     "courier/test_leaving.py",
     "courier/test_pool.py",
     "courier/test_remote.py",
+    "courier/test_score.py",
     "demo/",
     "insight/test_replay_plot.py",
     "keys/test_serve_keys.py",

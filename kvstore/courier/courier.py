@@ -25,7 +25,7 @@ from kvstore.courier.fetch import Fetcher, FetchJob, places_answer
 from kvstore.courier.figures import BANNED, MOST_SHOWN, PEER, REMOTE, UP, Figures, OncePerKind
 from kvstore.courier.holder import PeerHolder
 from kvstore.courier.link import CourierLink, CourierRun, CourierSpace
-from kvstore.courier.locate import LOOK_SECONDS, Locator
+from kvstore.courier.locate import LOOK_SECONDS, HintedHolders, Locator
 from kvstore.courier.members import NamedPeers
 from kvstore.courier.peer_source import PeerSource, PeerWays, hand_over
 from kvstore.peers.tokens import PullTerms
@@ -321,6 +321,16 @@ class Courier:
         if was is not None:
             was.close()
         return session
+
+    def holders(
+        self, tenant: str, namespace: bytes, keys: Sequence[bytes], seconds: float, *, are_own: bool
+    ) -> HintedHolders:
+        """As `Locator.holders`, of a tenant's prompt."""
+        run = next((one for one in self.runs() if one.tenant == tenant), None)
+        session = self._session
+        if run is None or session is None:
+            return HintedHolders(left_out="the courier has no connection to the sidecar")
+        return session.locator.holders(run, namespace, keys, seconds, are_own=are_own)
 
     def _take_offer(
         self, run: CourierRun, space: CourierSpace, terms: PullTerms, seconds: float
