@@ -197,8 +197,13 @@ class Node:
                 **where,
             )
         assert process.stdout is not None
-        line = process.stdout.readline()
-        assert line, (self.folder / f"{name}.log").read_text()[-3000:]
+        is_there = False
+        try:
+            is_there = bool(process.stdout.readline())
+        finally:
+            if not is_there:
+                process.kill()
+        assert is_there, (self.folder / f"{name}.log").read_text()[-3000:]
         return process
 
     def kill_network(self, how: signal.Signals = signal.SIGKILL) -> None:
