@@ -148,6 +148,7 @@ SLOW_FILES = (
     "console/test_schema.py",
     "courier/test_compose.py",
     "courier/test_directory.py",
+    "courier/test_earlier.py",
     "courier/test_events.py",
     "courier/test_leaving.py",
     "courier/test_pool.py",
