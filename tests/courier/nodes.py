@@ -246,6 +246,11 @@ class Node:
         finally:
             wire.close()
 
+    def space(self) -> str:
+        """The id of its namespace, once observers are told of it: they are told now and then."""
+        wait_until(lambda: bool(self.stat()["namespaces"]))
+        return str(self.stat()["namespaces"][0]["digest"])
+
     def get(self, number: int, blocks: int = 20, seconds: float = 10.0, locates: float = 10.0) -> Got:
         """As an engine gets a prompt: what is elsewhere is asked for until something is, then awaited, then leased and
         compared with what was put."""

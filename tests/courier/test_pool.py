@@ -132,7 +132,7 @@ def test_a_drop_names_the_nodes_that_it_does_not_reach(healed: list[Node], direc
     import json
 
     healed[0].put(60)
-    space = healed[0].stat()["namespaces"][0]["digest"]
+    space = healed[0].space()
     others = {(one.stat()["node"], one.address) for one in healed[1:]}
 
     def drop() -> tuple[set[tuple[str, str]], str]:

@@ -219,7 +219,7 @@ def test_a_drop_and_a_purge_name_every_node_that_they_do_not_reach(tmp_path: Pat
             here.put(1, BLOCKS, tenant)
         other = {"node": there.stat()["node"], "address": there.address}
         down = {"node": "", "address": f"127.0.0.1:{away}"}
-        space = here.stat()["namespaces"][0]["digest"]
+        space = here.space()
         told = json.loads(here.command("drop", space, "--tenant", "default", "--json").stdout)
         assert told["blocks"] == BLOCKS and told["not_reached"] == [down, other]
         assert told["elsewhere"].startswith("2 other nodes were not reached and may have copies")
