@@ -41,8 +41,9 @@ LOOK_SECONDS = 0.0042
 DIRECTORY_SECONDS, HAS_SECONDS = 0.002, 0.0025
 MOST_NAMED = 8
 """Nodes of `network.peers` that are asked at once."""
-MOST_PLACES = 64
-"""In a prompt, at which a router's question looks: a longer look-up would not end in its time."""
+MOST_PLACES = 16
+"""In a prompt, at which a router's question looks. Where all nodes have it a longer look-up would not end in its time,
+and three in a row stop all look-ups for a while."""
 MOST_KEPT = 4096
 RECENT_SECONDS, MOST_RECENT = 1.0, 256
 """How long a finding about a chain, perhaps too late for its own request, serves others; and how many are kept."""

@@ -106,12 +106,12 @@ def test_a_router_is_told_what_the_directory_says_of_nodes_with_the_tenant_s_key
     ("blocks", "are_own", "step", "last", "is_cut"),
     [
         (15, True, 1, 0, False),
-        (CHUNK_BLOCKS * MOST_PLACES + 15, True, 1, 1024, False),
-        (CHUNK_BLOCKS * (MOST_PLACES + 2), True, 2, 1056, False),
-        (CHUNK_BLOCKS * MAX_HEADS + 15, True, 16, 16384, False),
-        (1 << 16, True, 16, 16384, True),
-        (4096, False, 4, 4096, False),
-        (1 << 16, False, 4, 4096, True),
+        (CHUNK_BLOCKS * MOST_PLACES + 15, True, 1, 256, False),
+        (CHUNK_BLOCKS * (MOST_PLACES + 2), True, 2, 288, False),
+        (CHUNK_BLOCKS * MAX_HEADS + 15, True, 64, 16384, False),
+        (1 << 16, True, 64, 16384, True),
+        (4096, False, 16, 4096, False),
+        (1 << 16, False, 16, 4096, True),
     ],
 )
 def test_a_long_prompt_is_looked_up_at_as_many_places_as_a_short_one(
