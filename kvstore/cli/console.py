@@ -200,13 +200,15 @@ class OperatorCommands:
     sockets: Mapping[str, str]
     clock: Clock
 
-    def drop(self, tenant: str, namespace: str) -> int:
+    def drop(self, tenant: str, namespace: str) -> tuple[int, str]:
         """As `OperatorVerbs.drop`."""
-        return ask.drop(self.operator, self.clock, namespace, tenant, ACTION_SECONDS).blocks
+        gone = ask.drop(self.operator, self.clock, namespace, tenant, ACTION_SECONDS)
+        return gone.blocks, gone.elsewhere
 
-    def purge(self, tenant: str) -> int:
+    def purge(self, tenant: str) -> tuple[int, str]:
         """As `OperatorVerbs.purge`."""
-        return ask.purge(self.operator, self.clock, tenant, ACTION_SECONDS).blocks
+        gone = ask.purge(self.operator, self.clock, tenant, ACTION_SECONDS)
+        return gone.blocks, gone.elsewhere
 
     def warm(self, tenant: str, namespace: str, prompts: str) -> tuple[int, str]:
         """As `OperatorVerbs.warm`."""

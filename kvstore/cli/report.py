@@ -327,13 +327,17 @@ class GoneReport:
 
     def to_dict(self) -> dict[str, object]:
         """For `--json`."""
-        return {self.name: self.value, "blocks": self.gone.blocks, "elsewhere": self.gone.elsewhere}
+        found: dict[str, object] = {self.name: self.value, "blocks": self.gone.blocks, "elsewhere": self.gone.elsewhere}
+        nodes = [{"node": node, "address": address} for node, address in self.gone.not_reached]
+        return found | {"not_reached": nodes}
 
     def render(self, console: Any) -> None:
         """For people."""
         console.print(Text(f"{self.what}; it had {_count(self.gone.blocks, 'readable block')}"), soft_wrap=True)
         if self.gone.elsewhere:
             console.print(Text(f"elsewhere: {self.gone.elsewhere}"), soft_wrap=True)
+        for node, address in self.gone.not_reached:
+            console.print(Text(f"not reached: {node or 'unknown node'} at {address}"), soft_wrap=True)
 
 
 @dataclass(frozen=True, slots=True)

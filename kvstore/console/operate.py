@@ -36,12 +36,13 @@ Digits = Annotated[str, Meta(pattern=f"^[0-9a-f]{{{ID_DIGITS},64}}$")]
 class OperatorVerbs(Protocol):
     """What is done by the part of the process that has the sockets. All wait, and raise `BadInput` and `StoreError`."""
 
-    def drop(self, tenant: str, namespace: str) -> int:
-        """Evict a namespace from every tier; returns how many blocks it had."""
+    def drop(self, tenant: str, namespace: str) -> tuple[int, str]:
+        """Evict a namespace from every tier; how many blocks it had, and a line on what others may still have, or
+        nothing."""
         ...
 
-    def purge(self, tenant: str) -> int:
-        """Void all of a tenant and retire its key; returns how many blocks it had."""
+    def purge(self, tenant: str) -> tuple[int, str]:
+        """Void all of a tenant and retire its key; likewise."""
         ...
 
     def warm(self, tenant: str, namespace: str, prompts: str) -> tuple[int, str]:
@@ -168,10 +169,12 @@ class OperatorActions:
         if isinstance(order, WarmOrder):
             return self._verbs.warm(order.tenant, order.namespace, order.prompts)
         if isinstance(order, DropOrder):
-            blocks = self._verbs.drop(order.tenant, order.namespace)
-            return blocks, f"namespace {order.namespace} is gone; it had {blocks:,} readable blocks"
-        blocks = self._verbs.purge(order.tenant)
-        return blocks, f"tenant {printable(order.tenant)} is purged; it had {blocks:,} readable blocks"
+            blocks, left = self._verbs.drop(order.tenant, order.namespace)
+            done = f"namespace {order.namespace} is gone"
+        else:
+            blocks, left = self._verbs.purge(order.tenant)
+            done = f"tenant {printable(order.tenant)} is purged"
+        return blocks, f"{done}; it had {blocks:,} readable blocks" + (f"; elsewhere: {left}" if left else "")
 
 
 def _ended(entry: AuditEntry, result: str, text: str) -> AuditEntry:

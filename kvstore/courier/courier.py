@@ -25,7 +25,7 @@ from kvstore.courier.fetch import Fetcher, FetchJob, places_answer
 from kvstore.courier.figures import BANNED, MOST_SHOWN, PEER, REMOTE, UP, Figures, OncePerKind
 from kvstore.courier.holder import PeerHolder
 from kvstore.courier.link import CourierLink, CourierRun, CourierSpace
-from kvstore.courier.locate import LOOK_SECONDS, Locator
+from kvstore.courier.locate import LOOK_SECONDS, HintedHolders, Locator
 from kvstore.courier.members import NamedPeers
 from kvstore.courier.peer_source import PeerSource, PeerWays, hand_over
 from kvstore.peers.tokens import PullTerms
@@ -37,6 +37,7 @@ from kvstore.pool.hottest import MOST_OFFERED_BYTES
 from kvstore.pool.members import AliveTable
 from kvstore.protocol import messages as m
 from kvstore.protocol.courier import (
+    MAX_NOT_REACHED,
     MAX_QUESTIONS,
     MAX_WHERE_CHARACTERS,
     CourierFigures,
@@ -106,6 +107,7 @@ class _NodeSession:
 
     def __init__(self, parts: CourierParts, here: NodeIdentity, entry: Callable[[], NodeEntry]) -> None:
         clock, figures = parts.clock, parts.figures
+        self._clock = clock
         self.here = here
         self.table = AliveTable(here)
         self.choice = HolderChoice(here.node, figures.speeds)
@@ -126,6 +128,15 @@ class _NodeSession:
         remote = parts.remote.ways if parts.remote is not None else None
         self.locator = Locator(self.table, self.named, self.directory, self.ways, remote, clock)
         self.fetcher = Fetcher(self.locator, figures, clock)
+
+    def others(self) -> list[tuple[str, str]]:
+        """All other nodes that are known, also those that do not answer: ids, empty for unknown ones, and addresses."""
+        found = [(node.hex(), one.address) for node, one in self.table.alive(self._clock.monotonic_seconds()).items()]
+        known = {address for _, address in found} | {node for node, _ in found}
+        for node, address in self.named.addresses() if self.named is not None else ():
+            if address not in known and node.hex() not in known:
+                found.append((node.hex(), address))
+        return sorted(found)
 
     def start(self) -> None:
         if self.directory is not None:
@@ -242,18 +253,26 @@ class _TenantWork:
         failed = parts.remote.ways.forget(run.fingerprint, question.namespace) if parts.remote is not None else ""
         if failed and parts.remote is not None:
             said.append(f"{parts.remote.ways.name} may still have blocks of it: {failed}; drop it again")
-        nodes = list(session.table.alive(self._clock.monotonic_seconds())) if session is not None else []
+        nodes = session.others() if session is not None else []
         if nodes:
-            names = ", ".join(one.hex()[:12] for one in nodes[:MOST_NAMED]) + (", ..." if nodes[MOST_NAMED:] else "")
-            said.append(f"{len(nodes)} other nodes may have copies ({names}): drop it there too")
+            names = ", ".join(node[:12] or where for node, where in nodes[:MOST_NAMED])
+            names += ", ..." if nodes[MOST_NAMED:] else ""
+            said.append(f"{_so_many(len(nodes))} not reached and may have copies ({names}): do the same there")
+        if session is not None and session.directory is not None and session.directory.figures().state != UP:
+            said.append("the directory does not answer, so other nodes that may have copies are not all known")
         reason = MissReason.UNREACHABLE if failed else None
-        return QuestionAnswered(question.number, 0, reason=reason, detail="; ".join(said))
+        listed = [(node, where[:MAX_WHERE_CHARACTERS]) for node, where in nodes[:MAX_NOT_REACHED]]
+        return QuestionAnswered(question.number, 0, reason=reason, detail="; ".join(said), not_reached=listed)
 
     def _tell(self, run: CourierRun) -> None:
         now = self._clock.monotonic_seconds()
         if now - self._told_at >= TOLD_SECONDS:
             self._told_at = now
             self.link.exchange(run, self._courier.figures())
+
+
+def _so_many(nodes: int) -> str:
+    return "1 other node was" if nodes == 1 else f"{nodes} other nodes were"
 
 
 def _log_fault(done: Future[None]) -> None:
@@ -321,6 +340,16 @@ class Courier:
         if was is not None:
             was.close()
         return session
+
+    def holders(
+        self, tenant: str, namespace: bytes, keys: Sequence[bytes], seconds: float, *, are_own: bool
+    ) -> HintedHolders:
+        """As `Locator.holders`, of a tenant's prompt."""
+        run = next((one for one in self.runs() if one.tenant == tenant), None)
+        session = self._session
+        if run is None or session is None:
+            return HintedHolders(left_out="the courier has no connection to the sidecar")
+        return session.locator.holders(run, namespace, keys, seconds, are_own=are_own)
 
     def _take_offer(
         self, run: CourierRun, space: CourierSpace, terms: PullTerms, seconds: float

@@ -18,10 +18,19 @@ from math import inf
 from kvstore.block.account import HitTier, MissReason
 from kvstore.courier.link import CourierRun, CourierSpace
 from kvstore.courier.members import NamedPeers
-from kvstore.courier.peer_source import PeerSource, PeerWays
+from kvstore.courier.peer_source import MOST_ASKED_KEYS, PeerSource, PeerWays
 from kvstore.courier.remote_source import RemoteSource, RemoteWays
 from kvstore.pool.choice import MOST_ASKED
-from kvstore.pool.directory import CHUNK_BLOCKS, Directory, DirectoryDown, Holder, NodeEntry, chunk_heads, hint_name
+from kvstore.pool.directory import (
+    CHUNK_BLOCKS,
+    MAX_HEADS,
+    Directory,
+    DirectoryDown,
+    Holder,
+    NodeEntry,
+    chunk_heads,
+    hint_name,
+)
 from kvstore.pool.members import AliveTable
 from kvstore.pool.speeds import REMOTE_PRIOR
 from tiering.clock import Clock
@@ -32,6 +41,9 @@ LOOK_SECONDS = 0.0042
 DIRECTORY_SECONDS, HAS_SECONDS = 0.002, 0.0025
 MOST_NAMED = 8
 """Nodes of `network.peers` that are asked at once."""
+MOST_PLACES = 16
+"""In a prompt, at which a router's question looks. Where all nodes have it a longer look-up would not end in its time,
+and three in a row stop all look-ups for a while."""
 MOST_KEPT = 4096
 RECENT_SECONDS, MOST_RECENT = 1.0, 256
 """How long a finding about a chain, perhaps too late for its own request, serves others; and how many are kept."""
@@ -50,6 +62,14 @@ class Places:
     where: str = ""
     reason: MissReason | None = MissReason.ABSENT
     detail: str = ""
+
+
+@dataclass(frozen=True)
+class HintedHolders:
+    """Other nodes that have leading blocks of a prompt, most first. left_out: why more may have some; empty if none."""
+
+    holders: Sequence[Holder] = ()
+    left_out: str = ""
 
 
 class Locator:
@@ -119,6 +139,45 @@ class Locator:
                 while len(self._recent) > MOST_RECENT:
                     self._recent.popitem(last=False)
         return places
+
+    def holders(
+        self, run: CourierRun, namespace: bytes, keys: Sequence[bytes], seconds: float, *, are_own: bool
+    ) -> HintedHolders:
+        """Which other nodes have leading chunks of a prompt, for a router, which may send it to any of them. are_own:
+        the keys were made with the tenant's identity key. Others may be another tenant's: for these each node is asked,
+        since it looks at the tenant's own blocks alone."""
+        if self._directory is None:
+            return HintedHolders(left_out="no directory is configured here")
+        most = CHUNK_BLOCKS * MAX_HEADS if are_own else MOST_ASKED_KEYS
+        heads = chunk_heads(namespace, keys[:most])
+        step = max(1, -(-len(heads) // MOST_PLACES))  # a hint stands for all before it
+        heads = heads[step - 1 :: step]
+        ends_at = self._clock.monotonic_seconds() + seconds
+        try:
+            found = self._directory.holders(heads, seconds if are_own else DIRECTORY_SECONDS)
+        except DirectoryDown:
+            return HintedHolders(left_out="the directory did not answer in time")
+        alive = self._table.alive(self._clock.monotonic_seconds())
+        fit = [one for one in found if one.node in alive and run.fingerprint in alive[one.node].fingerprints]
+        if not are_own:
+            fit, is_whole = self._proven(run, namespace, keys, fit, ends_at)
+            if not is_whole:
+                return HintedHolders(fit, "not all nodes answered in time")
+        is_cut = len(keys) - most >= CHUNK_BLOCKS
+        return HintedHolders(fit, f"only the first {most} blocks are looked up" if is_cut else "")
+
+    def _proven(
+        self, run: CourierRun, namespace: bytes, keys: Sequence[bytes], hinted: Sequence[Holder], ends_at: float
+    ) -> tuple[list[Holder], bool]:
+        """Those that say so themselves, and whether all did say."""
+        space, alive = run.space_of(namespace), self._table.alive(self._clock.monotonic_seconds())
+        asked = [one for one in hinted[:MOST_NAMED] if one.node in alive]
+        left = ends_at - self._clock.monotonic_seconds()
+        counts: list[int | None] = [None] * len(asked)
+        if asked and space is not None and self._peers is not None and left > 0:
+            counts = self._peers.has(run, space, [alive[one.node] for one in asked], keys, 0, left)
+        proven = [one._replace(blocks=min(one.blocks, of)) for one, of in zip(asked, counts, strict=True) if of]
+        return proven, len(asked) == len(hinted) and None not in counts
 
     def _find_remote(
         self, places: Places, remote: RemoteWays, asked: Callable[[], int], present: int, size: int, now: float

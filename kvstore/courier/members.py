@@ -31,6 +31,7 @@ class NamedPeers:
         clock: Clock,
     ) -> None:
         """table: receives them, beside those that a directory names."""
+        self._addresses = dict.fromkeys(addresses, True)  # whether another node may be there
         self._named: dict[str, bytes] = {}
         self._here = here
         self._calls = calls
@@ -51,6 +52,10 @@ class NamedPeers:
         """Those that answered."""
         return set(self._named.values())
 
+    def addresses(self) -> list[tuple[bytes, str]]:
+        """All but this node's own; with the id of the node that answered there last, empty if none has."""
+        return [(self._named.get(one, b""), one) for one, is_another in self._addresses.items() if is_another]
+
     def close(self) -> None:
         """Ask no more."""
         self._ends.set()
@@ -60,6 +65,7 @@ class NamedPeers:
         while not self._ends.is_set():
             try:
                 entry = self._asked(address)
+                self._addresses[address] = entry is not None
                 if entry is None:
                     self._told.say(kind, f"network.peers: {address} is this node itself; leave it out")
                 else:

@@ -43,7 +43,7 @@ from kvstore.protocol.hand_off import HandOff, hand_off_in
 from kvstore.protocol.replies import ReserveReply
 from kvstore.protocol.status import ElsewhereStatus, SourceStatus, printable
 from kvstore.service.dispatch import Handlers
-from kvstore.service.parked import ParkedLocate, Response
+from kvstore.service.parked import LeftElsewhere, ParkedLocate, Response
 from kvstore.service.sessions import COURIERS, ClientState, Sessions
 from tiering.counts.awaits import MAX_AWAIT_SECONDS, AwaitEnd, ParkedAwait
 from tiering.faults import RateLimitedLog
@@ -412,26 +412,25 @@ class CourierDesk:
     # Giving up -------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def forgetting(self, tenant: bytes, digest: bytes) -> Iterator[list[str]]:
+    def forgetting(self, tenant: bytes, digest: bytes) -> Iterator[LeftElsewhere]:
         """As `Elsewhere.forgetting`."""
-        name, lines = (tenant, digest), list[str]()
+        name, left = (tenant, digest), LeftElsewhere()
         with self._lock:
             self._dropping[name] += 1
             if tenant in self._books:
                 self._books[tenant].forget(None)
         try:
             if not digest:
-                lines += self._forget(tenant, digest)
-            yield lines
+                self._forget(tenant, digest, left)
+            yield left
             if digest:
-                lines += self._forget(tenant, digest)
+                self._forget(tenant, digest, left)
         finally:
             with self._lock:
                 self._dropping[name] -= 1
                 self._dropping += Counter()
 
-    def _forget(self, tenant: bytes, digest: bytes) -> list[str]:
-        """A line on what other nodes or engines still hold; none if they hold nothing."""
+    def _forget(self, tenant: bytes, digest: bytes, left: LeftElsewhere) -> None:
         done = threading.Event()
         with self._lock:
             book = self._books.get(tenant)
@@ -444,11 +443,13 @@ class CourierDesk:
                 book.no_more(one)
         answer, rest = one.answer, "what other nodes and remote engines have of it remains until it is evicted there"
         if answer is None:
-            return [f"{'no courier answered in time' if is_asked else NO_COURIER}: {rest}"]
+            left.line = f"{'no courier answered in time' if is_asked else NO_COURIER}: {rest}"
+            return
         remains = [f"{answer.blocks} blocks remain elsewhere"] if answer.blocks else []
         remains += [rest] if answer.reason is not None and not answer.blocks else []
         said = printable(answer.detail) or answer.reason or ""
-        return [": ".join([*remains, *([said] if said else [])])] if remains or said else []
+        left.line = ": ".join([*remains, *([said] if said else [])])
+        left.not_reached = [(printable(node), printable(address)) for node, address in answer.not_reached]
 
     def _is_dropping(self, tenant: bytes, number: int) -> bool:
         if not self._dropping:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from kvstore.courier.figures import Figures, OncePerKind
 from kvstore.courier.remote_source import RemoteWays
 from kvstore.network.credentials import Rotated, SourceFile
 from kvstore.network.dialling import GrpcPeers, channel_credentials
+from kvstore.network.services import HeldElsewhere
 from kvstore.peers.door import SocketFrameDoor
 from kvstore.peers.sockets import SocketPullTransport
 from kvstore.peers.transport import FrameDoor, PullTransport, written_address
@@ -71,6 +72,13 @@ class NetworkCourier:
     def service(self) -> Any:
         """As `CourierBeside.service`."""
         return self._courier.holder if self._has_peers else None
+
+    def holding(
+        self, tenant: str, namespace: str, keys: Sequence[bytes], seconds: float, *, are_own: bool
+    ) -> HeldElsewhere:
+        """As `Others.holding`."""
+        found = self._courier.holders(tenant, bytes.fromhex(namespace), keys, seconds, are_own=are_own)
+        return HeldElsewhere({one.node.hex(): (one.blocks, str(one.tier)) for one in found.holders}, found.left_out)
 
     def start(self, address: str) -> None:
         """As `CourierBeside.start`."""

@@ -27,7 +27,7 @@ from kvstore.network.door import (
 from kvstore.network.lanes import CallerLanes
 from kvstore.network.links import TenantLink
 from kvstore.network.query import QueryPages, QueryServer
-from kvstore.network.services import DoorCaller
+from kvstore.network.services import DoorCaller, Others
 from kvstore.network.unix_address import UnixAddress
 from kvstore.network.watch import StatusWatch
 from tiering.clock import Clock
@@ -46,7 +46,7 @@ Reflection = tuple[Answers, Callable[[bytes], Any], Callable[[Any], bytes]]
 """Its answers, and what unpacks a request and packs an answer."""
 
 
-class CourierBeside(Protocol):
+class CourierBeside(Others, Protocol):
     """Fetches blocks from elsewhere: `kvstore.network.couriers`."""
 
     @property
@@ -127,7 +127,8 @@ def serve_network(
         watch, lanes = StatusWatch(options.observe, clock), CallerLanes(clock)
         is_unix = isinstance(options.listen, str)
         identify = by_certificate if configurations is not None and not is_unix else by_token(_given(tokens))
-        door = GrpcDoor(links, watch, identify, lanes, clock)
+        has_others = courier is not None and courier.service is not None
+        door = GrpcDoor(links, watch, identify, lanes, clock, courier if has_others else None)
         if parts.reflection is not None:
             door.reflect(*parts.reflection((*SERVICES, HEALTH)))
         stack.callback(lambda: door.close(END_SECONDS))

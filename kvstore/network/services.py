@@ -5,9 +5,10 @@ Messages come in and go out; the caller and its deadline are in a `DoorCall`, wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 from kvstore.block.errors import BadInput
 from kvstore.network.answers import (
@@ -28,6 +29,9 @@ from kvstore.wire import admin_pb2, score_pb2, store_pb2
 
 MOST_NODES = 256
 NODE_DIGITS = 32
+ELSEWHERE_SECONDS = 0.005
+"""For the directory. A call with less than twice that left does not ask it: a look-up that is cut short would count as
+the directory's failure, for all tenants."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,14 +146,34 @@ def spaces_of_model(call: DoorCall, model: str, watch: StatusWatch) -> list[List
         return link.spaces_of_model(model, watch.names(link.tenant, min(1.0, call.time.left())), call.time)
 
 
-class ScoreService:
-    """`kvstore.v1.Score`."""
+@dataclass(frozen=True, slots=True)
+class HeldElsewhere:
+    """holding: by the id of another node, how many leading blocks it has, and in which tier at worst. left_out: why
+    more nodes may have some; empty if none."""
 
-    def __init__(self, watch: StatusWatch) -> None:
+    holding: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+    left_out: str = ""
+
+
+class Others(Protocol):
+    """Knows what other nodes hold: the courier."""
+
+    def holding(
+        self, tenant: str, namespace: str, keys: Sequence[bytes], seconds: float, *, are_own: bool
+    ) -> HeldElsewhere:
+        """Of a prompt of that tenant. are_own: the keys were made here with the tenant's identity key."""
+        ...
+
+
+class ScoreService:
+    """`kvstore.v1.Score`. others: None if nothing is elsewhere."""
+
+    def __init__(self, watch: StatusWatch, others: Others | None = None) -> None:
         self._watch = watch
+        self._others = others
 
     def Score(self, request: score_pb2.ScoreRequest, call: DoorCall) -> score_pb2.ScoreResponse:
-        """How much of a prompt this node has; of others that are asked about, nothing is said."""
+        """How much of a prompt this node has, and, by the directory, each other one."""
         nodes = list(request.nodes)
         if len(nodes) > MOST_NODES:
             raise BadInput(f"{len(nodes)} nodes; give at most {MOST_NODES}")
@@ -160,19 +184,40 @@ class ScoreService:
         def answer() -> score_pb2.ScoreResponse:
             space = self._space(request, call)
             own = call.tenant.node(call.time)
-            found = scored(call, space, keys_of(request.prompt, space), self._watch)
-            wanted = nodes or ([own] if found.matched else [])
+            keys = keys_of(request.prompt, space)
+            found = scored(call, space, keys, self._watch)
+            others = self._elsewhere(call, space, keys, not request.prompt.keys, {*nodes} - {own}, bool(nodes))
+            tokens = {node: {tier: blocks * space.block_tokens} for node, (blocks, tier) in others.holding.items()}
+            if found.matched:
+                tokens[own] = found.tokens
+            best = sorted(tokens, key=lambda node: (-sum(tokens[node].values()), node))[:MOST_NODES]
+            seconds = {own: found.load_seconds}
             listed = [
-                score_pb2.NodeScore(node=node, hit_tokens=found.tokens, load_seconds=found.load_seconds)
-                if node == own
-                else score_pb2.NodeScore(node=node)
-                for node in wanted
+                score_pb2.NodeScore(node=node, hit_tokens=tokens.get(node), load_seconds=seconds.get(node))
+                for node in nodes or best
             ]
             return score_pb2.ScoreResponse(
-                namespace=space.id, block_tokens=space.block_tokens, asked_tokens=found.asked_tokens, nodes=listed
+                namespace=space.id,
+                block_tokens=space.block_tokens,
+                asked_tokens=found.asked_tokens,
+                nodes=listed,
+                is_partial=bool(others.left_out),
+                partial_detail=others.left_out,
             )
 
         return call.tenant.again(answer)
+
+    def _elsewhere(
+        self, call: DoorCall, space: OpenSpace, keys: list[bytes], are_own: bool, others: set[str], is_named: bool
+    ) -> HeldElsewhere:
+        """others: nodes that are named besides this one."""
+        if not keys or (is_named and not others):
+            return HeldElsewhere()
+        if self._others is None:
+            return HeldElsewhere(left_out="no other nodes are known here" if others else "")
+        if call.time.left() < 2 * ELSEWHERE_SECONDS:
+            return HeldElsewhere(left_out="the call's deadline left no time for the directory")
+        return self._others.holding(call.tenant.tenant, space.id, keys, ELSEWHERE_SECONDS, are_own=are_own)
 
     def _space(self, request: score_pb2.ScoreRequest, call: DoorCall) -> OpenSpace:
         match request.WhichOneof("namespace_or_model"):

@@ -34,6 +34,7 @@ LOCATE_SECONDS = 0.005
 MAX_WHERE_CHARACTERS = 256
 MAX_SOURCES = 256
 """Nodes and engines that a courier reports on."""
+MAX_NOT_REACHED = 256
 
 _Keys = Annotated[list[Annotated[bytes, Meta(max_length=KEY_BYTES)]], Meta(max_length=MAX_KEYS)]
 _Node = Annotated[bytes, Meta(max_length=16)]
@@ -133,7 +134,9 @@ class Forget(msgspec.Struct, array_like=True, frozen=True):
 
 class QuestionAnswered(msgspec.Struct, array_like=True, frozen=True):
     """By its number. blocks: leading blocks of the chain that could be fetched (to a `LocateQuestion`), that are here
-    now (to a `FetchQuestion`), or that could not be forgotten (to a `Forget`). reason: why there are no more."""
+    now (to a `FetchQuestion`), or that could not be forgotten (to a `Forget`). reason: why there are no more.
+    not_reached: to a `Forget`, the other nodes that may have copies: the id of each, in hexadecimal, empty if it is not
+    known, and its address."""
 
     number: int
     blocks: _Count
@@ -142,6 +145,7 @@ class QuestionAnswered(msgspec.Struct, array_like=True, frozen=True):
     where: _Where = ""
     reason: MissReason | None = None
     detail: Annotated[str, Meta(max_length=2000)] = ""
+    not_reached: Annotated[list[tuple[_Where, _Where]], Meta(max_length=MAX_NOT_REACHED)] = []
 
 
 class SourceFigures(msgspec.Struct, array_like=True, frozen=True):

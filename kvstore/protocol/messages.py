@@ -399,10 +399,12 @@ class Reserved(msgspec.Struct, array_like=True, frozen=True, tag="reserved"):
 
 class Counted(msgspec.Struct, array_like=True, frozen=True, tag="counted"):
     """A number of blocks: to `Commit`, those committed in the caller's parts; to `Drop`, `DropAny` and `Purge`, those
-    that were readable. elsewhere: a line on what other nodes or remote engines may still hold."""
+    that were readable. elsewhere: a line on what other nodes or remote engines may still hold. not_reached: ids, where
+    they are known, and addresses of nodes that may have copies."""
 
     blocks: int
     elsewhere: str = ""
+    not_reached: list[tuple[str, str]] = []
 
 
 class Persisted(msgspec.Struct, array_like=True, frozen=True, tag="persisted"):

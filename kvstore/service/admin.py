@@ -45,7 +45,7 @@ from kvstore.service.accounting import Counting, NamespaceCounts, looked
 from kvstore.service.connections import AdminCaller
 from kvstore.service.dispatch import version_in_common
 from kvstore.service.local_door import LocalDoor
-from kvstore.service.parked import Elsewhere, Response
+from kvstore.service.parked import Elsewhere, LeftElsewhere, Response
 from kvstore.service.sessions import ClientState, Sessions
 from kvstore.service.settings import StoreSettings
 from kvstore.service.told import ToldRequests
@@ -160,23 +160,23 @@ class Admin:
 
     def _drop(self, verb: m.DropAny) -> m.Counted:
         space = chosen_space(self._spaces(), verb.id, verb.tenant)
-        with self._forgetting(space.tenant, space.digest) as lines:
+        with self._forgetting(space.tenant, space.digest) as left:
             blocks = self._store.core.drop(space.number, checked_seconds(verb.seconds))
-        return m.Counted(blocks, " ".join(lines))
+        return left.counted(blocks)
 
-    def _forgetting(self, tenant: bytes, digest: bytes = b"") -> AbstractContextManager[list[str]]:
-        return self._couriers.forgetting(tenant, digest) if self._couriers is not None else nullcontext([])
+    def _forgetting(self, tenant: bytes, digest: bytes = b"") -> AbstractContextManager[LeftElsewhere]:
+        return self._couriers.forgetting(tenant, digest) if self._couriers is not None else nullcontext(LeftElsewhere())
 
     def _purge(self, verb: m.Purge) -> m.Counted:
         seconds, tenant = checked_seconds(verb.seconds), self._store.keys.known(verb.tenant).tenant
-        with self._forgetting(tenant) as lines:
+        with self._forgetting(tenant) as left:
             keys, blocks = self._store.purge(verb.tenant, seconds)
         self._door.disconnect(keys.tenant)
         if self._told is not None:
             self._told.forget(keys.tenant, verb.tenant)
         if self._prefixes is not None:
             self._prefixes.forget(keys.tenant)
-        return m.Counted(blocks, " ".join(lines))
+        return left.counted(blocks)
 
     # Recording -----------------------------------------------------------------------------------------------------
 

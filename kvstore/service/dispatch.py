@@ -521,10 +521,10 @@ class Handlers:
         verb = msgspec.structs.replace(verb, seconds=checked_seconds(verb.seconds))
         if self.parking.elsewhere is None:
             return self._store.handle(caller, verb)
-        with self.parking.elsewhere.forgetting(caller.keys.tenant, self._store.namespace_of(number).digest()) as lines:
+        with self.parking.elsewhere.forgetting(caller.keys.tenant, self._store.namespace_of(number).digest()) as left:
             dropped = self._store.handle(caller, verb)
         assert isinstance(dropped, m.Counted)
-        return m.Counted(dropped.blocks, " ".join(lines))
+        return left.counted(dropped.blocks)
 
     def _locate(self, caller: ClientState, verb: m.Locate) -> Response | m.Answer:
         _check_asked(caller, verb.namespace, verb.keys)

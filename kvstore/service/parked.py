@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Protocol
 
@@ -34,6 +34,19 @@ class ParkedLocate:
 
     answer: m.Located | None = None
     tell: Callable[[ParkedLocate], object] = lambda one: None
+
+
+@dataclass(eq=False, slots=True)
+class LeftElsewhere:
+    """What others may still hold of what was dropped here. line: for people, empty if it is nothing. not_reached: as in
+    `Counted`."""
+
+    line: str = ""
+    not_reached: list[tuple[str, str]] = field(default_factory=list)
+
+    def counted(self, blocks: int) -> m.Counted:
+        """The answer to a drop or a purge of so many blocks here."""
+        return m.Counted(blocks, self.line, self.not_reached)
 
 
 Parked = ParkedAwait | ParkedLocate
@@ -88,9 +101,9 @@ class Elsewhere(Protocol):
         """A connection is gone."""
         ...
 
-    def forgetting(self, tenant: bytes, digest: bytes) -> AbstractContextManager[list[str]]:
-        """A context in which a namespace, or all of a tenant's, are dropped: for a purge other nodes are told before,
-        for a drop after. It yields a line on what they still hold."""
+    def forgetting(self, tenant: bytes, digest: bytes) -> AbstractContextManager[LeftElsewhere]:
+        """A context in which a namespace, or all of a tenant's, are dropped: for a purge couriers are asked before, for
+        a drop after. It yields what others may still hold, complete when it ends."""
         ...
 
 

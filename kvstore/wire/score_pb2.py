@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvstore.wire import store_pb2 as kvstore_dot_wire_dot_store__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvstore/wire/score.proto\x12\nkvstore.v1\x1a\x18kvstore/wire/store.proto\"\x83\x01\n\x0cScoreRequest\x12\x13\n\tnamespace\x18\x01 \x01(\tH\x00\x12\x0f\n\x05model\x18\x02 \x01(\tH\x00\x12\"\n\x06prompt\x18\x03 \x01(\x0b\x32\x12.kvstore.v1.Prompt\x12\r\n\x05nodes\x18\x04 \x03(\tB\x14\n\x12namespace_or_modelJ\x04\x08\x05\x10\x08\"t\n\rScoreResponse\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x14\n\x0c\x62lock_tokens\x18\x02 \x01(\r\x12\x14\n\x0c\x61sked_tokens\x18\x03 \x01(\x04\x12$\n\x05nodes\x18\x04 \x03(\x0b\x32\x15.kvstore.v1.NodeScore\"\xb7\x01\n\tNodeScore\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x38\n\nhit_tokens\x18\x02 \x03(\x0b\x32$.kvstore.v1.NodeScore.HitTokensEntry\x12\x19\n\x0cload_seconds\x18\x03 \x01(\x01H\x00\x88\x01\x01\x1a\x30\n\x0eHitTokensEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x42\x0f\n\r_load_secondsJ\x04\x08\x04\x10\x08\x32\x45\n\x05Score\x12<\n\x05Score\x12\x18.kvstore.v1.ScoreRequest\x1a\x19.kvstore.v1.ScoreResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvstore/wire/score.proto\x12\nkvstore.v1\x1a\x18kvstore/wire/store.proto\"\x83\x01\n\x0cScoreRequest\x12\x13\n\tnamespace\x18\x01 \x01(\tH\x00\x12\x0f\n\x05model\x18\x02 \x01(\tH\x00\x12\"\n\x06prompt\x18\x03 \x01(\x0b\x32\x12.kvstore.v1.Prompt\x12\r\n\x05nodes\x18\x04 \x03(\tB\x14\n\x12namespace_or_modelJ\x04\x08\x05\x10\x08\"\xa0\x01\n\rScoreResponse\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x14\n\x0c\x62lock_tokens\x18\x02 \x01(\r\x12\x14\n\x0c\x61sked_tokens\x18\x03 \x01(\x04\x12$\n\x05nodes\x18\x04 \x03(\x0b\x32\x15.kvstore.v1.NodeScore\x12\x12\n\nis_partial\x18\x05 \x01(\x08\x12\x16\n\x0epartial_detail\x18\x06 \x01(\t\"\xb7\x01\n\tNodeScore\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x38\n\nhit_tokens\x18\x02 \x03(\x0b\x32$.kvstore.v1.NodeScore.HitTokensEntry\x12\x19\n\x0cload_seconds\x18\x03 \x01(\x01H\x00\x88\x01\x01\x1a\x30\n\x0eHitTokensEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x42\x0f\n\r_load_secondsJ\x04\x08\x04\x10\x08\x32\x45\n\x05Score\x12<\n\x05Score\x12\x18.kvstore.v1.ScoreRequest\x1a\x19.kvstore.v1.ScoreResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,12 +36,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_NODESCORE_HITTOKENSENTRY']._serialized_options = b'8\001'
   _globals['_SCOREREQUEST']._serialized_start=67
   _globals['_SCOREREQUEST']._serialized_end=198
-  _globals['_SCORERESPONSE']._serialized_start=200
-  _globals['_SCORERESPONSE']._serialized_end=316
-  _globals['_NODESCORE']._serialized_start=319
-  _globals['_NODESCORE']._serialized_end=502
-  _globals['_NODESCORE_HITTOKENSENTRY']._serialized_start=431
-  _globals['_NODESCORE_HITTOKENSENTRY']._serialized_end=479
-  _globals['_SCORE']._serialized_start=504
-  _globals['_SCORE']._serialized_end=573
+  _globals['_SCORERESPONSE']._serialized_start=201
+  _globals['_SCORERESPONSE']._serialized_end=361
+  _globals['_NODESCORE']._serialized_start=364
+  _globals['_NODESCORE']._serialized_end=547
+  _globals['_NODESCORE_HITTOKENSENTRY']._serialized_start=476
+  _globals['_NODESCORE_HITTOKENSENTRY']._serialized_end=524
+  _globals['_SCORE']._serialized_start=549
+  _globals['_SCORE']._serialized_end=618
 # @@protoc_insertion_point(module_scope)

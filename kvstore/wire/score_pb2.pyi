@@ -20,16 +20,20 @@ class ScoreRequest(_message.Message):
     def __init__(self, namespace: _Optional[str] = ..., model: _Optional[str] = ..., prompt: _Optional[_Union[_store_pb2.Prompt, _Mapping]] = ..., nodes: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ScoreResponse(_message.Message):
-    __slots__ = ("namespace", "block_tokens", "asked_tokens", "nodes")
+    __slots__ = ("namespace", "block_tokens", "asked_tokens", "nodes", "is_partial", "partial_detail")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ASKED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
+    IS_PARTIAL_FIELD_NUMBER: _ClassVar[int]
+    PARTIAL_DETAIL_FIELD_NUMBER: _ClassVar[int]
     namespace: str
     block_tokens: int
     asked_tokens: int
     nodes: _containers.RepeatedCompositeFieldContainer[NodeScore]
-    def __init__(self, namespace: _Optional[str] = ..., block_tokens: _Optional[int] = ..., asked_tokens: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[NodeScore, _Mapping]]] = ...) -> None: ...
+    is_partial: bool
+    partial_detail: str
+    def __init__(self, namespace: _Optional[str] = ..., block_tokens: _Optional[int] = ..., asked_tokens: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[NodeScore, _Mapping]]] = ..., is_partial: _Optional[bool] = ..., partial_detail: _Optional[str] = ...) -> None: ...
 
 class NodeScore(_message.Message):
     __slots__ = ("node", "hit_tokens", "load_seconds")

@@ -244,12 +244,12 @@ class _Verbs:
     def __init__(self) -> None:
         self.purged: list[str] = []
 
-    def drop(self, tenant: str, namespace: str) -> int:
+    def drop(self, tenant: str, namespace: str) -> tuple[int, str]:
         raise OSError("the disk is on fire")
 
-    def purge(self, tenant: str) -> int:
+    def purge(self, tenant: str) -> tuple[int, str]:
         self.purged.append(tenant)
-        return 7
+        return 7, "2 other nodes were not reached" if tenant == "b" else ""
 
     def warm(self, tenant: str, namespace: str, prompts: str) -> tuple[int, str]:
         return 0, ""
@@ -263,13 +263,22 @@ def test_tickets_are_good_once_for_a_while_and_few(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="ticket"):
         actions.act(PurgeOrder(first, "a", "a"), "me")
     clock.now = TICKET_SECONDS - 1
-    assert actions.act(PurgeOrder(tickets[0], "a", "a"), "me").blocks == 7
+    done = actions.act(PurgeOrder(tickets[0], "a", "a"), "me")
+    assert (done.blocks, done.text) == (7, "tenant a is purged; it had 7 readable blocks")
     with pytest.raises(BadInput, match="ticket"):
         actions.act(PurgeOrder(tickets[0], "a", "a"), "me")
     clock.now = TICKET_SECONDS
     with pytest.raises(BadInput, match="ticket"):
         actions.act(PurgeOrder(tickets[1], "a", "a"), "me")
     assert verbs.purged == ["a"]
+
+
+def test_what_others_may_still_have_is_told_and_noted_down(tmp_path: Path) -> None:
+    log = AuditLog(AuditFile(tmp_path / "audit"))
+    actions = OperatorActions(_Verbs(), log, _Clock(), os.urandom)
+    done = actions.act(PurgeOrder(actions.ticket().ticket, "b", "b"), "me")
+    text = "tenant b is purged; it had 7 readable blocks; elsewhere: 2 other nodes were not reached"
+    assert (done.text, log.entries()[0].text) == (text, text)
 
 
 def test_the_file_is_bounded_and_what_is_in_it_comes_back(tmp_path: Path) -> None:

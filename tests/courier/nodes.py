@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -34,6 +35,7 @@ LAYOUT = small_layout()
 BLOCK_TOKENS = 64
 MOST_BLOCKS = 48
 SOON = 60.0
+HOST_CLOCK = Path(__file__).resolve().parent / "host_clock"
 
 
 def free_port() -> int:
@@ -51,6 +53,43 @@ def pages_of(number: int) -> Any:
     return random_pages(LAYOUT, MOST_BLOCKS, seed=number)
 
 
+FLAGS = """
+import json, sys
+from pathlib import Path
+from kvstore.cli.main import _network_flags
+from kvstore.service.settings import read_configuration, read_settings
+settings = read_settings(read_configuration(Path(sys.argv[1])))
+print(json.dumps(["--observe-socket", settings.observe_socket, *_network_flags(settings)]))
+"""
+
+
+def of_tree(tree: Path | None, more: dict[str, str] | None = None) -> dict[str, Any]:
+    """Where a command runs, and with which environment, so that it runs these sources; None: those under test. `python
+    -m` looks in the folder that it runs in first."""
+    given = {**ENVIRONMENT, **(more or {})}
+    if tree is None:
+        return {"env": given}
+    paths = (tree, tree / "kernels", tree / "tests")
+    return {"env": {**given, "PYTHONPATH": os.pathsep.join(map(str, paths))}, "cwd": tree}
+
+
+class HostClock:
+    """The wall clock of a node, which can be set. environment: of the node's processes."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.ahead_seconds = 0
+        path.write_bytes(bytes(8))
+        paths = os.pathsep.join([str(HOST_CLOCK), ENVIRONMENT["PYTHONPATH"]])
+        self.environment = {"KV_TEST_CLOCK": str(path), "PYTHONPATH": paths}
+
+    def set(self, ahead_seconds: int) -> None:
+        """Relative to the clock of this machine; at once, also for processes that run."""
+        self.ahead_seconds = ahead_seconds
+        with self._path.open("r+b") as file:
+            file.write(struct.pack("=q", ahead_seconds))
+
+
 @dataclass
 class Got:
     """What an engine got of a prompt. located: what it was told is elsewhere."""
@@ -65,7 +104,9 @@ class Got:
 
 @dataclass
 class Node:
-    """One of them. python: that has its packages."""
+    """One of them. python: that has its packages. tenants: besides the one at its door, each at a socket of its own.
+    environment: of its processes, besides that of all. sidecar_tree, network_tree: the sources of another version that
+    the process runs."""
 
     folder: Path
     keys: Path | None
@@ -81,12 +122,17 @@ class Node:
     network: subprocess.Popen[str] | None = None
     host: str = "127.0.0.1"
     python: str = sys.executable
+    tenants: Sequence[str] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+    sidecar_tree: Path | None = None
+    network_tree: Path | None = None
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.socket = self.folder / "kv" / "kvstore.sock"
         self.tokens = self.folder / "tokens"
-        self.tokens.write_text(f"{OPERATOR_TOKEN}\ndefault {token_of('default')}\n")
+        tokens = [f"{name} {token_of(name)}" for name in ("default", *self.tenants)]
+        self.tokens.write_text("\n".join([OPERATOR_TOKEN, *tokens]) + "\n")
         self.config = self.folder / "kvstore.toml"
         lines = [
             "[store]",
@@ -99,6 +145,8 @@ class Node:
         ]
         if self.keys is not None:
             lines += ["[keys]", f'directory = "{self.keys}"']
+        for name in self.tenants:
+            lines += [f"[tenants.{name}]", f'socket = "{self.socket_of(name)}"']
         if self.network_settings:
             given = {"listen": self.address, "token_file": str(self.tokens), **self.network_settings}
             given.setdefault("pull", f"{self.host}:{self.pull_port}")
@@ -106,6 +154,9 @@ class Node:
         if self.remote_settings:
             lines += ["[remote]", *(f"{key} = {json.dumps(value)}" for key, value in self.remote_settings.items())]
         self.config.write_text("\n".join(lines) + "\n")
+
+    def socket_of(self, tenant: str) -> Path:
+        return self.socket if tenant == "default" else self.folder / "kv" / f"{tenant}.sock"
 
     @property
     def address(self) -> str:
@@ -117,10 +168,15 @@ class Node:
             self.start_network()
 
     def start_sidecar(self) -> None:
-        self.sidecar = self._run("sidecar", "serve", "--json", "--config", str(self.config))
+        self.sidecar = self._run("sidecar", self.sidecar_tree, "serve", "--json", "--config", str(self.config))
 
     def network_flags(self) -> list[str]:
-        """As the keeper makes them."""
+        """As the keeper makes them, which is of the version of the network process."""
+        if self.network_tree is not None:
+            command = [self.python, "-c", FLAGS, str(self.config)]
+            done = subprocess.run(command, capture_output=True, text=True, **of_tree(self.network_tree))
+            assert done.returncode == 0, done.stderr
+            return list(json.loads(done.stdout))
         from kvstore.cli.main import _network_flags
         from kvstore.service.settings import read_configuration, read_settings
 
@@ -128,20 +184,26 @@ class Node:
         return ["--observe-socket", settings.observe_socket, *_network_flags(settings)]
 
     def start_network(self) -> None:
-        self.network = self._run("network", "network", "--json", *self.network_flags())
+        self.network = self._run("network", self.network_tree, "network", "--json", *self.network_flags())
 
-    def _run(self, name: str, *arguments: str) -> subprocess.Popen[str]:
+    def _run(self, name: str, tree: Path | None, *arguments: str) -> subprocess.Popen[str]:
+        where = of_tree(tree, self.environment)
         with (self.folder / f"{name}.log").open("a") as log:
             process = subprocess.Popen(
                 [*self.wrap, self.python, "-m", "kvstore", *arguments],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env=ENVIRONMENT,
+                **where,
             )
         assert process.stdout is not None
-        line = process.stdout.readline()
-        assert line, (self.folder / f"{name}.log").read_text()[-3000:]
+        is_there = False
+        try:
+            is_there = bool(process.stdout.readline())
+        finally:
+            if not is_there:
+                process.kill()
+        assert is_there, (self.folder / f"{name}.log").read_text()[-3000:]
         return process
 
     def kill_network(self, how: signal.Signals = signal.SIGKILL) -> None:
@@ -166,11 +228,11 @@ class Node:
 
     # What an engine does ---------------------------------------------------------------------------------------------
 
-    def open(self) -> Any:
-        return patient(kvstore.open(f"unix:{self.socket}", engine="test"))
+    def open(self, tenant: str = "default") -> Any:
+        return patient(kvstore.open(f"unix:{self.socket_of(tenant)}", engine="test"))
 
-    def put(self, number: int, blocks: int = 20) -> None:
-        with self.open() as store:
+    def put(self, number: int, blocks: int = 20, tenant: str = "default") -> None:
+        with self.open(tenant) as store:
             handle = store.namespace(model=MODEL, layout=LAYOUT)
             result = handle.put(prompt(number, blocks), pages_of(number))
             assert result.reason is None, result
@@ -184,11 +246,23 @@ class Node:
         finally:
             wire.close()
 
+    def space(self) -> str:
+        """The id of its namespace, once observers are told of it: they are told now and then."""
+        wait_until(lambda: bool(self.stat()["namespaces"]))
+        return str(self.stat()["namespaces"][0]["digest"])
+
     def get(self, number: int, blocks: int = 20, seconds: float = 10.0, locates: float = 10.0) -> Got:
         """As an engine gets a prompt: what is elsewhere is asked for until something is, then awaited, then leased and
         compared with what was put."""
         with Asker(self) as asker:
             return asker.get(number, blocks, seconds, locates)
+
+    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """`kvstore` for this node's operator."""
+        command = [self.python, "-m", "kvstore", *arguments, "--data", str(self.folder / "kv")]
+        done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=SOON)
+        assert done.returncode == 0, done.stderr
+        return done
 
     def log(self) -> str:
         return "".join(path.read_text() for path in sorted(self.folder.glob("*.log")))
@@ -264,10 +338,10 @@ class Asker:
         return Got(got // BLOCK_TOKENS, tiers, located, awaited, took, is_right)
 
 
-def make_keys(folder: Path, python: str = sys.executable) -> Path:
+def make_keys(folder: Path, python: str = sys.executable, tenants: Sequence[str] = ()) -> Path:
     """Secrets that nodes share."""
     keys = folder / "keys"
-    command = [python, "-m", "kvstore", "keys", "init", str(keys), "default"]
+    command = [python, "-m", "kvstore", "keys", "init", str(keys), "default", *tenants]
     done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
     return keys
@@ -283,7 +357,7 @@ def pool(
     **options: Any,
 ) -> Iterator[list[Node]]:
     """network: settings of all. static: each is told of the others."""
-    keys = make_keys(folder, options.get("python", sys.executable))
+    keys = make_keys(folder, options.get("python", sys.executable), options.get("tenants", ()))
     ports = [free_port() for _ in range(nodes)]
     made = []
     for at, port in enumerate(ports):

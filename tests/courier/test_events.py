@@ -1,5 +1,6 @@
 """Three nodes in network namespaces, a directory and a remote tier in namespaces of their own, certificates, sealing,
-and random events. Nothing wrong is ever served, no wait is longer than its time, and in the end all is as before."""
+clocks an hour apart, and random events. Nothing wrong is ever served, no wait is longer than its time, and in the end
+all is as before."""
 
 from __future__ import annotations
 
@@ -22,10 +23,11 @@ pytest.importorskip("valkey", reason="valkey is not installed (extra: valkey)")
 pytest.importorskip("cryptography", reason="cryptography is not installed (extra: tls)")
 
 from courier.namespaces import Rack, rack
-from courier.nodes import Asker, Node, make_keys, wait_for_peers
+from courier.nodes import Asker, HostClock, Node, make_keys, wait_for_peers
 from kvstore.block.errors import StoreError
 from kvstore.client.framing import TimedOut
 from kvstore.pool.directory import NODE_SECONDS
+from kvstore.protocol import messages as m
 from valkey_server import server_binary
 from waiting import wait_until
 
@@ -33,6 +35,8 @@ CERTIFICATES = Path(__file__).resolve().parents[2] / "deploy" / "compose" / "cer
 NODES, DIRECTORY, REMOTE = 3, 3, 4
 BLOCKS, PROMPTS = 24, 12
 WAIT_SECONDS = 0.8
+APART = (0, 3600, -3600)
+"""By how many seconds the nodes' wall clocks are ahead; a node's may be set to any of these while it runs."""
 LATE_SECONDS = 0.1
 """That an await may be longer than its time, as the sidecar's own clock has it; and for a machine that is busy:"""
 BUSY_SECONDS = 2.0
@@ -69,6 +73,7 @@ class World:
     rack: Rack
     nodes: list[Node]
     valkeys: list[Valkey]
+    clocks: list[HostClock]
     stored: dict[int, int] = field(default_factory=dict)  # prompt > a node that stored it
     waits: list[float] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
@@ -86,9 +91,11 @@ def world(folder: Path) -> Iterator[World]:
             options = ("--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru")
             valkeys.append(Valkey(folder / f"v{at}", made.wrap(at), made.address(at), *options))
             stack.callback(valkeys[-1].kill)
-        nodes = []
+        nodes, clocks = [], []
         for at in range(NODES):
             pki = folder / "pki"
+            clocks.append(HostClock(folder / f"clock{at}"))
+            clocks[at].set(APART[at])
             network = {
                 "directory": f"valkey://{made.address(DIRECTORY)}:6379",
                 "certificate": str(pki / f"n{at}" / "node.pem"),
@@ -97,7 +104,14 @@ def world(folder: Path) -> Iterator[World]:
             }
             remote = {"url": f"valkey://{made.address(REMOTE)}:6379", "writes": "learned"}
             one = Node(
-                folder / f"n{at}", keys, network, remote, host=made.address(at), wrap=made.wrap(at), dram="16MiB"
+                folder / f"n{at}",
+                keys,
+                network,
+                remote,
+                host=made.address(at),
+                wrap=made.wrap(at),
+                dram="16MiB",
+                environment=clocks[at].environment,
             )
             (one.folder / "kv").mkdir(mode=0o700)
             shutil.copy(pki / f"n{at}" / "node", one.folder / "kv" / "node")
@@ -108,7 +122,7 @@ def world(folder: Path) -> Iterator[World]:
             for one in nodes:
                 one.start()
             wait_for_peers(nodes, NODES - 1)
-            yield World(made, nodes, valkeys)
+            yield World(made, nodes, valkeys, clocks)
         except BaseException:
             for one in nodes:
                 print(f"--- {one.folder.name}\n{one.log()[-3000:]}")
@@ -132,6 +146,7 @@ def happen(this: World, rng: random.Random) -> str:
         ("cut", lambda: this.rack.cut(rng.randrange(NODES + 2))),
         ("cut one way", lambda: this.rack.cut_one_way(node, rng.choice([x for x in range(NODES + 2) if x != node]))),
         ("throttled", lambda: this.rack.throttle(rng.randrange(NODES + 2))),
+        ("clock set", lambda: this.clocks[node].set(rng.choice(APART))),
         ("healed", this.rack.heal),
         ("healed", this.rack.heal),
     ]
@@ -177,8 +192,9 @@ def ask(this: World, rng: random.Random) -> None:
             this.stored[number] = at
             this.counts["put"] += 1
             return
+        ticket = ticket_of(this, number) if rng.random() < 0.25 else ""
         with Asker(node) as asker:
-            got = asker.get(number, BLOCKS, WAIT_SECONDS, locates=0.3)
+            got = asker.get(number, BLOCKS, WAIT_SECONDS, 0.3, ticket)
     except (StoreError, TimedOut, AssertionError, OSError) as error:
         if isinstance(error, AssertionError) and not is_asleep(node) and node.sidecar.poll() is None:
             raise
@@ -193,10 +209,28 @@ def ask(this: World, rng: random.Random) -> None:
         assert got.seconds < WAIT_SECONDS + BUSY_SECONDS, got
 
 
+def ticket_of(this: World, number: int) -> str:
+    """As the node makes one that stored the prompt, by its own clock."""
+    giver = this.nodes[this.stored[number]]
+    if is_asleep(giver):
+        return ""
+    with Asker(giver) as asker:
+        this.counts["ticket"] += 1
+        sealed: m.Sealed = asker._ask(m.SealTicket(asker.number, asker.hashed(number, BLOCKS).keys, 60.0), m.Sealed)
+        return sealed.ticket
+
+
+def check_clocks(this: World) -> None:
+    """The processes go by the clocks that their nodes have."""
+    for node, clock in zip(this.nodes, this.clocks, strict=True):
+        wait_until(lambda: abs(node.stat()["at"] - time.time() - clock.ahead_seconds) < 600)  # noqa: B023
+
+
 def run(folder: Path, events: int, seed: int) -> None:
     print(f"seed {seed}")
     rng = random.Random(seed)
     with world(folder) as this:
+        check_clocks(this)
         for number in range(PROMPTS // 2):
             this.nodes[number % NODES].put(number, BLOCKS)
             this.stored[number] = number % NODES
@@ -207,6 +241,8 @@ def run(folder: Path, events: int, seed: int) -> None:
                 ask(this, rng)
         wake(all_of_them=True)
         this.rack.heal()
+        for clock, ahead in zip(this.clocks, rng.sample(APART, NODES), strict=True):
+            clock.set(ahead)
         healed_at = time.monotonic()
         for number in range(PROMPTS):
             this.nodes[0].put(number, BLOCKS)
@@ -223,6 +259,7 @@ def run(folder: Path, events: int, seed: int) -> None:
         print(f"events {dict(what)}; {dict(this.counts)}; {len(this.waits)} awaits, {late} late by more than 100 ms,"
               f" at most {max(this.waits, default=0.0):.3f}; served again after {took:.1f} s")  # fmt: skip
         assert took < NODE_SECONDS + 5 + BUSY_SECONDS * PROMPTS, "hit rates come back"
+        check_clocks(this)
         for one in this.nodes:
             wait_until(lambda: one.stat()["elsewhere"]["kept_bytes"] == 0 and not one.stat()["elsewhere"]["fetching"])  # noqa: B023
 

@@ -127,6 +127,27 @@ def test_without_a_directory_every_node_works_alone(healed: list[Node], director
     wait_until(lambda: not any("directory" in line for line in healed[2].stat()["elsewhere"]["reasons"]))
 
 
+def test_a_drop_names_the_nodes_that_it_does_not_reach(healed: list[Node], directory: ValkeyServer) -> None:
+    """And says that it cannot name them all while the directory does not answer."""
+    import json
+
+    healed[0].put(60)
+    space = healed[0].space()
+    others = {(one.stat()["node"], one.address) for one in healed[1:]}
+
+    def drop() -> tuple[set[tuple[str, str]], str]:
+        told = json.loads(healed[0].command("drop", space, "--json").stdout)
+        return {(one["node"], one["address"]) for one in told["not_reached"]}, told["elsewhere"]
+
+    nodes, line = drop()
+    assert nodes == others and line.startswith("2 other nodes were not reached"), line
+    assert "directory" not in line
+    directory.kill()
+    wait_until(lambda: not [one for one in healed[0].stat()["elsewhere"]["sources"] if one["kind"] == "peer"])
+    nodes, line = drop()
+    assert not nodes and "the directory does not answer" in line and "not all known" in line
+
+
 def test_a_holder_that_stops_costs_its_waiters_no_more_than_their_time(healed: list[Node]) -> None:
     healed[0].put(20)
     with Asker(healed[1]) as asker:

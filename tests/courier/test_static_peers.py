@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import shutil
 import socket
@@ -12,7 +13,7 @@ import pytest
 
 grpc = pytest.importorskip("grpc", reason="grpcio is not installed (extra: server)")
 
-from courier.nodes import Asker, Node, free_port, pool, wait_for_peers  # noqa: E402
+from courier.nodes import Asker, Node, free_port, make_keys, pool, wait_for_peers  # noqa: E402
 from kvstore.block.identity import Namespace  # noqa: E402
 from kvstore.courier.asking import Dialled, PeerAway  # noqa: E402
 from kvstore.network.dialling import GrpcPeers  # noqa: E402
@@ -196,3 +197,40 @@ def test_what_cannot_be_is_one_clear_line(tmp_path: Path, flags: list[str], word
     if "--listen" in flags:
         given = [one for at, one in enumerate(given) if "--listen" not in (one, given[at - 1])]
     assert words in fails(*given, *flags)
+
+
+@SLOW
+def test_a_drop_and_a_purge_name_every_node_that_they_do_not_reach(tmp_path: Path) -> None:
+    """Those of `network.peers` that are down too: an operator has to go there all the same."""
+    away = free_port()
+    ports = [free_port(), free_port()]
+    keys = make_keys(tmp_path, tenants=("second",))
+    nodes = []
+    for at in range(2):
+        peers = [f"127.0.0.1:{one}" for one in (ports[1 - at], away)]
+        nodes.append(Node(tmp_path / f"n{at}", keys, {"peers": peers}, {}, port=ports[at], tenants=("second",)))
+    here, there = nodes
+    try:
+        for one in nodes:
+            one.start()
+        wait_for_peers(nodes, 1)
+        for tenant in ("default", "second"):
+            there.put(1, BLOCKS, tenant)
+            here.put(1, BLOCKS, tenant)
+        other = {"node": there.stat()["node"], "address": there.address}
+        down = {"node": "", "address": f"127.0.0.1:{away}"}
+        space = here.space()
+        told = json.loads(here.command("drop", space, "--tenant", "default", "--json").stdout)
+        assert told["blocks"] == BLOCKS and told["not_reached"] == [down, other]
+        assert told["elsewhere"].startswith("2 other nodes were not reached and may have copies")
+        assert there.get(1, BLOCKS).tiers == {"dram": BLOCKS}, "it keeps its own"
+        text = here.command("purge", "second", "--yes").stdout
+        assert f"not reached: {other['node']} at {other['address']}" in text
+        assert f"not reached: unknown node at {down['address']}" in text
+        there.kill_network()
+        wait_until(lambda: not [one for one in here.stat()["elsewhere"]["sources"] if one["kind"] == "peer"])
+        told = json.loads(here.command("drop", space, "--tenant", "default", "--json").stdout)
+        assert told["not_reached"] == [down, other], "it is not forgotten when it is down"
+    finally:
+        for one in nodes:
+            one.close()

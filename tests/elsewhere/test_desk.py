@@ -403,6 +403,14 @@ def test_a_drop_says_what_remains_elsewhere(sidecar: Sidecar) -> None:
             reply = engine.reply()
             assert reply is not None and reply.number == number and isinstance(reply.answer, m.Counted)
             assert says in reply.answer.elsewhere and bool(says) == bool(reply.answer.elsewhere)
+            assert not reply.answer.not_reached
+        for nodes in ([("0a" * 16, "10.0.0.2:7470"), ("", "10.0.0.3:7470")], []):
+            engine.send(m.Drop(engine.space))
+            (asked,) = courier.one().forgets
+            courier.questions(c.QuestionAnswered(asked.number, 0, detail="not reached", not_reached=nodes))
+            reply = engine.reply()
+            assert reply is not None and isinstance(reply.answer, m.Counted)
+            assert reply.answer.not_reached == nodes
         engine.send(m.Drop(engine.space))
         reply = engine.reply()  # a second later
         assert reply is not None and isinstance(reply.answer, m.Counted) and "in time" in reply.answer.elsewhere

@@ -106,6 +106,7 @@ NOT_PUBLISHED = {
     "SidecarStatus.awaits": "of engines on the host; in `kvstore stat --json` and in the metrics",
     "SidecarStatus.elsewhere": "of couriers on the host; in `kvstore stat --json` and in the metrics",
     "Counted.elsewhere": "a line for the operator on the host, who drops and purges there",
+    "Counted.not_reached": "as `elsewhere`",
     "WarmPrompt.line": "the line of a file, which the caller has",
 }
 

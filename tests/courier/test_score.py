@@ -1,0 +1,200 @@
+"""A router asks one node of a pool where a prompt is: each node's blocks and tier, of the caller's tenant alone, and in
+a few milliseconds whatever the directory does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("grpc", reason="grpcio is not installed (extra: server)")
+pytest.importorskip("valkey", reason="valkey is not installed (extra: valkey)")
+
+from courier.nodes import BLOCK_TOKENS, LAYOUT, SOON, Node, pool, prompt, wait_for_peers
+from kvstore.wire import score_pb2, store_pb2
+from network.running import Stubs, beside, grpc, network, token_of
+from valkey_server import ValkeyServer, valkey_server
+from waiting import wait_until
+from workbench import MODEL
+
+TENANTS = ("default", "second")
+BLOCKS = 40
+HINTED = 32
+"""Of those, as whole chunks."""
+QUICK_SECONDS = 1.0
+"""For an answer on a busy machine that waits for no directory."""
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
+    with valkey_server(tmp_path_factory.mktemp("valkey")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory, directory: ValkeyServer) -> Iterator[list[Node]]:
+    network = {"directory": f"valkey+unix:{directory.socket_path}"}
+    with pool(tmp_path_factory.mktemp("pool"), 3, network, tenants=("second",)) as nodes, ExitStack() as stack:
+        for one in nodes:  # each tenant has the namespace on each node
+            for tenant in TENANTS:
+                stack.enter_context(one.open(tenant)).namespace(model=MODEL, layout=LAYOUT)
+        wait_for_peers(nodes, 2)
+        yield nodes
+
+
+def ids_of(nodes: list[Node]) -> list[str]:
+    return [one.stat()["node"] for one in nodes]
+
+
+def ask(
+    node: Node, timeout: float = SOON, tenant: str = "default", nodes: list[str] | None = None, **given: Any
+) -> Any:
+    caller = Stubs(node.address, token_of(tenant))
+    try:
+        request = score_pb2.ScoreRequest(model=MODEL, prompt=store_pb2.Prompt(**given), nodes=nodes or ())
+        return caller.ask(caller.score.Score, request, timeout)
+    finally:
+        caller.close()
+
+
+def told(answer: Any) -> list[tuple[str, dict[str, int]]]:
+    return [(one.node, dict(one.hit_tokens)) for one in answer.nodes]
+
+
+def wait_for_score(node: Node, wanted: list[tuple[str, dict[str, int]]], **given: Any) -> Any:
+    """Until it says that, of all nodes: hints are told a moment after a block is stored."""
+    found: list[Any] = []
+
+    def is_so() -> bool:
+        found.append(ask(node, **given))
+        return not found[-1].is_partial and told(found[-1]) == wanted
+
+    wait_until(is_so)
+    return found[-1]
+
+
+def keys_of(node: Node, number: int, tenant: str = "default") -> bytes:
+    with node.open(tenant) as store:
+        return b"".join(store.namespace(model=MODEL, layout=LAYOUT).hashed(prompt(number, BLOCKS)).keys)
+
+
+def test_each_node_is_scored_by_what_it_has(three: list[Node]) -> None:
+    three[0].put(1, BLOCKS)
+    three[1].put(1, 24)
+    first, second, third = ids_of(three)
+    of_first = (first, {"dram": HINTED * BLOCK_TOKENS})
+    of_second = (second, {"dram": 16 * BLOCK_TOKENS})
+    answer = wait_for_score(three[2], [of_first, of_second], token_ids=prompt(1, BLOCKS))
+    assert answer.asked_tokens == BLOCKS * BLOCK_TOKENS and not answer.partial_detail
+    assert not any(one.HasField("load_seconds") for one in answer.nodes)
+    wait_for_score(three[2], [of_first, of_second], keys=keys_of(three[2], 1))
+    three[2].put(1, BLOCKS)
+    of_third = (third, {"dram": BLOCKS * BLOCK_TOKENS})
+    wait_for_score(three[2], [of_third, of_first, of_second], token_ids=prompt(1, BLOCKS))
+    unknown = "f" * 32
+    named = [second, unknown, third, first]
+    wanted = [of_second, (unknown, {}), of_third, of_first]
+    wait_for_score(three[2], wanted, token_ids=prompt(1, BLOCKS), nodes=named)
+    alone = ask(three[2], token_ids=prompt(1, BLOCKS), nodes=[third])
+    assert told(alone) == [of_third] and not alone.is_partial, "the directory is not asked for this node"
+
+
+def test_a_prompt_that_no_node_has_is_scored_for_none(three: list[Node]) -> None:
+    wait_for_score(three[0], [], token_ids=prompt(2, BLOCKS))
+    three[1].put(2, 7)  # less than a chunk: there are no hints of it
+    wait_for_score(three[0], [], token_ids=prompt(2, 7))
+
+
+@pytest.mark.parametrize("given", ["token_ids", "keys"])
+def test_a_tenant_is_told_of_its_own_blocks_alone(three: list[Node], given: str) -> None:
+    """Also one that has another one's prefix keys: its answer is that of a prompt that no node has."""
+    number = 10 + ["token_ids", "keys"].index(given)
+    three[0].put(number, BLOCKS)
+    first = ids_of(three)[0]
+    asked: dict[str, Any] = {"token_ids": prompt(number, BLOCKS)}
+    if given == "keys":
+        asked = {"keys": keys_of(three[0], number)}
+    wait_for_score(three[2], [(first, {"dram": HINTED * BLOCK_TOKENS})], **asked)
+    for _ in range(20):
+        answer = ask(three[2], tenant="second", **asked)
+        assert told(answer) == []
+    wait_for_score(three[2], [], tenant="second", **asked)
+    three[1].put(number, 16, tenant="second")
+    second = ids_of(three)[1]
+    own = asked if given == "token_ids" else {"keys": keys_of(three[1], number, "second")}
+    wait_for_score(three[2], [(second, {"dram": 16 * BLOCK_TOKENS})], tenant="second", **own)
+    wait_for_score(three[2], [(first, {"dram": HINTED * BLOCK_TOKENS})], **asked)
+
+
+def directory_states(node: Node) -> list[tuple[str, int]]:
+    """As each tenant's courier tells it."""
+    sources = node.stat()["elsewhere"]["sources"]
+    return [(one["state"], one["failures"]) for one in sources if one["kind"] == "directory"]
+
+
+def test_calls_without_time_do_not_spoil_the_directory_for_others(three: list[Node]) -> None:
+    three[0].put(20, BLOCKS)
+    wait_for_score(three[2], [(ids_of(three)[0], {"dram": HINTED * BLOCK_TOKENS})], token_ids=prompt(20, BLOCKS))
+    time.sleep(1.5)  # the courier tells the sidecar once a second
+    before = directory_states(three[2])
+    assert before and all(state == "up" for state, _ in before)
+    caller = Stubs(three[2].address, token_of("default"))
+    request = score_pb2.ScoreRequest(model=MODEL, prompt=store_pb2.Prompt(token_ids=prompt(20, BLOCKS)))
+    late = 0
+    for at in range(200):
+        try:
+            answer = caller.ask(caller.score.Score, request, SOON if not at else 0.001 + 0.006 * (at % 20) / 20)
+        except grpc.RpcError as error:
+            assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            late += 1
+            continue
+        assert answer.is_partial is (at > 0)
+    caller.close()
+    print("calls without an answer", late)
+    time.sleep(1.5)
+    assert directory_states(three[2]) == before
+
+
+@pytest.mark.parametrize("way", ["killed", "stopped"])
+def test_without_a_directory_the_own_node_is_scored_and_the_answer_says_that_it_is_partial(
+    three: list[Node], directory: ValkeyServer, way: str
+) -> None:
+    number = 30 + ["killed", "stopped"].index(way)
+    three[0].put(number, BLOCKS)
+    three[2].put(number, 24)
+    first, _, third = ids_of(three)
+    of_third, of_first = (third, {"dram": 24 * BLOCK_TOKENS}), (first, {"dram": HINTED * BLOCK_TOKENS})
+    wait_for_score(three[2], [of_first, of_third], token_ids=prompt(number, BLOCKS))
+    (directory.kill if way == "killed" else directory.stop)()
+    try:
+        for given in ({}, {"nodes": [third, first]}):
+            began_at = time.monotonic()
+            answer = ask(three[2], token_ids=prompt(number, BLOCKS), **given)
+            assert time.monotonic() - began_at < QUICK_SECONDS
+            assert answer.is_partial and "directory" in answer.partial_detail
+            assert str(directory.port) not in answer.partial_detail, "where it is does not concern a tenant"
+            assert told(answer) == [of_third, *([(first, {})] if given else [])]
+        alone = ask(three[2], token_ids=prompt(number, BLOCKS), nodes=[third])
+        assert told(alone) == [of_third] and not alone.is_partial
+    finally:
+        (directory.start if way == "killed" else directory.go_on)()
+    wait_for_score(three[2], [of_first, of_third], token_ids=prompt(number, BLOCKS))
+
+
+def test_where_other_nodes_are_not_known_only_a_question_that_names_some_is_partial(tmp_path: Path) -> None:
+    alone = Node(tmp_path / "alone", None, {}, {})
+    alone.start_sidecar()
+    try:
+        alone.put(1, BLOCKS)
+        with network(*beside(alone.folder / "kv", alone.tokens, alone.address)):
+            of_own = (alone.stat()["node"], {"dram": BLOCKS * BLOCK_TOKENS})
+            answer = ask(alone, token_ids=prompt(1, BLOCKS))
+            assert told(answer) == [of_own] and not answer.is_partial and not answer.partial_detail
+            answer = ask(alone, token_ids=prompt(1, BLOCKS), nodes=["0" * 32, of_own[0]])
+            assert told(answer) == [("0" * 32, {}), of_own] and answer.is_partial and answer.partial_detail
+    finally:
+        alone.close()

@@ -1,0 +1,135 @@
+"""What a router's question asks of the directory: nothing where there is no time or no need, and never for longer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import pytest
+
+pytest.importorskip("grpc", reason="grpcio is not installed (extra: server)")
+
+from kvstore.block.account import HitTier
+from kvstore.block.identity import PrefixHasher
+from kvstore.network.links import CallTime, OpenSpace, TenantLink
+from kvstore.network.services import (
+    ELSEWHERE_SECONDS,
+    MOST_NODES,
+    DoorCall,
+    DoorCaller,
+    HeldElsewhere,
+    ScoreService,
+)
+from kvstore.network.watch import StatusWatch
+from kvstore.protocol.replies import MatchReply
+from kvstore.wire import score_pb2, store_pb2
+from tiering.clock import SystemClock
+
+OWN, OTHER = "0" * 32, "f" * 32
+SPACE = OpenSpace(cast(Any, None), "ab" * 32, 1, 64, PrefixHasher(bytes(32), 64))
+KEYS = [index.to_bytes(32, "big") for index in range(20)]
+
+
+class OwnBlocks:
+    """A tenant's link to a node that has so many blocks of any prompt."""
+
+    tenant = "team"
+
+    def __init__(self, blocks: int) -> None:
+        self._blocks = blocks
+
+    def again(self, work: Callable[[], Any]) -> Any:
+        return work()
+
+    def node(self, time: CallTime) -> str:
+        return OWN
+
+    def space(self, wanted: str, time: CallTime) -> OpenSpace:
+        return SPACE
+
+    def match(self, space: OpenSpace, keys: Sequence[bytes], time: CallTime) -> MatchReply:
+        blocks = min(self._blocks, len(keys))
+        return MatchReply(blocks, tiers=((HitTier.DRAM, blocks),) if blocks else ())
+
+
+class NoRates:
+    def load_rates(self, tenant: str, namespace: str) -> Mapping[str, float]:
+        return {"dram": 640.0}
+
+
+class Elsewhere:
+    """`Others`: says the same of every prompt."""
+
+    def __init__(self, holding: dict[str, tuple[int, str]], left_out: str = "") -> None:
+        self.answer = HeldElsewhere(holding, left_out)
+        self.asked: list[tuple[str, str, int, float, bool]] = []
+
+    def holding(
+        self, tenant: str, namespace: str, keys: Sequence[bytes], seconds: float, *, are_own: bool
+    ) -> HeldElsewhere:
+        self.asked.append((tenant, namespace, len(keys), seconds, are_own))
+        return self.answer
+
+
+def scored(
+    others: Elsewhere | None,
+    seconds: float = 1.0,
+    own: int = 3,
+    keys: Sequence[bytes] = KEYS,
+    nodes: Sequence[str] = (),
+) -> Any:
+    clock = SystemClock()
+    time = CallTime(clock, clock.monotonic_seconds() + seconds)
+    call = DoorCall(DoorCaller("team"), time, cast(TenantLink, OwnBlocks(own)))
+    prompt = store_pb2.Prompt(keys=b"".join(keys))
+    service = ScoreService(cast(StatusWatch, NoRates()), others)
+    return service.Score(score_pb2.ScoreRequest(namespace="ab", prompt=prompt, nodes=nodes), call)
+
+
+def test_the_directory_has_one_deadline_and_is_told_whose_keys_they_are() -> None:
+    others = Elsewhere({OTHER: (16, "nvme")}, "some reason")
+    answer = scored(others)
+    assert others.asked == [("team", SPACE.id, len(KEYS), ELSEWHERE_SECONDS, False)]
+    assert [(one.node, dict(one.hit_tokens)) for one in answer.nodes] == [
+        (OTHER, {"nvme": 16 * 64}), (OWN, {"dram": 3 * 64}),
+    ]  # fmt: skip
+    assert [one.HasField("load_seconds") for one in answer.nodes] == [False, True], "this node's engines load at 640/s"
+    assert (answer.is_partial, answer.partial_detail) == (True, "some reason")
+
+
+@pytest.mark.parametrize("seconds", [1.9 * ELSEWHERE_SECONDS, ELSEWHERE_SECONDS / 2])
+def test_a_call_with_little_time_left_does_not_ask_it(seconds: float) -> None:
+    """Three look-ups that are cut short would stop all tenants from asking."""
+    others = Elsewhere({OTHER: (16, "dram")})
+    answer = scored(others, seconds)
+    assert not others.asked and answer.is_partial and "deadline" in answer.partial_detail
+    assert [one.node for one in answer.nodes] == [OWN]
+
+
+@pytest.mark.parametrize(
+    ("keys", "nodes", "is_asked"),
+    [(KEYS, [OWN], False), (KEYS, [OWN, OTHER], True), (KEYS, [], True), ([], [], False), ([], [OTHER], False)],
+)
+def test_it_is_asked_of_other_nodes_and_of_prompts_with_blocks_alone(
+    keys: list[bytes], nodes: list[str], is_asked: bool
+) -> None:
+    others = Elsewhere({OTHER: (16, "dram")})
+    answer = scored(others, keys=keys, nodes=nodes)
+    assert bool(others.asked) is is_asked and not answer.is_partial
+    assert [one.node for one in answer.nodes] == (nodes or ([OTHER, OWN] if keys else []))
+
+
+@pytest.mark.parametrize(("nodes", "is_partial"), [([], False), ([OWN], False), ([OTHER], True), ([OWN, OTHER], True)])
+def test_where_no_other_node_is_known_only_a_question_that_names_one_is_partial(
+    nodes: list[str], is_partial: bool
+) -> None:
+    answer = scored(None, nodes=nodes)
+    assert (answer.is_partial, bool(answer.partial_detail)) == (is_partial, is_partial)
+    assert {one.node: dict(one.hit_tokens) for one in answer.nodes}.get(OWN, {}) in ({}, {"dram": 192})
+
+
+def test_as_many_nodes_are_listed_as_may_be_and_the_best_first() -> None:
+    many = {f"{number:032x}": (16 * number, "dram") for number in range(1, 2 * MOST_NODES)}
+    answer = scored(Elsewhere(many), own=20, nodes=[])
+    counts = [sum(one.hit_tokens.values()) for one in answer.nodes]
+    assert len(counts) == MOST_NODES and counts == sorted(counts, reverse=True) and counts[0] == 64 * 16 * 511
