@@ -1,4 +1,4 @@
-"""The commands `kvstore bench ...`: a path of the store beside its physical limit."""
+"""The commands `kvstore bench ...`: each measures a path of the store beside its physical limit."""
 
 import json
 import shutil
@@ -51,11 +51,11 @@ def bench_tiers(
     check: Check = False,
     as_json: Json = False,
 ) -> int:
-    """How near put and get come to a plain memory copy, in this process and through a sidecar's socket, and to what fio
-    gets out of the disk.
+    """How near put and get come to a plain memory copy, in this process and through a sidecar's socket, and on NVMe to
+    what fio reaches.
 
-    A plain loop of direct I/O is measured beside fio, and alone where fio is not on the path. The disk's part takes 1.5
-    GiB of it and about a minute; the others up to half of the free memory and three minutes each.
+    A plain loop of direct I/O runs beside fio, or alone if fio is not on the path. The disk's part takes 1.5 GiB of it
+    and about a minute; the others up to half of the free memory and three minutes each.
     """
     with shown_progress() as show:
         show("loading torch")
@@ -68,8 +68,8 @@ def bench_tiers(
 
 @bench.command("lookup")
 def bench_lookup(check: Check = False, as_json: Json = False) -> int:
-    """How long it takes to find the longest stored prefix of a prompt: in this process, through a sidecar's socket, and
-    by eight clients of a sidecar together."""
+    """How long it takes to find a prompt's longest stored prefix: in this process, through a sidecar's socket, and for
+    eight clients of a sidecar at once."""
     with shown_progress() as show:
         show("loading torch")
         from kvstore.bench import lookup
@@ -89,10 +89,10 @@ def bench_network(
     check: Check = False,
     as_json: Json = False,
 ) -> int:
-    """What a match of 512 keys takes through gRPC beside an empty call and the local match, and what an engine at the
-    local door notices while another tenant floods gRPC with 256 calls at a time, from one core, and while another one
-    waits for as many blocks as it may. Then frames from node to node, by each transport, and to and from a Valkey,
-    beside a raw stream."""
+    """How long a match of 512 keys takes through gRPC, beside an empty call and a match through the API socket; how
+    much an engine on the API socket slows down while another tenant floods gRPC with 256 calls at a time from one core,
+    and while another one waits for as many blocks as it may. Then stored blocks from node to node by each transport,
+    and to and from a Valkey, beside a raw stream."""
     with shown_progress() as show:
         show("loading torch")
         from kvstore.bench.network import pull_rows, rows, valkey_rows
@@ -115,7 +115,7 @@ def bench_restart(
     check: Check = False,
     as_json: Json = False,
 ) -> int:
-    """How long it takes until everything on disk can be found again, after a clean end and after a kill, and until a
+    """How long a start takes until all blocks on disk can be found, after a clean end and after a kill, and until a
     sidecar takes connections."""
     with shown_progress() as show:
         show("loading torch")
@@ -140,11 +140,12 @@ def bench_codec(
     check: Check = False,
     as_json: Json = False,
 ) -> int:
-    """How small the codecs make KV and how far a number may be off; with --speed how fast they run on this CPU; with
-    --quality what they do to attention and to the next byte, also where K has outliers and biases as in large models.
+    """How small the codecs make KV and how large their error is; with --speed how fast they run on this CPU; with
+    --quality what they do to attention and to the next byte, also with outliers and biases in K as large models have
+    them.
 
-    With --quality it takes one to four minutes, with --speed half of one. Status 1: a variant of the model does not
-    compute what the model does.
+    --quality takes one to four minutes, --speed half of one. Status 1: a variant of the model does not compute what the
+    model does.
     """
     if windows is not None and not quality:
         raise typer.BadParameter("--windows belongs to --quality; add --quality, or leave --windows out")
@@ -198,10 +199,10 @@ def bench_kernels(
     check: Check = False,
     as_json: Json = False,
 ) -> int:
-    """How fast KV goes off a GPU and back: the kernels beside a copy on the device, whole loads and saves beside a copy
-    of pinned memory, and what eight running streams notice of them.
+    """How fast KV moves between a GPU and memory: the kernels beside a copy on the device, whole loads and saves beside
+    a copy of pinned memory, and how much eight running streams slow down.
 
-    On a CPU it runs on small shapes, to show that it runs; its figures say nothing then.
+    On a CPU it uses small shapes, only to show that it runs; its figures mean nothing there.
     """
     with shown_progress() as show:
         show("loading torch and transformers")
@@ -253,14 +254,14 @@ def bench_ttft(
     check: Check = False,
     as_json: Json = False,
 ) -> int:
-    """The time to the first token of a Llama with random weights: cold, from DRAM as it is and in 8 bits, and from the
-    pool on the device, each beside what its bytes need at the rate of this run's copies.
+    """The time to first token of a Llama with random weights: cold, from DRAM (raw and in 8 bits), and from the pool on
+    the device, each beside the time that its bytes need at the copy rate of this run.
 
-    The cold run's share of the device's matrix rate (MFU) stands beside each speed-up.
+    Each speed-up is shown with the cold run's share of the device's matrix rate (MFU).
 
-    With --engine vllm a real vLLM on this machine's CPU: TTFT cold, from its own cache and from a sidecar in another
-    process; what running streams notice of a load; what the connector's hooks take of a step; what the store costs
-    where it has nothing; and decode's first token where another engine prefills. It runs with the Python that has vLLM.
+    With --engine vllm, a real vLLM on this machine's CPU: TTFT cold, from its own cache and from a sidecar in another
+    process; how much a load slows running streams; the connector's share of a step; what the store costs when it has
+    nothing; and decode's first token after another engine's prefill. Run it with the Python that has vLLM.
     """
     of_hf = {"--chunk": chunk, "--device": device, "--laps": laps, "--seconds": seconds}
     of_vllm = {"--only": only, "--turns": turns, "--arrivals": arrivals, "--pairs": pairs}
@@ -370,11 +371,12 @@ def bench_traffic(
     check: Check = False,
     as_json: Json = False,
 ) -> int:
-    """Replay recorded requests against engines as they came: TTFT, ITL, tokens per second, goodput, and hits by tier.
+    """Replay recorded requests against engines at their recorded times: TTFT, ITL, tokens per second, goodput, and hits
+    by tier.
 
-    Arrivals, lengths and shared prefixes are the trace's; the tokens are made up. Each endpoint gets the same in a
-    turn, and all of it anew in the next, so that figures have a spread. Status 1: all requests of a turn failed; with
-    --check: one failed.
+    Arrivals, lengths and shared prefixes are the trace's; the tokens are made up. In a turn each endpoint gets the same
+    requests; each turn has new tokens, so figures have a spread. Status 1: all requests of a turn failed; with --check:
+    one failed.
     """
     from kvstore.bench.traffic import engines as starts
     from kvstore.bench.traffic import run as traffic
@@ -409,7 +411,7 @@ def bench_traffic(
         starts.EngineOptions.of(listed([engines], "--engines", "give some"), shape, own_share) if engines else None,
     )
     endpoints = _endpoints(endpoint or [], sidecar or [], anywhere)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # engines end with the bench
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the engines end with the bench
     with shown_progress() as show:
         show("reading the trace")
         with lines_of(Path(trace)) as lines:
@@ -422,7 +424,7 @@ _MS = "give milliseconds, such as 200,500"
 
 
 def _endpoints(given: list[str], sidecars: list[str], anywhere: bool) -> list[Any]:
-    """By their names. Raises `BadInput`."""
+    """Endpoints by name. Raises `BadInput`."""
     from kvstore.bench.traffic.engines import Endpoint
     from kvstore.openai.client import checked_url
 
@@ -443,7 +445,7 @@ def _endpoints(given: list[str], sidecars: list[str], anywhere: bool) -> list[An
 
 @bench.command("all")
 def bench_all(data: BenchData = None, check: Check = False, as_json: Json = False) -> int:
-    """Every bench that needs no GPU, one after the other: tiers, lookup, restart, codec."""
+    """Every bench that needs no GPU, in turn: tiers, lookup, restart, codec."""
     with shown_progress() as show:
         show("loading torch")
         from kvstore.bench import codec, lookup, nvme, restart, tiers
@@ -463,7 +465,7 @@ def bench_all(data: BenchData = None, check: Check = False, as_json: Json = Fals
 
 
 def judge(results: list[Result], faults: list[str], as_json: bool, check: bool) -> int:
-    """Print, and say what is wrong with it."""
+    """Print the results, and report faults and missed targets."""
     if as_json and len(results) > 1:
         print(json.dumps({"results": [result.to_dict() for result in results]}))
     else:
@@ -482,7 +484,7 @@ def _missed(results: list[Result]) -> list[str]:
 
 
 def _faults(lines: list[str]) -> int:
-    """Each on standard error; the status that follows."""
+    """Print each to standard error; returns the exit status."""
     for line in lines:
         print(f"kvstore: {line}", file=sys.stderr)
     return CHECK_FAILED if lines else OK
