@@ -1,8 +1,8 @@
-"""`kvstore bench codec`: how small the codecs make KV, how far a number may be off, and what that does.
+"""`kvstore bench codec`: how small the codecs make KV, how large their error is, and what that does to answers.
 
-Sizes and bounds follow from the form of a payload, and nothing is run for them. `--speed` adds how fast they run here
-(`codec_speed`), `--quality` what the codecs do to a model's answers (`demo.codec_quality`). Each mode is a part of the
-result with an object of its own for `--json`, tables for people, and failures. This file imports no engine.
+Sizes and error bounds follow from the payload's form; nothing is run for them. `--speed` adds rates on this CPU
+(`codec_speed`), `--quality` the effect on a model's answers (`demo.codec_quality`). Each mode is a part of the result
+with its own `--json` object, tables and failures. This file imports no engine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SHAPES: dict[str, tuple[int, tuple[int, ...]]] = {
     "head_dim 64": (8, (64, 64)),
     "MLA, 576 wide": (1, (576,)),
 }
-"""KV heads and the widths of planes."""
+"""KV heads, and widths of planes."""
 
 BOUNDS = {
     RAW: "exact",
@@ -36,26 +36,22 @@ LATENT_BOUND = f"max / 254 of {GROUP} channels of a token"
 
 
 class ModeResult(Protocol):
-    """What a mode has found out."""
+    """The result of one mode."""
 
     @property
     def failures(self) -> list[str]:
-        """What makes its figures worthless, one line each."""
+        """Reasons why its figures are worthless, one line each."""
         ...
 
-    def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
-        ...
+    def to_dict(self) -> dict[str, object]: ...
 
-    def render(self, console: Any) -> None:
-        """The same for people."""
-        ...
+    def render(self, console: Any) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class SizeRow:
-    """bits_per_number: parameters and padding included. smaller: factor against the pool's dtype. bound: of a number's
-    error, before it is rounded to that dtype."""
+    """bits_per_number: with parameters and padding. smaller: factor against the pool's dtype. bound: of a number's
+    error, before rounding to that dtype."""
 
     codec: str
     shape: str
@@ -66,7 +62,7 @@ class SizeRow:
 
 @dataclass(frozen=True)
 class CodecResult:
-    """sizes: always. speed, quality: None where they were not asked for."""
+    """speed, quality: None unless asked for."""
 
     sizes: list[SizeRow]
     speed: ModeResult | None = None
@@ -74,11 +70,9 @@ class CodecResult:
 
     @property
     def failures(self) -> list[str]:
-        """Of all parts."""
         return [failure for part in (self.speed, self.quality) if part is not None for failure in part.failures]
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
         return {
             "bench": "codec",
             "machine": machine(),
@@ -90,7 +84,6 @@ class CodecResult:
         }
 
     def render(self, console: Any) -> None:
-        """Tables, and what they say in words."""
         console.print(_table(self.sizes))
         console.print("bound: how far a number may be off, before it is rounded to the pool's dtype.")
         if self.speed is not None:

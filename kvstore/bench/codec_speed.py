@@ -1,7 +1,7 @@
-"""`kvstore bench codec --speed`: how fast codecs run on this CPU, beside memcpy of the same numbers.
+"""`kvstore bench codec --speed`: codec rates on this CPU, beside memcpy of the same numbers.
 
-One thread encodes blocks from pages into payloads and decodes them again, through the coders that the store uses, with
-every digest taken and compared. Rates are decimal GB/s of the pool's numbers, whatever the size of their payload.
+One thread encodes blocks from pages into payloads and decodes them again with the store's coders, computing and
+comparing every digest. Rates are decimal GB/s of the pool's numbers, whatever the payload's size.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from tiering.tier import FrameSpan
 
 TOKEN_MAJOR, HEAD_MAJOR, TRANSPOSED = "[token, head, dim]", "[head, token, dim]", "K [head, dim, token]"
 PAGE_ORDERS = (TOKEN_MAJOR, HEAD_MAJOR, TRANSPOSED)
-"""Of a page. Transposed: K as vLLM's pages on a CPU have it, and V by heads."""
+"""Orders within a page. Transposed: K as in vLLM's pages on a CPU, V by heads."""
 ENCODE, DECODE = "encode", "decode"
 TARGET_GB_PER_SECOND = 4.0
-"""Of bfloat16 on one core, for 8-bit codecs."""
+"""On one core, for bfloat16 in 8-bit codecs."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpeedOptions:
-    """A block of so many layers, and so many blocks; pages of as many tokens as a block."""
+    """Layers per block, number of blocks; a page holds one block."""
 
     layers: int = 8
     kv_heads: int = 8
@@ -51,8 +51,8 @@ class SpeedOptions:
 
 @dataclass(frozen=True, slots=True)
 class SpeedRow:
-    """gb_per_second: of the pool's numbers by wall time; core_gb_per_second: by processor time of the process.
-    ratio: of memcpy's wall time to the codec's, the median over laps; ratio_low and ratio_high are its quartiles."""
+    """gb_per_second: of the pool's numbers by wall time; core_gb_per_second: by the process's CPU time. ratio: memcpy's
+    wall time to the codec's, median over laps; ratio_low, ratio_high: its quartiles."""
 
     codec: str
     path: str
@@ -68,24 +68,21 @@ class SpeedRow:
 
     @property
     def met(self) -> bool | None:
-        """Whether the target is reached; None where none is set."""
+        """None without a target."""
         return None if self.target_gb_per_second is None else self.core_gb_per_second >= self.target_gb_per_second
 
 
 @dataclass(frozen=True)
 class SpeedResult:
-    """Rows, and what they were measured with."""
-
     options: SpeedOptions
     rows: list[SpeedRow]
 
     @property
     def failures(self) -> list[str]:
-        """Nothing makes a rate worthless."""
+        """None: no condition makes a rate worthless."""
         return []
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
         return {
             "options": asdict(self.options),
             "threads": 1,
@@ -93,7 +90,6 @@ class SpeedResult:
         }
 
     def render(self, console: Any) -> None:
-        """A table, and what it says in words."""
         console.print(_table(self.rows))
         console.print(
             "GB/s of the pool's numbers on one thread, digests included; core: by processor time. memcpy: of the same "
@@ -103,7 +99,7 @@ class SpeedResult:
 
 
 def run(options: SpeedOptions | None = None, progress: Progress = None) -> SpeedResult:
-    """Every codec, dtype and page order."""
+    """Measure every codec, dtype and page order."""
     options = options or SpeedOptions()
     rows = []
     for dtype in options.dtypes:
@@ -129,7 +125,7 @@ def _rows(options: SpeedOptions, layout: Layout, dtype: str, order: str) -> list
 
 
 def _row(codec: str, path: str, dtype: str, order: str, size: int, beside: Against) -> SpeedRow:
-    limit = size / beside.limit_seconds / 1e9  # one thread's, so its processor time is its wall time
+    limit = size / beside.limit_seconds / 1e9  # one thread: CPU time equals wall time
     is_targeted = codec != "raw" and dtype != "float32"
     return SpeedRow(
         codec=codec,
@@ -171,7 +167,7 @@ def _turns(options: SpeedOptions, layout: Layout, order: str) -> dict[tuple[str,
 
 
 def _pages(options: SpeedOptions, layout: Layout, order: str, seed: int) -> Pages:
-    """Pages in an order of their own, with room for one more."""
+    """Pages in a random order, with one spare."""
     (group,) = layout.groups
     generator = torch.Generator().manual_seed(seed)
     tokens, heads, dim = options.block_tokens, options.kv_heads, options.head_dim

@@ -1,12 +1,12 @@
-"""`kvstore bench lookup`: the price of a match, and of a block in the tables, in bytes and for the collector.
+"""`kvstore bench lookup`: the cost of a match, and of a block in the tables, in bytes and in garbage collection.
 
-Two stores are filled with chains of blocks, a small one and a large one: rows in the index, in the residency table and
-in the policy's list, as puts make them, but without payloads, of which the large one would need terabytes. A match is
-the user's own call, for a prompt given as an array, and all of the prompt is stored. Its limit is the chain of hashes
-over the same bytes by itself, taken right before and right after.
+Two stores, a small and a large one, are filled with chains of blocks: rows in the index, in the residency table and in
+the policy's list, as puts make them, but without payloads, of which the large one would need terabytes. A match is the
+user's own call for a prompt given as an array, all of it stored. Its limit is the chain of hashes alone over the same
+bytes, right before and right after.
 
-A prompt that is asked for again and again finds its part of the index in the caches; so prompts also take turns.
-Matches through a sidecar's socket are in `lookup_door`.
+A prompt that is asked for repeatedly finds its part of the index in CPU caches; so prompts also take turns. Matches
+through a sidecar's socket are in `lookup_door`.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ from tiering.policies.lru import LeafFirstLru
 from tiering.residency import Pins, Residency, SlotTable
 
 MATCH_TARGET = 2.2
-"""A match takes at most this many times the chain of hashes."""
+"""Limit of match time / time of the chain of hashes."""
 GROWTH_TARGET = 1.7
-"""A match in the large index takes at most this many times a match in the small one."""
+"""Limit of match time in the large index / in the small one."""
 BYTES_TARGET = 300
-"""A block takes at most this many bytes in all tables together."""
+"""Limit for a block in all tables together."""
 PAUSE_TARGET_MS = 50.0
-"""No garbage collection stops the process for longer."""
+"""Limit of a garbage collection."""
 
-_TOGETHER = 64  # prompts that are being stored at the same time, so that their blocks come mixed
-_STEP_BLOCKS = 8  # how many blocks one of them adds at a time
+_TOGETHER = 64  # prompts stored concurrently, so that their blocks interleave
+_STEP_BLOCKS = 8  # blocks that each adds at a time
 _SLOTS_OF_EXTENT = 512
 
 
 @dataclass(frozen=True, slots=True)
 class MatchRow:
-    """A match of one prompt, asked again and again, or of many in turn: median milliseconds beside the bare chain's.
+    """Matches of one prompt repeatedly, or of many in turn: median milliseconds beside the bare chain's.
 
-    times_chain: the median over laps of their quotient, and its quartiles.
+    times_chain: median over laps of their quotient, and its quartiles.
     """
 
     blocks: int
@@ -73,7 +73,7 @@ class MatchRow:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes of the large index's tables per block, counted object by object, and as the process grew.
+    """Bytes per block in the large index's tables, counted object by object, and by the process's growth.
 
     keys: prefix keys and row numbers, as objects. names: the dictionaries. index, residency, policy, slots: columns.
     """
@@ -96,9 +96,9 @@ class Footprint:
 class Pauses:
     """The longest full garbage collection, in milliseconds.
 
-    program_ms: of everything that this program has imported, torch above all, before any block is there. tables_ms: of
-    everything that came with the blocks: the rest is frozen meanwhile, as engines do it after they have started.
-    longest_insert_ms: the slowest single block while filling; then a dictionary of all blocks had to grow.
+    program_ms: of the program's imports, mostly torch, before any block. tables_ms: of what came with the blocks, the
+    rest being frozen, as engines do after starting. longest_insert_ms: the slowest block while filling, when a
+    dictionary of all blocks had to grow.
     """
 
     program_ms: float
@@ -108,7 +108,7 @@ class Pauses:
 
 @dataclass(frozen=True)
 class LookupResult:
-    """Everything that was measured, and under which conditions."""
+    """All figures and their conditions."""
 
     options: LookupOptions
     matches: list[MatchRow]
@@ -128,7 +128,6 @@ class LookupResult:
         ]
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
         return {
             "bench": "lookup",
             "machine": machine(),
@@ -145,7 +144,6 @@ class LookupResult:
         }
 
     def render(self, console: Any) -> None:
-        """Five small tables."""
         table = Table("blocks", "prompts", "match p50", "chain p50", "match / chain", "quartiles")
         for row in self.matches:
             table.add_row(
@@ -174,7 +172,7 @@ class LookupResult:
 
 
 def run(options: LookupOptions | None = None, progress: Progress = None) -> LookupResult:
-    """Fill both indexes, then match in both, turn by turn; then the same through the door of a sidecar."""
+    """Fill both indexes, then match in both turn by turn; then the same through a sidecar's socket."""
     options = options or LookupOptions()
     say = progress or _say_nothing
     program_ms = longest_collection_ms()
@@ -208,7 +206,7 @@ def run(options: LookupOptions | None = None, progress: Progress = None) -> Look
 
 
 def longest_collection_ms(times: int = 3) -> float:
-    """The longest of some full garbage collections of this process, as the collector itself tells."""
+    """The longest of several full garbage collections, by the collector's own callbacks."""
     pauses: list[float] = []
     started = [0.0]
 
@@ -229,7 +227,7 @@ def longest_collection_ms(times: int = 3) -> float:
 
 
 class _Filled:
-    """A store whose tables hold that many blocks of whole prompts, and a handle on it."""
+    """A store whose tables hold so many blocks of whole prompts, and a handle on it."""
 
     def __init__(self, options: LookupOptions, blocks: int, say: Callable[[str], None]) -> None:
         self.blocks = blocks
@@ -267,7 +265,7 @@ class _Filled:
         return one
 
     def footprint(self, grown_bytes: int) -> Footprint:
-        """grown_bytes: what the process took while this was filled."""
+        """grown_bytes: growth of the process while filling."""
         names = [table for names in self._index._names for table in (names.visible, names.hidden)]
         key, row = next(reversed(names[0].items()))
         sizes = (
@@ -281,7 +279,7 @@ class _Filled:
         return Footprint(*sizes, grown_bytes / self.blocks)
 
     def _fill(self) -> Iterator[int]:
-        """As puts would: some prompts at a time, a few blocks of each in turn. Yields the rows so far."""
+        """As puts do: some prompts at a time, a few blocks of each in turn. Yields the rows so far."""
         rows = 0
         for first in range(0, self._chains, _TOGETHER):
             chains = [
@@ -296,7 +294,7 @@ class _Filled:
             yield rows
 
     def _extend(self, parent: int, keys: list[bytes]) -> int:
-        """Blocks behind `parent`, as `BlockTable` has them when they are stored; returns the last one."""
+        """Add blocks behind `parent`, as `BlockTable` does when they are stored; returns the last."""
         index, residency = self._index, self._residency
         for key in keys:
             start = perf_counter()
@@ -325,7 +323,7 @@ def _row(blocks: int, prompts: str, found: Against) -> MatchRow:
 
 
 def _column_bytes(table: object) -> int:
-    """Bytes of the columns of a table: arrays by row, whatever their kind."""
+    """Bytes of a table's columns of any kind."""
     total = 0
     for value in vars(table).values():
         for column in value if isinstance(value, list) else [value]:
@@ -335,7 +333,7 @@ def _column_bytes(table: object) -> int:
 
 
 def _allocated(size_bytes: int) -> int:
-    """What the allocator takes for a small object: a multiple of 16 bytes."""
+    """The allocator's size for a small object: a multiple of 16 bytes."""
     return -(-size_bytes // 16) * 16
 
 

@@ -1,9 +1,8 @@
-"""The local door in `kvstore bench lookup`: a match by one client, and by many together.
+"""Matches through the API socket in `kvstore bench lookup`: by one client, and by several at once.
 
-A sidecar of its own process holds whole prompts, of blocks as small as they can be. One client in this process asks for
-them in turn; its limit is the chain of hashes, right before and right after. Then client processes ask together, for
-some seconds at a time; their limit is what the same processes hash at the same time when they do nothing else, which is
-what the cores give.
+A sidecar in its own process holds whole prompts of minimal blocks. One client in this process asks for them in turn;
+its limit is the chain of hashes, right before and right after. Then client processes ask at once, for some seconds at a
+time; their limit is what the same processes hash when they do nothing else, which is what the cores give.
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ from kvstore.config import MIN_DRAM_BYTES
 from tiering.frame import frame_bytes
 
 MATCH_TARGET = 2.97
-"""A match takes at most this many times the chain of hashes: 0.8 ms where that is 0.27."""
+"""Limit of match time / time of the chain of hashes: 0.8 ms where that is 0.27."""
 CLIENTS_TARGET = 3.7
-"""Time for each match more, of all clients together, in chains: 1,000 matches a second where the chain is 0.27 ms."""
+"""Time per match over all clients, in chains: 1,000 matches a second where the chain is 0.27 ms."""
 
 _HEAD_START_SECONDS = 0.05
-"""For all processes to have read what to do."""
+"""Time for all processes to read their order."""
 
 
 @dataclass(frozen=True, slots=True)
 class DoorMatch:
-    """A match by one client, of prompts in turn, in milliseconds beside the bare chain's: medians and 99th percentiles.
+    """Matches by one client, of prompts in turn, in milliseconds beside the bare chain's: medians and 99th percentiles.
 
-    times_chain: the median over laps of their quotient, and its quartiles.
+    times_chain: median over laps of their quotient, and its quartiles.
     """
 
     blocks: int
@@ -62,11 +61,9 @@ class DoorMatch:
 
 @dataclass(frozen=True, slots=True)
 class ClientsMatch:
-    """Clients that match together. matches_per_second: of all of them. chains_per_second: the limit, of the same
-    processes hashing only. share: of the two, the median over laps; share_low and share_high are its quartiles.
-    match_ms, match_ms_p99: how long a client waits for one. times_chain: time for each match more / the chain of one
-    client that has the machine to itself.
-    """
+    """Clients that match at once. matches_per_second: of all. chains_per_second: the limit, the same processes only
+    hashing. share: of the two, median over laps; share_low, share_high: quartiles. match_ms, match_ms_p99: a client's
+    wait. times_chain: time per match / the chain of one client with the machine to itself."""
 
     clients: int
     matches_per_second: float
@@ -81,8 +78,6 @@ class ClientsMatch:
 
 @dataclass(frozen=True)
 class DoorResult:
-    """Both."""
-
     one: DoorMatch
     together: ClientsMatch
 
@@ -94,11 +89,9 @@ class DoorResult:
         ]
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
         return {"match": asdict(self.one), "clients": asdict(self.together)}
 
     def render(self, console: Any) -> None:
-        """Two tables of one row."""
         one, together = self.one, self.together
         table = Table("blocks", "match p50", "p99", "chain p50", "p99", "match / chain", "quartiles")
         times = (one.match_ms, one.match_ms_p99, one.chain_ms, one.chain_ms_p99)
@@ -123,10 +116,10 @@ class DoorResult:
 
 
 def run(options: LookupOptions, say: Callable[[str], None]) -> DoorResult:
-    """Fill a sidecar, then match through its door."""
+    """Fill a sidecar, then match through its socket."""
     stored = options.small_blocks // options.prompt_blocks
     size = frame_bytes(shape_of(options).payload_bytes)
-    dram = MIN_DRAM_BYTES + 2 * stored * options.prompt_blocks * size  # extents need not end where a prompt does
+    dram = MIN_DRAM_BYTES + 2 * stored * options.prompt_blocks * size  # prompts need not end with an extent
     say("filling a sidecar")
     with Sidecar({"dram": dram, "nvme": "off"}) as sidecar:
         with sidecar.client() as client:
@@ -171,7 +164,7 @@ def _one(options: LookupOptions, handle: NamespaceHandle, stored: int) -> DoorMa
 
 
 class _TimedTurn:
-    """A turn, and how long each of them took."""
+    """A turn that also records each single time."""
 
     def __init__(self, turn: Turn) -> None:
         self._turn = turn
@@ -183,7 +176,7 @@ class _TimedTurn:
         return cost
 
     def last(self, turns: int) -> list[float]:
-        """Without those before, which warm up."""
+        """Without the earlier ones, which warm up."""
         return self._walls[-turns:]
 
 
@@ -204,13 +197,13 @@ def _together(options: LookupOptions, clients: Clients, chain_ms: float) -> Clie
 
 
 class Clients:
-    """Client processes of one sidecar; see `lookup_client`. A context: they end with it."""
+    """Client processes of one sidecar; see `lookup_client`. A context manager that ends them."""
 
     def __init__(self, options: LookupOptions, socket: str, stored: int) -> None:
-        """stored: prompts. Raises `StoreError` where one of them does not come up."""
+        """stored: prompts. Raises `StoreError` if a client does not start."""
         self._seconds = options.client_seconds
         self.waits: list[list[float]] = []
-        """Of each turn of matches, how long every one of them took, in seconds."""
+        """For each turn, the seconds of every match."""
         self._scratch = tempfile.TemporaryDirectory(prefix="kvstore-")
         self._errors = Path(self._scratch.name) / "errors"
         jobs = [
@@ -237,17 +230,16 @@ class Clients:
             raise
 
     def match(self) -> Cost:
-        """All match for a while: what a match more costs."""
+        """All match for a while; returns the cost per match."""
         cost, seconds = self._turn("match")
         self.waits.append(seconds)
         return cost
 
     def hash(self) -> Cost:
-        """All compute the chain by itself for a while."""
+        """All hash for a while; returns the cost per chain."""
         return self._turn("hash")[0]
 
     def close(self) -> None:
-        """End them."""
         for process in self._processes:
             with suppress(BrokenPipeError):
                 _stream(process.stdin).close()
@@ -272,7 +264,7 @@ class Clients:
         start = perf_counter() + _HEAD_START_SECONDS
         order = json.dumps({"work": work, "start": start, "end": start + self._seconds})
         for process in self._processes:
-            with suppress(BrokenPipeError):  # it has ended; why is said where its answer is missing
+            with suppress(BrokenPipeError):  # it ended; the missing answer reports why
                 print(order, file=process.stdin, flush=True)
         answers = [json.loads(self._line(process)) for process in self._processes]
         seconds = list(chain(*(answer["seconds"] for answer in answers)))

@@ -1,8 +1,8 @@
-"""Rows of `kvstore bench kernels`: what running streams notice of loads and saves beside them.
+"""Rows of `kvstore bench kernels`: how much loads and saves slow down running streams.
 
-A Llama with random weights decodes eight streams, token by token, through transformers and the adapter's buffers, as
-`PrefixCache` does. Before each step the engine's thread begins new transfers, so that two of each direction are under
-way, and what that takes counts as part of the step. With nothing beside and with transfers take turns, lap by lap.
+A Llama with random weights decodes eight streams token by token through transformers and the adapter's buffers, as
+`PrefixCache` does. Before each step the engine's thread starts new transfers to keep two in flight per direction; that
+time counts as part of the step. Laps without and with transfers take turns.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ ALONE = "nothing"
 BESIDE = (ALONE, LOAD, SAVE, BOTH)
 UNDER_WAY = 2
 MOST_SLOWDOWN = 1.05
-"""Of the median step, on a GPU, beside loads."""
+"""Of the median step beside loads, on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeRow:
-    """Steps of all streams beside transfers. Times in milliseconds; slowdown: to the row `nothing`.
+    """Steps of all streams beside transfers. Times in milliseconds; slowdown: relative to the row `nothing`.
 
-    transfer_gb_per_second: on the wire, meanwhile. most_slowdown: of the median, the target.
+    transfer_gb_per_second: on the wire meanwhile. most_slowdown: target for the median.
     """
 
     beside: str
@@ -49,16 +49,15 @@ class DecodeRow:
 
     @property
     def met(self) -> bool | None:
-        """Whether the target is reached; None where none is set."""
+        """None without a target."""
         return None if self.most_slowdown is None else self.slowdown_p50 <= self.most_slowdown
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
         return {**asdict(self), "met": self.met}
 
 
 class Streams:
-    """Eight prompts of equal length whose KV is there, to be decoded from the same place again and again."""
+    """Eight prompts of equal length with their KV, decoded from the same place each lap."""
 
     def __init__(self, model_shape: str, streams: int, context: int, steps: int, device: torch.device) -> None:
         model = build(model_shape, device, context + steps)
@@ -80,13 +79,13 @@ class Streams:
             start = perf_counter()
             beside.keep_going()
             newest = self._call(newest, cache).argmax(-1, keepdim=True)
-            newest.tolist()  # an engine hands its tokens out
+            newest.tolist()  # as an engine hands tokens out
             times.append(perf_counter() - start)
         return times
 
 
 class BesideTransfers:
-    """Transfers that are kept under way, in one direction or both; none where `direction` is `nothing`."""
+    """Keeps transfers in flight, in one direction or both; none if `direction` is `nothing`."""
 
     def __init__(self, transfers: Transfers, direction: str) -> None:
         self._transfers = transfers
@@ -95,7 +94,7 @@ class BesideTransfers:
         self.finished = 0
 
     def keep_going(self) -> None:
-        """Begin new ones for those that have ended."""
+        """Start a transfer for each that ended."""
         for direction, under_way in self._under_way.items():
             ended = [transfer for transfer in under_way if transfer.is_done()]
             for transfer in ended:
@@ -106,7 +105,7 @@ class BesideTransfers:
                 under_way.extend(self._transfers.start(direction))
 
     def drain(self) -> None:
-        """Wait for the last ones."""
+        """Wait for all in flight."""
         for under_way in self._under_way.values():
             while under_way:
                 finish(under_way.pop(0))
@@ -116,8 +115,8 @@ class BesideTransfers:
 def measure(
     streams: Streams, transfers: Transfers, count: int, context: int, laps: int, steps: int, *, is_targeted: bool
 ) -> Iterator[DecodeRow]:
-    """One row for each kind of traffic, from `laps` times `steps` steps of each. count: of streams."""
-    transfers.run(SAVE)  # so that what is loaded are frames
+    """One row for each kind of traffic, each from `laps` times `steps` steps. count: of streams."""
+    transfers.run(SAVE)  # so that loads find frames
     streams.lap(steps, BesideTransfers(transfers, ALONE))
     times: dict[str, list[float]] = {name: [] for name in BESIDE}
     moved = dict.fromkeys(BESIDE, 0)

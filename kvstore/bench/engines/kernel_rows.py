@@ -1,7 +1,7 @@
-"""Rows of `kvstore bench kernels`: pages to payloads and back beside a plain copy on the device.
+"""Rows of `kvstore bench kernels`: pages to payloads and back, beside a plain copy on the device.
 
-The limit is a copy from one buffer to another one on the same device, in the same run, right before and after each
-turn. Both are counted in bytes read and written: a kernel that quantizes reads 16 bits and writes 8.
+The limit is a copy between two buffers of the device in the same run, right before and after each turn. Both count
+bytes read and written: a kernel that quantizes reads 16 bits and writes 8.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from kvstore.bench.measure import Against, against
 from kvstore.bench.rig import BlockShape
 
 TARGETS = {"gather_quantize": 0.70, "dequantize_scatter": 0.70}
-"""Share of the copy's bytes per second, on a GPU, from `TARGETED_BYTES` of KV on."""
+"""Share of the copy's byte rate, on a GPU, from `TARGETED_BYTES` of KV on."""
 TARGETED_BYTES = 256 << 20
 DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class KernelRow:
-    """One kernel on one size of KV: decimal GB/s of bytes read and written, and those of the copy in the same run.
+    """One kernel on one size of KV: decimal GB/s of bytes read and written, beside the copy's in the same run.
 
-    kv_bytes: of the pages that take part. bytes_moved: read and written by one call. ratio: of the two rates, the
-    median over laps, with its quartiles. is_host_bound: the host put calls in more slowly than the device did them, so
-    the figure is none of the kernel's. matches_twin: whether the first block is the twin's, bit for bit.
+    kv_bytes: of the pages involved. bytes_moved: read and written per call. ratio: of the two rates, median over laps,
+    with quartiles. is_host_bound: the host launched more slowly than the device ran, so the figure is not the kernel's.
+    matches_twin: whether the first block equals the twin's, bit for bit.
     """
 
     kernel: str
@@ -61,17 +61,16 @@ class KernelRow:
 
     @property
     def met(self) -> bool | None:
-        """Whether the target is reached; None where none is set."""
+        """None without a target."""
         return None if self.target is None else self.ratio >= self.target
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
         return {**asdict(self), "met": self.met}
 
 
 @dataclass(frozen=True, slots=True)
 class _Contender:
-    """launch: one call. bytes_moved: by it. check: whether it wrote what the twin writes."""
+    """launch: one call. bytes_moved: per call. check: whether it wrote what the twin writes."""
 
     kernel: str
     codec: str
@@ -90,8 +89,8 @@ def measure(
     clock: DeviceClock,
     faults: list[str],
 ) -> Iterator[KernelRow]:
-    """The rows of one size, one by one. kv_bytes: whole blocks of `shape`. faults: gets a line for each kernel that
-    cannot be launched, which has no row, and for each that does not write what its twin writes."""
+    """Rows of one size. kv_bytes: whole blocks of `shape`. faults: gets a line for each kernel that cannot be launched,
+    which has no row, and for each that differs from its twin."""
     blocks = kv_bytes // shape.payload_bytes
     pool = PagedPool(shape, blocks, page_tokens, device, seed=1)
     target = PagedPool(shape, blocks, page_tokens, device, seed=2)
@@ -126,7 +125,7 @@ def measure(
 def _contenders(
     shape: BlockShape, codec: str, pool: PagedPool, target: PagedPool, device: torch.device, route: Route
 ) -> Iterator[_Contender]:
-    """Saving first: what is loaded is what it wrote."""
+    """Saving kernels first: the loading ones read their output."""
     table, blocks = pool.table, len(pool.table)
     payloads = new_payloads(shape, codec, blocks, device)
     raw, small = blocks * shape.payload_bytes, blocks * payload_bytes(shape, codec)
@@ -152,7 +151,7 @@ def _contenders(
 def _row(
     contender: _Contender, kv_bytes: int, found: Against, target: float | None, is_late: bool, matches: bool
 ) -> KernelRow:
-    share = contender.bytes_moved / (2 * kv_bytes)  # of the copy's bytes
+    share = contender.bytes_moved / (2 * kv_bytes)  # relative to the copy's bytes
     return KernelRow(
         contender.kernel,
         contender.codec,

@@ -1,4 +1,4 @@
-"""What `kvstore bench ttft` is asked for and what it says: options, rows and their table."""
+"""`kvstore bench ttft`: options, rows and their table."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ from kvstore.config import format_size
 RAW = "raw"
 COLD, FILL, DRAM, HBM = PATHS = ("cold", "fill", "dram", "hbm")
 SPEEDUPS = {(32768, RAW): 14.0, (32768, KC64): 22.0}
-"""(context, codec): to the cold run, from DRAM, of the 8B shape on a GPU."""
+"""Targets for (context, codec) from DRAM against the cold run, for the 8B shape on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class TtftOptions:
-    """shape: of the model. contexts: tokens of the prefix that is kept, whole chunks. suffix_tokens: behind it, always
-    computed. chunk_tokens: of the prefill grid. laps: of each row. copy_bytes: of the plain copies.
-    """
+    """shape: the model's. contexts: tokens of the stored prefix, whole chunks. suffix_tokens: behind it, always
+    computed. chunk_tokens: of the prefill grid. laps: per row. copy_bytes: of the plain copies."""
 
     shape: str = EIGHT_B
     contexts: tuple[int, ...] = (8192, 32768, 131072)
@@ -40,12 +39,12 @@ class TtftOptions:
 
 
 SMALL = TtftOptions(TINY, (256, 512), chunk_tokens=128, laps=3, copy_bytes=1 << 20)
-"""What a CPU does in seconds."""
+"""Takes seconds on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What the device reached in this run: bytes per second of copies, and FLOP/s of matrix products."""
+    """Rates of this run: bytes per second of copies, and FLOP/s of matrix products."""
 
     pinned_bytes_per_second: float
     device_bytes_per_second: float
@@ -56,9 +55,9 @@ class Rates:
 class TtftRow:
     """One path at one length. Times in milliseconds, medians over `laps`; ttft_ms_low, _high: the extremes.
 
-    bytes_moved: that the prefix has where it comes from, or was saved as. suffix_ms: the forward pass over the tokens
-    behind the prefix, alone. limit_ms: see the file's head; None where nothing is restored. ratio: limit / time.
-    speedup: of the cold time. cold_mfu: of the cold run. tokens: of the prompt by where they came from, last lap.
+    bytes_moved: the prefix's size where it comes from, or as saved. suffix_ms: the forward pass over the tokens behind
+    the prefix. limit_ms: see the file's head; None if nothing is loaded. ratio: limit / time. speedup: against the cold
+    time. cold_mfu: of the cold run. tokens: the last lap's prompt by source.
     """
 
     context_tokens: int
@@ -82,18 +81,17 @@ class TtftRow:
 
     @property
     def met(self) -> bool | None:
-        """Whether the target is reached; None where none is set."""
+        """None without a target."""
         return None if self.target_speedup is None else self.speedup >= self.target_speedup
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
         return {**asdict(self), "met": self.met}
 
 
 @dataclass
 class TtftResult:
-    """All rows, and under which conditions they were taken. faults: what failed, one line each. left_out: for what
-    there was no time or no memory, and why."""
+    """All rows and their conditions. faults: what failed, one line each. left_out: rows without time or memory, and
+    why."""
 
     options: TtftOptions
     device: torch.device
@@ -104,7 +102,6 @@ class TtftResult:
     left_out: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
         return {
             "bench": "ttft",
             "engine": self.engine,
@@ -118,7 +115,6 @@ class TtftResult:
         }
 
     def render(self, console: Any) -> None:
-        """One table, and what its words mean."""
         table = Table()
         for name in _COLUMNS:
             table.add_column(name)
@@ -161,7 +157,7 @@ _COLUMNS: dict[str, Callable[[TtftRow], str]] = {
 
 
 def parse_tokens(given: str) -> int:
-    """Of "8k" or "8192". Raises `BadInput`."""
+    """ "8k" or "8192". Raises `BadInput`."""
     text = given.strip().lower()
     number = text.removesuffix("k")
     if not number.isdecimal() or not int(number):

@@ -1,7 +1,7 @@
-"""What `kvstore bench ttft --engine vllm` is asked for and what it says: options, rows and their table.
+"""`kvstore bench ttft --engine vllm`: options, rows and their table.
 
-A row is a median beside what it is held against. Quotients are taken turn by turn, where both sides are next to each
-other on a machine that drifts, and their median is the row's ratio.
+A row is a median beside its reference. Quotients are taken turn by turn, where both sides are adjacent on a drifting
+machine; the row's ratio is their median.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ LLAMAS: Mapping[str, Mapping[str, Any]] = {
         "head_dim": 64,
     },
 }
-"""By shape. They are run in bfloat16."""
+"""By shape. Run in bfloat16."""
 PLAIN, RAW, DEFAULT, BARE, AT_ONCE = ENGINES = ("no connector", "raw", "default codec", "bare copies", "saves at once")
 COLD, OWN, EXTERNAL = PATHS = ("cold", "own hit", "external hit")
 
 TICKET, TOGETHER = HAND_OVERS = ("with a ticket", "both legs at once")
-"""How decode gets at what prefill stores: it is asked behind prefill, with its ticket, or together with it."""
+"""How decode gets what prefill stores: asked after prefill with its ticket, or at the same time."""
 
 MS, SHARE = "ms", "share"
 
@@ -57,12 +57,11 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True, slots=True)
 class VllmOptions:
-    """shape: of the model. prefix_tokens: that is kept; suffix_tokens: behind it, new in each request. turns: of each
-    median. streams: that decode, of stream_tokens each at first. arrivals: of each kind, so many steps_between.
-    load_prompts: that come in while hooks are timed, of load_tokens, prefilled in chunks of chunk_tokens. pairs: with
-    and without a store, each of pair_prompts new prompts of pair_tokens with answer_tokens. hand_overs: of each of
-    both ways. kv_gib: of an engine's own pages.
-    """
+    """shape: the model's. prefix_tokens: stored; suffix_tokens: behind it, new in each request. turns: per median.
+    streams: decoding, of stream_tokens each at first. arrivals: of each kind, with steps_between. load_prompts:
+    arrivals while hooks are timed, of load_tokens, prefilled in chunks of chunk_tokens. pairs: with and without a
+    store, each of pair_prompts new prompts of pair_tokens with answer_tokens. hand_overs: per way. kv_gib: of an
+    engine's own pages."""
 
     shape: str = MID
     parts: tuple[str, ...] = PARTS
@@ -100,7 +99,7 @@ SMALL = VllmOptions(
     hand_overs=2,
     kv_gib=1,
 )
-"""To see that it runs."""
+"""Only shows that it runs."""
 
 
 def kv_bytes_per_token(shape: str) -> int:
@@ -111,13 +110,12 @@ def kv_bytes_per_token(shape: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A ratio, or a share, that is wanted."""
+    """A wanted ratio or share."""
 
     value: float
     is_least: bool = False
 
     def met(self, found: float) -> bool:
-        """Whether it is reached."""
         return found >= self.value if self.is_least else found <= self.value
 
     def __str__(self) -> str:
@@ -126,11 +124,9 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class VllmRow:
-    """One thing that was measured, in milliseconds or as a share. value: a median over `count` turns, with its
-    quartiles in low and high, or as the words below the table say. limit: what it is held against, which limit_of
-    names. ratio: to that, see the file's head. judged: what the target is held against, where that is not the ratio.
-    details: more, by name.
-    """
+    """One measured figure, in milliseconds or as a share. value: median over `count` turns, quartiles in low and high,
+    unless the words below the table say otherwise. limit: the reference, which limit_of names. ratio: to it, see the
+    file's head. judged: what the target applies to, if not the ratio. details: further figures by name."""
 
     part: str
     what: str
@@ -148,18 +144,17 @@ class VllmRow:
 
     @property
     def met(self) -> bool | None:
-        """Whether the target is reached; None where none is set."""
+        """None without a target."""
         found = self.ratio if self.judged is None else self.judged
         return None if self.target is None or found is None else self.target.met(found)
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
         return {**asdict(self), "met": self.met}
 
 
 @dataclass
 class VllmResult:
-    """All rows, and under which conditions they were taken. faults: what was not as it had to be, one line each."""
+    """All rows and their conditions. faults: violated expectations, one line each."""
 
     options: VllmOptions
     versions: dict[str, Any] = field(default_factory=dict)
@@ -167,7 +162,6 @@ class VllmResult:
     faults: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
         return {
             "bench": "ttft",
             "engine": "vllm",
@@ -179,7 +173,6 @@ class VllmResult:
         }
 
     def render(self, console: Any) -> None:
-        """A table, and what its words mean."""
         options = self.options
         version = self.versions.get("vllm", "?")
         console.print(f"vLLM {version}, {self.versions.get('threads', '?')} threads, a random {options.shape} Llama")
@@ -227,7 +220,7 @@ def _cells(row: VllmRow) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One request of the part ttft, of one engine on one path in one turn."""
+    """One request of the part ttft: of one engine on one path in one turn."""
 
     ttft_ms: float
     lookup_ms: float = 0.0
@@ -236,7 +229,7 @@ class Sample:
 
     @property
     def rest_ms(self) -> float:
-        """What neither look-up, lease nor load took: the engine's own time."""
+        """The engine's own time: without look-up, lease and load."""
         return self.ttft_ms - self.lookup_ms - self.lease_ms - self.load_ms
 
 
@@ -254,7 +247,7 @@ def ttft_rows(samples: Samples) -> list[VllmRow]:
     ]
     targets = {RAW: Target(RAW_TO_OWN), DEFAULT: Target(DEFAULT_TO_OWN), BARE: Target(BARE_TO_OWN)}
     for engine in (RAW, DEFAULT, BARE):
-        target = Target(OWN_TO_OWN) if engine == RAW else None  # the codec has no part in it: once is enough
+        target = Target(OWN_TO_OWN) if engine == RAW else None  # the codec plays no part in it
         rows.append(_row(f"{OWN}, {engine}", _times(samples[engine, OWN]), OWN, own, target))
         found = samples[engine, EXTERNAL]
         parts = {
@@ -268,8 +261,8 @@ def ttft_rows(samples: Samples) -> list[VllmRow]:
 
 
 def itl_rows(gaps: Mapping[str, Sequence[float]], arrivals: Mapping[str, Sequence[Sample]]) -> list[VllmRow]:
-    """gaps: between two tokens of a stream, in milliseconds, by what arrived meanwhile: "none", own or external hits.
-    arrivals: how soon those had their first token."""
+    """gaps: milliseconds between tokens of a stream, by what arrived meanwhile: "none", own or external hits. arrivals:
+    these hits' times to first token."""
     rows = [_gap_row("no arrival", gaps["none"], None, None, {})]
     for path in (OWN, EXTERNAL):
         of = None if path == OWN else gaps[OWN]
@@ -280,7 +273,7 @@ def itl_rows(gaps: Mapping[str, Sequence[float]], arrivals: Mapping[str, Sequenc
 
 
 def hooks_row(steps: int, seconds: float, hooks: Mapping[str, tuple[float, int]]) -> VllmRow:
-    """The share that hooks have of the steps' time. hooks: seconds and calls of each."""
+    """The hooks' share of the steps' time. hooks: seconds and calls of each."""
     spent, calls = sum(one for one, _ in hooks.values()), sum(count for _, count in hooks.values())
     share = spent / seconds
     details = {f"{name} us a step": 1e6 * one / steps for name, (one, _) in hooks.items()}
@@ -301,7 +294,7 @@ def hooks_row(steps: int, seconds: float, hooks: Mapping[str, tuple[float, int]]
 
 
 def overhead_row(without: Sequence[float], with_store: Sequence[float], engine: str = DEFAULT) -> VllmRow:
-    """Milliseconds of the same prompts, pair by pair. low, high: the interval of the slowdown's median."""
+    """Milliseconds of the same prompts, in pairs. low, high: interval of the slowdown's median."""
     slowdowns = [there / not_there - 1 for there, not_there in zip(with_store, without, strict=True)]
     low, high = interval_of_median(slowdowns)
     return VllmRow(
@@ -322,8 +315,8 @@ def overhead_row(without: Sequence[float], with_store: Sequence[float], engine: 
 
 @dataclass(frozen=True, slots=True)
 class HandOver:
-    """One request, in milliseconds: from its arrival at prefill to decode's first token and to prefill's end; the load,
-    and one of decode's steps behind its first token."""
+    """One request, in milliseconds from its arrival at prefill: decode's first token, prefill's end; the load; one of
+    decode's later steps."""
 
     ttft_ms: float
     prefill_ms: float
@@ -332,12 +325,12 @@ class HandOver:
 
     @property
     def limit_ms(self) -> float:
-        """What the first token is held against."""
+        """The reference for the first token."""
         return self.prefill_ms + self.load_ms + DECODE_STEPS * self.step_ms
 
 
 def hand_over_row(way: str, found: Sequence[HandOver]) -> VllmRow:
-    """way: of `HAND_OVERS`. ratio: of the first token's time to its own request's limit, the median."""
+    """way: of `HAND_OVERS`. ratio: median of each first token's time to its own request's limit."""
     times = [one.ttft_ms for one in found]
     names = ("prefill_ms", "load_ms", "step_ms")
     details = {name: median(getattr(one, name) for one in found) for name in names}
@@ -364,12 +357,12 @@ def _quotients(found: Sequence[HandOver]) -> list[float]:
 
 
 def interval_of_median(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float]:
-    """Two of the values between which their distribution's median lies with at least that probability, whatever the
-    distribution (order statistics: each value is above the median with probability one half). Of few values, fewer
-    than six at 0.95, it is the extremes, and the probability is less."""
+    """Two of the values that enclose the distribution's median with at least that probability, whatever the
+    distribution (order statistics: each value is above the median with probability one half). With fewer than six
+    values at 0.95 they are the extremes, and the probability is less."""
     ordered, count = sorted(values), len(values)
     outside = (1 - confidence) / 2
-    rank, below = 0, 0.5**count  # the chance that no more than `rank` values are below the median
+    rank, below = 0, 0.5**count  # probability that at most `rank` values are below the median
     while rank + 1 < count // 2 and below + comb(count, rank + 1) * 0.5**count <= outside:
         rank += 1
         below += comb(count, rank) * 0.5**count

@@ -1,7 +1,7 @@
-"""`kvstore bench network`, rows from node to node: frames pulled from another process, verified, into slots.
+"""`kvstore bench network`, node to node: frames pulled from another process, verified, into slots.
 
-Each way beside the raw stream of the same run: as many bytes by `sendall` of each frame on one side and `recv_into` the
-same slots on the other, over loopback. Beside what is sealed: how fast one core seals, and nothing else.
+Each way runs beside the raw stream of the same run: as many bytes by `sendall` of each frame on one side and
+`recv_into` the same slots on the other, over loopback. For encrypted ways, also the rate at which one core encrypts.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LONGEST_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class PullBenchOptions:
-    """frames: in a turn, each into a slot of its own. payload_bytes: of each."""
+    """frames: per turn, each into its own slot. payload_bytes: of each."""
 
     frames: int = 48
     payload_bytes: int = 2 << 20
@@ -54,8 +54,8 @@ class PullBenchOptions:
 
 @dataclass(frozen=True)
 class PullRow:
-    """One way. gbps, raw_gbps: medians. ratio: to the raw stream, the median over laps, with its quartiles. at_least:
-    the ratio to reach, where one is set."""
+    """gbps, raw_gbps: medians. ratio: to the raw stream, median over laps, with quartiles. at_least: the target, if
+    any."""
 
     what: str
     gbps: float
@@ -69,8 +69,7 @@ class PullRow:
 
 @dataclass(frozen=True)
 class PullBenchResult:
-    """ucx_idle: the share of a core that a puller and a door take while a connection over UCX has nothing to do; None
-    without ucxx."""
+    """ucx_idle: share of a core that a puller and a server use while a UCX connection is idle; None without ucxx."""
 
     frame_bytes: int
     rows: list[PullRow]
@@ -78,12 +77,11 @@ class PullBenchResult:
 
     @property
     def most_sealed(self) -> float | None:
-        """The ratio that a thread reaches which seals each frame, then sends it as the raw stream does."""
+        """The ratio of a thread that encrypts each frame and then sends it as the raw stream does."""
         speeds = [row.ratio for row in self.rows if row.what == CIPHER_ROW]
         return speeds[0] / (1 + speeds[0]) if speeds else None
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
         found: dict[str, object] = {"bench": "network: peers", **asdict(self), "most_sealed": self.most_sealed}
         if self.ucx_idle is not None:
             what = "UCX, share of a core while idle"
@@ -91,7 +89,6 @@ class PullBenchResult:
         return found
 
     def render(self, console: Any) -> None:
-        """One table."""
         table = Table("frames from node to node", "GB/s", "raw stream", "ratio", "quartiles", "target")
         for row in self.rows:
             word = "" if row.at_least is None else f"{row.at_least:.2f} {'met' if row.met else 'missed'}"
@@ -110,7 +107,7 @@ class PullBenchResult:
 
 
 def run(options: PullBenchOptions, say: Callable[[str], None]) -> PullBenchResult:
-    """Every way that this machine has."""
+    """Measure every way that this machine has."""
     clock = SystemClock()
     ways: dict[str, tuple[str, PullTransport]] = {
         ONE: (CLEAR, SocketPullTransport(clock)),
@@ -178,7 +175,7 @@ def _stream(raw: socket.socket, slots: list[memoryview]) -> Cost:
 
 
 def _seal(seal: FrameSeal, slots: list[memoryview]) -> Cost:
-    """As a door does, and not sent."""
+    """Encrypt as a server does, without sending."""
     ring = memoryview(bytearray(PIECE_BYTES))
     began, worked = perf_counter(), process_time()
     for number, slot in enumerate(slots):
@@ -190,7 +187,7 @@ def _seal(seal: FrameSeal, slots: list[memoryview]) -> Cost:
 
 
 def _idle(ask: Callable[[str], Any], way: PullTransport) -> float:
-    """Of both processes together, while a connection is open and idle."""
+    """CPU share of both processes while a connection is open and idle."""
     reader = way.connect(_offer(ask, UCX), SECRET, monotonic() + LONGEST_SECONDS)
     before = process_time() + ask(CPU)
     sleep(IDLE_SECONDS)
@@ -206,7 +203,7 @@ def _offer(ask: Callable[[str], Any], door: str) -> PullOffer:
 
 @contextmanager
 def _holder(job: dict[str, Any]) -> Iterator[Callable[[str], Any]]:
-    """What asks the other process."""
+    """Yields a function that asks the other process."""
     command = [sys.executable, "-m", "kvstore.bench.network.pull_holder", json.dumps(job)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdin is not None and holder.stdout is not None

@@ -1,7 +1,7 @@
-"""The raw socket that rows of `kvstore bench network` are compared with: a process that sends and takes so many bytes.
+"""The raw socket beside `kvstore bench network`: a process that sends and receives so many bytes.
 
-It says where it listens, then serves one connection after the other. On each: `g` asks for the bytes, `s` says that
-they follow and is answered by a byte. It ends with its standard input.
+It prints where it listens, then serves connections one after another. On each, `g` asks for the bytes; `s` announces
+them, and is answered by a byte. It ends with its standard input.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GET, SET = b"g", b"s"
 
 @contextmanager
 def raw_peer(size: int, path: str = "") -> Iterator[socket.socket]:
-    """A connection to a new one, over TCP of loopback or a UNIX socket at `path`."""
+    """Start a process and connect to it, over TCP on loopback or a UNIX socket at `path`."""
     command = [sys.executable, "-m", "kvstore.bench.network.raw_peer", str(size), path]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as peer:
         assert peer.stdin is not None and peer.stdout is not None
@@ -35,7 +35,7 @@ def raw_peer(size: int, path: str = "") -> Iterator[socket.socket]:
 
 
 def fill(one: socket.socket, view: memoryview) -> None:
-    """Receive all of it."""
+    """Receive until the view is full."""
     while view:
         count = one.recv_into(view)
         if not count:
@@ -44,7 +44,7 @@ def fill(one: socket.socket, view: memoryview) -> None:
 
 
 def main(size: int, path: str) -> None:
-    """Serves until standard input ends."""
+    """Serve until standard input ends."""
     threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
     door = socket.socket(socket.AF_UNIX if path else socket.AF_INET)
     door.bind(path or ("127.0.0.1", 0))

@@ -1,7 +1,7 @@
-"""What `kvstore bench traffic` found: of each endpoint and turn its figures, and their spread over turns.
+"""The result of `kvstore bench traffic`: figures for each endpoint and turn, and their spread over turns.
 
-A figure stands beside that of the first endpoint in the same turn: their quotients' median is the ratio, which is what
-a machine that drifts leaves of a comparison.
+A figure's ratio is the median of its quotients to the first endpoint's in the same turn: a comparison that a drifting
+machine disturbs least.
 """
 
 from __future__ import annotations
@@ -22,25 +22,24 @@ MOST_SHOWN_ERRORS = 3
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """An answer is good where its first token came in ttft_ms, and each further one in itl_ms on average."""
+    """An answer is good if its first token came within ttft_ms, and the others within itl_ms on average."""
 
     ttft_ms: float
     itl_ms: float
 
     @property
     def name(self) -> str:
-        """Of the figure."""
         return f"good, TTFT {self.ttft_ms:g} ms, ITL {self.itl_ms:g} ms"
 
     def is_met(self, outcome: RequestOutcome) -> bool:
-        """By an answer that did not fail."""
+        """A failed answer never meets it."""
         return not outcome.error and 1e3 * outcome.ttft <= self.ttft_ms and 1e3 * outcome.mean_gap <= self.itl_ms
 
 
 @dataclass(frozen=True, slots=True)
 class TurnFigures:
-    """One replay of an endpoint. figures: by name; what cannot be said is missing. tokens: asked and hit, as engine and
-    sidecar count them. errors: the first ones."""
+    """One replay of an endpoint. figures: by name; unknown ones are missing. tokens: asked and hit, by the engine's and
+    sidecar's counters. errors: the first ones."""
 
     figures: Mapping[str, float]
     tokens: Mapping[str, int]
@@ -53,7 +52,7 @@ class TurnFigures:
     def of(
         outcomes: Sequence[RequestOutcome], seconds: float, tokens: Mapping[str, int], slos: Sequence[Slo]
     ) -> TurnFigures:
-        """Of all requests of a replay; a failed one is good for nothing, and has no times."""
+        """Figures of a replay; a failed request is not good, and its times are left out."""
         whole = [one for one in outcomes if not one.error]
         figures: dict[str, float] = {}
         for name, values in (
@@ -79,7 +78,7 @@ class TurnFigures:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Of one figure over turns. ratio: to the first endpoint's, turn by turn; None for that one, and beside nothing."""
+    """One figure over turns. ratio: to the first endpoint's, turn by turn; None for the first, and if it has none."""
 
     median: float
     low: float
@@ -95,7 +94,7 @@ class Spread:
 
 @dataclass
 class TrafficResult:
-    """turns: of each endpoint, in the order in which they were given."""
+    """turns: by endpoint, in the given order."""
 
     workload: Workload
     speed: float
@@ -104,7 +103,7 @@ class TrafficResult:
 
     @property
     def faults(self) -> list[str]:
-        """Endpoints of which a turn has no whole answer."""
+        """Endpoints with a turn in which all requests failed."""
         return [
             f"{name}: all of {turn.requests} requests failed: {turn.errors[0]}"
             for name, turns in self.turns.items()
@@ -113,7 +112,7 @@ class TrafficResult:
         ]
 
     def targets(self) -> list[dict[str, object]]:
-        """No request failed: where one did, the figures are of others than those that the trace asked for."""
+        """No request failed: else the figures are not of the trace's requests."""
         failed = {name: sum(turn.failed for turn in turns) for name, turns in self.turns.items()}
         return [
             {"what": f"failed requests of {name}", "measured": count, "at_most": 0, "met": count == 0}
@@ -142,7 +141,6 @@ class TrafficResult:
         return Spread(median(values), min(values), max(values), ratio)
 
     def to_dict(self) -> dict[str, object]:
-        """For `--json`."""
         workload = self.workload
         return {
             "bench": "traffic",
@@ -189,7 +187,7 @@ class TrafficResult:
         }
 
     def render(self, console: Any) -> None:
-        """A table: a row for each figure, a column for each endpoint."""
+        """A row for each figure, a column for each endpoint."""
         workload = self.workload
         shared = workload.shared_tokens / workload.prompt_tokens
         console.print(
