@@ -64,15 +64,13 @@ class DramRecovery:
 
     @property
     def is_recovering(self) -> bool:
-        """Whether blocks are still being taken over."""
         return not self._over.is_set()
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Whether it is over after at most that long."""
+        """Wait at most that long; returns whether it is over."""
         return self._over.wait(timeout_seconds)
 
     def stop(self) -> None:
-        """Take no more over."""
         self._closing.set()
 
     def run(self, tenants: Mapping[bytes, TenantKeys]) -> None:
@@ -85,7 +83,7 @@ class DramRecovery:
                     "memory of the process before was taken over",
                     extra={"extents": len(self._extents), "blocks": self.taken, "frames_given_up": self.given_up},
                 )
-        except Exception:  # blocks that were not taken over are misses
+        except Exception:  # blocks not taken over are misses
             _log.exception("memory of the process before could not be taken over")
         finally:
             self._over.set()
@@ -97,7 +95,7 @@ class DramRecovery:
         groups: dict[tuple[bytes, bytes], list[tuple[int, SlotClass]]] = {}
         abouts: dict[tuple[bytes, bytes], bytes] = {}
         with self._lock:
-            gone = set(dram.gone(self._extents))  # given back meanwhile, being empty
+            gone = set(dram.gone(self._extents))  # given back meanwhile because they were empty
             for number in [one for one in self._extents if one not in gone]:
                 slot_class = dram.class_of(number)
                 name = slot_class.tenant, slot_class.namespace

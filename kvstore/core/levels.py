@@ -1,12 +1,12 @@
-"""Moves between the tiers: promotes blocks to DRAM before a lease is granted, and flushes dirty ones to NVMe before
-room is short.
+"""Moves blocks between the tiers: promotes them to DRAM before a lease is granted, and flushes dirty ones to NVMe
+before DRAM is full.
 
     up    pinned, a slot in DRAM > read > verified: MAC, name, generation, every digest > readable from DRAM
     down  pinned, verified where it stands > a slot on NVMe > durable > readable from NVMe too
 
-Moves run in the queue's threads; the lock is the store's, and is not held while anything is read, hashed or written. A
-failed move means a shorter lease or a block that stays where it is, never an error of a request. Ancestors are written
-before their descendants, so NVMe holds whole chains at any moment.
+Moves run in the queue's threads; the store's lock is not held while anything is read, hashed or written. A failed move
+means a shorter lease or a block that stays where it is, never an error of a request. Ancestors are written before their
+descendants, so NVMe holds whole chains at any moment.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tiering.nvme.tier import NvmeTier
 from tiering.tier import TierMiss
 
 LOADING_LOOK_SECONDS = 0.05
-"""How often a durable put that must wait for recovery before it can make room checks whether it is over."""
+"""Interval at which a durable put, waiting for recovery before it can make room, checks whether it is over."""
 WINDOW_BLOCKS = 32
 """Blocks promoted at a time."""
 
@@ -44,13 +44,13 @@ WINDOWS_AT_ONCE = 2
 """Windows in flight for one lease: the disk has work while the first one's last blocks are verified."""
 
 FLUSH_FRACTION = 0.25
-"""With less of the DRAM budget than this free, dirty blocks are flushed in the background."""
+"""Dirty blocks are flushed in the background while less than this share of DRAM is free."""
 
 CHOSEN_DOWN_TO = 0.65
-"""With an admission policy that chooses, it chooses until no more than this share of DRAM is dirty."""
+"""A choosing admission policy goes on until at most this share of DRAM is dirty."""
 
 READS, WRITES = NVME_READS, NVME_WRITES
-"""Each has a breaker of its own: a disk that is full, or refuses writes, may still be read."""
+"""Each has its own circuit breaker: a disk that is full, or refuses writes, may still be readable."""
 
 WHY_LEFT = {
     MissReason.DEADLINE: "limits.close_seconds={seconds:g} was over; give it more",
@@ -108,7 +108,7 @@ class Levels:
         self._limits = limits
         self._lock = lock
         self._changed = threading.Condition(lock)
-        self._planning = threading.Lock()  # one lease at a time looks for what to promote
+        self._planning = threading.Lock()  # only one lease at a time looks for blocks to promote
         self._pin = pin
         self._unpin = unpin
         self._find_slots = find_slots
@@ -164,8 +164,8 @@ class Levels:
         return None
 
     def _leave(self, promotions: Sequence[Promotion]) -> None:
-        """A lease waits for these no more. Those that have not begun and that no other lease waits for give up slot and
-        pin now, not once the disk has done all that was queued before."""
+        """A lease stops waiting for these. Promotions that have not begun and that no other lease waits for give up
+        slot and pin at once, not only after everything queued before them."""
         with self._lock:
             for promotion in promotions:
                 promotion.waiting -= 1
@@ -251,7 +251,7 @@ class Levels:
     # Down ----------------------------------------------------------------------------------------------------------
 
     def flush_if_needed(self) -> None:
-        """If DRAM is nearly full, begin to flush dirty blocks."""
+        """Start flushing if DRAM is nearly full."""
         if not self._dirty or self._closing or not self._is_pressed():
             return
         with self._lock:
@@ -269,8 +269,8 @@ class Levels:
             self.flush_if_needed()
 
     def _is_pressed(self) -> bool:
-        """Whether to flush now. Under a choosing policy, blocks that are to be retained are flushed as early as without
-        one, since there is nothing to learn about them."""
+        """Whether to flush now. Under a choosing policy, blocks to be retained are flushed as early as without one: the
+        policy has nothing to learn about them."""
         if not self._lower.admission.chooses:
             return self._is_nearly_full()
         return self._must_choose() or (self._dirty.is_any_prioritized and self._is_nearly_full())
@@ -283,14 +283,14 @@ class Levels:
         return free_bytes < FLUSH_FRACTION * usage.budget_bytes
 
     def _must_choose(self) -> bool:
-        """Whether the policy must choose now. It is put off until nearly all of DRAM is dirty, when most is known of
-        the blocks; but not once dirty blocks left DRAM before their turn, since those left may be in constant use."""
+        """Whether the policy must choose now. It is put off until nearly all of DRAM is dirty, when most is known about
+        the blocks; but not once dirty blocks left DRAM before their turn, since the rest may be in constant use."""
         waiting = self._dirty.waiting_bytes
         return waiting > (1 - FLUSH_FRACTION) * self._blocks.dram.budget_bytes or self._dirty.missed > 0
 
     def _flush_batch(self, *, everything: bool = False) -> None:
         """Flush a group of blocks that are to be retained or, if there are none, the least recently used ones that the
-        policy admits. everything: without asking the policy."""
+        policy admits. everything: do not ask the policy."""
         blocks, dirty = self._blocks, self._dirty
         admission = None if everything else self._lower.admission
         chooses = admission is not None and admission.chooses
@@ -314,11 +314,11 @@ class Levels:
                 way = self._way_down(row, taken)
                 number = blocks.index.namespace_of(row)
                 left -= blocks.spaces[number].block_bytes
-                if not way or not self._demoting.isdisjoint(way):  # it is being written anyhow
+                if not way or not self._demoting.isdisjoint(way):  # it is being written already
                     continue
                 is_whole = all(blocks.index.state(one) is RowState.VISIBLE for one in way)
                 if chooses and not is_whole:
-                    dirty.decline(row)  # an ancestor was quarantined: it would be charged and not written
+                    dirty.decline(row)  # an ancestor was quarantined: the block would be charged and not written
                     continue
                 block_bytes = blocks.spaces[number].block_bytes
                 if chooses and blocks.is_to_be_kept(row):
@@ -352,10 +352,8 @@ class Levels:
         return kept
 
     def _way_down(self, row: int, taken: set[int]) -> list[int]:
-        """A block after the ancestors that NVMe lacks, having given one up.
-
-        taken: rows that are being written anyhow, each with its own way.
-        """
+        """A block behind its ancestors that NVMe lacks, in the order to write them. taken: rows already being written,
+        with theirs."""
         way = []
         while row != NO_ROW and row not in taken and not self._blocks.is_below(row):
             way.append(row)
@@ -363,7 +361,8 @@ class Levels:
         return way[::-1]
 
     def demote_all(self, seconds: float) -> int:
-        """Flush dirty blocks but declined ones, for at most that long, retained ones first. Returns how many stay."""
+        """Flush dirty blocks except declined ones, retained ones first, for at most that long. Returns how many
+        remain."""
         self._demote_all(seconds)
         return len(self._dirty)
 
@@ -437,7 +436,7 @@ class Levels:
             chosen: dict[int, int] = {}  # in order, with the generation to be written
             for row in rows if number not in blocks.dropping else ():
                 if blocks.index.namespace_of(row) != number:
-                    continue  # the row has become another block's
+                    continue  # the row belongs to another block now
                 parent = blocks.index.parent(row)
                 follows = parent == NO_ROW or blocks.is_below(parent) or parent in chosen
                 here = blocks.index.state(row) is RowState.VISIBLE and blocks.is_above(row)
