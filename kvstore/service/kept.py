@@ -1,7 +1,7 @@
-"""The sidecar's end of the wire to its keeper: which memory was kept, and which is to be.
+"""The sidecar's end of the socket to its keeper: which memory was kept, and which to keep.
 
-A thread of its own sends, in order, so that a thread that holds a lock never waits for the keeper. When the keeper is
-gone the sidecar ends too: otherwise the next one to start would find the directory in use.
+Its own thread sends, in order, so that a thread that holds a lock never waits for the keeper. If the keeper ends, so
+does the sidecar: otherwise the next one would find the directory in use.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class KeeperWire:
                 return kept
 
     def start(self, gone: Callable[[], None]) -> None:
-        """Send from now on, and watch the keeper. gone: called when it has ended."""
+        """Start sending, and watch the keeper. gone: called when it ends."""
         self._socket.settimeout(None)
         self._is_sending = True
         threading.Thread(target=self._send_all, name="kv-keep", daemon=True).start()
@@ -67,7 +67,6 @@ class KeeperWire:
         return self._new_token(NAME_BYTES)
 
     def keep(self, name: bytes, extent: int, ledger: int) -> None:
-        """As `Keeper.keep`."""
         copies: list[int] = []
         try:
             for one in (extent, ledger):
@@ -79,7 +78,6 @@ class KeeperWire:
         self._put(KEEP + name, copies)
 
     def forget(self, name: bytes) -> None:
-        """As `Keeper.forget`."""
         self._put(FORGET + name, [])
 
     # Beyond it -----------------------------------------------------------------------------------------------------
@@ -89,9 +87,9 @@ class KeeperWire:
         self._put(READY, [])
 
     def freeze(self) -> None:
-        """Keep what is kept now, whatever this process does to it: the next one begins from there.
+        """Make the keeper hold what it holds now, whatever this process does later: the next process starts from there.
 
-        When this returns, the keeper has been told everything, or does not read.
+        On return the keeper has been told everything, or does not read.
         """
         told = threading.Event()
         with self._lock:
