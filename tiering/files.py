@@ -84,9 +84,7 @@ class Files(Protocol):
         """Give a slab's space back, durably. After a failure it may be there or not."""
         ...
 
-    def close(self) -> None:
-        """Let go of everything."""
-        ...
+    def close(self) -> None: ...
 
 
 class DirectFiles:
@@ -129,7 +127,6 @@ class DirectFiles:
         return self._direct
 
     def sizes(self) -> dict[str, int]:
-        """Every slab's name and bytes."""
         self._check_open()
         with os.scandir(self._directory) as entries:
             return {
@@ -139,7 +136,6 @@ class DirectFiles:
             }
 
     def create(self, name: str, size_bytes: int) -> None:
-        """A new slab of zeros, or `OSError` and nothing left behind."""
         assert size_bytes > 0 and size_bytes % _PAGE_BYTES == 0, f"{size_bytes} bytes are not whole pages"
         path = self._path(name)
         self._check_open()
@@ -169,7 +165,6 @@ class DirectFiles:
             raise
 
     def read(self, name: str, offset: int, into: memoryview) -> None:
-        """Fill `into` from the slab."""
         with self._in_use(name, offset, into.nbytes) as descriptor:
             if not self._needs_copy(into):
                 self._transfer(os.preadv, descriptor, offset, into)
@@ -179,7 +174,6 @@ class DirectFiles:
                 into.cast("B")[:] = aligned
 
     def write(self, name: str, offset: int, data: memoryview) -> None:
-        """Write all of `data`."""
         with self._in_use(name, offset, data.nbytes) as descriptor:
             if self._needs_copy(data):
                 aligned = memoryview(mmap.mmap(-1, data.nbytes))
@@ -188,14 +182,12 @@ class DirectFiles:
             self._transfer(os.pwritev, descriptor, offset, data)
 
     def sync(self, name: str) -> None:
-        """Make what was written durable."""
         with self._in_use(name) as descriptor:
             os.fdatasync(descriptor)
             if not self._direct:
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)  # the memory is better spent on the tiers
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)  # the memory is better used by the tiers
 
     def remove(self, name: str) -> None:
-        """Give a slab's space back, durably."""
         path = self._path(name)
         with self._lock:
             self._check_open()
@@ -282,11 +274,9 @@ class ReadOnlyFiles(DirectFiles):
         self._direct = any(_reads_directly(directory / name) for name in sorted(self.sizes())[:1])
 
     def create(self, name: str, size_bytes: int) -> None:
-        """Refused."""
         raise OSError(errno.EROFS, "the folder is only looked at", str(self._path(name)))
 
     def remove(self, name: str) -> None:
-        """Refused."""
         raise OSError(errno.EROFS, "the folder is only looked at", str(self._path(name)))
 
 
@@ -461,7 +451,6 @@ def _refuse_other_than_file(path: Path) -> None:
 
 
 def what_stands_at(path: Path) -> str:
-    """In words."""
     is_link = False
     try:
         is_link = stat.S_ISLNK(path.lstat().st_mode)
