@@ -1,4 +1,4 @@
-"""What nodes ask each other, as a contract that the network process fulfils with gRPC; and the MACs of the requests."""
+"""The contract of queries between nodes, which the network process fulfils with gRPC; and the MACs of the requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST_UNREACHED = 1024
 
 
 class PeerAway(Exception):
-    """A node that does not answer; one line for people. is_late: it may still answer."""
+    """A node that does not answer; the text is one line for people. is_late: it may still answer."""
 
     def __init__(self, text: str, *, is_late: bool = False) -> None:
         super().__init__(text)
@@ -29,7 +29,8 @@ class PeerAway(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Dialled:
-    """A node: HOST:PORT of its gRPC, and the id of the node that must answer there; empty if that is what is asked."""
+    """A node to call: HOST:PORT of its gRPC, and the id that its certificate must have; empty if the id is the
+    question."""
 
     address: str
     node: bytes
@@ -47,7 +48,7 @@ class PeerCalls(Protocol):
     def has(
         self, asked: Sequence[tuple[Dialled, peer_pb2.HasRequest]], seconds: float
     ) -> list[peer_pb2.HasResponse | None]:
-        """Ask all at once; None for those that do not answer."""
+        """Ask all nodes at once; None for those that do not answer."""
         ...
 
     def open_pull(self, peer: Dialled, request: peer_pb2.OpenPullRequest, seconds: float) -> peer_pb2.OpenPullResponse:
@@ -58,9 +59,7 @@ class PeerCalls(Protocol):
         """Raises `PeerAway`."""
         ...
 
-    def close(self) -> None:
-        """Hang up."""
-        ...
+    def close(self) -> None: ...
 
 
 class UsableTransports:
@@ -115,12 +114,10 @@ class UsableTransports:
 
 
 class AskedBy(Protocol):
-    """The asking node: by its certificate, or, on loopback without certificates, unknown."""
+    """The asking node: by its certificate, or unknown (on loopback without certificates)."""
 
     @property
-    def node(self) -> bytes:
-        """Its id."""
-        ...
+    def node(self) -> bytes: ...
 
     def seconds_left(self) -> float:
         """How long it still waits."""
@@ -128,10 +125,11 @@ class AskedBy(Protocol):
 
 
 def has_mac(identity_key: bytes, terms: PullTerms) -> bytes:
-    """The MAC of `Has`; `OpenPull`'s is `ask_mac`, so that neither can stand for the other. Raises `PeerFault`."""
+    """The MAC of `Has`. `OpenPull` has another, `ask_mac`, so that neither can replace the other. Raises
+    `PeerFault`."""
     return blake2b(terms.packed(), key=identity_key, digest_size=32, person=b"kv-has-ask").digest()
 
 
 def offer_mac(identity_key: bytes, terms: PullTerms) -> bytes:
-    """The MAC of `Offer`, likewise. Raises `PeerFault`."""
+    """The MAC of `Offer`, different again. Raises `PeerFault`."""
     return blake2b(terms.packed(), key=identity_key, digest_size=32, person=b"kv-offer-ask").digest()

@@ -1,4 +1,4 @@
-"""Blocks from another node: permission to pull them, a connection to its data door, frames straight into slots."""
+"""Blocks from another node: permission to pull them, a connection to its data server, frames straight into slots."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ class PeerSource:
 
     @property
     def key(self) -> bytes:
-        """Its name in the speeds."""
+        """In the speeds."""
         return self.entry.node
 
     def has(
@@ -160,7 +160,7 @@ class PeerSource:
         return found
 
     def fill(self, window: ReservedWindow, stops: Stops) -> Filled:
-        """Pull the blocks of the window that it has."""
+        """Pull the blocks of the window that the node has."""
         ways, entry = self._ways, self.entry
         began_at = ways.clock.monotonic_seconds()
         try:
@@ -179,7 +179,7 @@ class PeerSource:
                 filled = self._failed(MissReason.CORRUPT if window.refused else MissReason.UNREACHABLE, str(fault))
             else:
                 filled = Filled(0, MissReason.DISABLED, "no engine waits for it any more")
-        except BadInput as error:  # the offer needs something that is missing here; the text says what
+        except BadInput as error:  # the offer needs something that is missing here; the text names it
             ways.told.say("pull", str(error))
             filled = Filled(0, MissReason.UNSUPPORTED, str(error))
         window.adopt()
@@ -320,7 +320,7 @@ def _offered(
     ways: PeerWays,
     ends_at: float,
 ) -> int:
-    """How many blocks the first node took that takes any."""
+    """How many blocks were taken by the first node that takes any."""
     head = keys[:CHUNK_BLOCKS][-1]
     fit = [one for one in nodes if run.fingerprint in one.fingerprints]
     for entry in sorted(fit, key=lambda one: blake2b(head + one.node, digest_size=8).digest())[:MOST_ASKED]:
