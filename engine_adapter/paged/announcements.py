@@ -139,10 +139,7 @@ class Announcements(Generic[B]):
             return
         if told.is_lost or (self._run and told.run != self._run):
             self._take_back()
-            self._run, self._after = (
-                told.run,
-                told.next,
-            )  # changes of blocks that are saved from here on have higher numbers
+            self._run, self._after = told.run, told.next  # later saves' changes come after it
             return
         self._run, self._after = told.run, told.next
         for key, number in told.changes:

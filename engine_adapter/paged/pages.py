@@ -164,9 +164,7 @@ def layout_of(facts: Sequence[WorkerSpec], total_kv_heads: int, block_tokens: in
     for group in first.groups:
         heads = group.kv_heads * len(facts)
         if not is_opaque(first.packing) and len(facts) > 1:
-            heads = min(
-                heads, max(total_kv_heads, group.kv_heads)
-            )  # with more ranks than heads, each rank has one head
+            heads = min(heads, max(total_kv_heads, group.kv_heads))  # with more ranks than heads, each has one head
         kind = Attention.SLIDING if group.window else Attention.FULL
         groups.append(KvGroup(group.name, group.layers, heads, group.widths, group.dtype, kind, group.window))
     return Layout(tuple(groups), block_tokens, first.page_tokens, head_shards=len(facts), packing=first.packing)

@@ -342,11 +342,7 @@ class RequestNews:
         self.sampler = PromptSampler(sketch_every, choose)
         self._waiting: deque[RequestTold] = deque(maxlen=4 * MAX_TOLD_REQUESTS)
         self._told_at = -TELL_SECONDS
-        self._judged: tuple[object, float, float] = (
-            None,
-            0.0,
-            0.0,
-        )  # choice, saved and regretted milliseconds of the last report
+        self._judged: tuple[object, float, float] = (None, 0.0, 0.0)  # of the last report, in ms
 
     def add(
         self, state: RequestState, facts: NamespaceSpec | None, namespace: NamespaceHandle | None

@@ -231,9 +231,7 @@ class PagedScheduler:
         if not state.is_admitted:
             state.account, state.detail = lookup.account, lookup.detail
         promised = max(0, tokens - local_tokens)
-        state.waits = self._waits(
-            state, promised
-        )  # decided once: a request that the engine has parked waits for a report
+        state.waits = self._waits(state, promised)  # decided once: a parked request waits for a report
         is_beside = bool(promised) and not state.waits
         if is_beside and self._loads.takes_no_more:
             return None, False
@@ -401,9 +399,7 @@ class PagedScheduler:
         else:
             reason, detail = MissReason.DISABLED, "the request is not to read what is cached"
         if not state.is_admitted:
-            is_asked = (
-                self._refused is None and facts.refused is None
-            )  # the tail is no whole block's, whatever the store answers
+            is_asked = self._refused is None and facts.refused is None  # a tail is missed in any case
             state.account, state.detail = Account.missed(reason, tokens, self.block_tokens if is_asked else 0), detail
         if namespace is None or facts.refused is not None or self._facts is None:
             return

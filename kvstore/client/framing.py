@@ -437,9 +437,7 @@ class FramedSocket:
             if len(self._descriptors) < len(answer.extents):
                 raise ValueError("descriptors are missing")
             descriptors = [self._descriptors.popleft() for _ in answer.extents]
-        elif (
-            isinstance(answer, m.NotifyPipeReply) and self._descriptors
-        ):  # else this process may have no descriptors left
+        elif isinstance(answer, m.NotifyPipeReply) and self._descriptors:  # else the process may have none left
             descriptors = [self._descriptors.popleft()]
             if not stat.S_ISFIFO(os.fstat(descriptors[0]).st_mode):
                 os.close(descriptors[0])

@@ -91,9 +91,7 @@ class Guard:
         self._names = {host.lower(), *_LOOPBACK}
         self._clock = clock
         self._new_token = new_token
-        self._logins: OrderedDict[str, tuple[float, ConsoleReader]] = (
-            OrderedDict()
-        )  # the cookie's value > its end and reader
+        self._logins: OrderedDict[str, tuple[float, ConsoleReader]] = OrderedDict()  # by cookie: end, reader
         self._failures: deque[float] = deque(maxlen=MOST_FAILURES)
 
     def change_tokens(self, tokens: ConsoleTokens) -> None:

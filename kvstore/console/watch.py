@@ -92,9 +92,7 @@ class SidecarWatch:
             return self._newest_first()
 
     def _newest_first(self) -> list[ConsoleEvent]:
-        return sorted(
-            reversed(self._events), key=lambda one: -one.at
-        )  # the sidecar's events are stamped before they arrive
+        return sorted(reversed(self._events), key=lambda one: -one.at)  # the sidecar's arrive late
 
     def why(self, request: str, tenant: str = "") -> m.WhyReply | None:
         """What the sidecar knows of requests whose names begin so, of one tenant or of all; None while another reader

@@ -800,9 +800,7 @@ class Store:
             put = found or self._collective.begin(name, chain, now)
             if isinstance(put, ReserveReply):
                 return put
-        reply = ReserveReply(
-            0, 0, stopped_at=0, reason=MissReason.DISABLED
-        )  # for the other participants if this is interrupted
+        reply = ReserveReply(0, 0, stopped_at=0, reason=MissReason.DISABLED)  # for the others if this is interrupted
         try:
             reply = self._reserve(number, keys, first_block, priority, ttl_seconds, put, ends_at)
         finally:
