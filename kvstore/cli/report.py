@@ -1,6 +1,6 @@
-"""What operators' commands print: tables for people, one object for scripts. Must never ask a sidecar.
+"""What operators' commands print: tables for people, one object for scripts. Must never query a sidecar.
 
-Text from clients is printed as it is, never as markup.
+Text from clients is printed unchanged, never as markup.
 """
 
 from __future__ import annotations

@@ -402,7 +402,7 @@ class FramedSocket:
             self.heard_at = self._clock.monotonic_seconds()
             self._read += piece
             self._take_answers()
-        except Exception as error:  # a malformed frame, or another thread hung up and closed the descriptors
+        except Exception as error:  # a malformed frame, or another thread disconnected and closed the descriptors
             self._break(error)
         except BaseException:  # interrupted: part of an answer may be lost
             self._hang_up()
@@ -447,7 +447,7 @@ class FramedSocket:
             if reply.number in self._asked:
                 self._asked[reply.number] = _KeptAnswer(reply.answer, descriptors)
                 return
-        if reply.number == m.NO_NUMBER and isinstance(answer, m.Failed):  # the sidecar hangs up then
+        if reply.number == m.NO_NUMBER and isinstance(answer, m.Failed):  # the sidecar disconnects after it
             raise ConnectionRefusedError(answer.text)
         self._undo(answer, descriptors)
 

@@ -460,7 +460,7 @@ class SocketDoor:
     def _connect(self, time: VerbTime, waits: bool) -> SidecarConnection:
         limits = self._limits
         if self._is_silent and not waits and self._have_it_called():
-            raise Unavailable(MissReason.UNREACHABLE, self._why)  # each verb would wait as long, in vain
+            raise Unavailable(MissReason.UNREACHABLE, self._why)  # each query would wait as long for nothing
         while True:
             run = self._connect_once(limits.connect if waits else min(limits.match, time.left()))
             if run is not None:

@@ -22,7 +22,7 @@ class AuditLines(Protocol):
     """An append-only file."""
 
     def append(self, line: bytes) -> None:
-        """Append one line; it is on the disk on return. Raises `OSError`, and then nothing of it is there."""
+        """Append one line; it is on the disk on return. Raises `OSError`, after which no part of it is there."""
         ...
 
     def last(self) -> Iterable[bytes]:

@@ -379,7 +379,7 @@ class Retirement:
         header = private_pages(HEADER_BYTES).view
         try:
             self._lower.tier.read(place, header)
-        except TierError:  # gone meanwhile, or unreadable: its next reader is told
+        except TierError:  # gone meanwhile, or unreadable: its next reader gets the error
             return False
         return epoch_in(header) in epochs
 

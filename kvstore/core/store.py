@@ -262,10 +262,10 @@ class Store:
             return sum(space.tenant == spaces[number].tenant for space in spaces[:number])
 
     def drop(self, number: int, seconds: float = DROP_SECONDS) -> int:
-        """Forget every block of a namespace, for good; returns how many were readable. Readers finish what they hold.
+        """Forget every block of a namespace; returns how many were readable. Readers finish what they hold.
 
         Waits until recovery from disk is over. Raises `TierUnavailable` if it does not end in time, or if the disk does
-        not forget; the message says how far it came, and the drop may be asked for again.
+        not forget; the message contains how far it came, and the drop may be repeated.
         """
         deadline = self._clock.monotonic_seconds() + seconds
         with self._lock:
@@ -424,7 +424,7 @@ class Store:
             gone.clear()
 
     def _await_taken_in(self, is_busy: Callable[[], bool], deadline: float) -> None:
-        """Wait until recovery is over and no move is under way. Under the lock. Raises `TierUnavailable`, and
+        """Wait until recovery is over and no move is in flight. Under the lock. Raises `TierUnavailable`, and
         `StoreClosed` if the store was closed while the lock was released."""
         self._check_open()
         while (is_warming := self._is_recovering) or is_busy():

@@ -1,12 +1,12 @@
 """Limits how long a put waits for memory that clients still map.
 
-    evicted > given back > the clients that map it are notified > they unmap it > it can be used
+    evicted > returned > the clients that map it are notified > they unmap it > it can be used
 
-The last two steps are other processes', which take milliseconds, or hang. So each retired extent is waited for at most
-once in vain, and a put gives up after its first wait that times out. Longer waits are charged to the tenant: its puts
-may wait for `TENANT_SECONDS` in all, regained at a tenth of real time, so a client that unmaps slowly costs no more
-than that. A waiting put occupies a thread of the sidecar: at most `MOST_WAITING` do so at a time. A collective put, for
-which other processes wait in turn, waits only a moment and is charged for all of it. Pure: no lock, no clock.
+The last two steps are other processes', which take milliseconds, or hang. So a put gives up after its first wait that
+times out, and no later put waits for those extents alone. Longer waits are charged to the tenant: its puts may wait for
+`TENANT_SECONDS` in all, regained at a tenth of real time, so a client that unmaps slowly costs no more than that. A
+waiting put occupies a thread of the sidecar: at most `MOST_WAITING` do so at a time. A collective put, for which other
+processes wait in turn, waits only a moment and is charged for all of it. Pure: no lock, no clock.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class UnmapWait:
         return waits
 
     def end(self, tenant: bytes, seconds: float, now: float, *, is_collective: bool = False) -> None:
-        """The put has waited for so long."""
+        """The put has waited for this long."""
         self._waiting -= 1
         charged = seconds if is_collective else max(0.0, seconds - MOMENT_SECONDS)
         self._spent[tenant] = self._spent_by(tenant, now) + charged, now

@@ -284,7 +284,7 @@ class Courier:
             one.link.start()
 
     def close(self) -> None:
-        """Leave the pool: offer hot blocks to other nodes, then withdraw from the directory and hang up the links."""
+        """Leave the pool: offer hot blocks to other nodes, then withdraw from the directory and close the links."""
         if self._session is not None and self._session.ways is not None:
             hand_over(self.runs(), self._session.table, self._session.ways)
         self.holder.is_leaving = True

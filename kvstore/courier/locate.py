@@ -28,7 +28,7 @@ from tiering.clock import Clock
 from tiering.remote.driver import RemoteFault
 
 LOOK_SECONDS = 0.0042
-"""For all of a `Locate`, of the 5 ms after which the engine is told that there is nothing."""
+"""For all of a `Locate`: the engine gets the answer "nothing" after 5 ms."""
 DIRECTORY_SECONDS, HAS_SECONDS = 0.002, 0.0025
 MOST_NAMED = 8
 """Nodes of `network.peers` that are asked at once."""

@@ -68,7 +68,7 @@ class TenantQuestions:
         self._numbers = numbers
         self._open: dict[int, OpenQuestion] = {}
         self._unasked: dict[int, None] = {}  # those of them that were not handed out
-        self._over: deque[OpenQuestion] = deque()  # stay open until their courier is told
+        self._over: deque[OpenQuestion] = deque()  # stay open until reported to their courier
         self._key_bytes = 0
         self._places: OrderedDict[int, LocatedChain] = OrderedDict()
         self._place_bytes = 0
@@ -135,7 +135,7 @@ class TenantQuestions:
         return one
 
     def no_more(self, one: OpenQuestion) -> None:
-        """A question is given up; if it is a fetch, its courier is told."""
+        """A question is given up; if it is a fetch, its courier gets a report."""
         if self._open.get(one.ask.number) is not one or one.is_over:
             return
         if one.courier is None or not isinstance(one.ask, c.FetchQuestion):

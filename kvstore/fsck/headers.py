@@ -169,7 +169,7 @@ def _copy(files: Files, keys: MacKeys, name: str, size: int, offset: int) -> _Co
 
 
 class IndexView:
-    """What a trusted index says of slots. Reads all doubts at once, records slab by slab."""
+    """A trusted index's view of slots. Reads all doubts at once, records slab by slab."""
 
     def __init__(self, index: FrameIndex) -> None:
         self._index = index

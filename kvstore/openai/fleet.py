@@ -43,7 +43,7 @@ class ProxiedEngine:
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Count a request as under way while the context is open."""
+        """Count a request as in flight while the context is open."""
         self.under_way += 1
         self.served += 1
         try:

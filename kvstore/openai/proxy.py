@@ -62,7 +62,7 @@ class ProxyLimits:
 
 
 class _ClientGone(Exception):
-    """The client hung up or stopped reading."""
+    """The client disconnected or stopped reading."""
 
 
 @dataclass
@@ -348,6 +348,6 @@ def _retry_told(answer: EngineAnswer, exchange: Exchange) -> None:
 
 
 async def _left(receive: Receive) -> None:
-    """Returns when the client hangs up."""
+    """Returns when the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -38,8 +38,8 @@ _IN_DRAM = frozenset({HitTier.DRAM, HitTier.PEER, HitTier.REMOTE})
 REMEMBERED_LEASES = 16384
 """How many of the last leases may still be reported."""
 NAMED_TENANTS = 20
-"""Tenants with counts of their own: the first ones of this run. All later ones share one count for good: if a tenant
-moved between the two, both counts would fall."""
+"""Tenants with counts of their own: the first ones of this run. All later ones share one count for the whole run: if a
+tenant moved between the two, both counts would fall."""
 NAMED_NAMESPACES = 32
 """Namespaces that are described: those opened last."""
 WAITS_KEPT = 4096
@@ -460,7 +460,7 @@ class DoorFigures:
         self._wait_counts = Histogram()
 
     def waited(self, seconds: float) -> None:
-        """A request was begun so long after it may have arrived."""
+        """A request was begun this long after it may have arrived."""
         self._waits.append(seconds)
         self._wait_counts.add(seconds)
 

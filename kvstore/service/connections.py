@@ -38,7 +38,7 @@ LARGE_BYTES_PER_SECOND, LARGE_BURST_BYTES = 1 << 20, 32 << 20
 blocks of 64. They have their own bucket, since short messages behind them would otherwise wait until they are paid.
 Decoding one holds the interpreter for up to 3 ms: their rate bounds what other clients wait."""
 LATELY_SECONDS = 10.0
-"""Requests of so long ago count for a third of present ones when connections of a tenant are ranked."""
+"""Requests of this age count for a third of present ones when connections of a tenant are ranked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -454,7 +454,7 @@ class DoorAwaits:
             if not self._lines[listener]:
                 del self._lines[listener]
             connection, number = self._of.pop(one, (None, 0))
-            if connection is not None:  # else the client hung up meanwhile
+            if connection is not None:  # else the client disconnected meanwhile
                 del connection.parked[number]
                 listener.share.begin()
                 listener.share.pay(1)

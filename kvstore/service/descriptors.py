@@ -70,8 +70,8 @@ class Closer:
         self._ended = False
 
     def close(self, sock: socket.socket) -> None:
-        """Hang up now; the thread closes the socket. Does not block."""
-        with suppress(OSError):  # usually the client has hung up
+        """Disconnect now; the thread closes the socket. Does not block."""
+        with suppress(OSError):  # usually the client has disconnected
             sock.shutdown(socket.SHUT_RDWR)
         with self._condition:
             self._waiting.append(sock)
@@ -202,7 +202,7 @@ class Unread:
             return True
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:  # usually the client has hung up
+        except OSError:  # usually the client has disconnected
             pass
         return False
 

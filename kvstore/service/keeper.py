@@ -47,7 +47,7 @@ FAILURES_WITH_MEMORY = 3
 MOST_FAILURES = 20
 """Starts in a row that never became ready."""
 END_SECONDS = 10.0
-"""How long the keeper waits beyond the sidecar's time for an orderly end."""
+"""How long the supervisor waits beyond the sidecar's time for an orderly end."""
 BESIDE_NICE = 10
 BESIDE_PAUSE_SECONDS, LONGEST_BESIDE_PAUSE_SECONDS = 1.0, 60.0
 BESIDE_END_SECONDS = 3.0
@@ -112,7 +112,7 @@ class ProcessBeside:
         return self._beats and self._child is not None and self._child.poll() is None
 
     def end(self) -> None:
-        """End it for good."""
+        """End it, and do not start it again."""
         self._command = []
         if self._child is None:
             return
@@ -190,7 +190,7 @@ class Keeper:
         self._ready_at = 0.0
         self._ending = self._reads_again = False
         self._kill_at: float | None = None
-        self._ends_by: float | None = None  # when the child is told, once those beside it have left
+        self._ends_by: float | None = None  # when the child gets its signal, once those beside it have left
         self._selector = selectors.DefaultSelector()
         self._signals, self._signalled = socket.socketpair()
         self._signals.setblocking(False)
@@ -198,7 +198,7 @@ class Keeper:
         self._selector.register(self._signals, selectors.EVENT_READ)
 
     def run(self) -> int:
-        """Run until the sidecar has ended for good; returns its status."""
+        """Run until the sidecar has ended and is not restarted; returns its status."""
         try:
             return self._run()
         finally:
@@ -287,7 +287,7 @@ class Keeper:
                 if events & selectors.EVENT_WRITE:
                     self._send()
                 if events & selectors.EVENT_READ and not self._receive():
-                    self._selector.unregister(self._wire)  # it hung up: it is about to end
+                    self._selector.unregister(self._wire)  # the child closed it, and is about to end
             status = self._child.poll()
             if status is not None:
                 return status
@@ -335,7 +335,7 @@ class Keeper:
                     return True
         return False
 
-    # What it holds -------------------------------------------------------------------------------------------------
+    # Kept memory -----------------------------------------------------------------------------------------------------
 
     def _send(self) -> None:
         assert self._wire is not None
@@ -348,7 +348,7 @@ class Keeper:
         except BlockingIOError:
             pass
         except OSError as error:
-            if error.errno == errno.ETOOMANYREFS:  # so many descriptors are on their way that it has to read some
+            if error.errno == errno.ETOOMANYREFS:  # too many descriptors are in flight: the child has to read some
                 time.sleep(0.001)
             else:
                 self._unsent.clear()  # it is gone
@@ -413,7 +413,7 @@ class Keeper:
             )
         try:
             print(line, file=sys.stderr, flush=True)
-        except (OSError, ValueError):  # standard error has no reader; the keeper goes on holding the memory
+        except (OSError, ValueError):  # standard error has no reader; the supervisor goes on holding the memory
             pass
 
 

@@ -82,8 +82,8 @@ class Outside:
 
 
 def serve(settings: Settings, outside: Outside, started: Callable[[list[str], int | None], None]) -> bool:
-    """Serve until SIGTERM or SIGINT, or SIGUSR2 if a keeper starts the next process; returns whether it should. SIGHUP
-    reloads the settings.
+    """Serve until SIGTERM or SIGINT, or SIGUSR2 if a supervisor starts the next process; returns whether it should.
+    SIGHUP reloads the settings.
 
     started: called with the sockets and health's port once connections are accepted.
 
@@ -163,7 +163,7 @@ def _read_again(now: Settings, read: Callable[[], Settings], daemon: Daemon, hea
 
 
 def _end_at_once() -> None:
-    """A sidecar that serves no client is useless, and a keeper starts another one on the same memory."""
+    """A sidecar that serves no client is useless, and a supervisor starts another on the same memory."""
     os._exit(FAILED)
 
 

@@ -158,7 +158,7 @@ class HttpSettings:
 
 @dataclass(frozen=True, slots=True)
 class ConsoleSettings:
-    """listen: HOST:PORT of the console, a process that the keeper runs beside the sidecar; none if not given.
+    """listen: HOST:PORT of the console, a process that the supervisor runs beside the sidecar; none if not given.
     token_file: of one line; needed if other hosts can connect. operator: whether the console gets the operator's
     socket, so that holders of the token may drop, purge and warm there. audit_file: where it records what was done;
     beside the data if not given."""
@@ -262,7 +262,7 @@ def shares_of(settings: Settings) -> Mapping[str, Share]:
 
 
 def read_configuration(path: Path) -> bytes:
-    """A settings file; never a pipe, since both the keeper's process and the sidecar's read it. Raises `BadInput`, and
+    """A settings file; never a pipe, since both the supervisor and the sidecar read it. Raises `BadInput`, and
     `OSError`."""
     try:
         return read_file(path, MOST_CONFIGURATION_BYTES)

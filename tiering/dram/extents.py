@@ -78,7 +78,7 @@ class ExtentMemory:
 class Extent:
     """`size_bytes` of shared memory, zeroed if new. `view` is all of it; `address` is where it starts in this process.
 
-    name: under which a keeper holds it for the next process (`tiering.dram.keeping`), or nothing.
+    name: under which a supervisor holds it for the next process (`tiering.dram.keeping`), or nothing.
     """
 
     def __init__(self, size_bytes: int, descriptor: int | None = None) -> None:
@@ -238,9 +238,9 @@ class ExtentPool:
         now: Callable[[], float] = lambda: 0.0,
         thread_seconds: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """keeper: notified when an extent that it keeps is given back for good. faults: notified when the machine has
-        no memory for one. now: seconds that never go back. thread_seconds: CPU time of the calling thread, which shows
-        slow kernel queries."""
+        """keeper: notified when an extent that it keeps is closed. faults: notified when the machine has no memory for
+        one. now: seconds that never go back. thread_seconds: CPU time of the calling thread, which shows slow kernel
+        queries."""
         assert extent_bytes % _PAGE_BYTES == 0 and 0 < extent_bytes <= budget_bytes
         self.budget_bytes = budget_bytes
         self.extent_bytes = extent_bytes
@@ -444,7 +444,7 @@ class ExtentPool:
 
 
 def ask_again_at(now: float, took: float) -> float:
-    """When to repeat a query that took so long."""
+    """When to repeat a query that took this long."""
     return now + RARELY * took if took > SLOW_QUESTION_SECONDS else now
 
 

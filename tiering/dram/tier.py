@@ -112,7 +112,7 @@ class DramTier:
         self._ledger.step(places, FrameEvent.RETAIN)
 
     def allow_reuse(self, places: Sequence[int]) -> None:
-        """The last late reader is done; a place that was not evicted meanwhile is left as it is."""
+        """The last late reader is done; a place that was not evicted meanwhile stays unchanged."""
         extents = self._extents
         for place in places:  # spelled out: a lease may have had many thousand blocks
             extent = extents.get(place >> SLOT_BITS)
@@ -321,7 +321,7 @@ class DramTier:
 
     def close(self) -> None:
         """Give all memory back; readers that still map an extent keep it until they unmap it."""
-        self._pool.close()  # first: pages that a keeper holds for the next process stay as they are
+        self._pool.close()  # first: pages that a supervisor holds for the next process stay unchanged
         for extent in self._extents.values():
             self._pool.destroy(extent.memory)
         self._closed = True

@@ -68,19 +68,19 @@ RECKONED = 34
 NUMBERS = RECKONED + KINDS
 
 REQUESTS = 8
-"""Requests that can wait. Before there is one more, the ghosts are told of the first; if that takes more than a `STEP`,
-nothing is learned of the new one."""
+"""Requests that can wait. Before another is added, the ghosts take the first; if that takes more than a `STEP`, nothing
+is learned from the new one."""
 REQUEST = np.dtype(
     [("length", "<i8"), ("count", "<i8"), ("clock", "<i8"), ("room", "<i8"), ("kind", "<i8"), ("worth", "<f8", AGES)]
 )
-"""length, count: of its chain, and how many of it count as used. clock, room: as they were after it. kind, worth: what
-was computed with it; a negative kind for nothing. So ghosts that are told later act as if they were told at once."""
+"""length, count: of its chain, and how many of it count as used. clock, room: after it. kind, worth: what was computed
+with it; a negative kind for nothing. So ghosts that take a request later act as if they took it at once."""
 NAME, KIND, WHEN = range(3)
 """Known of each block of a request: its name, kind and last use. -1 - row in place of the kind if it is not learned, or
 unknown."""
 TOLD = 3
 AT_ONCE = 64
-"""Blocks that the ghosts are told of within a request, unless it is longer itself."""
+"""Blocks that the ghosts take within a request, unless it is longer itself."""
 PIECE = 32
 """Blocks told within a longer one, and learned and told before each victim."""
 STEP = 512

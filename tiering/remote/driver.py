@@ -56,7 +56,7 @@ class RemoteFault(TierError):
 
 
 class RemoteUnreachable(RemoteFault):
-    """It cannot be connected to, hung up, or its breaker is open."""
+    """It cannot be connected to, disconnected, or its breaker is open."""
 
 
 class RemoteTimedOut(RemoteFault):

@@ -156,7 +156,7 @@ class ValkeyEngine:
     def write(
         self, key: bytes, header: bytes | memoryview, payload: bytes | memoryview, ttl_ms: int, deadline: float = inf
     ) -> bool:
-        """A value that exists already is sent in vain: ask `exists` before."""
+        """Sends a value even if it exists already: ask `exists` before."""
         pieces: list[Piece] = [memoryview(header).cast("B"), memoryview(payload).cast("B")]
         deadline = self._bounded(deadline)
         try:
