@@ -15,7 +15,7 @@ from kvstore.wire import peer_pb2
 VERSION = 1
 """Of the `Peer` service."""
 UNREACHED_SECONDS, LONGEST_UNREACHED_SECONDS = 60.0, 3600.0
-"""For so long a transport is not tried after a node was not reached over it; at each further failure twice as long."""
+"""How long a transport is not tried after it failed to reach a node: first, and at most; each failure doubles it."""
 MOST_UNREACHED = 1024
 
 
@@ -63,8 +63,8 @@ class PeerCalls(Protocol):
 
 
 class UsableTransports:
-    """Over which transports to pull from a node: the best first, without those over which it was not reached lately.
-    The last one is always tried. Thread-safe."""
+    """The transports for pulls from a node, the best first, without those that recently failed to reach it. The last one
+    is always tried. Thread-safe."""
 
     def __init__(self, names: Sequence[str]) -> None:
         """names: the best first."""
@@ -74,16 +74,15 @@ class UsableTransports:
         self._worked: OrderedDict[bytes, str] = OrderedDict()
 
     def names(self, node: bytes, now: float) -> list[str]:
-        """To ask this node for."""
         with self._lock:
             return [name for name in self._names[:-1] if self._is_usable(node, name, now)] + self._names[-1:]
 
     def is_last(self, name: str) -> bool:
-        """Whether there is no other to fall back to."""
+        """Whether there is no other transport to fall back to."""
         return name not in self._names[:-1]
 
     def failed(self, node: bytes, name: str, now: float) -> None:
-        """The node offered a pull over this transport, and was not reached over it."""
+        """The node offered a pull over this transport, which did not reach it."""
         with self._lock:
             _, before = self._unreached.pop((node, name), (0.0, UNREACHED_SECONDS / 2))
             seconds = min(2 * before, LONGEST_UNREACHED_SECONDS)
@@ -92,7 +91,6 @@ class UsableTransports:
                 self._unreached.popitem(last=False)
 
     def worked(self, node: bytes, name: str) -> None:
-        """The node was reached over this transport."""
         with self._lock:
             self._unreached.pop((node, name), None)
             self._worked[node] = name
@@ -101,7 +99,7 @@ class UsableTransports:
                 self._worked.popitem(last=False)
 
     def told(self, node: bytes, now: float) -> str:
-        """Of this node, for people; empty where there is one transport alone."""
+        """For people; empty with a single transport."""
         with self._lock:
             if len(self._names) < 2:
                 return ""

@@ -38,8 +38,8 @@ OPEN_SECONDS = 1.0
 """For a node to answer, beyond its wait for promotions."""
 BRING_UP_SECONDS = 1.0
 TRY_SECONDS, FAIR_TRY_SECONDS = 1.0, 0.05
-"""To reach a node over a transport that is not the last one: some do not tell that a port has no listener. A shorter
-try that comes to nothing does not count against the transport."""
+"""To reach a node over any transport but the last: some do not report that a port has no listener. A failure within
+less time than the second does not count against the transport."""
 MOST_ASKED_KEYS = 4096
 """In one `Has`."""
 
@@ -81,7 +81,7 @@ class Stops:
 
 @dataclass(frozen=True)
 class PeerWays:
-    """What all sources of this kind share. transports: by name. usable: in which order they are tried."""
+    """What all sources of this kind share. transports: by name. usable: their order."""
 
     calls: PeerCalls
     transports: Mapping[str, PullTransport]
@@ -265,7 +265,7 @@ class PeerSource:
         return offer, pull_secret(space.grant.identity_key, terms, answer.nonce)
 
     def _connected(self, offer: PullOffer, secret: bytes, stops: Stops) -> PullReader | None:
-        """To the node's door for data. None if it is not reached over this transport, and there is another one."""
+        """A connection to the node's data server; None if this transport does not reach it, and another is left."""
         ways, entry, name = self._ways, self.entry, offer.transport
         now, ends_at = ways.clock.monotonic_seconds(), stops.ends_at
         is_last = ways.usable.is_last(name)
