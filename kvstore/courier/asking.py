@@ -15,7 +15,7 @@ from kvstore.wire import peer_pb2
 VERSION = 1
 """Of the `Peer` service."""
 UNREACHED_SECONDS, LONGEST_UNREACHED_SECONDS = 60.0, 3600.0
-"""How long a transport is not tried after it failed to reach a node: first, and at most; each failure doubles it."""
+"""How long a transport is left out after it failed to reach a node: at first, and at most; failures double it."""
 MOST_UNREACHED = 1024
 
 

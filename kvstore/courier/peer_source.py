@@ -38,8 +38,8 @@ OPEN_SECONDS = 1.0
 """For a node to answer, beyond its wait for promotions."""
 BRING_UP_SECONDS = 1.0
 TRY_SECONDS, FAIR_TRY_SECONDS = 1.0, 0.05
-"""To reach a node over any transport but the last: some do not report that a port has no listener. A failure within
-less time than the second does not count against the transport."""
+"""To reach a node over any transport but the last: some do not report that a port has no listener. If a try
+shorter than the second times out, that does not count against the transport."""
 MOST_ASKED_KEYS = 4096
 """In one `Has`."""
 
