@@ -63,8 +63,8 @@ class PeerCalls(Protocol):
 
 
 class UsableTransports:
-    """The transports for pulls from a node, the best first, without those that recently failed to reach it. The last one
-    is always tried. Thread-safe."""
+    """The transports for pulls from a node, the best first, without those that recently failed to reach it; the last
+    one is always tried. Thread-safe."""
 
     def __init__(self, names: Sequence[str]) -> None:
         """names: the best first."""
