@@ -44,7 +44,7 @@ thread that waits for it."""
 MOST_SETTINGS = (
     73  # with four of the console, seven of the network process, two of the keys of a pool, ten of what is elsewhere
 )
-MOST_NOBODIES = 9
+MOST_NOBODIES = 0
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""What a forked child closes before anything else runs in it.
+"""Closes in a forked child what belongs to the parent, before anything else runs there.
 
 A child has its parent's memory and none of its threads: locks may be held for ever, and connections, files and shared
 memory are the parent's. Owners of such things register here, and are closed in each child.
@@ -23,7 +23,7 @@ _owners: weakref.WeakKeyDictionary[ClosesAfterFork, tuple[ClosesAfterFork, ...]]
 
 
 def close_in_children(owner: ClosesAfterFork, *behind: ClosesAfterFork) -> None:
-    """Close `owner` in each forked child for as long as it lives, and `behind` after it."""
+    """Close `owner`, then `behind`, in each forked child, as long as the owner lives."""
     _owners[owner] = behind
 
 

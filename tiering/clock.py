@@ -10,7 +10,7 @@ class Clock(Protocol):
     """Time, handed in. Seconds, as floats."""
 
     def monotonic_seconds(self) -> float:
-        """Seconds that never go back: for leases, deadlines and rates."""
+        """Never goes back: for leases, deadlines and rates."""
         ...
 
     def wall_seconds(self) -> float:
@@ -18,15 +18,13 @@ class Clock(Protocol):
         ...
 
     def thread_seconds(self) -> float:
-        """Processor time of the calling thread."""
+        """CPU time of the calling thread."""
         ...
 
     def sleep(self, seconds: float) -> None: ...
 
 
 class SystemClock:
-    """The machine's clock."""
-
     monotonic_seconds = staticmethod(time.monotonic)
     wall_seconds = staticmethod(time.time)
     thread_seconds = staticmethod(time.thread_time)

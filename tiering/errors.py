@@ -26,7 +26,7 @@ class BlockCorrupt(TierError):
 
 
 class EpochRetired(BlockCorrupt):
-    """A frame signed in a retired epoch: sound perhaps, but not believed."""
+    """A frame signed in a retired epoch: perhaps intact, but not to be used."""
 
 
 class IndexDoubtful(TierError):

@@ -1,8 +1,8 @@
-"""What the machine ran out of, or failed at (disk, descriptors, memory, threads), and who is told.
+"""What the machine ran out of, or failed at (disk, descriptors, memory, threads), and its listeners.
 
-Code that asks the machine for something reports the outcome, each time, under a name of its own (`what`: "nvme writes",
-"connections", ...); the listener counts, logs now and then, and tells the operator while the fault lasts. Knows no
-blocks and no tenants. Listeners must not call back, and never raise.
+Code that asks the machine for something reports each outcome under a name (`what`: "nvme writes", "connections", ...);
+the listener counts, logs at intervals, and reports the fault while it lasts. Knows no blocks and no tenants. Listeners
+must not call back, and never raise.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tiering.clock import Clock
 
 
 class FaultKind(StrEnum):
-    """What ran out, or failed; as people are told."""
+    """What ran out, or failed, in words for people."""
 
     DISK_FULL = "disk full"
     DISK_FAULT = "disk fault"
@@ -78,7 +78,7 @@ class FaultReports(Protocol):
         ...
 
     def worked(self, what: str) -> None:
-        """`what` worked: its fault, if any, is over."""
+        """`what` worked: its fault, if any, has ended."""
         ...
 
 
@@ -87,15 +87,13 @@ class Unheard:
 
     failing: Collection[str] = frozenset()
 
-    def failed(self, what: str, kind: FaultKind, detail: str) -> None:
-        """Nothing."""
+    def failed(self, what: str, kind: FaultKind, detail: str) -> None: ...
 
-    def worked(self, what: str) -> None:
-        """Nothing."""
+    def worked(self, what: str) -> None: ...
 
 
 def kind_of(error: BaseException) -> FaultKind:
-    """The kind of an error, or of whatever it was raised from."""
+    """The kind of an error, or of its cause."""
     for one in _causes(error):
         if isinstance(one, MemoryError):
             return FaultKind.NO_MEMORY
@@ -117,14 +115,13 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Warnings that something outside can cause at will: one line per kind and minute.
-#
-# A client that sends nonsense, or a disk that stays full, must fill no log. The first warning of a kind is written;
-# those that follow within the minute are counted, and the next line says how many they were.
+# Warnings that something outside can cause at will: one line per kind and minute. A client that sends nonsense, or a
+# disk that stays full, must not fill a log. The first warning of a kind is written; those that follow within the minute
+# are counted, and the next line gives their number.
 
 
 MOST_KINDS = 64
-"""Told apart at a time; further ones share one line per minute."""
+"""Of more kinds at a time, the others share one line per minute."""
 
 
 @dataclass(slots=True)
@@ -139,7 +136,7 @@ class RateLimitedLog:
     """A logger for warnings, each of a kind: a cause, and its source. Thread-safe."""
 
     def __init__(self, logger: logging.Logger, clock: Clock, seconds: float = 60) -> None:
-        """seconds: one line of a kind per so many."""
+        """seconds: interval between two lines of a kind."""
         self._logger = logger
         self._clock = clock
         self._seconds = seconds
@@ -206,7 +203,6 @@ class MachineFault:
     detail: str
 
     def __str__(self) -> str:
-        """As people read it."""
         return f"{self.kind}: {self.count:,} {self.what} failed, last {_span(self.last_seconds_ago)} ago"
 
 
@@ -229,7 +225,6 @@ class Faults:
         self._counts: Counter[FaultKind] = Counter()
 
     def failed(self, what: str, kind: FaultKind, detail: str) -> None:
-        """As in the contract."""
         with suppress(MemoryError):  # there may be no memory to count with
             self._count(what, kind, detail)
 
@@ -242,7 +237,7 @@ class Faults:
         self._lines.warn(f"{what}: {kind}", "%s: %s failed: %s", kind, what, detail)
 
     def worked(self, what: str) -> None:
-        """As in the contract. Without the lock where nothing is wrong."""
+        """Takes the lock only if something failed."""
         if what not in self.failing:
             return
         with self._lock:

@@ -192,7 +192,6 @@ def refuse_other_than_file(path: Path) -> None:
 
 
 def what_stands_at(path: Path) -> str:
-    """In words."""
     is_link = False
     try:
         is_link = stat.S_ISLNK(path.lstat().st_mode)

@@ -68,8 +68,8 @@ class MacKeys(Protocol):
         ...
 
     def slab_key(self, tenant: bytes, key_id: bytes, epoch: int) -> bytes | None:
-        """The same for what says where frames are, and never what is in them: slab headers and index records. They are
-        all signed in a tenant's first epoch, whose frames may not be accepted any more."""
+        """The same for what says where frames are, never what is in them: slab headers and index records. All are
+        signed in a tenant's first epoch, whose frames may not be accepted any more."""
         ...
 
 

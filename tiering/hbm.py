@@ -1,9 +1,9 @@
-"""The HBM pool: decoded pages inside the engine's own process (the one file here that imports torch).
+"""The HBM pool: decoded pages inside the engine's own process (the only file here that imports torch).
 
 A bounded pool on any torch device, so that a CPU can test it. It belongs to the client, is not behind the `Tier`
-contract and crosses no wire: a block that is still here costs one copy on the device and no look at the store. What it
-holds was verified when it was loaded, or was made by this very engine; keys are opaque bytes that name tenant,
-namespace and prefix, so that nothing can be mixed up.
+contract and crosses no wire: a block that is still here costs one copy on the device and no request to the store. Its
+contents were verified when loaded, or made by this engine; keys are opaque bytes that name tenant, namespace and
+prefix, so that nothing can be mixed up.
 
 One pool holds blocks of one shape. Not thread-safe: it is used from where the engine runs.
 """
@@ -76,13 +76,13 @@ class HbmPool:
         return self._memory[slot]
 
     def discard(self, key: bytes) -> None:
-        """Forget a block, e.g. one whose filling failed."""
+        """Drop a block, e.g. one whose filling failed."""
         slot = self._slots.pop(key, None)
         if slot is not None:
             self._free.append(slot)
 
     def clear(self) -> None:
-        """Forget everything: the weights changed, or the pool is to be given to another model."""
+        """Drop everything: the weights changed, or another model gets the pool."""
         self._slots.clear()
         self._free = list(range(self._capacity - 1, -1, -1))
 

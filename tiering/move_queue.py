@@ -1,12 +1,12 @@
 """The move queue: runs planned moves by priority, in a few threads, with a bound on everything.
 
-What moves is decided elsewhere, and how is the callable's business. This file decides when a move runs, how often, and
-whether at all: a slow or failing tier makes misses, not waits. A full queue, a deadline that passed and a tier that
-keeps failing are answers, and they are given at once.
+Other files decide what moves, and the callables do it. This file decides when a move runs, how often, and whether at
+all: a slow or failing tier makes misses, not waits. A full queue, a deadline that passed and a tier that keeps failing
+are answers, and they are given at once.
 
 Knows neither frames nor places. Must never run the work of one key twice at the same time, interrupt a running move,
 call anything of its callers while it holds its lock, or sleep. All threads are shared by all tiers: a tier that can
-hang for long deserves a queue of its own.
+hang for long should have its own queue.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ANSWERS: dict[type[TierError], TierMiss] = {
     BlockCorrupt: TierMiss.CORRUPT,
     TierFull: TierMiss.PINNED_FULL,
 }
-"""What a working tier may answer: final, and no fault. Any other error is a fault of the tier."""
+"""Final answers of a working tier. Any other error is a fault of the tier."""
 
 
 class Priority(IntEnum):
@@ -82,7 +82,7 @@ class QueueLimits:
 
 
 class Move:
-    """One holder's handle on a move. Holders of one move share its outcome, and each may leave it once."""
+    """One holder's handle on a move. Holders of one move share its outcome; each may leave it once."""
 
     __slots__ = ("_left", "_queue", "_task")
 
@@ -107,7 +107,7 @@ class Move:
         return self._task.finding
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Whether it is done after at most that long. Callbacks may still be running then."""
+        """Wait at most that long; returns whether it is done. Callbacks may still be running then."""
         return self._task.ended.wait(timeout_seconds)
 
     def then(self, callback: Callable[[Move], None]) -> None:
@@ -171,7 +171,7 @@ class _Breaker:
         self.trial: _Task | None = None
 
     def refuses(self, now: float, seconds: float) -> bool:
-        """Whether a new move of the tier has to be turned away."""
+        """Whether a new move of the tier must be refused."""
         return self.opened_at is not None and (self.trial is not None or now - self.opened_at < seconds)
 
 
@@ -422,7 +422,7 @@ class MoveQueue:
         return task
 
     def _run(self, task: _Task) -> TierMiss | None:
-        """Attempts, until one is final, the deadline passes, or the tier is not to be asked again."""
+        """Run attempts until one is final, the deadline passes, or the tier is not to be asked again."""
         finding: TierMiss | None = TierMiss.TIMED_OUT
         for _ in range(self._limits.attempts):
             if self._is_late(task):

@@ -1,8 +1,8 @@
 """Slots that late readers may still have mapped, and how many readers each has.
 
 A lease of a long prompt has a place for each block and part, so this counts in columns by extent: some 20 ns and four
-bytes a place, where a dict takes 150 ns and a hundred bytes. Few places at a time are walked in a plain loop: numpy's
-own overhead takes longer. No lock: the caller serialises.
+bytes a place, where a dict takes 150 ns and a hundred bytes. A few places are walked in a plain loop: numpy's overhead
+takes longer. No lock: the caller serialises.
 """
 
 from __future__ import annotations
@@ -123,13 +123,11 @@ def _by_extent(places: Collection[int]) -> Iterator[tuple[int, Column]]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Where the frames of blocks of several parts stand, of the parts behind the first.
-#
-# A dense table for each number of parts: the last row moves into the slot of a removed one. So a block takes memory for
-# its own parts only, whatever blocks of other namespaces have. A row is found by two numbers. The first slot of a table
-# belongs to no row: a row in no table reads `NO_PLACE` there, without a check.
-#
-# No lock: the caller serialises. Returned columns must be dropped before a row is added or removed.
+# Places of the frames of blocks with several parts, for the parts behind the first. A dense table for each number of
+# parts: the last row moves into the slot of a removed one. So a block takes memory for its own parts only, whatever
+# other namespaces' blocks have. A row is found by two numbers. The first slot of a table belongs to no row: a row in no
+# table reads `NO_PLACE` there, without a check. No lock: the caller serialises. Returned columns must be dropped before
+# a row is added or removed.
 
 
 _DIGEST_BYTES = 16
@@ -258,7 +256,7 @@ class FurtherParts:
             yield owners, np.frombuffer(table.places, np.int64).reshape(-1, table.parts)[1:]
 
     def entries(self) -> int:
-        """For how many parts of rows there is memory."""
+        """Parts of rows that have memory."""
         return sum(len(table.places) for table in self._tables.values())
 
     def check(self) -> None:

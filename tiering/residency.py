@@ -165,7 +165,7 @@ class Residency:
             self.policy.became_inner(parent)
 
     def child_went(self, parent: int) -> None:
-        """The mirror of `child_came`."""
+        """The reverse of `child_came`."""
         self._children[parent] -= 1
         assert self._children[parent] >= 0
         if not self._children[parent] and self._listed[parent]:
@@ -293,7 +293,6 @@ class Residency:
     # What is known -------------------------------------------------------------------------------------------------
 
     def is_listed(self, row: int) -> bool:
-        """Whether the policy knows the block."""
         return bool(self._listed[row])
 
     def retained_bytes(self) -> int:

@@ -95,7 +95,7 @@ def read_slab_header(page: bytes, keys: MacKeys) -> SlabHeader:
 
 
 def parse_slab_header(page: bytes) -> SlabHeader:
-    """What a page says of a slab, its MAC not looked at: to be shown, never to be acted on. Raises `BlockCorrupt`."""
+    """Parse a slab's page, its MAC unchecked: for display, never to be acted on. Raises `BlockCorrupt`."""
     if len(page) != PAGE_BYTES:
         raise BlockCorrupt(f"a slab header of {len(page)} bytes")
     (magic, version, key_id, epoch, tenant, namespace, part, frame_bytes, slots, number, uid, about_bytes) = (
@@ -113,7 +113,7 @@ def parse_slab_header(page: bytes) -> SlabHeader:
 
 
 class KeyAbsent(BlockCorrupt):
-    """Written under a key that is not at hand: nothing can be said about it, so nothing of it is touched."""
+    """Written under a key that is missing: it cannot be verified, so it is left alone."""
 
 
 def mac_of(mac_key: bytes, use: bytes, data: bytes) -> bytes:

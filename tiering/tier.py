@@ -75,8 +75,8 @@ class SlotClass(NamedTuple):
     frame_bytes: int
 
 
-# What operators are shown of tiers and of those who work for them. The dataclasses are published as they are, under the
-# names of their fields: fields may only be appended, with defaults.
+# What operators are shown of tiers. The dataclasses are published unchanged, under their field names: fields may only
+# be appended, with defaults.
 
 
 class Usage(NamedTuple):
@@ -213,7 +213,7 @@ class LowerTier(Protocol):
         ...
 
     def pieces(self) -> int:
-        """How many there may be."""
+        """The limit of their number."""
         ...
 
     def rows_in(self, piece: int) -> list[int] | None:

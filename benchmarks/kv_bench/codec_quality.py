@@ -1,8 +1,8 @@
 """`benches.py codec --quality`: a trained model reads held-out text from KV that went through the codecs.
 
-The model is the demo's small one, the text Python's own sources, those files that it was not trained on. It runs as it
-is and in variants that make K hard to quantize without changing what it computes (`codec_variants`); that they do not
-is checked in every run. What is measured, and how, is in `codec_scores`.
+The model is the demo's small one; the text is those of Python's own sources that it was not trained on. It runs
+unchanged and in variants that make K hard to quantize without changing what the model computes (`codec_variants`);
+every run checks that they do not. `codec_scores` says what is measured, and how.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ POOL_DTYPE = torch.bfloat16
 """Of an engine's pages."""
 MAX_WINDOWS = 64
 LARGEST_ATTENTION_PERCENT = 1.2
-"""A codec holds on a variant where the attention's error is at most this."""
+"""A codec passes a variant if the attention's error is at most this."""
 
 LARGEST_LOSS_CHANGE = 1e-3
 """Nats per byte by which a variant's loss may differ from the plain model's: floats are summed in another order."""
 
 CONTINUATION = 128
-"""Bytes behind the prefix. All but the first are scored."""
+"""Bytes behind the prefix; all but the first are scored."""
 
 _WORDS = (
     "relative k, v: L2 error. attention: that of its output over the prefix, layer by layer, with the queries of the "
@@ -50,8 +50,8 @@ _WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class QualityOptions:
-    """windows: of held-out text at the shortest prefix, a quarter of it at the others. prefixes: in bytes, which
-    are tokens; multiples of 64."""
+    """windows: of held-out text at the shortest prefix, a quarter of it at the others. prefixes: in bytes (= tokens),
+    multiples of 64."""
 
     windows: int = 32
     prefixes: tuple[int, ...] = (512, 2048, 3840)
@@ -63,8 +63,8 @@ class QualityOptions:
 
 @dataclass(frozen=True)
 class QualityResult:
-    """variants: of every prefix. held_out_bytes: of all files that windows are taken from. key_rms: root mean square of
-    the plain model's K, of which biases are multiples."""
+    """variants: for every prefix. held_out_bytes: of all files that windows come from. key_rms: root mean square of the
+    plain model's K, the unit of biases."""
 
     options: QualityOptions
     model: dict[str, object]
@@ -74,7 +74,7 @@ class QualityResult:
     seconds: float
 
     def loss_change(self, one: VariantQuality) -> float:
-        """Nats per byte by which a variant's loss without a codec differs from the plain model's."""
+        """Nats per byte by which a variant's loss without a codec exceeds the plain model's."""
         plain = next(
             other for other in self.variants if other.variant == PLAIN.name and other.prefix_tokens == one.prefix_tokens
         )
@@ -82,7 +82,7 @@ class QualityResult:
 
     @property
     def failures(self) -> list[str]:
-        """What makes the figures worthless, one line each."""
+        """Reasons why the figures are worthless, one line each."""
         return [
             f"{one.variant}, prefix {one.prefix_tokens}: its loss without a codec differs from the plain model's by "
             f"{self.loss_change(one):+.5f} nats per byte, allowed: {LARGEST_LOSS_CHANGE}; it is another function"
@@ -91,7 +91,6 @@ class QualityResult:
         ]
 
     def verdicts(self) -> list[str]:
-        """A sentence for each codec."""
         return [self._verdict(one.codec) for one in self.variants[0].codecs if one.codec != RawCodec.name]
 
     def found(self) -> tuple[list[Section], dict[str, Any], list[str]]:
@@ -180,12 +179,11 @@ class QualityResult:
 
 
 def holds(quality: Quality) -> bool:
-    """Whether the attention's error is small enough."""
     return quality.attention_percent <= LARGEST_ATTENTION_PERCENT
 
 
 def run(options: QualityOptions | None = None, progress: Callable[[str], None] | None = None) -> QualityResult:
-    """Every prefix and variant. Raises `BadInput` where this machine has no text to judge on."""
+    """Every prefix and variant. Raises `BadInput` if this machine lacks Python's sources."""
     options = options or QualityOptions()
     start = perf_counter()
     sources, model = read_sources(held_out=True), load_trained()
@@ -216,15 +214,13 @@ def _quality_row(one: VariantQuality, quality: Quality) -> Row:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a codec of KV does to a model's attention and to its next byte.
+# The effect of a codec on a model's attention and on its next byte.
 #
-# For every window of held-out text the model prefills a prefix; its K and V, rounded to bfloat16 as a pool has them, go
+# For every window of held-out text the model prefills a prefix; its K and V, rounded to bfloat16 as in a pool, go
 # through the codec and back; then the bytes behind the prefix are scored on top. The reference is the same without the
-# codec. Attention is compared layer by layer with the queries that the undisturbed model has there, over the prefix
-# alone, so that an error does not depend on those of the layers below.
-#
-# A difference in perplexity says little at eight bits: it lies in the noise where the attention's error is already 28
-# %.
+# codec. Attention is compared layer by layer with the undisturbed model's queries, over the prefix only, so that an
+# error does not depend on those of the layers below. At eight bits a difference in perplexity says little: it is within
+# the noise even where the attention's error is 28 %.
 
 
 ATTENTION_NAME = "codec_bench_sdpa"
@@ -233,7 +229,7 @@ Planes = list[tuple[torch.Tensor, torch.Tensor]]
 """K and V of each layer, [kv_heads, tokens, head_dim]."""
 
 RoundTrip = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""K and V of a layer as the pool has them, and what a codec makes of them."""
+"""K and V of a layer as in the pool, after a codec's round trip."""
 
 
 def _there_and_back(numbers: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -250,9 +246,9 @@ CODECS: dict[str, RoundTrip] = {
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """Of one codec, against raw. relative_k, relative_v, attention: relative L2 errors, the mean over layers. kl_nats:
-    KL(raw || codec) of the next byte, the mean. perplexity: how much larger it is. top1: bytes whose likeliest
-    successor is the same. nats_per_byte: the loss."""
+    """One codec against raw. relative_k, relative_v, attention: relative L2 errors, means over layers. kl_nats: mean
+    KL(raw | codec) of the next byte. perplexity: increase. top1: bytes with the same likeliest successor.
+    nats_per_byte: the loss."""
 
     codec: str
     relative_k_percent: float
@@ -266,9 +262,8 @@ class Quality:
 
 @dataclass(frozen=True, slots=True)
 class VariantQuality:
-    """Of one variant at one length of prefix. nats_per_byte: with K and V in float32, which every variant must have
-    alike. channel_spread: see `codec_variants.spread`. bfloat16_percent: the attention's error that rounding K and V to
-    bfloat16 makes already."""
+    """One variant at one prefix length. nats_per_byte: with K and V in float32, equal for all variants. channel_spread:
+    see `codec_variants.spread`. bfloat16_percent: the attention's error from rounding K and V to bfloat16 alone."""
 
     variant: str
     prefix_tokens: int
@@ -288,8 +283,8 @@ def measure(
     say: Callable[[int], None],
     codecs: dict[str, RoundTrip] | None = None,
 ) -> VariantQuality:
-    """texts: of the prefix and `CONTINUATION` bytes more, all of a length. rms: of the plain model's K, see `key_rms`.
-    say: told how many texts are done."""
+    """texts: the prefix and `CONTINUATION` bytes more, of equal lengths. rms: of the plain model's K, see `key_rms`.
+    say: called with the number of texts done."""
     codecs = CODECS if codecs is None else codecs
     subject = _Subject(model, variant, rms, len(texts[0]))
     sums = {name: _Sums() for name in codecs}
@@ -340,8 +335,8 @@ class _Subject:
         self._buffers = torch.zeros(shape)
 
     def prefill(self, tokens: torch.Tensor) -> tuple[Planes, list[torch.Tensor], torch.Tensor]:
-        """All of a text at once, in float32: K and V of the prefix, the queries of the bytes behind it, which are
-        [heads, bytes, head_dim], and the logits there."""
+        """Run a whole text in float32: the prefix's K and V, the queries behind it, [heads, bytes, head_dim], and the
+        logits there."""
         logits = self._run(tokens, 0, None)
         planes = [
             (pair[0][0, :, : self._prefix].clone(), pair[1][0, :, : self._prefix].clone()) for pair in self._buffers
@@ -350,7 +345,7 @@ class _Subject:
         return planes, queries, logits
 
     def score(self, tokens: torch.Tensor, planes: Planes) -> torch.Tensor:
-        """Logits of the bytes behind a prefix with these K and V."""
+        """Logits behind a prefix with these K and V."""
         for pair, (k, v) in zip(self._buffers, planes, strict=True):
             pair[0][0, :, : self._prefix] = k
             pair[1][0, :, : self._prefix] = v
@@ -372,7 +367,7 @@ class _Subject:
 
 
 class _Raw(NamedTuple):
-    """One text without a codec. attended: the attention's output over the prefix, of each layer. logits: behind it."""
+    """One text without a codec. attended: each layer's attention output over the prefix. logits: behind it."""
 
     tokens: torch.Tensor
     queries: list[torch.Tensor]
@@ -382,7 +377,7 @@ class _Raw(NamedTuple):
 
 
 class _Relative:
-    """Relative L2 errors of several layers, over any number of texts."""
+    """Relative L2 error accumulated over layers and texts."""
 
     def __init__(self) -> None:
         self._errors: dict[int, tuple[float, float]] = {}
@@ -432,7 +427,7 @@ class _Sums:
 
 
 def _attended(queries: Sequence[torch.Tensor], planes: Planes) -> list[torch.Tensor]:
-    """Of the queries behind the prefix over all of it, in each layer: [1, heads, bytes, head_dim]."""
+    """Attention of the queries behind the prefix over the prefix, per layer: [1, heads, bytes, head_dim]."""
     return [
         F.scaled_dot_product_attention(q[None], k.float()[None], v.float()[None], enable_gqa=True)
         for q, (k, v) in zip(queries, planes, strict=True)
@@ -440,27 +435,27 @@ def _attended(queries: Sequence[torch.Tensor], planes: Planes) -> list[torch.Ten
 
 
 def _nats(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Summed over the bytes that are scored. logits: of the continuation."""
+    """Summed over the scored bytes. logits: of the continuation."""
     return F.cross_entropy(logits[:-1].double(), tokens[0, 1 - CONTINUATION :], reduction="sum")
 
 
 def _attend_and_keep(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-    """Attention as the adapter has it; the queries stay with the module until the next pass."""
+    """The adapter's attention; the module keeps the queries until the next pass."""
     module.kept_query = query
     return attend(module, query, *args, **kwargs)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Ways of making K hard to quantize that leave what the model computes unchanged.
+# Variants that make K hard to quantize without changing what the model computes. Large models show both effects, a
+# small one neither, so a codec that fails on them would pass unnoticed:
 #
-# Both are seen in large models, and a small one has neither, so that a codec that fails on them would pass unnoticed:
+#     outlier s   two rotary pairs of channels of every KV head: their rows of k_proj times s, those of q_proj over s.
+#                 Every product of a query and a key stays the same.
+#     bias b      after the rotation, + and - b times K's root mean square on two channels of every KV head, the same
+#                 for every token. It adds one number to all scores of a query, which a softmax cancels. Biases of
+#                 k_proj do the same; in some models they are hundreds of times as large as K itself.
 #
-# outlier s   two rotary pairs of channels of every KV head: their rows of k_proj times s, those of q_proj divided by s.
-# Every product of a query and a key stays as it was. bias b      after the rotation, + and - b times K's root mean
-# square on two channels of every KV head, the same for every token. It adds one number to all scores of a query, and a
-# softmax does not see that. So do biases of k_proj, which in some models are hundreds of times as large as K itself.
-#
-# The pairs and channels are slow ones, that turn little from token to token: the fast ones smear what stands in them.
+# The pairs and channels are slow ones, which turn little from token to token: fast ones would smear the values.
 
 
 # Of a head of 64 channels, of which i and i + 32 turn together.
@@ -470,7 +465,7 @@ BIAS_CHANNELS = (30, 59)
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """outlier: the factor on K's channels, 1 for none. bias: in units of K's root mean square, 0 for none."""
+    """outlier: factor on K's channels, 1 for none. bias: in units of K's root mean square, 0 for none."""
 
     name: str
     outlier: float = 1.0
@@ -478,7 +473,7 @@ class Variant:
 
 
 PLAIN = Variant("plain")
-# 13 is no power of two: 16 would leave every float's relative error as it was.
+# Not a power of two, which would leave every float's relative error unchanged.
 OUTLIER = Variant("outlier 13", outlier=13.0)
 BIAS = Variant("bias 100", bias=100.0)
 VARIANTS = (PLAIN, OUTLIER, BIAS, Variant("outlier 13 + bias 100", outlier=13.0, bias=100.0))
@@ -501,7 +496,7 @@ def with_outliers(model: Any, variant: Variant) -> Any:
 
 
 def offset_of(variant: Variant, width: int, rms: float) -> torch.Tensor:
-    """[width]: what every K after the rotation gets on top."""
+    """[width]: added to every K after the rotation."""
     offset = torch.zeros(width)
     for sign, channel in zip((1.0, -1.0), BIAS_CHANNELS, strict=True):
         offset[channel] = sign * variant.bias * rms
@@ -509,7 +504,7 @@ def offset_of(variant: Variant, width: int, rms: float) -> torch.Tensor:
 
 
 class BiasedLayer(BufferLayer):
-    """A layer's cache that adds the offset to each K that comes in; K that is put there by hand has it already."""
+    """A layer's cache that adds the offset to each incoming K; K written into it directly has it already."""
 
     def __init__(self, key_buffer: torch.Tensor, value_buffer: torch.Tensor, length: int, offset: torch.Tensor) -> None:
         super().__init__(key_buffer, value_buffer, length)
@@ -518,13 +513,12 @@ class BiasedLayer(BufferLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As the layer it is made from."""
         return super().update(key_states + self.offset, value_states, *args, **kwargs)
 
 
 def spread(keys: Sequence[torch.Tensor]) -> float:
-    """keys: of each layer, [heads, tokens, width]. How far the largest channel stands out: the largest number of each
-    channel, the largest of these over their median; the mean over layers and heads."""
+    """How far the largest channel stands out: the largest of the channels' maxima over their median, mean over layers
+    and heads. keys: of each layer, [heads, tokens, width]."""
     found = []
     for layer in keys:
         largest = layer.float().abs().amax(1)

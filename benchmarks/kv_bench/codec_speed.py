@@ -1,7 +1,7 @@
 """`benches.py codec --speed`: how fast codecs run on this CPU, beside memcpy of the same numbers.
 
-One thread encodes blocks from pages into payloads and decodes them again, through the coders that the store uses, with
-every digest taken and compared. Rates are decimal GB/s of the pool's numbers, whatever the size of their payload.
+One thread encodes blocks from pages into payloads and decodes them again with the store's coders, computing and
+comparing every digest. Rates are decimal GB/s of the pool's numbers, whatever the payload's size.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from tiering.tier import FrameSpan
 
 TOKEN_MAJOR, HEAD_MAJOR, TRANSPOSED = "[token, head, dim]", "[head, token, dim]", "K [head, dim, token]"
 PAGE_ORDERS = (TOKEN_MAJOR, HEAD_MAJOR, TRANSPOSED)
-"""Of a page. Transposed: K as vLLM's pages on a CPU have it, and V by heads."""
+"""Orders within a page. Transposed: K as in vLLM's pages on a CPU, V by heads."""
 ENCODE, DECODE = "encode", "decode"
 TARGET_GB_PER_SECOND = 4.0
-"""Of bfloat16 on one core, for 8-bit codecs."""
+"""On one core, for bfloat16 in 8-bit codecs."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpeedOptions:
-    """A block of so many layers, and so many blocks; pages of as many tokens as a block."""
+    """Layers per block, number of blocks; a page holds one block."""
 
     layers: int = 8
     kv_heads: int = 8
@@ -110,7 +110,7 @@ def _turns(options: SpeedOptions, layout: Layout, order: str) -> dict[tuple[str,
 
 
 def _pages(options: SpeedOptions, layout: Layout, order: str, seed: int) -> Pages:
-    """Pages in an order of their own, with room for one more."""
+    """Pages in a random order, with one spare."""
     (group,) = layout.groups
     generator = torch.Generator().manual_seed(seed)
     tokens, heads, dim = options.block_tokens, options.kv_heads, options.head_dim

@@ -1,15 +1,15 @@
 """`benches.py restart`: how long it takes until what is on disk can be found again.
 
-A directory that names a million blocks (`restart_directory` says what of it is real) is opened by one new process after
-the other. What counts is the time from the call of `kvstore.open` on, the imports before it left out: until it returns,
-until the first match is answered, whatever the answer, and until everything can be found.
+A directory that lists a million blocks (`restart_directory` says which parts are real) is opened by a series of new
+processes. Times count from the call of `kvstore.open`, without imports: until it returns, until the first match is
+answered, and until all blocks can be found.
 
     clean     the process before closed the store
-    killed    it was ended by SIGKILL with the store open: the index is walked by another process before it is trusted
+    killed    the process before was ended by SIGKILL: another process walks the index before it is trusted
     cold      closed, and the index is not in the page cache, as after a boot
 
-The limit is one pass over the same index with LMDB alone, in this process, before and after each of them. How long a
-sidecar takes on the same directory is in `restart_sidecar`.
+The limit is one pass over the same index with LMDB alone, in this process, before and after each. A sidecar's start on
+the same directory is in `restart_sidecar`.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from tiering.nvme.slab_files import disk_room
 
 TARGET_SECONDS = 3.0
 TARGET_BLOCKS = 1_000_000
-"""So many blocks are to be back within the target, after a clean end and after a kill."""
+"""The target is set for this many blocks, after a clean end and after a kill."""
 
 MOST_BLOCKS = 4_000_000
 LOOK_SECONDS = 0.01
-"""How often the store is asked for a block while it takes in the others."""
+"""Interval of matches while the store loads its index."""
 LONGEST_SECONDS = 600.0
-_NEEDED_BEFORE_OPEN = (codec, lmdb_index)  # `open` imports them itself, once
+_NEEDED_BEFORE_OPEN = (codec, lmdb_index)  # `open` itself imports them, once
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class RestartOptions:
     """blocks: on disk. prompt_blocks: of a prompt. laps: restarts after a clean end, and as many after a kill;
     sidecar_laps: the same of sidecars.
 
-    data: a directory on the disk to measure on; that of temporary files if None.
+    data: a directory on the disk to measure; None for that of temporary files.
     """
 
     blocks: int = TARGET_BLOCKS
@@ -72,10 +72,8 @@ class RestartOptions:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """What a process found: seconds from the call of `open` on. slowest_match_ms: of one block, while others came in.
-
-    grown_bytes: by how much the process grew.
-    """
+    """A process's times: seconds from the call of `open`. slowest_match_ms: of one block, during loading. grown_bytes:
+    the process's growth."""
 
     opened: float
     answered: float
@@ -120,12 +118,12 @@ def _restart_all(options: RestartOptions, plan: Plan, directory: Path, say: Call
     index = directory / "nvme" / "index"
     data = index / lmdb_index.DATA_FILE
     found: dict[str, list[tuple[Started, float]]] = {"clean": [], "killed": [], "cold": []}
-    _pass_over(index)  # whatever the building left is in the page cache from here on
+    _pass_over(index)  # from here on, what the build left is in the page cache
     for how, described in (("clean", "a clean end"), ("killed", "a kill")):
         for lap in range(options.laps):
             say(f"restart {lap + 1} of {options.laps}, after {described}")
             before = _pass_over(index)
-            # How it ends is how the next one finds it: from the last clean one on they are killed, but for the last.
+            # Each end is the next start's condition: from the last clean one on they are killed, except the last.
             is_last = lap == options.laps - 1
             started = _start(directory, plan, kill=is_last if how == "clean" else not is_last)
             found[how].append((started, (before + _pass_over(index)) / 2))
@@ -171,7 +169,7 @@ def _row(how: str, laps: list[tuple[Started, float]], options: RestartOptions) -
 
 
 def _pass_over(index: Path) -> float:
-    """The limit: seconds that LMDB alone takes for every pair of the index."""
+    """The limit: seconds of LMDB alone for every pair of the index."""
     start, size = perf_counter(), 0
     with (
         lmdb.open(os.fspath(index), readonly=True, lock=False, create=False, readahead=False, max_dbs=0) as environment,
@@ -184,7 +182,7 @@ def _pass_over(index: Path) -> float:
 
 
 def _forget(path: Path) -> None:
-    """Take a file out of the page cache."""
+    """Drop a file from the page cache."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fdatasync(descriptor)
@@ -197,7 +195,7 @@ def _forget(path: Path) -> None:
 
 
 def _start(directory: Path, plan: Plan, *, kill: bool = False) -> Started:
-    """Open the directory in a new process. kill: which then ends without closing it."""
+    """Open the directory in a new process. kill: end it without closing."""
     answer = directory.with_name("started.json")
     job = json.dumps({"directory": str(directory), "answer": str(answer), "kill": kill, **asdict(plan)})
     done = subprocess.run(
@@ -215,7 +213,7 @@ def _start(directory: Path, plan: Plan, *, kill: bool = False) -> Started:
 
 
 def main(job: dict[str, Any]) -> None:
-    """Open, ask, wait, and write down when what was there."""
+    """Open, match, wait, and record the times."""
     plan = Plan(job["blocks"], job["prompt_blocks"])
     prompt, pages = real_prompt(), real_pages().take()
     before = resident_bytes()

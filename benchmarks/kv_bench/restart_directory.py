@@ -1,12 +1,12 @@
 """The directory that `benches.py restart` opens: a million blocks on a few hundred MiB of disk.
 
-Real is everything that a start reads, written by the store's own code: keys, stamp, slab headers, and an index whose
-records name every block, with the prefix keys of real chains, places, generations and MACs. One prompt is real
-altogether: it was put, and its frames can be read.
+Everything that a start reads is real and written by the store's own code: keys, stamp, slab headers, and an index whose
+records list every block, with the prefix keys of real chains, places, generations and MACs. One prompt is completely
+real: it was put, and its frames can be read.
 
-Not real are the frames of all other blocks: their slabs are files with holes, so a lease of one would find zeros and
-fail. A start does not read frames unless the index is in doubt, which it is not here, nor does it scrub. The
-index was written in one go, slab by slab: it is more compact than one that was changed for weeks.
+The frames of all other blocks are not: their slabs are sparse files, so a lease would find zeros and fail. A start
+reads no frames unless the index is in doubt, which it is not here, and does not scrub. The index was written in one go,
+slab by slab, so it is more compact than one that changed for weeks.
 """
 
 from __future__ import annotations
@@ -40,30 +40,30 @@ MODEL = "0" * 40
 REAL_BLOCKS = 32
 DRAM_BYTES = 64 << 20
 SMALLEST_SLAB_BYTES = 1 << 20
-_TOGETHER = 16  # prompts that were being stored at the same time, so that their blocks lie mixed
-_STEP_BLOCKS = 32  # how many blocks of one lie side by side
+_TOGETHER = 16  # prompts stored concurrently, so that their blocks interleave
+_STEP_BLOCKS = 32  # blocks of one prompt side by side
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """blocks: in all. prompt_blocks: of a chain. slab_bytes, slabs: the real prompt has a slab of its own."""
+    """blocks: in all. prompt_blocks: of a chain. slab_bytes, slabs: the real prompt has its own slab."""
 
     blocks: int
     prompt_blocks: int
 
     @property
     def slab_bytes(self) -> int:
-        """As a store would choose for so many, or more: a start reads two pages of each."""
+        """At least a store's own choice: a start reads two pages of each slab."""
         return min(MAX_SLAB_BYTES, max(SMALLEST_SLAB_BYTES, self.blocks * FRAME_BYTES // 8 // PAGE_BYTES * PAGE_BYTES))
 
     @property
     def slots(self) -> int:
-        """Of a slab."""
+        """Per slab."""
         return (self.slab_bytes - 2 * PAGE_BYTES) // FRAME_BYTES
 
     @property
     def budget_bytes(self) -> int:
-        """On disk, for those who believe in holes."""
+        """Nominal size, holes included."""
         return self.slab_bytes * (1 + -(-(self.blocks - REAL_BLOCKS) // self.slots))
 
 
@@ -95,7 +95,7 @@ def build(directory: Path, plan: Plan, say: Callable[[str], None]) -> None:
                 tier._write_records(slab, split_entries(whole))
             done += len(found)
             say(f"naming blocks: {done:,} of {plan.blocks:,}")
-        tier.proved(tier.slab_numbers())  # written by what builds a lost index again, which trusts no frame
+        tier.proved(tier.slab_numbers())  # as the rebuild of a lost index writes it, which trusts no frame
         with tier._index_lock:
             tier._index.sync()
 
@@ -106,19 +106,19 @@ def real_prompt() -> np.ndarray:
 
 
 def real_pages() -> PagePool:
-    """Pages that it fits into."""
+    """Pages that fit it."""
     return PagePool(SHAPE, REAL_BLOCKS, 0, prompts=1)
 
 
 def found_blocks(handle: NamespaceHandle, plan: Plan) -> int:
-    """How many blocks of the directory matches find, over all of its prompts."""
-    others = -(-(plan.blocks - REAL_BLOCKS) // plan.prompt_blocks) + _TOGETHER  # the last of them are cut short
+    """How many blocks matches find, over all prompts of the directory."""
+    others = -(-(plan.blocks - REAL_BLOCKS) // plan.prompt_blocks) + _TOGETHER  # the last ones are cut short
     prompts = (_prompt(number, plan.prompt_blocks) for number in range(1, 1 + others))
     return handle.match(real_prompt()).blocks + sum(handle.match(prompt).blocks for prompt in prompts)
 
 
 class _FilesWithHoles(DirectFiles):
-    """Slabs that take no room before something is written to them."""
+    """Slabs take no disk space until written."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
@@ -130,7 +130,7 @@ class _FilesWithHoles(DirectFiles):
 
 
 def _entries(plan: Plan, identity: bytes, first_generation: int) -> Iterator[bytes]:
-    """What the index keeps of each block, some prompts at a time, a few blocks of each in turn."""
+    """Index entries of all blocks, some prompts at a time, a few blocks of each in turn."""
     hasher = PrefixHasher(identity, SHAPE.block_tokens)
     root = root_key(SHAPE.block_tokens)
     generations = count(first_generation)
@@ -148,5 +148,5 @@ def _entries(plan: Plan, identity: bytes, first_generation: int) -> Iterator[byt
 
 def _prompt(number: int, blocks: int) -> np.ndarray:
     tokens = np.arange(blocks * SHAPE.block_tokens, dtype=np.uint32)
-    tokens[0] = number  # the first token is in every key of the chain
+    tokens[0] = number  # the first token is part of every key
     return tokens

@@ -1,9 +1,8 @@
 """The rows of `kvstore serve` in `benches.py restart`: how soon an engine can call again.
 
-A new process opens the directory. What counts is the time from its start on, the interpreter and all imports within it:
-until a hello is answered, of a client that calls every few milliseconds, and until `/readyz` says that everything on
-disk can be found. The limit is the time to the first hello of the same program on an empty directory of the same disk,
-right before and right after.
+Times count from the start of a new process, interpreter and imports included: until it answers the hello of a client
+that calls every few milliseconds, and until `/readyz` says that everything on disk can be found. The limit is the time
+to the first hello on an empty directory of the same disk, right before and right after.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from kvstore.bench.sidecar import Sidecar
 from kvstore.client.socket_door import MAX_DEADLINE_MS
 
 TARGET_SECONDS = 2.0
-"""To the first answered hello, after a clean end and after a kill, with a million blocks or more."""
+"""To the first hello, after a clean end and after a kill, with a million blocks or more."""
 
 WORDS = (
     "From the start of the process on, imports and all, to the first hello that is answered; empty: the same on an "
@@ -31,8 +30,8 @@ WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class StartTimes:
-    """Seconds from the start of a process until it answered a hello and until it was ready. empty: to the hello on an
-    empty directory, the mean of before and after."""
+    """Seconds from a process's start to its hello, and until it was ready. empty: to the hello on an empty directory,
+    mean of before and after."""
 
     hello: float
     ready: float
@@ -53,7 +52,7 @@ def run(directory: Path, plan: Plan, laps: int, *, is_targeted: bool, say: Calla
     for how, described in (("clean", "a clean end"), ("killed", "a kill")):
         for lap in range(laps):
             say(f"sidecar {lap + 1} of {laps}, after {described}")
-            # How it ends is how the next one finds it: from the last clean one on they are killed, but for the last.
+            # Each end is the next start's condition: from the last clean one on they are killed, except the last.
             is_last = lap == laps - 1
             with Sidecar(store, has_health=True) as sidecar:
                 hello, ready = sidecar.greeted(), sidecar.ready()
@@ -85,7 +84,7 @@ def row_of(how: str, served: list[StartTimes], *, is_targeted: bool) -> Row:
 
 
 def _check(sidecar: Sidecar, plan: Plan) -> None:
-    """Through the door, every block can be found, and the one prompt whose frames are there can be loaded."""
+    """Check that every block is found through the socket, and that the real prompt loads."""
     prompt, pages = real_prompt(), real_pages().take()
     with sidecar.client() as client:
         handle = client.namespace(model=MODEL, layout=SHAPE.layout)

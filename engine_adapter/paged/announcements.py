@@ -30,14 +30,15 @@ PLACES: tuple[HitTier | None, ...] = (None, HitTier.DRAM, HitTier.NVME)
 
 
 class TellsChanges(Protocol):
-    """Of a namespace: `NamespaceHandle`."""
+    """The part of `NamespaceHandle` that reports changes."""
 
     def submit_changes(self, after: int) -> PendingReply[m.Changed]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Announcement(Generic[B]):
-    """A block's news. came: the fastest tier that has it from now on, None: nowhere. went: where it was before."""
+    """A change of a block's place. came: the fastest tier that has it from now on, None: no tier. went: where it was
+    before."""
 
     block: B
     came: HitTier | None
@@ -47,12 +48,12 @@ class Announcement(Generic[B]):
 @dataclass(slots=True)
 class _Announced(Generic[B]):
     block: B
-    is_noted: bool = False  # the store has told something of it
+    is_noted: bool = False  # the store has reported on it
     place: HitTier | None = None  # as announced
 
 
 class Announcements(Generic[B]):
-    """Of one engine, in one namespace at a time. One thread."""
+    """The announcements of one engine, in one namespace at a time. Not thread-safe."""
 
     def __init__(
         self,
@@ -61,8 +62,8 @@ class Announcements(Generic[B]):
         namespace: Callable[[], TellsChanges | None],
         most: int = MOST_BLOCKS,
     ) -> None:
-        """clock: monotonic seconds. describe: describes a request's block, by its number, for events; None: it is not
-        announced. namespace: to ask; None if there is none at present."""
+        """clock: monotonic seconds. describe: a request's block, by its number, in the form of the engine's events;
+        None if it is not announced. namespace: the one in use, None without any."""
         self._clock = clock
         self._describe = describe
         self._namespace = namespace
@@ -77,7 +78,7 @@ class Announcements(Generic[B]):
         """How often all announcements were taken back."""
 
     def expect(self, request: Any, keys: Sequence[bytes], first_block: int) -> None:
-        """A save of a request's blocks is ordered, from that one on."""
+        """A save of a request's blocks is ordered, from `first_block` on."""
         for number, key in enumerate(keys, first_block):
             known = self._known.get(key)
             block = self._describe(request, number) if known is None or known.place is None else known.block
@@ -95,7 +96,7 @@ class Announcements(Generic[B]):
     def saved(self, keys: bytes, first_block: int, held: int) -> None:
         """A save of blocks from `first_block` on has ended: the store holds the first `held` of the request's blocks;
         the others are not expected any more. keys: of all of them, joined. The store's own reports of a block take
-        precedence: they are newer, or yet to come."""
+        precedence: they are newer, or still to come."""
         for number in range(first_block, len(keys) // KEY_BYTES):
             key = keys[KEY_BYTES * number : KEY_BYTES * (number + 1)]
             known = self._known.get(key)
@@ -107,7 +108,7 @@ class Announcements(Generic[B]):
                 del self._known[key]
 
     def step(self) -> None:
-        """Take the store's reports, and ask again."""
+        """Take the store's reports, and submit the next query for them."""
         if self._pending is not None:
             told = self._pending.poll()
             if told is None:
@@ -138,7 +139,7 @@ class Announcements(Generic[B]):
             return
         if told.is_lost or (self._run and told.run != self._run):
             self._take_back()
-            self._run, self._after = told.run, told.next  # what is saved from here on changes behind that
+            self._run, self._after = told.run, told.next  # later saves' changes come after it
             return
         self._run, self._after = told.run, told.next
         for key, number in told.changes:

@@ -1,12 +1,12 @@
-"""Hits that are computed all the same, from the choice to the verdict.
+"""Audited hits: computed although they are stored, and then compared; from the choice to the verdict.
 
     begins (a hit is held out, the stored block is leased) > computed (the block is there: its comparison is ordered)
     > reported (by every rank) > a verdict
 
-With a codec that is not exact, what was computed behind a restored prefix carries its errors, and small changes of the
-weights hide behind them. Nothing lies before a prompt's first block: it is compared every other time.
+With a codec that is not exact, KV computed behind a restored prefix has that codec's errors, and small changes of the
+weights hide behind them. Nothing precedes a prompt's first block, so every other audit compares that one.
 
-One thread; nothing here waits. `audit` says which hits, `audit_blocks` compares. Must never import an engine.
+Not thread-safe; nothing here waits. `audit` chooses the hits, `audit_blocks` compares. Must never import an engine.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ from kvstore.block.codec import codec_named
 from kvstore.client.handle import Match, NamespaceHandle
 
 GIVEN_UP = "given_up"
-"""Beside the verdicts: the request ended first, the block was gone, or a page before it held restored numbers."""
+"""An outcome besides the verdicts: the request ended first, the block was gone, or a page before it held restored
+KV."""
 
 
 class AuditPlan:
-    """Of one engine and namespace."""
-
     def __init__(
         self,
         choice: LoadChoice,
@@ -37,7 +36,7 @@ class AuditPlan:
         number: Callable[[], int],
         lease_deadline_ms: float,
     ) -> None:
-        """ranks: that compare, each its part. number: of the next order."""
+        """ranks: of the workers; each compares its part of a block. number: returns the next order's number."""
         self._choice = choice
         self._facts = facts
         self._ranks = tuple(ranks)
@@ -45,15 +44,15 @@ class AuditPlan:
         self._lease_deadline_ms = lease_deadline_ms
         self._is_exact = codec_named(facts.codec).is_exact
         self._is_first_due = not self._is_exact
-        """Whether the next one is a prompt's first block."""
+        """Whether the next audit compares a prompt's first block."""
         self._under_way: dict[int, RequestState] = {}
         self._outcomes: dict[str, int] = {}
         self.name = ""
-        """Of the namespace, for people."""
+        """Of the namespace, in verdicts."""
 
     def begins(self, state: RequestState, match: Match, namespace: NamespaceHandle, now: float) -> bool:
-        """Whether this hit is computed all the same; asked once for each request that hits. The last usable block is
-        compared, or the first."""
+        """Whether this hit is computed all the same; called once for each request that hits. Compares the last usable
+        block, or the first."""
         holdout, request = self._choice.holdout, state.request.request_id
         if not holdout.begins(request, now):
             return False
@@ -69,12 +68,13 @@ class AuditPlan:
         return True
 
     def is_ready(self, state: RequestState) -> bool:
-        """Whether the stored block is held, or cannot be: known by its lease's deadline."""
+        """Whether the lease of the stored block has been answered, at the latest at its deadline."""
         audit = state.audit
         return audit is None or audit.pending is None or audit.pending.poll() is not None
 
     def computed(self, state: RequestState, one: Computed, plan: SavePlan, orders: StepPlan) -> None:
-        """A step computes as much of a request: order the comparison, if it is held out and the block is complete."""
+        """A step computes this much of a request: order the comparison if the request is held out and the block is
+        complete."""
         audit, block = state.audit, self._facts.layout.block_tokens
         if audit is None or audit.pending is None or one.stop < (audit.block + 1) * block:
             return
@@ -84,7 +84,8 @@ class AuditPlan:
         audit.lease, audit.pending = lease, None
         first = audit.block * block
         pages = one.tables()
-        # Of the engine's own cache there may be pages that an inexact codec restored, of this block or of others.
+        # An inexact codec may have restored pages that are now in the engine's own cache, of this block or of earlier
+        # ones.
         is_exact = plan.exact_runs(pages, 0, audit.block + 1) == [(0, audit.block + 1)]
         if lease.tokens < first + block or not is_exact:
             self.ended(state)
@@ -99,8 +100,8 @@ class AuditPlan:
         orders.audits.append(audit.order)
 
     def reported(self, report: AuditReport, plan: SavePlan, now: float) -> AuditVerdict | None:
-        """One rank has compared; the verdict, once all have. None if one of them had nothing to compare: it may be the
-        one that knows that the step was computed behind a failed load."""
+        """Take one rank's report. Returns the verdict once all have reported; None if one of them had nothing to
+        compare: only it may know that the step was computed behind a failed load."""
         state = self._under_way.get(report.number)
         audit = state.audit if state is not None else None
         if state is None or audit is None or audit.order is None:
@@ -118,8 +119,8 @@ class AuditPlan:
         return self._choice.audits.record(self.name, results, now)
 
     def close(self) -> dict[int, set[int]]:
-        """Ignore all further reports. Returns the comparisons under way, each with the ranks that have not reported:
-        until then they read pages."""
+        """Ignore all further reports. Returns the comparisons in progress, each with the ranks that have not reported:
+        they read pages until then."""
         reading = {}
         for number, state in self._under_way.items():
             if state.audit is not None:
@@ -130,12 +131,12 @@ class AuditPlan:
         return reading
 
     def ended(self, state: RequestState) -> None:
-        """The request is over; nothing more comes of it, unless a comparison is under way. Safe to call again."""
+        """The request is over: its audit ends, unless the comparison is in progress. Safe to call again."""
         if state.audit is not None and state.audit.order is None:
             self._end(state, [])
 
     def _end(self, state: RequestState, verdicts: Sequence[AuditVerdict]) -> None:
-        """Release, and count. verdicts: none if nothing was compared."""
+        """Release the lease, and count. verdicts: none if nothing was compared."""
         audit = state.audit
         assert audit is not None
         if audit.pending is not None:
@@ -150,6 +151,6 @@ class AuditPlan:
         self._choice.holdout.ended(state.request.request_id, is_sound)
 
     def take_outcomes(self) -> dict[str, int]:
-        """Since the last call: blocks by verdict, of each rank, and requests without a comparison."""
+        """Since the last call: compared parts of blocks by verdict, and requests without a comparison."""
         outcomes, self._outcomes = self._outcomes, {}
         return outcomes

@@ -1,7 +1,7 @@
-"""How far a found prefix is loaded, and what was learned from that.
+"""How far a found prefix is loaded, and what is learned from loads and steps.
 
 The cost model learns from the engine's steps and from finished loads; one hit in a thousand is held out, computed, and
-compared. The scheduler's half asks this file. No clock, no waiting. Must never import an engine.
+compared. No clock, no waiting. Must never import an engine.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from kvstore.block.account import HitTier, MissReason
 from kvstore.client.handle import Match
 
 STEPS_AHEAD = 8
-"""An engine that schedules ahead of its workers has at most so many steps under way; more are not timed."""
+"""An engine that schedules ahead of its workers has at most this many steps in flight; more are not timed."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What a step computes. prefills: of each prompt in it (tokens before, new tokens). decodes: other requests."""
+    """The work of one step. prefills: of each prompt in it (tokens before, new tokens). decodes: other requests."""
 
     prefills: Sequence[tuple[int, int]]
     decodes: int
@@ -38,18 +38,18 @@ class _Under:
 
 
 class LoadChoice:
-    """For one engine and namespace."""
+    """Of one engine and namespace."""
 
     def __init__(self, bytes_per_token: float, *, is_on: bool, audit: float, choose: Callable[[], float]) -> None:
         """bytes_per_token: of the payloads. is_on: whether tokens that are slower to load are computed; speeds are
-        learned anyway. choose: evenly from 0 up to 1."""
+        learned in any case. choose: uniform random numbers in [0, 1)."""
         self.holdout = Holdout(choose, audit)
         self.audits = Audits()
         self.saving = TtftSaving()
         self.costs = CostModel(PrefillSpeed(), LoadSpeed(), bytes_per_token=bytes_per_token)
         self.fetches = FetchModel(self.costs, is_on=is_on)
         self.fetch_seconds: dict[str, float] = {}
-        """How long requests whose load has not begun waited for a fetch that came."""
+        """By request whose load has not begun: how long it waited for fetches that brought blocks."""
         self._is_on = is_on
         self._decided: dict[str, Decision] = {}
         self._under_way: dict[str, _Under] = {}
@@ -60,12 +60,12 @@ class LoadChoice:
     def stop_token(
         self, request: str, match: Match, local_tokens: int, cap: int, block_tokens: int, busy: bool, now: float
     ) -> tuple[int, MissReason]:
-        """Up to which token to load, and why not further. cap: what can be used."""
+        """The token up to which to load, and why not further. cap: what can be used."""
         runs, position = [], 0
         for tier, blocks in match.tiers:
             start, position = position, position + blocks * block_tokens
             tokens = min(position, cap) - max(start, local_tokens)
-            if tokens > 0:  # what was elsewhere is here now, and is loaded as all is
+            if tokens > 0:  # blocks of other nodes are in DRAM by now
                 runs.append((HitTier.DRAM if tier in (HitTier.PEER, HitTier.REMOTE) else tier, tokens))
         if not runs:
             return cap, MissReason.GRID
@@ -77,20 +77,20 @@ class LoadChoice:
         return local_tokens + decision.load_tokens, MissReason.CHEAPER_TO_COMPUTE
 
     def load_ms(self, tokens: int, now: float) -> float:
-        """The expected time to load so many tokens from DRAM; infinite until a load was seen, since the prior is a fast
-        machine's."""
+        """The expected time to load this many tokens from DRAM; infinite until a load was measured, since the prior
+        assumes a fast machine."""
         if not self.costs.loads.has_seen(HitTier.DRAM):
             return inf
         return self.costs.predicted_load_ms([(HitTier.DRAM, tokens)], now)
 
     def begins(self, request: str, now: float) -> None:
-        """The load of its decision begins."""
+        """The load of a request begins."""
         decision = self._decided.pop(request, None)
         if decision is not None:
             self._under_way[request] = _Under(decision, now, self.fetch_seconds.pop(request, 0.0))
 
     def ended(self, request: str, seconds: float | None, loaded_tokens: int, now: float) -> None:
-        """The load of a request has ended, after that time; None: that is noticed now."""
+        """A request's load has ended, after that time; None: it ended just now."""
         under_way = self._under_way.pop(request, None)
         if under_way is not None:
             taken = now - under_way.started_at if seconds is None else seconds
@@ -103,11 +103,11 @@ class LoadChoice:
         self.fetch_seconds.pop(request, None)
 
     def step_begins(self, number: int, work: StepWork, now: float, waits: bool) -> None:
-        """A step is scheduled; numbers go up. waits: for a load."""
+        """A step is scheduled; numbers rise. waits: for a load."""
         self._steps.append((number, now, work, waits))
 
     def step_ends(self, number: int, now: float) -> None:
-        """That step has reported. Earlier ones without a report never will."""
+        """A step's report is here. Earlier steps without a report never get one."""
         last, self._last_report_at = self._last_report_at, now
         while self._steps and self._steps[0][0] <= number:
             scheduled, began, work, waited = self._steps.popleft()
@@ -121,7 +121,6 @@ class LoadChoice:
         return {name: count - before.get(name, 0) for name, count in now.items()} if now != before else {}
 
     def to_dict(self, now: float) -> dict[str, object]:
-        """For people."""
         return {
             "cost": self.costs.counts.to_dict(),
             "prefill": self.costs.prefill.to_dict(),

@@ -2,13 +2,13 @@
 
     ordered > every rank has reported > over
 
-    a step waits for it    the engine takes its pages for cached from the start: no other request may use them until the
+    a step waits for it    the engine treats its pages as cached from the start: no other request may use them until the
                            load has succeeded, and none at all if it failed
     beside the steps       its request is parked: it holds pages and does not run. If the load brought nothing, the
-                           engine takes the pages back and looks at that request before all others: it must let parked
-                           requests pass or, without room for itself, it would keep them from ever beginning
+                           engine takes the pages back and tries that request before all others. If it has no room, it
+                           must let parked requests pass: otherwise it would keep them from ever running
 
-Knows requests, pages and reports, and no engine; one thread.
+Knows requests, pages and reports, and no engine. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from engine_adapter.paged.step_plan import LoadReport
 
 
 class LoadPlan:
-    """Of one engine."""
-
     def __init__(self, page_tokens: int, block_tokens: int) -> None:
         self._page_tokens = page_tokens
         self._block_tokens = block_tokens
@@ -30,17 +28,15 @@ class LoadPlan:
         self._is_given_up = False
 
     def __len__(self) -> int:
-        """Loads under way."""
         return len(self._under_way)
 
     def add(self, load: LoadUnderWay) -> None:
-        """A load was ordered."""
         self._under_way[load.order.number] = load
         if not load.order.waits:
             self._parked.add(load.order.request)
 
     def reported(self, report: LoadReport) -> LoadUnderWay | None:
-        """One worker has done its share; the load, once all have."""
+        """Take one worker's report. Returns the load once all have reported."""
         load = self._under_way.get(report.number)
         if load is None:
             return None
@@ -56,15 +52,15 @@ class LoadPlan:
         return load
 
     def turn_away(self, request_id: str) -> None:
-        """A request's load brought nothing: the engine takes its pages back."""
+        """A request's load brought nothing, so the engine takes its pages back."""
         self._parked.discard(request_id)
         self._rejected.add(request_id)
 
     # What requests may do --------------------------------------------------------------------------------------------
 
     def asks(self, state: RequestState, local_tokens: int) -> bool:
-        """A request asks for its promise. local_tokens: what the engine itself has for it. Returns whether it must ask
-        again in the next step."""
+        """A request is to be matched; local_tokens: of the engine's own cache. Returns whether it must ask again in the
+        next step."""
         request_id = state.request.request_id
         self._parked.discard(request_id)
         is_held_up = request_id in self._rejected and bool(self._parked)
@@ -72,11 +68,12 @@ class LoadPlan:
 
     @property
     def takes_no_more(self) -> bool:
-        """Whether no further load beside the steps may take pages, since a request that was rejected waits for room."""
+        """Whether no further load beside the steps may take pages, since a request whose load brought nothing waits for
+        room."""
         return bool(self._rejected)
 
     def resumes(self, request_id: str) -> bool:
-        """A request gets pages. Returns whether it was parked, and these are for the tokens behind its load."""
+        """A request gets pages. Returns whether it was parked: then these are for the tokens behind its load."""
         if request_id not in self._parked:
             self._rejected.discard(request_id)
             return False
@@ -84,7 +81,6 @@ class LoadPlan:
         return True
 
     def ended(self, request_id: str) -> None:
-        """The request is over."""
         self._parked.discard(request_id)
         self._rejected.discard(request_id)
 
@@ -109,7 +105,7 @@ class LoadPlan:
         return invalid_pages
 
     def give_up(self) -> None:
-        """The outcome of loads that steps wait for is unknown from now on: no request may use their pages, and none
+        """From now on, outcomes of loads that steps wait for are unknown: no request may use their pages, and none
         waits for a report."""
         self._is_given_up = True
         for load in self._under_way.values():

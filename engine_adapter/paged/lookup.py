@@ -1,11 +1,11 @@
-"""One request's way to a promise, for a scheduler that must not wait.
+"""One request's look-up and lease, for a scheduler that must not wait.
 
-    ASKED  the look-up is on its way     > WAITING  for what is elsewhere, or stored now (`BlockWait`) > ASKED again
-                                         > FOUND  how much is stored      > LEASING  the lease is on its way
-    > HELD  pinned and verified in DRAM: what is promised    > OVER  given to a load, given back, or there is nothing
+    ASKED  the look-up is submitted      > WAITING  for blocks on their way (`BlockWait`) > ASKED again
+                                         > FOUND  the stored length    > LEASING  the lease is submitted
+    > HELD  pinned and verified in DRAM: these tokens are promised    > OVER  given to a load, released, or a miss
 
-`matched` is asked again in every step until it has an answer; at its deadline there is a miss. It is the edge at which
-any fault of the store becomes one. Must never import an engine.
+The engine calls `matched` in every step until it has an answer; at its deadline there is a miss. Any fault of the store
+becomes a miss here. Must never import an engine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvstore.protocol.told import told_name
 _log = getLogger(__name__)
 
 HELD_SECONDS = 20.0
-"""A lease for which the engine has no room is released after so long, well before it expires, and taken anew."""
+"""If the engine has no room for this long, its lease is released, well before it expires, and taken anew."""
 
 
 def account_unasked(tokens: int, block_tokens: int) -> Account:
@@ -38,7 +38,7 @@ def account_unasked(tokens: int, block_tokens: int) -> Account:
 
 
 class PrefixLookup:
-    """A prompt's look-up and lease. One thread."""
+    """A prompt's look-up and lease. Not thread-safe."""
 
     def __init__(
         self,
@@ -52,8 +52,8 @@ class PrefixLookup:
         wait: BlockWait | None = None,
         trace: RequestTrace = NO_TRACE,
     ) -> None:
-        """Asks at once. clock: monotonic seconds. wait: for blocks that are elsewhere, or that another engine stores.
-        trace: told when the look-up and the lease were answered."""
+        """Submits the look-up. clock: monotonic seconds. wait: for blocks that are elsewhere, or that another engine
+        stores. trace: notes when the look-up and the lease were answered."""
         self.namespace = namespace
         self.prompt = prompt
         self.request = request
@@ -67,7 +67,7 @@ class PrefixLookup:
         self._asked_at = 0.0
         self._leased_at = 0.0
         self._match: Match | None = None
-        self._seen: Match | None = None  # by a look of a wait that goes on
+        self._seen: Match | None = None  # by a look-up of a wait that goes on
         self._is_over = False
         self._wait = wait
         self._pending_match: PendingReply[Match] | None = None
@@ -82,7 +82,7 @@ class PrefixLookup:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has nothing left to give."""
+        """Whether it promises nothing any more."""
         return self._is_over
 
     def found(self) -> Match | None:
@@ -93,10 +93,10 @@ class PrefixLookup:
         return self._match
 
     def matched(self, first_token: int, stop_token: int, reason: MissReason) -> int | None:
-        """How many leading tokens are promised, up to `stop_token` at most; None: ask again.
+        """The number of leading tokens promised, up to `stop_token`; None: ask again.
 
-        first_token: the engine has those before it. stop_token: tokens found behind it are misses for this reason, but
-        for the prompt's last token. The promise stays until `take` or `give_back`.
+        first_token: the engine has those before it. stop_token: tokens found behind it are misses for this reason,
+        except the prompt's last token. The promise stays until `take` or `give_back`.
         """
         with contained(self._fail):
             return self._matched(first_token, stop_token, reason)
@@ -109,7 +109,7 @@ class PrefixLookup:
         return lease
 
     def give_back(self) -> None:
-        """The result is not needed: release it. Safe to call again."""
+        """Release what is held. Safe to call again."""
         self._is_over = True
         for pending in (self._pending_match, self._pending_lease):
             if pending is not None:
@@ -122,8 +122,8 @@ class PrefixLookup:
     # Inside ----------------------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Looks of a wait do not count as the request's look-up: only the one that ends the wait does, or finds all of
-        the prompt."""
+        """Submit a look-up. Those of a wait do not count as the request's: only the one that ends the wait does, or one
+        that finds all of the prompt."""
         wait = self._wait
         self._asked_at, self._counts_short = 0.0, wait is None or not wait.is_open
         self._counts = self._counts_short or self.namespace.has_courier
@@ -153,7 +153,7 @@ class PrefixLookup:
                 self._seen = match
                 return
         if not (self._counts and (self._counts_short or match.blocks == len(match.keys))):
-            self._submitted(counts=True, counts_short=True)  # for the store's own account; its answer is not waited for
+            self._submitted(counts=True, counts_short=True)  # for the store's own account; the answer is dropped
         if wait is not None:
             match = replace(match, account=wait.plan.account(match.account), detail=wait.plan.detail or match.detail)
         self._match, self.account, self.detail = match, match.account, match.detail
@@ -162,7 +162,7 @@ class PrefixLookup:
             self._is_over = True
 
     def _polled(self) -> Match | None:
-        """What a look has found; None while it is not there, or for a miss."""
+        """What a look-up has found; None while it is not there, or for a miss."""
         if self._pending_match is None:
             self._look()
         assert self._pending_match is not None
@@ -204,14 +204,14 @@ class PrefixLookup:
             lease = self._pending_lease.poll()
             if lease is None:
                 return None
-            # It may have been asked for when the engine had more of its own than it has now.
+            # It may have been submitted when the engine had more tokens of its own than now.
             self._pending_lease = None
             self.lease, self._leased_at = lease, self._clock()
             self._trace.leased(self._leased_at - self._begun_at, lease.account)
             if lease.reason is not None:
                 self.detail = lease.detail or self.detail
         assert self.lease is not None
-        # It may have been taken when more was wanted than now.
+        # It may have been taken when more tokens were wanted than now.
         self.account = self.lease.account.cut(tokens, reason)
         promised = min(self.lease.tokens, tokens)
         if promised <= self.lease.first_token:
@@ -220,7 +220,7 @@ class PrefixLookup:
         return promised
 
     def _is_good(self, first_token: int) -> bool:
-        """Whether a lease is held, of all that is wanted behind the engine's own."""
+        """Whether a lease is held of all that is wanted behind the engine's own tokens, and not for too long."""
         if self.lease is None or self.lease.released:
             return False
         return self.lease.first_token <= first_token and self._clock() - self._leased_at <= HELD_SECONDS

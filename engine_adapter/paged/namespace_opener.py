@@ -1,4 +1,4 @@
-"""Opens a namespace in the background, however long that takes, for a scheduler that must not wait."""
+"""Opens a namespace in the background, for a scheduler that must not wait."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ RETRY_SECONDS = 1.0
 class ClosableStore(OpenStore, Protocol):
     """A store that this process opened."""
 
-    def close(self) -> None:
-        """Hang up."""
-        ...
+    def close(self) -> None: ...
 
 
 class NamespaceOpener:
@@ -46,11 +44,11 @@ class NamespaceOpener:
         self._is_told = False
 
     def want(self, facts: NamespaceSpec) -> None:
-        """Open this one; an open one is given up."""
+        """Open this namespace, instead of an open one."""
         with self._changed:
             self._wanted, self._handle = facts, None
             if self._failed is not None and self._failed[0] is not MissReason.UNREACHABLE:
-                self._failed = None  # that was of the one before, and not of the store
+                self._failed = None  # that fault was the earlier namespace's, not the store's
             self._changed.notify_all()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._loop, name="kv-open", daemon=True)
@@ -61,7 +59,7 @@ class NamespaceOpener:
         return self._handle
 
     def why_not(self) -> tuple[MissReason, str]:
-        """Why it is not open, as a reason and in words."""
+        """Why it is not open: a reason, and words."""
         if self._wanted is None:
             return MissReason.DISABLED, "nothing was opened yet"
         return self._failed or (MissReason.WARMING, "the namespace is being opened")
@@ -76,13 +74,14 @@ class NamespaceOpener:
         return MissReason.DISABLED if self._closed or is_past else self.why_not()[0]
 
     def wait(self, number: int, seconds: float) -> NamespaceHandle | None:
-        """The handle of the namespace of that number, within that time; none, at once, if a later one is wanted."""
+        """The handle of the namespace of that number, at most after that time; None at once if a later namespace is
+        wanted."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_known(number), seconds)
             return self._handle if self._number == number else None
 
     def tell_when_open(self, tell: Callable[[], None]) -> None:
-        """Call this once there is a handle: now, or in the thread that opens it. It must not raise."""
+        """Call `tell` once there is a handle: now, or in the thread that opens it. It must not raise."""
         with self._changed:
             if self._handle is None:
                 self._tell_when_open = tell
@@ -90,7 +89,7 @@ class NamespaceOpener:
         tell()
 
     def close(self, seconds: float) -> None:
-        """Hang up. Safe to call again."""
+        """Disconnect. Safe to call again."""
         with self._changed:
             self._closed, self._handle = True, None
             self._changed.notify_all()

@@ -1,11 +1,11 @@
-"""An engine's paged KV as it was registered, and the proof that it is read the way it is written.
+"""An engine's registered paged KV, and the proof that it is read the way it is written.
 
-Several *forms* are known in which engines lay out K and V in a page. None is assumed: the engine itself writes a page
-of random numbers, and the form under which exactly these are found is the right one. If none is, or the engine cannot
-be made to write, a page is an opaque run of bytes, which `raw` copies all the same. If K lies transposed, `raw` keeps
-each head's numbers in their order, since transposing costs more than the rest of a copy; the form is part of the
-namespace's name. Either way one block is copied to another through the store's own codec and compared byte for byte
-before anything is stored. Must never import an engine, and must leave pages as they were.
+Engines lay out K and V in a page in one of several *forms*. None is assumed: the engine itself writes a page of random
+numbers, and the form under which exactly these are found is the right one. If there is none, or the engine cannot be
+made to write, a page is an opaque run of bytes, which `raw` still copies. If K lies transposed, `raw` keeps each head's
+numbers in their order, since transposing costs more than the rest of a copy; the form is part of the namespace's name.
+In either case one block is copied to another through the store's own codec and compared byte for byte before anything
+is stored. Must never import an engine, and must leave pages as they were.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from tiering.tier import FrameSpan
 _log = getLogger(__name__)
 
 Write = Callable[[str, torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""The engine's own way to write tokens of a layer: (layer, K, V, slots), each [tokens, kv_heads, width], slots
-[tokens] of page * page_tokens + token. Raises where it has none."""
+"""The engine's own way to write tokens of a layer: (layer, K, V, slots), each [tokens, kv_heads, width], slots [tokens]
+of page * page_tokens + token. Raises if it has none."""
 
 PROBE_SEED = 20261122
 OPAQUE = "opaque"
@@ -54,8 +54,8 @@ class RegisteredGroup:
 
 
 class EnginePages:
-    """The planes of all layers, and what is known of them. numbers: of the engine's layers, by name. stream: in which
-    the engine reads and writes them."""
+    """The planes of all layers. numbers: of the engine's layers, by name. stream: in which the engine reads and writes
+    them."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class EnginePages:
         as_they_lie: Mapping[int, Sequence[torch.Tensor]] | None = None,
     ) -> None:
         """planes: by layer number, [pages, page_tokens / split, kv_heads, width]. split: kernel pages to a page.
-        as_they_lie: the same memory in that shape, in which each head's numbers of a page may be in another order."""
+        as_they_lie: the same memory in that shape, but with each head's numbers of a page in the engine's order."""
         self.facts = facts
         self.numbers = dict(numbers or {})
         self._planes = planes
@@ -75,12 +75,12 @@ class EnginePages:
         self.stream = EngineStream(next((both[0].device for both in planes.values()), torch.device("cpu")))
 
     def pages(self, tables: Sequence[PageRun], layout: Layout, first_token: int, *, is_exact: bool) -> Pages:
-        """What a verb of the store takes that begins with `first_token`. tables: by group, in the layout's order; of a
-        sliding group those pages that are there. is_exact: for a codec that does not look into what it copies."""
+        """The pages for a verb of the store, from `first_token` on. tables: by group, in the layout's order; of a
+        sliding group, its present pages. is_exact: for a codec that copies numbers without reading them."""
         start = first_token // self.facts.page_tokens
         groups = dict(zip((group.name for group in layout.groups), tables, strict=True))
         whole = next((run for run in tables if run.first == start), None)
-        # Where every group lacks its first pages each has a table of its own, and this one says where they end.
+        # If every group lacks its first pages, each has a table of its own, and this one says where they end.
         table = whole.pages if whole is not None else [0] * (tables[0].first + len(tables[0].pages) - start)
         return Pages(
             self._as_they_lie if is_exact else self._planes,
@@ -100,7 +100,7 @@ class EnginePages:
 
 
 def register(groups: Sequence[RegisteredGroup], rank: int, scales: str, write: Write) -> EnginePages:
-    """Find out the pages' form, and prove it. If they cannot be stored the facts say why (`refused`)."""
+    """Find the pages' form, and prove it. If they cannot be stored, the spec says why (`refused`)."""
     page_tokens = groups[0].page_tokens
     empty = next((group.name for group in groups if not group.layers), None)
     if empty is not None:
@@ -156,7 +156,7 @@ def opaque_dtype(packing: str) -> torch.dtype | None:
 
 
 def layout_of(facts: Sequence[WorkerSpec], total_kv_heads: int, block_tokens: int) -> Layout:
-    """The layout of whole blocks, from what every rank's worker says. Raises `BadInput` where they disagree."""
+    """The layout of whole blocks, from all ranks' specs. Raises `BadInput` if they disagree."""
     first = facts[0]
     for other in facts[1:]:
         if (other.page_tokens, other.groups, other.packing) != (first.page_tokens, first.groups, first.packing):
@@ -165,7 +165,7 @@ def layout_of(facts: Sequence[WorkerSpec], total_kv_heads: int, block_tokens: in
     for group in first.groups:
         heads = group.kv_heads * len(facts)
         if not is_opaque(first.packing) and len(facts) > 1:
-            heads = min(heads, max(total_kv_heads, group.kv_heads))  # more ranks than heads: each has one of them
+            heads = min(heads, max(total_kv_heads, group.kv_heads))  # with more ranks than heads, each has one head
         kind = Attention.SLIDING if group.window else Attention.FULL
         groups.append(KvGroup(group.name, group.layers, heads, group.widths, group.dtype, kind, group.window))
     return Layout(tuple(groups), block_tokens, first.page_tokens, head_shards=len(facts), packing=first.packing)
@@ -244,7 +244,7 @@ def _opaque(tensor: torch.Tensor, group: RegisteredGroup) -> tuple[int, list[tor
 
 
 def _split(pages: int, tokens: int, group: RegisteredGroup) -> int:
-    """Kernel pages to a page of the scheduler's; 0 where sizes do not fit."""
+    """Kernel pages to one of the scheduler's pages; 0 if sizes do not fit."""
     split, rest = divmod(pages, group.num_pages)
     return split if not rest and split and tokens * split == group.page_tokens else 0
 
@@ -307,7 +307,8 @@ def _is_written(
 
 
 def _refusal(pages: EnginePages, groups: Sequence[RegisteredGroup]) -> str:
-    """Copy a page of random bytes to another one as a load and a save would, and compare all bytes; empty if right."""
+    """Copy a page of random bytes to another as a save and a load would, and compare all bytes; returns why it failed,
+    or nothing."""
     if groups[0].num_pages < 3:
         return f"the engine has {groups[0].num_pages} pages; 3 are needed"
     facts = pages.facts
@@ -342,7 +343,6 @@ def _refusal(pages: EnginePages, groups: Sequence[RegisteredGroup]) -> str:
 
 
 def _copy_block(pages: EnginePages, layout: Layout, source: list[int], target: list[int], *, is_exact: bool) -> None:
-    """Copy one block through the store's own codec."""
     codec = codec_named("raw")
     for part in layout.parts:
         payload = torch.zeros(codec.payload_bytes(part), dtype=torch.uint8)
@@ -356,7 +356,7 @@ def _copy_block(pages: EnginePages, layout: Layout, source: list[int], target: l
 
 
 def _page_bytes(tensor: torch.Tensor, num_pages: int) -> list[torch.Tensor]:
-    """All bytes of each page, as views [pages, bytes]. Raises `LayoutMismatch` where pages are not contiguous."""
+    """All bytes of each page, as views [pages, bytes]. Raises `LayoutMismatch` if pages are not contiguous."""
     halves = [tensor] if tensor.shape[0] % num_pages == 0 else list(tensor.unbind(0))
     rows = []
     for half in halves:

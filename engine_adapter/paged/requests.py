@@ -1,4 +1,4 @@
-"""What a connector's scheduler half needs to know of an engine's requests."""
+"""The scheduler half's records of an engine's requests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from kvstore.protocol.told import MAX_TOLD_REQUESTS, MAX_TOLD_TEXT, RequestTold,
 
 TELL_SECONDS = 1.0
 NEVER = 1 << 62
-"""More tokens than a request has."""
+"""More tokens than any request has."""
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
@@ -41,7 +41,7 @@ class Breakable(Protocol):
 
 
 def edge(otherwise: object) -> Callable[[Method], Method]:
-    """A decorator: an exception in a method ends what the store does for this engine, and not the engine."""
+    """A decorator: an exception in a method switches the store off for this engine, and the engine runs on."""
 
     def guarded(method: Method) -> Method:
         @wraps(method)
@@ -56,37 +56,31 @@ def edge(otherwise: object) -> Callable[[Method], Method]:
 
 
 class EngineRequest(Protocol):
-    """A request as its engine has it now. due: kept here for the engine's side: how many computed tokens complete the
-    next block that is to be offered."""
+    """A request in its engine's present state. due: kept here for the engine's side: the number of computed tokens that
+    completes the next block to offer."""
 
     due: int
 
     @property
-    def request_id(self) -> str:
-        """The engine's name for it."""
-        ...
+    def request_id(self) -> str: ...
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are known: the prompt, and what was generated and accepted."""
+        """The prompt's, and those generated and accepted."""
         ...
 
     @property
-    def num_prompt_tokens(self) -> int:
-        """Of the prompt alone."""
-        ...
+    def num_prompt_tokens(self) -> int: ...
 
-    def token_ids(self, first: int, stop: int) -> list[int]:
-        """Known tokens."""
-        ...
+    def token_ids(self, first: int, stop: int) -> list[int]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class RequestSpec:
-    """What a request's KV depends on besides its tokens, and what its user wants. refused: why it is not looked up and
-    not saved, else None. ttl, priority: None where nothing was said. ignored: of what its user asked for, what was not
-    understood. ticket: of the engine that computes its prompt; awaits: another one does, and it has none. hands_over:
-    another engine goes on with it, which gets a ticket. trace: is told what the store does for it."""
+    """What a request's KV depends on besides its tokens, and its user's wishes. refused: why it is neither looked up
+    nor saved, else None. ttl, priority: None if not given. ignored: wishes that were not understood. ticket: of the
+    engine that computes its prompt; awaits: another engine does, without a ticket. hands_over: another engine continues
+    it, with a ticket from here. trace: notes what the store does for it."""
 
     extra_keys: tuple[ExtraKey, ...] = ()
     refused: MissReason | None = None
@@ -114,7 +108,7 @@ class RequestSpec:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """A request of which a step computes as much as is `due`. stop: tokens up to which KV is complete after it, and
+    """A request that reaches its `due` tokens in this step. stop: tokens up to which KV is complete after it, and
     accepted for certain. tables: every group's pages of it."""
 
     request_id: str
@@ -124,10 +118,10 @@ class Computed:
 
 @dataclass(slots=True)
 class LoadUnderWay:
-    """state: of its request. tokens: up to which pages are verified, as far as is known. waiting: ranks that have not
-    reported. is_first: of its request's first admission, which the account is of. pages: from the first one that it
-    brings to the request's last, of a load that a step waits for. account: where the request is over and not counted
-    yet."""
+    """state: of its request. tokens: up to which pages are verified, as far as is known. waiting: ranks that have
+    not reported. is_first: of its request's first admission, which the account describes. pages: if a step waits
+    for the load, from the first that it brings to the request's last. account: set if the request is over and not
+    counted yet."""
 
     state: RequestState = field(repr=False)
     order: LoadOrder
@@ -142,7 +136,6 @@ class LoadUnderWay:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it brought all that was ordered."""
         return self.tokens >= self.order.stop_token
 
     @property
@@ -158,8 +151,7 @@ class LoadUnderWay:
 
 @dataclass(slots=True)
 class AuditUnderWay:
-    """A hit that is computed all the same. block: the one that is compared; pending, lease: of what is stored of it.
-    is_void: a rank had nothing to compare."""
+    """block: the one that is compared; pending, lease: of the stored copy. is_void: a rank had nothing to compare."""
 
     block: int
     pending: PendingReply[Lease] | None
@@ -172,14 +164,13 @@ class AuditUnderWay:
 
 @dataclass(eq=False, slots=True)
 class RequestState:
-    """One request on its way. account, detail: of its first admission. number: of the namespace in which the prompt was
-    hashed. late_at: computed tokens at which `late_lookup` asks how much is stored, if its admission did not wait for
-    that (0: no more). stop_token, stop_reason: up to where a load would go, decided for `chosen_for` tokens of the
-    engine's own. offered: blocks up to which its KV was offered, or is held. taken_tokens: of the engine's own and
-    ours, at its last admission. held_out: whether its hit is computed all the same, None until that is decided.
-    added_at, and found_tokens of the store's: while its first token is waited for, to learn what hits save. sealing:
-    its ticket, on its way. is_renewed: what was stored before is kept as it wants.
-    """
+    """A request from `added` to `finished`. account, detail: of its first admission. number: of the namespace in which
+    the prompt was hashed. late_at: computed tokens at which `late_lookup` asks how much is stored, if its admission did
+    not wait for that (0: no more). stop_token, stop_reason: up to where a load would go, decided when the engine itself
+    had `chosen_for` tokens. offered: blocks up to which its KV was offered, or is held. taken_tokens: the engine's and
+    the store's, at its last admission. held_out: whether its hit is computed all the same, None until that is decided.
+    added_at, and found_tokens in the store: until its first token, to learn what hits save. sealing: the pending query
+    for its ticket. is_renewed: the retention of its stored blocks was renewed as it asks."""
 
     request: EngineRequest
     facts: RequestSpec
@@ -210,13 +201,13 @@ class RequestState:
     is_renewed: bool = False
 
     def hit_tiers(self, tokens: int) -> dict[HitTier, int]:
-        """The tiers of so many tokens that are loaded for it. Empty if unknown."""
+        """The tiers of this many tokens that are loaded for it. Empty if unknown."""
         found: dict[HitTier, int] = {**self.account.hits}
         found.pop(HitTier.ENGINE, None)
         return found if sum(found.values()) == tokens else {}
 
     def seal(self, namespace: NamespaceHandle, seconds: float) -> None:
-        """Have its ticket made, if it is handed over to another engine."""
+        """Request its ticket, if it is handed over to another engine."""
         if self.facts.hands_over and self.sealing is None and self.prompt.keys:
             self.sealing = namespace.submit_seal(self.prompt, seconds)
 
@@ -229,7 +220,7 @@ class RequestState:
 
     @property
     def is_to_renew(self) -> bool:
-        """Whether its stored blocks are to be retained as it asks, and the store was not told yet."""
+        """Whether its stored blocks are still to be retained as it asks."""
         return self.facts.is_kept and not self.is_renewed
 
     def take_renewal(self, computed: int) -> int:
@@ -241,7 +232,7 @@ class RequestState:
         return held
 
     def told(self) -> dict[str, Any]:
-        """What its user is told when it is over. load_ms: None if the step that loaded is the one that ends it."""
+        """The report for its user when it is over. load_ms: None if the step that loaded is the one that ends it."""
         told: dict[str, Any] = {
             **self.account.to_dict(),
             "detail": self.detail,
@@ -257,7 +248,7 @@ class RequestState:
 
 
 class RequestFetch:
-    """`FetchChoice` of one request. One thread."""
+    """`FetchChoice` of one request. Not thread-safe."""
 
     def __init__(
         self,
@@ -276,14 +267,14 @@ class RequestFetch:
         self._first = self._stop = 0  # the blocks that are expected
 
     def asks(self, blocks: int) -> bool:
-        """An admitted request waits for nothing, and its last token is computed."""
+        """Nothing for an admitted request, and never for the last token, which is computed."""
         local = self._state.local_tokens // self._block_tokens
         asks = not self._state.is_admitted and self._usable > max(blocks, local)
         self._choice.costs.counts.locates += asks
         return asks
 
     def choose(self, located: Located, blocks: int) -> tuple[int, float]:
-        """Fetched blocks are announced to routers when they are here, as stored ones are."""
+        """Announces fetched blocks to routers once they are here, like stored ones."""
         assert located.tier is not None
         block, state = self._block_tokens, self._state
         self._decision = decision = self._choice.fetches.choose(
@@ -293,7 +284,7 @@ class RequestFetch:
             min(located.blocks, self._usable) * block,
             state.prompt.tokens,
             block,
-            # Said of all that was located; less of it is fetched in less.
+            # `located.milliseconds` is for all located blocks; fewer take proportionally less.
             located.milliseconds * (min(located.blocks, self._usable) - blocks) / (located.blocks - blocks),
             self._is_busy(),
             self._clock(),
@@ -304,7 +295,7 @@ class RequestFetch:
         return self._stop, decision.seconds
 
     def ended(self, *, came: bool) -> None:
-        """It teaches how fast such blocks come."""
+        """Learn from it how fast such blocks come."""
         decision, self._decision, now = self._decision, None, self._clock()
         if decision is not None:
             seconds, name = now - self._began_at, self._state.request.request_id
@@ -313,7 +304,7 @@ class RequestFetch:
                 self._choice.fetch_seconds[name] = self._choice.fetch_seconds.get(name, 0.0) + seconds
 
     def looked(self, blocks: int) -> None:
-        """Blocks that are not here are not expected any more."""
+        """Expect no longer the blocks that did not come."""
         keys = b"".join(self._state.prompt.keys[: self._stop])
         self._announced.saved(keys, self._first, blocks)
 
@@ -332,7 +323,7 @@ def wait_of(
     is_busy: Callable[[], bool],
     least_seconds: float,
 ) -> BlockWait:
-    """The wait of a request before its first admission. least_seconds: at least so long for a ticket's first block."""
+    """The wait of a request before its first admission. least_seconds: for a ticket's first block, at least."""
     facts, block = state.facts, namespace.block_tokens
     policy = None
     if facts.ticket or facts.awaits:
@@ -342,20 +333,20 @@ def wait_of(
 
 
 class RequestNews:
-    """What became of requests and what hits saved, told to the store at most once a second, for `kvstore why` and the
-    dashboard. One thread."""
+    """The outcomes of requests and what hits saved, reported to the store at most once a second, for `kvstore why` and
+    the console. Not thread-safe."""
 
     def __init__(self, sketch_every: int, choose: Callable[[], float]) -> None:
-        """As `PromptSampler` has it, to which their prompts are offered."""
+        """sketch_every, choose: of `PromptSampler`, to which their prompts are offered."""
         self.sampler = PromptSampler(sketch_every, choose)
         self._waiting: deque[RequestTold] = deque(maxlen=4 * MAX_TOLD_REQUESTS)
         self._told_at = -TELL_SECONDS
-        self._judged: tuple[object, float, float] = (None, 0.0, 0.0)  # of which choice, saved and regretted
+        self._judged: tuple[object, float, float] = (None, 0.0, 0.0)  # of the last report, in ms
 
     def add(
         self, state: RequestState, facts: NamespaceSpec | None, namespace: NamespaceHandle | None
     ) -> dict[str, Any]:
-        """A request is over. facts, namespace: those in use, if any. Returns what its user is told."""
+        """A request is over. facts, namespace: those in use, if any. Returns the report for its user."""
         request, told = state.request, state.told()
         is_of_it = namespace is not None and facts is not None and state.number == facts.number
         if namespace is not None and is_of_it and state.is_admitted and state.facts.saves:
@@ -376,7 +367,7 @@ class RequestNews:
         return told
 
     def tell(self, namespace: NamespaceHandle | None, choice: LoadChoice | None, gpus: int, now: float) -> None:
-        """Report, if it is time. choice: knows what hits save; gpus: that a step uses."""
+        """Send the report if it is due. choice: knows what hits save; gpus: that a step uses."""
         if namespace is None or not self._waiting or now - self._told_at < TELL_SECONDS:
             return
         self._told_at = now
@@ -407,8 +398,8 @@ LOAD_SECONDS = "load_seconds"
 class RequestCounts:
     """In tokens unless named otherwise. hits, misses: by tier and by reason; their sum is the tokens asked for. A
     failed load is a miss. load_seconds: of each load that ended whole. audited: blocks, by outcome
-    (`AuditPlan.take_outcomes`). costs: of the decisions how far to load (`LoadChoice.take_costs`). saving: what a hit
-    saves as far as is known, which is no sum; None without news."""
+    (`AuditPlan.take_outcomes`). costs: of the decisions how far to load (`LoadChoice.take_costs`). saving: the present
+    estimate of what a hit saves, not a sum; None without news."""
 
     requests: int = 0
     asked: int = 0
@@ -432,14 +423,14 @@ class RequestCounts:
             self.misses[reason] = self.misses.get(reason, 0) + tokens
 
     def load_ended(self, seconds: float, *, is_whole: bool) -> None:
-        """A load has ended, so long after its order."""
+        """A load has ended, this long after its order."""
         if is_whole:
             self.load_seconds.append(seconds)
         else:
             self.failed_loads += 1
 
     def to_dict(self) -> dict[str, Any]:
-        """Flat, without those that are zero. Numbers, but for `LOAD_SECONDS`."""
+        """Flat, without zeros. Numbers, except `LOAD_SECONDS`."""
         flat: dict[str, Any] = {
             "requests": self.requests,
             "asked": self.asked,

@@ -1,10 +1,10 @@
-"""Which blocks of which request are offered to the store, and which pages are being read for that.
+"""Which blocks of which request are offered to the store, and which pages are read for that.
 
     a step completes a block > a save is ordered > its pages are watched > the workers report
                                                  > a page is given to another request: the save is fenced
 
-A page with numbers that an inexact codec restored is never encoded again. Blocks that were refused, dropped or evicted
-meanwhile are offered again with the request's next block. Knows pages and keys, no engine and no tokens; one thread.
+A page that an inexact codec restored is never encoded again. Blocks that were refused, dropped or evicted meanwhile are
+offered again with the request's next block. Knows pages and keys, no engine and no tokens. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from engine_adapter.paged.step_plan import PageRun, SaveOrder, SaveReport
 from kvstore.block.account import MissReason
 
 FREED = 0
-"""The page number in an engine's tables for a page that was freed. It never belongs to a request."""
+"""The page number in an engine's tables for a freed page; never that of a request's page."""
 QUIET_SECONDS = 0.03
-"""After so long without a step the engine is idle: a running one has less between two steps."""
+"""Without a step for this long the engine is idle: a running one has shorter gaps between steps."""
 HURRIED_SECONDS = 10.0
-"""For so long after a save was lost, others do not wait."""
+"""For this long after a save was lost, others do not wait."""
 
 
 @dataclass(slots=True)
 class Offer:
-    """One save under way. held: leading blocks that the store has, as far as known. dropped: not all of it was read."""
+    """One save in flight. held: leading blocks that the store has, as far as known. dropped: not all of it was read."""
 
     order: SaveOrder
     first_block: int
@@ -38,8 +38,6 @@ class Offer:
 
 
 class SavePlan:
-    """Of one engine."""
-
     def __init__(self, ranks: Iterable[int], page_tokens: int, block_tokens: int) -> None:
         """ranks: workers that report each save."""
         self._ranks = tuple(ranks)
@@ -47,14 +45,13 @@ class SavePlan:
         self._block_tokens = block_tokens
         self._offers: dict[int, Offer] = {}
         self._reading: dict[int, set[int]] = {}
-        """Pages being read, and by which orders: a page of the engine's own cache may be read by several."""
+        """Pages being read, and by which orders: several may read a page of the engine's own cache."""
         self._read: dict[int, set[int]] = {}
         """The same by order."""
         self._decoded: dict[int, int] = {}
         """Pages that an inexact codec restored, each with its load."""
 
     def __len__(self) -> int:
-        """Saves under way."""
         return len(self._offers)
 
     def taken(self, pages: set[int]) -> list[int]:
@@ -69,8 +66,8 @@ class SavePlan:
         self._decoded.update(dict.fromkeys(pages, number))
 
     def computed(self, pages: Iterable[int], number: int) -> None:
-        """The load of that number failed, and the engine computes these itself. A page that another load has filled
-        since keeps its mark."""
+        """The load of that number failed, and the engine computes these pages itself. A page that another load has
+        filled since keeps its mark."""
         for page in pages:
             if self._decoded.get(page) == number:
                 del self._decoded[page]
@@ -92,7 +89,6 @@ class SavePlan:
         return runs
 
     def add(self, order: SaveOrder, first_block: int, stop_block: int) -> None:
-        """A save was ordered."""
         self._offers[order.number] = Offer(order, first_block, stop_block, set(self._ranks), stop_block)
         self.watch(order.number, order.tables)
 
@@ -103,7 +99,7 @@ class SavePlan:
             self._reading.setdefault(page, set()).add(number)
 
     def unwatch(self, number: int) -> None:
-        """It reads them no more. Safe to call again."""
+        """The order reads its pages no more. Safe to call again."""
         for page in self._read.pop(number, ()):
             readers = self._reading[page]
             readers.discard(number)
@@ -111,7 +107,7 @@ class SavePlan:
                 del self._reading[page]
 
     def reported(self, report: SaveReport) -> Offer | None:
-        """One worker has done its share; the save, once all have."""
+        """Take one worker's report. Returns the save once all have reported."""
         offer = self._offers.get(report.number)
         if offer is None:
             return None
@@ -120,7 +116,7 @@ class SavePlan:
         if report.reason is not None or report.dropped:
             offer.dropped |= report.dropped
             offer.reason = report.reason or offer.reason
-            # What was dropped says nothing about the blocks before; a put may find that they were evicted.
+            # A dropped save says nothing about the blocks before; a put may find that they were evicted.
             offer.held = min(offer.held, max(report.held, offer.first_block) if report.dropped else report.held)
         if offer.waiting:
             return None
@@ -132,8 +128,8 @@ class SavePlan:
 def page_runs(
     tables: Sequence[Sequence[int]], first_token: int, stop_token: int, page_tokens: int
 ) -> tuple[PageRun, ...]:
-    """Of each group the pages of these tokens. Leading ones that were freed since, as of a sliding window, are page 0
-    in an engine's tables, and left out."""
+    """Each group's pages of these tokens, without leading pages that were freed since, which an engine's tables list as
+    page 0 (sliding windows)."""
     first, stop = first_token // page_tokens, -(-stop_token // page_tokens)
     runs = []
     for table in tables:
@@ -144,14 +140,14 @@ def page_runs(
 
 
 class SavePatience:
-    """How long a save waits for an engine that computes on the same processors. Of one worker, under its lock but for
-    `step_began`; times come in.
+    """How long a save waits for an engine that computes on the same CPU cores. Of one worker, under its lock except
+    `step_began`; callers pass the time.
 
         a step computes > it is over > QUIET_SECONDS without another one > saves go
 
-    Encoding and copying take the processors, the memory's bandwidth and the interpreter's lock from a step; behind it
-    they cost the engine nothing. The wait is bounded, and ends where it loses anything: a save whose pages were wanted
-    before it was its turn, or that found no room behind those that wait, is lost.
+    Encoding and copying take cores, memory bandwidth and the interpreter's lock from a step; after it they cost the
+    engine nothing. The wait is bounded, and is off for a while once it has lost a save: one whose pages were wanted
+    before its turn, or that found no room behind the waiting ones.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -165,11 +161,10 @@ class SavePatience:
         return self._seconds > 0
 
     def step_began(self) -> None:
-        """The engine computes."""
         self._is_in_step = True
 
     def step_ended(self, now: float) -> None:
-        """It does not any more. Of steps that compute nothing, only this is called."""
+        """Also called, without `step_began`, for steps that compute nothing."""
         if self._is_in_step:
             self._is_in_step = False
             self._stepped_at = now
@@ -179,7 +174,7 @@ class SavePatience:
         self._hurried_until = now + HURRIED_SECONDS
 
     def seconds_left(self, since: float, now: float) -> float:
-        """How long a save that was ordered at that time still waits; 0 when it is its turn."""
+        """How long a save that was ordered at `since` still waits; 0 when it is its turn."""
         left = since + self._seconds - now
         if left <= 0 or now < self._hurried_until:
             return 0.0

@@ -1,12 +1,12 @@
 """The half of a connector in an engine's scheduler: it decides what is loaded and saved.
 
-    request   added (looked up) > matched (asked until there is an answer) > allocated (a load is ordered)
+    request   added (looked up) > matched (called until there is an answer) > allocated (a load is ordered)
               > step after step: computed blocks are offered > finished
     step      orders for the workers > their reports
 
-Nothing here waits, but for a third of a millisecond in a step that has nothing else to do. Tokens are hashed here,
-once; only prefix keys leave this process. This is the edge at which any fault of the store becomes a miss. Must never
-import an engine, and must never offer a token's KV before the engine has accepted the token.
+Nothing here waits, except a third of a millisecond in a step that has nothing else to do. Tokens are hashed here, once;
+only prefix keys leave this process. Any fault of the store becomes a miss here. Must never import an engine, and must
+never offer a token's KV before the engine has accepted the token.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ from kvstore.client.handle import Lease, NamespaceHandle
 
 CLOSE_SECONDS = 1.0
 IDLE_WAIT_SECONDS = 0.0003
-"""How long an engine that runs nothing waits for answers in each step: to be asked again costs it a whole step."""
+"""How long each step of an engine that runs nothing waits for answers: otherwise an answer costs it a whole step."""
 IDLE_PAUSE_SECONDS = 0.00002
 AWAIT_PAUSE_SECONDS = 0.001
-"""The same, once in a step, if all that it could do is wait for blocks that another engine stores."""
+"""The same, once in a step, if all it could do is wait for blocks that another engine stores."""
 TICKET_SECONDS = 60.0
 """For how long a ticket is good, and its blocks are retained."""
 HELD_OUT = "computed all the same, as the first hits of an engine and a share of all others are (audit)"
@@ -70,7 +70,7 @@ _log = getLogger(__name__)
 
 
 class PagedScheduler:
-    """The scheduler's half. One thread."""
+    """The scheduler's half. Not thread-safe."""
 
     def __init__(
         self,
@@ -80,8 +80,8 @@ class PagedScheduler:
         choose: Callable[[], float],
         pause: Callable[[float], None],
     ) -> None:
-        """open_store: in the session that the workers join. clock: monotonic seconds. choose: evenly from 0 up to 1.
-        pause: sleeps."""
+        """open_store: in the session that the workers join. clock: monotonic seconds. choose: uniform random numbers in
+        [0, 1). pause: sleeps."""
         self.settings = settings
         self.choice: LoadChoice | None = None
         self._clock, self._choose, self._pause = clock, choose, pause
@@ -99,7 +99,7 @@ class PagedScheduler:
         """Comparisons that were given up, each with the ranks that have not reported."""
         self._saving: dict[int, EngineRequest] = {}
         self._taken: set[int] = set()
-        """Pages that were given to requests since the last step."""
+        """Pages given to requests since the last step."""
         self._orders = StepPlan()
         self._running: set[str] = set()
         self._failures: dict[int, int] = {}
@@ -107,21 +107,21 @@ class PagedScheduler:
         self._parked = ParkedWaits()
         self.announced: Announcements[Any] = Announcements(clock, lambda *_: None, lambda: None)
         self._first_tokens: list[tuple[int, float, bool, int, int]] = []
-        """That come with a step: (its number, when it was added, whether it was held out, prompt, found)."""
+        """Awaited first tokens: (step, when its request was added, whether it was held out, prompt, found tokens)."""
         self._news = RequestNews(settings.sketch_every, choose)
 
     # The namespace ---------------------------------------------------------------------------------------------------
 
     def use(self, facts: NamespaceSpec, ranks: Sequence[int]) -> None:
-        """From now on requests belong to this namespace, which is opened in the background. Raises `BadInput` if the
-        codec cannot keep such pages; then nothing has changed."""
+        """From now on requests belong to this namespace, which is opened in the background. Raises `BadInput`, and
+        changes nothing, if the codec cannot store such pages."""
         layout, settings, codec = facts.layout, self.settings, codec_named(facts.codec)
         payload_bytes = sum(codec.payload_bytes(part) for part in layout.parts)
         if self._facts is None:
             self._loads = LoadPlan(layout.page_tokens, layout.block_tokens)
         self._facts, self._ranks = facts, tuple(ranks)
         if not self._is_broken:
-            self._refused = None  # also what had drifted: these are other weights, or other words for them
+            self._refused = None  # also an audit's drift: these are other weights, or another name for them
         self._is_exact, self._plan = codec.is_exact, SavePlan(ranks, layout.page_tokens, layout.block_tokens)
         self.choice = LoadChoice(
             payload_bytes / layout.block_tokens,
@@ -142,18 +142,18 @@ class PagedScheduler:
         return self._namespace.detail
 
     def tell_when_open(self, tell: Callable[[], None]) -> None:
-        """Call this, in any thread, once the store is reached."""
+        """Call `tell`, in any thread, once the store is reached."""
         self._namespace.tell_when_open(tell)
 
     def refuse(self, reason: MissReason, detail: str) -> None:
-        """Look up and save nothing from now on. Work under way comes to its end."""
+        """Look up and save nothing from now on. Loads and saves in flight finish."""
         self._refused = (reason, detail)
         for state in self._states.values():
             self._let_go(state)
             self._end_audit(state)
 
     def broke(self, error: Exception) -> None:
-        """A bug in the connector: the engine runs on without the store, until it ends. The outcome of loads that steps
+        """A bug in the connector: the engine goes on without the store until it ends. The outcome of loads that steps
         wait for is unknown: no request may use their pages."""
         if not self._is_broken:
             _log.error("nothing is looked up or saved any more in this engine", exc_info=error)
@@ -162,7 +162,8 @@ class PagedScheduler:
         self._loads.give_up()
 
     def renamed(self, weights_epoch: int) -> None:
-        """The weights were changed in place: KV stored before, and computed now, does not belong to them."""
+        """The weights were changed in place: KV stored before, or computed by requests that run now, belongs to
+        none."""
         if self._facts is None:
             return
         for state in self._states.values():
@@ -172,7 +173,7 @@ class PagedScheduler:
         if self._audits is not None:
             self._former_audits |= self._audits.close()
         self._collect()
-        plan = self._plan  # saves that are under way read pages as before
+        plan = self._plan  # saves in flight read pages as before
         self.use(replace(self._facts, number=self._facts.number + 1, weights_epoch=weights_epoch), self._ranks)
         self._plan = plan
 
@@ -190,8 +191,8 @@ class PagedScheduler:
 
     @edge(None)
     def added(self, request: EngineRequest, facts: RequestSpec) -> None:
-        """A new request: its look-up begins, unless it is alone. Then the engine asks at once for a match, and may need
-        none: a look-up would take processor time from the step that computes the request."""
+        """A new request: its look-up is submitted, unless it is the only request. Then the engine calls `matched` at
+        once, and may need no look-up, which would take CPU time from the step that computes the request."""
         account = Account.of([(MissReason.DISABLED, request.num_tokens)])
         state = RequestState(request, facts, account, added_at=self._clock())
         self._states[request.request_id] = state
@@ -200,9 +201,9 @@ class PagedScheduler:
 
     @edge((0, False))
     def matched(self, request_id: str, local_tokens: int) -> tuple[int | None, bool]:
-        """Tokens behind the engine's own that are promised, and whether they are loaded beside its steps.
+        """The tokens promised behind the engine's own, and whether they are loaded beside its steps.
 
-        None: ask again in the next step. local_tokens: what the engine itself has, a page boundary.
+        None: ask again in the next step. local_tokens: of the engine's own cache, a page boundary.
         """
         state = self._states.get(request_id)
         if state is None:
@@ -211,7 +212,7 @@ class PagedScheduler:
             return None, False
         state.local_tokens = local_tokens
         if state.lookup is not None and state.is_admitted and state.lookup.is_over:
-            self._let_go(state)  # it was preempted, and comes again with what it had generated
+            self._let_go(state)  # it was preempted, and comes again with its generated tokens
         if self._gains_nothing(state, local_tokens):
             return 0, False
         if state.lookup is None:
@@ -231,15 +232,15 @@ class PagedScheduler:
         if not state.is_admitted:
             state.account, state.detail = lookup.account, lookup.detail
         promised = max(0, tokens - local_tokens)
-        state.waits = self._waits(state, promised)  # decided once: who is told that it is parked waits for a report
+        state.waits = self._waits(state, promised)  # decided once: a parked request waits for a report
         is_beside = bool(promised) and not state.waits
         if is_beside and self._loads.takes_no_more:
             return None, False
         return promised, is_beside
 
     def allocated(self, request_id: str, tables: Sequence[Sequence[int]], tokens: int) -> None:
-        """The engine has room. tokens: how many behind its own it counts on; 0 for none, and for the second call after
-        a load beside its steps."""
+        """The engine has room for a request. tokens: how many behind its own it counts on; 0 for none, and for the
+        second call after a load beside its steps."""
         state = self._states.get(request_id)
         first = state.local_tokens // self.page_tokens if state is not None else 0
         for table in tables:
@@ -248,7 +249,7 @@ class PagedScheduler:
             return
         lookup = state.lookup
         found = lookup.found() if lookup is not None else None
-        if found is None and state.late_at:  # what is stored is asked when its first token is there
+        if found is None and state.late_at:  # asked for when its first token is there
             self._is_offered(state, state.local_tokens // self.block_tokens)
         else:
             state.late_at = 0
@@ -258,10 +259,10 @@ class PagedScheduler:
         if is_first:
             state.is_admitted = True
             account = state.account.behind(HitTier.ENGINE, state.local_tokens)
-            # What it does not take is no hit, as where another connector beside this one has it too.
+            # Tokens that the engine does not take are no hit; another connector beside this one may have them too.
             state.account = account.cut(state.local_tokens + tokens, MissReason.DISABLED)
         if tokens and self._facts is not None:
-            # Without a lease the order fails at the worker: an engine that counts on tokens has to hear of it.
+            # Without a lease the order fails at the worker: an engine that counts on these tokens must learn that.
             handle, lease = (lookup.namespace, lookup.take()) if lookup is not None else (None, None)
             here = (
                 LeaseHere(lease, handle)
@@ -270,13 +271,13 @@ class PagedScheduler:
             )
             self._order_load(state, self._facts, lease, here, tables, state.local_tokens + tokens, is_first=is_first)
         elif lookup is not None and found is None and not lookup.is_over:
-            state.late_lookup, state.lookup = lookup, None  # it tells what need not be saved
+            state.late_lookup, state.lookup = lookup, None  # it says which blocks need not be saved
         else:
             self._let_go(state)
 
     def begins_with(self, request_id: str, computed: int) -> None:
-        """It runs from now on, and has so many tokens. Beside other connectors: what one of these has brought, and
-        what is computed behind that, is not saved, since its outcome is reported too late."""
+        """The request runs from now on, with this many tokens. If another connector has brought some of them, the
+        request is not saved: that load's outcome would be reported too late."""
         state = self._states.get(request_id)
         if state is not None and computed > state.taken_tokens:
             state.facts = replace(state.facts, saves=False)
@@ -284,7 +285,7 @@ class PagedScheduler:
 
     @edge(None)
     def finished(self, request_id: str) -> dict[str, object] | None:
-        """A request is over, or was given up. Returns what its user is told."""
+        """A request is over, or was given up. Returns the report for its user."""
         state = self._states.pop(request_id, None)
         if state is None:
             return None
@@ -299,15 +300,14 @@ class PagedScheduler:
         return {**self._news.add(state, self._facts, self._namespace.now()), "block_tokens": self.block_tokens}
 
     def hit_tiers(self, request_id: str, tokens: int) -> dict[HitTier, int]:
-        """As `RequestState.hit_tiers`."""
         state = self._states.get(request_id)
         return state.hit_tiers(tokens) if state is not None else {}
 
     # A step ----------------------------------------------------------------------------------------------------------
 
     def step(self, running: set[str], due: Sequence[Computed], grown: Iterable[int], work: StepWork) -> StepPlan:
-        """The workers' orders for this step. running: requests of which it computes anything. due: those of them that
-        complete a block. grown: new pages of requests that ran before."""
+        """The workers' orders for this step. running: all requests that it computes. due: those of them that complete a
+        block. grown: new pages of requests that ran before."""
         orders, self._orders = self._orders, StepPlan()
         if running:
             self._step += 1
@@ -332,7 +332,7 @@ class PagedScheduler:
 
     @edge(None)
     def reported(self, reports: StepReports | None) -> None:
-        """A step is over, not necessarily the last scheduled one; the workers' reports."""
+        """A step, not necessarily the last scheduled one, is over; these are the workers' reports."""
         self._news.tell(self._namespace.now(), self.choice, len(self._ranks), self._clock())
         self.announced.step()
         if reports is None:
@@ -352,12 +352,11 @@ class PagedScheduler:
         self._failures.update(reports.failures)
 
     def take_invalid_pages(self) -> set[int]:
-        """Pages that a load which a step waited for has left without KV, and those computed behind them, since the last
-        call. The engine must not give them to other requests, nor to this one if it comes anew."""
+        """Since the last call: pages without KV after a failed load that a step waited for, and pages computed behind
+        them. The engine must not use them as cached for any request."""
         return self._loads.take_invalid_pages()
 
     def take_counts(self) -> RequestCounts:
-        """Counts since the last call."""
         self._collect()
         counts, self._counts = self._counts, RequestCounts()
         if self.choice is not None and counts.requests:
@@ -373,11 +372,11 @@ class PagedScheduler:
             audited[name] = audited.get(name, 0) + blocks
 
     def announce(self, describe: Callable[[Any, int], Any]) -> None:
-        """Announce blocks from now on; describe: as in `Announcements`."""
+        """Announce blocks from now on. describe: as in `Announcements`."""
         self.announced = Announcements(self._clock, describe, self._namespace.now)
 
     def close(self) -> None:
-        """Everything is let go of."""
+        """Finish all requests, and disconnect."""
         for request_id in list(self._states):
             self.finished(request_id)
         if self._audits is not None:
@@ -401,7 +400,7 @@ class PagedScheduler:
         else:
             reason, detail = MissReason.DISABLED, "the request is not to read what is cached"
         if not state.is_admitted:
-            is_asked = self._refused is None and facts.refused is None  # a tail is no block's, whatever becomes of them
+            is_asked = self._refused is None and facts.refused is None  # a tail is missed in any case
             state.account, state.detail = Account.missed(reason, tokens, self.block_tokens if is_asked else 0), detail
         if namespace is None or facts.refused is not None or self._facts is None:
             return
@@ -425,7 +424,7 @@ class PagedScheduler:
             )
 
     def _wait_of(self, state: RequestState, namespace: NamespaceHandle) -> BlockWait | None:
-        """The wait for blocks of a request that are elsewhere, or being stored, before its first admission."""
+        """The wait of a request before its first admission, for blocks that are elsewhere, or being stored."""
         choice, least = self.choice, self.settings.lease_deadline_ms / 1000
         if state.is_admitted or choice is None:
             return None
@@ -440,10 +439,10 @@ class PagedScheduler:
             state.chosen_for = local_tokens
             is_hit = min(match.tokens, state.prompt.tokens - 1) // self.block_tokens * self.block_tokens > local_tokens
             takes_all = self.choice.holdout.takes_all
-            # After a preemption too, where nothing is to be loaded that was not compared.
+            # Also after a preemption if all hits are computed: nothing is loaded uncompared.
             if is_hit and state.held_out is None and (takes_all or not state.is_admitted):
                 state.held_out = self._audits.begins(state, match, lookup.namespace, self._clock())
-            # Where all are computed, chance has not told them apart.
+            # If all hits are computed, chance has not chosen which: the saving cannot be learned from them.
             state.found_tokens = match.tokens if is_hit and not takes_all else 0
             cap = (state.prompt.tokens - 1) // self.page_tokens * self.page_tokens
             state.stop_token, state.stop_reason = self.choice.stop_token(
@@ -465,28 +464,28 @@ class PagedScheduler:
     @property
     def _is_told_by_page(self) -> bool:
         """Whether the engine can be told which pages a load did not bring, and not only of which request: not with
-        several groups, nor while pages that left a window are missing."""
+        several groups or sliding windows."""
         groups = self._facts.layout.groups if self._facts is not None else ()
         return len(groups) == 1 and not groups[0].window
 
     def _is_asked(self, state: RequestState) -> bool:
-        """Whether the store can be asked about it."""
+        """Whether it may be looked up now."""
         is_read = state.facts.refused is None and state.facts.reads and self._refused is None
         return is_read and self._namespace.now() is not None
 
     def _gains_nothing(self, state: RequestState, local_tokens: int) -> bool:
-        """Whether no whole block behind the engine's own tokens can be loaded, and no answer has come yet: the request
-        does not wait for one that only the account needs."""
+        """Whether no whole block behind the engine's own tokens can be loaded and no answer is there yet: the request
+        then does not wait for an answer that only the account needs."""
         tokens, block, lookup = state.request.num_tokens, self.block_tokens, state.lookup
         if state.facts.hands_over:
-            return False  # what is not stored any more is to be saved before it is over
+            return False  # evicted blocks are saved again before it is over
         if lookup is None and not self._is_asked(state):
             return False
         if lookup is not None and (lookup.is_over or lookup.found() is not None):
             return False
         if (tokens - 1) // block * block > local_tokens:
             return False
-        state.late_at = tokens + (not state.facts.is_kept)  # what it has is renewed with its last step
+        state.late_at = tokens + (not state.facts.is_kept)  # its stored blocks are renewed with its last step
         if self._facts is not None and state.number != self._facts.number:
             state.number, state.prompt = self._facts.number, Prompt(0, [])  # hashed when a block is to be saved
         if not state.is_admitted:
@@ -497,14 +496,15 @@ class PagedScheduler:
         """Whether the step that needs the load waits for it."""
         mode = self.settings.load
         if not self._is_told_by_page:
-            return False  # and a step that waited could not be taken back
+            return False  # such a step could not be taken back
         if mode is not LoadMode.AUTO:
             return mode is not LoadMode.ASYNC
         is_alone = not (self._running - {state.request.request_id} or self._loads)
         return is_alone or (self.choice is not None and self.choice.load_ms(promised, self._clock()) < SYNCHRONOUS_MS)
 
     def _reads_here(self, state: RequestState) -> bool:
-        """Whether a worker in this process may read with this half's lease: in the step, all of it."""
+        """Whether a worker in this process may read with this half's lease: only if it loads all of it within the
+        step."""
         return state.waits and self.settings.load is not LoadMode.LAYERWISE and len(self._ranks) == 1
 
     def _let_go(self, state: RequestState) -> None:
@@ -519,7 +519,7 @@ class PagedScheduler:
         if self._audits is None:
             return
         former = self._former_audits.get(report.number)
-        if former is not None:  # of weights that are no more: a worker read these pages until now
+        if former is not None:  # a former namespace's audit: a worker read these pages until now
             former.discard(report.rank)
             if not former:
                 del self._former_audits[report.number]
@@ -595,11 +595,11 @@ class PagedScheduler:
         state.load = None
         state.load_ms += 1000 * load.seconds
         if not order.waits:
-            state.local_tokens = tokens  # the engine has these, and comes for room for the rest
+            state.local_tokens = tokens  # the engine has these tokens, and asks for room for the rest
             if not is_whole and (not tokens or not self._is_told_by_page):
                 self._loads.turn_away(order.request)
         if not is_whole:
-            state.facts = replace(state.facts, reads=False)  # or it could go on like that for ever
+            state.facts = replace(state.facts, reads=False)  # otherwise this could repeat for ever
             state.account = state.account.cut(tokens, load.why) if is_miss else state.account
             self._is_offered(state, min(state.offered, tokens // self.block_tokens))
 
@@ -638,7 +638,7 @@ class PagedScheduler:
             if held := state.take_renewal(one.stop):
                 self._order_save(state, one.tables(), held, held, orders)
             if stop < one.stop and not state.late_at:
-                state.request.due = NEVER  # there is no more of it to come
+                state.request.due = NEVER  # none of it will be offered any more
             else:
                 self._is_offered(state, state.offered)
             return
@@ -652,7 +652,7 @@ class PagedScheduler:
         self._is_offered(state, stop_block)
 
     def _ask_late(self, state: RequestState, computed: int) -> None:
-        """Look up a request whose admission did not wait for that; in each step until the answer is there."""
+        """Look up a request whose admission did not wait for that; called in each step until the answer is there."""
         if state.late_lookup is None:
             self._look_up(state)
             state.late_lookup, state.lookup = state.lookup, None
@@ -710,7 +710,7 @@ class PagedScheduler:
             state.offered = min(state.offered, offer.held)  # offered again when the next block is due
 
     def _is_offered(self, state: RequestState, blocks: int) -> None:
-        """Whether exactly so many blocks of it were offered or are held."""
+        """Record how many of its blocks were offered or are held, and when it is next due."""
         state.offered = blocks
         saves = state.facts.refused is None and state.facts.saves and self.settings.save is not SavePolicy.NONE
         due = (blocks + 1) * self.block_tokens if saves and self.block_tokens else NEVER

@@ -1,7 +1,7 @@
-"""What an engine's connector is told by its user, checked key by key.
+"""The settings of an engine's connector, checked key by key.
 
-The keys are those of vLLM's `kv_connector_extra_config`; each is one word with one meaning, and a key that is not known
-is named together with those that are. Must never read the environment.
+The keys are those of vLLM's `kv_connector_extra_config`. An unknown key is reported together with the known ones. Must
+never read the environment.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ MAX_DEADLINE_MS = 60_000
 
 
 class SavePolicy(StrEnum):
-    """What of a request is offered to the store."""
+    """Which blocks of a request are offered to the store."""
 
-    ALL = "all"  # the prompt, and what was generated
+    ALL = "all"  # the prompt, and generated tokens
     PROMPT = "prompt"  # the prompt's full blocks only
     NONE = "none"  # nothing: this engine reads what others stored
 
 
 class LoadMode(StrEnum):
-    """When a request's blocks are brought."""
+    """When a request's blocks are loaded."""
 
-    AUTO = "auto"  # before the step where that is quick or nothing else runs, else beside it
+    AUTO = "auto"  # before the step if that is quick or nothing else runs, else beside it
     ASYNC = "async"  # beside the steps of others: the request is scheduled when all of it is there
     SYNC = "sync"  # before the step that needs it
     LAYERWISE = "layerwise"  # the same, layer by layer while the step runs
@@ -37,21 +37,18 @@ class LoadMode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ConnectorSettings:
-    """url: of the store, as for `kvstore.open`. codec: "auto" is 8 bits where the pages are known to be K and V of
-    16- or 32-bit floats, else raw. save: see `SavePolicy`. load: see `LoadMode`. match_deadline_ms: how long a request
-    is held back for its look-up. lease_deadline_ms: and for blocks that are brought up from lower tiers. model: the
-    fingerprint of the weights, where it cannot be read from files. weights_epoch: of weights that were changed in place
-    before the engine started. block_tokens: of a stored block; 0 is the smallest that fits the engine's page.
-    load_threads: of each worker. save_bytes: what may wait to be saved, in each worker. save_patience_ms: how long a
-    save waits for an engine that computes on the same processors to have nothing to do. cost_model: whether a prefix is
-    loaded only as far as that beats computing it. audit: the share of hits that are computed all the same and compared.
-    without_prefix_caching: whether an engine whose own prefix caching is off is served all the same.
-    sketch_every: one of so many prompts that missed more than 1,024 tokens is sketched, for the console's page on
-    prefixes; 0: none.
-    traces: whether requests that bring a traceparent get OpenTelemetry spans of look-ups, leases and loads.
-    ttl: seconds for which saved blocks are kept before others. priority: of saved blocks, -100 .. 100; above 0 they are
-    kept for as many times nine seconds since they were used last.
-    """
+    """url: of the store, as for `kvstore.open`. codec: "auto" is 8 bits if the pages are known to be K and V of 16- or
+    32-bit floats, else raw. match_deadline_ms: how long a request is held back for its look-up. lease_deadline_ms: and
+    for blocks that are promoted from lower tiers. model: the fingerprint of the weights, if it cannot be read from
+    files. weights_epoch: of weights that were changed in place before the engine started. block_tokens: of a stored
+    block; 0 is the smallest that fits the engine's page. load_threads: of each worker. save_bytes: that may wait to be
+    saved, in each worker. save_patience_ms: how long a save waits until an engine that computes on the same CPU cores
+    is idle. cost_model: whether a prefix is loaded only as far as that is faster than computing it. audit: the share of
+    hits that are computed all the same and compared. without_prefix_caching: whether the store also serves an engine
+    whose own prefix caching is off. sketch_every: one in this many prompts that missed more than 1,024 tokens is
+    sketched, for the console's page on prefixes; 0: none. traces: whether requests that bring a traceparent get
+    OpenTelemetry spans of look-ups, leases and loads. ttl: seconds for which saved blocks are retained. priority: of
+    saved blocks, -100 .. 100; above 0 they are retained for nine seconds times the priority after their last use."""
 
     url: str
     codec: str = "auto"

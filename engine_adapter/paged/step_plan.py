@@ -1,4 +1,4 @@
-"""What the two halves of a connector tell each other about one step of the engine.
+"""The messages between the two halves of a connector about one step of the engine.
 
 The half in the scheduler's process decides, and the half in each worker executes. Orders go out with the step's
 metadata, reports come back with its output; the engine pickles both, so they are plain and small. Pages are named by
@@ -31,8 +31,8 @@ class GroupSpec:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """What the pages of one worker are. packing: how numbers lie in a page, proven; scales: digest of the KV scales.
-    page_bytes: of one page in all layers. refused: why nothing can be stored, else empty."""
+    """The pages of one worker. packing: how numbers lie in a page, proven; scales: digest of the KV scales. page_bytes:
+    of one page in all layers. refused: why nothing can be stored, else empty."""
 
     rank: int
     page_tokens: int
@@ -46,8 +46,8 @@ class WorkerSpec:
 
 @dataclass(frozen=True, slots=True)
 class NamespaceSpec:
-    """What a worker opens. number: raised with each change, so that orders and namespaces cannot be mixed up. name: of
-    the model, for people."""
+    """The namespace that a worker opens. number: raised with each change, so that orders and namespaces cannot be mixed
+    up. name: of the model, for people."""
 
     number: int
     session: str
@@ -70,7 +70,7 @@ class PageRun:
 @dataclass(frozen=True, slots=True)
 class LeaseHere:
     """A lease of the scheduler's half, and the handle it was taken on: a worker in the same process reads with these,
-    and asks the store for nothing. In another process it is None."""
+    without a query to the store. In another process it is None."""
 
     lease: Lease
     namespace: NamespaceHandle
@@ -85,9 +85,9 @@ def _elsewhere() -> None:
 
 @dataclass(frozen=True, slots=True)
 class LoadOrder:
-    """Bring leased blocks into pages. number: the order's own. tables: by group, from the page of first_token on.
-    waits: the step needs it; otherwise the request is parked until it is reported. here: the scheduler's lease, for a
-    worker in its process and a load that its step waits for: the lease cannot be released meanwhile."""
+    """Load leased blocks into pages. number: the order's own. tables: by group, from the page of first_token on. waits:
+    the step needs it; otherwise the request is parked until it is reported. here: the scheduler's lease, for a worker
+    in its process and a load that its step waits for: the lease cannot be released meanwhile."""
 
     number: int
     request: str
@@ -132,9 +132,9 @@ class AuditOrder:
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step. namespace: where it is a new one. cancelled_saves: saves and audits whose pages this step writes to.
-    failures_seen: how many failed loads of this worker's rank the scheduler knows of. number: of those steps that
-    compute anything, 0 for others."""
+    """One step. namespace: if it is a new one. cancelled_saves: saves and audits whose pages this step writes to.
+    failures_seen: how many failed loads of this worker's rank the scheduler knows of. number: of a step that computes
+    anything, else 0."""
 
     loads: list[LoadOrder] = field(default_factory=list)
     saves: list[SaveOrder] = field(default_factory=list)
@@ -147,8 +147,8 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """tokens: of the prompt, up to which pages are verified. seconds: from the order to its end. reason: why it is less
-    than ordered."""
+    """tokens: of the prompt, up to which pages are verified. seconds: from the order to its end. reason: why there are
+    fewer than ordered."""
 
     number: int
     request: str
@@ -160,9 +160,9 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """held: leading blocks of the prompt that the store has; stored: of these, new ones. reason: why there are no more,
-    None where all that was offered is held. dropped: given up, since the engine wanted the pages, the step was computed
-    behind a load that failed, too much waits to be saved, or the worker is closed."""
+    """held: leading blocks of the prompt that the store has; stored: new ones of these. reason: why there are no more,
+    None if all offered blocks are held. dropped: given up, since the engine wanted the pages, the step was computed
+    behind a failed load, too much waits to be saved, or the worker is closed."""
 
     number: int
     request: str
@@ -176,7 +176,7 @@ class SaveReport:
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """results: of this rank's part of the block; none where there was nothing left to compare."""
+    """results: of this rank's part of the block; empty if there was nothing left to compare."""
 
     number: int
     request: str
@@ -186,8 +186,8 @@ class AuditReport:
 
 @dataclass(slots=True)
 class StepReports:
-    """All workers' reports after a step. failures: loads that steps waited for in vain, by rank. facts: of workers that
-    could not tell them when the engine started. step: its number."""
+    """All workers' reports after a step. failures: failed loads that steps waited for, by rank. facts: of workers that
+    could not give them when the engine started. step: its number."""
 
     loads: list[LoadReport] = field(default_factory=list)
     saves: list[SaveReport] = field(default_factory=list)

@@ -1,11 +1,10 @@
-"""Orders the work that a worker's own threads do on a device behind what its engine has put into its stream.
+"""Orders a worker's own threads behind its engine on a device's streams.
 
-    engine's thread   mark()                   where its stream is: behind the step that has just been put in
+    engine's thread   mark()                   its position in the stream: behind the step just enqueued
     another thread    with behind(mark): ...   this thread's work comes after it, on a stream of its own
 
-An engine puts its steps into a stream that is current in its own thread only. Another thread that reads its pages
-without a mark reads them before they are written. On a CPU a step is done when the next line runs, and nothing here
-does anything.
+An engine enqueues its steps in a stream that is current in its own thread only. Another thread that reads its pages
+without a mark reads them before they are written. On a CPU steps run synchronously, and all of this does nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch
 
 
 class EngineStream:
-    """Of one device. Any thread."""
+    """Of one device. Thread-safe."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -32,7 +31,7 @@ class EngineStream:
 
     @contextmanager
     def behind(self, mark: Any) -> Iterator[None]:
-        """Work put in within this context comes after the mark; it does not wait for it on the host."""
+        """Work enqueued within this context comes after the mark; the host does not wait."""
         if self._module is None:
             yield
             return
@@ -44,6 +43,6 @@ class EngineStream:
             yield
 
     def wait(self) -> None:
-        """Wait until everything that this thread has put in is done."""
+        """Wait until everything that this thread has enqueued is done."""
         if self._module is not None:
             self._module.current_stream(self._device).synchronize()

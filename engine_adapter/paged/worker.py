@@ -4,8 +4,7 @@
 
 Loads and saves run on threads of their own. A save reads pages that the engine may want back at any time: the scheduler
 names such saves in the step that writes to their pages (`cancelled_saves`), and `begin` returns when none of them reads
-any more. This is the edge at which any fault of the store becomes a miss: nothing here raises because of it. Must never
-import an engine.
+any more. Any fault of the store becomes a miss here: nothing raises because of it. Must never import an engine.
 """
 
 from __future__ import annotations
@@ -53,15 +52,15 @@ _log = getLogger(__name__)
 PIECE_BYTES = 8 << 20
 """Of a save, put at a time: other clients' blocks go in between, and a fence waits for one piece at most."""
 SAVE_NICENESS = 10
-"""The engine goes first on a machine whose processors it computes with."""
+"""If the engine computes on the same CPU cores, it goes first."""
 OPEN_SECONDS = 5.0
 """How long a load waits for its namespace to be opened, which happens once."""
 WINDOW_FENCE_SECONDS = 0.02
-"""How long a step waits for saves of pages that it wants, in engines with sliding windows."""
+"""With sliding windows, how long a step waits for saves of pages that it wants."""
 IDLE_WAIT_SECONDS = 0.005
-"""An engine with nothing to do but wait for loads would spin, and keep the interpreter's lock from the loader."""
+"""An engine that only waits for loads would spin, and keep the interpreter's lock from the loader."""
 PRESSED_SHARE = 0.5
-"""Of the bytes that may wait to be saved: above this, saves no longer yield to the engine."""
+"""Of `save_bytes`: if more waits to be saved, saves no longer yield to the engine."""
 SAVE_DEADLINE_MS = 5000.0
 """How long the put of a piece waits for the store, in a thread that no request waits for."""
 NO_LAYER = 1 << 30
@@ -79,9 +78,9 @@ class _Reader:
 
 
 class PagedWorker:
-    """One worker's half. The engine's thread calls everything but what is marked; nothing is waited for but a fence,
-    the loads that a step waits for (`OPEN_SECONDS` for their namespace, and as long as the store's own deadlines say),
-    and at most `IDLE_WAIT_SECONDS` in a step that computes nothing."""
+    """One worker's half. The engine's thread calls all methods that name no other. It waits only for a fence, for loads
+    that a step waits for (`OPEN_SECONDS` for their namespace, then the store's own deadlines), and at most
+    `IDLE_WAIT_SECONDS` in a step that computes nothing."""
 
     def __init__(
         self,
@@ -93,8 +92,8 @@ class PagedWorker:
         save_bytes: int,
         save_patience: float = 0.0,
     ) -> None:
-        """open_store: of a session. clock: monotonic seconds. save_patience: seconds for which a save waits for the
-        engine to have nothing to do; not where pages leave a window while it waits."""
+        """open_store: of a session. clock: monotonic seconds. save_patience: seconds for which a save waits until the
+        engine is idle; not if pages leave a window while it waits."""
         self.pages = pages
         self._rank = pages.facts.rank
         self._open_store = open_store
@@ -104,7 +103,7 @@ class PagedWorker:
         self._changed = threading.Condition(self._lock)
         self._namespace: NamespaceOpener | None = None
         self._loads: deque[tuple[LoadOrder, float, Any]] = deque()
-        """Each with the time, and with the step before."""
+        """Each with the time, and with the mark of the step before."""
         self._loading = 0
         self._saves: deque[_Reader] = deque()
         self._saving: _Reader | None = None
@@ -114,7 +113,7 @@ class PagedWorker:
         self._unmap_wait = SavePatience(0.0 if has_windows else save_patience)
         self._is_hurried = False
         self._done_loads: list[LoadReport] = []
-        self._reports: list[LoadReport] = []  # of orders, which come with the steps in which these are taken
+        self._reports: list[LoadReport] = []
         self._save_reports: list[SaveReport] = []
         self._audit_reports: list[AuditReport] = []
         self._layers: dict[int, int] = {}
@@ -152,7 +151,7 @@ class PagedWorker:
     def start_loads(self) -> None:
         """Run the loads that the step waits for; begin the others."""
         orders, self._orders.loads = self._orders.loads, []
-        before = self.pages.stream.mark() if orders else None  # which may read what was in these pages
+        before = self.pages.stream.mark() if orders else None  # earlier steps may still read these pages
         for order in orders:
             if order.waits and not order.layerwise:
                 self._finish_load(self._load(order, self._clock()), order)
@@ -166,7 +165,7 @@ class PagedWorker:
                 self._changed.notify_all()
 
     def wait_layer(self, name: str) -> None:
-        """Wait until this layer's pages are as the step needs them, or the load has failed."""
+        """Wait until this layer's pages are loaded, or the load has failed."""
         if self._layers:
             number = self.pages.numbers.get(name, NO_LAYER)
             with self._changed:
@@ -186,7 +185,7 @@ class PagedWorker:
         now = self._clock()
         is_stale = self._orders.failures_seen.get(self._rank, 0) != self._failures
         with self._changed:
-            # What was computed behind a load that failed is wrong, until the scheduler knows and has it done again.
+            # A step computed behind a failed load is wrong, until the scheduler knows and repeats it.
             for audit in audits:
                 if is_stale:
                     self._report_audit(audit, ())
@@ -195,7 +194,7 @@ class PagedWorker:
             for order in orders:
                 size = sum(len(run.pages) for run in order.tables[:1]) * self.pages.facts.page_bytes
                 if is_stale or self._waiting_bytes + size > self._save_bytes or self._closed:
-                    if not is_stale and self._saves:  # those that wait might have gone
+                    if not is_stale and self._saves:  # the waiting saves might have gone
                         self._unmap_wait.gave_up(now)
                     reason = None if is_stale else MissReason.BUSY
                     self._report_save(order, 0, 0, 0.0, reason, dropped=True)
@@ -205,8 +204,8 @@ class PagedWorker:
             self._changed.notify_all()
 
     def finished(self) -> tuple[set[str], set[str], set[int]]:
-        """Requests whose loads are over, those of them that got less, and invalid pages: theirs, and of the loads that
-        the step waited for."""
+        """Requests whose loads are over, those of them that got less, and invalid pages: theirs, and those of loads
+        that the step waited for."""
         if not self._loading and not self._layers and not self._invalid:
             return set(), set(), set()
         with self._changed:
@@ -242,7 +241,7 @@ class PagedWorker:
             )
 
     def close(self, seconds: float = 5.0) -> None:
-        """Save what waits, as far as time allows; then hang up. Safe to call again."""
+        """Finish waiting saves as far as time allows; then disconnect. Safe to call again."""
         give_up_at = self._clock() + seconds
         with self._changed:
             self._is_hurried = True
@@ -341,7 +340,7 @@ class PagedWorker:
     # Saves -----------------------------------------------------------------------------------------------------------
 
     def _save_loop(self) -> None:
-        if sys.platform == "linux":  # elsewhere it would be the whole process
+        if sys.platform == "linux":  # on other systems it would apply to the whole process
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), SAVE_NICENESS)
         while True:
@@ -370,17 +369,17 @@ class PagedWorker:
                 self._report_save(order, held, stored, self._clock() - started, reason, dropped=is_dropped)
 
     def _pause(self) -> float | None:
-        """Seconds until it may be the turn of the first save, 0 when it is; None: wait for a change. Under the lock."""
-        # Requests wait for loads, and none for a save.
+        """Seconds until the first save may go, 0 for now; None: wait for a change. Under the lock."""
+        # Requests wait for loads; none waits for a save.
         if not self._saves or len(self._done_loads) < self._loading:
             return None
         return self._pause_of(self._saves[0])
 
     def _pause_of(self, save: _Reader) -> float:
-        """The same for one save, as far as it waits for the engine. Under the lock."""
+        """How long one save still waits for the engine. Under the lock."""
         if not self._unmap_wait or self._is_hurried or self._waiting_bytes > PRESSED_SHARE * self._save_bytes:
             return 0
-        # An audit has a lease, which runs out; other engines wait for what is urgent.
+        # An audit's lease runs out, and other engines wait for urgent saves.
         if any(isinstance(reader.order, AuditOrder) or reader.order.is_urgent for reader in (save, *self._saves)):
             return 0
         return self._unmap_wait.seconds_left(save.since, self._clock())
@@ -410,13 +409,13 @@ class PagedWorker:
                 return ()
             try:
                 computed = _block(pages, namespace.layout)
-                self.pages.stream.wait()  # these are copies; once they are made, pages may be written to
+                self.pages.stream.wait()  # these are copies: pages may be written to once they are complete
             finally:
                 reading.end()
             if not computed:
                 return ()
             stored, codec = _block(into, namespace.layout), namespace.namespace.codec
-            # With several groups a layer's depth in the model is unknown: all may then be off as much as the last.
+            # With several groups a layer's depth in the model is unknown: all may then differ as much as the last.
             deepest = len(pages.planes) - 1 if len(namespace.layout.groups) > 1 else None
             dtype = opaque_dtype(namespace.layout.packing)
             if dtype is not None:
@@ -450,7 +449,7 @@ class PagedWorker:
                 pages = self.pages.pages(run, namespace.layout, first * block, is_exact=namespace.is_exact)
                 prompt = Prompt(stop * block, keys[:stop])
                 reading = _Reading(self, save)
-                # What the puts of all ranks have in common.
+                # A name that all ranks' puts of these blocks share.
                 collective = f"{order.number}.{first}" if namespace.shard is not None else ""
                 result = namespace.put(
                     prompt,
@@ -473,8 +472,8 @@ class PagedWorker:
     def _fence(self, numbers: set[int]) -> None:
         """Cancel these saves; when this returns, none of them reads pages any more.
 
-        Saves of pages that leave a window are waited for a little instead: without those blocks nothing of the prompt
-        behind could be stored any more.
+        Saves of pages that leave a window get a short grace period: without those blocks nothing later in the prompt
+        could be stored any more.
         """
         with self._changed:
             if any(group.window for group in self.pages.facts.groups):
@@ -497,12 +496,11 @@ class PagedWorker:
                     self._changed.wait()
 
     def _reads_any(self, numbers: set[int]) -> bool:
-        """Whether any of these is under way or waits."""
         current = self._saving is not None and self._saving.order.number in numbers
         return current or any(reader.order.number in numbers for reader in self._saves)
 
     def begin_reading(self, save: _Reader) -> bool:
-        """The saver's thread: whether the pages of this save are still the engine's to give."""
+        """The saver's thread: whether this save may still read its pages."""
         with self._changed:
             self._is_reading = not save.dropped
             return self._is_reading
@@ -565,8 +563,8 @@ def _blank(pages: Pages) -> Pages:
 
 
 def _block(pages: Pages, layout: Layout) -> dict[int, list[torch.Tensor]]:
-    """The numbers of all pages, as one block: by layer and plane [kv_head, token, width]. Without groups of which the
-    engine has freed a part, and those of a window so short that a load brings a part only."""
+    """The numbers of all pages, as one block: by layer and plane [kv_head, token, width]. Without groups whose first
+    pages the engine has freed, and those with windows so short that a load brings a part only."""
     found = {}
     for group in layout.groups:
         of_group = pages.of_group(group.name)

@@ -1,1 +1,1 @@
-"""Benches: each path of the product against its physical limit, measured in the same run."""
+"""Benches: each path of the product beside its physical limit, measured in the same run."""

@@ -1,12 +1,11 @@
-"""What a disk can do, measured beside the NVMe tier: by fio where there is one, and by a plain loop.
+"""Disk limits for the NVMe tier: fio, if installed, and a plain loop.
 
-Both move whole frames, `DEPTH` at a time, past the page cache where the file system allows it. They read the very slabs
-that the store reads, in turn with it, so that what a disk or its host keeps in a cache helps all alike; they write to a
-laid-out file beside them, and end a turn of writes with one sync.
+Both move whole frames, `DEPTH` at a time, with direct I/O if the file system allows it. They read the slabs that the
+store reads, in turn with it, so that caches of the disk or its host help all alike; they write to an allocated file
+beside them, and end a turn of writes with one sync.
 
-The loop moves bytes from and into the memory that it is given, the store's own; fio has memory of its own. Where a disk
-is handed one piece of memory after the other, as behind a virtual machine, that alone can make one of them twice as
-fast: pages that lie side by side are one piece, scattered ones are hundreds.
+The loop uses the store's own memory; fio has its own. Where a disk gets memory piece by piece, as in a virtual machine,
+that alone can make one twice as fast: contiguous pages are one piece, scattered ones are hundreds.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from kvstore.bench.measure import Cost, Stopwatch, Together
 from kvstore.node import MOVE_THREADS
 
 DEPTH = MOVE_THREADS
-"""Frames under way at a time: as many as the store's own threads move."""
+"""Frames in flight: as many as the store's threads move."""
 
 LONGEST_SECONDS = 60.0
 IN_MEMORY = frozenset({"tmpfs", "ramfs"})
@@ -35,7 +34,7 @@ _FILL_BYTES = 1 << 20
 
 
 class DiskFrames(NamedTuple):
-    """The frames of one turn: where they lie, one behind the other."""
+    """Consecutive frames of one turn."""
 
     path: Path
     offset: int
@@ -43,7 +42,7 @@ class DiskFrames(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """What one turn moves, and how. direct: past the page cache."""
+    """What one turn moves. direct: with direct I/O."""
 
     frame_bytes: int
     frames: int
@@ -51,15 +50,14 @@ class Amount:
 
     @property
     def turn_bytes(self) -> int:
-        """All of it."""
         return self.frame_bytes * self.frames
 
 
 class DiskLimit(Protocol):
     """Moves the frames of one turn per call.
 
-    starts_late: the disk is idle for a while before a turn; what is compared with it should wait before its own turns.
-    commands: what it does, by direction.
+    starts_late: the disk idles before its turn; the contender should wait as long before its own. commands: what it
+    runs, by direction.
     """
 
     name: str
@@ -75,7 +73,7 @@ class DiskLimit(Protocol):
 
 
 def lay_out(path: Path, amount: Amount, turns: int) -> list[DiskFrames]:
-    """Make a file of that many turns, every byte of it written once; returns their regions."""
+    """Make a file for so many turns and write every byte once; returns their regions."""
     size = amount.turn_bytes * turns
     with open(path, "xb") as file:
         os.posix_fallocate(file.fileno(), 0, size)
@@ -88,11 +86,11 @@ def lay_out(path: Path, amount: Amount, turns: int) -> list[DiskFrames]:
 
 
 class FioFailed(Exception):
-    """fio did not do what was asked; the message says what it said."""
+    """The message is fio's own."""
 
 
 class Fio:
-    """fio with one job of libaio; its own clock counts, without its start and end."""
+    """fio with one libaio job; only its own clock counts, without start and end."""
 
     name = "fio"
     starts_late = True
@@ -108,7 +106,7 @@ class Fio:
 
     @property
     def pause_seconds(self) -> float:
-        """From a start of fio to its first I/O."""
+        """Time from fio's start to its first I/O."""
         return median(self._pauses[-9:]) if self._pauses else 0.0
 
     def read(self, region: DiskFrames) -> Cost:
@@ -116,14 +114,13 @@ class Fio:
         return self._run("read", region)
 
     def write(self, region: DiskFrames) -> Cost:
-        """Sequential writes, and one sync. Raises `FioFailed`."""
+        """Sequential writes, then one sync. Raises `FioFailed`."""
         return self._run("write", region)
 
-    def close(self) -> None:
-        """Nothing is kept."""
+    def close(self) -> None: ...
 
     def _run(self, direction: str, region: DiskFrames) -> Cost:
-        path = str(region.path.absolute()).replace(":", r"\:")  # fio takes a colon for the end of a name
+        path = str(region.path.absolute()).replace(":", r"\:")  # fio ends a name at a colon
         command = [
             self._program,
             "--name=limit",
@@ -141,7 +138,7 @@ class Fio:
             raise FioFailed(str(error)) from None
         end = time()
         try:
-            said = json.loads(done.stdout[done.stdout.index("{") :])  # notes may stand before it
+            said = json.loads(done.stdout[done.stdout.index("{") :])  # notes may come before it
             job = said["jobs"][0]
             moved, seconds = job[direction]["io_bytes"], max(1, job[direction]["runtime"]) / 1e3
             cpu = (job["usr_cpu"] + job["sys_cpu"]) / 100 * seconds
@@ -157,14 +154,14 @@ class Fio:
 
 
 class Loop:
-    """`DEPTH` threads of preadv and pwritev, each taking the next frame when it is done with one."""
+    """`DEPTH` threads of preadv and pwritev; each takes the next frame when one is done."""
 
     name = "loop"
     version = ""
     starts_late = False
 
     def __init__(self, amount: Amount, memory: Callable[[], AbstractContextManager[Sequence[memoryview]]]) -> None:
-        """memory: lends as much of it as a turn needs, frame by frame."""
+        """memory: lends a turn's memory, frame by frame."""
         self.commands = {
             "read": f"{DEPTH} threads of preadv",
             "write": f"{DEPTH} threads of pwritev, then fdatasync",
@@ -175,15 +172,14 @@ class Loop:
         self._lock = threading.Lock()
 
     def read(self, region: DiskFrames) -> Cost:
-        """Reads in the order of the file."""
+        """In the file's order."""
         return self._run(os.preadv, region, os.O_RDONLY)
 
     def write(self, region: DiskFrames) -> Cost:
-        """Writes, and one sync."""
+        """Writes, then one sync."""
         return self._run(os.pwritev, region, os.O_RDWR)
 
     def close(self) -> None:
-        """End the threads."""
         self._team.__exit__()
 
     def _run(self, call: Callable[[int, list[memoryview], int], int], region: DiskFrames, flags: int) -> Cost:
@@ -213,7 +209,7 @@ class Loop:
 
 
 def working_fio(program: str | None, amount: Amount, probe: DiskFrames) -> tuple[Fio | None, str]:
-    """fio, if there is such a program and it can read the probe; else why not."""
+    """fio, if it is installed and can read the probe; else None and why."""
     if program is None:
         return None, "fio is not installed"
     fio = Fio(program, amount)
@@ -225,7 +221,7 @@ def working_fio(program: str | None, amount: Amount, probe: DiskFrames) -> tuple
 
 
 def file_system(directory: Path) -> str:
-    """The type of the file system that a directory is on, as the kernel calls it."""
+    """Type of the file system under a directory, in the kernel's words."""
     device = os.stat(directory).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     try:
@@ -240,7 +236,7 @@ def file_system(directory: Path) -> str:
 
 
 def disk_read_bytes() -> int | None:
-    """What the disks have given to this process so far, the page cache left out; None where the kernel does not say."""
+    """Bytes that disks delivered to this process so far, page cache excluded; None if the kernel does not say."""
     try:
         with open("/proc/self/io") as counts:
             return next(int(line.split()[1]) for line in counts if line.startswith("read_bytes:"))

@@ -1,12 +1,12 @@
-"""`kvstore bench lookup`: the price of a match, and of a block in the tables, in bytes and for the collector.
+"""`kvstore bench lookup`: the cost of a match, and of a block in the tables, in bytes and in garbage collection.
 
-Two stores are filled with chains of blocks, a small one and a large one: rows in the index, in the residency table and
-in the policy's list, as puts make them, but without payloads, of which the large one would need terabytes. A match is
-the user's own call, for a prompt given as an array, and all of the prompt is stored. Its limit is the chain of hashes
-over the same bytes by itself, taken right before and right after.
+Two stores, a small and a large one, are filled with chains of blocks: rows in the index, in the residency table and in
+the policy's list, as puts make them, but without payloads, of which the large one would need terabytes. A match is the
+user's own call for a prompt given as an array, all of it stored. Its limit is the chain of hashes alone over the same
+bytes, right before and right after.
 
-A prompt that is asked for again and again finds its part of the index in the caches; so prompts also take turns.
-Matches through a sidecar's socket are in `lookup_door`.
+A prompt that is asked for repeatedly finds its part of the index in CPU caches; so prompts also take turns. Matches
+through a sidecar's socket are in `lookup_door`.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from tiering.residency import Pins, Residency
 from tiering.slots import SlotTable
 
 MATCH_TARGET = 2.2
-"""A match takes at most this many times the chain of hashes."""
+"""Limit of match time / time of the chain of hashes."""
 GROWTH_TARGET = 1.7
-"""A match in the large index takes at most this many times a match in the small one."""
+"""Limit of match time in the large index / in the small one."""
 BYTES_TARGET = 300
-"""A block takes at most this many bytes in all tables together."""
+"""Limit for a block in all tables together."""
 PAUSE_TARGET_MS = 50.0
-"""No garbage collection stops the process for longer."""
+"""Limit of a garbage collection."""
 
 EMBEDDED = "this process"
 WORDS = (
@@ -64,7 +64,7 @@ _SLOTS_OF_EXTENT = 512
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes of the large index's tables per block, counted object by object, and as the process grew.
+    """Bytes per block in the large index's tables, counted object by object, and by the process's growth.
 
     keys: prefix keys and row numbers, as objects. names: the dictionaries. index, residency, policy, slots: columns.
     """
@@ -136,7 +136,7 @@ def _figures(growth: float, large: _Filled, grown: int, program_ms: float, table
 
 
 def longest_collection_ms(times: int = 3) -> float:
-    """The longest of some full garbage collections of this process, as the collector itself tells."""
+    """The longest of several full garbage collections, by the collector's own callbacks."""
     pauses: list[float] = []
     started = [0.0]
 
@@ -157,7 +157,7 @@ def longest_collection_ms(times: int = 3) -> float:
 
 
 class _Filled:
-    """A store whose tables hold that many blocks of whole prompts, and a handle on it."""
+    """A store whose tables hold so many blocks of whole prompts, and a handle on it."""
 
     def __init__(self, options: LookupOptions, blocks: int, say: Callable[[str], None]) -> None:
         self.blocks = blocks
@@ -195,7 +195,7 @@ class _Filled:
         return one
 
     def footprint(self, grown_bytes: int) -> Footprint:
-        """grown_bytes: what the process took while this was filled."""
+        """grown_bytes: growth of the process while filling."""
         names = [table for names in self._index._names for table in (names.visible, names.hidden)]
         key, row = next(reversed(names[0].items()))
         sizes = (
@@ -209,7 +209,7 @@ class _Filled:
         return Footprint(*sizes, grown_bytes / self.blocks)
 
     def _fill(self) -> Iterator[int]:
-        """As puts would: some prompts at a time, a few blocks of each in turn. Yields the rows so far."""
+        """As puts do: some prompts at a time, a few blocks of each in turn. Yields the rows so far."""
         rows = 0
         for first in range(0, self._chains, _TOGETHER):
             chains = [
@@ -224,7 +224,7 @@ class _Filled:
             yield rows
 
     def _extend(self, parent: int, keys: list[bytes]) -> int:
-        """Blocks behind `parent`, as `BlockTable` has them when they are stored; returns the last one."""
+        """Add blocks behind `parent`, as `BlockTable` does when they are stored; returns the last."""
         index, residency = self._index, self._residency
         for key in keys:
             start = perf_counter()
@@ -241,7 +241,7 @@ class _Filled:
 
 
 def _column_bytes(table: object) -> int:
-    """Bytes of the columns of a table: arrays by row, whatever their kind."""
+    """Bytes of a table's columns of any kind."""
     total = 0
     for value in vars(table).values():
         for column in value if isinstance(value, list) else [value]:
@@ -251,5 +251,5 @@ def _column_bytes(table: object) -> int:
 
 
 def _allocated(size_bytes: int) -> int:
-    """What the allocator takes for a small object: a multiple of 16 bytes."""
+    """The allocator's size for a small object: a multiple of 16 bytes."""
     return -(-size_bytes // 16) * 16

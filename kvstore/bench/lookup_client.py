@@ -1,9 +1,9 @@
-"""One of the processes that match together in `kvstore bench lookup`.
+"""One of the client processes of `kvstore bench lookup` that match at once.
 
-It says `ready` once its namespace is open. Then each line that it reads is a turn, and each line that it writes how the
-turn went:
+It prints `ready` once its namespace is open. Each line that it reads is a turn, and each line that it writes its
+result:
 
-    > {"work": "match" or "hash", "start": seconds, "end": seconds}      by the clock that all processes of a host share
+    > {"work": "match" or "hash", "start": seconds, "end": seconds}      by the host-wide clock
     < {"seconds": [of each match or chain that ended in time], "cpu": seconds}
 
 It ends with its standard input.
@@ -28,12 +28,12 @@ MODEL = "0" * 40
 
 
 def shape_of(options: LookupOptions) -> BlockShape:
-    """A block of a page of payload or less: a match does not look at it."""
+    """Blocks with at most a page of payload: matches do not look at it."""
     return BlockShape(layers=1, block_tokens=options.block_tokens, kv_heads=1, head_dim=8)
 
 
 def main(job: dict[str, Any]) -> None:
-    """job: `socket`, `number` of this client, how many `prompts` are stored, and the `options`."""
+    """job: `socket`, `number` of this client, stored `prompts`, and the `options`."""
     options = LookupOptions(**job["options"])
     order = np.random.default_rng(job["number"]).permutation(job["prompts"])
     prompts = Prompts(options)

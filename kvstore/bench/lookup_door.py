@@ -1,9 +1,8 @@
-"""The local door in `kvstore bench lookup`: a match by one client, and by many together.
+"""Matches through the API socket in `kvstore bench lookup`: by one client, and by several at once.
 
-A sidecar of its own process holds whole prompts, of blocks as small as they can be. One client in this process asks for
-them in turn; its limit is the chain of hashes, right before and right after. Then client processes ask together, for
-some seconds at a time; their limit is what the same processes hash at the same time when they do nothing else, which is
-what the cores give.
+A sidecar in its own process holds whole prompts of minimal blocks. One client in this process asks for them in turn;
+its limit is the chain of hashes, right before and right after. Then client processes ask at once, for some seconds at a
+time; their limit is what the same processes hash when they do nothing else, which is what the cores give.
 """
 
 from __future__ import annotations
@@ -30,20 +29,20 @@ from kvstore.config import MIN_DRAM_BYTES
 from tiering.frame import frame_bytes
 
 MATCH_TARGET = 2.97
-"""A match takes at most this many times the chain of hashes: 0.8 ms where that is 0.27."""
+"""Limit of match time / time of the chain of hashes: 0.8 ms where that is 0.27."""
 CLIENTS_TARGET = 3.7
-"""Time for each match more, of all clients together, in chains: 1,000 matches a second where the chain is 0.27 ms."""
+"""Time per match over all clients, in chains: 1,000 matches a second where the chain is 0.27 ms."""
 
 SOCKET = "a sidecar's socket"
 _HEAD_START_SECONDS = 0.05
-"""For all processes to have read what to do."""
+"""Time for all processes to read their order."""
 
 
 def run(options: LookupOptions, say: Callable[[str], None]) -> tuple[Row, Row]:
     """Fill a sidecar, then match through its door: one client, and many together."""
     stored = options.small_blocks // options.prompt_blocks
     size = frame_bytes(shape_of(options).payload_bytes)
-    dram = MIN_DRAM_BYTES + 2 * stored * options.prompt_blocks * size  # extents need not end where a prompt does
+    dram = MIN_DRAM_BYTES + 2 * stored * options.prompt_blocks * size  # prompts need not end with an extent
     say("filling a sidecar")
     with Sidecar({"dram": dram, "nvme": "off"}) as sidecar:
         with sidecar.client() as client:
@@ -86,7 +85,7 @@ def _one(options: LookupOptions, handle: NamespaceHandle, stored: int) -> Row:
 
 
 class _TimedTurn:
-    """A turn, and how long each of them took."""
+    """A turn that also records each single time."""
 
     def __init__(self, turn: Turn) -> None:
         self._turn = turn
@@ -98,7 +97,7 @@ class _TimedTurn:
         return cost
 
     def last(self, turns: int) -> list[float]:
-        """Without those before, which warm up."""
+        """Without the earlier ones, which warm up."""
         return self._walls[-turns:]
 
 
@@ -127,10 +126,10 @@ def _together(options: LookupOptions, clients: Clients, chain_ms: float) -> Row:
 
 
 class Clients:
-    """Client processes of one sidecar; see `lookup_client`. A context: they end with it."""
+    """Client processes of one sidecar; see `lookup_client`. A context manager that ends them."""
 
     def __init__(self, options: LookupOptions, socket: str, stored: int) -> None:
-        """stored: prompts. Raises `StoreError` where one of them does not come up."""
+        """stored: prompts. Raises `StoreError` if a client does not start."""
         self._seconds = options.client_seconds
         self.waits: list[list[float]] = []
         """Of each turn of matches, how long every one of them took, in seconds."""
@@ -146,13 +145,13 @@ class Clients:
             self._stack = stack.pop_all()
 
     def match(self) -> Cost:
-        """All match for a while: what a match more costs."""
+        """All match for a while; returns the cost per match."""
         cost, seconds = self._turn("match")
         self.waits.append(seconds)
         return cost
 
     def hash(self) -> Cost:
-        """All compute the chain by itself for a while."""
+        """All hash for a while; returns the cost per chain."""
         return self._turn("hash")[0]
 
     def __enter__(self) -> Clients:

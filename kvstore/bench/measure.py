@@ -1,8 +1,8 @@
-"""How the benches measure: interleaved, against a limit that is taken in the same run.
+"""How the benches measure: interleaved with a limit taken in the same run.
 
 A shared machine drifts by a third within seconds, so a time alone says nothing. Every contender therefore runs between
-two runs of the limit, again and again in short turns, and its ratio is the median over turns of what it reached against
-the mean of its two neighbours. Times are wall times; nothing here prints.
+two runs of the limit, in many short turns; its ratio is the median over turns of its result against the mean of its two
+neighbours. Times are wall times; nothing here prints.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from tiering.files import read_text_files
 
 
 class Cost(NamedTuple):
-    """What a piece of work cost, in seconds: on the wall, and of processors' time over all threads."""
+    """Seconds of a piece of work: wall time, and CPU time over all threads."""
 
     wall: float
     cpu: float
 
 
 Turn = Callable[[], Cost]
-"""Does one turn of work and returns what a piece of it cost."""
+"""Does one turn of work and returns the cost of a piece."""
 
 Progress = Callable[[str], None] | None
-"""Where a bench says what it is doing, one line at a time."""
+"""Gets one line at a time about what the bench is doing."""
 
 
 def teller(progress: Progress) -> Callable[[str], None]:
@@ -73,9 +73,8 @@ Name = TypeVar("Name", bound=Hashable)
 class Against:
     """A contender beside its limit, over all laps: the median cost of each, and the median of their quotients.
 
-    ratio: wall time of the limit / wall time of the contender, so 1 is as fast as the limit; low and high are the
-    quartiles of these quotients: how far the machine wandered. cpu_ratio: the same of processor time, which neighbours
-    on a shared machine disturb least.
+    ratio: limit's wall time / contender's, so 1 is as fast as the limit; low, high: quartiles of these quotients, which
+    show the machine's drift. cpu_ratio: the same of CPU time, which neighbours on a shared machine disturb least.
     """
 
     seconds: float
@@ -88,7 +87,7 @@ class Against:
 
     @staticmethod
     def of(costs: Sequence[Cost], limits: Sequence[tuple[Cost, Cost]]) -> Against:
-        """costs: of the contender, lap by lap. limits: what the limit cost right before and right after."""
+        """costs: the contender's, lap by lap. limits: the limit's cost right before and right after."""
         ratios = [
             (before.wall + after.wall) / 2 / cost.wall for cost, (before, after) in zip(costs, limits, strict=True)
         ]
@@ -107,7 +106,7 @@ class Against:
 
 
 def against(limit: Turn, contenders: Mapping[Name, Turn], laps: int) -> dict[Name, Against]:
-    """Limit, contender, limit, contender, ...: `laps` times through all of them, after some laps that do not count."""
+    """Run limit, contender, limit, contender, ...: `laps` times through all, after some uncounted laps."""
     found = against_each({"limit": limit}, contenders, laps)
     return {name: beside["limit"] for name, beside in found.items()}
 
@@ -115,7 +114,7 @@ def against(limit: Turn, contenders: Mapping[Name, Turn], laps: int) -> dict[Nam
 def against_each(
     limits: Mapping[str, Turn], contenders: Mapping[Name, Turn], laps: int, warm_up_laps: int = WARM_UP_LAPS
 ) -> dict[Name, dict[str, Against]]:
-    """The same with several limits, all of which run before and after each contender."""
+    """The same with several limits, all run before and after each contender."""
     costs: dict[Name, list[Cost]] = {name: [] for name in contenders}
     around: dict[Name, list[dict[str, tuple[Cost, Cost]]]] = {name: [] for name in contenders}
     with quiet_collector():
@@ -142,7 +141,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 @contextmanager
 def quiet_collector() -> Iterator[None]:
-    """No garbage collection inside, as `timeit` has it; one before."""
+    """Collect garbage now, and disable the collector inside, as `timeit` does."""
     was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -154,7 +153,7 @@ def quiet_collector() -> Iterator[None]:
 
 
 class Together:
-    """Runs one piece of work per thread at the same moment, on threads that are kept. Close it, or use it as a context.
+    """Runs one piece of work per thread at once, on kept threads. Close it, or use it as a context manager.
 
     The caller's thread takes the first piece.
     """
@@ -174,7 +173,7 @@ class Together:
             thread.start()
 
     def run(self, work: Sequence[Callable[[], None]]) -> Cost:
-        """What a piece of the work cost; wall time is from the first start to the last end."""
+        """The cost per piece; wall time from the first start to the last end."""
         self._work = work
         self._take(0)
         if self._failed:
@@ -212,7 +211,7 @@ class Together:
 
 
 def machine() -> dict[str, object]:
-    """What the numbers were taken on: the processor, the cores that this process may use, and memory in bytes."""
+    """The processor, the cores that this process may use, and memory in bytes."""
     return {
         "processor": _field("/proc/cpuinfo", "model name") or "unknown",
         "cores": len(os.sched_getaffinity(0)),
@@ -221,14 +220,13 @@ def machine() -> dict[str, object]:
 
 
 def available_bytes() -> int:
-    """Memory that can be had without swapping, as the kernel estimates it, and at most what the cgroup allows."""
+    """Memory available without swapping, as the kernel estimates it, and at most what the cgroup allows."""
     cgroups = "".join(read_text_files(["/proc/self/cgroup"]).values())
     available = int((_field("/proc/meminfo", "MemAvailable") or "0 kB").split()[0]) * 1024
     return min(available, memory_limit(read_text_files(memory_limit_files(cgroups))))
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in RAM now."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 

@@ -1,14 +1,14 @@
-"""The NVMe rows of `kvstore bench tiers`: how near the tier on disk comes to fio.
+"""The NVMe rows of `kvstore bench tiers`: how near the NVMe tier comes to fio.
 
-What is measured is what a user calls, on a store that `kvstore.open` has made:
+It measures the user's own calls on a store from `kvstore.open`:
 
     promote   `lease` of a prompt that only NVMe has: read, checked by MAC, name and every digest, readable in DRAM
     get       the same, and the copy into pages, which is verified once more
     persist   `put` with durability="disk" of a prompt that only DRAM has: checked there, written, acknowledged
 
-Each prompt fills one slab. The limits read the same slabs in turn, so that equally long passes between two reads of a
-slab. DRAM has evicted what is read, which each turn asserts. The tier is full: a block that is persisted evicts
-another. Pages hold random bits, as the limits' file does.
+Each prompt fills one slab. The limits read the same slabs in turn, so that equal times pass between two reads of a
+slab. Each turn asserts that DRAM had evicted what it reads. The tier is full: a persisted block evicts another. Pages
+and the limits' file hold random bits.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ from tiering.nvme.slab_files import DirectFiles, disk_room
 from tiering.slab_header import PAGE_BYTES
 
 TARGETS = {"promote": 0.92, "persist": 0.88}
-"""Share of what fio does with direct I/O, frames of the same size and the same depth."""
+"""Share of fio's rate with direct I/O, frames of the same size and the same depth."""
 
 PROMPTS = 5
 """On disk at a time."""
 DRAM_PROMPTS = 2
-"""DRAM has room for as many; there is never more than one in it."""
+"""Room in DRAM; it never holds more than one."""
 LIMIT_TURNS = 2
 """In the file that the limit writes to."""
 DEADLINE_MS = 60_000
@@ -83,9 +83,9 @@ WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class NvmeOptions:
-    """shapes: the frames to measure. turn_bytes: payload of a prompt, which is what a turn moves. laps: turns of each.
+    """shapes: of the frames. turn_bytes: payload of a prompt, moved per turn. laps: turns of each.
 
-    data: the directory to measure in, which is made if need be; a temporary one if None. fio: the program, or None.
+    data: directory to measure in, made if missing; None for a temporary one. fio: the program, or None.
     """
 
     shapes: tuple[BlockShape, ...] = (BlockShape(8, 64), BlockShape(32, 64))
@@ -97,11 +97,11 @@ class NvmeOptions:
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """What was measured on, and against what.
+    """The disk and its limits.
 
-    direct: whether bytes went past the page cache. limits: each with what it was asked to do, by payload and direction.
-    fio: its version; empty without it, and then why_not_fio is not. delivered_bytes: payload that cold turns delivered;
-    read_bytes: what the kernel says that disks gave to them, None where it does not say.
+    direct: direct I/O was used. limits: each one's commands, by payload and direction. fio: its version; if empty,
+    why_not_fio says why. delivered_bytes: payload that cold turns delivered; read_bytes: bytes that disks delivered
+    meanwhile, None if the kernel does not say.
     """
 
     file_system: str
@@ -114,7 +114,6 @@ class Disk:
     read_bytes: int | None
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
         return asdict(self)
 
     def describe(self) -> str:
@@ -135,7 +134,7 @@ class Disk:
 
 
 def check_directory(options: NvmeOptions) -> None:
-    """Raises `BadInput` where the disk to be measured is not there or has no room."""
+    """Raises `BadInput` if the disk is missing or has no room."""
     if options.data is not None and not Path(options.data).is_dir():
         raise BadInput(f"{options.data} is not a directory; give one on the disk that is to be measured")
     try:
@@ -170,7 +169,7 @@ def run(options: NvmeOptions, say: Callable[[str], None]) -> tuple[list[Row], Di
 
 
 class _Measured:
-    """One shape in a directory: its rows, and what they were taken on and against."""
+    """One shape in a directory: its rows and their conditions."""
 
     def __init__(self, shape: BlockShape, options: NvmeOptions, scratch: Path, say: Callable[[str], None]) -> None:
         subject = f"{format_size(shape.payload_bytes)} frames on NVMe"
@@ -194,7 +193,7 @@ class _Measured:
                 {name: self._read(limit, side) for name, limit in self.limits.items()},
                 {"promote": self._rested(side.promote), "get": self._rested(side.get)},
                 options.laps,
-                warm_up_laps=0,  # every slot was written, and every page of DRAM used, when the disk was filled
+                warm_up_laps=0,  # filling has written every slot and touched every page of DRAM
             )
             say(f"{subject}: durable put")
             found |= against_each(
@@ -223,7 +222,7 @@ class _Measured:
         return turn if limit.starts_late else self._rested(turn)
 
     def _rested(self, turn: Turn) -> Turn:
-        """The same turn on a disk that was idle for as long as it is before a turn of fio."""
+        """The same turn after an idle time as long as fio's."""
 
         def rested() -> Cost:
             sleep(self._pause())
@@ -248,7 +247,7 @@ class _Measured:
 
 
 class NvmeSide:
-    """A store with prompts on disk, DRAM for fewer than all of them, and a handle."""
+    """A store with prompts on disk, DRAM for fewer, and a handle."""
 
     def __init__(self, shape: BlockShape, blocks: int, directory: Path) -> None:
         """blocks: of a prompt."""
@@ -276,16 +275,16 @@ class NvmeSide:
         self.cold_blocks = 0
         self.read_bytes: int | None = 0
         self._stored = [self._persisted() for _ in range(PROMPTS)]
-        slabs = sorted((directory / "nvme").glob("*.slab"))[1:]  # the first one is the stamp
+        slabs = sorted((directory / "nvme").glob("*.slab"))[1:]  # the first is the stamp
         assert len(slabs) == PROMPTS, slabs
         self._slabs = [DiskFrames(path, PAGE_BYTES) for path in slabs]
 
     def next_slab(self) -> DiskFrames:
-        """The frames of the prompt whose turn it is, which passes."""
+        """The frames of the next prompt; takes its turn."""
         return self._slabs[next(self._turns) % PROMPTS]
 
     def promote(self) -> Cost:
-        """Lease the next cold prompt; it is matched before, and released behind."""
+        """Lease the next cold prompt; matching and releasing are not timed."""
         match = self._cold_match()
         with self._counted():
             watch = Stopwatch()
@@ -307,7 +306,7 @@ class NvmeSide:
         return cost
 
     def persist(self) -> Cost:
-        """Make a prompt durable that only DRAM has; it was put there before."""
+        """Make a prompt durable that only DRAM has; putting it is not timed."""
         prompt = self._in_dram_only()
         pages = self._pool.take()
         watch = Stopwatch()
@@ -317,7 +316,7 @@ class NvmeSide:
         return cost
 
     def check(self) -> None:
-        """Nothing failed on the way, and every cold block was read from the disk and checked."""
+        """Assert that nothing failed, and that every cold block was read from disk and checked."""
         self.store.check()
         counters = self.store.usage().counters
         assert not counters.get("quarantined_blocks") and not counters.get("reported_frames"), counters
@@ -332,7 +331,7 @@ class NvmeSide:
 
     @contextmanager
     def dram_frames(self) -> Iterator[list[memoryview]]:
-        """The slots of DRAM that the next prompt would be read into: the same memory, without a store in the way."""
+        """The DRAM slots that the next prompt would be read into: the same memory, without the store."""
         self._make_cold()
         store = self.store._store
         dram, slot_class = store._blocks.dram, store._blocks.spaces[self._handle.number].classes[0]
@@ -346,12 +345,12 @@ class NvmeSide:
                 dram.abort(places)
 
     def _make_cold(self) -> None:
-        """All that DRAM holds is on disk too."""
+        """Evict everything from DRAM; it is on disk too."""
         self.store.evict(DRAM_PROMPTS * self._blocks)
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
-        """Add what disks give meanwhile."""
+        """Add up what disks deliver meanwhile."""
         before = disk_read_bytes()
         yield
         after = disk_read_bytes()
@@ -361,9 +360,9 @@ class NvmeSide:
             self.read_bytes += after - before
 
     def _in_dram_only(self) -> np.ndarray:
-        """A new prompt. What else DRAM holds goes first, or the store would begin to write on its own account."""
+        """Put a new prompt, after emptying DRAM so that the store does not start writing by itself."""
         prompt = np.arange(self._tokens, dtype=np.uint32)
-        prompt[0] = next(self._numbers)  # the first token is in every key of the chain
+        prompt[0] = next(self._numbers)  # the first token is part of every key
         self._make_cold()
         result = self._handle.put(prompt, self._pool.take())
         assert result.stored == self._blocks, result

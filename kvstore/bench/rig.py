@@ -1,7 +1,7 @@
-"""What `bench tiers` measures with: pages, stocked stores, and memory for the limit.
+"""The rig of `bench tiers`: pages, stocked stores, and memory for the limit.
 
-Everything is walked through in turn, so that a turn never finds its bytes in a cache, and every byte of it was touched
-before the first turn. The stores are the product's own, put together as `node` does it, without a directory.
+All memory is walked through in turn, so that a turn never finds its bytes in a cache, and every byte is touched before
+the first turn. The stores are the product's own, built as `node` builds them, without a directory.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from tiering.frame import DIGEST_BYTES, digest, frame_bytes
 
 EXTENT_BYTES = 64 << 20
 PROMPTS = 4
-"""A working set is this many prompts: by the time that one comes round again, the others have swept the caches."""
+"""Prompts of a working set: enough that the others flush the caches before one comes round again."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockShape:
-    """A block: bfloat16 K and V of `layers` layers, `kv_heads` heads of `head_dim`, `block_tokens` tokens."""
+    """bfloat16 K and V of `layers` layers, `kv_heads` heads of `head_dim`, `block_tokens` tokens."""
 
     layers: int
     block_tokens: int
@@ -52,7 +52,6 @@ class BlockShape:
 
     @property
     def layout(self) -> Layout:
-        """As the store sees it."""
         return Layout.gqa(
             layers=self.layers,
             kv_heads=self.kv_heads,
@@ -63,15 +62,15 @@ class BlockShape:
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of a block's one frame without its header."""
+        """Without header."""
         return self.layout.raw_bytes
 
 
 class PagePool:
-    """An engine's pages for a whole working set, handed out prompt by prompt, round and round. Thread-safe.
+    """An engine's pages for a whole working set, handed out prompt by prompt, cyclically. Thread-safe.
 
-    page_tokens 0: a page is a block, [head, token, dim], so that each plane of a block is one run of bytes. Otherwise
-    pages of that many tokens, [token, head, dim], as engines often keep them: a block is gathered out of rows.
+    page_tokens 0: a page is a block, [head, token, dim], so each plane of a block is contiguous. Otherwise pages of so
+    many tokens, [token, head, dim], as engines often keep them: a block is gathered from rows.
     """
 
     def __init__(self, shape: BlockShape, blocks: int, page_tokens: int, prompts: int = PROMPTS) -> None:
@@ -90,7 +89,7 @@ class PagePool:
 
 
 class Traffic:
-    """Whole prompts through handles, one for each thread: what a user calls."""
+    """Whole prompts through handles, one per thread: the user's own calls."""
 
     def __init__(self, shape: BlockShape, blocks: int, pool: PagePool, handles: Sequence[NamespaceHandle]) -> None:
         """blocks: of a prompt."""
@@ -102,7 +101,7 @@ class Traffic:
         self._stored: list[np.ndarray] = []
 
     def get(self, thread: int) -> None:
-        """Match, lease, get and release the next stored prompt, whole."""
+        """Match, lease, get and release the next stored prompt."""
         handle = self._handles[thread]
         prompt = self._stored[next(self._rounds) % len(self._stored)]
         pages = self._pool.take()
@@ -111,11 +110,11 @@ class Traffic:
         assert loaded.tokens == len(prompt), f"{loaded.tokens} of {len(prompt)} tokens loaded: {loaded.reason}"
 
     def put(self, thread: int) -> None:
-        """Store a prompt that was never seen, whole."""
+        """Store a new prompt."""
         self._put(self._prompt(next(self._numbers)), thread)
 
     def stock(self, prompts: int) -> None:
-        """Store new prompts, which are those that `get` asks for from now on."""
+        """Store new prompts, for `get` to ask for from now on."""
         self._stored = [self._prompt(next(self._numbers)) for _ in range(prompts)]
         for prompt in self._stored:
             self._put(prompt, 0)
@@ -126,7 +125,7 @@ class Traffic:
 
     def _prompt(self, number: int) -> np.ndarray:
         tokens = np.arange(self._prompt_tokens, dtype=np.uint32)
-        tokens[0] = number  # the first token is in every key of the chain
+        tokens[0] = number  # the first token is part of every key
         return tokens
 
 
@@ -150,14 +149,14 @@ class Side(Traffic):
         self.stock(PROMPTS)
 
     def check(self) -> None:
-        """Nothing failed on the way: every invariant holds and no frame was called bad."""
+        """Assert every invariant, and that no frame was found bad."""
         self.store.check()
         counters = self.store.usage().counters
         assert not counters.get("quarantined_blocks") and not counters.get("reported_frames"), counters
 
 
 class Memcpy:
-    """The limit: `memmove` of whole payloads between an extent of shared memory and private memory, one thread."""
+    """The limit: one thread's `memmove` of whole payloads between an extent of shared memory and private memory."""
 
     def __init__(self, shape: BlockShape, blocks: int, prompts: int = PROMPTS) -> None:
         """blocks: of a prompt. prompts: in each of the two memories."""
@@ -169,15 +168,14 @@ class Memcpy:
         self._next = count()
 
     def get(self, _: int) -> None:
-        """The direction of a get: out of the extent."""
+        """Out of the extent, as a get."""
         self._move(self._private.data_ptr(), self._extent.address)
 
     def put(self, _: int) -> None:
-        """The direction of a put: into the extent."""
+        """Into the extent, as a put."""
         self._move(self._extent.address, self._private.data_ptr())
 
     def close(self) -> None:
-        """Give the extent back."""
         self._extent.close()
 
     def _move(self, target: int, source: int) -> None:
@@ -187,16 +185,16 @@ class Memcpy:
 
 
 def no_digest(*_: object) -> bytes:
-    """Stands for a digest where none is taken."""
+    """In place of a digest, without verification."""
     return bytes(DIGEST_BYTES)
 
 
 DIGESTS: dict[bool, Digest] = {True: digest, False: no_digest}
-"""What is taken with verification, and without."""
+"""With verification, and without."""
 
 
 def turn_of(team: Together, work: Callable[[int], None], threads: int) -> Turn:
-    """A turn in which each thread, called by its number, does the work once."""
+    """A turn in which each thread does the work once, called with its number."""
     pieces = [partial(work, thread) for thread in range(threads)]
     return lambda: team.run(pieces)
 
@@ -219,7 +217,7 @@ TOKEN_MAJOR = "[token, head, dim]"
 NO_PAGES = ""
 
 TARGETED_BYTES = 2 << 20
-"""The targets hold for payloads from this size on."""
+"""Targets hold from this payload size on."""
 
 TARGETS: dict[tuple[str, str, bool, int], float] = {
     (DRAM, "get", True, 1): 0.70,
@@ -285,27 +283,25 @@ def memcpy_row(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The rows of the local door in `kvstore bench tiers`: put and get through a sidecar, against memcpy.
+# The rows of the API socket in `kvstore bench tiers`: put and get through a sidecar, against memcpy.
 #
 # The same calls as in the rows of DRAM, by a client in this process to `kvstore serve` in another: keys, places and
-# digests cross the socket, and bytes are copied and digested here, from and to memory that both have mapped. A put is a
+# digests cross the socket; bytes are copied and digested here, between memory that both have mapped. A put is a
 # reservation, filled in place, and a commit. One sidecar at a time, DRAM only, filled to its last slot: with
 # verification, then without.
 
 
 ROOM = 1.3
-"""In the sidecar, in prompts: one that fills it would be more than may be pinned. The pages have one, and each of the
-limit's two buffers."""
+"""Of the sidecar, in prompts: leases may not pin all of it. Pages and each of the limit's buffers have room for one."""
 BUFFERS = ROOM + 3
 MEMORY_SHARE = 0.8
-"""Of the memory that is available, how much may be taken."""
+"""Share of the available memory that may be taken."""
 
 
 @dataclass(frozen=True, slots=True)
 class DoorOptions:
-    """shapes: the frames to measure. prompt_tokens: of a prompt, which is what a turn moves; fewer where
-    `BUFFERS` times as much is more than `MEMORY_SHARE` of the memory that is available. laps: turns of each.
-    """
+    """shapes: of the frames. prompt_tokens: of a prompt, moved per turn; fewer if `BUFFERS` times as much exceeds
+    `MEMORY_SHARE` of the available memory. laps: turns of each."""
 
     shapes: tuple[BlockShape, ...] = (BlockShape(8, 64), BlockShape(32, 64))
     prompt_tokens: int = 32768
@@ -326,7 +322,7 @@ class DoorSide(Traffic):
     """A sidecar filled to its last slot, and a handle behind its socket, with digests or without."""
 
     def __init__(self, shape: BlockShape, blocks: int, pool: PagePool, client: SidecarStore, digest: Digest) -> None:
-        """blocks: of a prompt. client: of a sidecar with memory as `memory_of` says."""
+        """blocks: of a prompt. client: of a sidecar with memory as by `memory_of`."""
         namespace = Namespace("0" * 40, shape.layout, RawCodec.name)
         handle = NamespaceHandle(client._door, namespace, RawCodec(), digest)
         super().__init__(shape, blocks, pool, [handle])
@@ -337,11 +333,11 @@ class DoorSide(Traffic):
         first = handle.match(self._prompt(0))
         assert first.blocks < blocks and first.reason is MissReason.EVICTED, f"not full: {first.reason}"
         self.stock(1)
-        self.get(0)  # a page that is mapped is not touched before somebody reads it
+        self.get(0)  # touches the mapped pages
 
 
 def memory_of(shape: BlockShape, blocks: int) -> tuple[int, int]:
-    """Of a sidecar for prompts of so many blocks: its budget, and the size of its extents, which frames fill."""
+    """A sidecar's budget for prompts of so many blocks, and its extent size, a multiple of the frame."""
     size = frame_bytes(shape.payload_bytes)
     wanted = ceil(ROOM * blocks)
     frames = max(min(wanted, EXTENT_BYTES // size), -(-MIN_EXTENT_BYTES // size), 1)
@@ -374,7 +370,7 @@ def _measure(shape: BlockShape, options: DoorOptions, say: Callable[[str], None]
 
 
 def _blocks(shape: BlockShape, options: DoorOptions) -> int:
-    """Of a prompt: as many as are wanted, or as memory allows."""
+    """Blocks of a prompt: as many as wanted, or as memory allows."""
     spare, each = int(MEMORY_SHARE * available_bytes()), int(BUFFERS * frame_bytes(shape.payload_bytes))
     fit = spare // each
     if not fit:
@@ -388,9 +384,8 @@ def _blocks(shape: BlockShape, options: DoorOptions) -> int:
 @dataclass(frozen=True, slots=True)
 class LookupOptions:
     """prompt_tokens, block_tokens: of every prompt. small_blocks, large_blocks: in the two indexes, whole prompts; a
-    sidecar holds as many as the small one. laps, door_laps: how often a match is measured, embedded and through the
-    door. clients: processes that match together, client_laps times for client_seconds.
-    """
+    sidecar holds as many as the small one. laps, door_laps: measurements of a match, embedded and through the socket.
+    clients: processes that match at once, client_laps times for client_seconds."""
 
     prompt_tokens: int = 32768
     block_tokens: int = 64
@@ -411,12 +406,11 @@ class LookupOptions:
 
     @property
     def prompt_blocks(self) -> int:
-        """Blocks of a prompt."""
         return self.prompt_tokens // self.block_tokens
 
 
 class Prompts:
-    """Prompt number n: 0, 1, 2, ... but for the first token, which is n and so in every key of its chain."""
+    """Prompt n is 0, 1, 2, ... except for its first token, n, which is part of every key."""
 
     def __init__(self, options: LookupOptions) -> None:
         self._tokens = np.arange(options.prompt_tokens, dtype=np.uint32)
@@ -428,7 +422,7 @@ class Prompts:
 
 
 class Chain:
-    """The limit: one keyed BLAKE2b-256 per block over the one before and the block's tokens, and nothing else."""
+    """The limit: only one keyed BLAKE2b-256 per block over the key before and the block's tokens."""
 
     def __init__(self, options: LookupOptions) -> None:
         self._raw = token_bytes(Prompts(options)[0])

@@ -1,7 +1,7 @@
-"""The sidecar that a bench measures: `kvstore serve` in a process of its own, started and ended here.
+"""Starts and ends the sidecar that a bench measures: `kvstore serve` in its own process.
 
-Its socket, configuration and log lie in a folder of temporary files. It logs warnings only, and a bench does nothing
-that it would have to warn of: what it logged makes `end` fail.
+Its socket, configuration and log lie in a temporary directory. It logs warnings only; a bench should cause none, so
+`end` fails if there is one.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from kvstore.protocol.status import Readiness
 
 ENGINE = f"kvstore bench {kvstore.__version__}"
 LONGEST_SECONDS = 120.0
-"""For whatever a bench waits for from a sidecar."""
+"""Timeout of every wait for a sidecar."""
 CALL_SECONDS = 0.005
-"""How often it is called until it is there."""
+"""Interval of calls until it is up."""
 LOOK_SECONDS = 0.05
-"""How often it is asked whether it is ready."""
+"""Interval of polls until it is ready."""
 END_SECONDS = 2.0
-"""How often it is told to end."""
+"""Interval of signals until it ends."""
 _HOST = "127.0.0.1"
 _PATIENT = CallLimits(match=LONGEST_SECONDS, lease=LONGEST_SECONDS, fill=LONGEST_SECONDS)
 
 
 class Sidecar:
-    """A sidecar from its start on. A context: it is ended in order, or killed where something failed."""
+    """A sidecar from its start on. A context manager: ends it in order, or kills it after a failure."""
 
     def __init__(
         self, store: Mapping[str, str | int], *, has_health: bool = False, tokens: Mapping[str, str] | None = None
     ) -> None:
-        """store: settings of that section; `data` is a folder that goes with the sidecar if not given. tokens: of
-        tenants beside the default one, and of that, by their names, where there is to be a network process at `grpc`;
-        the socket of a tenant has its name."""
+        """store: settings of that section; without `data`, a directory that is removed with the sidecar. tokens: by
+        tenant, the default tenant's included, if a network process is to run at `grpc`; a tenant's socket has its
+        name."""
         self._scratch = tempfile.TemporaryDirectory(prefix="kvstore-")
         scratch = self.folder = Path(self._scratch.name)
         self.grpc = f"unix:{scratch / 'grpc'}"
@@ -57,7 +57,7 @@ class Sidecar:
         others = [name for name in tokens or () if name != DEFAULT_TENANT]
         self.socket = str(scratch / "door")
         self.http_port = 0
-        """Of its health and metrics, once it is `ready`."""
+        """Port of health and metrics, once `ready`."""
         self._log = scratch / "log"
         config = scratch / "config.toml"
         config.write_text(
@@ -78,9 +78,9 @@ class Sidecar:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log)
 
     def greeted(self) -> float:
-        """Call until a hello is answered, and hang up; seconds from the start of the process to the answer.
+        """Call until it answers a hello, and disconnect; returns seconds from the process's start.
 
-        Raises `StoreError` where it cannot start.
+        Raises `StoreError` if it cannot start.
         """
         while True:
             try:
@@ -94,9 +94,9 @@ class Sidecar:
             return seconds
 
     def ready(self) -> float:
-        """Ask until all that is on disk can be found; seconds from the start of the process until it said so.
+        """Poll until everything on disk can be found; returns seconds from the process's start.
 
-        Once it was `greeted`. Raises `StoreError`, also where some of it could not be taken in.
+        Call `greeted` first. Raises `StoreError`, also if part of it could not be loaded.
         """
         assert self._process.stdout is not None
         port = self.http_port = json.loads(self._process.stdout.readline() or "{}").get("http_port", 0)
@@ -121,21 +121,21 @@ class Sidecar:
         return open_patiently(self.socket)
 
     def end(self) -> None:
-        """SIGTERM. Raises `StoreError` where it does not end in order, or had something to warn of."""
+        """SIGTERM. Raises `StoreError` if it does not end in order, or logged a warning."""
         give_up_at = perf_counter() + LONGEST_SECONDS
         while self._process.poll() is None:
             if perf_counter() > give_up_at:
                 raise StoreError("a sidecar did not end")
-            self._process.terminate()  # again and again: Python sees one late that comes while its main thread blocks
+            self._process.terminate()  # repeatedly: Python handles it late if its main thread blocks
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(END_SECONDS)
         if self._process.returncode or self._logged():
             raise self._failure()
 
     def kill(self) -> None:
-        """SIGKILL to the keeper and to the sidecar, neither of which gets to do anything about it."""
+        """SIGKILL to the supervisor and the sidecar; neither can react."""
         keeper = self._process.pid
-        with suppress(OSError):  # who interrupts a bench interrupts its sidecar, which may be gone by itself
+        with suppress(OSError):  # an interrupt hits the sidecar too, which may have ended
             self._process.send_signal(signal.SIGSTOP)
             for sidecar in Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split():
                 os.kill(int(sidecar), signal.SIGKILL)
@@ -172,7 +172,7 @@ class Sidecar:
 
 
 def open_patiently(socket: str) -> SidecarStore:
-    """As an engine opens it; but what is late is slow here, and not a miss."""
+    """Open as an engine does, but with deadlines that make late answers slow rather than misses."""
     store = kvstore.open(f"unix:{socket}", engine=ENGINE)
     assert isinstance(store, SidecarStore)
     store._door._limits = _PATIENT
@@ -180,7 +180,7 @@ def open_patiently(socket: str) -> SidecarStore:
 
 
 def _as_toml(sections: Mapping[str, Mapping[str, str | int]]) -> str:
-    """Every value as text: a string of JSON is one of TOML."""
+    """Every value as text: a JSON string is a TOML string."""
     return "\n".join(
         f"[{name}]\n" + "".join(f"{key} = {json.dumps(str(value))}\n" for key, value in section.items())
         for name, section in sections.items()

@@ -1,12 +1,12 @@
 """`kvstore bench tiers`: how near put and get of the DRAM tier come to memcpy, and the NVMe tier to fio.
 
-The rows of NVMe are in `nvme`, those through a sidecar in `door`; this is about those of DRAM in this process. What is
-measured is what a user calls: `put`, and `match`, `lease`, `get`, `release`, on the product's own store and handle,
-prompt after prompt. What it is compared with is `memmove` of whole payloads on one thread, between the same two kinds
-of memory in the same direction, right before and right after.
+The NVMe rows are in `nvme`, those through a sidecar in `rig`; here are those of DRAM in this process. It measures the
+user's own calls: `put`, and `match`, `lease`, `get`, `release`, on the product's store and handle, prompt after prompt.
+The reference is one thread's `memmove` of whole payloads between the same kinds of memory in the same direction, right
+before and right after.
 
-Stores, pages and the limit's own buffers are each many times the last-level cache. A put always stores new blocks into
-a full store, so every block stored evicts one: the steady state of a cache.
+Stores, pages and the limit's buffers are each many times the last-level cache. A put always stores new blocks into a
+full store, so every block stored evicts one: a cache's steady state.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ from kvstore.client.sidecar_store import SidecarStore
 from kvstore.config import format_size
 
 BUFFERS = 5
-"""Two stores, the pages, and the limit's source and target: a working set each."""
+"""Working sets: two stores, the pages, and the limit's source and target."""
 
 HOST_POOL, BATCH_PAGES, BATCHES = "get, host pool", 128, 4
-"""A path, how many pages it moves in a turn, and how many times as many there are."""
+"""A path; pages moved per turn; number of such batches."""
 HOST_POOL_BYTES = 1 << 20
-"""The targets hold for pages from this size on."""
+"""Targets hold from this page size on."""
 HOST_POOL_TARGETS = {True: 0.68, False: 0.88}
-"""By whether they are verified."""
+"""By whether pages are verified."""
 OPEN_SECONDS = 30.0
 
 WITHOUT = (
@@ -85,11 +85,11 @@ LEFT_OUT = {
 
 @dataclass(frozen=True, slots=True)
 class TiersOptions:
-    """shapes: the frames to measure. page_tokens: of the token-major pages; the head-major ones hold a whole block.
+    """shapes: of the frames. page_tokens: of the token-major pages; the head-major ones hold a whole block.
 
-    working_set_bytes: of each of two stores, of the pages and of each of the limit's two buffers; less where five times
-    as much is not to be had. A quarter of it is one prompt, which a thread moves in one turn. laps: turns of each.
-    door, nvme: of their rows.
+    working_set_bytes: of each of two stores, the pages and the limit's two buffers; less if five times as much is not
+    available. A quarter of it is one prompt, which a thread moves per turn. laps: turns of each. door, nvme: for their
+    rows.
     """
 
     shapes: tuple[BlockShape, ...] = (BlockShape(8, 64), BlockShape(32, 64), BlockShape(32, 256))
@@ -173,7 +173,7 @@ def _measure(
                 moved = getattr(limit, path)
                 with Together(1) as alone, Together(threads) as team:
                     turns = {(path, side): turn_of(team, getattr(sides[side], path), threads) for side in sides}
-                    if threads > 1:  # what the memory has to give to that many threads
+                    if threads > 1:  # what memory gives to that many threads
                         turns["memcpy", False] = turn_of(team, moved, threads)
                     measured = against(turn_of(alone, moved, 1), turns, options.laps)
                 for (what, verified), found in measured.items():
@@ -216,11 +216,10 @@ class HostPool:
         assert loaded == BATCH_PAGES, f"{loaded} of {BATCH_PAGES} pages loaded"
 
     def namespace(self, *, model: str, layout: Layout, codec: str = "", **more: Any) -> NamespaceHandle:
-        """As a store's, with the digest of this side."""
+        """As a store's, with this side's digest."""
         return NamespaceHandle(self._client._door, Namespace(model, layout, codec), RawCodec(), self._digest)
 
     def close(self) -> None:
-        """End the threads that opened it."""
         self._space.close()
 
 

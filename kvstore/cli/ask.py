@@ -1,6 +1,6 @@
-"""What an operator's commands do with a running sidecar: ask, drop, purge, warm.
+"""What operators' commands do with a running sidecar: ask, drop, purge, record, warm.
 
-Each call opens a connection of its own and ends it. Whatever goes wrong is raised as one line that says what to do.
+Each call uses a connection of its own. Every fault is raised as one line that says what to do.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from tiering.clock import Clock
 A = TypeVar("A")
 CALL_SECONDS = 5.0
 MARGIN_SECONDS = 5.0
-"""Beyond what the sidecar itself takes for a thing that has a deadline."""
+"""Time for the answer, beyond the sidecar's own deadline."""
 
 Progress = Callable[[str, int, int], None]
 
 
 def stat(socket: str, clock: Clock) -> SidecarStatus:
-    """What a sidecar says of itself. Raises `Unreachable`, and `StoreError` where that cannot be."""
+    """A sidecar's status. Raises `Unreachable`, and `StoreError` for an impossible answer."""
     with _connection(socket, clock, "give --admin-socket or --data") as ask:
         facts = ask(m.Stat(), m.StatReply, CALL_SECONDS).facts
     try:
@@ -44,7 +44,7 @@ def stat(socket: str, clock: Clock) -> SidecarStatus:
 
 
 def why(socket: str, clock: Clock, request: str) -> m.WhyReply:
-    """What a sidecar knows of requests whose names begin so. Raises `BadInput` where it knows of none."""
+    """What a sidecar knows of requests whose names begin so. Raises `BadInput` if it knows none."""
     if not request or len(request) > MAX_REQUEST_CHARACTERS:
         raise BadInput(f"a request's name of {len(request)} characters; give 1 to {MAX_REQUEST_CHARACTERS}")
     with _connection(socket, clock, "give --admin-socket or --data") as ask:
@@ -62,7 +62,7 @@ def why(socket: str, clock: Clock, request: str) -> m.WhyReply:
 
 
 def prefixes(socket: str, clock: Clock, tenant: str) -> PrefixFigures:
-    """The hottest prefixes of a sidecar, and where prompts part; of one tenant, or of all. Raises `StoreError`."""
+    """A sidecar's hottest prefixes, and where prompts part; of one tenant or of all. Raises `StoreError`."""
     _check_name("a tenant's name", tenant)
     with _connection(socket, clock, "give --admin-socket or --data") as ask:
         figures = ask(m.Prefixes(tenant), m.PrefixesReply, CALL_SECONDS).figures
@@ -74,7 +74,7 @@ def prefixes(socket: str, clock: Clock, tenant: str) -> PrefixFigures:
 
 
 def drop(socket: str, clock: Clock, namespace: str, tenant: str, seconds: float) -> m.Counted:
-    """Evict a namespace from every tier; returns how many blocks it had, and what others have of it still."""
+    """Evict a namespace from every tier; returns how many blocks it had, and what other nodes may still have of it."""
     checked_seconds(seconds)
     _check_name("a namespace's id", namespace)
     _check_name("a tenant's name", tenant)
@@ -83,7 +83,7 @@ def drop(socket: str, clock: Clock, namespace: str, tenant: str, seconds: float)
 
 
 def purge(socket: str, clock: Clock, tenant: str, seconds: float) -> m.Counted:
-    """Void all blocks of a tenant and retire its key; returns how many it had, and what others have of them still."""
+    """Void all blocks of a tenant and retire its key; returns how many it had, and what other nodes may still have."""
     checked_seconds(seconds)
     _check_name("a tenant's name", tenant)
     with _connection(socket, clock, "give --admin-socket or --data") as ask:
@@ -91,7 +91,7 @@ def purge(socket: str, clock: Clock, tenant: str, seconds: float) -> m.Counted:
 
 
 def _check_name(what: str, given: str) -> None:
-    """What is longer is no message to a sidecar. Raises `BadInput`."""
+    """The protocol's limit. Raises `BadInput`."""
     if len(given) > m.MAX_NAME:
         raise BadInput(f"{what} of {len(given)} characters; see kvstore namespaces for what there is")
 
@@ -99,12 +99,13 @@ def _check_name(what: str, given: str) -> None:
 # Recording ------------------------------------------------------------------------------------------------------------
 
 TAKEN_EVERY_SECONDS = 0.5
-"""How often a sidecar is asked for what it has noted."""
+"""Interval between fetches of a sidecar's notes."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordSummary:
-    """requests, blocks: written. lost: requests that were not noted, since those before were not fetched in time."""
+    """requests, blocks: written. lost: requests that the sidecar dropped because earlier notes were not fetched in
+    time."""
 
     file: str
     block_tokens: int
@@ -125,10 +126,10 @@ def record(
     progress: Progress,
     is_ended: Callable[[], bool] = lambda: False,
 ) -> RecordSummary:
-    """Write what clients look up from now on, a line for each request, in the form that `read_trace` reads.
+    """Write each request that clients look up from now on as a line of the form that `read_trace` reads.
 
-    seconds: None until it is ended. file: for the report. is_ended: asked again and again; what was looked up until
-    then is written. Raises `BadInput`, and `Unreachable` where the sidecar goes away: with how much is written.
+    seconds: None until it is ended. file: named in the report. is_ended: polled; what was looked up until then is
+    written. Raises `BadInput`, and `Unreachable` if the sidecar goes away, with how much was written.
     """
     _check_name("a namespace's id", namespace)
     _check_name("a tenant's name", tenant)
@@ -163,7 +164,7 @@ def record(
                     break
                 if not found.requests:
                     clock.sleep(TAKEN_EVERY_SECONDS if seconds is None else min(TAKEN_EVERY_SECONDS, seconds))
-        except StoreError as error:  # the sidecar is gone, and the recording with it
+        except StoreError as error:  # the sidecar is gone, and so is the recording
             saved = f"{requests:,} requests are in {file}, and then: " if requests else ""
             raise type(error)(f"{saved}{error}") from None
         except BaseException:
@@ -178,7 +179,7 @@ def record(
 
 @dataclass(frozen=True, slots=True)
 class WarmPrompt:
-    """A line of the file: token ids as uint32 little-endian bytes, and what else the KV depends on."""
+    """A line of the file: token ids as little-endian uint32 bytes, and extra keys."""
 
     line: int
     token_ids: bytes
@@ -187,8 +188,8 @@ class WarmPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Warmed:
-    """In blocks. warm: in DRAM already. promoted: brought up from a lower tier. left: found, and not brought up.
-    absent: not stored. The last two by reason."""
+    """In blocks. warm: already in DRAM. promoted: from a lower tier. left: found but not promoted, by reason. absent:
+    not stored, by reason."""
 
     namespace: str
     prompts: int
@@ -201,10 +202,11 @@ class Warmed:
 
 
 def read_prompts(name: str, lines: Iterable[str]) -> list[WarmPrompt]:
-    """JSON lines: a list of token ids, or an object with "token_ids" and perhaps "extra_keys". Empty lines are skipped.
+    """Read JSON lines: a list of token ids, or an object with "token_ids" and optionally "extra_keys". Empty lines are
+    skipped.
 
-    An extra key is text, or {"hex": ..., "first_token": ...}, the latter as `ExtraKey`. Raises `BadInput`, which names
-    the line.
+    An extra key is text, or {"hex": ..., "first_token": ...}, the latter as in `ExtraKey`. Raises `BadInput`, which
+    names the line.
     """
     prompts = []
     for number, line in enumerate(lines, 1):
@@ -250,7 +252,7 @@ def _extra_key(given: Any) -> ExtraKey | bytes | str:
 def warm(
     socket: str, clock: Clock, namespace: str, name: str, prompts: Sequence[WarmPrompt], progress: Progress
 ) -> Warmed:
-    """Bring the stored prefix of each prompt up to DRAM. name: of the file, for messages. Raises `BadInput`."""
+    """Promote the stored prefix of each prompt to DRAM. name: the file's, for messages. Raises `BadInput`."""
     began = clock.monotonic_seconds()
     with _connection(socket, clock, "give --socket (a tenant's) or --data") as ask:
         chosen = _chosen_namespace(ask, namespace)
@@ -277,7 +279,7 @@ def warm(
 
 
 def _chosen_namespace(ask: _Ask, wanted: str) -> m.Opened:
-    """The tenant's one namespace whose digest begins so. Raises `BadInput`."""
+    """The tenant's only namespace whose digest begins so. Raises `BadInput`."""
     found: list[m.Opened] = []
     first = 0
     while True:
@@ -301,7 +303,7 @@ def _unpacked(opened: m.Opened) -> Namespace:
 
 
 class _Ask:
-    """Questions on one connection; a refusal is raised."""
+    """Calls on one connection; raises refusals."""
 
     def __init__(self, wire: FramedSocket, socket: str) -> None:
         self._wire = wire

@@ -1,4 +1,4 @@
-"""The commands `kvstore bench ...`: a path of the store beside its physical limit."""
+"""The commands `kvstore bench ...`: each measures a path of the store beside its physical limit."""
 
 import json
 import os
@@ -50,11 +50,11 @@ def bench_tiers(
     check: Check = False,
     as_json: Json = False,
 ) -> int:
-    """How near put and get come to a plain memory copy, in this process and through a sidecar's socket, and to what fio
-    gets out of the disk.
+    """How near put and get come to a plain memory copy, in this process and through a sidecar's socket, and on NVMe to
+    what fio reaches.
 
-    A plain loop of direct I/O is measured beside fio, and alone where fio is not on the path. The disk's part takes 1.5
-    GiB of it and about a minute; the others up to half of the free memory and three minutes each.
+    A plain loop of direct I/O runs beside fio, or alone if fio is not on the path. The disk's part takes 1.5 GiB of it
+    and about a minute; the others up to half of the free memory and three minutes each.
     """
     with shown_progress() as show:
         show("loading torch")
@@ -67,8 +67,8 @@ def bench_tiers(
 
 @bench.command("lookup")
 def bench_lookup(check: Check = False, as_json: Json = False) -> int:
-    """How long it takes to find the longest stored prefix of a prompt: in this process, through a sidecar's socket, and
-    by eight clients of a sidecar together."""
+    """How long it takes to find a prompt's longest stored prefix: in this process, through a sidecar's socket, and for
+    eight clients of a sidecar at once."""
     with shown_progress() as show:
         show("loading torch")
         from kvstore.bench import lookup
@@ -151,11 +151,12 @@ def bench_traffic(
     check: Check = False,
     as_json: Json = False,
 ) -> int:
-    """Replay recorded requests against engines as they came: TTFT, ITL, tokens per second, goodput, and hits by tier.
+    """Replay recorded requests against engines at their recorded times: TTFT, ITL, tokens per second, goodput, and hits
+    by tier.
 
-    Arrivals, lengths and shared prefixes are the trace's; the tokens are made up. Each endpoint gets the same in a
-    turn, and all of it anew in the next, so that figures have a spread. Status 1: all requests of a turn failed; with
-    --check: one failed.
+    Arrivals, lengths and shared prefixes are the trace's; the tokens are made up. In a turn each endpoint gets the same
+    requests; each turn has new tokens, so figures have a spread. Status 1: all requests of a turn failed; with --check:
+    one failed.
     """
     from kvstore.bench.traffic import engines as starts
     from kvstore.bench.traffic import run as traffic
@@ -190,7 +191,7 @@ def bench_traffic(
         starts.EngineOptions.of(listed([engines], "--engines", "give some"), shape, own_share) if engines else None,
     )
     endpoints = _endpoints(endpoint or [], sidecar or [], anywhere)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # engines end with the bench
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the engines end with the bench
     with shown_progress() as show:
         show("reading the trace")
         with lines_of(Path(trace)) as lines:
@@ -203,7 +204,7 @@ _MS = "give milliseconds, such as 200,500"
 
 
 def _endpoints(given: list[str], sidecars: list[str], anywhere: bool) -> list[Any]:
-    """By their names. Raises `BadInput`."""
+    """Endpoints by name. Raises `BadInput`."""
     from kvstore.bench.traffic.engines import Endpoint
     from kvstore.openai.client import checked_url
 

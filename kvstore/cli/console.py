@@ -1,4 +1,4 @@
-"""The console's command: a page and an API for people, beside a sidecar that runs."""
+"""`kvstore console`: serves the dashboard and its API, beside a running sidecar."""
 
 import errno
 import json
@@ -72,8 +72,8 @@ def console(
 ) -> int:
     """Show a running sidecar in a browser: hits, misses and why, tiers, tenants, engines, events; until SIGTERM.
 
-    It asks at a socket where nothing can be changed, so it may crash or be flooded and no engine notices. It waits for
-    a sidecar that is not there yet. With --operator it has a page that drops, purges and warms.
+    It asks through a socket that allows no changes, so it may crash or be flooded without engines noticing. It waits
+    for a sidecar that is not there yet. With --operator it has a page that drops, purges and warms.
     """
     from kvstore.console.access import ConsoleTokens, checked_tokens
     from kvstore.console.serve import ConsoleParts, serve_console
@@ -113,7 +113,7 @@ def console(
 
 
 def _tenant_sockets(given: list[str]) -> dict[str, str]:
-    """By the tenants' names."""
+    """Socket paths by tenant."""
     pairs = [one.partition("=") for one in given]
     wrong = next((one for one, (name, _, path) in zip(given, pairs, strict=True) if not name or not path), None)
     if wrong is not None:
@@ -122,29 +122,29 @@ def _tenant_sockets(given: list[str]) -> dict[str, str]:
 
 
 def static_files() -> dict[str, bytes]:
-    """The console's pages, by their names."""
+    """Contents of the console's files, by name."""
     root = Path(str(resources.files("kvstore.console") / "static"))
     return {str(one.relative_to(root)): one.read_bytes() for one in sorted(root.rglob("*")) if one.is_file()}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a console is handed for its operator: what `kvstore drop`, `purge` and `warm` do, and the audit log's file.
+# The operator's verbs for the console, as `kvstore drop`, `purge` and `warm`, and the audit log's file.
 
 
 ACTION_SECONDS = 30.0
-"""That a drop or a purge may take."""
+"""Deadline of a drop or a purge."""
 
 MOST_AUDIT_BYTES = 4 << 20
-"""Of a file. A full one becomes FILE.1, in place of the last one of that name."""
+"""A full file becomes FILE.1, replacing the last of that name."""
 LAST_AUDIT_BYTES = 256 << 10
-"""That are read again at the start."""
+"""Read from each file at the start."""
 
 
 class AuditFile:
-    """`AuditLines`. One thread at a time."""
+    """`AuditLines` on the disk. Not thread-safe."""
 
     def __init__(self, path: Path, most_bytes: int = MOST_AUDIT_BYTES) -> None:
-        """Raises `BadInput` where it cannot be written."""
+        """Raises `BadInput` if it cannot be written."""
         self._path = path
         self._before = path.with_name(f"{path.name}.1")
         self._most_bytes = most_bytes
@@ -154,7 +154,6 @@ class AuditFile:
             raise BadInput(f"{path}: {error.strerror}; give another --audit-file (console.audit_file)") from None
 
     def append(self, line: bytes) -> None:
-        """As `AuditLines.append`."""
         file = self._open()
         size = os.fstat(file).st_size
         if size and size + len(line) > self._most_bytes:
@@ -162,7 +161,7 @@ class AuditFile:
             os.replace(self._path, self._before)
             file, size = self._open(), 0
         try:
-            is_torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"  # by a crash, or by hand
+            is_torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"  # cut off by a crash, or edited by hand
             written = b"\n" + line if is_torn else line
             if os.write(file, written) < len(written):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -174,7 +173,6 @@ class AuditFile:
             os.close(file)
 
     def last(self) -> Iterator[bytes]:
-        """As `AuditLines.last`."""
         for path in (self._before, self._path):
             try:
                 with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
@@ -211,7 +209,6 @@ class OperatorCommands:
         return gone.blocks, gone.elsewhere
 
     def warm(self, tenant: str, namespace: str, prompts: str) -> tuple[int, str]:
-        """As `OperatorVerbs.warm`."""
         socket = self.sockets.get(tenant)
         if socket is None:
             raise BadInput(f"this console has no socket of tenant {printable(tenant)!r}; give --tenant-socket")

@@ -1,4 +1,4 @@
-"""Commands that speak to engines over OpenAI's API: a proxy in front of them, and prompts computed ahead."""
+"""Commands that talk to engines over OpenAI's API: `kvstore pd-proxy` and `kvstore prime`."""
 
 import asyncio
 import json
@@ -67,10 +67,10 @@ def pd_proxy(
     ] = 3600.0,
     as_json: Json = False,
 ) -> int:
-    """Serve OpenAI's completions and chat from one prefill engine and some decode engines, until SIGTERM.
+    """Serve OpenAI's completions and chat from one prefill engine and several decode engines, until SIGTERM.
 
-    Each prompt is sent to both; what prefill says of its blocks goes to decode as it is. Where prefill is down, late or
-    fails, decode computes the prompt. GET /health says which engines are up.
+    Both get each prompt; prefill's transfer parameters go to decode unchanged. If prefill is down, late or fails,
+    decode computes the prompt. GET /health says which engines are up.
     """
     from kvstore.openai.api import Legs
     from kvstore.openai.client import checked_url
@@ -141,9 +141,9 @@ def prime(
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Have an engine compute system prompts and documents once, and its store keep them, before anybody asks.
+    """Have an engine compute system prompts and documents once, ahead of use, and its store retain them.
 
-    The engine tokenizes them and applies its chat template. Status 1: a prompt was not computed, or nothing keeps it.
+    The engine tokenizes them and applies its chat template. Status 1: a prompt was not computed, or no store keeps it.
     """
     from kvstore.openai import prime as priming
     from kvstore.openai.client import checked_url
@@ -171,7 +171,7 @@ def prime(
 
 
 def _prompts(files: list[str], role: Any) -> list[Any]:
-    """Of all files. Raises `BadInput`."""
+    """Prompts of all files. Raises `BadInput`."""
     from kvstore.openai import prime as priming
 
     found: list[Any] = []
@@ -202,13 +202,13 @@ def _check_count(found: list[Any]) -> None:
 
 
 def api_key_header(file: str | None) -> dict[str, str]:
-    """An engine's key, of the first line of a file."""
+    """An engine's API key, from the first line of a file."""
     key = first_line(file)
     return {"authorization": f"Bearer {key}"} if key else {}
 
 
 def first_line(file: str | None) -> str:
-    """A secret that a file has; empty where there is no file. Raises `BadInput`, which does not repeat it."""
+    """The secret in a file's first line; empty without a file. Raises `BadInput`, which does not repeat the secret."""
     if file is None:
         return ""
     with open(file, encoding="utf-8", errors="replace") as lines:

@@ -1,5 +1,5 @@
-"""The commands `kvstore replay` and `kvstore whatif`: recorded requests through tables without memory, and estimates
-of what those would say."""
+"""`kvstore replay` and `kvstore whatif`: replay recorded requests through the store's tables, or estimate the
+result."""
 
 import os
 import sys
@@ -74,8 +74,8 @@ def replay(
 ) -> int:
     """What policies would have found of recorded requests, through the store's own tables, beside the offline optimum.
 
-    No KV is stored, so any size up to 4,194,304 blocks can be tried on any machine. Equal traces, seeds and sizes give
-    equal figures.
+    No KV is stored, so any size up to 4,194,304 blocks works on any machine. Equal traces, seeds and sizes give equal
+    figures.
     """
     from kvstore.insight import replays
     from kvstore.insight.trace import MOST_TOKENS, read_trace
@@ -164,9 +164,8 @@ def whatif(
 ) -> int:
     """What other sizes would have found of recorded requests, estimated from a few thousand of their blocks.
 
-    For lru one pass gives all sizes, in a second for a hundred thousand blocks. For adaptive a tenth of the blocks or
-    more goes through the store's own tables, once for each size. Full blocks alone count. The ceiling is what no size
-    exceeds.
+    lru: one pass for all sizes, in a second for a hundred thousand blocks. adaptive: a tenth of the blocks or more goes
+    through the store's own tables, once for each size. Only full blocks count. The ceiling is the limit over all sizes.
     """
     from kvstore.insight import whatif_trace
     from kvstore.insight.lru_curve import LEAST_NAMES
@@ -194,7 +193,7 @@ def whatif(
         from kvstore.insight.plots import draw_whatif
 
         draw = _plotter(draw_whatif, file)
-    kvstore.policy_named(policy)  # what is missing for it is said before any work
+    kvstore.policy_named(policy)  # raises now if its packages are missing
     with shown_progress() as show:
         show(f"reading {path}")
         with lines_of(path) as lines:
@@ -224,13 +223,13 @@ def _sizes(given: list[str] | None, flag: str, most: int) -> list[int]:
 
 
 def _checked_picture(flag: str, file: str, *kinds: str) -> str:
-    """What is wrong with it is said before any work."""
+    """Raises early, before any work."""
     if Path(file).suffix.lower() not in kinds:
         allowed = f"{', '.join(kinds[:-1])} or {kinds[-1]}" if kinds[1:] else kinds[0]
         raise typer.BadParameter(f"{flag} {file}: give a name that ends in {allowed}")
     check_folder(f"{flag} {file}", file)
     is_new = not os.path.lexists(file)
-    with open(file, "ab"):  # else it would be said behind all the work that it cannot be written
+    with open(file, "ab"):  # fails now, before any work, if it cannot be written
         pass
     if is_new:
         os.unlink(file)
@@ -238,5 +237,4 @@ def _checked_picture(flag: str, file: str, *kinds: str) -> str:
 
 
 def _plotter(draw: Callable[[Any], Any], file: str) -> Callable[[Any], None]:
-    """Draws a result there."""
     return lambda result: draw(result).savefig(file, dpi=150, format=Path(file).suffix.lower()[1:])

@@ -1,4 +1,4 @@
-"""kvstore keys: tenants' secrets that the nodes of a pool share. What is printed are fingerprints, never a secret."""
+"""kvstore keys: tenants' secrets that a pool's nodes share. Prints fingerprints, never a secret."""
 
 import secrets
 from collections.abc import Mapping, Sequence
@@ -23,8 +23,8 @@ Tenant = Annotated[str, typer.Argument(metavar="TENANT", help="The tenant's name
 
 @dataclass(frozen=True, slots=True)
 class KeysReport:
-    """What stands somewhere of tenants' keys. served: under which identity of a pool tenants are served in a store.
-    purged: names by fingerprint, of tenants that a store does not serve under these. faults: of files, by name."""
+    """Keys found at a path. served: identity of a pool under which a store serves each tenant. purged: fingerprints, by
+    tenant, that a store no longer serves. faults: of files, by name."""
 
     where: str
     tenants: Sequence[TenantSecrets]
@@ -33,7 +33,6 @@ class KeysReport:
     faults: Mapping[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, object]:
-        """For `--json`."""
         return {
             "path": self.where,
             "tenants": [
@@ -51,7 +50,6 @@ class KeysReport:
         }
 
     def render(self, console: Any) -> None:
-        """For people."""
         for one in self.tenants:
             signs = one.in_epochs()[-1]
             also = ", ".join(str(number) for number, _ in one.epochs[:-1])
@@ -71,17 +69,15 @@ class KeysReport:
 
 @dataclass(frozen=True, slots=True)
 class ReviveReport:
-    """Under which identities a tenant may be served again."""
+    """Identities under which a tenant may be served again."""
 
     tenant: str
     fingerprints: Sequence[str]
 
     def to_dict(self) -> dict[str, object]:
-        """For `--json`."""
         return {"tenant": self.tenant, "fingerprints": list(self.fingerprints)}
 
     def render(self, console: Any) -> None:
-        """For people."""
         line = f"Tenant {self.tenant} may be served under {', '.join(self.fingerprints)} again"
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -94,7 +90,7 @@ def init(
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Make keys for tenants that have none there. Every node of the pool is to have the same directory."""
+    """Make keys for tenants that have none there. Every node of the pool needs the same directory."""
     made = pool_keys.init(SecretDirectory(Path(directory)), tenants or ["default"], secrets.token_bytes)
     return print_result(KeysReport(directory, made), as_json)
 
@@ -112,7 +108,7 @@ def show(
     ],
     as_json: Json = False,
 ) -> int:
-    """Fingerprints of what stands there: the same on all nodes, or the pool is none. Never a secret."""
+    """Print fingerprints of the keys: they must be equal on all nodes of a pool. Never prints a secret."""
     given = Path(path)
     if given.is_dir():
         there = PoolKeys.read(SecretDirectory(given))
@@ -144,16 +140,16 @@ def take_in(
     ] = False,
     as_json: Json = False,
 ) -> int:
-    """Have tenants' keys from elsewhere: those of a store become a pool's, and it stays warm."""
+    """Take over tenants' keys from elsewhere: a store's keys become a pool's, and the store stays warm."""
     taken = pool_keys.take_in(SecretDirectory(Path(directory)), Path(source), tenants or (), cold_start=cold_start)
     return print_result(KeysReport(directory, taken), as_json)
 
 
 @app.command()
 def rotate(directory: Dir, tenant: Tenant, as_json: Json = False) -> int:
-    """Begin an epoch: what is stored from now on is signed with a new secret, and what is there stays readable.
+    """Begin an epoch: blocks stored from now on are signed with a new secret; older ones stay readable.
 
-    Sidecars that have the directory take it in within seconds. Blocks keep their names.
+    Sidecars with the directory notice within seconds. Blocks keep their names.
     """
     rotated = pool_keys.rotate(SecretDirectory(Path(directory)), tenant, secrets.token_bytes)
     return print_result(KeysReport(directory, [rotated]), as_json)
@@ -166,7 +162,7 @@ def retire(
     epoch: Annotated[int, typer.Argument(metavar="EPOCH", help="The epoch's number.")],
     as_json: Json = False,
 ) -> int:
-    """End an epoch: what was signed in it is taken out of every tier, and accepted nowhere any more.
+    """End an epoch: blocks signed in it are evicted from every tier, and no node accepts them any more.
 
     Rotate first, and wait until kvstore stat shows the new epoch on every node.
     """
@@ -178,6 +174,6 @@ def retire(
 def revive(tenant: Tenant, data: Data = "./kv", as_json: Json = False) -> int:
     """Serve a purged tenant under the same keys again. The store's directory must not be in use.
 
-    A purge notes down which keys are not to be served any more, so that a mounted secret does not bring them back.
+    A purge records which keys are void, so that a mounted secret does not bring them back.
     """
     return print_result(ReviveReport(tenant, revive_tenant(Path(data), tenant)), as_json)

@@ -1,4 +1,4 @@
-"""The command `kvstore lint`: prompts in a file that part where they need not."""
+"""`kvstore lint`: finds where the prompts of a file part needlessly."""
 
 import json
 import sys
@@ -43,11 +43,11 @@ def lint(
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """What a prefix cache without an end would find of these prompts, in their order, and where some part that are the
-    same again behind: a date in a system prompt, documents in another order, a salt.
+    """What an unlimited prefix cache would find of these prompts, in their order, and where some part although they are
+    equal again later: a date in a system prompt, documents in another order, a salt.
 
-    A line is a list of token ids, a text, or an object with token_ids, prompt or messages, and perhaps cache_salt and
-    namespace. Nothing is stored or sent.
+    A line is a list of token ids, a text, or an object with token_ids, prompt or messages, and optionally cache_salt
+    and namespace. Nothing is stored or sent.
     """
     from kvstore.insight import prompts as linting
 
@@ -73,13 +73,13 @@ def lint(
 
 
 def _bounded(lines: Any, most: int) -> Iterator[str]:
-    """No line is read further than it may be long."""
+    """Read lines, none further than `most` + 1 characters."""
     while line := lines.readline(most + 1):
         yield line
 
 
 def _tokenizer(given: str) -> Any:
-    """A model's own, from its file."""
+    """A model's tokenizer, from its file."""
     path = Path(given)
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():

@@ -1,26 +1,26 @@
 """The command line.
 
-    demo, bench             the main job, and its measurements
+    demo, bench             see it work, and measure it
     doctor                  what this machine, a directory, a sidecar and an engine's configuration lack
     serve                   a store for all engines of a host
     keys                    tenants' secrets that the nodes of a pool share
-    console                 what a sidecar that runs says of itself, in a browser
+    console                 the dashboard of a running sidecar
     network                 gRPC beside it, for other languages, hosts and routers
     stat, why, prefixes, namespaces, drop, purge, warm
-                            an operator and a sidecar that runs
+                            an operator's commands for a running sidecar
     fsck                    a directory that no process has open
-    record, replay, whatif  requests of a sidecar that runs; these through tables without memory; estimates of that
-    plan, lint              what a model's KV takes and what it is worth; where prompts part that need not
+    record, replay, whatif  record requests of a running sidecar; replay them without memory; estimate the result
+    plan, lint              a model's KV and what storing it saves; where prompts part needlessly
 
 Results go to stdout, with `--json` as one object and nothing else. An error is one line on stderr that says what was
-given, what is allowed and how to mend it. Long work shows its progress on a terminal and nowhere else.
+given, what is allowed and how to mend it. Long work shows its progress on a terminal only.
 
     status 0    all is well            2    wrong input, or something that is needed is missing
     status 1    a check has failed     71   the machine has no memory, threads, descriptors or disk space for it
                                        130  interrupted
 
-The environment is read here and nowhere else. Each command imports its own module only, so that help is quick and one
-command does not need another one's packages. Must never show a traceback, unless KVSTORE_TRACEBACK is set.
+Only this room reads the environment. Each command imports its own module only, so that help is quick and a command does
+not need another one's packages. Must never show a traceback, unless KVSTORE_TRACEBACK is set.
 """
 
 import json
@@ -123,8 +123,8 @@ def demo(
     """Answer twenty questions on the store's own pages: without a store, filling one, from a full one, and from disk
     after a restart.
 
-    A small transformer over bytes answers them on this machine, in about a minute. You see how many tokens
-    were found and why the others were not, how much sooner the first token came, and that all answers are the same.
+    A small transformer over bytes answers them on this machine, in about a minute. You see how many tokens were found
+    and why the others were not, how much sooner the first token came, and that all answers are the same.
     """
     from kvstore.demo.options import DemoOptions
 
@@ -147,7 +147,7 @@ def demo(
 
 
 def _demo_sidecar(options: Any, stack: ExitStack) -> Any:
-    """A `DemoSidecar` by `DemoOptions`: it runs when this returns, and its dashboard is named."""
+    """Start a `DemoSidecar` by `DemoOptions`, and print its dashboard's address."""
     from kvstore.demo.dashboard import DemoSidecar
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # both processes end with the demo
@@ -176,7 +176,8 @@ def fsck(
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Verify every frame of a data directory, offline: MACs, payload digests, and what the index says of each slot.
+    """Verify every stored block of a data directory, offline: MACs, payload digests, and the index's entry of each
+    slot.
 
     Nothing is written without --repair. Status 0: all is well, or is again. Status 1: something is damaged.
     """
@@ -236,12 +237,12 @@ def serve(
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Serve a store to the engines of this host, through a UNIX socket and shared memory, until SIGTERM.
+    """Serve a store to this host's engines, through a UNIX socket and shared memory, until SIGTERM.
 
-    A small parent process holds the memory and starts the sidecar again after a crash. SIGHUP to it has shares, rates,
-    tokens and the log's level read again; SIGUSR2 has the sidecar begin again with what is installed by then. Prints
-    one line once connections are taken; logs go to standard error. Each setting may be a variable too,
-    KVSTORE_STORE_DRAM for store.dram: flags go before variables, and these before the file.
+    A small parent process holds the memory and restarts the sidecar after a crash. SIGHUP to it reloads shares, rates,
+    tokens and the log level; SIGUSR2 restarts the sidecar with the version then installed. Prints one line once it
+    takes connections; logs go to standard error. Each setting may also be a variable, such as KVSTORE_STORE_DRAM for
+    store.dram. Flags take precedence over variables, and variables over the file.
     """
     from kvstore.node import SystemClock
     from kvstore.service import keeper
@@ -266,7 +267,7 @@ def serve(
 
     settings = read()
     hold_standard_descriptors()
-    # It multiplies no matrices: threads for that would only take address space, and the start with it.
+    # OpenBLAS threads are not used here; they would cost address space and start-up time.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     if kept_at is None and settings.store.keeper:
         seconds = str(2 * settings.limits.close_seconds)
@@ -274,8 +275,8 @@ def serve(
         given = [seconds, settings.log.format, json.dumps(_beside(settings))]
         os.execv(sys.executable, [sys.executable, "-P", keeper.__file__, *given, *sidecar])
     wire = KeeperWire(kept_at, secrets.token_bytes) if kept_at is not None else None
-    # Two starts on the same memory are more than 34 ms apart, since a start takes longer, and no run has 2**24
-    # connections for each 34 ms that it lasts: so this one's are numbered above those of all before it.
+    # Connection numbers must exceed those of all earlier runs on this memory. Starts are more than 34 ms apart, and no
+    # run has 2**24 connections per 34 ms, so the clock's number will do.
     first_number = time.time_ns() >> CONNECTION_BITS + 1 << CONNECTION_BITS
     outside = Outside(
         SystemClock(),
@@ -294,12 +295,12 @@ def serve(
         begins_again = run(settings, outside, lambda sockets, port: _say_serving(sockets, port, keeper_pid, as_json))
     except OutOfResources as error:
         say(f"kvstore: {' '.join(str(error).split())}", sys.stderr)
-        os._exit(OUT_OF_RESOURCES)  # at once: without memory or threads no more may be relied on
+        os._exit(OUT_OF_RESOURCES)  # at once: without memory or threads, an orderly exit may hang
     return keeper.AGAIN if begins_again else OK
 
 
 def _beside(settings: Any) -> dict[str, list[str]]:
-    """The commands of what is to run beside the sidecar."""
+    """Command lines of the processes beside the sidecar."""
     from kvstore.service.keeper import CONSOLE, NETWORK
 
     found = {}
@@ -317,7 +318,7 @@ def _beside(settings: Any) -> dict[str, list[str]]:
 
 
 def _network_flags(settings: Any) -> list[str]:
-    """Nothing where it is not configured."""
+    """Empty if it is not configured."""
     chosen, remote = settings.network, settings.remote
     if chosen.listen is None and remote.url is None:
         return []
@@ -356,20 +357,20 @@ def _say_serving(sockets: list[str], port: int | None, keeper_pid: int | None, a
 
 
 def main() -> None:
-    """The entry point: run a command, turn errors into one line, and leave with its status."""
-    # Torch's threads otherwise spin while they wait for each other: ten times slower where cores are shared.
+    """The entry point: run a command, turn errors into one line, and exit with its status."""
+    # Torch's threads otherwise spin while waiting for each other: ten times slower on shared cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if not os.environ.get(_TRACEBACK):
         sys.excepthook = _report_bug
     show_any_text()
     try:
-        # Not app(...) itself, which would put an excepthook of typer's in place of ours.
+        # app(...) itself would install typer's excepthook in place of ours.
         status = typer.main.get_command(app)(standalone_mode=False, prog_name="kvstore")
         flush_output()
     except (KeyboardInterrupt, typer.Abort):
         raise SystemExit(INTERRUPTED) from None
     except BrokenPipeError:
-        # The reader of the output has closed the pipe; the flush at exit must not try it again.
+        # The reader closed the pipe; the flush at exit must not fail again.
         let_go(sys.stdout)
         raise SystemExit(OK) from None
     except UsageError as error:
@@ -393,6 +394,6 @@ def main() -> None:
 
 
 def _report_bug(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """For an exception that is a bug."""
+    """The excepthook: reports a bug in one line."""
     text = " ".join(f"{kind.__name__}: {error}".split())
     say(f"kvstore: internal error: {text} (set {_TRACEBACK}=1 to see where)", sys.stderr)

@@ -1,4 +1,4 @@
-"""The network's command: gRPC for other languages and hosts, and a router's HTTP, beside a sidecar that runs."""
+"""`kvstore network`: gRPC for other languages and hosts, and HTTP for routers, beside a running sidecar."""
 
 import json
 import os
@@ -109,13 +109,13 @@ def network(
     as_json: Json = False,
 ) -> int:
     """Serve gRPC beside a running sidecar: how much of a prompt is stored, for other languages, other hosts and
-    routers; and bring blocks from other nodes and from a remote engine; until SIGTERM.
+    routers; and fetch blocks from other nodes and from a remote tier; until SIGTERM.
 
-    It is a client of the tenants' sockets, and may crash or be flooded without an engine noticing. Who calls follows
-    from a token or a certificate: docs/grpc.md. Other nodes: docs/cluster.md. It waits for a sidecar
-    that is not there yet.
+    It is a client of the tenants' sockets, and may crash or be flooded without engines noticing. A token or a
+    certificate identifies the caller: docs/grpc.md. Other nodes: docs/cluster.md. It waits for a sidecar that is not
+    there yet.
     """
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # else grpc's own lines stand beside ours
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # silences grpc's own log lines
     from kvstore.block.errors import BadInput
     from kvstore.config import DEFAULT_TENANT, NetworkSettings, RemoteSettings, check_network, expanded
     from kvstore.console.access import checked_tokens
@@ -177,7 +177,7 @@ def network(
         if beats is not None:
             try:
                 os.write(beats, b".")
-            except BlockingIOError:  # the keeper has not read the last ones
+            except BlockingIOError:  # the supervisor has not read the earlier ones
                 pass
 
     def started(where: str | None, port: int | None) -> None:
@@ -259,7 +259,7 @@ def _ucx() -> Any:
 
 
 def _secret_of(path: str | None) -> Any:
-    """Reads a password as it is in its file by then."""
+    """Reads a password file anew at each call."""
     if path is None:
         return bytes
     file = ExchangedFile(path)
@@ -267,17 +267,15 @@ def _secret_of(path: str | None) -> Any:
 
 
 class ExchangedFile:
-    """A `SourceFile` of the disk."""
+    """A `SourceFile` on the disk."""
 
     def __init__(self, path: str) -> None:
         self.path = path
 
     def stamp(self) -> tuple[float, object]:
-        """As `SourceFile.stamp`."""
         found = os.stat(self.path)
         return found.st_mtime, (found.st_mtime_ns, found.st_size, found.st_ino)
 
     def read(self) -> bytes:
-        """As `SourceFile.read`."""
         with open(self.path, "rb") as source:
             return source.read(_MOST_FILE_BYTES)

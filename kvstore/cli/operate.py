@@ -1,5 +1,5 @@
-"""The commands of an operator: doctor, before a sidecar runs and after; on one that runs stat, why, prefixes,
-namespaces, drop, purge, warm, record."""
+"""Operators' commands: doctor, before and while a sidecar runs; for a running one stat, why, prefixes, namespaces,
+drop, purge, warm, record."""
 
 import json
 import os
@@ -83,10 +83,10 @@ def doctor(
     as_json: Json = False,
 ) -> int:
     """What this machine, the data directory, the sidecar's socket and an engine's configuration lack, a line each with
-    what to do, and what is well. Changes nothing.
+    the remedy, and what is well. Changes nothing.
 
-    Give it what kvstore serve is given; KVSTORE_ variables count as they do there. Status 0: all is well. Status 1:
-    something lacks.
+    Give it the flags of kvstore serve; KVSTORE_ variables count as they do there. Status 0: all is well. Status 1:
+    something is missing.
     """
     from kvstore.doctor.checks import checks_of
     from kvstore.doctor.engine import MOST_BYTES, read_transfer_config
@@ -155,7 +155,7 @@ def stat(
         while True:
             print(json.dumps(found().to_dict()), flush=True)
             clock.sleep(watch)
-    if not sys.stdout.isatty():  # nothing can be drawn again there: a page each time, with an empty line behind it
+    if not sys.stdout.isatty():  # not a terminal: append pages, with an empty line between them
         while True:
             print_result(found(), as_json)
             print(flush=True)
@@ -175,7 +175,7 @@ def why(
     socket: AdminSocket = None,
     as_json: Json = False,
 ) -> int:
-    """Why a request's tokens were hits or misses: its leases as the sidecar saw them, and what its engine told.
+    """Why a request's tokens were hits or misses: its leases as the sidecar saw them, and its engine's report.
 
     A sidecar remembers the last 1,024 requests of each tenant.
     """
@@ -192,9 +192,9 @@ def prefixes(
     socket: AdminSocket = None,
     as_json: Json = False,
 ) -> int:
-    """Where prompts part that are the same again behind, with what to do, and which stored prefixes are hot.
+    """Where prompts part although they are equal again later, with what to do, and which stored prefixes are hot.
 
-    Of about the last hour. Engines send sketches of a few of the prompts that missed much, never their tokens.
+    Covers about the last hour. Engines send sketches of a few prompts with many misses, never their tokens.
     """
     from kvstore.cli import ask, report
 
@@ -204,7 +204,7 @@ def prefixes(
 
 @app.command()
 def namespaces(data: Data = "./kv", socket: AdminSocket = None, as_json: Json = False) -> int:
-    """The namespaces of a running sidecar: whose, of which model, layout and codec, and what they take up."""
+    """The namespaces of a running sidecar: tenant, model, layout, codec, and size."""
     from kvstore.cli import ask, report
 
     return print_result(report.NamespacesReport(ask.stat(*_admin(data, socket))), as_json)
@@ -235,16 +235,16 @@ def purge(
     seconds: Seconds = 30.0,
     as_json: Json = False,
 ) -> int:
-    """Void all of a tenant's blocks durably and retire its key. There is no way back.
+    """Void all of a tenant's blocks durably and retire its key. This cannot be undone.
 
-    The tenant's connections end; when it comes again it gets a new key.
+    The tenant's connections end; when it connects again it gets a new key.
     """
     from kvstore.cli import ask, report
 
     if not yes:
         if not sys.stdin.isatty():
             raise typer.BadParameter("a purge cannot be undone, and there is no terminal to ask at; give --yes")
-        # Not typer's own question, which writes to standard output as well.
+        # typer's own question writes to standard output too
         print(f"Void all blocks of tenant {tenant} and retire its key? [y/N] ", end="", file=sys.stderr, flush=True)
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             raise typer.Abort()
@@ -271,7 +271,7 @@ def warm(
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Bring the stored prefixes of prompts up to DRAM, before engines ask for them."""
+    """Promote the stored prefixes of prompts to DRAM, before engines ask for them."""
     from kvstore.cli import ask, report
     from kvstore.service.settings import TENANT_SOCKET, default_socket
     from tiering.clock import SystemClock
@@ -301,7 +301,7 @@ def record(
     socket: AdminSocket = None,
     as_json: Json = False,
 ) -> int:
-    """Write down what engines look up in a running sidecar, for kvstore replay: no token and no key, salted hashes.
+    """Record what engines look up in a running sidecar, for kvstore replay: salted hashes, no token and no key.
 
     The salt is drawn anew for each recording and never leaves the sidecar. SIGINT and SIGTERM end it in order.
     """
@@ -324,7 +324,7 @@ def record(
 
 
 def _admin(data: str, socket: str | None) -> tuple[str, Any]:
-    """The operator's socket, and the clock by which a sidecar is asked."""
+    """The operator's socket, and a clock."""
     from kvstore.service.settings import ADMIN_SOCKET, default_socket
     from tiering.clock import SystemClock
 
@@ -333,8 +333,8 @@ def _admin(data: str, socket: str | None) -> tuple[str, Any]:
 
 @contextmanager
 def _ended() -> Iterator[Callable[[], bool]]:
-    """Whether SIGINT or SIGTERM has come; a second one does not wait. SIGINT that is ignored, as it is in the jobs that
-    a shell runs in the background, stays so."""
+    """Yields a function that says whether SIGINT or SIGTERM came; a second signal ends at once. An ignored SIGINT, as
+    in a shell's background jobs, stays ignored."""
     heard: list[int] = []
     ends: list[int] = [signal.SIGTERM]
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:

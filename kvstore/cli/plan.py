@@ -1,4 +1,4 @@
-"""The command `kvstore plan`: what a model's KV takes, and what loading it is worth, each number with its formula."""
+"""`kvstore plan`: the size of a model's KV and what loading it saves, each number with its formula."""
 
 import re
 from pathlib import Path
@@ -86,8 +86,8 @@ def plan(
     models: Annotated[bool, typer.Option("--models", help="List the models of the table, and leave.")] = False,
     as_json: Json = False,
 ) -> int:
-    """What a model's KV takes in an engine and in this store, what fits, and from which prefix on loading is sooner
-    than computing. Every number stands beside its formula.
+    """How much memory a model's KV takes in an engine and in this store, what fits, and from which prefix on loading is
+    faster than computing. Each number comes with its formula.
 
     Nothing is measured here: speeds are those that you give, or assumed ones, and the output says which.
     """
@@ -159,8 +159,6 @@ def plan(
 
 
 class _ModelList:
-    """All of the table."""
-
     def __init__(self, models: list[Any], table: Any) -> None:
         self._models = models
         self._table = table
@@ -190,7 +188,7 @@ def _config_text(file: str, most: int) -> str:
 
 
 def _tier(assumed: Any, speed: str | None, overhead_ms: str | None) -> Any:
-    """None where it is off."""
+    """None if it is off."""
     name = assumed.name
     rate = assumed.bytes_per_second if speed is None else parse_rate(speed, f"--{name}-speed")
     seconds = assumed.overhead_seconds

@@ -1,6 +1,6 @@
-"""What the operator's commands print: tables for people, one object for scripts. Must never ask a sidecar.
+"""What operators' commands print: tables for people, one object for scripts. Must never query a sidecar.
 
-Text that clients gave is printed as it is, never as markup.
+Text from clients is printed unchanged, never as markup.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from kvstore.protocol.status import LookupCounts, NamespaceStatus, SidecarStatus
 from kvstore.protocol.told import LeaseNote, LookupNote, PrefixFigures, RequestRecord
 
 _SHOWN = 20
-"""Rows of a table for people; the others are counted."""
+"""Rows of a table for people; further ones are only counted."""
 _WIDE = 110
-"""Columns of a terminal that has room for all that is told of a namespace in one row."""
+"""Terminal columns that fit a namespace's figures in one row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +35,10 @@ class WhyReport:
     reply: WhyReply
 
     def to_dict(self) -> dict[str, object]:
-        """For `--json`."""
         return {"requests": [msgspec.to_builtins(one) for one in self.reply.found], "kept": self.reply.kept}
 
     def render(self, console: Any) -> None:
-        """For people: a line for each thing that happened."""
+        """One line per event."""
         for one in self.reply.found:
             of = f" of {one.engine}" if one.engine else ""
             console.print(
@@ -56,11 +55,9 @@ class PrefixReport:
     figures: PrefixFigures
 
     def to_dict(self) -> dict[str, object]:
-        """For `--json`."""
         return _built(self.figures)
 
     def render(self, console: Any) -> None:
-        """For people."""
         told = self.figures
         for one in told.partings[:_SHOWN]:
             console.print(Text(f"{one.tenant}, {one.model}: {one.sentence}"), soft_wrap=True)
@@ -115,7 +112,7 @@ def _timeline(record: RequestRecord) -> Iterator[str]:
 
 
 def _gone(note: LookupNote | LeaseNote) -> str:
-    """How the first block that is not there went."""
+    """How the first missing block went."""
     if note.gone is None:
         return "when and why the first of them went is not known any more"
     gone = note.gone
@@ -139,15 +136,13 @@ class StatReport:
     facts: SidecarStatus
 
     def to_dict(self) -> dict[str, object]:
-        """For `--json`."""
         return _built(self.facts)
 
     def render(self, console: Any) -> None:
-        """For people."""
         console.print(self.group())
 
     def group(self) -> Group:
-        """The same, to be drawn again and again."""
+        """As `render`, for redrawing."""
         return Group(*self._parts())
 
     def _parts(self) -> Iterator[RenderableType]:
@@ -222,9 +217,9 @@ class StatReport:
             )
 
     def _chosen_parts(self) -> Iterator[RenderableType]:
-        """What decides what is worth holding."""
+        """The policy and its admission."""
         facts = self.facts
-        if not facts.policy:  # a sidecar of another version
+        if not facts.policy:  # another version's sidecar
             return
         words = f"policy: {facts.policy}"
         if facts.policy_note:
@@ -245,7 +240,7 @@ class StatReport:
         yield Text(f"{words} (retained_fraction {facts.retained_fraction:g})")
 
     def _elsewhere_parts(self) -> Iterator[RenderableType]:
-        """What couriers bring."""
+        """What couriers fetched."""
         one = self.facts.elsewhere
         if one is None:
             return
@@ -296,11 +291,9 @@ class NamespacesReport:
     facts: SidecarStatus
 
     def to_dict(self) -> dict[str, object]:
-        """For `--json`."""
         return {"state": self.facts.state, "namespaces": msgspec.to_builtins(self.facts.namespaces)}
 
     def render(self, console: Any) -> None:
-        """For people."""
         if self.facts.namespaces:
             console.print(namespace_table(self.facts.namespaces, self.facts.at, len(self.facts.namespaces)))
             for one in self.facts.namespaces:
@@ -317,8 +310,8 @@ class NamespacesReport:
 
 @dataclass(frozen=True, slots=True)
 class GoneReport:
-    """`kvstore drop` and `kvstore purge`. what: that is gone, in words; name, value: as one object. gone: how much that
-    was, and what others have of it still."""
+    """`kvstore drop` and `kvstore purge`. what: a sentence about what is gone; name, value: its JSON field. gone: how
+    much that was, and what other nodes may still have."""
 
     what: str
     name: str
@@ -332,7 +325,6 @@ class GoneReport:
         return found | {"not_reached": nodes}
 
     def render(self, console: Any) -> None:
-        """For people."""
         console.print(Text(f"{self.what}; it had {_count(self.gone.blocks, 'readable block')}"), soft_wrap=True)
         if self.gone.elsewhere:
             console.print(Text(f"elsewhere: {self.gone.elsewhere}"), soft_wrap=True)
@@ -347,11 +339,9 @@ class RecordReport:
     recorded: RecordSummary
 
     def to_dict(self) -> dict[str, object]:
-        """For `--json`."""
         return asdict(self.recorded)
 
     def render(self, console: Any) -> None:
-        """For people."""
         one = self.recorded
         if not one.requests:
             nothing = f"nothing was looked up in {_span(one.seconds)}: there is no {one.file}"
@@ -371,11 +361,9 @@ class WarmReport:
     warmed: Warmed
 
     def to_dict(self) -> dict[str, object]:
-        """For `--json`."""
         return asdict(self.warmed)
 
     def render(self, console: Any) -> None:
-        """For people."""
         one = self.warmed
         rows: list[tuple[object, ...]] = [("warm already", one.warm), ("promoted", one.promoted)]
         rows += [(f"not promoted: {reason}", count) for reason, count in one.left.items()]
@@ -386,7 +374,7 @@ class WarmReport:
 
 @dataclass(frozen=True, slots=True)
 class _ByWidth:
-    """One table where the terminal is wide enough, else two, so that no figure and no id is cut."""
+    """One table on a wide terminal, else two, so that no figure and no id is cut."""
 
     wide: Table
     narrow: Sequence[Table]
@@ -396,7 +384,7 @@ class _ByWidth:
 
 
 def namespace_table(namespaces: Sequence[NamespaceStatus], now: float, most: int = _SHOWN) -> RenderableType:
-    """A row for each; those with the most blocks if there are too many."""
+    """A row for each; if there are too many, those with the most blocks."""
     shown = namespaces
     if len(namespaces) > most:
         shown = sorted(namespaces, key=lambda one: -one.blocks)[:most]
@@ -478,7 +466,7 @@ def _built(told: msgspec.Struct) -> dict[str, object]:
 
 
 def _table(head: str, rows: Iterable[Sequence[object]]) -> Table:
-    """head: names of columns: one that begins with a star stands to the right, one with a tilde is cut if it must."""
+    """head: column names; * aligns right, ~ may be cut."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, title_justify="left")
     for name in head.split("|"):
         justify: Literal["right", "left"] = "right" if name.startswith("*") else "left"
@@ -510,7 +498,7 @@ def _count(count: int, one: str, many: str = "") -> str:
 
 
 def _span(seconds: float) -> str:
-    """As people say it: "3 h 12 min"."""
+    """For people: "3 h 12 min"."""
     seconds = max(0, round(seconds))
     for size, unit, below, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
         if seconds >= size:

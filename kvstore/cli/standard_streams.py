@@ -1,7 +1,7 @@
-"""Standard input, output and error of a long-running process, whatever reads them.
+"""Standard input, output and error of a long-running process.
 
-A pipe without a reader, or a full disk, loses a line and nothing else. A descriptor that the parent process closed is
-held open, so that no slab or socket gets its number: what a library writes to standard error would end up in it.
+A pipe without a reader, or a full disk, loses a line and nothing else. Closed descriptors 0 to 2 are reopened, so that
+no slab or socket gets such a number: a library's writes to standard error would end up in it.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from typing import TextIO
 
 
 def hold_standard_descriptors() -> None:
-    """Have all three be something. Call it before anything else is opened."""
+    """Open any of the three that is closed. Call it before opening anything else."""
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free is this one
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest free number: this one
 
 
 def say(line: str, stream: TextIO | None) -> bool:
-    """A line, if anybody reads it; whether it was written. What cannot be is tried no more, at the exit either."""
+    """Print a line; returns whether it was written. After a failure the stream is redirected, so that the exit does not
+    fail again."""
     if stream is None:
         return False
     try:
@@ -34,7 +35,7 @@ def say(line: str, stream: TextIO | None) -> bool:
 
 
 def let_go(stream: TextIO) -> None:
-    """The stream's reader is gone: the flush at exit must not try it again."""
+    """Redirect a stream without a reader, so that the flush at exit does not fail."""
     try:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
@@ -44,12 +45,12 @@ def let_go(stream: TextIO) -> None:
 
 
 def show_any_text() -> None:
-    """A name that is not text, as a path may be, is shown with escapes, on standard output as on standard error."""
+    """Show undecodable names, such as paths, with escapes on standard output, as standard error does."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def flush_output() -> None:
-    """What was printed is out, or an error says that it is not."""
+    """Raises if what was printed cannot be written."""
     if sys.stdout is not None:
         sys.stdout.flush()

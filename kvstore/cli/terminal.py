@@ -1,6 +1,6 @@
-"""What all commands share: the options that several have, results and progress on a terminal, and how they fail.
+"""What commands share: common options, results and progress on a terminal, and how they fail.
 
-Importing it ends the program with one line where the packages of the command line are missing.
+If the command line's packages are missing, importing it ends the program with one line.
 """
 
 import gzip
@@ -49,14 +49,14 @@ OK, CHECK_FAILED, BAD_INPUT, OUT_OF_RESOURCES, INTERRUPTED = 0, 1, 2, 71, 130
 
 PLAIN_WIDTH = 120
 
-# Typer brings a copy of click of its own, or uses the installed one, by version: this is either's usage error.
+# By version typer uses its own copy of click or the installed one; this is either's usage error.
 UsageError: Any = typer.BadParameter.__base__
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else on standard output.")]
 
 
 def expanded_path(path: str | None) -> str | None:
-    """A path of an option or an argument: ~ is a home."""
+    """An option's or argument's path, with ~ expanded."""
     return expanded(path) if path else path
 
 
@@ -69,10 +69,9 @@ COMMANDS = tuple(
 
 
 class InOrder(typer.core.TyperGroup):
-    """Commands in the order in which people meet them, whichever file has them."""
+    """Lists commands in the order of `COMMANDS`, then any others."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """As `COMMANDS`; what is missing there comes last."""
         known = [name for name in COMMANDS if name in self.commands]
         return [*known, *(name for name in self.commands if name not in known)]
 
@@ -93,7 +92,7 @@ app.add_typer(keys, name="keys")
 
 
 class Result(Protocol):
-    """What a command has found out."""
+    """The result of a command."""
 
     def to_dict(self) -> dict[str, object]:
         """One object for `--json`."""
@@ -105,7 +104,7 @@ class Result(Protocol):
 
 
 class Show(Protocol):
-    """Told what is being done and, where that is known, how many steps of it are done and of how many."""
+    """Called with what is being done and, if known, steps done of how many."""
 
     def __call__(self, doing: str, done: int = 0, steps: int = 0) -> None: ...
 
@@ -120,7 +119,7 @@ def print_result(result: Result, as_json: bool) -> int:
 
 @contextmanager
 def shown_progress() -> Iterator[Show]:
-    """A line on the terminal that says what is going on; nothing where stderr is no terminal."""
+    """A progress line on stderr, if that is a terminal."""
     if not sys.stderr.isatty():
         yield lambda doing, done=0, steps=0: None
         return
@@ -131,20 +130,20 @@ def shown_progress() -> Iterator[Show]:
 
 
 def fail(message: str, status: int = BAD_INPUT) -> NoReturn:
-    """One line, whatever the message was."""
+    """Print the message as one line, and exit."""
     say(f"kvstore: {' '.join(message.split())}", sys.stderr)
     raise SystemExit(status) from None
 
 
 def check_folder(given: str, file: str) -> None:
-    """There is one to write the file to."""
+    """Raises if the file's folder is missing."""
     folder = Path(file).parent
     if not folder.is_dir():
         raise typer.BadParameter(f"{given}: there is no folder {folder}; make it, or give another one")
 
 
 def listed(given: list[str], flag: str, allowed: str) -> list[str]:
-    """What stands between commas, without spaces."""
+    """Split at commas, and strip."""
     found = []
     for one in given:
         pieces = [piece.strip() for piece in one.split(",") if piece.strip()]
@@ -155,7 +154,7 @@ def listed(given: list[str], flag: str, allowed: str) -> list[str]:
 
 
 def whole(given: str, flag: str, least: int, most: int, allowed: str = "") -> int:
-    """A whole number of an option. allowed: for the message."""
+    """Parse an option's whole number. allowed: for the message."""
     is_whole = re.fullmatch(r"\s*[+-]?[0-9]{1,40}\s*", given) is not None
     if not is_whole or not least <= int(given) <= most:
         raise typer.BadParameter(f"{flag} {given[:40]!r}; {allowed or f'give a whole number from {least} to {most}'}")
@@ -163,7 +162,7 @@ def whole(given: str, flag: str, least: int, most: int, allowed: str = "") -> in
 
 
 def real(given: str, flag: str, allowed: str) -> float:
-    """A number of an option. allowed: for the message."""
+    """Parse an option's number. allowed: for the message."""
     try:
         return float(given)
     except ValueError:
@@ -172,7 +171,7 @@ def real(given: str, flag: str, allowed: str) -> float:
 
 @contextmanager
 def lines_of(file: Path) -> Iterator[Iterator[str]]:
-    """Of a text file, unpacked if it was packed."""
+    """Lines of a text file, unpacked if it is gzip."""
     with open(file, "rb") as raw:
         is_packed = raw.peek(2)[:2] == b"\x1f\x8b"
         try:

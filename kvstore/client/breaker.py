@@ -1,12 +1,12 @@
-"""Whether a sidecar is asked at all: not while it is silent.
+"""Stops asking a silent sidecar.
 
     CLOSED     verbs are asked            > one timed out, and nothing arrived since it was sent > OPEN, or SUSPECTED
     SUSPECTED  verbs are asked, and a ping                     > it times out, and nothing arrived > OPEN
-    OPEN       every verb is a miss at once; one ping is under way         > it is answered > CLOSED
+    OPEN       every verb is a miss at once; a ping is in flight           > it is answered > CLOSED
 
-Any answer is a sign of life: a sidecar that is slow with one request and answers others is asked on. A request that may
-be slow for a reason of its own (a long prompt, eviction, a disk) only makes it SUSPECTED: a machine that is short of
-memory holds everything up for some tenths of a second. A look-up that is late then opens it.
+Any answer is a sign of life: a sidecar that is slow with one request and answers others is still asked. A request that
+may be slow for its own reasons (a long prompt, eviction, a disk) only makes it SUSPECTED: a machine short of memory
+holds everything up for some tenths of a second. A look-up that is late then opens it.
 
 Pure: times come in. A few threads may call at once: each reads or writes one field.
 """
@@ -14,11 +14,11 @@ Pure: times come in. A few threads may call at once: each reads or writes one fi
 from __future__ import annotations
 
 SILENCE_SECONDS = 0.01
-"""A shorter deadline says nothing about the sidecar: any machine may leave a process waiting for so long."""
+"""A shorter timeout says nothing about the sidecar: any machine may leave a process waiting for this long."""
 
 
 class Breaker:
-    """Of one connection."""
+    """One connection's."""
 
     def __init__(self) -> None:
         self.is_open = False
@@ -26,7 +26,7 @@ class Breaker:
         self._silent_since = 0.0
 
     def was_late(self, asked_at: float, heard_at: float, now: float, *, is_quick: bool) -> bool:
-        """A request timed out; returns whether the sidecar is to be pinged now.
+        """A request timed out; returns whether to ping the sidecar now.
 
         asked_at: when it was sent. heard_at: when the last bytes arrived. is_quick: whether a running sidecar answers
         it at once.
@@ -45,6 +45,6 @@ class Breaker:
         self.is_open = self.is_suspected = False
 
     def detail(self, now: float) -> str:
-        """Of an open breaker, for people."""
+        """Why it is open, for people."""
         silent = max(0.0, now - self._silent_since)
         return f"the sidecar has not answered for {silent:.1f} s; it is pinged, and asked again once it answers"

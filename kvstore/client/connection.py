@@ -1,8 +1,8 @@
 """One connection to the sidecar: the namespace numbers, leases and mapped memory that are valid on it.
 
 A verb that takes several requests (a lease, then the memory it lies in) is a generator of them, an `Exchange`. `walk`
-drives it and blocks; a caller that must not block polls a `PendingCall`, which goes on as answers arrive. Must never
-believe an answer that does not fit its request.
+drives it and blocks; a caller that must not block polls a `PendingCall`, which advances as answers arrive. Must never
+use an answer that does not fit its request.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ REASON_OF_FAULT = {
     m.RequestFault.BUSY: MissReason.BUSY,
     m.RequestFault.CLOSED: MissReason.DISABLED,
 }
-"""The miss that a request counts as which the sidecar answered with a fault. Total."""
+"""The miss reason for each fault that a sidecar answers with. Total."""
 
 
 class Unavailable(Exception):
-    """A request without a usable answer, and the miss that it counts as."""
+    """A request without a usable answer, and its miss reason."""
 
     def __init__(self, reason: MissReason, detail: str) -> None:
         super().__init__(detail)
@@ -65,7 +65,7 @@ class Unavailable(Exception):
 
 
 class SidecarConnection:
-    """One connection. Thread-safe."""
+    """Thread-safe."""
 
     def __init__(self, wire: FramedSocket, clock: Clock, silent: Callable[[], bool] = lambda: False) -> None:
         """silent: has the client's thread ping the sidecar soon, without waiting; returns whether that thread runs."""
@@ -75,14 +75,14 @@ class SidecarConnection:
         self._silent = silent
         self.name = wire.welcome.run
         self.max_keys = min(m.MAX_KEYS, max(1, wire.welcome.max_keys))
-        """The most blocks of one chain that a request may name."""
+        """Limit of the blocks of one chain in a request."""
         self.tells_changes = wire.welcome.version >= m.CHANGES_VERSION
         """Whether it takes `Changes` and `Tell`."""
         self.locates = wire.welcome.version >= m.LOCATE_VERSION
         """Whether it takes `Locate`."""
         self.may_skip = wire.welcome.max_keys > m.OLDER_MAX_KEYS
         """Whether the sidecar knows `Reserve.skipped`."""
-        self._long_until = 0.0  # when all long chains that were asked for may have been looked at
+        self._long_until = 0.0  # when the sidecar should be done with all long chains asked for
         self.namespaces: dict[int, int] = {}  # this client's number -> the sidecar's
         self._frames: dict[int, tuple[int, ...]] = {}  # by the sidecar's number: bytes of a frame of each part
         self.readable: dict[int, tuple[MappedExtent, int]] = {}  # by number: the extent, and the bytes of its frames
@@ -90,10 +90,10 @@ class SidecarConnection:
         self.reservations: dict[int, ReserveReply] = {}
         self.notify_pipe: NotifyPipeEnd | None = None  # closed by the thread that listens at it
         self._holding = threading.Lock()
-        self._held: dict[int, int] = {}  # by the sidecar's number of a lease: how often it is held here
+        self._held: dict[int, int] = {}  # holds in this process, by the sidecar's number of a lease
 
     def close(self) -> None:
-        """Hang up, and unmap all memory that no get is reading at the moment."""
+        """Hang up, and unmap all memory that no get is reading."""
         self.wire.close()
         self.readable.clear()
         self.writable.clear()
@@ -119,8 +119,8 @@ class SidecarConnection:
                     self.post(m.Release(ended))
 
     def allowance(self, blocks: int, now: float) -> float:
-        """Seconds to wait for an answer about so many blocks, beyond the usual limit: the sidecar takes a connection's
-        messages in order, and other threads may have asked for long chains before."""
+        """Extra seconds to wait for an answer about so many blocks: the sidecar takes a connection's messages in order,
+        and other threads may have asked for long chains before."""
         queued = min(max(0.0, self._long_until - now), MAX_QUEUED_SECONDS)
         if blocks > SHORT_BLOCKS:
             self._long_until = now + queued + BLOCK_SECONDS * blocks
@@ -129,7 +129,7 @@ class SidecarConnection:
     # Asking --------------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raises `Unavailable` where the sidecar is silent."""
+        """Raises `Unavailable` if the sidecar is silent."""
         if self.breaker.is_open:
             raise Unavailable(MissReason.UNREACHABLE, self.breaker.detail(self._clock.monotonic_seconds()))
 
@@ -157,7 +157,7 @@ class SidecarConnection:
         self.check()
 
     def believed(self, verb: m.Verb, answered: AnsweredCall) -> AnsweredCall:
-        """The answer, if it fits the request; any other is undone. Raises `Unavailable`."""
+        """The answer, if it fits the request; another one is undone. Raises `Unavailable`."""
         frames = self._frames.get(verb.namespace) if isinstance(verb, m.LeasePrefix | m.Reserve) else None
         try:
             check_answer(verb, answered.answer, len(frames) if frames is not None else None)
@@ -198,7 +198,7 @@ class SidecarConnection:
     # Leases --------------------------------------------------------------------------------------------------------
 
     def leasing(self, verb: m.LeasePrefix) -> Exchange[LeaseReply]:
-        """Take a lease and map its memory. An exchange that is closed half way releases the lease."""
+        """Take a lease and map its memory. Closing the exchange half way releases the lease."""
         reply = taken((yield verb), m.Leased).reply
         if reply.lease:
             with self._holding:
@@ -238,7 +238,7 @@ class SidecarConnection:
         return is_held
 
     def let_go(self, lease: int) -> None:
-        """Drop one of this process's holds of a lease; the last one releases it. Does not block."""
+        """Drop one of this process's holds on a lease; the last one releases it. Does not block."""
         with self._holding:
             if not self._count_down(lease):
                 self.post(m.Release([lease]))
@@ -254,8 +254,8 @@ class SidecarConnection:
     def mapping(
         self, places: Sequence[Sequence[int]], *, writable: bool, namespace: int | None = None
     ) -> Exchange[None]:
-        """Map the extents of these places that are not mapped yet and still exist. namespace: the sidecar's number of
-        the one whose frame sizes they must have."""
+        """Map the extents of these places that exist and are not mapped yet. namespace: the sidecar's number of the one
+        whose frame sizes they must have."""
         table = self.writable if writable else self.readable
         missing = sorted({place >> SLOT_BITS for column in places for place in column} - table.keys())
         for first in range(0, len(missing), m.MAX_EXTENTS):
@@ -285,7 +285,7 @@ class SidecarConnection:
 
 
 class PendingCall(Generic[R]):
-    """`Submitted`: a verb whose answers are polled for. One thread at a time."""
+    """`Submitted`: a verb whose answers are polled for. Not thread-safe."""
 
     def __init__(
         self,
@@ -297,9 +297,8 @@ class PendingCall(Generic[R]):
         missed: Callable[[MissReason, str], R],
         forsaken: deque[PendingCall[R]],
     ) -> None:
-        """Send the first request. further_seconds: for each later one, counted from the poll that sends it. missed:
-        makes the result of a miss. forsaken: calls that a finalizer left for another thread to cancel. Raises
-        `Unavailable`."""
+        """Send the first request. further_seconds: for each later one, from the poll that sends it. missed: makes a
+        miss. forsaken: calls that a finalizer left for another thread to cancel. Raises `Unavailable`."""
         self._run = run
         self._steps = steps
         self._clock = clock
@@ -310,7 +309,7 @@ class PendingCall(Generic[R]):
         self._number = self._submit(next(steps))
 
     def poll(self) -> R | None:
-        """The result once its answers are there; after the deadline a miss."""
+        """The result once its answers are there; a miss after the deadline."""
         try:
             while True:
                 answered = _named(lambda: self._run.wire.poll(self._number))
@@ -330,7 +329,6 @@ class PendingCall(Generic[R]):
             return self._missed(away.reason, away.detail)
 
     def is_ready(self) -> bool:
-        """As `Submitted.is_ready`."""
         return self._run.wire.has(self._number) or self._clock.monotonic_seconds() >= self._deadline
 
     def cancel(self) -> None:
@@ -398,17 +396,17 @@ def _named(ask: Callable[[], R]) -> R:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# How long a client of the sidecar waits, and for what.
+# Timeouts of a sidecar's client.
 
 
 @dataclass(frozen=True, slots=True)
 class CallLimits:
-    """How long a call may take, in seconds. connect: until the sidecar says welcome, or answers a ping. match: for a
-    look-up. lease: beyond the deadline of the lease itself. Look-ups and leases of long chains have more
-    (`SidecarConnection.allowance`). fill: for a reservation, which may have to evict, and for commits, where the put
-    sets no deadline. drop: for a namespace to be dropped. open: how long a new namespace waits for a sidecar that is
-    not running yet. first_pause, longest_pause: between attempts to connect. ping: how often the client's thread pings,
-    unmaps what was given back, and undoes late answers."""
+    """Limits of calls, in seconds. connect: until the sidecar says welcome, or answers a ping. match: for a look-up.
+    lease: beyond the lease's own deadline. Look-ups and leases of long chains have more
+    (`SidecarConnection.allowance`). fill: for a reservation, which may have to evict, and for commits, unless the put
+    sets a deadline. drop: for dropping a namespace. open: how long a new namespace waits for a sidecar that is not
+    running yet. first_pause, longest_pause: between attempts to connect. ping: interval at which the client's thread
+    pings, unmaps what was given back, and undoes late answers."""
 
     connect: float = 1.0
     match: float = 0.05
@@ -422,7 +420,7 @@ class CallLimits:
 
     @property
     def mapping(self) -> float:
-        """For requests that any running sidecar answers soon, whatever the verb before was for."""
+        """For requests that any running sidecar answers soon, regardless of the verb."""
         return max(self.connect, self.lease)
 
 
@@ -443,11 +441,9 @@ class VerbTime:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What an answer must fulfil before the client computes with it.
-#
-# A sidecar of another version, or a broken one, must cost its clients misses and no exceptions. Types are checked where
-# a message is decoded; here counts, places and sizes are held against the request. Bytes of KV are not looked at: `get`
-# compares their digests.
+# Checks answers before the client computes with them. A sidecar of another version, or a broken one, must cost its
+# clients misses and no exceptions. Decoding checks types; here counts, places and sizes are compared with the request.
+# Bytes of KV are not looked at: `get` compares their digests.
 
 
 MAX_PLACE = (1 << 63) - 1
@@ -456,7 +452,7 @@ MOST_SECONDS = 1e15
 
 def check_answer(verb: m.Verb, answer: m.Answer, parts: int | None) -> None:
     """Raise `ValueError`, with what is wrong, unless the answer fits the request. parts: of the request's namespace;
-    None where unknown.
+    None if unknown.
 
     An answer of another kind than the verb's is left to `taken`.
     """
@@ -508,7 +504,7 @@ def asked_stat(wire: FramedSocket, seconds: float) -> SidecarStatus:
 
 
 def checked_facts(facts: SidecarStatus) -> SidecarStatus:
-    """A status that is fit to be printed. Raises `ValueError`."""
+    """Check that a status can be printed. Raises `ValueError`."""
     check_numbers(msgspec.to_builtins(facts))
     for looked in (facts.looked, *(one.looked for one in facts.namespaces)):
         _hold(looked.hit_tokens.keys() == looked.hit_blocks.keys(), "hits in tokens, and others in blocks")

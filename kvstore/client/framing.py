@@ -1,10 +1,10 @@
 """One connection to the sidecar: requests out, answers in, from any thread.
 
-There is no thread behind it. Of the threads that wait for answers one reads the socket for all and files each answer,
+It has no thread of its own. Of the threads that wait for answers one reads the socket for all and files each answer,
 undecoded, under its request's number; the thread that sent the request decodes it. A thread that must not block submits
 and polls: a poll reads what has arrived unless another thread is reading, and never blocks. Requests that the socket
 does not take yet are sent, in order, by the next thread that sends or polls. An answer that comes after its caller gave
-up is undone where it stands for something (a lease, a reservation, descriptors), and is not decoded as a whole.
+up is undone if it stands for something (a lease, a reservation, descriptors), and is not decoded as a whole.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _READ_BYTES = 256 << 10
 MAX_UNSENT_BYTES = 64 << 20
 """Submitted, and not taken by the socket: beyond it the sidecar is stuck. Thirty prompts of 65,536 blocks."""
 LOOK_SECONDS = 0.5
-"""How often a long wait checks whether the sidecar is silent."""
+"""Interval at which a long wait checks whether the sidecar is silent."""
 _DESCRIPTOR = struct.Struct("i")
 _MAX_ANSWER_BYTES = 64 << 20
 """More than a sidecar ever sends: a longer length means a broken peer."""
@@ -41,7 +41,7 @@ _BROKEN = (OSError, ValueError, IndexError, MemoryError)
 
 
 class TimedOut(Exception):
-    """No answer before the deadline. The connection is as it was."""
+    """No answer before the deadline. The connection is unaffected."""
 
 
 class AnsweredCall:
@@ -55,7 +55,7 @@ class AnsweredCall:
 
 
 class Backpressure(Exception):
-    """The sidecar does not read what was submitted, and no more is queued. The connection goes on."""
+    """The sidecar does not read what was submitted, and the queue is full. The connection stays open."""
 
 
 class Silent(Unreachable):
@@ -63,7 +63,7 @@ class Silent(Unreachable):
 
 
 class _KeptAnswer:
-    """An answer as it arrived; the thread that asked decodes it, so the thread that reads for all does not pay."""
+    """An undecoded answer; the thread that asked decodes it, so the thread that reads for all does not pay."""
 
     __slots__ = ("answer", "descriptors")
 
@@ -73,7 +73,7 @@ class _KeptAnswer:
 
 
 class _OutgoingFrame:
-    """A message on its way out. rest: what the socket has not taken."""
+    """rest: what the socket has not taken."""
 
     __slots__ = ("rest", "size")
 
@@ -209,7 +209,7 @@ class FramedSocket:
         return self.closed or self._asked.get(number) is not None
 
     def wait(self, number: int, seconds: float) -> AnsweredCall:
-        """The answer to a submitted request. Raises `TimedOut`."""
+        """Wait for the answer to a submitted request. Raises `TimedOut`."""
         try:
             return self.await_answer(number, seconds)
         except BaseException:
@@ -231,7 +231,7 @@ class FramedSocket:
             self._undo(outline_of(kept.answer), kept.descriptors)
 
     def discard_answer(self, answered: AnsweredCall) -> None:
-        """Undo an answer that its caller does not believe."""
+        """Undo an answer that failed its caller's check."""
         self._undo(answered.answer, answered.descriptors)
 
     def post(self, verb: m.Verb) -> None:
@@ -315,7 +315,7 @@ class FramedSocket:
                     self._unsent.append(frame)
             if not self._flush(frame, deadline):
                 if frame is not None and len(frame.rest) == frame.size:
-                    self._sent(frame)  # it need not be sent any more; one that was begun must be
+                    self._sent(frame)  # it need not be sent any more, unless it was begun
                 raise TimedOut
         finally:
             self._send_lock.release()
@@ -350,7 +350,7 @@ class FramedSocket:
     # In ------------------------------------------------------------------------------------------------------------
 
     def _await(self, number: int, deadline: float) -> _KeptAnswer:
-        """Raises `TimedOut`, also where answers to others keep coming."""
+        """Raises `TimedOut`, also if answers to others keep coming."""
         has_read = False
         while True:
             with self._state:
@@ -441,7 +441,7 @@ class FramedSocket:
             if len(self._descriptors) < len(answer.extents):
                 raise ValueError("descriptors are missing")
             descriptors = [self._descriptors.popleft() for _ in answer.extents]
-        elif isinstance(answer, m.NotifyPipeReply) and self._descriptors:  # else this process may have no more of them
+        elif isinstance(answer, m.NotifyPipeReply) and self._descriptors:  # else the process may have none left
             descriptors = [self._descriptors.popleft()]
             if not stat.S_ISFIFO(os.fstat(descriptors[0]).st_mode):
                 os.close(descriptors[0])
@@ -451,7 +451,7 @@ class FramedSocket:
             if reply.number in self._asked:
                 self._asked[reply.number] = _KeptAnswer(reply.answer, descriptors)
                 return
-        if reply.number == m.NO_NUMBER and isinstance(answer, m.Failed):  # and it hangs up
+        if reply.number == m.NO_NUMBER and isinstance(answer, m.Failed):  # the sidecar disconnects after it
             raise ConnectionRefusedError(answer.text)
         self._undo(answer, descriptors)
 
@@ -498,12 +498,12 @@ class TooLong(Exception):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What the thread that reads for all decodes of an answer.
+# How far the thread that reads for all decodes an answer.
 
 
 class Outline(msgspec.Struct, array_like=True, frozen=True):
-    """A `Reply` whose answer is not decoded: the thread that sent the request pays for that, and none does for an
-    answer that came too late."""
+    """A `Reply` with an undecoded answer: the thread that sent the request decodes it, and late answers are never
+    decoded."""
 
     number: int
     answer: msgspec.Raw
@@ -545,8 +545,8 @@ _answer_outlines: msgspec.msgpack.Decoder[object] = msgspec.msgpack.Decoder(
 
 
 def unpack_outline(body: bytes | memoryview) -> tuple[Outline, object]:
-    """A frame's body, decoded as far as the thread that reads for all needs it, and its answer likewise: of a long one
-    only what undoes it. Raises `ValueError`."""
+    """A frame's body, decoded as far as the reading thread needs it, and its answer likewise: of a long one only what
+    undoes it. Raises `ValueError`."""
     try:
         outline = _outlines.decode(body)
         return outline, outline_of(outline.answer)

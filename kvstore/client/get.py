@@ -1,4 +1,4 @@
-"""A get under way: leased blocks into pages, decoded and verified.
+"""Gets: leased blocks into pages, decoded and verified.
 
     column   what of a part goes through one coder: all of its layers, or one
     piece    some blocks of some columns: first the headers of all, then the copies
@@ -7,10 +7,10 @@
     full      |##################################################|      of each block all layers
     sliding   |          nothing is touched      |###############|      the window before the end, in whole pages
 
-What it says is loaded holds in every group: of a full one every token up to the end, of a sliding one the window
-before it. Where a block fails, the end moves back to that block, and what the windows before the new end lack is read,
-if there are pages for it. Where there are none, or that fails as well, the end is where the get began. Must never count
-a token whose copy was not compared, nor write outside the pages that are its to fill.
+What it reports as loaded holds in every group: of a full one every token up to the end, of a sliding one the window
+before it. If a block fails, the end moves back to that block, and what the windows before the new end lack is read, if
+there are pages for it. If there are none, or that fails too, the end is where the get began. Must never count a token
+whose copy was not compared, nor write outside the pages that are its to fill.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ from tiering.tier import FrameSpan
 
 PIECE_BLOCKS = 128
 """Blocks read in one piece; a release is noticed between two. Within a piece, the small steps are done for all blocks
-first, then the copies: a copy of megabytes evicts the interpreter's state from the caches, and each change from one to
-the other costs."""
+first, then the copies: a copy of megabytes evicts the interpreter's state from the caches, and each change between them
+costs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What `get` delivered: pages hold the prompt's tokens up to `tokens`, verified; anything behind is not valid.
+    """Result of `get`: pages hold the prompt's tokens up to `tokens`, verified; anything behind is not valid.
 
-    Of a sliding group they hold those of the window before `tokens`, rounded down to a page; what lies before is as it
-    was. account: as in the lease, with what failed turned into a miss. reason: why it is less than leased, else None.
+    Of a sliding group they hold those of the window before `tokens`, rounded down to a page; earlier pages are
+    unchanged. account: as in the lease, with failures turned into misses. reason: why it is less than leased, else
+    None.
     """
 
     tokens: int
@@ -62,11 +63,9 @@ class GetSource(NamedTuple):
 
 @dataclass(slots=True)
 class _Column:
-    """coder: bound to the part's layers that `layers` says; what it decodes is `size` bytes of a payload from `at` on.
-    base: the prompt's token that the coder's pages begin with. known: by block, the digests in headers that were
-    checked; None where each is looked at once only. first, stop: the token from which and the block up to which it is
-    to be read.
-    """
+    """coder: bound to the part's layers in `layers`; it decodes `size` bytes of a payload from `at` on. base: the
+    prompt's token that the coder's pages begin with. known: by block, the digests in checked headers; None if each is
+    looked at only once. first, stop: the first token, and the block before which reading stops."""
 
     part: Part
     layers: slice
@@ -92,8 +91,8 @@ class GetOperation:
     """One get into these pages. Not thread-safe; the lease may be released by any thread."""
 
     def __init__(self, source: GetSource, lease: Lease, pages: Pages, first_token: int) -> None:
-        """first_token: a page boundary at or after the lease's first block. Raises `LayoutMismatch` for pages that are
-        not what the layout and the length of this load need."""
+        """first_token: a page boundary at or after the lease's first block. Raises `LayoutMismatch` for pages that do
+        not fit the layout and the length of this load."""
         self._source = source
         self._lease = lease
         self._pages = pages
@@ -106,7 +105,7 @@ class GetOperation:
         self._reason: MissReason | None = None
         self._columns: list[_Column] = []
         pages.check_groups(source.layout)
-        # Of each group the first token that there is a page for.
+        # By group, the first token that has a page.
         self._given = {
             group.name: first_token + pages.of_group(group.name).first_page * pages.page_tokens
             for group in source.layout.groups
@@ -114,7 +113,7 @@ class GetOperation:
         self._check_windows()
 
     def whole(self) -> Loaded:
-        """All of it at once."""
+        """Load everything at once."""
         sizes = self._source.grant.payload_bytes
         columns = [
             _Column(part, slice(None), *self._bound(part), at=0, size=sizes[part.index]) for part in self._source.parts
@@ -124,7 +123,7 @@ class GetOperation:
         return self._loaded()
 
     def by_layer(self) -> Iterator[Loaded]:
-        """Layer by layer, in the order of their numbers; what is said of each holds for all before it as well."""
+        """Load layer by layer, in order of their numbers; each report holds for all earlier layers too."""
         layers: dict[int, list[_Column]] = {}
         for part in self._source.parts:
             size = self._source.grant.payload_bytes[part.index] // len(part.layers)
@@ -154,9 +153,9 @@ class GetOperation:
         return coder, self._given[share.group.name]
 
     def _read(self, columns: Sequence[_Column]) -> None:
-        """Load these columns up to the end, or move the end back to where they and all before them are complete.
+        """Load these columns up to the end, or move the end back to where they and all earlier ones are complete.
 
-        The lease is held only while this runs: a get by layers that its caller drops pins nothing.
+        The lease is held only while this runs: an abandoned get by layers pins nothing.
         """
         if not self._lease.begin_read():
             self._cut(self._start, MissReason.DISABLED)
@@ -171,7 +170,7 @@ class GetOperation:
             self._lease.end_read()
 
     def _mend(self) -> None:
-        """The end moved back: windows before it begin earlier."""
+        """After the end moved back: windows before it begin earlier."""
         if not any(group.window for group in self._source.layout.groups):
             return
         self._cut(self._covered(self._end), self._reason)
@@ -186,7 +185,7 @@ class GetOperation:
             self._cut(self._start, self._reason)
 
     def _load(self, columns: Sequence[_Column]) -> bool:
-        """Read what these columns are to read, up to the end; whether the end is where it was."""
+        """Read these columns up to the end; returns whether the end stayed."""
         lease, end = self._lease, self._end
         first = min([column.first // self._block_tokens for column in columns], default=end)
         last = max([column.stop for column in columns], default=end)
@@ -280,12 +279,12 @@ class GetOperation:
         return needed < min(self._given[group.name], end * self._block_tokens)
 
     def _covered(self, end: int) -> int:
-        """The last block, not behind this one, that a load can end at. A shorter load needs earlier pages: where this
-        one lacks some, so do all shorter ones, but for that of nothing."""
+        """The last end, not behind this one, that a load can have. A shorter load needs earlier pages: if this one
+        lacks some, so do all shorter ones except the empty one."""
         return self._start if any(self._lacks(group, end) for group in self._source.layout.groups) else end
 
     def _check_pages(self) -> None:
-        """That no page is loaded twice. Runs after all codecs were bound to the pages."""
+        """Check that no page is loaded twice. Runs after all codecs were bound to the pages."""
         self._pages.check_once(self._source.layout)
         self._pages.check_apart(self._source.layout)
 

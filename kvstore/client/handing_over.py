@@ -24,14 +24,14 @@ class HandOffVerbs:
     _door: Door
     _grant: Grant
     has_courier = False
-    """Whether the last look-up's answer said that a courier fetches blocks from elsewhere; if not, none is asked."""
+    """Whether the last look-up's answer reported a courier; if not, none is asked."""
 
     def locate(self, prompt: Prompt, ticket: str = "") -> m.Located:
         """How much of a prompt, from its first block on, is elsewhere and could be here soon."""
         return self._door.call(self._locating(prompt, ticket), m.Located) if self.has_courier else m.Located(0, 0)
 
     def submit_locate(self, prompt: Prompt, ticket: str = "") -> PendingReply[m.Located]:
-        """`locate` for a thread that must not wait. Sends nothing where there is no courier."""
+        """`locate` for a thread that must not wait. Sends nothing without a courier."""
         submitted: Submitted[m.Located] = ReadyReply(m.Located(0, 0))
         if self.has_courier:
             submitted = self._door.submit(self._locating(prompt, ticket), m.Located, LOCATE_GRACE_SECONDS)
@@ -49,8 +49,8 @@ class HandOffVerbs:
         return PendingReply(submitted, lambda told: told, lambda: m.Awaited(0, AwaitEnd.CANCELLED))
 
     def seal(self, prompt: Prompt, seconds: float) -> m.Sealed:
-        """A ticket by which another engine waits for this prompt's blocks, of which there must be one; stored ones are
-        retained for so many seconds."""
+        """A ticket with which another engine waits for this prompt's blocks, of which there must be at least one;
+        stored ones are retained for so many seconds."""
         return self._door.call(m.SealTicket(self._grant.number, prompt.keys, seconds), m.Sealed)
 
     def submit_seal(self, prompt: Prompt, seconds: float, deadline_ms: float = 1000) -> PendingReply[m.Sealed]:

@@ -51,7 +51,7 @@ from tiering.frame import HEADER_BYTES, digest
 A = TypeVar("A")
 ExtraKeys = Sequence[ExtraKey | bytes | str]
 DURABILITIES = ("volatile", "disk")
-DURABLE_SECONDS = 30.0  # a put waits so long for the disk by default
+DURABLE_SECONDS = 30.0  # a put's default wait for the disk
 EARLY_BLOCKS, LAST_BLOCKS = 48, 16
 """Through a socket, so many blocks at a time are committed while the next are filled; a put waits for the last few."""
 WINDOW_BLOCKS = 128
@@ -61,7 +61,7 @@ caches, and each change stops a second thread that puts (windows of 64 took it f
 _STANDS_IN_THE_WAY = frozenset(
     {MissReason.DISABLED, MissReason.UNREACHABLE, MissReason.IN_FLIGHT, MissReason.DEADLINE, MissReason.BUSY}
 )
-"""Reasons that end a put whatever pages it has."""
+"""Reasons that end a put regardless of its pages."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Match:
     found: int = 0
 
     def cut(self, blocks: int, account: Account) -> Match:
-        """Of fewer blocks: a lease pins no more. account: of every token of the prompt, then."""
+        """The match of fewer blocks, so that a lease pins no more. account: of every token of the prompt, then."""
         found, kept = self.found or self.blocks, min(blocks, self.blocks)
         return replace(self, blocks=kept, tokens=account.hit_tokens, account=account, found=found)
 
@@ -93,10 +93,10 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class PutResult:
-    """What a put did, in blocks from the prompt's start.
+    """Result of `put`, in blocks from the prompt's start.
 
-    present: leading blocks stored before. stored: new blocks. stopped_at: the first offered block that is not held,
-    with its reason; None when all full blocks are held. detail: of the reason, for people; may be empty.
+    present: leading blocks stored before. stored: new blocks. stopped_at: the first offered block that is not stored,
+    with its reason; None if all full blocks are. detail: of the reason, for people; may be empty.
 
     Of a collective put it is this process's share: stored counts the blocks that it filled, which become readable once
     all others have filled theirs. If the put fails elsewhere later, only the next match tells.
@@ -110,19 +110,19 @@ class PutResult:
 
 
 class Reading(Protocol):
-    """Asked by a put before and after it reads pages: while it fills slots, never while it waits for them."""
+    """A put calls it before and after it reads pages: while it fills slots, never while it waits for them."""
 
     def begin(self) -> bool:
         """Whether the pages may still be read."""
         ...
 
     def end(self) -> None:
-        """The put reads them no more. Called once for each `begin` that returned True."""
+        """The put has stopped reading. Called once for each `begin` that returned True."""
         ...
 
 
 class NamespaceHandle(HandOffVerbs):
-    """The five verbs in one namespace. Thread-safe, but for the pages and leases that are passed in."""
+    """The five verbs in one namespace. Thread-safe, except the pages and leases that are passed in."""
 
     def __init__(
         self,
@@ -133,7 +133,8 @@ class NamespaceHandle(HandOffVerbs):
         shard: int | None = None,
         name: str = "",
     ) -> None:
-        """shard: whose heads pages hold; all if None. The store's namespace is the same for all. name: for people."""
+        """shard: whose heads the pages hold; None for all. The store's namespace is the same for all. name: for
+        people."""
         self._parts = namespace.layout.parts_of(shard)
         self.shard = shard
         self.namespace = namespace
@@ -144,7 +145,7 @@ class NamespaceHandle(HandOffVerbs):
         self._codec = codec
         self._digest = digest
         payload_bytes = [codec.payload_bytes(part) for part in namespace.layout.parts]
-        codec.prepare(namespace.layout)  # which may take long, and needs no store
+        codec.prepare(namespace.layout)  # may take long, and needs no store
         opening = m.OpenNamespace(namespace.pack(), payload_bytes, name)
         self._grant: Grant = door.call(opening, m.Granted).grant
         self._hasher = PrefixHasher(self._grant.identity_key, self.block_tokens)
@@ -173,7 +174,7 @@ class NamespaceHandle(HandOffVerbs):
     def hashed(self, token_ids: Any, extra_keys: ExtraKeys = (), after: Prompt | None = None) -> Prompt:
         """A prompt's keys, to be used by several verbs, or by another process of the engine.
 
-        after: what an earlier call made of the beginning of this prompt; token_ids are then those behind its last full
+        after: an earlier call's result for the beginning of this prompt; token_ids are then those behind its last full
         block, and extra_keys those of the whole prompt.
         """
         known = after.keys if after is not None else []
@@ -186,15 +187,15 @@ class NamespaceHandle(HandOffVerbs):
 
         token_ids: list, array, numpy array or torch tensor of ids, or their uint32 little-endian bytes; or a `Prompt`.
         extra_keys: what else the KV depends on (adapter digest, image hashes, salt), in an order of the caller's; a
-        `Prompt` has them already. counts: whether people are to see it counted as a look-up. request: the engine's name
-        for what it is for, for people.
+        `Prompt` has them already. counts: whether statistics count it as a look-up. request: the engine's name of its
+        request, for people.
         """
         tokens, asked = self._asked(token_ids, extra_keys, counts, request, True)
         return self._matched(tokens, asked.keys, self._door.call(asked, m.Matched))
 
     def submit_changes(self, after: int, deadline_ms: float = 1000) -> PendingReply[m.Changed]:
-        """What became of this namespace's blocks, in order, from the change of that number on, or from now on for 0:
-        for who tells others what is stored. Where no answer comes, its `run` is empty."""
+        """Changes of this namespace's blocks, in order, from the change of that number on, or from now on for 0: for
+        those who publish what is stored. Without an answer its `run` is empty."""
         submitted = self._door.submit(m.Changes(self.number, after), m.Changed, deadline_ms / 1000)
         return PendingReply(submitted, lambda told: told, lambda: m.Changed(b"", [], 0))
 
@@ -217,7 +218,7 @@ class NamespaceHandle(HandOffVerbs):
     ) -> PendingReply[Match]:
         """`match` for a thread that must not wait: `poll` returns it once it is there, or a miss once it is late. The
         prompt is hashed here, in the caller's thread: some 0.3 ms for 32,768 tokens given as an array. counts_short:
-        whether it counts also where not all of it is stored."""
+        whether it counts even if not all of it is stored."""
         check_deadline(deadline_ms)
         tokens, asked = self._asked(token_ids, extra_keys, counts, request, counts_short)
         submitted = self._door.submit(asked, m.Matched, float(deadline_ms) / 1000)
@@ -226,11 +227,12 @@ class NamespaceHandle(HandOffVerbs):
         return PendingReply(submitted, matched, partial(matched, cancelled))
 
     def lease(self, match: Match, first_token: int = 0, deadline_ms: float = 50, request: str = "") -> Lease:
-        """Pin what `match` found, or less: what was evicted meanwhile, or would pin too much, is cut off with a reason.
+        """Pin what `match` found, or less: blocks that were evicted meanwhile, or would pin too much, are cut off with
+        a reason.
 
-        first_token: the prompt's tokens before it are not wanted; frames are pinned from its block on.
-        deadline_ms: how long to wait for blocks that have to be brought up from lower tiers. request: the engine's name
-        for what this serves; `release_request` of the store ends all leases of that name.
+        first_token: earlier tokens are not wanted; frames are pinned from its block on. deadline_ms: how long to wait
+        for blocks that have to be promoted. request: the engine's name of the request that this serves; the store's
+        `release_request` ends all leases of that name.
         """
         wanted = self._wanted(match, first_token, deadline_ms, request)
         return self._leased(match, request, self._door.call(wanted, NamedLease))
@@ -240,7 +242,7 @@ class NamespaceHandle(HandOffVerbs):
     ) -> PendingReply[Lease]:
         """`lease` for a thread that must not wait: `poll` returns the `Lease` once it is there.
 
-        Soon after its deadline, or where the store cannot be asked, that is an empty one with a reason. A lease that is
+        Soon after its deadline, or if the store cannot be asked, that is an empty one with a reason. A lease that is
         granted after it was cancelled or forgotten is given back.
         """
         wanted = self._wanted(match, first_token, deadline_ms, request)
@@ -257,8 +259,8 @@ class NamespaceHandle(HandOffVerbs):
     def attach(self, ticket: bytes) -> Lease:
         """Hold a lease that another process of the same engine took, by its `Lease.ticket`: a lease of this process.
 
-        It is read and released like any other, and its blocks are unpinned with the last of its holders. A ticket that
-        names nothing any more, of another session or run of the sidecar, or damaged: an empty lease with a reason.
+        It is read and released like any other, and its blocks are unpinned with the last of its holders. For a ticket
+        that is out of date, damaged, or of another session or run of the sidecar: an empty lease with a reason.
         """
         try:
             opened = LeaseTicket.open(ticket, self._grant)
@@ -276,19 +278,18 @@ class NamespaceHandle(HandOffVerbs):
         return lease
 
     def get(self, lease: Lease, into: Pages, first_token: int = 0) -> Loaded:
-        """Copy leased blocks into pages, decode them and verify the copy; of one shard, where this handle is of one.
+        """Copy leased blocks into pages, decode them and verify the copy; of one shard, if this handle is of one.
 
         into: pages that cover the prompt's tokens from `first_token` on, which is a page boundary at or after the
         lease's first block. Loads up to the lease's end or the pages', whichever comes first, in whole blocks. Of a
-        sliding group only the window before that end is read; pages of it that lie before are not needed, and not
-        touched. What lies before `first_token` is the engine's own, in all groups. Raises `LayoutMismatch` for pages
-        that this load needs and that are not there, and `LeaseExpired` for a lease that was released; where
-        `release_request` did that, it is a miss.
+        sliding group only the window before that end is read; earlier pages of it are not needed, and not touched.
+        Tokens before `first_token` are the engine's own, in all groups. Raises `LayoutMismatch` if pages that this load
+        needs are missing, and `LeaseExpired` for a released lease; one that `release_request` released is a miss.
         """
         return self._getting(lease, into, first_token).whole()
 
     def get_by_layer(self, lease: Lease, into: Pages, first_token: int = 0) -> Iterator[Loaded]:
-        """`get`, layer by layer in the order of their numbers, so that attention can begin with the first one.
+        """`get`, layer by layer in order of their numbers, so that attention can begin with the first one.
 
         Yields once per layer: the tokens it reports hold in that layer and in all before it, and never grow; the last
         report equals what `get` would return. Reads when the next layer is asked for, and pins nothing meanwhile:
@@ -310,7 +311,7 @@ class NamespaceHandle(HandOffVerbs):
         return GetOperation(self._source, lease, into, first_token)
 
     def release(self, lease: Lease) -> None:
-        """Unpin. The same as leaving the lease's context."""
+        """Unpin, like leaving the lease's context."""
         lease.release()
 
     def put(
@@ -326,23 +327,23 @@ class NamespaceHandle(HandOffVerbs):
         collective: str = "",
         deadline_ms: float | None = None,
     ) -> PutResult:
-        """Store the full blocks of a prompt; those that are there already are skipped.
+        """Store the full blocks of a prompt; those already stored are skipped.
 
         pages: cover the prompt's tokens from `first_token` on, which is a page boundary; blocks before them must be
-        stored already. A block of which a group's pages are not all there ends the put before it, as `incomplete`,
-        unless it is stored already. durability: with "disk" this returns when the whole chain is on NVMe, or says which
-        block is not and why; "volatile" does not wait for the disk. ttl: seconds for which these blocks are kept before
+        stored already. A block that lacks pages of a group ends the put before it, as `incomplete`, unless it is stored
+        already. durability: with "disk" this returns when the whole chain is on NVMe, or says which block is not and
+        why; "volatile" does not wait for the disk. ttl: seconds for which these blocks are retained in preference to
         all others, as far as the store's budget for that goes; priority: from 1 to 100, the same for as many times nine
-        seconds since they were used last. 0 and less says nothing. reading: asked before pages are read, where somebody
-        may want them back meanwhile; where it says no, the put ends with what is visible, `disabled`. deadline_ms: how
-        long it may wait for the store in all, the disk included; then it ends as `deadline`. Copies do not count, and
-        where it is left out each answer has 5 s, and the disk 30.
+        seconds since their last use. 0 and less means no wish. reading: asked before pages are read, if they may be
+        wanted back meanwhile; if it refuses, the put ends with what is visible, `disabled`. deadline_ms: how long it
+        may wait for the store in all, the disk included; then it ends as `deadline`. Copies do not count; without it
+        each answer has 5 s, and the disk 30.
 
         collective: all processes of the engine that hold a shard put these tokens, from the same first token on, under
         this name, which no other put of theirs has; in one session, each on a handle of its shard. Each fills its own
-        parts, and of those that several hold the first one to come does. None waits for the others: blocks are readable
-        once the last one has filled them, and never if one gives up, is gone, or takes longer than the store allows (30
-        s).
+        parts; a part that several hold is filled by the first that comes. None waits for the others: blocks are
+        readable once the last one has filled them, and never if one gives up, ends, or takes longer than the store
+        allows (30 s).
         """
         self._check_put(pages, first_token, durability, ttl, priority)
         if collective != "":
@@ -361,7 +362,7 @@ class NamespaceHandle(HandOffVerbs):
                 f"pages cover the prompt up to token {first_token + pages.tokens}, its full blocks go up to "
                 f"{len(keys) * self.block_tokens}; give more pages or fewer token ids"
             )
-        # Unusable pages must show before anything is evicted for them.
+        # Unusable pages must be found before anything is evicted for them.
         pages.check_groups(self.layout)
         coders = [self._codec.bind(pages, self.layout, part) for part in self._parts]
         pages.check_apart(self.layout)
@@ -370,7 +371,7 @@ class NamespaceHandle(HandOffVerbs):
         complete = -(-max(bases) // self.block_tokens)
         stored: set[int] = set()
         present = len(keys)
-        # All processes of a collective put must use the same windows, whatever is stored by the time each one reserves.
+        # All processes of a collective put must use the same windows, regardless of what is stored when each reserves.
         for window in range(_first_window(first_block, len(keys)), len(keys), WINDOW_BLOCKS):
             stop = min(window + WINDOW_BLOCKS, len(keys))
             wanted = min(max(complete, window) if collective else complete, stop)
@@ -403,9 +404,10 @@ class NamespaceHandle(HandOffVerbs):
         return self._made_durable(PutResult(present, len(stored), None, None), keys, durability, wait)
 
     def renew(self, prompt: Prompt, ttl: float | None, priority: int = 0, deadline_ms: float | None = None) -> int:
-        """Have what is stored of a prompt kept from now on, as a `put` of it would; returns how many leading blocks.
+        """Retain what is stored of a prompt, as a `put` of it would; returns how many leading blocks.
 
-        For adapters: it takes no pages, so that an engine which has read blocks need not have them still."""
+        For adapters: it takes no pages, so an engine that has read blocks need not keep them.
+        """
         keys = prompt.keys
         renewal = m.Reserve(self.number, keys, len(keys), int(priority), float(ttl) if ttl is not None else None)
         return DoorTime(self._door, deadline_ms).of(renewal, m.Reserved).reply.present
@@ -476,8 +478,8 @@ class NamespaceHandle(HandOffVerbs):
         reading: Reading | None,
         wait: DoorTime,
     ) -> tuple[int, Flaw | None, MissReason | None]:
-        """Encode blocks straight into their slots and commit each part; returns the number of committed blocks, what
-        the codec found in the first block that it could not write, and why the reservation was lost, if it was. bases:
+        """Encode blocks straight into their slots and commit each part. Returns the number of committed blocks, the
+        codec's finding in the first block that it could not write, and why the reservation was lost, if it was. bases:
         for each coder, the prompt's token that its pages begin with.
 
         The sidecar seals filled blocks while the next ones are being filled: only the last few are waited for.
@@ -495,14 +497,14 @@ class NamespaceHandle(HandOffVerbs):
                 tokens = [block * self.block_tokens - base for block in reply.blocks[:count]]
                 first = 0
                 digests: list[Sequence[bytes]] = []
-                # Closed before any slot is given up: a device may be writing into those that did not come yet.
+                # Closed before any slot is given up: a device may still be writing into later ones.
                 known = min(len(tokens), len(spans))
                 if reading is not None and not reading.begin():
                     return 0, None, None
                 try:
                     with closing(coder.encode(tokens[:known], spans[:known], self._digest)) as encoding:
                         for at, encoded in enumerate(encoding, 1):
-                            if isinstance(encoded, Flaw):  # those behind it are not stored: a put stores a prefix
+                            if isinstance(encoded, Flaw):  # later blocks are not stored: a put stores a prefix
                                 flaw, count = encoded, at - 1
                                 break
                             digests.append(encoded)
@@ -559,7 +561,7 @@ def _check_kind(name: str, value: object, kind: type, wanted: str) -> None:
 
 
 class OpenStore(Protocol):
-    """What an adapter needs of a store: a namespace. `kvstore.open` returns one."""
+    """What an adapter needs of a store: a namespace. `kvstore.open` returns a store."""
 
     def namespace(
         self,

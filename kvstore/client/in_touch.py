@@ -1,7 +1,7 @@
 """The client's background thread: it pings the sidecar and reconnects, so that no engine thread waits for either.
 
-It also unmaps memory that the sidecar gave back and undoes late answers while the engine is idle. One ping is under way
-at a time, however long it takes: a sidecar that hangs finds a single one when it goes on.
+It also unmaps memory that the sidecar gave back and undoes late answers while the engine is idle. One ping is in flight
+at a time, however long it takes: a sidecar that resumes after a hang finds a single one.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class LookedAfter(Protocol):
 
 
 class InTouch:
-    """The thread and its state. wanted: there is no connection, and a verb asked for one. is_moving: the last ping
-    unmapped memory, and more may follow."""
+    """wanted: there is no connection, and a verb asked for one. is_moving: the last ping unmapped memory, and more may
+    follow."""
 
     def __init__(self, clock: Clock) -> None:
         self.wanted = False
@@ -37,14 +37,14 @@ class InTouch:
         self._clock = clock
         self._ended = False
         self.nudge = threading.Event()
-        """Set it to have the thread look at once."""
+        """Set it to have the thread check at once."""
         self._thread: threading.Thread | None = None
         self._pinging = threading.Lock()
         self._pinged: tuple[SidecarConnection, int] | None = None
-        """The connection on which a ping is under way, and its number."""
+        """The connection with a ping in flight, and the ping's number."""
 
     def start(self, door: LookedAfter, seconds: float) -> bool:
-        """Start the thread unless it runs; it looks after so many seconds, or when nudged, and ends with the door.
+        """Start the thread unless it runs; it acts after so many seconds, or when nudged, and ends with the door.
         Returns whether it runs."""
         if self._thread is None:
             thread = threading.Thread(
@@ -52,13 +52,13 @@ class InTouch:
             )
             try:
                 thread.start()
-            except RuntimeError:  # the machine has no thread to give
+            except RuntimeError:  # no thread available
                 return False
             self._thread = thread
         return True
 
     def end(self) -> None:
-        """Waits for nothing."""
+        """End the thread, without waiting."""
         self._ended = True
         self.nudge.set()
 
@@ -73,7 +73,7 @@ class InTouch:
             del there
 
     def ping(self, run: SidecarConnection, limits: CallLimits, settle: Callable[[SidecarConnection], None]) -> None:
-        """Send a ping, or go on waiting for the one under way. settle: undoes late answers."""
+        """Send a ping, or go on waiting for the one in flight. settle: undoes late answers."""
         if not self._pinging.acquire(blocking=False):
             return  # another thread is waiting for the answer
         try:
@@ -93,7 +93,7 @@ class InTouch:
         except TimedOut:  # silent only if nothing arrived during this wait: other answers may have come since the ping
             run.was_late(now, is_quick=True)
             return
-        except Backpressure:  # it does not read what it is sent
+        except Backpressure:  # the sidecar does not read
             run.was_late(now - limits.connect, is_quick=True)
             self.nudge.wait(limits.ping)
             return
@@ -115,7 +115,7 @@ class InTouch:
         run.notify_pipe = notify_pipe = NotifyPipeEnd(descriptor)
         try:
             threading.Thread(target=_hear, args=(notify_pipe, self.nudge), name="kv-bell", daemon=True).start()
-        except RuntimeError:  # no thread to be had: pings find it out instead
+        except RuntimeError:  # no thread available: pings find out instead
             notify_pipe.close()
             run.notify_pipe = None
 

@@ -1,7 +1,7 @@
 """A lease: pinned blocks that a user holds between verbs.
 
-A lease may be released in the middle of a get, by another thread or because the request that it serves has ended. The
-get then stops at its next piece, and only after that are the blocks unpinned: no slot is reused under a copy.
+Another thread, or the end of its request, may release a lease in the middle of a get. The get then stops at its next
+piece, and only after that are the blocks unpinned: no slot is reused under a copy.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Lease:
         return not self._forget.alive
 
     def release(self) -> None:
-        """Unpin, once no get is under way. Safe to call again."""
+        """Unpin, once no get is running. Safe to call again."""
         with self._guard:
             was_held = self._forget.detach() is not None
             is_free = not self._readers
@@ -72,7 +72,7 @@ class Lease:
         self.release()
 
     def ticket(self) -> bytes:
-        """What another process of the same engine needs to read these blocks too; see `NamespaceHandle.attach`.
+        """A ticket with which another process of the same engine can read these blocks; see `NamespaceHandle.attach`.
 
         Some 60 bytes a block. Valid while any process holds the lease.
         """
@@ -82,7 +82,7 @@ class Lease:
         return LeaseTicket.of(run, number, self.reply, self.keys, self.account, self.request).seal(self._grant)
 
     def begin_read(self) -> bool:
-        """A get begins; False if the lease was released before."""
+        """Begin a get; False if the lease was released before."""
         with self._guard:
             if not self._forget.alive:
                 return False
@@ -90,7 +90,6 @@ class Lease:
             return True
 
     def end_read(self) -> None:
-        """A get has ended."""
         with self._guard:
             self._readers -= 1
             was_last = not self._readers and not self._forget.alive

@@ -1,6 +1,6 @@
 """Look-ups and leases that are submitted and polled for, so that the engine's thread never blocks.
 
-    submit > poll, poll, ... > what the blocking verb returns
+    submit > poll, poll, ... > the blocking verb's result
            > cancel, or drop it: a later answer is undone
 
 A poll never blocks: not on a socket, a disk, another thread, or a lock held across either. In a store of this process a
@@ -28,17 +28,17 @@ R = TypeVar("R")
 T = TypeVar("T")
 LEASE_THREADS = 4
 MAX_SUBMITTED = 1024
-"""Leases under way or queued in a store of this process."""
+"""Leases in progress or queued in a store of this process."""
 GRACE_SECONDS = 0.05
 """How long a lease's answer may take beyond its deadline."""
 AWAIT_GRACE_SECONDS = 0.25
-"""The same beyond an await's."""
+"""How long an await's answer may take beyond its deadline."""
 BLOCK_SECONDS = 2e-5
 """Added for each block of the request: ten times what one takes on an idle machine."""
 SHORT_BLOCKS = 1024
 """Chains up to this length do not delay the requests behind them."""
 MAX_QUEUED_SECONDS = 3.0
-"""The most that is added for long chains submitted before."""
+"""Limit of what is added for long chains submitted before."""
 
 
 class PendingReply(Generic[T]):
@@ -56,7 +56,7 @@ class PendingReply(Generic[T]):
         self._cancel_from_finalizer.atexit = False
 
     def poll(self) -> T | None:
-        """The answer, the same one each time, or None while it is not there. Never waits, and never raises."""
+        """The answer, the same one each time, or None if it is not there yet. Never waits, and never raises."""
         if self._result is None and self._lock.acquire(blocking=False):
             try:
                 if self._result is None:
@@ -68,12 +68,12 @@ class PendingReply(Generic[T]):
         return self._result
 
     def is_ready(self) -> bool:
-        """Whether `poll` has an answer, judged without a lock or a look at the socket: a thread that waits for many
-        polls one of them, then those for which this is true."""
+        """Whether `poll` has an answer, judged without a lock or the socket: a thread that waits for many polls one of
+        them, then those for which this is true."""
         return self._result is not None or self._is_ready()
 
     def cancel(self) -> None:
-        """Undo what comes later; `poll` returns a miss, `disabled`. An answer polled before stays its owner's."""
+        """Undo a later answer; `poll` then returns a miss, `disabled`. An answer polled before stays its owner's."""
         with self._lock:
             if self._result is None:
                 self._cancel_from_finalizer.detach()
@@ -98,18 +98,14 @@ class ReadyReply(Generic[R]):
         self._reply = reply
 
     def poll(self) -> R | None:
-        """The answer."""
         return self._reply
 
     def is_ready(self) -> bool:
-        """It is."""
         return True
 
-    def cancel(self) -> None:
-        """Nothing is held for it."""
+    def cancel(self) -> None: ...
 
-    def cancel_from_finalizer(self) -> None:
-        """Nothing is held for it."""
+    def cancel_from_finalizer(self) -> None: ...
 
 
 class LeaseThreads:
@@ -163,14 +159,14 @@ class LeaseThreads:
             self._under_way.release()
 
     def close(self) -> None:
-        """Begin no more leases; those under way end with the store."""
+        """Start no more leases; those in progress end with the store."""
         self._is_closed = True
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 class ThreadedReply:
-    """`Submitted`: one lease. Each side records what it did before it looks at the other's record, so without a lock a
-    cancelled lease is released by at least one of them; a second release does nothing."""
+    """`Submitted`: one lease. Each side records its action before it reads the other's record, so without a lock at
+    least one of them releases a cancelled lease; a second release does nothing."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
-"""The client of the sidecar: a store that is another process on this host.
+"""The client of the sidecar: a store in another process on this host.
 
-Several processes of one engine open it with the same session, which the first one makes. Must import without torch, and
-quickly.
+Several processes of one engine open it with the same session, whose token the first one makes. Must import without
+torch, and quickly.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tiering.clock import Clock
 
 
 class SidecarStore:
-    """A store in another process on this host. Close it, or use it as a context."""
+    """A store in another process on this host. Close it, or use it as a context manager."""
 
     def __init__(
         self, door: SocketDoor, codecs: Callable[[str], Codec], before_close: Callable[[], object] = lambda: None
@@ -63,7 +63,7 @@ class SidecarStore:
     def release_request(self, request: str) -> None:
         """End every lease, pending ones too, that this process took or attached to for a request of the engine.
 
-        Does not block. A get under way ends at its next piece. Other processes keep their holds.
+        Does not block. A get in progress ends at its next piece. Other processes keep their holds.
         """
         self._door.requests.release(request)
 
@@ -74,7 +74,6 @@ class SidecarStore:
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
         return self._door.closed
 
     def __enter__(self) -> SidecarStore:

@@ -50,9 +50,9 @@ from tiering.tier import FrameSpan
 A = TypeVar("A")
 MAX_DEADLINE_MS = 60_000.0
 SENT_BLOCKS = 1024
-"""A reservation of a longer chain names its last so many blocks only: those before were stored already."""
+"""A reservation of a longer chain names only its last so many blocks: earlier ones were stored already."""
 MOVING_SHARE = 10
-"""While memory moves to other clients, a sidecar without notifications is pinged so many times as often."""
+"""While memory moves to other clients, a sidecar without notifications is pinged this many times as often."""
 
 
 PlainVerb = m.Changes | m.Await | m.SealTicket | m.OpenTicket | m.Locate
@@ -89,7 +89,7 @@ class _Held:
 
 
 class SocketDoor:
-    """`Door` to a sidecar. Thread-safe; a forked child gets a connection of its own, in the same session."""
+    """`Door` to a sidecar. Thread-safe; a forked child gets its own connection, in the same session."""
 
     def __init__(self, path: str, engine: str, session: bytes, clock: Clock, limits: CallLimits) -> None:
         """session: the token of the engine's session."""
@@ -109,7 +109,7 @@ class SocketDoor:
         self.forgotten: deque[int] = deque()
         self._forsaken: deque[PendingCall[Any]] = deque()
         self._touch = InTouch(clock)
-        self._why = ""  # the last attempt to connect failed, if it did
+        self._why = ""  # why the last attempt to connect failed
         self._rejected = False
         self._is_silent = False  # the last attempt to connect timed out: only the background thread tries again
         self.closed = False
@@ -121,7 +121,6 @@ class SocketDoor:
     """The sidecar seals blocks while the client fills the next ones."""
 
     def call(self, request: Request, kind: type[A], seconds: float | None = None) -> A:
-        """As `Door.call`."""
         answer: object
         match request:
             case m.OpenNamespace():
@@ -144,7 +143,7 @@ class SocketDoor:
         return answer
 
     def submit(self, request: Request, kind: type[A], seconds: float) -> Submitted[A]:
-        """As `Door.submit`. Does not block: without a connection it is a miss, and the background thread connects."""
+        """Does not block: without a connection it is a miss, and the background thread connects."""
         run = self._run
         if isinstance(request, m.Commit):
             if run is not None and request.reservation in run.reservations:
@@ -185,7 +184,6 @@ class SocketDoor:
             return ReadyReply(late(away.reason, away.detail))
 
     def memory(self, held: int, places: Sequence[int], *, writable: bool = False) -> list[FrameSpan]:
-        """As `Door.memory`."""
         run = self._run
         if writable:
             found = spans(run.writable, places) if run is not None and held in run.reservations else []
@@ -350,7 +348,7 @@ class SocketDoor:
         return m.Done()
 
     def _open_here(self, request: m.OpenNamespace) -> Grant:
-        """Raises `Unreachable`, and what the sidecar refuses it with."""
+        """Raises `Unreachable`, and the sidecar's refusal."""
         time = self._time(self._limits.open)
         run = None
         try:
@@ -462,7 +460,7 @@ class SocketDoor:
     def _connect(self, time: VerbTime, waits: bool) -> SidecarConnection:
         limits = self._limits
         if self._is_silent and not waits and self._have_it_called():
-            raise Unavailable(MissReason.UNREACHABLE, self._why)  # each verb would wait as long in vain
+            raise Unavailable(MissReason.UNREACHABLE, self._why)  # each query would wait as long for nothing
         while True:
             run = self._connect_once(limits.connect if waits else min(limits.match, time.left()))
             if run is not None:
@@ -523,7 +521,7 @@ class SocketDoor:
             grant = self._open(run, opened.request, seconds)
         except Unavailable as away:
             if away.reason is MissReason.DEADLINE and not run.breaker.is_open:
-                self._have_it_called()  # the background thread takes its time
+                self._have_it_called()  # the background thread does it
             raise
         except BadInput as error:
             raise Unavailable(MissReason.UNSUPPORTED, str(error)) from None

@@ -1,8 +1,8 @@
-"""Spans of what the store did for a request (look-up, lease, load), as children of the engine's own. For OpenTelemetry.
+"""OpenTelemetry spans of the store's work for a request (look-up, lease, load), as children of the engine's own.
 
     a verb ends > queued, at most `MOST_WAITING`, or dropped and counted > a thread makes its span > the SDK
 
-Where `traces` is on, and for requests that bring a `traceparent`. The engine's thread only appends to the queue; the
+Only with `traces` on, and for requests that bring a `traceparent`. The engine's thread only appends to the queue; the
 other thread imports opentelemetry. Never a token, a key or text of a prompt.
 """
 
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from kvstore.block.account import Account
 
 MOST_WAITING = 2048
-"""Spans; while so many wait, further ones are dropped."""
+"""Spans queued at most; further ones are dropped."""
 MOST_STATE_CHARACTERS = 512
 CLOSE_SECONDS = 2.0
 MATCH, LEASE, LOAD = "kvstore match", "kvstore lease", "kvstore load"
@@ -39,7 +39,7 @@ class EndedSpan(NamedTuple):
 
 
 class RequestTrace:
-    """The trace of one request; does nothing for a request without a parent, or where tracing is off."""
+    """The trace of one request; does nothing for a request without a parent, or with tracing off."""
 
     __slots__ = ("_headers", "_queue")
 
@@ -48,12 +48,12 @@ class RequestTrace:
         self._headers = headers or {}
 
     def looked_up(self, seconds: float, account: Account) -> None:
-        """A look-up was answered just now, after so many seconds. account: the prompt's."""
+        """A look-up was just answered, after so many seconds. account: the prompt's."""
         if self._queue is not None:
             self._queue.add(MATCH, self._headers, seconds, _of_account(account))
 
     def leased(self, seconds: float, account: Account) -> None:
-        """A lease was answered just now, after so many seconds."""
+        """A lease was just answered, after so many seconds."""
         if self._queue is not None:
             self._queue.add(LEASE, self._headers, seconds, _of_account(account))
 
@@ -73,10 +73,10 @@ def _of_account(account: Account) -> dict[str, str | int | float]:
 
 
 class SpanQueue:
-    """The spans of one engine's scheduler, whose thread alone adds to it."""
+    """The spans of one engine's scheduler; only the scheduler's thread adds to it."""
 
     def __init__(self, model: str, wall_ns: Callable[[], int], make_tracer: Callable[[], Any] | None = None) -> None:
-        """model: as the engine calls it. wall_ns: since 1970. make_tracer: in place of the process's own."""
+        """model: the engine's name of it. wall_ns: since 1970. make_tracer: in place of the process's own."""
         self._model = model
         self._wall_ns = wall_ns
         self._make_tracer = make_tracer or _tracer
@@ -98,7 +98,7 @@ class SpanQueue:
     def add(
         self, name: str, headers: Mapping[str, str], seconds: float, attributes: dict[str, str | int | float]
     ) -> None:
-        """Queue a span that ended just now. Does not block."""
+        """Queue a span that just ended. Does not block."""
         if len(self._waiting) >= MOST_WAITING:
             self.dropped += 1
             return
@@ -111,7 +111,7 @@ class SpanQueue:
             try:
                 self._thread.start()
                 atexit.register(self.close)
-            except RuntimeError:  # no thread to be had: what follows is dropped
+            except RuntimeError:  # no thread available: later spans are dropped
                 pass
 
     def close(self) -> None:
@@ -163,7 +163,7 @@ def _maker(tracer: Any) -> Callable[[EndedSpan], None]:
 
 
 def _tracer() -> Any:
-    """The engine's own provider's; without one, a provider that exports as the standard variables (OTEL_...) say."""
+    """From the engine's own provider; without one, from a provider configured by the standard variables (OTEL_...)."""
     from opentelemetry import trace
 
     provider: Any = trace.get_tracer_provider()

@@ -29,8 +29,8 @@ class Asks(Protocol):
 
 @dataclass
 class Warming:
-    """In blocks. warm: in DRAM already. promoted: copied up from a lower tier. left: found, and not promoted. absent:
-    not stored. The last two by reason. asked = warm + promoted + the sums of left and absent."""
+    """In blocks. warm: already in DRAM. promoted: from a lower tier. left: found but not promoted, by reason. absent:
+    not stored, by reason. asked = warm + promoted + the sums of left and absent."""
 
     ask: Asks
     number: int

@@ -1,1 +1,1 @@
-"""The console: a process beside the sidecar that shows people what it says of itself. It can change nothing there."""
+"""The console: a process beside the sidecar that shows people the sidecar's figures."""

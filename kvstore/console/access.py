@@ -1,8 +1,8 @@
-"""Who may read the console: names of hosts, origins, a token, and the cookie that stands for it. Knows no HTTP library.
+"""Who may read the console: host names, origins, tokens and login cookies. Knows no HTTP library.
 
-A page that another site shows could ask this host by a name of its own (DNS rebinding): without a token only the names
-of this host's loopback are answered. With a token, a reader who gives it is let in under any name. Nothing here
-changes the sidecar; the only thing that changes is who is logged in.
+A page of another site could reach this host under a name of its own (DNS rebinding), so without a token only the names
+of the loopback are answered. With a token, any name is. Nothing here changes the sidecar; the only state is who is
+logged in.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ LEAST_TOKEN, MOST_TOKEN = 16, 4096
 LOGIN_SECONDS = 12 * 3600.0
 MOST_TENANTS = 1024
 MOST_LOGINS = 64
-"""Who logged in longest ago has to do it again."""
+"""Of more logins, the oldest ends."""
 MOST_FAILURES, FAILURE_SECONDS = 10, 60.0
-"""Wrong tokens in that time, after which none is looked at."""
+"""After so many wrong tokens within this time, further ones are refused unread."""
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def checked_token(text: str, where: str) -> str:
-    """What a token file has. Raises `BadInput`, which does not repeat it."""
+    """Check the text of a token file. Raises `BadInput`, which does not repeat the token."""
     token = text.strip()
     if not LEAST_TOKEN <= len(token) <= MOST_TOKEN or not all("!" <= one <= "~" for one in token):
         raise BadInput(
@@ -42,15 +42,15 @@ def checked_token(text: str, where: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ConsoleTokens:
-    """operator: who gives it sees everything. tenants: by their tokens, those who see themselves alone."""
+    """operator: token of a reader who sees everything. tenants: tokens of readers who see one tenant."""
 
     operator: str
     tenants: Mapping[str, str] = field(default_factory=dict)
 
 
 def checked_tokens(text: str, where: str) -> ConsoleTokens:
-    """What a token file has: the operator's token, and below it a line `NAME TOKEN` for each tenant that has one.
-    Raises `BadInput`, which repeats no token."""
+    """Parse a token file: the operator's token, then a line `NAME TOKEN` for each tenant that has one. Raises
+    `BadInput`, which repeats no token."""
     first, *lines = [line.strip() for line in text.strip().splitlines() if line.strip()] or [""]
     operator = checked_token(first, where)
     tenants: dict[str, str] = {}
@@ -69,18 +69,19 @@ def checked_tokens(text: str, where: str) -> ConsoleTokens:
 
 @dataclass(frozen=True, slots=True)
 class ConsoleReader:
-    """Who reads. tenant: whose figures alone; None for all."""
+    """tenant: the only tenant that this reader sees; None for all."""
 
     tenant: str | None = None
 
 
 class Guard:
-    """For one listening address. One thread."""
+    """Access control of one listening address. Not thread-safe."""
 
     def __init__(
         self, host: str, tokens: ConsoleTokens | None, clock: Clock, new_token: Callable[[int], bytes]
     ) -> None:
-        """tokens: None where all on this host may read. Raises `BadInput` where that would be everybody at all."""
+        """tokens: None lets every process on this host read. Raises `BadInput` if that would let other hosts read
+        too."""
         if tokens is None and not is_loopback(host):
             raise BadInput(
                 f"{host} can be reached by other hosts; give --token-file (console.token_file), or listen on 127.0.0.1"
@@ -90,16 +91,16 @@ class Guard:
         self._names = {host.lower(), *_LOOPBACK}
         self._clock = clock
         self._new_token = new_token
-        self._logins: OrderedDict[str, tuple[float, ConsoleReader]] = OrderedDict()  # the cookie's value: until when
+        self._logins: OrderedDict[str, tuple[float, ConsoleReader]] = OrderedDict()  # by cookie: end, reader
         self._failures: deque[float] = deque(maxlen=MOST_FAILURES)
 
     def change_tokens(self, tokens: ConsoleTokens) -> None:
-        """Other ones count from now on, and every login ends. For a guard that has tokens."""
+        """Replace the tokens and end every login. Only for a guard that has tokens."""
         self._readers = _readers(tokens)
         self._logins.clear()
 
     def is_known_host(self, host: str) -> bool:
-        """host: as the request names this server, with or without a port."""
+        """host: as the request's Host header has it, with or without a port."""
         name = _host_name(host)
         return name is not None and (self.has_token or name in self._names)
 
@@ -111,7 +112,7 @@ class Guard:
         return parts.scheme in ("http", "https") and parts.netloc.lower() == host.lower()
 
     def reader(self, authorization: str | None, cookie: str | None) -> ConsoleReader | None:
-        """By a bearer token or by the cookie of a login; None for one who may not read."""
+        """The reader by bearer token or login cookie; None if access is denied."""
         if not self.has_token:
             return ConsoleReader()
         if authorization is not None:
@@ -121,7 +122,7 @@ class Guard:
         return reader if self._clock.monotonic_seconds() < until else None
 
     def log_in(self, given: str) -> str | None:
-        """The cookie's value, or None where that is not the token."""
+        """The new login's cookie value, or None if the token is wrong."""
         reader = self._reader_of(given)
         if reader is None:
             return None
@@ -132,12 +133,11 @@ class Guard:
         return name
 
     def log_out(self, cookie: str | None) -> None:
-        """That cookie is worth nothing any more."""
         self._logins.pop(_cookie_value(cookie or ""), None)
 
     @property
     def is_paused(self) -> bool:
-        """Whether so many wrong tokens came that none is looked at for now."""
+        """Whether too many wrong tokens came lately; then all are refused."""
         is_full = len(self._failures) == MOST_FAILURES
         return is_full and self._clock.monotonic_seconds() - self._failures[0] < FAILURE_SECONDS
 
@@ -158,7 +158,7 @@ def _readers(tokens: ConsoleTokens | None) -> dict[str, ConsoleReader]:
 
 
 def _host_name(host: str) -> str | None:
-    """Without its port; None where that is no host."""
+    """The name without its port; None if malformed."""
     try:
         parts = urlsplit(f"//{host}")
         _ = parts.port

@@ -1,6 +1,6 @@
-"""What operators did at the console: a line when an action begins and one when it ends, on a disk that is handed in.
+"""The audit log: operators' actions at the console, a line at each one's begin and end, on a disk that is handed in.
 
-An action whose first line cannot be written is not done. What is kept is bounded by the file, and here by `MOST_SHOWN`.
+An action whose first line cannot be written is not done. The file bounds what is kept; here `MOST_SHOWN` does.
 """
 
 from __future__ import annotations
@@ -15,26 +15,25 @@ import msgspec
 from kvstore.block.errors import StoreError
 
 MOST_SHOWN = 200
-"""Actions."""
 BEGUN = "begun"
 
 
 class AuditLines(Protocol):
-    """A file that is only appended to."""
+    """An append-only file."""
 
     def append(self, line: bytes) -> None:
-        """One line, on the disk when it returns. Raises `OSError`, and then nothing of it is there."""
+        """Append one line; it is on the disk on return. Raises `OSError`, after which no part of it is there."""
         ...
 
     def last(self) -> Iterable[bytes]:
-        """What was written last, the oldest first, also by earlier processes."""
+        """The last lines, oldest first, those of earlier processes included."""
         ...
 
 
 class AuditEntry(msgspec.Struct, frozen=True):
-    """An action. number: names it. at: Unix time, when it began. who: by which credential, and from which address.
-    what: drop, purge or warm. namespace: "" for a purge. result: begun, done, refused or failed; what is still `begun`
-    long after it is of a console that ended on the way. text: what came of it, one line."""
+    """An action. number: its name. at: Unix time of its begin. who: credential and address. what: drop, purge or warm.
+    namespace: "" for a purge. result: begun, done, refused or failed; an old entry that is still `begun` is of a
+    console that ended during the action. text: the outcome, one line."""
 
     number: str
     at: float
@@ -50,7 +49,7 @@ class AuditLog:
     """Thread-safe."""
 
     def __init__(self, lines: AuditLines) -> None:
-        """Takes in what was written before; what is no entry is skipped."""
+        """Reads earlier entries; lines that are no entry are skipped."""
         self._lines = lines
         self._lock = threading.Lock()
         self._entries: OrderedDict[str, AuditEntry] = OrderedDict()
@@ -61,7 +60,7 @@ class AuditLog:
                 pass
 
     def write(self, entry: AuditEntry) -> None:
-        """Raises `StoreError` where it cannot be written."""
+        """Raises `StoreError` if it cannot be written."""
         with self._lock:
             try:
                 self._lines.append(msgspec.json.encode(entry) + b"\n")
@@ -70,7 +69,7 @@ class AuditLog:
             self._take(entry)
 
     def entries(self) -> list[AuditEntry]:
-        """The newest first, each as it is by now."""
+        """Newest first, each in its latest state."""
         with self._lock:
             return list(reversed(self._entries.values()))
 

@@ -1,4 +1,4 @@
-"""What happened, told from two looks at a sidecar one behind the other. Pure: it compares, and knows no clock."""
+"""Derives events from two successive readings of the sidecar. Pure: it compares, and knows no clock."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import msgspec
 from kvstore.protocol.status import SessionStatus, SidecarStatus
 
 MOST_EACH = 20
-"""Events of one kind from one look; the others are one event that counts them."""
+"""Events of one kind per reading; one more event counts the rest."""
 
 
 class ConsoleEvent(msgspec.Struct, frozen=True):
-    """at: Unix time. level: "info", "warning" or "error". page: where the numbers to it are. text: one sentence."""
+    """at: Unix time. level: "info", "warning" or "error". page: where the numbers are. text: one sentence."""
 
     at: float
     level: str
@@ -24,7 +24,7 @@ class ConsoleEvent(msgspec.Struct, frozen=True):
 
 
 def events_between(before: SidecarStatus | None, after: SidecarStatus) -> list[ConsoleEvent]:
-    """In the order in which they are to be told. before: None for the first look."""
+    """Events in order of display. before: None at the first reading."""
     at = after.at
     if before is None:
         text = f"The console sees the sidecar: {after.state}, {_plural(after.blocks, 'block')}, {_up(after)}."

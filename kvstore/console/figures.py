@@ -1,4 +1,4 @@
-"""What the pages and the API show, made of what the sidecar said. Pure, and without arithmetic that loses a token.
+"""The figures that pages and API show, computed from the sidecar's status. Pure; token counts stay whole numbers.
 
 The classes here are the API: their fields are only ever appended. None is "unknown" and is shown as "-"; 0 is 0.
 """
@@ -27,13 +27,13 @@ from kvstore.protocol.status import (
 )
 
 MORE = (("64 GiB more", 64 << 30), ("1 TB more", 10**12))
-"""Sizes that people buy."""
+"""Common upgrade sizes."""
 MOST_LISTED = 500
 """Rows of one answer."""
 
 
 class HealthLine(msgspec.Struct, frozen=True):
-    """The worst thing that there is to say. level: "ok", "warning" or "error"; page: where more stands."""
+    """The most serious message. level: "ok", "warning" or "error"; page: where more stands."""
 
     level: str
     text: str
@@ -41,8 +41,8 @@ class HealthLine(msgspec.Struct, frozen=True):
 
 
 class Contact(msgspec.Struct, frozen=True):
-    """connected: whether the last question was answered. since: when that changed last. numbers_from: when the numbers
-    were taken, None where there are none yet. error: of the last question."""
+    """connected: whether the last poll was answered. since: when that last changed. numbers_from: time of the numbers,
+    None before the first ones. error: of the last poll."""
 
     connected: bool
     since: float
@@ -51,8 +51,7 @@ class Contact(msgspec.Struct, frozen=True):
 
 
 class IntegrityFigures(msgspec.Struct, frozen=True):
-    """reported: blocks that failed their reader's check. verified_bytes and what follows are the scrub's of the disk,
-    None where there is none."""
+    """reported: blocks that failed their reader's check. The other figures are the disk scrub's; None without one."""
 
     reported: int
     quarantined_slots: int
@@ -67,9 +66,9 @@ class IntegrityFigures(msgspec.Struct, frozen=True):
 
 
 class ConsoleStatus(msgspec.Struct, frozen=True):
-    """`/api/status`. at: the console's clock. Figures are None before the sidecar has answered once, and to a tenant,
-    who sees what it asked for and got, `looked`. tenant: who that is, None for who sees everything. acts: whether this
-    console may drop, purge and warm for its operator."""
+    """`/api/status`. at: the console's clock. Figures are None until the sidecar first answers, and for a tenant's
+    reader, who sees only `looked`: what the tenant asked for and got. tenant: the reader's, None for one who sees
+    everything. acts: whether the operator may drop, purge and warm at this console."""
 
     version: str
     at: float
@@ -100,7 +99,7 @@ class ConsoleStatus(msgspec.Struct, frozen=True):
 
 
 class MissFigures(msgspec.Struct, frozen=True):
-    """One reason: tokens that were missed for it since the sidecar began, and in the window."""
+    """Tokens missed for one reason, since the sidecar began and in the window."""
 
     reason: str
     meaning: str
@@ -112,7 +111,7 @@ class MissFigures(msgspec.Struct, frozen=True):
 
 
 class TenantFigures(msgspec.Struct, frozen=True):
-    """What a tenant asked for and got since the sidecar began, and what it has; as `kvstore stat` has it."""
+    """What a tenant has, and what it asked for and got since the sidecar began; as in `kvstore stat`."""
 
     tenant: str
     namespaces: int
@@ -130,7 +129,7 @@ class TenantFigures(msgspec.Struct, frozen=True):
 
 
 class EngineFigures(msgspec.Struct, frozen=True):
-    """Sessions, and the door that they come in by. hidden: further sessions."""
+    """Sessions, and the API socket that they use. hidden: further sessions."""
 
     sessions: list[SessionStatus]
     hidden: int
@@ -150,8 +149,8 @@ class MoveFigures(msgspec.Struct, frozen=True):
 
 
 class OtherSize(msgspec.Struct, frozen=True):
-    """What another size of all tiers would find. words: how it differs from what there is. size_bytes: None for
-    however much. more_tokens_per_day: not to be computed any more; less than 0 where it is smaller."""
+    """What another total size would find. words: its difference from the present size. size_bytes: None for unlimited.
+    more_tokens_per_day: saved from computing; negative for a smaller size."""
 
     words: str
     size_bytes: int | None
@@ -160,8 +159,8 @@ class OtherSize(msgspec.Struct, frozen=True):
 
 
 class WhatIfFigures(msgspec.Struct, frozen=True):
-    """`/api/whatif`. estimate: None where this sidecar makes none. dram_bytes: of the budget, what is in memory.
-    own_hit_rate: what was really found of what was asked for in the last hour, None where nothing was."""
+    """`/api/whatif`. estimate: None if this sidecar makes none. dram_bytes: the memory's part of the budget.
+    own_hit_rate: actual share found in the last hour, None if nothing was asked for."""
 
     estimate: WhatIfStatus | None
     dram_bytes: int
@@ -170,7 +169,7 @@ class WhatIfFigures(msgspec.Struct, frozen=True):
 
 
 def reading_of(facts: SidecarStatus) -> SidecarReading:
-    """The numbers that are remembered over time."""
+    """Counters and gauges that the console keeps over time."""
     looked = facts.looked
     counters: dict[str, int] = {
         "asked": looked.asked_tokens,
@@ -207,7 +206,7 @@ def reading_of(facts: SidecarStatus) -> SidecarReading:
 def status_of(
     version: str, now: float, contact: Contact, facts: SidecarStatus | None, events: list[ConsoleEvent]
 ) -> ConsoleStatus:
-    """For the overview, and for everybody who listens."""
+    """The overview, also sent to every listening page."""
     health = health_of(now, contact, facts)
     if facts is None:
         return ConsoleStatus(version, now, contact, health, events=events)
@@ -240,7 +239,7 @@ def status_of(
 
 
 def facts_of_tenant(facts: SidecarStatus, tenant: str) -> SidecarStatus:
-    """What a tenant may see: itself. Whatever is not named here is left out."""
+    """The part of the status that a tenant may see. Fields that are not named here are left out."""
     spaces = [one for one in facts.namespaces if one.tenant == tenant]
     return SidecarStatus(
         run=facts.run,
@@ -292,7 +291,6 @@ def status_of_tenant(
 
 
 def _looked(counts: Sequence[LookupCounts]) -> LookupCounts:
-    """All of them together."""
     asked, granted = sum(one.asked_tokens for one in counts), sum(one.granted_tokens for one in counts)
     return LookupCounts(
         asked,
@@ -312,7 +310,6 @@ def _looked(counts: Sequence[LookupCounts]) -> LookupCounts:
 
 
 def integrity_of(facts: SidecarStatus) -> IntegrityFigures:
-    """What checks have found."""
     quarantined = sum(one.slots.get("quarantined", 0) for one in facts.tiers)
     scrub = facts.scrub
     if scrub is None:
@@ -332,7 +329,6 @@ def integrity_of(facts: SidecarStatus) -> IntegrityFigures:
 
 
 def health_of(now: float, contact: Contact, facts: SidecarStatus | None) -> HealthLine:
-    """The worst thing first."""
     if facts is None:
         return HealthLine(
             "error", f"No sidecar has answered yet: {contact.error or 'the first question is under way'}."
@@ -363,7 +359,7 @@ def health_of(now: float, contact: Contact, facts: SidecarStatus | None) -> Heal
 
 
 def misses_of(facts: SidecarStatus, window_sums: dict[str, int]) -> list[MissFigures]:
-    """Every reason that has a token, the largest of the window first."""
+    """Every reason with a token, largest in the window first."""
     found = []
     for name, tokens in facts.looked.miss_tokens.items():
         known = REASONS.get(MissReason(name)) if name in MissReason.__members__.values() else None
@@ -403,18 +399,17 @@ def tenants_of(facts: SidecarStatus) -> list[TenantFigures]:
 
 
 def namespaces_of(facts: SidecarStatus, tenant: str, first: int) -> tuple[list[NamespaceStatus], int]:
-    """Some of them, and how many there are. tenant: "" for all."""
+    """A page of namespaces, and how many there are. tenant: "" for all."""
     chosen = [one for one in facts.namespaces if tenant in ("", one.tenant)]
     return chosen[first : first + MOST_LISTED], len(chosen) + (0 if tenant else facts.hidden_namespaces)
 
 
 def moves_of(facts: SidecarStatus) -> list[MoveFigures]:
-    """As `kvstore stat` has them."""
     return [MoveFigures(one.kind, one.priority, one.waiting, one.running, one.done, one.failed) for one in facts.moves]
 
 
 def whatif_of(facts: SidecarStatus, hour: Mapping[str, int]) -> WhatIfFigures:
-    """hour: sums of the counters of the last hour."""
+    """hour: sums of the counters over the last hour."""
     dram = next((one.budget_bytes for one in facts.tiers if one.name == "dram"), 0)
     asked, hits = hour.get("asked", 0), sum(hour.get(f"hit.{tier}", 0) for tier in (HitTier.DRAM, HitTier.NVME))
     own = hits / asked if asked else None
@@ -438,7 +433,7 @@ def whatif_of(facts: SidecarStatus, hour: Mapping[str, int]) -> WhatIfFigures:
 
 
 def rate_at(told: WhatIfStatus, size_bytes: int | None) -> float:
-    """The share of tokens that a size would have found: between two points of the curve by a straight line."""
+    """The share of tokens that a size would find, interpolated linearly. size_bytes: None for the ceiling."""
     ceiling = told.points[-1].token_hit_rate
     if size_bytes is None:
         return ceiling
@@ -457,7 +452,6 @@ def _times(scale: float) -> str:
 
 
 def span(seconds: float) -> str:
-    """As people say it."""
     for size, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
@@ -473,6 +467,6 @@ def _summed(counts: Iterable[dict[str, int]]) -> dict[str, int]:
 
 
 def schemas_of(kinds: Iterable[Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """JSON schemas for the API's document, and those that they refer to."""
+    """JSON schemas for the API's document, and the components that they refer to."""
     found, components = msgspec.json.schema_components(list(kinds), ref_template="#/components/schemas/{name}")
     return list(found), components

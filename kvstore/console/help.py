@@ -1,7 +1,7 @@
-"""The console's own help: `docs/dashboard.md`, which the package carries, as a page of the console. Pure text.
+"""Renders `docs/dashboard.md`, which the package carries, as the console's help page. Pure text.
 
-Pictures are left out, and of HTML there are anchors alone. Links to places in the document stay links; other documents
-are named, since the console does not have them.
+Pictures are left out, and HTML except anchors. Links within the document stay links; other documents are named only,
+since the console does not have them.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from markdown_it.renderer import RendererHTML
 from markdown_it.token import Token
 
 MAIN = re.compile(rb'(?<=<main id="main">).*?(?=</main>)', re.DOTALL)
-"""What the shell of all pages shows until there is a page."""
+"""The part of the shell that a page replaces."""
 ANCHOR = re.compile(r'<a id="[\w-]+">|</a>')
 SECTION, END = '<section class="panel wide help">', "</section>"
 
 
 def help_page(document: str, shell: bytes) -> bytes:
-    """The document in the shell of all pages."""
+    """Put the document into the shell of all pages."""
     reader = MarkdownIt("commonmark", renderer_cls=_Renderer).enable("table")
     text = f"{SECTION}{reader.render(document)}{END}"
     return MAIN.sub(lambda _: text.encode(), shell, count=1)
 
 
 class _Renderer(RendererHTML):
-    """Its methods are named after the tokens that they render."""
+    """A method is named after the token that it renders."""
 
     def heading_open(self, tokens: Sequence[Token], at: int, options: Any, env: Mapping[str, Any]) -> str:
         tag, title = tokens[at].tag, tokens[at + 1].content
-        anchor = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")  # as GitHub names it
+        anchor = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")  # GitHub's anchor names
         return f'{END + SECTION if tag == "h2" else ""}<{tag} id="{anchor}">'
 
     def table_open(self, tokens: Sequence[Token], at: int, options: Any, env: Mapping[str, Any]) -> str:

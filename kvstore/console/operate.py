@@ -1,9 +1,9 @@
-"""What an operator may do at the console: drop a namespace, purge a tenant, warm prefixes. Knows no HTTP library.
+"""Operators' actions: drop a namespace, purge a tenant, warm prefixes. Knows no HTTP library.
 
-    a ticket, good for one action > the name, given twice > a line in the audit log > the sidecar does it > another line
+    a ticket, good for one action > the name, given twice > a line in the audit log > the sidecar acts > another line
 
-A ticket is read by who has the operator's token, and is worth nothing a second time: a request that is sent again, by a
-browser, a proxy or an eavesdropper, does nothing. One action at a time.
+Reading a ticket takes the operator's token, and a ticket works once: a request repeated by a browser, a proxy or an
+eavesdropper does nothing. One action at a time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tiering.clock import Clock
 
 TICKET_SECONDS = 600.0
 MOST_TICKETS = 64
-"""Of more, those that were read first are worth nothing."""
+"""Of more, the oldest are void."""
 MOST_ORDER_BYTES = 1 << 20
 MOST_TEXT = 1000
 
@@ -34,7 +34,8 @@ Digits = Annotated[str, Meta(pattern=f"^[0-9a-f]{{{ID_DIGITS},64}}$")]
 
 
 class OperatorVerbs(Protocol):
-    """What is done by the part of the process that has the sockets. All wait, and raise `BadInput` and `StoreError`."""
+    """Carried out by the part of the process that has the sockets. Each waits, and raises `BadInput` and
+    `StoreError`."""
 
     def drop(self, tenant: str, namespace: str) -> tuple[int, str]:
         """Evict a namespace from every tier; how many blocks it had, and a line on what others may still have, or
@@ -46,13 +47,13 @@ class OperatorVerbs(Protocol):
         ...
 
     def warm(self, tenant: str, namespace: str, prompts: str) -> tuple[int, str]:
-        """Promote the stored prefixes of prompts, JSON lines of token ids; blocks in DRAM then, and a line of what came
-        of it."""
+        """Promote the stored prefixes of prompts, given as JSON lines of token ids. Returns the blocks now in DRAM, and
+        a line about the outcome."""
         ...
 
 
 class DropOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """To `/api/operator/drop`. namespace: its id, at least the digits that are shown; confirm: the same again."""
+    """Body of `/api/operator/drop`. namespace: its id, at least the digits shown; confirm: the same again."""
 
     ticket: Ticket
     tenant: Name
@@ -61,7 +62,7 @@ class DropOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PurgeOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """To `/api/operator/purge`. confirm: the tenant's name again."""
+    """Body of `/api/operator/purge`. confirm: the tenant's name again."""
 
     ticket: Ticket
     tenant: Name
@@ -69,7 +70,8 @@ class PurgeOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WarmOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """To `/api/operator/warm`. prompts: JSON lines, as `kvstore warm` reads them; confirm: the namespace's id again."""
+    """Body of `/api/operator/warm`. prompts: JSON lines, as `kvstore warm` reads them; confirm: the namespace's id
+    again."""
 
     ticket: Ticket
     tenant: Name
@@ -90,7 +92,7 @@ class TicketAnswer(msgspec.Struct, frozen=True):
 
 
 class ActionAnswer(msgspec.Struct, frozen=True):
-    """What was done. number: by which the audit log names it. blocks: that were dropped, or are in DRAM now."""
+    """The outcome. number: the action's in the audit log. blocks: dropped, or now in DRAM."""
 
     number: str
     what: str
@@ -99,11 +101,11 @@ class ActionAnswer(msgspec.Struct, frozen=True):
 
 
 class ActionUnderWay(StoreError):
-    """Another one is not over yet."""
+    """Another action is still running."""
 
 
 class OperatorActions:
-    """Of one console. Thread-safe."""
+    """One console's. Thread-safe."""
 
     def __init__(self, verbs: OperatorVerbs, audit: AuditLog, clock: Clock, new_token: Callable[[int], bytes]) -> None:
         self.audit = audit
@@ -112,10 +114,9 @@ class OperatorActions:
         self._new_token = new_token
         self._lock = threading.Lock()
         self._acting = threading.Lock()
-        self._tickets: OrderedDict[str, float] = OrderedDict()  # until when each is good
+        self._tickets: OrderedDict[str, float] = OrderedDict()  # ticket > its end
 
     def ticket(self) -> TicketAnswer:
-        """For one action."""
         name = self._new_token(16).hex()
         with self._lock:
             self._tickets[name] = self._clock.monotonic_seconds() + TICKET_SECONDS
@@ -124,8 +125,8 @@ class OperatorActions:
         return TicketAnswer(name, TICKET_SECONDS)
 
     def act(self, order: Order, who: str) -> ActionAnswer:
-        """Waits until it is done. Raises `BadInput` where it is not to be done so, `ActionUnderWay`, and `StoreError`
-        where it could not be done, or be written down."""
+        """Carry out an order and wait for it. Raises `BadInput` for a refused order, `ActionUnderWay`, and `StoreError`
+        if the action or its audit line failed."""
         with self._lock:
             until = self._tickets.pop(order.ticket, None)
         if until is None or self._clock.monotonic_seconds() >= until:

@@ -1,10 +1,10 @@
-"""The console over HTTP: pages, the JSON API behind them, and the stream. It reads; what changes anything is a login,
-and what `kvstore.console.operate` does for an operator.
+"""The console over HTTP: pages, the JSON API behind them, and the event stream. All of it reads, except the login and
+the actions of `kvstore.console.operate`.
 
-    request > a known host > our own origin > a token, where there is one > page or API > headers
+    request > a known host > our own origin > a token, if configured > page or API > headers
 
-Answers of the API are made of `kvstore.console.figures`; `/openapi.json` is their document. FastAPI is imported in this
-room alone: the sidecar's process has none of it.
+`kvstore.console.figures` makes the API's answers; `/openapi.json` documents them. Only this room imports FastAPI: the
+sidecar's process has none of it.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ CSP = (
 HEADERS = {
     "content-security-policy": CSP,
     "x-content-type-options": "nosniff",
-    "referrer-policy": "same-origin",  # with no-referrer a browser sends its login form with an origin of null
+    "referrer-policy": "same-origin",  # with no-referrer, browsers send the login form with origin null
     "cross-origin-resource-policy": "same-origin",
     "cross-origin-opener-policy": "same-origin",
 }
@@ -80,21 +80,21 @@ TYPES = {
 }
 PAGES = ("/", "/misses", "/prefixes", "/tenants", "/moves", "/engines", "/request", "/plan", "/operate", "/events")
 HELP = "/help"
-"""A page without numbers: what all panels, reasons and alerts mean."""
+"""Explains all panels, reasons and alerts; has no numbers."""
 MOST_FORM_BYTES = 8192
 ACTIONS = {f"/api/operator/{what}": order for what, order in ORDERS.items()}
-"""Asked with POST, where the console acts for an operator."""
+"""Served to POST if the console acts for an operator."""
 TENANT_PATHS = tuple(
     f"/api/{one}"
     for one in ("status", "series", "misses", "prefixes", "tenants", "namespaces", "request", "models", "plan")
 )
-"""Of the API, what a tenant may ask."""
+"""What a tenant's reader may ask of the API."""
 TENANT = "kvstore.tenant"
-"""In a request's scope: who alone may be shown; None for all."""
+"""Key in a request's scope: the tenant that the reader is limited to; None for all."""
 WHO = "kvstore.who"
-"""In a request's scope: who asks, for the audit log."""
+"""Key in a request's scope: the reader's name for the audit log."""
 OPEN_PATHS = ("/login", "/static/style.css", "/static/favicon.svg")
-"""What may be seen before a login."""
+"""Served without a login."""
 
 A = TypeVar("A")
 Message = MutableMapping[str, Any]
@@ -104,15 +104,15 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 class ApiError(msgspec.Struct, frozen=True):
-    """Every answer of the API that is none: one line for people."""
+    """The API's error: one line for people."""
 
     error: str
 
 
 class SeriesAnswer(msgspec.Struct, frozen=True):
-    """`/api/series`. times: where each slot of `step` seconds begins, in Unix time. counters: what was added in a slot;
-    gauges: the last value in it; null where nothing is known. sums: of the counters over the window. seen_since: the
-    first slot of which something is known. restarts: when the sidecar began again."""
+    """`/api/series`. times: Unix time at which each slot of `step` seconds begins. counters: increase per slot; gauges:
+    last value per slot; null if unknown. sums: of the counters over the window. seen_since: the first slot with data.
+    restarts: when the sidecar began again."""
 
     window: str
     step: int
@@ -125,7 +125,7 @@ class SeriesAnswer(msgspec.Struct, frozen=True):
 
 
 class NamespacesAnswer(msgspec.Struct, frozen=True):
-    """`/api/namespaces`. all: how many there are; next: where to go on, None at the end."""
+    """`/api/namespaces`. all: how many there are; next: first of the next page, None at the end."""
 
     namespaces: list[NamespaceStatus]
     all: int
@@ -140,13 +140,13 @@ class EnginesAnswer(msgspec.Struct, frozen=True):
 
 
 class ElsewhereAnswer(msgspec.Struct, frozen=True):
-    """`/api/elsewhere`. elsewhere: as `kvstore stat` has it; None where nothing of it is configured."""
+    """`/api/elsewhere`. elsewhere: as in `kvstore stat`; None if not configured."""
 
     elsewhere: ElsewhereStatus | None
 
 
 class RequestAnswer(msgspec.Struct, frozen=True):
-    """`/api/request`. found: the newest first. kept: requests of which the sidecar knows something."""
+    """`/api/request`. found: newest first. kept: requests that the sidecar knows of."""
 
     found: list[RequestRecord]
     kept: int
@@ -154,7 +154,7 @@ class RequestAnswer(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class StaticFile:
-    """One of the package's files, as it is sent."""
+    """A file of the package, as it is sent."""
 
     body: bytes
     type: str
@@ -162,7 +162,6 @@ class StaticFile:
 
     @staticmethod
     def of(name: str, body: bytes) -> StaticFile:
-        """By the ending of its name."""
         ending = name.rpartition(".")[2] if "." in name else "txt"
         return StaticFile(body, TYPES.get(ending, TYPES["txt"]), f'"{sha256(body).hexdigest()[:16]}"')
 
@@ -175,7 +174,7 @@ def make_app(
     version: str,
     actions: OperatorActions | None = None,
 ) -> App:
-    """files: name below static/ -> contents. actions: None where the console changes nothing."""
+    """files: name below static/ -> contents. actions: None if the console may change nothing."""
     app = FastAPI(title="kvstore console", version=version, docs_url=None, redoc_url=None, openapi_url=None)
     static = {name: StaticFile.of(name, body) for name, body in files.items()}
     if guard.has_token:
@@ -203,16 +202,16 @@ def make_app(
 
 
 class Gate:
-    """Before every request: is it for this server, from its own pages, and may its sender read. Behind it: headers."""
+    """Middleware before every request: checks host, origin and access; adds headers to every answer."""
 
     def __init__(self, app: App, guard: Guard, actions: tuple[str, ...] = ()) -> None:
-        """actions: paths that change something, for who has the operator's token."""
+        """actions: paths that change something, for readers with the operator's token."""
         self._app = app
         self._guard = guard
         self._actions = actions
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """As ASGI has it."""
+        """The ASGI interface."""
         if scope["type"] != "http":
             if scope["type"] == "websocket":
                 await send({"type": "websocket.close", "code": 1008})
@@ -270,12 +269,12 @@ def _add_api(app: FastAPI, watch: SidecarWatch, hub: Broadcast) -> None:
         return facts if tenant is None else facts_of_tenant(facts, tenant)
 
     def seen(request: Request, window: str) -> RingWindow:
-        """Of all tenants together: nothing of it is a tenant's."""
+        """Series are of all tenants together, so a tenant's reader gets none."""
         found = watch.window(window)
         return found if request.scope[TENANT] is None else RingWindow(found.step, found.times)
 
     def asked(ask: Callable[[], A | None]) -> A:
-        """What the sidecar answers now."""
+        """Ask the sidecar now."""
         try:
             found = ask()
         except StoreError as error:
@@ -394,7 +393,7 @@ def _add_api(app: FastAPI, watch: SidecarWatch, hub: Broadcast) -> None:
 
 
 def _add_actions(app: FastAPI, actions: OperatorActions) -> None:
-    """The gate has seen to it that the operator asks, and from where."""
+    """The gate has checked that the operator asks, and from where."""
 
     @app.get("/api/operator", summary="A ticket, good for one action")
     async def ticket() -> Response:
@@ -425,7 +424,7 @@ def _add_actions(app: FastAPI, actions: OperatorActions) -> None:
 
 
 async def _body(request: Request, most: int) -> bytes | None:
-    """All of it; None where that is more than may be."""
+    """The whole body; None if it is too long."""
     body = bytearray()
     async for piece in request.stream():
         body += piece
@@ -487,7 +486,7 @@ def _add_pages(app: FastAPI, guard: Guard, static: Mapping[str, StaticFile]) -> 
 
 
 def _add_document(app: FastAPI, version: str, acts: bool) -> None:
-    """`/openapi.json`, with the schemas of what the API answers."""
+    """`/openapi.json`, with the schemas of all answers."""
     kinds: dict[str, Any] = {
         "/api/status": ConsoleStatus,
         "/api/series": SeriesAnswer,

@@ -1,6 +1,6 @@
-"""The page Plan: `kvstore plan` with what an address asks for, and with the sidecar's own sizes where it asks for none.
+"""The Plan page: `kvstore plan` with parameters from the address, and the sidecar's own sizes as defaults.
 
-Pure. The same function as the command's makes the figures.
+Pure. The command's function makes the figures.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvstore.protocol.status import SidecarStatus
 
 
 class PlannedModel(msgspec.Struct, frozen=True):
-    """A model of the table. source: where its shape was read."""
+    """A known model. source: where its shape was read."""
 
     model: str
     bytes_per_token: int
@@ -23,7 +23,7 @@ class PlannedModel(msgspec.Struct, frozen=True):
 
 
 class PlanFigure(msgspec.Struct, frozen=True):
-    """words: what it is. value: in `unit`; None where there is none to be had. formula: how it is made."""
+    """words: a label. value: in `unit`; None if there is none. formula: how it is computed."""
 
     words: str
     value: float | None
@@ -32,15 +32,13 @@ class PlanFigure(msgspec.Struct, frozen=True):
 
 
 class PlanSection(msgspec.Struct, frozen=True):
-    """Figures that belong together."""
-
     heading: str
     figures: list[PlanFigure]
 
 
 class PlanAnswer(msgspec.Struct, frozen=True):
-    """`/api/plan`. dram, nvme, new_tokens_per_second: that were planned with. is_measured: the last is what this
-    sidecar's engines ask for now, and not a guess. refusals: what of the model this store does not keep."""
+    """`/api/plan`. dram, nvme, new_tokens_per_second: the inputs used. is_measured: new_tokens_per_second is this
+    sidecar's present load, not a guess. refusals: what of the model this store does not keep."""
 
     model: str
     source: str
@@ -55,7 +53,7 @@ class PlanAnswer(msgspec.Struct, frozen=True):
 
 
 class PlanQuestion(msgspec.Struct, frozen=True):
-    """What is asked for, as people write it. Sizes: "80GB"; "" for what the sidecar has."""
+    """Parameters as people write them. Sizes: "80GB"; "" for the sidecar's."""
 
     model: str
     context_tokens: int
@@ -71,14 +69,13 @@ class PlanQuestion(msgspec.Struct, frozen=True):
 
 
 def models_of_table() -> list[PlannedModel]:
-    """By name."""
     return [
         PlannedModel(one.name, one.bytes_per_token(one.dtype), one.state_bytes, one.source) for one in MODELS.values()
     ]
 
 
 def planned(asked: PlanQuestion, facts: SidecarStatus | None) -> PlanAnswer:
-    """facts: of the sidecar, None where none has answered yet. Raises `BadInput`."""
+    """facts: the sidecar's, None before its first answer. Raises `BadInput`."""
     dram, nvme = (_size(given, name, facts) for given, name in ((asked.dram, "dram"), (asked.nvme, "nvme")))
     measured = _new_tokens(facts)
     new_tokens = asked.new_tokens_per_second
@@ -125,7 +122,7 @@ def _size(given: str, tier: str, facts: SidecarStatus | None) -> int:
 
 
 def _new_tokens(facts: SidecarStatus | None) -> float | None:
-    """Tokens a second that no cache could have had: what is asked for, less what the ceiling finds."""
+    """Tokens per second that no cache could find: those asked for, less the ceiling's."""
     told = facts.whatif if facts is not None else None
     if told is None or not told.asked_tokens:
         return None

@@ -1,7 +1,6 @@
-"""Each reason for a miss in words: what it means, what usually causes it, and what an operator can do. Pure text.
+"""Each miss reason in words: meaning, usual cause, and what an operator can do. Pure text.
 
-Total over `MissReason`: a test walks over every member. docs/dashboard.md has the same words, each at an anchor of its
-reason's name.
+Covers every `MissReason`, as a test checks. docs/dashboard.md has the same words, each at its reason's anchor.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from kvstore.block.account import MissReason
 
 
 class ReasonText(msgspec.Struct, frozen=True):
-    """One sentence each. is_fine: nothing is to be done about it, however much it is."""
+    """One sentence each. is_fine: needs no action, however frequent."""
 
     meaning: str
     cause: str

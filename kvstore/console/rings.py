@@ -1,10 +1,10 @@
-"""What the console remembers: numbers over time, in rings of a fixed size. Pure: times are given.
+"""The console's memory: time series in rings of a fixed size. Pure: times are given.
 
     10 s x 1 h      60 s x 24 h      10 min x 7 d        8 bytes for each number, NaN where nothing is known
 
-A counter's slot has what was added in it; a gauge's its last value. What a counter grew by between two looks is
-spread over the slots between them in whole numbers, so that the slots of a window add up to what was counted. A slot
-that no look covers stays unknown: a page draws a gap there, and no line over it.
+A counter's slot holds its increase, a gauge's its last value. An increase between two readings is spread over the slots
+between them in whole numbers, so that a window's slots add up to what was counted. A slot that no reading covers stays
+unknown, and pages draw a gap.
 """
 
 from __future__ import annotations
@@ -16,18 +16,16 @@ from dataclasses import dataclass, field
 from math import nan
 
 MOST_SERIES = 96
-"""Further names are left out: a sidecar of another version must not make the console grow."""
+"""Further names are ignored: a sidecar of another version must not make the console grow."""
 MOST_RESTARTS = 64
 
 STEPS = ((10, 360), (60, 1440), (600, 1008))
-"""Seconds of a slot, and how many slots there are."""
+"""Seconds per slot, and number of slots."""
 WINDOWS = {"15m": (900, 10), "1h": (3600, 10), "6h": (21_600, 60), "24h": (86_400, 60), "7d": (604_800, 600)}
-"""Seconds that a window covers, and those of its slots."""
+"""Seconds that a window covers, and seconds per slot."""
 
 
 class Ring:
-    """One series at one resolution."""
-
     __slots__ = ("_last", "_slots", "_values", "step")
 
     def __init__(self, step: int, slots: int) -> None:
@@ -37,26 +35,26 @@ class Ring:
         self._last = -1  # the newest slot, counted from 1970
 
     def add(self, slot: int, amount: float) -> None:
-        """A counter grew by that much in a slot."""
+        """Add a counter's increase to a slot."""
         if self._reach(slot):
             at = slot % self._slots
             known = self._values[at]
             self._values[at] = amount if known != known else known + amount
 
     def put(self, slot: int, value: float) -> None:
-        """A gauge had that value."""
+        """Set a gauge's value in a slot."""
         if self._reach(slot):
             self._values[slot % self._slots] = value
 
     def read(self, first: int, stop: int) -> array[float]:
-        """Of the slots from first to before stop."""
+        """Slots from first to before stop."""
         found = array("d", [nan]) * max(0, stop - first)
         for slot in range(max(first, self._last - self._slots + 1), min(stop, self._last + 1)):
             found[slot - first] = self._values[slot % self._slots]
         return found
 
     def _reach(self, slot: int) -> bool:
-        """Whether a slot can be written; those that were passed over are unknown."""
+        """Advance to a slot, marking skipped ones unknown; False if it is too old to be written."""
         if slot <= self._last - self._slots:
             return False
         for passed in range(max(self._last + 1, slot - self._slots + 1), slot + 1):
@@ -67,8 +65,8 @@ class Ring:
 
 @dataclass(frozen=True, slots=True)
 class SidecarReading:
-    """What the sidecar said at one moment. run: of the sidecar, and began_at: when that began. counters: whole numbers
-    that begin with the run; most of them only grow. gauges: values of the moment."""
+    """One reading of the sidecar. run: names the sidecar's run, began_at: its start. counters: whole numbers that start
+    with the run; most only grow. gauges: current values."""
 
     run: str
     at: float
@@ -79,8 +77,8 @@ class SidecarReading:
 
 @dataclass(slots=True)
 class RingWindow:
-    """times: where each slot begins. sums: of the counters, over the window. restarts: when a run of the sidecar began.
-    seen_since: the first slot of which something is known, None where there is none."""
+    """times: start of each slot. sums: of the counters over the window. restarts: start of each run in the window.
+    seen_since: the first slot with data, None without any."""
 
     step: int
     times: list[int]
@@ -92,7 +90,7 @@ class RingWindow:
 
 
 class Rings:
-    """All series. One thread at a time."""
+    """All series. Not thread-safe."""
 
     def __init__(self) -> None:
         self._counters: dict[str, list[Ring]] = {}
@@ -101,16 +99,16 @@ class Rings:
         self._restarts: deque[float] = deque(maxlen=MOST_RESTARTS)
 
     def take(self, reading: SidecarReading) -> None:
-        """One more look. The first one tells where the counters stand, and nothing of when they grew."""
+        """Take in a reading. The first only sets where the counters stand."""
         before = self._before
         if before is not None and reading.at == before.at:
-            return  # the same look once more
+            return  # the same reading again
         self._before = reading
         if before is None or reading.at < before.at:
-            return  # the first, or a clock that was set back: nothing can be said of the time between
+            return  # the first, or the clock was set back: the time between is unknown
         since, counted = before.at, before.counters
         if reading.run != before.run:
-            # The counters began again with the run: all that they have was counted since then.
+            # Counters restart with the run, so their whole value was counted since its start.
             since, counted = min(max(before.at, reading.began_at), reading.at), {}
             self._restarts.append(since)
         for name, value in reading.counters.items():
@@ -149,7 +147,7 @@ class Rings:
 
 
 def _spread(amount: int, since: float, until: float, step: int) -> Iterator[tuple[int, int]]:
-    """A growth between two moments, by slot, in whole numbers that add up to it."""
+    """Spread an increase over the slots between two moments, in whole numbers that add up to it."""
     first, last = int(since // step), int(until // step)
     if last - first > STEPS[-1][1]:  # longer ago than any ring reaches
         yield last, amount

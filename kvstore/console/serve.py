@@ -1,4 +1,4 @@
-"""`kvstore console`, put together: the watch on a sidecar, the guard, the pages, and a server for them."""
+"""Runs `kvstore console`: the poller of a sidecar, the guard, the pages, and their HTTP server."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from tiering.clock import Clock
 
 _log = logging.getLogger(__name__)
 MOST_CONNECTIONS = 128
-"""At a time; further ones are told 503."""
+"""Further connections get a 503."""
 END_SECONDS = 1
-"""A stream has no end of its own: so long an end in order waits for it."""
+"""Streams do not end by themselves; a shutdown waits for them this long."""
 NO_RUN = "none"
 
 
 @dataclass(frozen=True, slots=True)
 class ConsoleParts:
-    """What a console is handed. files: of the package, by their name below static/. new_token: random bytes, that many.
-    is_wanted: asked now and then, whether the process that started it is still there. operator: what its operator may
-    do, and where that is written down; none where the console changes nothing."""
+    """What a console is handed. files: the package's, by name below static/. new_token: returns so many random bytes.
+    is_wanted: polled; false once the process that started the console is gone. operator: the operator's verbs and audit
+    file; None if the console may change nothing."""
 
     clock: Clock
     new_token: Callable[[int], bytes]
@@ -50,7 +50,7 @@ def serve_console(
     parts: ConsoleParts,
     started: Callable[[int], None],
 ) -> None:
-    """Until SIGTERM or SIGINT; SIGHUP has the tokens read again. started: told the port once it listens. Raises
+    """Serve until SIGTERM or SIGINT; SIGHUP reloads the tokens. started: called with the port once it listens. Raises
     `BadInput`."""
     host, port = address
     tokens = read_tokens() if read_tokens is not None else None
@@ -82,7 +82,8 @@ def serve_console(
     async def run() -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            # Before it serves as while it does; and behind its end, where uvicorn raises the signal once more.
+            # The handler also has to be there before the server installs its own, and after, when uvicorn raises the
+            # signal again.
             signal.signal(number, server.handle_exit)
 
         def publish() -> None:

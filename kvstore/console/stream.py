@@ -1,6 +1,6 @@
-"""What happens now, to every page that listens: server-sent events, one producer, the same bytes to all.
+"""Server-sent events: one producer sends the same bytes to every listening page.
 
-A page that reads slowly gets the newest message when it reads next, and none of those between: each is whole.
+A slow page skips messages and gets the newest when it next reads; each message is complete.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ RETRY_MS = 2000
 
 
 class Broadcast:
-    """The newest message, and who waits for the next one. For one event loop."""
+    """The newest message, and the pages that wait for the next. For one event loop."""
 
     def __init__(self) -> None:
         self._number = 0
@@ -23,12 +23,12 @@ class Broadcast:
         self.streams = self._ended = 0
 
     def end(self) -> None:
-        """No page listens any more; each comes anew, if it still may."""
+        """End all streams; a page reconnects if it still may."""
         self._ended += 1
         self._wake()
 
     def publish(self, run: str, data: bytes) -> None:
-        """One message to all. run: with its number it is the message's id: after another one a page begins anew."""
+        """Send a message to all. run: with a number it forms the message's id; when it changes, a page starts anew."""
         self._number += 1
         self._message = b"id: %s-%d\ndata: %s\n\n" % (run.encode(), self._number, data)
         self._wake()
@@ -39,11 +39,10 @@ class Broadcast:
 
     @property
     def is_full(self) -> bool:
-        """Whether one more would be too many."""
         return self.streams >= MOST_STREAMS
 
     async def listen(self) -> AsyncIterator[bytes]:
-        """Until the page goes away. Take it only where `is_full` is false."""
+        """Messages until the page goes away. Check `is_full` first."""
         self.streams += 1
         try:
             yield b"retry: %d\n\n" % RETRY_MS

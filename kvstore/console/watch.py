@@ -1,9 +1,9 @@
-"""Asks the sidecar how it is, again and again, and keeps what it said: the one thread that talks to it.
+"""Polls the sidecar's status in a thread of its own, and keeps the last one.
 
     connect > Stat > wait POLL_SECONDS > Stat ...        no answer: close, wait longer each time, connect again
 
-It speaks the observers' protocol, so the sidecar refuses whatever would change it. While the sidecar is away the last
-numbers stay, and `contact` says from when they are.
+It speaks the observers' protocol, so the sidecar refuses every change. While the sidecar is away the last numbers stay,
+and `contact` says how old they are.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class SidecarWatch:
     def __init__(
         self, socket: str, version: str, clock: Clock, poll_seconds: float = POLL_SECONDS, acts: bool = False
     ) -> None:
-        """socket: the observers' (or the operator's). version: of this program, for `/api/status`; acts: as there."""
+        """socket: the observers' (or the operator's). version: of this program, for `/api/status`; acts: likewise."""
         self._path = socket
         self._version = version
         self._clock = clock
@@ -51,17 +51,16 @@ class SidecarWatch:
         self._events: deque[ConsoleEvent] = deque(maxlen=MOST_EVENTS)
         self._contact = Contact(False, clock.wall_seconds(), None)
         self._told: Callable[[], None] = lambda: None
-        self._asking = threading.Lock()  # for `why` and `prefixes`: one connection at a time
+        self._asking = threading.Lock()  # `why` and `prefixes` open one connection at a time
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-console-watch", daemon=True)
 
     def start(self, told: Callable[[], None]) -> None:
-        """told: called, by this thread, after each question."""
+        """told: called by this thread after each poll."""
         self._told = told
         self._thread.start()
 
     def close(self) -> None:
-        """Ask no more."""
         self._ends.set()
         if self._thread.is_alive():
             self._thread.join(ANSWER_SECONDS + 1)
@@ -69,41 +68,39 @@ class SidecarWatch:
     # What it knows -------------------------------------------------------------------------------------------------
 
     def facts(self) -> SidecarStatus | None:
-        """What the sidecar said last."""
+        """The sidecar's last status."""
         return self._facts
 
     def status(self) -> ConsoleStatus:
-        """The overview's figures."""
         with self._lock:
             told = self._newest_first()[:EVENTS_TOLD]
             one = status_of(self._version, self._clock.wall_seconds(), self._contact, self._facts, told)
             return msgspec.structs.replace(one, acts=self._acts)
 
     def status_of_tenant(self, tenant: str) -> ConsoleStatus:
-        """What a tenant is shown in its place."""
         with self._lock:
             return status_of_tenant(self._version, self._clock.wall_seconds(), self._contact, self._facts, tenant)
 
     def window(self, name: str) -> RingWindow:
-        """Numbers over time; name: one of `WINDOWS`."""
+        """Time series; name: one of `WINDOWS`."""
         with self._lock:
             return self._rings.window(name, self._clock.wall_seconds())
 
     def events(self) -> list[ConsoleEvent]:
-        """The newest first."""
+        """Newest first."""
         with self._lock:
             return self._newest_first()
 
     def _newest_first(self) -> list[ConsoleEvent]:
-        return sorted(reversed(self._events), key=lambda one: -one.at)  # the sidecar's answer is older than its arrival
+        return sorted(reversed(self._events), key=lambda one: -one.at)  # the sidecar's arrive late
 
     def why(self, request: str, tenant: str = "") -> m.WhyReply | None:
-        """What the sidecar knows of requests whose names begin so, of that tenant or of all; None where somebody else
-        asks just now. Waits. Raises `StoreError`."""
+        """What the sidecar knows of requests whose names begin so, of one tenant or of all; None while another reader
+        asks. Waits. Raises `StoreError`."""
         return self._asked(m.Why(request, tenant), m.WhyReply)
 
     def prefixes(self, tenant: str = "") -> PrefixFigures | None:
-        """Which prefixes are hot, and where prompts part; as `why`."""
+        """Hot prefixes, and where prompts part; as `why`."""
         reply = self._asked(m.Prefixes(tenant), m.PrefixesReply)
         return reply.figures if reply is not None else None
 

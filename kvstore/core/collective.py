@@ -47,8 +47,8 @@ Chain = tuple[int, int, bytes]
 
 @dataclass(eq=False, slots=True)
 class CollectivePut:
-    """One put. answer: the first participant's, with all places; None until it is known. unclaimed: parts in no share
-    yet. shares: the open ones, by number. ending: the result, once it is over."""
+    """One put. answer: the first participant's, with all places; None until known. unclaimed: parts in no share yet.
+    shares: numbers of the open ones. ending: the result, once it is over."""
 
     name: Name
     chain: Chain
@@ -70,7 +70,7 @@ class Participant:
 
     @property
     def done(self) -> int:
-        """Blocks that are committed in all of its parts."""
+        """Blocks committed in all of its parts."""
         return min([self.record.done[part] for part in self.parts])
 
 
@@ -88,11 +88,13 @@ class CollectivePuts:
         """seconds: how long a put may take after its first answer."""
         self._seconds = seconds
         self._puts: dict[Name, CollectivePut] = {}  # not over yet
-        # Those of them that have an answer, the first to expire.
+        # Puts that have an answer, the first to expire in front.
         self._due: OrderedDict[Name, CollectivePut] = OrderedDict()
-        self.due_at = inf  # when that is; may be read without the lock
+        self.due_at = inf  # when the first expires; may be read without the lock
         self._under_way: Counter[bytes] = Counter()
-        self._of_record: dict[int, CollectivePut] = {}  # with slots: until they are visible, or freed
+        self._of_record: dict[
+            int, CollectivePut
+        ] = {}  # by reservation, while it has slots: until the put is visible or freed
         self.participants: dict[int, Participant] = {}  # by the share's number
         self._ended: OrderedDict[Name, _Ended] = OrderedDict()
         self._ended_of: dict[bytes, deque[Name]] = {}
@@ -119,12 +121,12 @@ class CollectivePuts:
         return put
 
     def reserved(self, put: CollectivePut, record: ReservationRecord) -> None:
-        """The put has rows, and soon slots."""
+        """Attach the put's reservation, whose slots come next."""
         put.record = record
         self._of_record[record.number] = put
 
     def answered(self, put: CollectivePut, reply: ReserveReply, now: float) -> None:
-        """The first participant's answer is known, and so the others'."""
+        """Record the first participant's answer, which is the others' too."""
         put.answer = reply
         if not reply.reservation:
             if put.record is not None:
@@ -158,7 +160,7 @@ class CollectivePuts:
     # Going on ------------------------------------------------------------------------------------------------------
 
     def let_go(self, number: int) -> Participant:
-        """A share is over: its process no longer writes into its slots."""
+        """End a share: its process no longer writes into its slots."""
         share = self.participants.pop(number)
         share.put.shares.discard(number)
         return share
@@ -256,7 +258,7 @@ class CollectivePuts:
         return Counter(put.name[0] for put in self._of_record.values())
 
     def check(self, reservations: Mapping[int, ReservationRecord]) -> None:
-        """These tables and the store's reservations agree; no part has two writers."""
+        """Verify that these tables and the store's reservations agree, and that no part has two writers."""
         for put in self._of_record.values():
             record = put.record
             assert record is not None and reservations.get(record.number) is record

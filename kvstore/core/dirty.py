@@ -22,7 +22,7 @@ class DirtyBlocks:
         self._declined: dict[int, int] = {}
         self.waiting_bytes = 0
         self.missed = 0
-        """How many left DRAM before their turn; the flusher resets this when it looks at the rest."""
+        """Dirty blocks that left DRAM before their turn; the flusher resets it when it looks at the rest."""
 
     def __len__(self) -> int:
         """How many wait."""
@@ -32,27 +32,27 @@ class DirtyBlocks:
         return self.waits(row) or row in self._declined
 
     def came(self, row: int, size_bytes: int) -> None:
-        """A block is in DRAM alone; it is looked at after all others."""
+        """DRAM alone has the block: it is looked at after all others."""
         self.discard(row)
         self._waiting[row] = size_bytes
         self.waiting_bytes += size_bytes
 
     def discard(self, row: int) -> None:
-        """NVMe has it too, or DRAM has it no more. Safe to call again."""
+        """NVMe has it too, or DRAM has it no more. Idempotent."""
         if self.waits(row):
             self.waiting_bytes -= self._pop(row)
         else:
             self._declined.pop(row, None)
 
     def prioritize(self, row: int) -> None:
-        """A block that is here is looked at before all others, even if it was declined."""
+        """Move a block to the front of the order, even if it was declined."""
         if row in self._declined:
             self.came(row, self._declined[row])
         if row in self._waiting:
             self._prioritized[row] = self._waiting.pop(row)
 
     def requeue(self, row: int) -> None:
-        """A waiting block is looked at after all others."""
+        """Move a waiting block to the end of the order."""
         self._waiting[row] = self._pop(row)
 
     def used(self, rows: Iterable[int]) -> None:
@@ -73,15 +73,13 @@ class DirtyBlocks:
         return bool(self._prioritized)
 
     def prioritized(self, count: int) -> list[int]:
-        """Up to so many of the prioritized blocks, in order."""
         return [row for row, _ in zip(self._prioritized, range(count), strict=False)]
 
     def oldest(self, count: int) -> list[int]:
-        """Up to so many of the other waiting blocks, in order."""
         return [row for row, _ in zip(self._waiting, range(count), strict=False)]
 
     def decline(self, row: int) -> None:
-        """A waiting block is not to be written."""
+        """The admission policy declines a waiting block."""
         size_bytes = self._pop(row)
         self.waiting_bytes -= size_bytes
         self._declined[row] = size_bytes
@@ -90,12 +88,12 @@ class DirtyBlocks:
         return row in self._declined
 
     def declined(self) -> dict[int, int]:
-        """Blocks that are not to be written, with the bytes of each."""
+        """Declined blocks, with the bytes of each."""
         return dict(self._declined)
 
     def check(self, rows: Sequence[int]) -> None:
-        """Invariant: only these rows, which DRAM alone has, are here; bytes are the sum of those that wait. What NVMe
-        has given up meanwhile is not written again, and not here."""
+        """Verify that only these rows, which DRAM alone has, are here, and that bytes are the sum of those that wait. A
+        block that NVMe gave up again is not here."""
         all_here = [*self._prioritized, *self._waiting, *self._declined]
         assert len(set(all_here)) == len(all_here)
         assert set(all_here) <= set(rows)

@@ -68,15 +68,13 @@ class DramRecovery:
 
     @property
     def is_recovering(self) -> bool:
-        """Whether blocks are still being taken over."""
         return not self._over.is_set()
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Whether it is over after at most that long."""
+        """Wait at most that long; returns whether it is over."""
         return self._over.wait(timeout_seconds)
 
     def stop(self) -> None:
-        """Take no more over."""
         self._closing.set()
 
     def run(self, tenants: Mapping[bytes, TenantKeys]) -> None:
@@ -101,7 +99,7 @@ class DramRecovery:
         groups: dict[tuple[bytes, bytes], list[tuple[int, SlotClass]]] = {}
         abouts: dict[tuple[bytes, bytes], bytes] = {}
         with self._lock:
-            gone = set(dram.gone(self._extents))  # given back meanwhile, being empty
+            gone = set(dram.gone(self._extents))  # given back meanwhile because they were empty
             for number in [one for one in self._extents if one not in gone]:
                 slot_class = dram.class_of(number)
                 name = slot_class.tenant, slot_class.namespace

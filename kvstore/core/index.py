@@ -30,7 +30,7 @@ from tiering.tier import TierMiss
 NO_ROW = -1
 
 _AT_ONCE = 4096
-"""Keys looked up in one go, before a missing one is noticed and other threads may have the interpreter."""
+"""Keys looked up in one go, before a missing one is noticed and other threads can get the interpreter."""
 
 _REMEMBERED_BYTES = 14
 """Of an evicted block's key: enough to tell it from all others, with the namespace in 16 bytes."""
@@ -39,15 +39,13 @@ Column = np.ndarray[Any, Any]
 
 
 class RowState(IntEnum):
-    """What a row is."""
-
     FREE = 0
     PENDING = 1
     VISIBLE = 2
     LOST = 3
 
 
-_STATES = tuple(RowState)  # by number: calling an enum costs five times as much
+_STATES = tuple(RowState)  # by number: calling an enum takes five times as long
 _PENDING, _VISIBLE, _LOST = int(RowState.PENDING), int(RowState.VISIBLE), int(RowState.LOST)  # so does comparing
 
 
@@ -58,9 +56,9 @@ class _Names:
 
     def __init__(self, tenant: bytes, number: int, forgotten: OrderedDict[bytes, int]) -> None:
         self.tenant = tenant
-        self.forgotten = forgotten  # the tenant's own: through a common one each could count others' evictions
-        self.mark = number.to_bytes(2, "little")  # this namespace, in remembered keys
-        self.inserted = False  # whether any key came by another way than `load`
+        self.forgotten = forgotten  # per tenant: with a common table each tenant could count others' evictions
+        self.mark = number.to_bytes(2, "little")  # suffix of remembered keys
+        self.inserted = False  # whether any key was added other than by `load`
         self.visible: dict[bytes, int] = {}
         self.hidden: dict[bytes, int] = {}  # pending and lost
 
@@ -175,24 +173,21 @@ class PrefixIndex:
         return any(map(names.visible.__contains__, keys)) or not names.hidden.keys().isdisjoint(keys)
 
     def state(self, row: int) -> RowState:
-        """What the row is."""
         return _STATES[self._states[row]]
 
     def key(self, row: int) -> bytes:
-        """The row's prefix key."""
         key: bytes = self._keys[row]
         return key
 
     def parent(self, row: int) -> int:
-        """The row of the block before, or `NO_ROW` for a first block."""
+        """The row of the parent block, or `NO_ROW` for a first block."""
         return self._parents[row]
 
     def depth(self, row: int) -> int:
-        """Blocks before this one."""
+        """Number of ancestors."""
         return self._depths[row]
 
     def namespace_of(self, row: int) -> int:
-        """The namespace's number."""
         return self._owners[row]
 
     def children(self, row: int) -> int:
@@ -244,14 +239,12 @@ class PrefixIndex:
         return order
 
     def rows(self, namespace: int) -> Iterator[int]:
-        """Every row of a namespace, in any state."""
         names = self._names[namespace]
         yield from names.visible.values()
         yield from names.hidden.values()
 
     @property
     def rows_end(self) -> int:
-        """Above every row."""
         return self._next_row
 
     def rows_and_depths(self, namespace: int, first: int, stop: int) -> tuple[Column, Column]:
@@ -366,7 +359,7 @@ class PrefixIndex:
         return parent
 
     def forget(self, tenant: bytes) -> None:
-        """Drop the remembered evictions of a tenant that was purged."""
+        """Drop the remembered evictions of a purged tenant."""
         self._forgotten.pop(tenant, OrderedDict()).clear()
 
     @property
@@ -449,7 +442,7 @@ class PrefixIndex:
         return row
 
     def expect(self, rows: int) -> int:
-        """Make columns for that many more rows; returns the last one's number."""
+        """Make columns for so many more rows; returns the last row's number."""
         self._grow(self._next_row + rows)
         return self._next_row + rows - 1
 
@@ -470,14 +463,12 @@ class PrefixIndex:
 
 
 class Sized(Protocol):
-    """A namespace, by the size of its blocks."""
-
     @property
     def block_bytes(self) -> int: ...
 
 
 class IndexRetentionHints:
-    """`RetentionHints` of a store."""
+    """A store's `RetentionHints`."""
 
     def __init__(self, index: PrefixIndex, spaces: Sequence[Sized], groups: Sequence[int] | None) -> None:
         """spaces, groups: by the namespace's number; groups: None where all tenants are one."""
@@ -491,15 +482,12 @@ class IndexRetentionHints:
 
     @property
     def is_any(self) -> bool:
-        """As `RetentionHints.is_any`."""
         return self._index.has_hints
 
     def size_bytes(self, row: int) -> int:
-        """As `RetentionHints.size_bytes`."""
         return self._spaces[self._index.namespace_of(row)].block_bytes
 
     def group(self, row: int) -> int:
-        """As `RetentionHints.group`."""
         return self._groups[self._index.namespace_of(row)] if self._groups is not None else 0
 
 

@@ -1,10 +1,10 @@
-"""Leases and reservations as the store keeps them.
+"""The store's leases and reservations.
 
-A lease pins blocks for one owner until it is released or expires. An expired one pins nothing any more, but its reader
-may still be copying: its places are then *held*, which means that a slot evicted meanwhile is not reused before the
-reader has released the lease.
+A lease pins blocks for one owner until it is released or expires. An expired lease pins nothing, but its reader may
+still be copying: its places are then *held*, so a slot evicted meanwhile is not reused before the reader releases the
+lease.
 
-A reservation is a put under way. Its blocks become visible one after the other, each when all its parts are committed
+A reservation is a put in progress. Its blocks become visible one after another, each when all its parts are committed
 and its parent is visible.
 """
 
@@ -36,13 +36,11 @@ from tiering.tier import NO_PLACE
 
 @dataclass(eq=False, slots=True)
 class LeaseRecord:
-    """rows: the pinned blocks, in chain order, the first of them block `first_block`. places: of each part's frames,
-    one part after the other: 8 bytes each, since they are most of a lease's memory. holders: how many releases end it.
-    owner: the tenant.
+    """rows: the pinned blocks in chain order, from block `first_block` on. places: of the frames, part after part: 8
+    bytes each, since they are most of a lease's memory. holders: releases needed to end it. owner: the tenant.
 
-    has_lapsed: it has expired, and pins nothing any more, or soon. is_released: its last holder has released it. Since
-    it ends in pieces (see `Endings`): unpinned, so many rows; held, so many places, of which the first `let_go` are not
-    held any more.
+    has_expired: it pins nothing any more, or soon. is_released: its last holder has released it. It then ends in pieces
+    (see `Endings`): unpinned counts rows; held counts places, of which the first `let_go` are not held any more.
     """
 
     number: int
@@ -60,7 +58,7 @@ class LeaseRecord:
     let_go: int = 0
 
     def place(self, part: int, at: int) -> int | None:
-        """Where a part's frame of the lease's block `at` was when it was leased; None if there is none."""
+        """Where a part's frame of block `at` of the lease was when leased; None if there is none."""
         index = part * len(self.rows) + at
         return self.places[index] if part >= 0 and 0 <= at < len(self.rows) and index < len(self.places) else None
 
@@ -146,7 +144,7 @@ class LeaseTable:
         return self._live.get(number) or self._lapsed.get(number)
 
     def is_live(self, number: int, now: float = -inf) -> bool:
-        """Whether a lease still pins at that time."""
+        """Whether a lease pins at that time."""
         record = self._live.get(number)
         return record is not None and record.expires_at > now
 
@@ -158,7 +156,7 @@ class LeaseTable:
         return True
 
     def take(self, number: int) -> LeaseRecord | None:
-        """One holder releases a lease, live or expired; the last one removes it. The record tells which it was."""
+        """Release one holder of a live or expired lease; the last one removes it and gets its record."""
         record = self.get(number)
         if record is not None and record.holders > 1:
             record.holders -= 1
@@ -187,15 +185,15 @@ class LeaseTable:
             yield self._expire(record)
 
     def live(self) -> Iterator[LeaseRecord]:
-        """Every lease that still pins."""
+        """Leases that pin."""
         return iter(self._live.values())
 
     def expired(self) -> Iterator[LeaseRecord]:
-        """Every lease that expired and was not released."""
+        """Leases that expired and were not released."""
         return iter(self._lapsed.values())
 
     def __len__(self) -> int:
-        """Leases that pin, or that keep slots from reuse."""
+        """Leases that pin or keep slots from reuse."""
         return len(self._live) + len(self._lapsed)
 
     def _expire(self, record: LeaseRecord) -> LeaseRecord:
@@ -240,7 +238,7 @@ class Endings:
         self._places: Counter[bytes] = Counter()
 
     def begin(self, record: LeaseRecord) -> None:
-        """The record has expired or was released, as it says. One that is ending already goes on in its new state."""
+        """Start ending a lease that expired or was released. If it is ending already, it continues in its new state."""
         if record.number not in self._under_way:
             self._under_way[record.number] = record
             self._places[record.owner] += len(record.places)
@@ -267,15 +265,12 @@ class Endings:
         return cost + LEASE_COST
 
     def is_under_way(self, record: LeaseRecord) -> bool:
-        """Whether anything of it is left to do."""
         return self._under_way.get(record.number) is record
 
     def under_way(self) -> list[LeaseRecord]:
-        """All of them, oldest first."""
         return list(self._under_way.values())
 
     def under_way_of(self, namespace: int) -> list[LeaseRecord]:
-        """Those of a namespace."""
         return [record for record in self._under_way.values() if record.namespace == namespace]
 
     def places_of(self, owner: bytes) -> int:
@@ -283,7 +278,6 @@ class Endings:
         return self._places[owner]
 
     def __len__(self) -> int:
-        """How many there are."""
         return len(self._under_way)
 
     def check(self, records: Iterable[LeaseRecord]) -> tuple[Counter[int], Counter[int]]:
@@ -381,7 +375,7 @@ class Numbers:
         """The next one."""
         while True:
             number = self.of(next(self._counts))
-            if number:  # 0 stands for none
+            if number:  # 0 means none
                 return number
 
     def of(self, counted: int) -> int:
@@ -400,14 +394,14 @@ class Numbers:
 
 
 class LeasedFrames:
-    """What a lease's answer says of its frames, by part."""
+    """The frames of a lease's answer, by part."""
 
     def __init__(self, parts: int) -> None:
         self.places: list[list[int]] = [[] for _ in range(parts)]
         self.header_digests: list[list[bytes]] = [[] for _ in range(parts)]
         self.generations: list[int] = []
         self.flat: array[int] | None = None
-        """The places in a lease record's form, once they were made."""
+        """The places in a lease record's form, once made."""
 
     def add(self, residency: Residency, rows: Sequence[int]) -> None:
         """Add the frames of more rows."""
@@ -458,12 +452,12 @@ class Fetched(Protocol):
     `due_at` may be read without it."""
 
     due_at: float
-    """When `expire` has work next."""
+    """When `expire` next has work."""
     door: str
     """The address at which peers reach this node."""
 
     def is_served(self, tenant: bytes) -> bool:
-        """Whether a courier takes a tenant's requests."""
+        """Whether any courier serves a tenant."""
         ...
 
     @property
@@ -501,7 +495,7 @@ class Fetched(Protocol):
         ...
 
     def pinned(self) -> list[int]:
-        """All pinned rows, each once, after a check of its own tables."""
+        """Verify its own tables; returns all pinned rows, each once."""
         ...
 
 

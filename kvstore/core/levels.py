@@ -36,10 +36,10 @@ GROUP_BLOCKS = 128
 """Blocks demoted at a time, for one round of syncs and index batches."""
 
 FLUSH_FRACTION = 0.25
-"""With less of the DRAM budget than this free, dirty blocks are flushed in the background."""
+"""Dirty blocks are flushed in the background while less than this share of DRAM is free."""
 
 CHOSEN_DOWN_TO = 0.65
-"""With an admission policy that chooses, it chooses until no more than this share of DRAM is dirty."""
+"""A choosing admission policy goes on until at most this share of DRAM is dirty."""
 
 WRITES = NVME_WRITES
 """Reads have a breaker of their own: a disk that is full, or refuses writes, may still be read."""
@@ -93,7 +93,7 @@ class Levels:
     # Down ----------------------------------------------------------------------------------------------------------
 
     def flush_if_needed(self) -> None:
-        """If DRAM is nearly full, begin to flush dirty blocks."""
+        """Start flushing if DRAM is nearly full."""
         if not self._dirty or self._closing or not self._is_pressed():
             return
         with self._lock:
@@ -111,8 +111,8 @@ class Levels:
             self.flush_if_needed()
 
     def _is_pressed(self) -> bool:
-        """Whether to flush now. Under a choosing policy, blocks that are to be retained are flushed as early as without
-        one, since there is nothing to learn about them."""
+        """Whether to flush now. Under a choosing policy, blocks to be retained are flushed as early as without one: the
+        policy has nothing to learn about them."""
         if not self._lower.admission.chooses:
             return self._is_nearly_full()
         return self._must_choose() or (self._dirty.is_any_prioritized and self._is_nearly_full())
@@ -125,14 +125,14 @@ class Levels:
         return free_bytes < FLUSH_FRACTION * usage.budget_bytes
 
     def _must_choose(self) -> bool:
-        """Whether the policy must choose now. It is put off until nearly all of DRAM is dirty, when most is known of
-        the blocks; but not once dirty blocks left DRAM before their turn, since those left may be in constant use."""
+        """Whether the policy must choose now. It is put off until nearly all of DRAM is dirty, when most is known about
+        the blocks; but not once dirty blocks left DRAM before their turn, since the rest may be in constant use."""
         waiting = self._dirty.waiting_bytes
         return waiting > (1 - FLUSH_FRACTION) * self._blocks.dram.budget_bytes or self._dirty.missed > 0
 
     def _flush_batch(self, *, everything: bool = False) -> None:
         """Flush a group of blocks that are to be retained or, if there are none, the least recently used ones that the
-        policy admits. everything: without asking the policy."""
+        policy admits. everything: do not ask the policy."""
         blocks, dirty = self._blocks, self._dirty
         admission = None if everything else self._lower.admission
         chooses = admission is not None and admission.chooses
@@ -156,11 +156,11 @@ class Levels:
                 way = self._way_down(row, taken)
                 number = blocks.index.namespace_of(row)
                 left -= blocks.spaces[number].block_bytes
-                if not way or not self._demoting.isdisjoint(way):  # it is being written anyhow
+                if not way or not self._demoting.isdisjoint(way):  # it is being written already
                     continue
                 is_whole = all(blocks.index.state(one) is RowState.VISIBLE for one in way)
                 if chooses and not is_whole:
-                    dirty.decline(row)  # an ancestor was quarantined: it would be charged and not written
+                    dirty.decline(row)  # an ancestor was quarantined: the block would be charged and not written
                     continue
                 block_bytes = blocks.spaces[number].block_bytes
                 if chooses and blocks.is_to_be_kept(row):
@@ -194,10 +194,8 @@ class Levels:
         return kept
 
     def _way_down(self, row: int, taken: set[int]) -> list[int]:
-        """A block after the ancestors that NVMe lacks, having given one up.
-
-        taken: rows that are being written anyhow, each with its own way.
-        """
+        """A block behind its ancestors that NVMe lacks, in the order to write them. taken: rows already being written,
+        with theirs."""
         way = []
         while row != NO_ROW and row not in taken and not self._blocks.is_below(row):
             way.append(row)
@@ -205,7 +203,8 @@ class Levels:
         return way[::-1]
 
     def demote_all(self, seconds: float) -> int:
-        """Flush dirty blocks but declined ones, for at most that long, retained ones first. Returns how many stay."""
+        """Flush dirty blocks except declined ones, retained ones first, for at most that long. Returns how many
+        remain."""
         self._demote_all(seconds)
         return len(self._dirty)
 
@@ -279,7 +278,7 @@ class Levels:
             chosen: dict[int, int] = {}  # in order, with the generation to be written
             for row in rows if number not in blocks.dropping else ():
                 if blocks.index.namespace_of(row) != number:
-                    continue  # the row has become another block's
+                    continue  # the row belongs to another block now
                 parent = blocks.index.parent(row)
                 follows = parent == NO_ROW or blocks.is_below(parent) or parent in chosen
                 here = blocks.index.state(row) is RowState.VISIBLE and blocks.is_above(row)

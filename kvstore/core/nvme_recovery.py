@@ -45,7 +45,7 @@ SLICE_BLOCKS = 4096
 PAUSE_SECONDS = 1e-4
 """Between two slices: without it this thread takes the lock again before a waiting one wakes up, for seconds on end."""
 LOOKS = 40
-"""How often undecided blocks are looked at again."""
+"""Times that undecided blocks are looked at again."""
 LOOK_SECONDS = 0.05
 """Between two of these looks."""
 VERIFIED_AT_ONCE = 64
@@ -55,8 +55,6 @@ _log = logging.getLogger(__name__)
 
 
 class _RecoveryCheck(IntEnum):
-    """The outcome of reading a frame."""
-
     WHOLE = 0
     TORN = 1
     UNREAD = 2
@@ -100,17 +98,15 @@ class NvmeRecovery:
 
     @property
     def is_recovering(self) -> bool:
-        """Whether blocks on disk are still being taken in."""
         return not self._over.is_set()
 
     @property
     def failed(self) -> bool:
-        """Whether some blocks on disk could not be taken in: they cannot be found before the next start."""
+        """Whether some blocks on disk could not be taken in; they cannot be found before the next start."""
         return self._over.is_set() and not self._succeeded
 
     @property
     def progress(self) -> RecoveryStatus:
-        """How far it has come."""
         return self._progress
 
     def start(self, tenants: Mapping[bytes, TenantKeys], afterwards: Callable[[], None]) -> None:
@@ -138,17 +134,16 @@ class NvmeRecovery:
         self._thread = thread
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Whether it is over after at most that long, and went well."""
+        """Wait at most that long; returns whether it is over and succeeded."""
         return self._over.wait(timeout_seconds) and self._succeeded
 
     def stop(self, timeout_seconds: float) -> None:
-        """End early."""
         self._closing.set()
         if self._thread is not None:
             self._thread.join(timeout_seconds)
 
     def forget(self, number: int) -> None:
-        """A namespace is dropped: blocks left for the next start go too. Under the lock, once all is loaded."""
+        """Drop a namespace's blocks that were left for the next start. Under the lock, after loading."""
         self._lower.tier.delete(self._left.pop(number, []))
         for owner, key in [one for one in self._blocks.older if one[0] == number]:
             self._lower.tier.delete(self._blocks.older.pop((owner, key)))
@@ -250,7 +245,7 @@ class NvmeRecovery:
             self._lower.tier.delete(useless)
 
     def _look_again(self, undecided: list[_Undecided]) -> None:
-        """Take in undecided blocks; puts and writes end within a moment."""
+        """Take in undecided blocks, once the puts and writes in progress have ended."""
         for _ in range(LOOKS):
             undecided = [one for one in undecided if one.blocks]
             if not undecided or self._closing.wait(LOOK_SECONDS):
@@ -375,9 +370,9 @@ def _can_lead(state: RowState) -> bool:
 def space_of(
     blocks: BlockTable, keys: TenantKeys | None, digest_of_namespace: bytes, about: bytes
 ) -> OpenedNamespace | None:
-    """The namespace that stored frames belong to, added if it is unknown. about: the record that was kept beside them.
+    """The namespace that stored frames belong to, added if unknown. about: the record stored with them.
 
-    None if its keys are not at hand, if the record is another namespace's, or if it cannot be opened (any more).
+    None if its keys are missing, if the record is another namespace's, or if it cannot be opened.
     """
     if keys is None:
         return None

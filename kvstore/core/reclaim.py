@@ -1,7 +1,7 @@
-"""Which blocks would be evicted to make room for a new one, worked out before any of them goes.
+"""Chooses which blocks to evict for a new one, before any of them goes.
 
     DRAM   leaves, worst first > what would go with each > as many blocks of one namespace as an extent takes
-    NVMe   the same > a slab that would be empty by then > its blocks, and what follows them
+    NVMe   the same > a slab that would be empty by then > its blocks, and their descendants
 
 Frames move in DRAM, so whichever blocks go, an extent comes free, provided that one is not in use: a reader may have
 its memory mapped. On NVMe frames stay where they are, and blocks that were used at the same time lie in many slabs:
@@ -25,16 +25,16 @@ MOST_LOOKED_AT = 4096
 
 
 class ReclaimPlan:
-    """The blocks of a tier that would go, leaf by leaf."""
+    """The blocks of a tier that would be evicted, leaf by leaf."""
 
     def __init__(self, index: PrefixIndex, residency: Residency, elsewhere: Residency | None) -> None:
         """elsewhere: the other tier's residency. Blocks it has stay readable, and need their ancestors."""
         self._index = index
         self._residency = residency
         self._elsewhere = elsewhere
-        self._left: dict[int, int] = {}  # children that a block would have left
+        self._left: dict[int, int] = {}  # children that a block would keep
         self.blocks = 0
-        """How many would have gone so far."""
+        """Blocks planned for eviction so far."""
 
     def with_leaf(self, leaf: int) -> Iterator[int]:
         """This leaf would go next: it, and the ancestors that would lead to nothing else."""
@@ -84,7 +84,7 @@ class ReclaimPlan:
 
 
 class Owners(Protocol):
-    """What this asks of the tables' owner: `BlockTable`."""
+    """What this room needs of the tables' owner: `BlockTable`."""
 
     index: PrefixIndex
     residency: Residency

@@ -5,9 +5,10 @@
     unreadable  a fault of the tier; met again in the next pass, and after the third one treated as damaged
 
 No pin is taken and no lock is held while a frame is read or hashed. A frame that was evicted meanwhile is no damage:
-before a block is quarantined, the tier says whether that very frame still stands there. Windows of frames run in the
+before a block is quarantined, the tier confirms that the very frame still stands there. Windows of frames run in the
 move queue at the lowest priority, one at a time, and end early when a request waits. Reading changes no block's place
-in the eviction order. Must never touch DRAM's copy of a block. `Adjustments`, of its rate and of shares, stand below.
+in the eviction order. Must never touch DRAM's copy of a block. `Adjustments`, of the scrub rate and of shares, are
+below.
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ LOADING_LOOK_SECONDS = 0.2
 """How often it checks whether recovery is over."""
 
 MEND_SECONDS = 10.0
-"""For writing one block again."""
+"""Time to write one block again."""
 
 MENDS = 1024
-"""Blocks queued for that; others are written when DRAM gets full or the store is closed."""
+"""Blocks queued for rewriting; others are written when DRAM gets full or the store is closed."""
 
 SHORTEST_SLEEP_SECONDS, LONGEST_SLEEP_SECONDS = 0.01, 3600.0
 
@@ -65,7 +66,7 @@ _log = logging.getLogger(__name__)
 
 
 class Aim(NamedTuple):
-    """What a frame must say of itself."""
+    """What a frame's header must say."""
 
     row: int
     key: bytes
@@ -75,11 +76,11 @@ class Aim(NamedTuple):
 
 @dataclass(slots=True)
 class ReadWindow:
-    """Frames that one move reads; visited ones are taken out."""
+    """Frames that one move reads; it removes those it has visited."""
 
     frames: deque[Resident]
     move: Move | None = None
-    failed: bool = False  # the first one could not be read
+    failed: bool = False  # the first frame could not be read
     made_way: bool = False  # a request waits
 
 
@@ -123,23 +124,22 @@ class Scrubbing:
         threading.Thread(target=_drive, args=(reference, wake), name="kv-scrub", daemon=True).start()
 
     def close(self) -> None:
-        """Begin nothing more; the frame being read is the last one. Returns at once."""
+        """Start no further frame. Returns at once."""
         with self._lock:
             self.closing = True
         self._wake.set()
 
     def set_rate(self, bytes_per_second: int) -> None:
-        """Of what is read from now on. Under the lock."""
+        """Applies to later reads. Under the lock."""
         self._scrub.set_rate(bytes_per_second)
 
     def usage(self) -> ScrubUsage:
-        """Counts since the start."""
         return self._scrub.usage()
 
     # Driving -------------------------------------------------------------------------------------------------------
 
     def step(self) -> float:
-        """Do what is due; returns the seconds until there is more, unless the thread is woken before."""
+        """Do what is due; returns the seconds until more is due, unless the thread is woken earlier."""
         if self._is_loading():
             return max(LOADING_LOOK_SECONDS, self._scrub.seconds_until_due())
         window = self._window
@@ -182,7 +182,7 @@ class Scrubbing:
     # Reading, in a thread of the queue -----------------------------------------------------------------------------
 
     def _read(self, window: ReadWindow) -> None:
-        """Read the frames of a window. Raises `TierUnavailable`; called again, it goes on with the same frame."""
+        """Read a window's frames. Raises `TierUnavailable`; a further call resumes with the same frame."""
         window.failed = False
         with self._lock:
             aims = [self._aim(frame) for frame in window.frames]
@@ -319,8 +319,8 @@ class Scrubbing:
 
 
 class Retirement:
-    """Takes the blocks that retired epochs signed out of every tier. Their rows stay, lost, so that their descendants
-    are found again once they are stored anew. The lock is the store's."""
+    """Removes blocks that retired epochs signed from every tier. Their rows stay, lost, so that their descendants are
+    found again once they are stored anew. The lock is the store's."""
 
     def __init__(
         self,
@@ -335,7 +335,7 @@ class Retirement:
         self._check_open = check_open
 
     def take_out(self, number: int, rows: Sequence[int], epochs: Container[tuple[bytes, int]]) -> list[int]:
-        """Remove the blocks among these rows that such epochs signed; returns the rows to pass again: pinned, being
+        """Remove the blocks among these rows that such epochs signed. Returns rows to pass again: those pinned, being
         stored or moved, and all beyond `RETIRED_IN_ALL`. The lock is free between pieces."""
         left = [*rows[RETIRED_IN_ALL:]]
         for first in range(0, len(rows[:RETIRED_IN_ALL]), RETIRED_AT_ONCE):
@@ -380,7 +380,7 @@ class Retirement:
         header = private_pages(HEADER_BYTES).view
         try:
             self._lower.tier.read(place, header)
-        except TierError:  # gone meanwhile, or unreadable: its next reader is told
+        except TierError:  # gone meanwhile, or unreadable: its next reader gets the error
             return False
         return epoch_in(header) in epochs
 
@@ -396,7 +396,7 @@ class Retirement:
 
 
 def _drive(reference: weakref.ref[Scrubbing], wake: threading.Event) -> None:
-    """The thread. It holds no reference while it sleeps, so a store that is no longer used can be collected."""
+    """The scrubber's thread. It holds no reference while it sleeps, so that an unused store can be collected."""
     while True:
         scrubbing = reference()
         if scrubbing is None or scrubbing.closing:
@@ -414,8 +414,8 @@ def _aligned(size_bytes: int) -> memoryview:
 
 
 class Adjustments:
-    """What may change of a store while it serves: shares of the tenants that had some from the start, and the rate of
-    the scrub where there is one. Thread-safe."""
+    """What can be changed while a store serves: shares of the tenants that had some at the start, and the scrub rate.
+    Thread-safe."""
 
     def __init__(
         self,
@@ -429,14 +429,14 @@ class Adjustments:
         self._retained_fraction, self._scrubbing = retained_fraction, scrubbing
 
     def check_shares(self, shares: Mapping[str, Share]) -> None:
-        """shares: by name. Raises `BadInput` where a guarantee is less than a piece of a tier."""
+        """shares: by name. Raises `BadInput` if a guarantee is less than a piece of a tier."""
         for name, tier in (("dram", self._blocks.dram), ("nvme", self._lower.tier if self._lower else None)):
             if tier is not None:
                 check_pieces(shares, tier.pieces(), tier.piece_bytes, name)
 
     def change_shares(self, shares: Mapping[bytes, Share]) -> None:
-        """shares: by tenant. They decide who gives way from the next time on that a tier is full; what is kept for a
-        time beyond a smaller budget is kept no longer."""
+        """shares: by tenant. They count from the next time that a tier is full; a smaller budget ends the retention of
+        blocks beyond it."""
         with self._lock:
             if self._blocks.shares is None:
                 return
@@ -449,7 +449,7 @@ class Adjustments:
                     residency.retention.resize([int(part * budget_bytes) for part in parts])
 
     def change_scrub(self, bytes_per_second: int) -> None:
-        """Of what is read from now on."""
+        """Applies to later reads."""
         with self._lock:
             if self._scrubbing is not None:
                 self._scrubbing.set_rate(bytes_per_second)

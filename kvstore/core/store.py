@@ -1,9 +1,9 @@
 """The store: the verbs of `Door` over blocks in tiers.
 
-One lock guards the tables; it is not held while payloads are copied or hashed or extents are made (but for the one
-frame that a reader reports as bad). A put runs: reserve (rows, then slots) > the producer fills the slots > commit
-(headers, visibility) > abort what is left. A get runs: lease (pins) > the reader copies and verifies > release. Must
-never call the clock or the disk itself, nor see a token.
+One lock guards the tables; it is not held while payloads are copied or hashed or extents are made (except for the one
+frame that a reader reports as bad). A put: reserve (rows, then slots) > the producer fills the slots > commit (headers,
+visibility) > abort what is left. A get: lease (pins) > the reader copies and verifies > release. Must never call the
+clock or the disk itself, nor see a token.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ from tiering.tier import Column, FrameSpan, MoveCounts, SlotClass, extent_of
 RUN_OUT_AT_ONCE = 1024
 """Leases that are marked expired at a time."""
 DROP_LOOKS_SECONDS = 0.1
-"""How often a drop checks whether moves of its namespace have ended."""
+"""Interval at which a drop checks whether moves of its namespace have ended."""
 DROP_SECONDS = 30.0
-"""How long a drop or a purge may take by default."""
+"""Default timeout of a drop or a purge."""
 LOCKED_BLOCKS = 2048
 """Longer chains are worked on in pieces of this many blocks: each holds the lock for a few milliseconds."""
 LOCKED_PLACES = 2 * LOCKED_BLOCKS
@@ -133,12 +133,11 @@ class Store:
         lower: Lower[NvmeTier] | None = None,
         node: NodeIdentity = NOWHERE,
     ) -> None:
-        """queue: for moves between DRAM and NVMe, where there is NVMe. scrub: how NVMe is scrubbed. lower: NVMe, as in
+        """queue: for moves between DRAM and NVMe, if there is NVMe. scrub: how NVMe is scrubbed. lower: NVMe, as in
         `blocks`.
 
-        new_number: draws a unique number above 0 for a lease or reservation; tenants see these. taken_over: extents of
-        an earlier process, in the DRAM tier. name: of this run, unlike that of any other store. node: which one this
-        is.
+        new_number: draws a unique number above 0 for a lease or reservation; tenants see these. taken_over: an earlier
+        process's extents in the DRAM tier. name: unique to this run. node: this node's identity.
         """
         new_number = new_number or counted_from(1).__next__
         self._blocks = blocks
@@ -161,9 +160,9 @@ class Store:
         self._to_abort: deque[int] = deque()  # reservations whose producers have finished writing
         self._emptied: dict[int, None] = {}  # namespaces that may have empty extents
         self._drops: set[int] = set()  # namespaces that are being dropped
-        self._unfound: set[int] = set()  # of them, those whose blocks are no longer found, some being gone already
+        self._unfound: set[int] = set()  # of them, those whose blocks matches no longer find, some being gone already
         self._lifting: list[tuple[int, list[int]]] = []  # pinned for leases that wait for promotions
-        self._refreshing: deque[tuple[list[int], int]] = deque()  # long chains that were used; `BlockTable.refreshed`
+        self._refreshing: deque[tuple[list[int], int]] = deque()  # used long chains, for `BlockTable.refreshed`
         self._levels: Levels | None = None
         self._nvme_recovery: NvmeRecovery | None = None
         self._dram_recovery: DramRecovery | None = None
@@ -180,14 +179,14 @@ class Store:
         self._retirement = Retirement(blocks, self._levels, lower, self._lock, self._check_open)
         if taken_over:
             self._dram_recovery = DramRecovery(blocks, taken_over, mover.keys, self._lock)
-        self._leaving: set[bytes] = set()  # tenants that are purged, or were
+        self._leaving: set[bytes] = set()  # tenants that are being purged, or were
         self.fetched: Fetched | None = None  # set by `fetch_with`
         self._closed = False
         self._closer: threading.Thread | None = None
 
     def handle(self, client: StoreClient, request: m.Verb, seconds: float | None = None) -> m.Answer:
-        """Serve a tenant's client. Its request is trusted: the sidecar's door checks it first. seconds: how long a put
-        may wait for room. Raises `BadInput`, `StoreClosed`, `TierError`."""
+        """Serve a tenant's client. The request is trusted: the sidecar's socket side checks it first. seconds: how long
+        a put may wait for room. Raises `BadInput`, `StoreClosed`, `TierError`."""
         match request:
             case m.MatchPrefix():
                 return m.Matched(self.match(client.named[request.namespace], request.keys))
@@ -264,10 +263,10 @@ class Store:
             return sum(space.tenant == spaces[number].tenant for space in spaces[:number])
 
     def drop(self, number: int, seconds: float = DROP_SECONDS) -> int:
-        """Forget every block of a namespace, for good; returns how many were readable. Readers finish what they hold.
+        """Forget every block of a namespace; returns how many were readable. Readers finish what they hold.
 
         Waits until recovery from disk is over. Raises `TierUnavailable` if it does not end in time, or if the disk does
-        not forget; the message says how far it came, and the drop may be asked for again.
+        not forget; the message contains how far it came, and the drop may be repeated.
         """
         deadline = self._clock.monotonic_seconds() + seconds
         with self._lock:
@@ -315,8 +314,8 @@ class Store:
     def retire(
         self, tenant: bytes, epochs: Container[tuple[bytes, int]], rows: Mapping[int, Sequence[int]] | None = None
     ) -> dict[int, list[int]]:
-        """Take a tenant's blocks that these epochs (key id and number) signed out of every tier. rows: by namespace, as
-        an earlier call returned them; without them, all. Returns rows that are in use, to be passed again later."""
+        """Remove a tenant's blocks that these epochs (key id and number) signed from every tier. rows: by namespace, as
+        an earlier call returned them; None for all. Returns rows in use, to pass again later."""
         numbers = [space.number for space in list(self._blocks.spaces) if space.tenant == tenant]
         found = {one: self._rows_of(one).tolist() for one in numbers} if rows is None else rows
         left = {number: self._retirement.take_out(number, mine, epochs) for number, mine in found.items()}
@@ -387,7 +386,7 @@ class Store:
         return deepest_first
 
     def _drop_row(self, number: int, row: int, deadline: float) -> None:
-        """If the row is still the namespace's. Under the lock, which is released while a move pins the row."""
+        """Drop the row if it is still the namespace's. Under the lock, which is released while a move pins the row."""
         blocks = self._blocks
         while blocks.index.is_row_of(row, number) and blocks.residency.pins.counts[row]:
             left = deadline - self._clock.monotonic_seconds()
@@ -426,7 +425,7 @@ class Store:
             gone.clear()
 
     def _await_taken_in(self, is_busy: Callable[[], bool], deadline: float) -> None:
-        """Wait until recovery is over and no move is under way. Under the lock. Raises `TierUnavailable`, and
+        """Wait until recovery is over and no move is in flight. Under the lock. Raises `TierUnavailable`, and
         `StoreClosed` if the store was closed while the lock was released."""
         self._check_open()
         while (is_warming := self._is_recovering) or is_busy():
@@ -487,7 +486,8 @@ class Store:
         *,
         takes_what_there_is: bool = False,
     ) -> LeaseReply | None:
-        """deadline_ms: None: no wait. takes_what_there_is: while ended leases pin: a shorter lease, not None."""
+        """deadline_ms: None for no wait. takes_what_there_is: while ended leases pin, return a shorter lease, not
+        None."""
         with self._lock:
             if self._closed:
                 return LeaseReply(0, first_block, 0, reason=MissReason.DISABLED, detail="the store is closed")
@@ -503,7 +503,7 @@ class Store:
                     return None
                 end = LeaseEnd(MissReason.PINNED_FULL, limit, lacks_room=True)
                 wanted = wanted[:affordable]
-            if not wanted:  # nothing to pin: what lies before `first_block` is the caller's already
+            if not wanted:  # nothing to pin: the caller has the blocks before `first_block`
                 blocks = min(first_block, len(rows))
                 return no_lease(first_block, blocks, self._tiers(rows[:blocks]), end)
             chain = rows[: first_block + len(wanted)]
@@ -660,16 +660,16 @@ class Store:
                 self._finish([record])
 
     def expire(self, lease: int) -> None:
-        """End a lease whose holder is out of reach and may still read: it pins nothing any more, and its places are not
-        reused before it is released."""
+        """Expire a lease whose holder is unreachable and may still read: it pins nothing, and its places are not reused
+        before it is released."""
         with self._lock:
             record = self._leases.expire(lease)
             if record is not None:
                 self._finish([record])
 
     def begin_ending(self, released: Collection[int], expired: Collection[int]) -> None:
-        """`release` some leases and `expire` others, however many, in little time: they are over at once, and are
-        unpinned soon, by `finish_ending` or by a put or lease that lacks room."""
+        """`release` some leases and `expire` others, quickly, however many: they are over at once; `finish_ending`, or
+        a put or lease that lacks room, unpins them."""
         if not released and not expired:
             return
         with self._lock:
@@ -783,9 +783,9 @@ class Store:
         skipped: int = 0,
         couriers: int = 0,
     ) -> ReserveReply:
-        """Rows and slots for the missing blocks from `first_block` on, as far as there is room or can be made in so
-        many seconds. skipped: blocks of the chain before the first key, which must be readable; 0 for a collective put.
-        couriers: if a courier asks, how many tenants have couriers."""
+        """Reserve rows and slots for the missing blocks from `first_block` on, as far as there is room or can be made
+        within `seconds`. skipped: blocks of the chain before the first key, which must be readable; 0 for a collective
+        put. couriers: if a courier asks, the number of tenants with couriers."""
         ends_at = self._clock.monotonic_seconds() + seconds if seconds is not None else None
         if collective is None:
             return self._reserve(number, keys, first_block, priority, ttl_seconds, None, ends_at, skipped, couriers)
@@ -926,7 +926,7 @@ class Store:
             return done
 
     def persist(self, number: int, keys: Sequence[bytes], seconds: float) -> tuple[int, MissReason | None]:
-        """How many leading blocks are durable after at most that long, and why not all."""
+        """Make leading blocks durable for at most that long; returns how many are, and why not all."""
         if self._closed:
             return 0, MissReason.DISABLED
         if self._levels is None:
@@ -941,7 +941,8 @@ class Store:
         return done, reason
 
     def abort(self, reservation: int) -> None:
-        """End a reservation; invisible blocks are given up. Of a collective put: for all; this one writes no more."""
+        """End a reservation; invisible blocks are given up. In a collective put for all; this producer writes no
+        more."""
         with self._lock:
             if self._collective.participants.get(reservation) is not None:
                 self._abort_share(self._collective.let_go(reservation).record)
@@ -959,7 +960,7 @@ class Store:
             self._refresh()
 
     def begin_abort(self, reservation: int) -> None:
-        """`abort` soon, by `finish_ending`."""
+        """Queue an `abort` for `finish_ending`."""
         self._to_abort.append(reservation)
 
     def _abort(self, record: ReservationRecord) -> None:
@@ -985,7 +986,7 @@ class Store:
             self._collective.freed(record)
 
     def cancel(self, reservation: int) -> None:
-        """End a reservation whose producer may still write, out of reach: its blocks go now, its slots with `abort`."""
+        """End a reservation whose unreachable producer may still write: its blocks go now, its slots with `abort`."""
         with self._lock:
             share = self._collective.participants.get(reservation)
             record = share.record if share is not None else self._reservations.get(reservation)
@@ -1005,7 +1006,7 @@ class Store:
         return self._collective.due_at if self.fetched is None else min(self._collective.due_at, self.fetched.due_at)
 
     def expire_due(self) -> None:
-        """End collective puts whose time is over, also without requests. Takes the lock only if one is due."""
+        """End collective puts that have expired, also without requests. Takes the lock only if one is due."""
         if self._clock.monotonic_seconds() < self.runs_out_at and not self.is_ending:
             return
         with self._lock:
@@ -1059,18 +1060,18 @@ class Store:
         return self._blocks.dram.is_shared(extent, holder)
 
     def unmapped(self, extents: Sequence[int], holder: int) -> Unmapped:
-        """How many leading extents a holder has unmapped, as far as a moment's questions tell. Takes no lock."""
+        """How many leading extents a holder has unmapped, as far as a short inquiry tells. Takes no lock."""
         is_shared = self._blocks.dram.is_shared
         return look(extents, lambda extent: is_shared(extent, holder), self._clock.thread_seconds)
 
     @property
     def retired_extents(self) -> int:
-        """How many extents were given back since the start: while this does not change, `gone` has no news."""
+        """Extents given back since the start: while this does not change, `gone` has no news."""
         return self._blocks.dram.retired
 
     def tell_of_mapped(self, tell: Callable[[int], object]) -> None:
-        """From now on `tell` is called with each extent that is given back while clients map it. It is called under the
-        lock: it must neither wait nor call the store."""
+        """From now on call `tell` with each extent that is given back while clients map it. It runs under the lock: it
+        must neither wait nor call the store."""
         self._blocks.dram.mapped_still = tell
 
     def gone(self, extents: Iterable[int]) -> list[int]:
@@ -1138,7 +1139,6 @@ class Store:
                 self._moves_done.wait(GIVE_WAY_SECONDS)
 
     def usage(self) -> StoreUsage:
-        """Counts and bytes now."""
         with self._lock:
             lower = self._lower if not self._closed else None  # in a forked child its lock may never be free
             scrub = self._scrubbing.usage() if self._scrubbing is not None else None
@@ -1168,16 +1168,15 @@ class Store:
             )
 
     def namespaces(self) -> list[NamespaceUsage]:
-        """Every namespace and what it takes up; those on disk once they are recovered."""
+        """Every namespace and its usage; those on disk once they are recovered."""
         with self._lock:
             return occupancy(self._blocks) if not self._closed else []
 
     def namespace_of(self, number: int) -> Namespace:
-        """As it was opened."""
         return self._blocks.spaces[number].namespace
 
     def difference(self, number: int, other: int) -> str:
-        """Of two namespaces, in words: the first field that is not the same."""
+        """The first field in which two namespaces differ, in words."""
         return self.namespace_of(number).difference(self.namespace_of(other))
 
     def tenants(self, names: Mapping[bytes, str]) -> list[TenantStatus]:
@@ -1186,12 +1185,11 @@ class Store:
             return tenancy(self._blocks, names) if not self._closed else []
 
     def kept_until(self, number: int, keys: Sequence[bytes]) -> float:
-        """Until when a readable chain is retained, in seconds of the clock; 0 if it is not."""
+        """Until when a readable chain is retained, in the clock's seconds; 0 if it is not."""
         with self._lock:
             return kept_until(self._blocks, number, keys) if not self._closed else 0.0
 
     def moves(self) -> list[MoveCounts]:
-        """Moves between the tiers."""
         return self._levels.queue.counts() if self._levels is not None else []
 
     @property
@@ -1222,7 +1220,7 @@ class Store:
             closer = threading.Thread(target=self._lower.tier.close, name="kv-close", daemon=True)
             try:
                 closer.start()
-            except RuntimeError:  # there is none
+            except RuntimeError:  # no thread available
                 self._lower.tier.close()
                 return
             self._closer = closer
@@ -1235,7 +1233,6 @@ class Store:
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
         return self._closed
 
     @property
@@ -1423,8 +1420,8 @@ class Store:
         self._pinned_bytes -= self._blocks.residency.pins.unpin(rows) * self._blocks.spaces[number].block_bytes
 
     def _expire_due(self) -> None:
-        """Expire abandoned leases and all else that is past its time; called before anything that needs room or pins.
-        Work that this only begins is finished by a put or lease that lacks the room."""
+        """Expire leases and all else that is due; called before anything that needs room or pins. Work that this only
+        begins is finished by a put or lease that lacks the room."""
         while self.forgotten:
             record = self._leases.take(self.forgotten.popleft())
             if record is not None:
@@ -1526,8 +1523,8 @@ class Store:
         return MissReason.DEADLINE
 
     def _await_memory(self, record: ReservationRecord | SlotRequest, awaited: _Awaited) -> tuple[float, bool]:
-        """Wait until clients have unmapped this memory, or other puts have taken what they unmapped, or the wait is
-        over. Returns how long it waited, and whether to look for slots again."""
+        """Wait until clients have unmapped this memory, other puts have taken it, or the wait is over. Returns how long
+        it waited, and whether to look for slots again."""
         tenant, dram = self._blocks.spaces[record.namespace].tenant, self._blocks.dram
         is_collective = isinstance(record, ReservationRecord) and record.is_collective
         mapped = set(awaited.mapped)
@@ -1535,7 +1532,7 @@ class Store:
         with self._lock:
             began_at = self._clock.monotonic_seconds()
             if not self._unmap_wait.begin(tenant, awaited.mapped, began_at):
-                return 0.0, True  # others began in between: it is looked again
+                return 0.0, True  # others began in between: look again
             try:
                 for seconds in LOOKS_SECONDS[:COLLECTIVE_LOOKS] if is_collective else LOOKS_SECONDS:
                     if record.cancelled or self._closed:
@@ -1597,7 +1594,7 @@ class Store:
 
     def _no_room(self, record: ReservationRecord | SlotRequest) -> MissReason:
         if isinstance(record, SlotRequest):
-            return MissReason.PINNED_FULL  # the lease's answer says more
+            return MissReason.PINNED_FULL  # the lease's answer has the details
         reason, record.detail = self._who_has_the_room(record)
         return reason
 

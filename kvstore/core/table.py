@@ -1,7 +1,7 @@
 """Blocks: the index, the residency tables, the policies and the slots of both tiers, kept in step.
 
-Every change in a block's life goes through one of these methods, so that the tables can never disagree. No lock, no
-clock and no leases here: `store` has those. `check()` verifies all of it.
+Every change in a block's life goes through a method here, so that the tables never disagree. No lock, clock or leases:
+`store` has those. `check()` verifies everything.
 
 A block is readable (a visible row) as long as DRAM or NVMe has all its frames. It is listed in the policy of each tier
 that has it. A quarantined row is listed in DRAM's, without frames, until a put fills it again or it is evicted.
@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class OpenedNamespace:
-    """A namespace as this store knows it: one slot class, stamp (of `stamps_of`) and sealer per part."""
+    """A namespace in this store: one slot class, stamp (of `stamps_of`) and sealer per part."""
 
     number: int
     tenant: bytes
@@ -49,12 +49,12 @@ class OpenedNamespace:
 
     @property
     def block_bytes(self) -> int:
-        """DRAM that one block takes: all its frames."""
+        """DRAM for one block: all its frames."""
         return sum(slot_class.frame_bytes for slot_class in self.classes)
 
     @property
     def about(self) -> bytes:
-        """The record that is kept beside its blocks."""
+        """The record stored beside its blocks."""
         return pack_about(self.namespace, [stamp.payload_bytes for stamp in self.stamps])
 
 
@@ -89,12 +89,11 @@ class BlockTable:
         shares: Shares | None = None,
         seconds: Callable[[], float] | None = None,
     ) -> None:
-        """first_generation: a tenant's first one, above that of every frame that existed before. shares: of tenants,
-        where any has settings; the policies are then by group. seconds: a clock for the ages of evicted blocks; None if
-        they are not wanted.
+        """first_generation: a tenant's first one, above that of every existing frame. shares: of tenants, if any has
+        settings; policies are then by group. seconds: a clock for the ages of evicted blocks, or None.
 
-        gone: called with the namespace's number and the prefix key of each block that NVMe gives up, before its frames
-        go; it runs under the lock and must not call the store. Blocks whose frames failed a check are not reported.
+        gone: called with namespace number and prefix key of each block that NVMe gives up, before its frames go; it
+        runs under the lock and must not call the store. Blocks whose frames failed a check are not reported.
         """
         self.index = index
         self.residency = residency
@@ -104,22 +103,23 @@ class BlockTable:
         self.spaces: list[OpenedNamespace] = []
         self.counters: Counter[str] = Counter()
         self.tally = Tally(seconds)
-        self._rows = 0  # there are columns for so many
+        self._rows = 0  # columns have room for so many
         self._keys = keys
         self._first_generation = first_generation
         self._next_generations: dict[bytes, int] = {}  # by tenant
-        self._newest: dict[bytes, TenantKeys] = {}  # by tenant, where an epoch began while this store was open
+        self._newest: dict[bytes, TenantKeys] = {}  # by tenant, if an epoch began while this store was open
         self._gone = gone
         self.is_loading = False  # blocks from before a restart are being recovered
         self.all_known = True  # recovery is over: before that, a block on NVMe may lead to others not yet recovered
-        self.older: dict[tuple[int, bytes], list[int]] = {}  # unlisted copies from before a restart, by place
-        self.demoting: set[int] = set()  # rows being demoted, with a place on NVMe or not yet
+        self.older: dict[
+            tuple[int, bytes], list[int]
+        ] = {}  # recovery is over: before, a block on NVMe may lead to others not yet recovered
+        self.demoting: set[int] = set()  # rows being demoted, with or without a place on NVMe
         self.dropping: set[int] = set()  # namespaces that are about to be dropped
         self.dirty = DirtyBlocks()
         self.unverified: set[int] = set()  # rows taken over from an earlier process, their frames not yet read
 
     def add_space(self, keys: TenantKeys, namespace: Namespace, payload_bytes: Sequence[int]) -> OpenedNamespace:
-        """Add a tenant's namespace."""
         stamps = stamps_of(keys, namespace, payload_bytes)
         classes = tuple(SlotClass(one.tenant, one.namespace, one.part, one.frame_bytes) for one in stamps)
         sealers = sealers_of(self._newest.get(keys.tenant, keys), stamps)
@@ -134,7 +134,7 @@ class BlockTable:
         return space
 
     def rotate(self, keys: TenantKeys) -> None:
-        """Sign frames of the tenant in this epoch from now on."""
+        """Sign the tenant's frames in this epoch from now on."""
         self._newest[keys.tenant] = keys
         mine = {one.number: sealers_of(keys, one.stamps) for one in self.spaces if one.tenant == keys.tenant}
         self.spaces[:] = [replace(one, sealers=mine.get(one.number, one.sealers)) for one in self.spaces]
@@ -210,7 +210,7 @@ class BlockTable:
             self.lower.admission.used(chain, count)
 
     def refreshed(self, chain: Sequence[int], count: int) -> None:
-        """The second half, which may be done in pieces of the chain, from the deepest on: its blocks become the most
+        """The second half of `used`, which may be done in pieces, deepest first: the chain's blocks become the most
         recent. Rows that are not readable any more are skipped."""
         for residency in (self.residency, self.lower.residency) if self.lower is not None else (self.residency,):
             if residency.retention is not None and self.index.has_hints:
@@ -240,7 +240,6 @@ class BlockTable:
         return (retention is not None and retention.holds(row)) or self.would_be_kept_below(row)
 
     def would_be_kept_below(self, row: int) -> bool:
-        """Whether it would be retained on NVMe."""
         retention = self.lower.residency.retention if self.lower is not None else None
         return retention is not None and retention.has_room_for(row)
 
@@ -285,7 +284,7 @@ class BlockTable:
         return self._evict((row for row in self._worst_for(groups) if namespace_of(row) == giver), most)
 
     def _worst_for(self, groups: Sequence[int] | None) -> Iterator[int]:
-        """Leaves that may go, without those whose slots could not be reused yet."""
+        """Evictable leaves, except those whose slots could not be reused yet."""
         residency, is_guarded = self.residency, self.dram.is_guarded
         rows = (row for row in residency.worst(groups) if not is_guarded(residency.place(row, 0)))
         if residency.holds:
@@ -293,11 +292,10 @@ class BlockTable:
         return (row for row in rows if self._may_go(row)) if self.lower is not None else rows
 
     def _may_go(self, row: int) -> bool:
-        """Not a quarantined block that leads to blocks which NVMe alone has."""
+        """False for a quarantined block that leads to blocks which only NVMe has."""
         return self.is_below(row) or not self.index.children(row)
 
     def offers_of(self, number: int, in_use: set[int]) -> list[tuple[int, ExtentRoom]]:
-        """As `Owners.offers_of`."""
         dram = self.dram
         offers = [
             (max(1, extent.slots.live + extent.slots.free - dram.free_slots(one)), extent)
@@ -309,7 +307,7 @@ class BlockTable:
         return sorted(offers, key=lambda offer: -offer[0])
 
     def evict_own(self, blocks: int, number: int) -> int:
-        """The same from one namespace's leaves alone, whatever worse ones others have."""
+        """The same from one namespace's leaves only, even if others have worse ones."""
         namespace_of = self.index.namespace_of
         return self._evict((row for row in self._worst_for(None) if namespace_of(row) == number), blocks)
 
@@ -344,7 +342,7 @@ class BlockTable:
         return gone
 
     def give_up(self, row: int) -> None:
-        """End a block that was never published; its children were given up before."""
+        """Remove a block that was never published; its children went before."""
         self._free(self.residency.forget(row))
         self._remove(row)
 
@@ -363,7 +361,7 @@ class BlockTable:
         self._free(places)
 
     def drop(self, row: int) -> None:
-        """Remove a readable or lost leaf with its namespace. Pins were lifted before."""
+        """Remove a readable or lost leaf with its namespace. Its pins ended before."""
         assert self.residency.pins.counts[row] == 0
         self.dirty.discard(row)
         self._free(self.residency.forget(row))
@@ -376,8 +374,8 @@ class BlockTable:
 
     def quarantine(self, row: int) -> bool:
         """A check failed: no frame of the block is ever used again, and the row stays, lost, so that its children keep
-        their place. Returns True if the frames are sound and only the epoch that signed one was retired: then its slots
-        are free, except while they are read."""
+        their place. Returns True if the frames are sound and only the epoch that signed one was retired: then their
+        slots are free, except while they are read."""
         space = self.spaces[self.index.namespace_of(row)]
         places = [place for part in range(len(space.classes)) if (place := self.residency.place(row, part)) != NO_PLACE]
         headers = [one.view for one in self.dram.spans_at(places)]
@@ -392,17 +390,15 @@ class BlockTable:
 
     def _lost_above(self, row: int, why: TierMiss) -> None:
         self.dirty.discard(row)
-        if self.is_below(row):  # the frames there are others
+        if self.is_below(row):  # NVMe's frames are different ones
             self._leave(row)
             self.index.moved_below(row)
         else:
             self.index.mark_lost(row, why)
 
     def relocate(self, row: int, part: int, target: int) -> bool:
-        """A verified copy of a frame stands at `target`: use it from now on, if it is a copy of what was committed.
-
-        False leaves everything as it was.
-        """
+        """Use the verified copy at `target` from now on, if it is a copy of what was committed; else returns False and
+        changes nothing."""
         source = self.residency.place(row, part)
         raw = bytes(self.dram.reserved_span(target).view[:HEADER_BYTES])
         if digest(raw) != self.residency.header_digest(row, part):
@@ -611,7 +607,7 @@ class BlockTable:
         return gone
 
     def _may_go_below(self, row: int) -> bool:
-        """Not a block that only NVMe has and that leads to blocks not on NVMe."""
+        """False for a block that only NVMe has and that leads to blocks not on NVMe."""
         return self.is_above(row) or not self.index.children(row)
 
     def _went_from_below(self, row: int, *, claim: bool) -> list[int] | None:
@@ -645,7 +641,6 @@ class BlockTable:
         self.tally.quarantined[TierName.NVME] += not is_retired
 
     def _came_alone(self, row: int) -> None:
-        """DRAM alone has the block."""
         if self.lower is not None:
             self.dirty.came(row, self.spaces[self.index.namespace_of(row)].block_bytes)
             if self.lower.admission.chooses:
@@ -680,7 +675,7 @@ class BlockTable:
         return places
 
     def give_up_unread(self, number: int, key: bytes) -> None:
-        """A block from before a restart goes with an ancestor before it was recovered."""
+        """A block from before a restart goes with its ancestor, before it was recovered."""
         self._gives_up(number, key)
         self.tally.evicted(TierName.NVME, EvictedTo.NOTHING, NO_ROW)
         self.counters["nvme_evicted_blocks"] += 1
@@ -805,7 +800,6 @@ class BlockTable:
             self.residency.child_went(parent)
 
     def grow_to(self, row: int) -> None:
-        """Make columns up to this row."""
         self._rows = max(self._rows, row + 1)
         self.residency.grow_to(row)
         self.tally.grow_to(row)

@@ -1,7 +1,6 @@
 """What each namespace and each tenant uses of each tier. Reads tables only; the caller holds the lock.
 
-A block counts in a tier once its first part is committed there. While a put is under way, that may be more than can be
-found.
+A block counts in a tier once its first part is committed there; during a put that may exceed what can be found.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ SLAB_OVERHEAD_BYTES = 2 * PAGE_BYTES
 
 @dataclass(frozen=True, slots=True)
 class NamespaceUsage:
-    """A namespace, its readable blocks, and what it has in each tier: blocks, and bytes of frames. payload_bytes: of
-    each part. nvme: None without such a tier."""
+    """A namespace, its readable blocks, and per tier its blocks and bytes of frames. payload_bytes: of each part. nvme:
+    None without that tier."""
 
     number: int
     tenant: bytes
@@ -46,12 +45,12 @@ class NamespaceUsage:
 
 @dataclass(frozen=True, slots=True)
 class StoreUsage:
-    """What a store holds. Fields that `SidecarStatus` has under the same name are published as they are.
+    """What a store holds. Fields that `SidecarStatus` has under the same name are published unchanged.
 
-    nvme and loading: None without NVMe, and once the store is closed. scrub: None without scrubbing. guarded_bytes: of
+    nvme and loading: None without NVMe, and once the store is closed. scrub: None without scrubbing. guarded_bytes:
     DRAM that clients of an earlier process still map: readable, and not reused before they unmap it. retained: bytes
-    that are retained, and the budget for them, retained_fraction of each tier. pinned_budget_bytes: may be pinned at
-    once. dram_blocks: also damaged ones, until they are stored again or evicted. tally: what the tiers did.
+    that are retained, and the budget for them, retained_fraction of each tier. pinned_budget_bytes: limit of pinned
+    bytes. dram_blocks: includes damaged ones, until stored again or evicted. tally: what the tiers did.
     """
 
     dram: Usage
@@ -136,14 +135,13 @@ def occupancy(blocks: BlockTable) -> list[NamespaceUsage]:
 
 
 def kept_until(blocks: BlockTable, number: int, keys: Sequence[bytes]) -> float:
-    """Until when a chain is retained: the end of its last block's time, which comes first; 0 if it is not readable."""
+    """Until when a chain is retained: its last block's end, which comes first; 0 if it is not readable."""
     tiers = (blocks.residency, blocks.lower.residency if blocks.lower is not None else None)
     kept = [one.retention for one in tiers if one is not None and one.retention is not None]
     return max((one.until(row) for row in blocks.index.match(number, keys[-1:]) for one in kept), default=0.0)
 
 
 def retained_budget(residency: Residency) -> int:
-    """Bytes that all tenants together may have retained."""
     return sum(residency.retention.budgets()) if residency.retention is not None else 0
 
 
@@ -156,7 +154,7 @@ def check_fits(
     payload_bytes: Sequence[int],
 ) -> None:
     """Raise `BadInput` unless a tenant may open one more namespace, and each tier has room for its blocks."""
-    if len(blocks.spaces) >= limits.namespaces:  # the message does not tell how many are other tenants'
+    if len(blocks.spaces) >= limits.namespaces:  # must not tell how many are other tenants'
         raise BadInput(
             f"there are as many namespaces as may be opened ({limits.namespaces}) until the store is opened "
             "again; use fewer, or give a higher limits.namespaces"

@@ -1,10 +1,10 @@
-"""Follows a tenant's blocks and tells others of them: hints for the directory, frames for the remote engine.
+"""Follows a tenant's blocks and announces them: hints for the directory, frames for the remote tier.
 
     Changes, then Holdings > what is here      Changes > stored, moved, evicted      hint > of the last block of a chunk
     a block that the policy wants > queue > lease > header and payload written > released
 
-One thread per tenant. After a gap (the courier was away, the list of changes was too long) the namespace is listed
-anew. Nothing waits for a write: a full queue drops its oldest entry, and the block misses elsewhere.
+One thread per tenant. After a gap (the courier was away, or the record of changes was too long) the namespace is listed
+anew. Nothing waits for a write: a full queue drops its oldest entry, and that block stays out of the remote tier.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ LIST_SECONDS = 30.0
 NOWHERE, DRAM, NVME = 0, 1, 2
 """The tier of a block, in `Changed`."""
 MANY_CHANGES = 1024
-"""In one answer: more are then asked for at once."""
+"""In one answer; after that many, the next query follows at once."""
 WRITE_SECONDS, WRITE_LEASE_SECONDS = 5.0, 1.0
 MOST_WRITTEN_AT_ONCE = 64
-"""Blocks written between two looks at the changes."""
+"""Blocks written between two queries for changes."""
 
 _log = logging.getLogger(__name__)
 _TIERS = {DRAM: HitTier.DRAM, NVME: HitTier.NVME}
@@ -44,7 +44,7 @@ _TIERS = {DRAM: HitTier.DRAM, NVME: HitTier.NVME}
 
 @dataclass(slots=True)
 class _Followed:
-    """A namespace. after: for the next `Changes`; 0 before the first. is_listed: whether all of it is known. told:
+    """A namespace. after: for the next `Changes`; 0 before the first. is_listed: whether it is known completely. told:
     names of the announced chunks."""
 
     space: CourierSpace
@@ -174,10 +174,10 @@ class Follower:
         ):
             self._queue.offer((space.id, key), space.block_bytes)
 
-    # To the remote engine --------------------------------------------------------------------------------------------
+    # To the remote tier ----------------------------------------------------------------------------------------------
 
     def used(self, space: CourierSpace, keys: Sequence[bytes]) -> None:
-        """A request named these blocks, which are here. Any thread; looked at in the next turn."""
+        """A request named these blocks, which are here. Any thread; handled in the follower's next turn."""
         self._run.uses.note_chain(space.id, keys)
         if self._remote is not None and self._remote.writes is RemoteWrites.LEARNED:
             self._run.uses.wanted.extend((space.id, key) for key in keys if self._run.uses.of(key) == 2)
@@ -208,7 +208,7 @@ class Follower:
         return bool(len(self._queue)) and self._queue.seconds_until_next(self._clock.monotonic_seconds()) == 0.0
 
     def _write(self, remote: RemoteWriting, space_id: bytes, key: bytes) -> bool:
-        """False where the engine has no room."""
+        """False if the remote tier has no room."""
         ways, run, space = remote.ways, self._run, self._followed[space_id].space
         ends_at = self._clock.monotonic_seconds() + WRITE_SECONDS
         names = ways.names(run, space, [key], ends_at)

@@ -1,4 +1,4 @@
-"""What nodes ask each other, as a contract that the network process fulfils with gRPC; and the MACs of the requests."""
+"""The contract of queries between nodes, which the network process fulfils with gRPC; and the MACs of the requests."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from kvstore.wire import peer_pb2
 VERSION = 1
 """Of the `Peer` service."""
 UNREACHED_SECONDS, LONGEST_UNREACHED_SECONDS = 60.0, 3600.0
-"""For so long a transport is not tried after a node was not reached over it; at each further failure twice as long."""
+"""How long a transport is left out after it failed to reach a node: at first, and at most; failures double it."""
 MOST_UNREACHED = 1024
 
 
 class PeerAway(Exception):
-    """A node that does not answer; one line for people. is_late: it may still answer."""
+    """A node that does not answer; the text is one line for people. is_late: it may still answer."""
 
     def __init__(self, text: str, *, is_late: bool = False) -> None:
         super().__init__(text)
@@ -29,7 +29,8 @@ class PeerAway(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Dialled:
-    """A node: HOST:PORT of its gRPC, and the id of the node that must answer there; empty if that is what is asked."""
+    """A node to call: HOST:PORT of its gRPC, and the id that its certificate must have; empty if the id is the
+    question."""
 
     address: str
     node: bytes
@@ -47,7 +48,7 @@ class PeerCalls(Protocol):
     def has(
         self, asked: Sequence[tuple[Dialled, peer_pb2.HasRequest]], seconds: float
     ) -> list[peer_pb2.HasResponse | None]:
-        """Ask all at once; None for those that do not answer."""
+        """Ask all nodes at once; None for those that do not answer."""
         ...
 
     def open_pull(self, peer: Dialled, request: peer_pb2.OpenPullRequest, seconds: float) -> peer_pb2.OpenPullResponse:
@@ -58,14 +59,12 @@ class PeerCalls(Protocol):
         """Raises `PeerAway`."""
         ...
 
-    def close(self) -> None:
-        """Hang up."""
-        ...
+    def close(self) -> None: ...
 
 
 class UsableTransports:
-    """Over which transports to pull from a node: the best first, without those over which it was not reached lately.
-    The last one is always tried. Thread-safe."""
+    """The transports for pulls from a node, the best first, without those that recently failed to reach it; the last
+    one is always tried. Thread-safe."""
 
     def __init__(self, names: Sequence[str]) -> None:
         """names: the best first."""
@@ -75,16 +74,15 @@ class UsableTransports:
         self._worked: OrderedDict[bytes, str] = OrderedDict()
 
     def names(self, node: bytes, now: float) -> list[str]:
-        """To ask this node for."""
         with self._lock:
             return [name for name in self._names[:-1] if self._is_usable(node, name, now)] + self._names[-1:]
 
     def is_last(self, name: str) -> bool:
-        """Whether there is no other to fall back to."""
+        """Whether there is no other transport to fall back to."""
         return name not in self._names[:-1]
 
     def failed(self, node: bytes, name: str, now: float) -> None:
-        """The node offered a pull over this transport, and was not reached over it."""
+        """The node offered a pull over this transport, which did not reach it."""
         with self._lock:
             _, before = self._unreached.pop((node, name), (0.0, UNREACHED_SECONDS / 2))
             seconds = min(2 * before, LONGEST_UNREACHED_SECONDS)
@@ -93,7 +91,6 @@ class UsableTransports:
                 self._unreached.popitem(last=False)
 
     def worked(self, node: bytes, name: str) -> None:
-        """The node was reached over this transport."""
         with self._lock:
             self._unreached.pop((node, name), None)
             self._worked[node] = name
@@ -102,7 +99,7 @@ class UsableTransports:
                 self._worked.popitem(last=False)
 
     def told(self, node: bytes, now: float) -> str:
-        """Of this node, for people; empty where there is one transport alone."""
+        """For people; empty with a single transport."""
         with self._lock:
             if len(self._names) < 2:
                 return ""
@@ -115,12 +112,10 @@ class UsableTransports:
 
 
 class AskedBy(Protocol):
-    """The asking node: by its certificate, or, on loopback without certificates, unknown."""
+    """The asking node: by its certificate, or unknown (on loopback without certificates)."""
 
     @property
-    def node(self) -> bytes:
-        """Its id."""
-        ...
+    def node(self) -> bytes: ...
 
     def seconds_left(self) -> float:
         """How long it still waits."""
@@ -128,10 +123,11 @@ class AskedBy(Protocol):
 
 
 def has_mac(identity_key: bytes, terms: PullTerms) -> bytes:
-    """The MAC of `Has`; `OpenPull`'s is `ask_mac`, so that neither can stand for the other. Raises `PeerFault`."""
+    """The MAC of `Has`. `OpenPull` has another, `ask_mac`, so that neither can replace the other. Raises
+    `PeerFault`."""
     return blake2b(terms.packed(), key=identity_key, digest_size=32, person=b"kv-has-ask").digest()
 
 
 def offer_mac(identity_key: bytes, terms: PullTerms) -> bytes:
-    """The MAC of `Offer`, likewise. Raises `PeerFault`."""
+    """The MAC of `Offer`, different again. Raises `PeerFault`."""
     return blake2b(terms.packed(), key=identity_key, digest_size=32, person=b"kv-offer-ask").digest()

@@ -1,7 +1,7 @@
-"""The courier, put together: a link for each tenant, the other nodes, the data door, the remote engine.
+"""The courier, put together: a link for each tenant, the other nodes, the data servers, the remote tier.
 
-The sidecar tells which node this is. When it comes back as another run, the node enters the directory anew, since hints
-are of a run. Each tenant has a few threads for its questions, so that a busy tenant delays only itself.
+The node's id comes from the sidecar. When the sidecar comes back as another run, the node enters the directory anew,
+since hints belong to a run. Each tenant has a few threads for its questions, so that a busy tenant delays only itself.
 """
 
 from __future__ import annotations
@@ -72,12 +72,10 @@ class PoolDirectory(Directory, Protocol):
 
     @property
     def reason(self) -> str:
-        """Why it is unusable now."""
+        """Why it cannot be used now."""
         ...
 
-    def figures(self) -> SourceFigures:
-        """For people."""
-        ...
+    def figures(self) -> SourceFigures: ...
 
 
 MakesDirectory = Callable[[NodeIdentity, Callable[[], NodeEntry], AliveTable, Announcer], PoolDirectory]
@@ -85,8 +83,8 @@ MakesDirectory = Callable[[NodeIdentity, Callable[[], NodeEntry], AliveTable, An
 
 @dataclass(frozen=True)
 class CourierParts:
-    """The parts of a courier. socket: `courier.sock`. peers: addresses. calls: to other nodes; None without any, and
-    then there are no doors, transports or directory either."""
+    """The parts of a courier. socket: `courier.sock`. peers: addresses. calls: to other nodes; None without any: then
+    there are no data servers, transports or directory either."""
 
     socket: str
     tenants: Sequence[str]
@@ -103,7 +101,7 @@ class CourierParts:
 
 
 class _NodeSession:
-    """What belongs to one run of the sidecar."""
+    """The parts that belong to one run of the sidecar."""
 
     def __init__(self, parts: CourierParts, here: NodeIdentity, entry: Callable[[], NodeEntry]) -> None:
         clock, figures = parts.clock, parts.figures
@@ -152,7 +150,7 @@ class _NodeSession:
 
 
 class _TenantWork:
-    """A tenant's threads, and their work: `Errands` of its link."""
+    """A tenant's threads and their work: `Errands` of its link."""
 
     def __init__(self, courier: Courier, tenant: str) -> None:
         self._courier = courier
@@ -168,7 +166,6 @@ class _TenantWork:
         self._announced: dict[bytes, set[bytes]] = {}
 
     def begin(self, run: CourierRun) -> None:
-        """As `Errands.begin`."""
         session = self._session = self._courier.session_of(run)
         parts = self._courier.parts
         told = self._announced
@@ -176,7 +173,6 @@ class _TenantWork:
         self.follower.start()
 
     def take(self, run: CourierRun, wanted: m.QuestionsReply) -> None:
-        """As `Errands.take`."""
         now = self._clock.monotonic_seconds()
         for locate in wanted.locates:
             self._do(self._locates, run, partial(self._locate, run, locate, now + LOOK_SECONDS))
@@ -191,7 +187,6 @@ class _TenantWork:
             self._do(self._locates, run, partial(self._forget, run, forget))
 
     def gone(self, run: CourierRun) -> None:
-        """As `Errands.gone`."""
         with self._lock:
             jobs, self._jobs = list(self._jobs.values()), {}
         for job in jobs:
@@ -308,7 +303,7 @@ class Courier:
             one.link.start()
 
     def close(self) -> None:
-        """Leave the pool: offer hot blocks to other nodes, then withdraw from the directory and hang up the links."""
+        """Leave the pool: offer hot blocks to other nodes, then withdraw from the directory and close the links."""
         if self._session is not None and self._session.ways is not None:
             hand_over(self.runs(), self._session.table, self._session.ways)
         self.holder.is_leaving = True
@@ -327,7 +322,7 @@ class Courier:
             self.parts.remote.ways.workers.close()
 
     def session_of(self, run: CourierRun) -> _NodeSession:
-        """What belongs to the sidecar's present run; that of an earlier run ends."""
+        """The parts of the sidecar's present run; those of an earlier run end."""
         here = NodeIdentity(run.node, run.incarnation)
         with self._lock:
             session, was = self._session, None
@@ -357,7 +352,7 @@ class Courier:
         session, now = self._session, self.parts.clock.monotonic_seconds()
         entry = session.table.alive(now).get(terms.asking) if session is not None else None
         if session is None or session.ways is None or entry is None:
-            return 0, MissReason.UNREACHABLE  # a node that is not known here
+            return 0, MissReason.UNREACHABLE  # this node does not know that one
         keys = list(terms.keys[: max(1, MOST_OFFERED_BYTES // space.block_bytes)])
         question = FetchQuestion(0, 0, space.number, keys, run.match(space, keys), seconds)
         job = session.fetcher.job(run, question)
@@ -370,7 +365,6 @@ class Courier:
         return NodeEntry(here.node, here.incarnation, self._address, prints, (VERSION,), tuple(self.parts.doors))
 
     def figures(self) -> CourierFigures:
-        """For people."""
         parts, session, now = self.parts, self._session, self.parts.clock.monotonic_seconds()
         counts = parts.figures
         sources = []

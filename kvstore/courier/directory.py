@@ -4,13 +4,13 @@
     kv:n:<node>   a node's entry, for 5 s; written anew each 1.5 s          callers       look-ups, on connections
     kv:h:<name>   hints of a chunk (`pool/directory`), for 15 minutes                     that this thread keeps open
 
-A field of `kv:h:` has its own time to live if the server knows HSETEX (Valkey 9, Redis 8); otherwise the value says
-until when, by the server's clock. No two hosts' clocks are ever compared.
+A field of `kv:h:` has its own time to live if the server knows HSETEX (Valkey 9, Redis 8); otherwise its value contains
+its end, by the server's clock. No two hosts' clocks are ever compared.
 
 A look-up never connects, never retries and never waits for an announcement. If the server is slow or gone, three
 failures open the breaker: look-ups then fail at once, until the thread's own refresh is quick again. Replies are
-bounded before anything is built from them: 64 hints of a chunk, 64 KiB of a value, so many bytes of a call. Values that
-are no hint or entry are skipped.
+bounded before anything is built from them: 64 hints of a chunk, 64 KiB of a value, and a limit for each call. Values
+that are no hint or entry are skipped.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ except ImportError:  # the extra is not installed; reported where a directory is
 REFRESH_SECONDS, TICK_SECONDS = 1.5, 0.2
 CALL_SECONDS, CONNECT_SECONDS, LEAVE_SECONDS = 1.0, 1.0, 0.5
 SLOW_SECONDS = 0.05
-"""A refresh that took longer does not close a breaker that look-ups opened."""
+"""A refresh slower than this does not close a breaker that look-ups opened."""
 NODES_PER_REFRESH = 256
 """A larger pool's table is read less often, in proportion: otherwise the reads grow with the square of the nodes."""
 LOOKUP_CONNECTIONS = 8  # twice as many as one tenant's threads use at once
@@ -117,7 +117,7 @@ class ValkeyDirectory:
         clock: Clock,
         password: Callable[[], str] = lambda: "",
     ) -> None:
-        """entry: of this node, as it is now; its node and incarnation are those of `here`. table: receives the other
+        """entry: returns this node's present entry, with the node and incarnation of `here`. table: receives the other
         nodes. password: read for each connection, so that it can be changed; it may raise `OSError`. Raises `BadInput`
         if valkey-py is not installed."""
         if valkey is None:
@@ -174,7 +174,6 @@ class ValkeyDirectory:
         return "" if refused is None else f"the directory {self._address} refuses what this node tells it: {refused}"
 
     def figures(self) -> SourceFigures:
-        """For people."""
         state = UP if self._down is None else OPEN if self._is_slow else DOWN
         return SourceFigures(
             kind=DIRECTORY,
@@ -192,7 +191,7 @@ class ValkeyDirectory:
         return self._table.alive(self._clock.monotonic_seconds())
 
     def holders(self, heads: Sequence[tuple[int, bytes]], seconds: float) -> list[Holder]:
-        """Which of them have leading chunks of these. Raises `DirectoryDown`."""
+        """Which nodes have leading chunks of these. Raises `DirectoryDown`."""
         if self._down is not None:
             raise DirectoryDown(self._down)
         alive = self.alive()
@@ -221,7 +220,7 @@ class ValkeyDirectory:
         return found
 
     def announce(self, hints: Sequence[tuple[bytes, HitTier]], seconds: float = CALL_SECONDS) -> None:
-        """Announce that this node has these; called by the `Announcer`. Raises `DirectoryDown`."""
+        """Announce that this node has these chunks; called by the `Announcer`. Raises `DirectoryDown`."""
         node, run, ttl_ms = self._here.node, self._here.incarnation, int(1e3 * HINT_SECONDS)
         if self._fields_age:
             how = (b"PX", ttl_ms, b"FIELDS", 1, node)
@@ -240,7 +239,7 @@ class ValkeyDirectory:
         self._judge(self._ask(commands, seconds))
 
     def withdraw(self, names: Sequence[bytes], seconds: float = CALL_SECONDS) -> None:
-        """Withdraw these; called by the `Announcer`. Raises `DirectoryDown`."""
+        """Called by the `Announcer`. Raises `DirectoryDown`."""
         self._judge(self._ask([(b"HDEL", _HINTS + name, self._here.node) for name in names], seconds))
 
     def _work(self) -> None:
@@ -270,7 +269,7 @@ class ValkeyDirectory:
             self._write_entry(own, now)
             self._read_table(listed, now)
         except DirectoryDown as error:
-            self._fields_age = True  # another server may take its place
+            self._fields_age = True  # another server may have taken its place
             self._drop_lookups()
             self._set_down(str(error), is_slow=False)
             return
@@ -296,7 +295,7 @@ class ValkeyDirectory:
 
     def _read_table(self, listed: object, now: float) -> None:
         names = listed if isinstance(listed, list) else []
-        if names is not listed or None in names:  # of another type, or with members that no node has
+        if names is not listed or None in names:  # of another type, or with members that are no node ids
             self._ask([_LIST_ANEW])
         nodes = [one for one in names if isinstance(one, bytes) and len(one) == NODE_BYTES]
         if now < self._table_due:
@@ -320,7 +319,7 @@ class ValkeyDirectory:
             self._judge(self._ask([(b"SREM", _NODES, *left_out)]))
 
     def _tell(self) -> bool:
-        """Returns whether there was anything to tell."""
+        """Returns whether there was anything to announce."""
         now = self._clock.monotonic_seconds()
         if self._down is not None or self._claim.state != ClaimState.OURS or now < self._quiet_until:
             return False
@@ -402,8 +401,7 @@ class ValkeyDirectory:
                 raise _Refused(str(one))
 
 
-class _Refused(DirectoryDown):
-    """The server answered with a refusal."""
+class _Refused(DirectoryDown): ...
 
 
 class _Oversized(DirectoryDown):
@@ -411,8 +409,6 @@ class _Oversized(DirectoryDown):
 
 
 class _ReplyError(Exception):
-    """An error reply of the server."""
-
     @property
     def is_unknown_command(self) -> bool:
         return str(self).lower().startswith("err unknown command")
@@ -488,7 +484,7 @@ class _ValkeyWire:
 
 class _BoundedReplies:
     """Reads RESP 2, as a parser for valkey-py: within a deadline and a number of bytes per call. Sizes that a server
-    announces are checked before anything is built from them; longer values are skipped, and are None."""
+    announces are checked before anything is built from them; longer values are skipped, and read as None."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -548,7 +544,7 @@ class _BoundedReplies:
             seen, at = self._seen, self._at
             end = seen.find(b"\r\n", at, at + 8)
             size = int(seen[at + 1 : end]) if end > 0 and seen[at] == _DOLLAR else -1
-            if 0 <= size <= len(seen) - end - 4:  # a value that was read already, as most are: no call
+            if 0 <= size <= len(seen) - end - 4:  # most values were read already: no call
                 items.append(seen[end + 2 : end + 2 + size])
                 self._at = end + 4 + size
             else:

@@ -1,10 +1,10 @@
 """Fetches blocks: a window of slots at a time, from one source after the other, each block once.
 
     window: single flight > reserve > fill from the source > adopted as frames come > the next window
-    source: it has no more, is busy, or failed > the next one; at most two nodes, then the remote engine
+    source: it has no more, is busy, or failed > the next one; at most two nodes, then the remote tier
 
-A fetch ends when all is here, when its time is over or no engine waits any more, or when no source is left; blocks that
-came by then stay. A node that is still publishing (a ticket's) is asked again while there is time.
+A fetch ends when all blocks are here, when its time is over, no engine waits any more, or no source is left; blocks
+that came by then stay. A node that is still publishing (a ticket's) is asked again while there is time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ AGAIN_SECONDS, LONGEST_AGAIN_SECONDS = 0.005, 0.05
 """Pauses before a busy sidecar or node, or one that is still publishing, is asked again: the first, and the longest."""
 LONGEST_SECONDS = 60.0
 PASSING = frozenset({MissReason.IN_FLIGHT, MissReason.BUSY, MissReason.DEADLINE})
-"""Why the sidecar may have slots soon again."""
+"""Reasons after which the sidecar may soon have slots again."""
 _SAYS_LITTLE = frozenset({MissReason.BUSY, MissReason.UNSUPPORTED})
 
 _log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class FetchJob:
-    """A fetch under way. reached: blocks that are here. invited: the node that offered it, if no engine waits: then
+    """A fetch in progress. reached: blocks that are here. invited: the node that offered it, if no engine waits: then
     only that node is asked, and the fetch ends as soon as there is no room."""
 
     run: CourierRun
@@ -52,7 +52,7 @@ class FetchJob:
     invited: PeerSource | None = None
 
     def misses(self, reason: MissReason | None, detail: str) -> None:
-        """Why there are no more; of several sources' reasons the one that says most."""
+        """Record why there are no more; of several sources' reasons, the most specific."""
         if self.reason is None or self.reason in _SAYS_LITTLE:
             self.reason, self.detail = reason or MissReason.ABSENT, detail
 
@@ -74,7 +74,7 @@ class Fetcher:
         self._flights = Flights[tuple[bytes, bytes]]()
 
     def job(self, run: CourierRun, question: FetchQuestion) -> FetchJob:
-        """A job that begins now: its time runs."""
+        """A job that begins now, and so does its time."""
         seconds = min(max(0.0, question.seconds), LONGEST_SECONDS)
         return FetchJob(run, question, Stops(self._clock.monotonic_seconds() + seconds), question.present)
 
@@ -113,7 +113,7 @@ class Fetcher:
         return job.stops.ends_at - self._clock.monotonic_seconds()
 
     def _window(self, job: FetchJob, space: CourierSpace, sources: list[Source]) -> bool:
-        """One step further; returns False when nothing is left to do."""
+        """Bring the next window; returns False when nothing is left to do."""
         keys, reached = job.question.keys, job.reached
         most = max(1, min(WINDOW_BLOCKS, WINDOW_BYTES // space.block_bytes))
         wanted = [(space.id, key) for key in keys[reached : reached + most]]

@@ -1,4 +1,5 @@
-"""What a courier counts of other nodes, engines and the directory, for people; and log lines that say a thing once."""
+"""What a courier counts of other nodes, remote tiers and the directory, for people; and log lines without
+repetition."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class SourceCounts:
-    """One source's, since the start."""
+    """One source's counts since the start."""
 
     blocks_in: int = 0
     blocks_out: int = 0
@@ -81,26 +82,26 @@ class Figures:
             one.bytes_out += size
 
     def failed(self, source: Hashable) -> None:
-        """It did not answer, or not as it should."""
+        """A source did not answer, or broke the protocol."""
         with self._lock:
             self._of(source).failures += 1
 
     def refused(self, source: Hashable, what: str) -> None:
-        """It sent something other than was asked for."""
+        """A source sent something other than was asked for."""
         with self._lock:
             kinds = self._of(source).refused
             if what in kinds or len(kinds) < MOST_KINDS:
                 kinds[what] += 1
 
     def begins(self, fetches: int) -> None:
-        """So many fetches begin, or end if negative."""
+        """This many fetches begin, or end if negative."""
         with self._lock:
             self.fetching += fetches
 
     def told(
         self, kind: str, source: Hashable, name: str, state: str, hints: int = 0, detail: str = ""
     ) -> SourceFigures:
-        """A source's figures as they are shown."""
+        """A source's figures, for display."""
         speed = self.speeds.speed(source)
         with self._lock:
             one = self._counts.get(source) or SourceCounts()
@@ -124,7 +125,7 @@ class Figures:
 
 
 MOST_SHOWN = MAX_SOURCES - 8
-"""Nodes; engines and the directory are shown beside them."""
+"""Nodes; remote tiers and the directory are shown beside them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,15 +137,14 @@ class _Wrong:
 
 class OncePerKind:
     """Present faults, by kind. Thread-safe. A kind is logged when it begins, again for each minute that it goes on, and
-    when it ends; one that was not said again for a minute counts as over."""
+    when it ends; a kind that was not reported for a minute counts as over."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._said: OrderedDict[str, _Wrong] = OrderedDict()  # least recently said first
+        self._said: OrderedDict[str, _Wrong] = OrderedDict()  # least recently reported first
 
     def say(self, kind: str, line: str) -> None:
-        """The fault is present. line: for people."""
         now = self._clock.monotonic_seconds()
         with self._lock:
             if kind not in self._said and len(self._said) >= MOST_WRONG:
@@ -160,7 +160,6 @@ class OncePerKind:
             _log.warning("%s", line)
 
     def ended(self, kind: str, line: str) -> None:
-        """The fault is over."""
         with self._lock:
             was_so = self._said.pop(kind, None) is not None
         if was_so:

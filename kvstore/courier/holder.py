@@ -1,6 +1,6 @@
 """Answers other nodes: how much this node has of a chain, and where to pull it from.
 
-    fingerprint > tenant    MAC under its identity key    > namespace > match, or a lease > an offer of the data door
+    fingerprint > tenant    MAC under its identity key    > namespace > match, or a lease > an offer of the data server
 
 A lease pins the blocks until the last byte is sent, the puller is gone, or 5 s are over. Pinned bytes are bounded for
 one node and for all; beyond that the answer is busy, which is no fault.
@@ -31,7 +31,7 @@ MOST_PULL_BYTES, MOST_PULL_BLOCKS = 256 << 20, 512
 """In one offer, at least one block."""
 MOST_PULLS, MOST_PULLS_OF_NODE = 32, 8
 MOST_PINNED_BYTES = 512 << 20
-"""By all offers together, except a single one."""
+"""By all offers together; a single larger one is allowed."""
 LONGEST_WAIT_SECONDS = 2.0
 """For promotions from slower tiers."""
 TakesOffer = Callable[[CourierRun, CourierSpace, PullTerms, float], tuple[int, MissReason | None]]
@@ -51,7 +51,8 @@ class PeerHolder:
         new_token: Callable[[int], bytes],
         takes: TakesOffer,
     ) -> None:
-        """runs: the tenants' connections. doors: for data, by transport. takes: pulls what a leaving node offers."""
+        """runs: the tenants' connections. doors: data servers, by transport. takes: pulls what a leaving node
+        offers."""
         self._runs = runs
         self._doors = doors
         self._figures = figures
@@ -65,7 +66,6 @@ class PeerHolder:
         self.is_leaving = False
 
     def WhoAreYou(self, request: peer_pb2.WhoAreYouRequest, call: AskedBy) -> peer_pb2.WhoAreYouResponse:
-        """Which node this is."""
         runs = self._runs()
         if not runs:
             raise Unreachable("the sidecar does not answer")
@@ -90,7 +90,7 @@ class PeerHolder:
         return peer_pb2.HasResponse(blocks=blocks, reason="" if blocks else ABSENT)
 
     def OpenPull(self, request: peer_pb2.OpenPullRequest, call: AskedBy) -> peer_pb2.OpenPullResponse:
-        """Pin blocks, and say where to pull them from."""
+        """Pin blocks, and answer where to pull them from."""
         found = self._asked(request, call, ask_mac)
         if isinstance(found, str):
             return peer_pb2.OpenPullResponse(reason=found)
@@ -160,7 +160,7 @@ class PeerHolder:
             frames_sent = counted_from(1)
 
             def sent(frame_bytes: int) -> None:
-                is_whole = next(frames_sent) % len(columns) == 0  # a block's parts are sent one after the other
+                is_whole = next(frames_sent) % len(columns) == 0  # a block's parts are sent in turn
                 self._figures.sent(terms.asking, int(is_whole), frame_bytes)
 
             nonce = self._new_token(NONCE_BYTES)
@@ -186,7 +186,7 @@ class PeerHolder:
         )
 
     def _pins(self, size: int) -> bool:
-        """Pin so many bytes more; False if that is too many."""
+        """Pin this many more bytes; False if that is too many."""
         with self._lock:
             if size > 0 and self._pinned_bytes and self._pinned_bytes + size > MOST_PINNED_BYTES:
                 return False
@@ -206,7 +206,7 @@ class PeerHolder:
         call: AskedBy,
         mac_of: Callable[[bytes, PullTerms], bytes],
     ) -> tuple[CourierRun, CourierSpace, PullTerms] | str:
-        """The tenant and namespace of a request; or why nothing is told. Raises `BadInput`."""
+        """The tenant and namespace of a request; or why it gets no answer. Raises `BadInput`."""
         joined = request.keys  # read once: each access to a message's field copies it
         if len(joined) % KEY_BYTES:
             raise BadInput(f"keys of {len(joined)} bytes; give {KEY_BYTES} for each block")

@@ -1,10 +1,10 @@
-"""A tenant's connection to `courier.sock`: it takes the sidecar's questions and brings the answers.
+"""A tenant's connection to `courier.sock`: takes the sidecar's questions and sends the answers.
 
-    connect > ask for a pipe > Questions > (notified, or a worker has an answer) > Questions > ... > hung up > connect
+    connect > ask for a pipe > Questions > (notified, or a worker has an answer) > Questions > ... > closed > connect
 
-One thread waits for notifications; a worker that has an answer sends it itself, and hands on the questions that come
+One thread waits for notifications; a worker that has an answer sends it itself, and passes on the questions that come
 back. Everything learned on a connection (namespaces' numbers, mapped memory) ends with it. A sidecar of an earlier
-version is asked nothing.
+version is not queried.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ class CourierSpace:
 
     @property
     def block_bytes(self) -> int:
-        """Of all parts of a block, with headers."""
         return sum(self.frames)
 
 
@@ -75,17 +74,14 @@ class CourierRun:
 
     @property
     def node(self) -> bytes:
-        """The sidecar's."""
         return self.connection.wire.welcome.node
 
     @property
     def incarnation(self) -> bytes:
-        """Of its run."""
         return self.connection.wire.welcome.incarnation
 
     @property
     def is_over(self) -> bool:
-        """Whether it was hung up."""
         return self.connection.wire.closed
 
     def space(self, number: int) -> CourierSpace:
@@ -102,7 +98,7 @@ class CourierRun:
         return self.by_id.get(digest)
 
     def list_spaces(self) -> list[CourierSpace]:
-        """Open namespaces that came since. Raises `Unavailable`."""
+        """Open the namespaces that are new since the last call. Raises `Unavailable`."""
         with self._listing:
             first = 0
             for _ in range(MOST_PAGES):
@@ -149,8 +145,8 @@ class CourierRun:
         return [[span.view for span in spans(table, column)] for column in places]
 
     def reserve(self, space: CourierSpace, before: bytes | None, keys: Sequence[bytes], first: int) -> ReserveReply:
-        """Reserve and map slots for blocks of a chain from its block `first` on. before: the key of the block before,
-        which is readable; None without one. Raises `Unavailable`."""
+        """Reserve and map slots for blocks of a chain from its block `first` on. before: the key of the preceding
+        block, which is readable; None without one. Raises `Unavailable`."""
         known = [before] if before is not None else []
         verb = m.Reserve(space.number, [*known, *keys], first, skipped=first - len(known))
         answered = self.connection.answer(verb, ANSWER_SECONDS)
@@ -169,16 +165,15 @@ class CourierRun:
         return reply
 
     def abort(self, reservation: int) -> None:
-        """Give back slots that were not adopted. Does not block."""
+        """Return slots that were not adopted. Does not block."""
         self.connection.post(m.Abort(reservation))
 
     def close(self) -> None:
-        """Hang up."""
         self.connection.close()
 
 
 class Errands(Protocol):
-    """Does what the sidecar asks. Called by any thread; must not block."""
+    """Executes the sidecar's questions. Called by any thread; must not block."""
 
     def begin(self, run: CourierRun) -> None:
         """A connection was made."""
@@ -233,7 +228,7 @@ class CourierLink:
         self.exchange(run)
 
     def exchange(self, run: CourierRun, told: CourierFigures | None = None) -> None:
-        """Send answers, and hand on the questions that come back. Waits for the sidecar alone."""
+        """Send answers, and pass on the questions that come back. Waits for the sidecar alone."""
         try:
             while not run.is_over:
                 answers = []
@@ -253,7 +248,7 @@ class CourierLink:
             _log.debug("the sidecar was not asked", extra={"tenant": self.tenant, "reason": away.detail})
 
     def close(self) -> None:
-        """Hang up. Work under way ends as if the sidecar had hung up."""
+        """Disconnect. Fetches in progress end as if the sidecar had disconnected."""
         self._ends.set()
         run = self._run
         if run is not None:
@@ -300,7 +295,7 @@ class CourierLink:
         return run
 
     def _attend(self, run: CourierRun) -> None:
-        """Serve a connection until it is hung up."""
+        """Serve a connection until it is closed."""
         self._run = run
         self._errands.begin(run)
         bell: NotifyPipeEnd | None = None

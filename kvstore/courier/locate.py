@@ -1,9 +1,9 @@
-"""Where the rest of a chain is: on other nodes, or in the remote engine. Answered in a few milliseconds, or not at all.
+"""Where the rest of a chain is: on other nodes, or in the remote tier. Answered in a few milliseconds, or not at all.
 
     hints of the directory > at most two nodes, and those of `network.peers` > Has, all at once > blocks by node
-    the remote engine      > which names exist                                                  > blocks
+    the remote tier        > which names exist                                                  > blocks
 
-What is found is kept for the fetch that may follow. A ticket's node is asked first, if it is a node of the pool: blocks
+Findings are kept for the fetch that may follow. A ticket's node is asked first, if it is a node of the pool: blocks
 that it promises count as there, since it may still be publishing them.
 """
 
@@ -37,7 +37,7 @@ from tiering.clock import Clock
 from tiering.remote.driver import RemoteFault
 
 LOOK_SECONDS = 0.0042
-"""For all of a `Locate`, of the 5 ms after which the engine is told that there is nothing."""
+"""For all of a `Locate`: the engine gets the answer "nothing" after 5 ms."""
 DIRECTORY_SECONDS, HAS_SECONDS = 0.002, 0.0025
 MOST_NAMED = 8
 """Nodes of `network.peers` that are asked at once."""
@@ -95,7 +95,7 @@ class Locator:
         self._recent: OrderedDict[tuple[bytes, bytes, int], tuple[float, Places]] = OrderedDict()
 
     def keep(self, tenant: str, number: int, places: Places) -> None:
-        """Keep places for the fetch that names that question; each tenant has numbers of its own."""
+        """Keep places for the fetch that names that question; question numbers are per tenant."""
         with self._lock:
             self._kept[tenant, number] = places
             while len(self._kept) > MOST_KEPT:
@@ -116,7 +116,7 @@ class Locator:
         incarnation: bytes = b"",
         seconds: float = LOOK_SECONDS,
     ) -> Places:
-        """Who has the blocks behind the first `present`. node, incarnation: of a ticket."""
+        """The places of the blocks behind the first `present`. node, incarnation: of a ticket."""
         now, chain = self._clock.monotonic_seconds(), (space.id, keys[-1], present)
         with self._lock:
             found_at, recent = self._recent.get(chain, (-inf, Places()))
@@ -133,7 +133,7 @@ class Locator:
             self._find_remote(places, self._remote, from_remote, present, size, now)
         if places.sources:
             places.reason = None
-        if places.sources and not node:  # a ticket promises more than a request without it may count on
+        if places.sources and not node:  # a ticket's promise is for its own request only
             with self._lock:
                 self._recent[chain] = self._clock.monotonic_seconds(), places
                 while len(self._recent) > MOST_RECENT:
@@ -276,5 +276,5 @@ class Locator:
 
 
 def _with_tail(hinted: int, asked: int) -> int:
-    """A tail shorter than a chunk has no hint: a node that has all before it is taken to have it too."""
+    """A tail shorter than a chunk has no hint: a node that has all before it is assumed to have it too."""
     return asked if asked - hinted < CHUNK_BLOCKS else hinted

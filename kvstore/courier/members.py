@@ -1,4 +1,4 @@
-"""The other nodes: those that the directory names, and those that the configuration does."""
+"""The other nodes: those of the directory, and those of the configuration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ANSWER_SECONDS = 1.0
 
 
 class NamedPeers:
-    """`network.peers`: asked who they are at intervals. Thread-safe."""
+    """`network.peers`: asked for their ids at intervals. Thread-safe."""
 
     def __init__(
         self,
@@ -44,7 +44,6 @@ class NamedPeers:
         ]
 
     def start(self) -> None:
-        """Ask."""
         for one in self._threads:
             one.start()
 
@@ -57,7 +56,6 @@ class NamedPeers:
         return [(self._named.get(one, b""), one) for one, is_another in self._addresses.items() if is_another]
 
     def close(self) -> None:
-        """Ask no more."""
         self._ends.set()
 
     def _follow(self, address: str) -> None:
@@ -77,7 +75,8 @@ class NamedPeers:
             self._ends.wait(ASK_SECONDS)
 
     def _asked(self, address: str) -> NodeEntry | None:
-        """The node at an address; if nodes have certificates, its certificate must say the same. None for this node."""
+        """The node at an address; if nodes have certificates, its certificate must have the same id. None for this
+        node."""
         request = peer_pb2.WhoAreYouRequest(node=self._here.node)
         first = self._calls.who_are_you(Dialled(address, b""), request, ANSWER_SECONDS)
         if first.node == self._here.node:

@@ -1,4 +1,4 @@
-"""Blocks from another node: permission to pull them, a connection to its data door, frames straight into slots."""
+"""Blocks from another node: permission to pull them, a connection to its data server, frames straight into slots."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ OPEN_SECONDS = 1.0
 """For a node to answer, beyond its wait for promotions."""
 BRING_UP_SECONDS = 1.0
 TRY_SECONDS, FAIR_TRY_SECONDS = 1.0, 0.05
-"""To reach a node over a transport that is not the last one: some do not tell that a port has no listener. A shorter
-try that comes to nothing does not count against the transport."""
+"""To reach a node over any transport but the last: some do not report that a port has no listener. If a try
+shorter than the second times out, that does not count against the transport."""
 MOST_ASKED_KEYS = 4096
 """In one `Has`."""
 
@@ -81,7 +81,7 @@ class Stops:
 
 @dataclass(frozen=True)
 class PeerWays:
-    """What all sources of this kind share. transports: by name. usable: in which order they are tried."""
+    """What all sources of this kind share. transports: by name. usable: their order."""
 
     calls: PeerCalls
     transports: Mapping[str, PullTransport]
@@ -149,7 +149,7 @@ class PeerSource:
 
     @property
     def key(self) -> bytes:
-        """Its name in the speeds."""
+        """In the speeds."""
         return self.entry.node
 
     def has(
@@ -160,7 +160,7 @@ class PeerSource:
         return found
 
     def fill(self, window: ReservedWindow, stops: Stops) -> Filled:
-        """Pull the blocks of the window that it has."""
+        """Pull the blocks of the window that the node has."""
         ways, entry = self._ways, self.entry
         began_at = ways.clock.monotonic_seconds()
         try:
@@ -179,7 +179,7 @@ class PeerSource:
                 filled = self._failed(MissReason.CORRUPT if window.refused else MissReason.UNREACHABLE, str(fault))
             else:
                 filled = Filled(0, MissReason.DISABLED, "no engine waits for it any more")
-        except BadInput as error:  # the offer needs something that is missing here; the text says what
+        except BadInput as error:  # the offer needs something that is missing here; the text names it
             ways.told.say("pull", str(error))
             filled = Filled(0, MissReason.UNSUPPORTED, str(error))
         window.adopt()
@@ -265,7 +265,7 @@ class PeerSource:
         return offer, pull_secret(space.grant.identity_key, terms, answer.nonce)
 
     def _connected(self, offer: PullOffer, secret: bytes, stops: Stops) -> PullReader | None:
-        """To the node's door for data. None if it is not reached over this transport, and there is another one."""
+        """A connection to the node's data server; None if this transport does not reach it, and another is left."""
         ways, entry, name = self._ways, self.entry, offer.transport
         now, ends_at = ways.clock.monotonic_seconds(), stops.ends_at
         is_last = ways.usable.is_last(name)
@@ -320,7 +320,7 @@ def _offered(
     ways: PeerWays,
     ends_at: float,
 ) -> int:
-    """How many blocks the first node took that takes any."""
+    """How many blocks were taken by the first node that takes any."""
     head = keys[:CHUNK_BLOCKS][-1]
     fit = [one for one in nodes if run.fingerprint in one.fingerprints]
     for entry in sorted(fit, key=lambda one: blake2b(head + one.node, digest_size=8).digest())[:MOST_ASKED]:

@@ -1,4 +1,4 @@
-"""Blocks from a remote engine, and to it: frames under salted names, several calls in flight."""
+"""Blocks from a remote tier, and to it: frames under salted names, several calls in flight."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FORGET_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class RemoteWays:
-    """One engine: what all fetches and writes share."""
+    """One remote tier: what all fetches and writes share."""
 
     engine: RemoteEngine
     workers: RemoteWorkers
@@ -36,11 +36,12 @@ class RemoteWays:
 
     @property
     def name(self) -> str:
-        """Its name in the speeds, and for people."""
+        """In the speeds, and for people."""
         return self.engine.name
 
     def has(self, run: CourierRun, space: CourierSpace, keys: Sequence[bytes], ends_at: float) -> Callable[[], int]:
-        """Ask how many leading blocks there are. The returned function waits for the answer; raises `RemoteFault`."""
+        """Ask how many leading blocks there are. The returned function waits for the answer, and may raise
+        `RemoteFault`."""
         stamps, step = space.grant.stamps, max(1, -(-len(keys) // MOST_PROBED))
         last = len(stamps) - 1
 
@@ -71,7 +72,7 @@ class RemoteWays:
 
 
 class RemoteSource:
-    """The engine, for one fetch."""
+    """The remote tier, for one fetch."""
 
     tier = HitTier.REMOTE
     publishes = False

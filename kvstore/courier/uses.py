@@ -1,4 +1,4 @@
-"""How often recent requests named each block, in which chains, and which came from the remote engine. Bounded."""
+"""How often recent requests named each block, in which chains, and which came from the remote tier. Bounded."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 
 MOST_NAMES = 1 << 17
-"""In one generation: at its end the one before is forgotten."""
+"""In one generation: when it is full, the previous one is forgotten."""
 NAME_BYTES = 8
 MOST_WANTED, MOST_CAME = 1 << 14, 1 << 16
 MOST_CHAINS, MOST_CHAIN_KEYS = 256, 1024
@@ -27,7 +27,6 @@ class Uses:
         self.wanted: deque[tuple[bytes, bytes]] = deque(maxlen=MOST_WANTED)
 
     def note(self, keys: Iterable[bytes]) -> None:
-        """A request named these blocks."""
         with self._lock:
             for key in keys:
                 name = key[:NAME_BYTES]
@@ -57,7 +56,7 @@ class Uses:
         return max(self._new.get(name, 0), self._old.get(name, 0))
 
     def came(self, keys: Iterable[bytes]) -> None:
-        """The remote engine has these: they are not written to it."""
+        """The remote tier has these: they are not written to it."""
         with self._lock:
             for key in keys:
                 self._came[key[:NAME_BYTES]] = None
@@ -65,11 +64,11 @@ class Uses:
                 self._came.popitem(last=False)
 
     def did_not_come(self, keys: Iterable[bytes]) -> None:
-        """The remote engine turned out to lack these, or to have them damaged."""
+        """The remote tier turned out to lack these, or to have them damaged."""
         with self._lock:
             for key in keys:
                 self._came.pop(key[:NAME_BYTES], None)
 
     def has_come(self, key: bytes) -> bool:
-        """Whether the remote engine has it, as far as is known."""
+        """Whether the remote tier has it, as far as is known."""
         return key[:NAME_BYTES] in self._came

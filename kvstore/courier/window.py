@@ -3,8 +3,8 @@
     reserve > a source fills the slots, block by block > each frame is checked > adopted as they come > the rest aborted
 
 A frame counts when its header names this block and part and the payload has the header's digests; the sidecar then
-checks the header's MAC. Slots that a source's call may still write stay lent; the reservation ends when the last such
-call has returned.
+checks the header's MAC. Slots that a source's call may still write stay lent; the reservation ends when the last of
+these calls has returned.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ADOPT_BYTES = 8 << 20
 
 
 class Forged(Exception):
-    """The sidecar refused a frame as not what it should be; one line for people."""
+    """The sidecar refused a frame as altered or misplaced; the text is one line for people."""
 
 
 class ReservedWindow:
@@ -104,7 +104,7 @@ class ReservedWindow:
             self._lent += 1
 
     def returned(self) -> None:
-        """Such a call has returned. Any thread."""
+        """A lent call has returned. Any thread."""
         with self._lock:
             self._lent -= 1
             is_last = self._lent == 0

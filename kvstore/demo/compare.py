@@ -1,8 +1,8 @@
 """Two comparisons that keep the demo honest.
 
-1. Cold is not made slow on purpose: the first token without a store, against plain transformers `generate`.
-2. The store is really used: from a store in whose payloads the sign of every number is reversed, with digests that
-   fit, the answers must come out different. If they did not, the stored bytes would not matter.
+1. The cold pass is not slow on purpose: its first token against that of plain transformers `generate`. 2. The store is
+really used: with a store whose payloads have every number's sign reversed, under matching digests, the
+   answers must differ. Otherwise the stored bytes would not matter.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SHORTEST_PAIRED_PROMPT = 2048
 
 @dataclass(frozen=True)
 class ColdAgainstGenerate:
-    """Time to the first token, in milliseconds: medians, and the median of the pairs' quotients, cold / generate.
+    """Time to first token in milliseconds: medians, and the median of the pairs' quotients, cold / generate.
 
     same_first_token: pairs in which both chose the same token.
     """
@@ -46,15 +46,14 @@ class ColdAgainstGenerate:
     same_first_token: int
 
     def to_dict(self) -> dict[str, object]:
-        """For `--json`."""
         return asdict(self)
 
 
 class PlainGenerate:
     """Asks plain transformers for the first token of the longer prompts, right beside the cold pass's own request.
 
-    A shared machine drifts, so each pair gives one quotient and the median of those is the result. Which of the two
-    comes first alternates.
+    A shared machine drifts, so each pair gives one quotient, and the result is their median. The two alternate in going
+    first.
     """
 
     def __init__(self, model: torch.nn.Module, shortest_prompt: int = SHORTEST_PAIRED_PROMPT) -> None:
@@ -63,20 +62,20 @@ class PlainGenerate:
         self._seen: dict[int, tuple[float, int]] = {}
 
     def warm_up(self, prompt: list[int]) -> None:
-        """Use code and memory for the first time."""
+        """Pay for first-time work."""
         self._timed(0, prompt)
 
     def goes_first(self, number: int) -> bool:
-        """Whether this request's pair begins with plain `generate`."""
+        """Whether plain `generate` goes first for this request."""
         return number % 2 == 1
 
     def first_token(self, number: int, prompt: list[int]) -> None:
-        """Take the time, if the prompt is long enough and there are not pairs enough."""
+        """Time it, if the prompt is long enough and more pairs are wanted."""
         if len(prompt) >= self._shortest_prompt and len(self._seen) < MAX_PAIRS:
             self._seen[number] = self._timed(number, prompt)
 
     def against(self, cold: PassResult) -> ColdAgainstGenerate | None:
-        """What the pairs say; None where no prompt was long enough."""
+        """None if no prompt was long enough."""
         if not self._seen:
             return None
         cold_ms = [cold.reports[number].ttft_ms for number in self._seen]
@@ -86,7 +85,7 @@ class PlainGenerate:
         return ColdAgainstGenerate(median(cold_ms), median(generate_ms), ratio, len(same), sum(same))
 
     def _timed(self, number: int, prompt: list[int]) -> tuple[float, int]:
-        """Milliseconds and the token, asked for as a user of transformers would; drawn as the passes draw it."""
+        """Milliseconds and the token, as a user of transformers would ask, with the passes' draws."""
         tokens = torch.tensor([prompt])
         mask = torch.ones_like(tokens)
         with torch.random.fork_rng(devices=[]):
@@ -100,8 +99,8 @@ class PlainGenerate:
 
 
 class ReversedCodec(RawCodec):
-    """`raw`, but every number's sign is reversed before its digest is taken: valid frames of wrong numbers, which stay
-    numbers. (Bytes in another order would be NaNs here and there.) Queries then attend to what is least alike."""
+    """`raw`, with every number's sign reversed before its digest is taken: valid frames of wrong numbers. (Reordered
+    bytes would be NaNs here and there.) Queries then attend to the least similar keys."""
 
     def bind(self, pages: Pages, layout: Layout, part: Part) -> Coder:
         """A coder that reverses what it encodes, and decodes like `raw`."""
@@ -131,10 +130,10 @@ class _ReversedCoder:
 def changed_by_reversing(
     closed: PrefixCache, prompts: Mapping[int, list[int]], answer_tokens: int, directory: Path, progress: Progress
 ) -> list[bool]:
-    """Whether answers change when their prompts are restored from a store that holds reversed payloads.
+    """Whether answers change when their prompts are loaded from a store with reversed payloads.
 
-    closed: of the same model, without a store. prompts: by the number of the request. An answer of a few tokens may be
-    the same by chance, so that at least `LEAST_COMPARED_TOKENS` are compared.
+    closed: of the same model, without a store. prompts: by request number. A short answer may be equal by chance, so at
+    least `LEAST_COMPARED_TOKENS` are compared.
     """
     changed: list[bool] = []
     compared_tokens = max(answer_tokens, LEAST_COMPARED_TOKENS)

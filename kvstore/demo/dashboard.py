@@ -1,7 +1,6 @@
 """The demo's store as a sidecar, and a console that shows it in a browser: two processes that end with the demo.
 
-The sidecar is ended and started again on the same directory for the demo's last pass; the console stays, and shows the
-restart too.
+For the last pass the sidecar is restarted on the same directory; the console stays, and shows the restart.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from kvstore.protocol.status import SidecarStatus
 from tiering.clock import SystemClock
 
 PORT = 9798
-"""Of the dashboard, as `kvstore console` has it; where that is in use, any free one."""
+"""As for `kvstore console`; if it is in use, any free one."""
 START_SECONDS, END_SECONDS = 60.0, 60.0
 ANSWER_SECONDS = 5.0
 
 
 class DemoSidecar:
-    """Use it as a context: both processes run inside."""
+    """Both processes run inside its context."""
 
     def __init__(self, directory: Path, dram: str, nvme: str) -> None:
-        """directory: of the store; its sockets lie there too. dram, nvme: budgets, such as "512MiB"."""
+        """directory: the store's, with its sockets. dram, nvme: budgets, such as "512MiB"."""
         self._directory = directory
         self._serve = ["serve", "--data", str(directory), "--dram", dram, "--nvme", nvme]
         self._sidecar: subprocess.Popen[str] | None = None
@@ -61,11 +60,11 @@ class DemoSidecar:
         self.close()
 
     def open(self) -> EmbeddedStore | SidecarStore:
-        """Connect. Close it, or use it as a context."""
+        """A client of the sidecar, to be closed."""
         return kvstore.open(f"unix:{self._directory / 'kvstore.sock'}", engine="kvstore demo")
 
     def status(self) -> SidecarStatus:
-        """What the sidecar says of itself. Raises `StoreError`."""
+        """Raises `StoreError`."""
         path = str(self._directory / "observe.sock")
         try:
             wire = FramedSocket(path, "kvstore demo", b"", SystemClock(), ANSWER_SECONDS)
@@ -79,8 +78,8 @@ class DemoSidecar:
             wire.close()
 
     def restart(self) -> None:
-        """End the sidecar in order, which writes to the disk what memory alone holds, and start another one that has
-        taken in the disk. Raises `StoreError`."""
+        """End the sidecar in order, which flushes dirty blocks, and start another that has recovered the disk. Raises
+        `StoreError`."""
         _end(self._sidecar)
         self._start_sidecar()
         until = time.monotonic() + START_SECONDS
@@ -90,12 +89,11 @@ class DemoSidecar:
             time.sleep(0.1)
 
     def wait(self) -> None:
-        """Until the console has ended, as a signal ends it."""
+        """Wait until a signal ends the console."""
         assert self._console is not None
         self._console.wait()
 
     def close(self) -> None:
-        """End both."""
         _end(self._console)
         _end(self._sidecar)
         self._console = self._sidecar = None
@@ -105,9 +103,9 @@ class DemoSidecar:
 
 
 def _start(arguments: Sequence[str]) -> tuple[subprocess.Popen[str], dict[str, Any]]:
-    """A command of our own, and what it says once it runs. A signal from the terminal is the demo's alone. Raises
+    """Start one of our commands; returns it and the line that it prints. It gets no signals from the terminal. Raises
     `StoreError`."""
-    with tempfile.TemporaryFile("w+") as log:  # and no pipe, which a log that is not read would fill
+    with tempfile.TemporaryFile("w+") as log:  # not a pipe: it would fill up
         process = subprocess.Popen(
             [sys.executable, "-m", "kvstore", *arguments, "--json"],
             stdin=subprocess.DEVNULL,

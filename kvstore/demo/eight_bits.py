@@ -1,7 +1,7 @@
-"""The same requests from blocks in 8 bits, beside those that are kept bit for bit.
+"""The same requests from blocks in 8 bits, beside those stored bit for bit.
 
-What 8 bits change shows in what is drawn: the draws are those of every other pass, so an answer leaves the cold one
-where the chosen token hangs on a difference that rounding made.
+The draws are those of every other pass, so an answer differs from the cold one where the chosen token depends on a
+difference that rounding made.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from kvstore.demo.passes import PassResult, Progress, run_pass
 
 @dataclass(frozen=True)
 class EightBits:
-    """codec: what adapters take by themselves. blocks, stored_bytes: payload that the store holds; raw_bytes: the same
-    blocks bit for bit. ttft_ms_p50: of answers from these blocks. answers, same_answers: asked, and how many are the
-    cold ones. tokens, same_tokens: of all answers, and how many come before an answer's first difference."""
+    """codec: the adapters' default. blocks, stored_bytes: payload in the store; raw_bytes: the same blocks bit for bit.
+    ttft_ms_p50: of answers from these blocks. answers, same_answers: asked, and equal to the cold ones. tokens,
+    same_tokens: of all answers, and before each answer's first difference."""
 
     codec: str
     blocks: int
@@ -34,14 +34,13 @@ class EightBits:
     same_tokens: int
 
     def to_dict(self) -> dict[str, object]:
-        """For `--json`."""
         return asdict(self)
 
 
 def answer_from_8_bits(
     model: torch.nn.Module, cold: PassResult, answer_tokens: int, dram: str | int, directory: Path, progress: Progress
 ) -> EightBits:
-    """Fill a store of its own, and answer once more from it."""
+    """Fill a separate store, and answer from it."""
     with kvstore.embedded(str(directory), dram=dram) as store:
         cache = PrefixCache(model, store)
         run_pass("fill in 8 bits", cache, cold.prompts, 1, progress)

@@ -1,12 +1,12 @@
 """The demo's model: a small Llama over bytes, trained by us, or with random weights from a seed.
 
-The trained one lies in `trained/` with a note of its origin: 1.8 million parameters, trained on the sources of Python's
-standard library, on up to 4,096 bytes at a time. Every token is a byte; there is no tokenizer. Both run on the CPU in
+The trained one is in `trained/` with a note of its origin: 1.8 million parameters, trained on the sources of Python's
+standard library in pieces of up to 4,096 bytes. Every token is a byte; there is no tokenizer. Both run on the CPU in
 float32.
 
-A random one computes what a trained model of its shape computes, in the same time, and writes gibberish. Its weights
-are drawn wider than for training: then every answer depends on the whole prompt, and two candidates for the next token
-are rarely close. A codec's quality cannot be measured on it: nearly even attention averages every error away.
+A random one does the work of a trained model of its shape in the same time, and writes gibberish. Its weights are drawn
+wider than for training: so every answer depends on the whole prompt, and two candidates for the next token are rarely
+close. It cannot measure a codec's quality: nearly even attention averages every error away.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def model_of(seed: int | None, positions: int, layers: int = 3) -> torch.nn.Modu
 
 
 def load_trained() -> torch.nn.Module:
-    """The model in `trained/`, ready to run. Raises `StoreError` where its files are not what was trained."""
+    """The model in `trained/`, ready to run. Raises `StoreError` if its files are damaged."""
     folder = resources.files("kvstore.demo").joinpath(FOLDER)
     weights = folder.joinpath("model.safetensors").read_bytes()
     expected, found = trained_origin()["sha256"], sha256(weights).hexdigest()
@@ -52,7 +52,7 @@ def load_trained() -> torch.nn.Module:
 
 
 def trained_origin() -> dict[str, Any]:
-    """What the trained model was made from, its digest, and its loss on held-out text."""
+    """The trained model's sources, its digest, and its loss on held-out text."""
     text = resources.files("kvstore.demo").joinpath(FOLDER, "ORIGIN.json").read_text("utf-8")
     origin: dict[str, Any] = json.loads(text)
     return origin
@@ -61,7 +61,7 @@ def trained_origin() -> dict[str, Any]:
 def build_model(seed: int, positions: int, layers: int = 3) -> torch.nn.Module:
     """The random model of this seed, ready to run. Torch's global generator is left as it was.
 
-    positions: the longest prompt and its answer, in tokens.
+    positions: tokens of the longest prompt and answer.
     """
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -89,7 +89,7 @@ def _ready(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def describe_model(model: torch.nn.Module, is_trained: bool) -> dict[str, object]:
-    """For `--json`: shape and number of parameters."""
+    """Shape and number of parameters."""
     config: Any = model.config
     return {
         "type": config.model_type,

@@ -1,4 +1,4 @@
-"""What can be set for the demo. Checked before torch is loaded, so that a slip is answered at once."""
+"""The demo's options, checked before torch is loaded so that mistakes are reported at once."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ _PROCESSOR_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """dram, nvme: the store's budgets. data: its directory, a temporary one if None. requests: how many of the twenty,
-    from the first one on. threads: that torch computes with; if None, one for the trained model, whose operations
-    are too small to be shared out, and as many as there are cores for a random one. seed: of random weights, the
-    trained ones if None."""
+    """dram, nvme: the store's budgets. data: its directory, None for a temporary one. requests: how many of the twenty.
+    threads: of torch; None for one with the trained model, whose operations are too small to divide, and for all cores
+    with a random one. seed: of random weights, None for the trained ones."""
 
     dram: str = "512MiB"
     data: str | None = None
@@ -45,7 +44,7 @@ class DemoOptions:
 
 
 def usable_cores() -> int:
-    """Cores that this process may use. Torch counts those of the machine, whatever its control group allows."""
+    """Cores that this process may use. Torch counts the machine's, regardless of the control group."""
     cores = len(os.sched_getaffinity(0))
     try:
         quota, period = _PROCESSOR_QUOTA.read_text().split()

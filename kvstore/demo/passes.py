@@ -1,9 +1,9 @@
-"""One pass over the demo's requests, and what came of it.
+"""One pass over the demo's requests, and its result.
 
-A pass is the same requests in the same order on one `PrefixCache`. Tokens are drawn by their probabilities, and each
-request has its own draws, which are the same in every pass: the likeliest token would hardly tell one prompt from
-another, as a small model left to itself repeats what is likely anywhere. Every request's account is checked here: what
-was found in tiers and what was missed for reasons add up to the tokens of its prompt, or the demo stops.
+A pass is the same requests in the same order on one `PrefixCache`. Tokens are drawn by their probabilities with each
+request's own random numbers, equal in every pass: the likeliest tokens would hardly depend on the prompt, as a small
+model repeats what is likely anywhere. Each request's account is checked: hits by tier and misses by reason must add up
+to its prompt's tokens, or the demo stops.
 """
 
 from __future__ import annotations
@@ -25,26 +25,24 @@ from kvstore.demo.questions import DemoRequest, prompt_of
 TEMPERATURE = 0.8
 
 Progress = Callable[[str, int, int], None]
-"""Told what is being done, how many steps of it are done, and of how many."""
+"""Called with what is being done, and steps done of how many."""
 
 Origin = TypeVar("Origin", HitTier, MissReason)
 
 
 class BesidePass(Protocol):
-    """Something that is to be timed on the same prompts at the same time."""
+    """Timed on the same prompts at the same time."""
 
     def goes_first(self, number: int) -> bool:
-        """Whether it comes before the request of that number, or after it."""
+        """Whether it runs before or after this request."""
         ...
 
-    def first_token(self, number: int, prompt: list[int]) -> None:
-        """Take the time."""
-        ...
+    def first_token(self, number: int, prompt: list[int]) -> None: ...
 
 
 @dataclass(frozen=True)
 class PassResult:
-    """Prompts, answers and reports of a pass, by the number of the request."""
+    """Prompts, answers and reports of a pass, by request number."""
 
     name: str
     prompts: list[list[int]]
@@ -52,7 +50,7 @@ class PassResult:
     reports: list[Report]
 
     def to_dict(self) -> dict[str, object]:
-        """For `--json`: sums in tokens, times in milliseconds."""
+        """Sums in tokens, times in milliseconds."""
         gaps = self._gaps()
         return {
             "prompt_tokens": sum(len(prompt) for prompt in self.prompts),
@@ -66,18 +64,17 @@ class PassResult:
         }
 
     def ttft_ms(self) -> dict[str, float]:
-        """Time to the first token in milliseconds, at the percentiles p50 and p99."""
+        """Time to first token in milliseconds, at p50 and p99."""
         times = [report.ttft_ms for report in self.reports]
         return {"p50": percentile(times, 50), "p99": percentile(times, 99)}
 
     def itl_ms(self) -> dict[str, float]:
-        """Time between two tokens of an answer in milliseconds, at the percentiles p50 and p99."""
+        """Time between two tokens of an answer in milliseconds, at p50 and p99."""
         gaps = self._gaps()
         return {"p50": percentile(gaps, 50), "p99": percentile(gaps, 99)}
 
     @property
     def saved_blocks(self) -> int:
-        """Blocks that this pass has stored."""
         return sum(report.saved_blocks for report in self.reports)
 
     def hits(self) -> dict[str, int]:
@@ -85,7 +82,7 @@ class PassResult:
         return _sums(report.account.hits for report in self.reports)
 
     def misses(self) -> dict[str, int]:
-        """Prompt tokens that were computed, by reason."""
+        """Prompt tokens computed, by reason."""
         return _sums(report.account.misses for report in self.reports)
 
     def _gaps(self) -> list[float]:
@@ -100,7 +97,7 @@ def run_first_pass(
     beside: BesidePass,
     progress: Progress,
 ) -> PassResult:
-    """Answer all requests. The answers given here become part of the chat's later prompts."""
+    """Answer all requests. These answers become part of the chat's later prompts."""
     prompts: list[list[int]] = []
     answers: list[list[int]] = []
     reports: list[Report] = []
@@ -119,7 +116,7 @@ def run_first_pass(
 def run_pass(
     name: str, cache: PrefixCache, prompts: list[list[int]], answer_tokens: int, progress: Progress
 ) -> PassResult:
-    """Answer the same prompts once more."""
+    """Answer the same prompts again."""
     answers: list[list[int]] = []
     reports: list[Report] = []
     for number, prompt in enumerate(prompts):
@@ -132,8 +129,8 @@ def run_pass(
 def restored_answer_tokens(requests: Sequence[DemoRequest], result: PassResult, block_tokens: int) -> int:
     """Tokens of earlier answers in a chat's prompts that came from the store, although decoding had made them.
 
-    Decoding fills blocks one token at a time. The KV of an answer's last token is never computed there, so the blocks
-    that decoding completed end before it.
+    Decoding fills blocks one token at a time. The KV of an answer's last token is not computed, so the blocks that
+    decoding completed end before it.
     """
     restored = 0
     for number, report in enumerate(result.reports):
@@ -148,13 +145,13 @@ def restored_answer_tokens(requests: Sequence[DemoRequest], result: PassResult, 
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The nearest rank: of twenty values the 99th percentile is the largest. 0 where there are none."""
+    """By nearest rank: of twenty values the 99th percentile is the largest. 0 without values."""
     ranked = sorted(values)
     return ranked[max(0, ceil(len(ranked) * percent / 100) - 1)] if ranked else 0.0
 
 
 def draws_of(number: int) -> Sampling:
-    """How the answer to the request of that number is drawn, from its first token on."""
+    """The random draws of a request's answer."""
     return Sampling(temperature=TEMPERATURE, generator=torch.Generator().manual_seed(number))
 
 

@@ -1,11 +1,11 @@
 """The demo's text: a system prompt, the pages in `documents/`, and twenty requests that share them.
 
     system prompt | page | question                          several questions on one page
-    system prompt | question                                 nothing shared but the system prompt
+    system prompt | question                                 only the system prompt is shared
     system prompt | page | question | answer | question ...  a chat: every turn repeats all former turns
 
-A prompt is bytes, one token each. The order is that of a busy service: pages and the chat take turns. The answers in a
-chat are those of the first pass, so that all passes see the same prompts.
+A prompt is bytes, one token each. As in a busy service, pages and the chat take turns. The chat's answers are those of
+the first pass, so that all passes see the same prompts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from importlib import resources
 from kvstore.demo.options import MAX_ANSWER_TOKENS
 
 MAX_PROMPT_TOKENS = 4096 - MAX_ANSWER_TOKENS
-"""The trained model was trained up to 4,096 positions, and an answer comes behind the prompt."""
+"""The model was trained for up to 4,096 positions, answer included."""
 
 SYSTEM_PROMPT = """You are the guide of a key-value cache store for language models. People who run inference engines
 ask you how the store works, what it promises and how to operate it. Answer from the page that is given to you, and from
@@ -32,7 +32,7 @@ nothing else. Keep to these rules:
 """
 
 PAGE_BYTES = 3000
-"""A page is cut to whole lines within this length."""
+"""Pages are cut to whole lines within this length."""
 
 CHAT_PAGE = "operating"
 
@@ -81,8 +81,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class DemoRequest:
-    """One of the requests. `text` is the whole prompt, or with `follows` what is appended to that request's prompt and
-    answer; `follows` is the number of an earlier request."""
+    """`text` is the whole prompt or, with `follows`, what is appended to that earlier request's prompt and answer."""
 
     kind: Kind
     topic: str
@@ -91,12 +90,12 @@ class DemoRequest:
 
 
 def read_page(name: str) -> str:
-    """One of the product's pages, as shipped in the package."""
+    """A page of the product, as shipped in the package."""
     return resources.files("kvstore.demo").joinpath("documents", f"{name}.md").read_text("utf-8")
 
 
 def twenty_requests(answer_tokens: int, page_bytes: int = PAGE_BYTES) -> list[DemoRequest]:
-    """All requests in order. Every prompt fits `MAX_PROMPT_TOKENS`, with answers of `answer_tokens` in the chat."""
+    """All requests in order. With answers of `answer_tokens` in the chat, each prompt fits `MAX_PROMPT_TOKENS`."""
     pages = {name: cut_to_lines(read_page(name), page_bytes) for name in QUESTIONS_ON_PAGES}
     turns = [_turn(question) for question in CHAT_TURNS]
     growth = len("".join(turns).encode()) + answer_tokens * (len(turns) - 1) + len(_opening("").encode())
@@ -122,7 +121,7 @@ def twenty_requests(answer_tokens: int, page_bytes: int = PAGE_BYTES) -> list[De
 def prompt_of(
     number: int, requests: Sequence[DemoRequest], prompts: Sequence[list[int]], answers: Sequence[list[int]]
 ) -> list[int]:
-    """The token ids of a request's prompt; `prompts` and `answers` hold those of all requests before it."""
+    """A prompt's token ids; `prompts` and `answers` hold those of all earlier requests."""
     request = requests[number]
     tokens = list(request.text)
     if request.follows is not None:
@@ -132,7 +131,7 @@ def prompt_of(
 
 
 def cut_to_lines(text: str, limit_bytes: int) -> str:
-    """The longest run of whole lines, from the start, within that many bytes."""
+    """The longest run of whole lines from the start within so many bytes."""
     kept = text.encode()[:limit_bytes]
     if len(kept) < len(text.encode()):
         kept = kept[: kept.rfind(b"\n") + 1]

@@ -1,7 +1,7 @@
-"""The demo's last run: another process, memory empty, only the disk left.
+"""The demo's last run: a new process with empty memory; only the disk is left.
 
-`run_restarted` starts it and reads back what it found; `python -m kvstore.demo.restart JOB.json` is that process. What
-they tell each other are files in the demo's own scratch folder.
+`run_restarted` starts it and reads its result; `python -m kvstore.demo.restart JOB.json` is that process. They exchange
+files in the demo's scratch folder.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LONGEST_SECONDS = 600.0
 def run_restarted(
     model: torch.nn.Module, directory: str, options: DemoOptions, threads: int, prompts: list[list[int]], scratch: Path
 ) -> tuple[PassResult, int]:
-    """The same prompts in a new process on the same directory; returns the pass, and the bytes read from the disk."""
+    """The same prompts in a new process on the same directory; returns the pass, and the bytes read from disk."""
     config: Any = model.config
     job = {
         "directory": directory,
@@ -63,13 +63,13 @@ def run_restarted(
 
 
 def main(path: str) -> None:
-    """Answer the prompts of a job and write down what came of them."""
+    """Answer a job's prompts and write the result."""
     job = json.loads(Path(path).read_text())
     torch.set_num_threads(job["threads"])
     model = model_of(job["seed"], job["positions"], job["layers"])
     with kvstore.embedded(f"{job['directory']}-closed", dram="64MiB") as closed:
         first_use = PrefixCache(model, closed, codec="raw")
-    first_use.generate(job["prompts"][0], max_new_tokens=2)  # code and memory are used for the first time
+    first_use.generate(job["prompts"][0], max_new_tokens=2)  # pays for first-time work
     with kvstore.embedded(job["directory"], dram=job["dram"], nvme=job["nvme"]) as store:
         if not store.warmed(WARM_SECONDS):
             raise StoreError("what is on disk could not be taken in")

@@ -1,4 +1,4 @@
-"""What the demo has found out, as one object and as people read it."""
+"""The demo's result, as one object and as text for people."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ SHOWN_ANSWER_BYTES = 12
 
 @dataclass(frozen=True)
 class DemoResult:
-    """passes: cold, fill, warm, restart. stored_bytes: payload of the blocks that the store holds in the end.
-    read_bytes: payload read from the disk after the restart. reversed_asked, reversed_changed: answers from reversed
-    payloads, and how many of them came out different, as all must. seconds: of the whole demo."""
+    """passes: cold, fill, warm, restart. stored_bytes: payload of the blocks in the store at the end. read_bytes:
+    payload read from disk after the restart. reversed_asked, reversed_changed: answers from reversed payloads, and how
+    many differed, as all must. seconds: of the whole demo."""
 
     requests: list[DemoRequest]
     passes: list[PassResult]
@@ -47,18 +47,18 @@ class DemoResult:
 
     @property
     def differing(self) -> list[int]:
-        """Numbers of the requests whose answer is not the same in all passes."""
+        """Numbers of the requests whose answers differ between passes."""
         answers = zip(*(result.answers for result in self.passes), strict=True)
         return [number for number, given in enumerate(answers) if any(answer != given[0] for answer in given)]
 
     @property
     def identical(self) -> int:
-        """Requests whose answer is the same in all passes."""
+        """Requests with the same answer in all passes."""
         return len(self.requests) - len(self.differing)
 
     @property
     def failures(self) -> list[str]:
-        """What must not be, one line each; empty when all is well."""
+        """Violated expectations, one line each."""
         found = []
         if self.differing:
             numbers = ", ".join(str(number + 1) for number in self.differing)
@@ -71,13 +71,13 @@ class DemoResult:
         return found
 
     def ttft_ratio(self, percent: str, name: str = "warm") -> float:
-        """How many times sooner the first token came in a pass than cold, at "p50" or "p99"."""
+        """Speed-up of the first token in a pass against cold, at "p50" or "p99"."""
         times = {result.name: result.ttft_ms() for result in self.passes}
         return times["cold"][percent] / times[name][percent]
 
     def to_dict(self) -> dict[str, object]:
-        """One object for `--json`: tokens, bytes, milliseconds, and ratios that are better when they are larger, but
-        for cold_vs_generate, which is cold's time in units of plain `generate`'s."""
+        """Tokens, bytes, milliseconds, and ratios that are better when larger, except cold_vs_generate: cold's time /
+        plain `generate`'s."""
         against = self.against_generate
         return {
             "versions": {
@@ -111,7 +111,6 @@ class DemoResult:
         }
 
     def render(self, console: Any) -> None:
-        """A table, and what it says in words."""
         console.print(self._table())
         for line in self._lines():
             console.print(Text(line), soft_wrap=True)
@@ -183,7 +182,7 @@ class DemoResult:
 
 
 def _seen(names: Iterable[str], counts: Sequence[dict[str, int]]) -> list[str]:
-    """Those of the names that were counted, in the order in which they are declared."""
+    """The names that were counted, in order of declaration."""
     return [str(name) for name in names if any(name in count for count in counts)]
 
 

@@ -1,11 +1,11 @@
 """The demo from start to end: four passes over the same requests, and three comparisons.
 
-    cold   the same code with a store that was closed: every token is computed
-    fill   the store is empty at first; requests already find what earlier ones have left
-    warm   the same requests once more, with everything stored
+    cold   the same code with a closed store: every token is computed
+    fill   the store is empty at first; requests find what earlier ones stored
+    warm   the same requests again, with everything stored
     restart  a new process on the same directory: memory is empty, and the disk has what was stored
 
-Nothing here prints; what was found out is a `DemoResult`.
+Nothing here prints; the result is a `DemoResult`.
 """
 
 from __future__ import annotations
@@ -43,10 +43,9 @@ def run(
     model: torch.nn.Module | None = None,
     sidecar: DemoSidecar | None = None,
 ) -> DemoResult:
-    """Run all of it. requests, model: others than the demo's own; the process after the restart makes the model again,
-    so it must be `build_model`'s of the options' seed. sidecar: one that runs, on whose store to answer; then it is
-    started again for the last pass, and `options` say nothing of the store. Raises `StoreError` where the store cannot
-    open."""
+    """Run everything. requests, model: in place of the demo's own; the process after the restart builds the model
+    again, so it must be `build_model`'s with the options' seed. sidecar: a running one to answer from, restarted for
+    the last pass; `options` then do not configure the store. Raises `StoreError` if the store cannot open."""
     options, progress = options or DemoOptions(), progress or _silent
     if requests is None:
         requests = twenty_requests(options.answer_tokens)
@@ -70,7 +69,7 @@ def run(
         warm_cache = PrefixCache(model, store, codec="raw")
         plain = PlainGenerate(model)
         plain.warm_up(list(asked[0].text))
-        cold_cache.generate(list(asked[0].text), max_new_tokens=2)  # code and memory are used for the first time
+        cold_cache.generate(list(asked[0].text), max_new_tokens=2)  # pays for first-time work
         progress("making a model", 1, 1)
 
         cold = run_first_pass("cold", cold_cache, asked, tokens, plain, progress)
@@ -115,7 +114,7 @@ def run(
 
 
 def _closed_cache(model: torch.nn.Module, directory: Path) -> PrefixCache:
-    """On a store that is closed before the first request: the same code runs, and every look-up is `disabled`."""
+    """With a store closed before the first request: the same code runs, and every look-up is `disabled`."""
     with kvstore.embedded(str(directory), dram="64MiB") as store:
         return PrefixCache(model, store, codec="raw")
 

@@ -1,6 +1,6 @@
 """Headers of frames that another store sealed: whether each belongs to the wanted block, and its digests.
 
-Pure. Must never believe a field that the MAC does not cover, nor hand on anything of a header but its digests.
+Pure. Must never trust a field that the MAC does not cover, nor pass on anything of a header but its digests.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from tiering.frame import HEADER_BYTES, MacKeys, Stamp, open_header, parse_heade
 class AdoptFault(StrEnum):
     """What was wrong with an `Adopt`."""
 
-    RESERVATION = "reservation"  # none of that connection's, or one that is over
-    TIER = "tier"  # neither a peer nor a remote engine
+    RESERVATION = "reservation"  # not one of that connection's, or already over
+    TIER = "tier"  # neither a peer nor a remote tier
     ORDER = "order"  # not the next blocks of a part of that reservation, or more than were reserved
-    FORM = "form"  # no header of a frame
+    FORM = "form"  # not a frame's header
     TENANT = "tenant"
     NAMESPACE = "namespace"
     CODEC = "codec"
     PART = "part"
     SIZE = "size"  # of the block, of its slices, or of the payload
-    BLOCK = "block"  # another one's prefix key
+    BLOCK = "block"  # another block's prefix key
     PARENT = "parent"
     INDEX = "index"
     KEY = "key"  # signed with a key that this store does not hold
@@ -42,8 +42,6 @@ class WantedFrame(NamedTuple):
 
 
 class HeaderRefused(Exception):
-    """The first header that failed, and why."""
-
     def __init__(self, why: AdoptFault, at: int, detail: str = "") -> None:
         super().__init__(detail or f"header {at} is not of the frame that is wanted there: another {why}")
         self.why = why

@@ -1,11 +1,11 @@
-"""Where engines' requests for blocks that are elsewhere meet couriers: `Elsewhere` of a sidecar.
+"""Connects engines' queries for blocks that are elsewhere with couriers: `Elsewhere` of a sidecar.
 
     engine    Locate, Await(located)     parked, in no thread
-    courier   Questions, Reserve, Adopt, and the verbs by which any client looks and reads
+    courier   Questions, Reserve, Adopt, and the queries by which any client looks up and reads
 
-Each tenant has a book of questions of its own. One lock guards all of them, for a few additions; only threads of the
-door take it, never under the store's lock, and no client is notified under either: a wait that ends under the store's
-lock is recorded, and the door's thread tells the courier of it.
+Each tenant has a table of its questions. One lock guards all of them, for a few additions; only the socket threads take
+it, never under the store's lock, and no client is notified under either: a wait that ends under the store's lock is
+recorded, and the socket thread tells the courier.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ _log = logging.getLogger(__name__)
 
 
 def desk_of(store: EmbeddedStore, sessions: Sessions, handlers: Handlers, peers_door: str = "") -> CourierDesk:
-    """The desk of a sidecar. peers_door: where other nodes reach it."""
+    """The desk of a sidecar. peers_door: the address for other nodes."""
 
     def keys_of(tenant: str) -> TenantKeys:
-        store.keys.known(tenant)  # no keys are made for a name from a courier
+        store.keys.known(tenant)  # a courier's hello must not make keys for its name
         return store.tenant_keys(tenant)
 
     return CourierDesk(store.core, sessions, handlers, keys_of, peers_door)
@@ -81,17 +81,17 @@ class CourierDesk:
         tenant_keys: Callable[[str], TenantKeys],
         door: str = "",
     ) -> None:
-        """tenant_keys: by a tenant's name; raises `StoreError` without any. door: where peers reach this node."""
+        """tenant_keys: by a tenant's name; raises `StoreError` without any. door: the address for other nodes."""
         self._store, self._sessions, self._handlers = store, sessions, handlers
         self._tenant_keys = tenant_keys
         self._clock = store.clock
         self._lock = threading.Lock()
         self._books: dict[bytes, TenantQuestions] = {}  # of tenants that have couriers
         self._numbers = defaultdict[bytes, Iterator[int]](lambda: count(1))  # of a tenant's questions, never reused
-        self._alone_since = self._clock.monotonic_seconds()  # since when there are none
-        self._due: deque[tuple[float, bytes]] = deque()  # of locates, which all have equal time
+        self._alone_since = self._clock.monotonic_seconds()  # without couriers since then
+        self._due: deque[tuple[float, bytes]] = deque()  # of locates, which all have the same time limit
         self._looks_at = 0.0  # when reservations are next checked
-        self._over: deque[tuple[bytes, OpenQuestion]] = deque()  # fetches without a waiter left
+        self._over: deque[tuple[bytes, OpenQuestion]] = deque()  # fetches that no waiter is left for
         self._dropping: Counter[tuple[bytes, bytes]] = Counter()  # tenant, and namespace or all
         self._refusals: Counter[AdoptFault] = Counter()
         self._logged = RateLimitedLog(_log, self._clock)
@@ -150,7 +150,6 @@ class CourierDesk:
             return book is not None and book.courier is not None
 
     def left(self, caller: ClientState) -> None:
-        """As `Elsewhere.left`."""
         if not caller.is_courier:
             return
         tenant = caller.keys.tenant
@@ -239,7 +238,6 @@ class CourierDesk:
     # Engines ---------------------------------------------------------------------------------------------------------
 
     def locate(self, caller: ClientState, verb: m.Locate) -> Response | m.Answer:
-        """As `Elsewhere.locate`."""
         number, tenant = caller.named[verb.namespace], caller.keys.tenant
         present = self._store.readable(number, verb.keys)
         if present == len(verb.keys):
@@ -266,7 +264,7 @@ class CourierDesk:
     def _whence(
         self, caller: ClientState, number: int, verb: m.Locate
     ) -> tuple[str, bytes, bytes] | tuple[()] | m.TicketOpened:
-        """The node that a ticket names; nothing without one, or if it is this node."""
+        """The node that a ticket names; empty without one, or if it is this node."""
         if not verb.ticket:
             return ()
         identity, space = Identity.of(caller.keys, self._store.node), self._store.namespace_of(number)
@@ -279,7 +277,6 @@ class CourierDesk:
     def park(
         self, caller: ClientState, number: int, verb: m.Await, tell: Callable[[ParkedAwait], object]
     ) -> ParkedAwait | Response:
-        """As `Elsewhere.park`."""
         tenant = caller.keys.tenant
         with self._lock:
             book = self._books.get(tenant)
@@ -334,7 +331,6 @@ class CourierDesk:
         return Response(m.Awaited(blocks, AwaitEnd.SHORT, MissReason.STALE_HINT, detail))
 
     def awaited(self, one: ParkedAwait, answer: m.Awaited) -> m.Awaited:
-        """As `Elsewhere.awaited`."""
         if not isinstance(one.fetch, OpenQuestion) or answer.end is AwaitEnd.READABLE:
             return answer
         found = one.fetch.answer
@@ -346,7 +342,6 @@ class CourierDesk:
         )
 
     def cancel(self, ones: Iterable[ParkedLocate]) -> None:
-        """As `Elsewhere.cancel`."""
         wanted = set(ones)
         if not wanted:
             return
@@ -359,21 +354,18 @@ class CourierDesk:
             self._tell(parked, m.Located(0, 0, reason=MissReason.DISABLED, detail="cancelled"))
 
     def leased(self, lease: int) -> None:
-        """As `Elsewhere.leased`."""
         self.fetched.leased(lease)
 
-    # The door's thread -----------------------------------------------------------------------------------------------
+    # The socket thread -----------------------------------------------------------------------------------------------
 
     @property
     def due_at(self) -> float:
-        """As `Elsewhere.due_at`."""
         try:
             return self._due[0][0]
         except IndexError:
             return inf
 
     def expire(self) -> None:
-        """As `Elsewhere.expire`."""
         now, late = self._clock.monotonic_seconds(), []
         with self._lock:
             tenants = set()
@@ -384,7 +376,6 @@ class CourierDesk:
         self._end(late, f"no courier answered in {1000 * c.LOCATE_SECONDS:.0f} ms", MissReason.DEADLINE)
 
     def tell_couriers(self) -> None:
-        """As `Elsewhere.tell_couriers`."""
         if self._clock.monotonic_seconds() >= self._looks_at:
             self._cancel_late()
         if not self._over:
@@ -401,7 +392,7 @@ class CourierDesk:
             self._ring(courier)
 
     def _cancel_late(self) -> None:
-        """Reservations that a courier neither fills nor aborts would keep engines from storing the same blocks."""
+        """A reservation that a courier neither fills nor aborts would keep engines from storing the same blocks."""
         now = self._clock.monotonic_seconds()
         self._looks_at = now + LOOK_SECONDS
         for caller in self._sessions.callers():
@@ -466,7 +457,7 @@ class CourierDesk:
         return True
 
     def _end(self, ones: Iterable[OpenQuestion], detail: str, reason: MissReason = UNREACHABLE) -> None:
-        """Answer these waits: no more comes. detail, reason: for those that no courier answered."""
+        """End these waits: no more blocks come. detail, reason: for those that no courier answered."""
         for one in ones:
             if isinstance(one.ask, c.LocateQuestion) and isinstance(one.asker, ParkedLocate):
                 self._tell(one.asker, m.Located(0, one.ask.present, reason=reason, detail=detail))
@@ -497,7 +488,6 @@ class CourierDesk:
         return self.told.figures().reasons
 
     def status(self) -> ElsewhereStatus:
-        """The status of what is elsewhere."""
         with self._lock:
             couriers = sum(book.couriers for book in self._books.values())
             refused = {str(why): self._refusals[why] for why in AdoptFault}
@@ -517,7 +507,7 @@ class CourierDesk:
         )
 
     def check(self) -> None:
-        """Every invariant of the tables; for tests."""
+        """Verify the invariants of the tables; for tests."""
         with self._lock:
             for book in self._books.values():
                 book.check()

@@ -4,8 +4,8 @@
                                                            > 1 s passed: unpinned; the mark stays
                                                            > others lack room: unpinned, the oldest first
 
-All slots of couriers and all these pins come to an eighth of DRAM at most. A mark is of one generation of a block: a
-block that was evicted and stored anew is not marked. Methods that say "under the lock" mean the store's.
+Couriers' slots and these pins together take an eighth of DRAM at most. A mark is of one generation of a block: a block
+that was evicted and stored anew is not marked. "Under the lock" means the store's.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class FetchedBlocks:
         )  # row > namespace, until; the first to end first
         self._marks: OrderedDict[int, _Mark] = OrderedDict()
         self._pinned_bytes = 0
-        self._tenants: Counter[bytes] = Counter()  # bytes pinned, by tenant
+        self._tenants: Counter[bytes] = Counter()  # pinned bytes, by tenant
         self.due_at = inf
         """When the first pin ends; may be read without the lock."""
         self.adopted = Counter[HitTier]()
@@ -79,7 +79,6 @@ class FetchedBlocks:
 
     @property
     def is_any_marked(self) -> bool:
-        """Whether any block is marked with an origin."""
         return bool(self._marks)
 
     @property
@@ -88,8 +87,8 @@ class FetchedBlocks:
         return any(one.is_fetched for one in self._reservations.values())
 
     def room(self, number: int, tenants: int) -> int:
-        """How many more blocks of a namespace couriers may reserve. If several tenants have couriers, one takes at most
-        half of what is left to all."""
+        """How many more blocks of a namespace couriers may reserve. If several tenants have couriers, each takes at
+        most half of what is left."""
         left = int(SHARE_OF_DRAM * self._blocks.dram.budget_bytes) - self._pinned_bytes
         mine, tenant = 0, self._blocks.spaces[number].tenant
         for one in self._reservations.values():
@@ -142,7 +141,8 @@ class FetchedBlocks:
             del self._marks[row]
 
     def tiers(self, rows: Sequence[int], runs: TierRuns) -> TierRuns:
-        """Where blocks were found; one from elsewhere that no lease has had yet counts as its origin's."""
+        """The tiers in which blocks were found; a block from elsewhere that no lease has had yet counts for its
+        origin."""
         if self._marks.keys().isdisjoint(rows):
             return runs
         found: list[tuple[HitTier, int]] = []
@@ -165,7 +165,7 @@ class FetchedBlocks:
     # Called by the desk ----------------------------------------------------------------------------------------------
 
     def leased(self, lease: int) -> None:
-        """An engine was granted this lease: its blocks need not be kept any more."""
+        """An engine was granted this lease: its blocks need not be kept any longer."""
         if not self._marks and not self._pins:
             return
         with self._lock:
@@ -187,7 +187,6 @@ class FetchedBlocks:
             return self._blocks.spaces[record.namespace].stamps[part], wanted
 
     def comes_from(self, reservation: int, tier: HitTier) -> None:
-        """A reservation is filled from this tier."""
         with self._lock:
             record = self._reservations.get(reservation)
             if record is not None:
@@ -211,7 +210,6 @@ class FetchedBlocks:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes pinned for waiting engines."""
         return self._pinned_bytes
 
     def _mark_of(self, row: int) -> _Mark | None:
@@ -220,7 +218,7 @@ class FetchedBlocks:
             return None
         if self._blocks.index.is_row_of(row, mark.number) and self._blocks.residency.generation(row) == mark.generation:
             return mark
-        del self._marks[row]  # another block has the row
+        del self._marks[row]  # another block has this row
         return None
 
     def _let_go(self, rows: Collection[int]) -> None:

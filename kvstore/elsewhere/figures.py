@@ -1,4 +1,4 @@
-"""What couriers report for people: each courier's latest report counts, at most one a second.
+"""Couriers' reports for people: the latest of each courier counts, at most one a second.
 
 A courier's connections, one for each tenant, share one session token, and it reports over one of them.
 """
@@ -16,9 +16,9 @@ from tiering.clock import Clock
 TOLD_SECONDS = 1.0
 MOST_COURIERS, MOST_REASONS = 4, 16
 MOST_COUNT = (1 << 63) - 1
-"""The most that a message can carry: a sum of several may be more."""
+"""The largest number in a message: a sum of several may be larger."""
 MOST_NUMBER = 1e9
-"""Of gigabytes a second and of milliseconds. A client takes a status with much larger numbers for broken."""
+"""Of gigabytes a second and of milliseconds. Clients reject a status with much larger numbers."""
 
 
 class FiguresTold:
@@ -30,7 +30,6 @@ class FiguresTold:
         self._told: dict[bytes, tuple[float, ClientState, c.CourierFigures]] = {}
 
     def tell(self, caller: ClientState, figures: c.CourierFigures) -> None:
-        """Take a courier's report."""
         now, token = self._clock.monotonic_seconds(), caller.session.token
         with self._lock:
             before = self._told.get(token)
@@ -41,14 +40,12 @@ class FiguresTold:
             self._told[token] = now, caller, _cleaned(figures)
 
     def left(self, caller: ClientState) -> None:
-        """A connection is gone."""
         with self._lock:
             token = caller.session.token
             if token in self._told and self._told[token][1] is caller:
                 del self._told[token]
 
     def figures(self) -> c.CourierFigures:
-        """The sum of all reports."""
         with self._lock:
             all_told = [figures for _, _, figures in self._told.values()]
         names = ("fetching", "fetched_blocks", "fetched_bytes", "dropped_hints")
@@ -60,7 +57,7 @@ class FiguresTold:
 
 
 def _cleaned(figures: c.CourierFigures) -> c.CourierFigures:
-    """Made printable, and every number a number."""
+    """All texts printable, and all numbers finite."""
     sources = [
         c.SourceFigures(
             printable(one.kind),

@@ -1,11 +1,11 @@
-"""What the couriers of one tenant are asked, and what they answered: tables, without a lock, a clock or a store.
+"""The couriers' questions of one tenant, and their answers: tables, without a lock, a clock or a store.
 
     locate    asked > handed to a courier > answered, or timed out             > a place, for a few seconds
     fetch     asked > handed to a courier > answered, or without a waiter      > reported as over, if it was handed out
     forget    asked > handed to a courier > answered, or given up
 
-The courier that asked last gets the questions. When it hangs up, its questions go to the next one. The tables are
-bounded by questions and by bytes of keys; answers are bounded before anything is made of them.
+The courier that asked last gets the questions. When it disconnects, they go to the next one. The tables are bounded by
+questions and by bytes of keys; answers are bounded before anything is built from them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tiering.frame import KEY_BYTES
 MOST_QUESTIONS, MOST_KEY_BYTES = c.MAX_QUESTIONS, 16 << 20
 """Open questions, and the bytes of their keys."""
 MOST_PLACES, MOST_PLACE_BYTES, PLACE_SECONDS = 256, 16 << 20, 10.0
-"""Located places, the bytes of their keys, and for how long they are good."""
+"""Located places, the bytes of their keys, and how long they are valid."""
 REPLY_BYTES = 1 << 20
 """Of keys, in one `QuestionsReply`; it has at least one question."""
 FETCHED_TIERS = (HitTier.PEER, HitTier.REMOTE)
@@ -36,8 +36,8 @@ Courier = Hashable
 
 @dataclass(eq=False, slots=True)
 class OpenQuestion:
-    """asker: the wait it belongs to, for the desk. courier: to whom it was handed. is_over: of a fetch, that the
-    courier must be told so. answer: None until there is one, or if none will come."""
+    """asker: the wait it belongs to, for the desk. courier: the one it was handed to. is_over: of a fetch, that its
+    courier must be told so. answer: None before it, and if there will be none."""
 
     ask: Ask
     asker: object
@@ -53,7 +53,7 @@ class OpenQuestion:
 
 @dataclass(frozen=True, slots=True)
 class LocatedChain:
-    """Blocks of a chain that are elsewhere: those of `keys` behind the first `present`."""
+    """A chain with blocks elsewhere: those of `keys` behind the first `present`."""
 
     question: c.LocateQuestion
     blocks: int
@@ -67,8 +67,8 @@ class TenantQuestions:
         """numbers: for its questions, never reused."""
         self._numbers = numbers
         self._open: dict[int, OpenQuestion] = {}
-        self._unasked: dict[int, None] = {}  # of them, those not handed out
-        self._over: deque[OpenQuestion] = deque()  # stay open until their courier is told
+        self._unasked: dict[int, None] = {}  # those of them that were not handed out
+        self._over: deque[OpenQuestion] = deque()  # stay open until reported to their courier
         self._key_bytes = 0
         self._places: OrderedDict[int, LocatedChain] = OrderedDict()
         self._place_bytes = 0
@@ -76,7 +76,6 @@ class TenantQuestions:
         self._is_deaf = False  # a question timed out before the courier asked for it
 
     def __len__(self) -> int:
-        """Open questions."""
         return len(self._open)
 
     @property
@@ -90,11 +89,10 @@ class TenantQuestions:
         return len(self._couriers)
 
     def number(self) -> int:
-        """A number for the next question."""
         return next(self._numbers)
 
     def add(self, one: OpenQuestion) -> bool:
-        """Add a question; False if there are too many."""
+        """False if there are too many."""
         if len(self._open) >= MOST_QUESTIONS or self._key_bytes + one.key_bytes > MOST_KEY_BYTES:
             return False
         self._open[one.ask.number] = one
@@ -103,7 +101,7 @@ class TenantQuestions:
         return True
 
     def take(self, courier: Courier) -> c.QuestionsReply:
-        """Questions for a courier, each once; from now on they are its own."""
+        """Questions for a courier, each once; from now on they belong to it."""
         self._couriers.pop(courier, None)
         self._couriers[courier] = None
         self._is_deaf = False
@@ -128,7 +126,7 @@ class TenantQuestions:
         )
 
     def answered(self, courier: Courier, answer: c.QuestionAnswered) -> OpenQuestion | None:
-        """The question that this answers; None if the courier was not asked it, or it is over."""
+        """The question that this answers; None if it was not the courier's, or is over."""
         one = self._open.get(answer.number)
         if one is None or one.courier is not courier or one.is_over:
             return None
@@ -137,7 +135,7 @@ class TenantQuestions:
         return one
 
     def no_more(self, one: OpenQuestion) -> None:
-        """A question is given up; the courier is told, if it is a fetch."""
+        """A question is given up; if it is a fetch, its courier gets a report."""
         if self._open.get(one.ask.number) is not one or one.is_over:
             return
         if one.courier is None or not isinstance(one.ask, c.FetchQuestion):
@@ -155,7 +153,7 @@ class TenantQuestions:
         return late
 
     def left(self, courier: Courier) -> list[OpenQuestion]:
-        """A courier hung up: its questions are asked anew; without another courier they all end, and are returned."""
+        """A courier disconnected: its questions go to another courier; without one they all end, and are returned."""
         if courier not in self._couriers:
             return []
         was_latest = next(reversed(self._couriers)) is courier
@@ -188,7 +186,7 @@ class TenantQuestions:
         while self._place_bytes > MOST_PLACE_BYTES or len(self._places) > MOST_PLACES or self._first_until <= now:
             _, gone = self._places.popitem(last=False)
             self._place_bytes -= KEY_BYTES * len(gone.question.keys)
-        milliseconds = answer.milliseconds if answer.milliseconds >= 0 else inf  # nor NaN
+        milliseconds = answer.milliseconds if answer.milliseconds >= 0 else inf  # also false for NaN
         detail, where = printable(answer.detail), printable(answer.where)
         return c.Located(question.number, blocks, answer.tier, milliseconds, where, answer.reason, detail)
 
@@ -197,7 +195,7 @@ class TenantQuestions:
         return next(iter(self._places.values())).until
 
     def place(self, number: int, namespace: int, now: float) -> LocatedChain | None:
-        """The place of that number; None if it is unknown or too old."""
+        """None if it is unknown or too old."""
         found = self._places.get(number)
         return found if found is not None and found.until > now and found.question.namespace == namespace else None
 
@@ -209,7 +207,7 @@ class TenantQuestions:
                 self._place_bytes -= KEY_BYTES * len(one.question.keys)
 
     def check(self) -> None:
-        """The tables agree, and bounds hold."""
+        """Verify that the tables agree, and bounds hold."""
         assert all(number == one.ask.number for number, one in self._open.items())
         assert self._key_bytes == sum(one.key_bytes for one in self._open.values()) <= MOST_KEY_BYTES
         assert len(self._open) <= MOST_QUESTIONS and len(self._places) <= MOST_PLACES
@@ -230,7 +228,7 @@ class TenantQuestions:
 
 
 def last_of(keys: Sequence[bytes], wanted: bytes) -> int:
-    """How many blocks lead to that one in a chain, itself included; 0 if it is not in it."""
+    """The number of blocks in a chain up to that one, itself included; 0 if it is not in it."""
     try:
         return len(keys) - next(at for at, key in enumerate(reversed(keys)) if key == wanted)
     except StopIteration:

@@ -1,15 +1,15 @@
 """Checks a store's directory offline, and repairs it.
 
-A check writes nothing at all. A repair, which needs the keys, goes in this order, so that a start after an interrupted
-repair finds the old index or builds one from headers, and in neither a frame that is gone:
+A check writes nothing. A repair needs the keys and follows this order, so that a start after an interrupted repair
+finds the old index or rebuilds it from headers, and never brings back an evicted frame:
 
-    1  slab headers of which one copy is damaged are written again from the other one
-    2  headers that are damaged, in doubt, or not what a trusted index says are overwritten with zeros; synced
-    3  the index is discarded, and the tier builds a new one from the headers
-    4  frames that it finds and the check did not find good are quarantined: they are never offered, nor their slots
+    1  where one copy of a slab header is damaged, rewrite it from the other
+    2  overwrite with zeros the frame headers that are damaged, in doubt, or contradict a trusted index; sync
+    3  discard the index, and have the tier rebuild it from the headers
+    4  quarantine frames that the rebuild finds and the check did not find good: neither they nor their slots are used
 
-So a frame that was evicted does not come back: as long as the old index can tell, step 2 makes its header zeros. A slab
-with no header that verifies is never touched.
+Step 2 uses the old index while it still exists, which is why evicted frames stay gone. A slab without a header that
+verifies is never touched.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ Lock = TypeVar("Lock", ReadingLock, DirectoryLock)
 
 
 def quiet(doing: str, done: int = 0, steps: int = 0) -> None:
-    """Shows nothing."""
+    """Reports no progress."""
 
 
 def check(
     directory: str | Path, show: ShowProgress = quiet, clock: Clock | None = None, pool: str | None = None
 ) -> FsckResult:
-    """Verify every frame of a store's directory that is not in use. Writes nothing. pool: the directory of its tenants'
-    keys, where these are a pool's.
+    """Verify every frame of a store's directory that is not in use. Writes nothing. pool: directory of the tenants'
+    keys, if they are a pool's.
 
-    Raises `BadInput` for what is no store's directory, `DirectoryInUse`, and `KeysUnusable` for a damaged key file.
+    Raises `BadInput` if it is not a store's directory, `DirectoryInUse`, and `KeysUnusable` for a damaged key file.
     """
     path = _store_directory(directory)
     lock = _locked(ReadingLock, path)
@@ -79,9 +79,8 @@ def repair(
     reach: Reach = go_on,
     pool: str | None = None,
 ) -> FsckResult:
-    """`check`, and mend what it finds: see above. Raises as `check` does, and `KeysUnusable` where keys are missing:
-    without them nothing is written. reach: told of failpoints. pool: as there.
-    """
+    """`check`, then repair as described above. Raises as `check` does, and `KeysUnusable` if keys are missing: without
+    them nothing is written. reach: called at failpoints. pool: as for `check`."""
     path = _store_directory(directory)
     reading = _locked(ReadingLock, path)
     try:
@@ -130,7 +129,7 @@ def _locked(lock: type[Lock], path: Path) -> Lock:
 
 
 class _StoredKeys:
-    """The keys of a directory's tenants, its own and a pool's; nothing is written."""
+    """A directory's own keys and its pool's. Reads only."""
 
     def __init__(self, path: Path, pool: str | None) -> None:
         own = KeyFile(path / "keys")
@@ -235,7 +234,7 @@ def _mended(path: Path, ring: KeyRing, found: FsckResult, show: ShowProgress, re
 
 
 def _write_headers(files: Files, slabs: list[SlabResult]) -> int:
-    """Of each slab with one good header, the other one."""
+    """Restore the damaged header copy of each slab from the good one."""
     written = 0
     for slab in slabs:
         for offset in slab.bad_offsets:
@@ -249,7 +248,7 @@ def _write_headers(files: Files, slabs: list[SlabResult]) -> int:
 
 
 def _empty(files: Files, slabs: list[SlabResult], show: Callable[[str], None]) -> int:
-    """Overwrite the headers that a rebuild must not find, and those that it could not read. Durable at the end."""
+    """Zero the frame headers that a rebuild must not find, and unreadable ones. Durable on return."""
     emptied = 0
     for slab in slabs:
         assert slab.header is not None or not slab.slots
@@ -277,7 +276,7 @@ def _is_to_be_empty(seen: int, slot: int) -> bool:
 
 
 def _clear_stamp(files: Files) -> None:
-    """A stamp of another length, or pages of it that cannot be read, would keep the tier from being opened."""
+    """Remove a stamp of wrong length and zero its unreadable pages: either would keep the tier from opening."""
     name = slab_name(STAMP_SLAB)
     size = files.sizes().get(name)
     if size is None:
@@ -296,7 +295,7 @@ def _clear_stamp(files: Files) -> None:
 def _build_index(
     path: Path, ring: KeyRing, maker: LmdbMaker, found: FsckResult, show: ShowProgress, reach: Reach
 ) -> tuple[int, int]:
-    """Let the tier read every header; returns how many frames it keeps, and how many it gave up."""
+    """Have the tier read every header; returns how many frames it keeps and how many it quarantines."""
     slots = {slab.header.number: slab.slots for slab in found.slabs if slab.header is not None}
     size = sum(slab.size_bytes for slab in found.slabs)
     tier = NvmeTier(DirectFiles(path / "nvme", reach), maker, ring, size, size, new_uid)

@@ -1,7 +1,7 @@
-"""Reads every frame of a data directory and compares what it finds with what the index says.
+"""Reads every frame of a data directory and compares it with the index.
 
-Frames are read in windows by two threads; what they found is compared in order, slot by slot. Without a slab's key its
-payloads are compared with its frames' headers, which stay unverified. Must never write anything.
+Two threads read windows of frames; results are compared in order, slot by slot. Without a slab's key, payloads are
+checked against the digests in headers that themselves stay unverified. Must never write anything.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _ZERO_HEADER = bytes(HEADER_BYTES)
 
 
 class ShowProgress(Protocol):
-    """Told what is being done and how many steps of it are done, of how many."""
+    """Called with what is being done, and steps done of how many."""
 
     def __call__(self, doing: str, done: int = 0, steps: int = 0) -> None: ...
 
 
 class Frame(NamedTuple):
-    """What stands in a slot. entry: what the index is to say of it, where its header verifies."""
+    """What a slot contains. entry: what the index should say of it, if its header verifies."""
 
     seen: Seen
     entry: bytes = b""
@@ -51,11 +51,11 @@ class FrameReader:
         self._buffer_bytes = 0
 
     def close(self) -> None:
-        """Let what is under way end, and no more."""
+        """Finish the reads in progress, cancel the others."""
         self._pool.shutdown(cancel_futures=True)
 
     def frames(self, slab: SlabResult) -> Iterator[tuple[int, Sequence[Frame]]]:
-        """Runs of neighbouring slots, each with its first slot, in order."""
+        """Runs of neighbouring slots in order, each with its first slot."""
         header = slab.header
         assert header is not None
         frame_bytes = header.slot_class.frame_bytes
@@ -91,7 +91,7 @@ class FrameReader:
         return [_frame(frame, header.slot_class, keys) for frame in frames]
 
     def _alone(self, name: str, header: SlabHeader, slot: int, keys: MacKeys | None, frame: memoryview) -> Frame:
-        """A slot of a window that cannot be read as a whole."""
+        """Read a single slot of a window that could not be read as a whole."""
         try:
             self._files.read(name, header.offset(slot), frame)
             return _frame(frame, header.slot_class, keys)
@@ -138,7 +138,7 @@ def _header(raw: bytes, slot_class: SlotClass, keys: MacKeys | None) -> tuple[Fr
 
 
 def judged(frame: Frame, state: int, entry: bytes) -> Slot:
-    """What to call a slot: what stands in it, against what the index says."""
+    """Classify a slot: its contents against the index."""
     if state == BAD:
         return Slot.GIVEN_UP
     if frame.seen is Seen.UNREADABLE_HEADER:
@@ -171,7 +171,7 @@ _DETAIL = {
 
 
 class Examiner:
-    """Compares slabs with an index, slot by slot. view: of an index that is trusted, or None."""
+    """Compares slabs with an index, slot by slot. view: of a trusted index, or None."""
 
     def __init__(
         self, files: Files, keys: MacKeys, view: IndexView | None, problems: Problems, show: ShowProgress
@@ -184,7 +184,7 @@ class Examiner:
         self.checked_bytes = 0
 
     def examine(self, slabs: Sequence[SlabResult]) -> None:
-        """Read every frame; fills in `seen` and `slots` of each slab."""
+        """Read every frame; fills in each slab's `seen` and `slots`."""
         total = sum(slab.size_bytes for slab in slabs)
         reader = FrameReader(self._files, self._keys)
         try:

@@ -1,7 +1,7 @@
-"""What a data directory says of itself: its stamp, its slabs' headers, and its index.
+"""Reads a data directory's stamp, slab headers and index.
 
-Each is looked at as the next start will look at it, but nothing is opened for writing, mended or removed: what the
-start would do is said instead.
+It judges each as the next start would, but opens nothing for writing, mends nothing and removes nothing: it reports
+what the start would do.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ WINDOW_BYTES = 4 << 20
 """Read at once; a larger frame is read as a whole."""
 
 IN_DOUBT, UNKNOWN = 254, 255
-"""What the index says of a slot, besides EMPTY, HELD and BAD. Unknown: the slot speaks for itself."""
+"""States of a slot besides EMPTY, HELD and BAD. UNKNOWN: the index says nothing, so the frame's header decides."""
 
 
 # The stamp ------------------------------------------------------------------------------------------------------------
 
 
 def look_at_stamp(files: Files) -> tuple[StoreStamp | None, StampResult]:
-    """The newest stamp, and what is wrong with its file. Raises `OtherFormat`."""
+    """The newest stamp, and faults of its file. Raises `OtherFormat`."""
     name = slab_name(STAMP_SLAB)
     size = files.sizes().get(name)
     if size is None:
@@ -81,7 +81,7 @@ def look_at_stamp(files: Files) -> tuple[StoreStamp | None, StampResult]:
 
 
 def look_at_slabs(files: Files, keys: MacKeys) -> list[SlabResult]:
-    """Every slab but the stamp, by its two header pages; in the order of their names."""
+    """Every slab but the stamp, judged by its two header pages; ordered by name."""
     stamp = slab_name(STAMP_SLAB)
     return [_slab(files, keys, name, size) for name, size in sorted(files.sizes().items()) if name != stamp]
 
@@ -108,7 +108,7 @@ def _slab(files: Files, keys: MacKeys, name: str, size: int) -> SlabResult:
 
 
 def _holds_nothing(files: Files, name: str, size: int) -> bool:
-    """Whether making a slab was cut short: between its header pages there are only zeros."""
+    """Whether the slab's creation was interrupted: only zeros between its header pages."""
     buffer = page_aligned(WINDOW_BYTES)
     for offset in range(PAGE_BYTES, size - PAGE_BYTES, WINDOW_BYTES):
         piece = buffer[: min(WINDOW_BYTES, size - PAGE_BYTES - offset)]
@@ -122,14 +122,14 @@ def _holds_nothing(files: Files, name: str, size: int) -> bool:
 
 
 def page_aligned(size_bytes: int) -> memoryview:
-    """Memory that direct I/O reads into without another copy."""
+    """Memory that direct I/O can read into without a copy."""
     memory = np.empty(size_bytes + PAGE_BYTES, np.uint8)
     start = -memory.ctypes.data % PAGE_BYTES
     return memory[start : start + size_bytes].data
 
 
 class _Copy(NamedTuple):
-    """One of a slab's two header pages. header: what it says, verified or not."""
+    """One of a slab's two header pages. header: parsed, verified or not."""
 
     offset: int
     page: bytes
@@ -151,7 +151,7 @@ def _copy(files: Files, keys: MacKeys, name: str, size: int, offset: int) -> _Co
     page, fault = bytes(buffer), ""
     try:
         header = read_slab_header(page, keys)
-    except KeyAbsent as error:  # in a damaged page any key may be named
+    except KeyAbsent as error:  # a damaged page may name any key
         header, fault = parse_slab_header(page), str(error)
     except BlockCorrupt as error:
         return _Copy(offset, page, None, False, str(error))
@@ -169,7 +169,7 @@ def _copy(files: Files, keys: MacKeys, name: str, size: int, offset: int) -> _Co
 
 
 class IndexView:
-    """What a trusted index says of the slots. Reads doubts at once and records slab by slab."""
+    """A trusted index's view of slots. Reads all doubts at once, records slab by slab."""
 
     def __init__(self, index: FrameIndex) -> None:
         self._index = index
@@ -183,10 +183,10 @@ class IndexView:
         self._unread = {key for key, _ in index.iterate(UNREAD)}
 
     def says(self, header: SlabHeader, mac_key: bytes | None, problems: Problems) -> tuple[bytearray, bytearray]:
-        """A state for each slot, and the entries.
+        """A state and an entry for each slot.
 
-        Records that fail a check are problems. Their slots speak for themselves, and so do all of a slab whose key is
-        not at hand, or that could not be read when the index was built.
+        Records that fail a check are reported as problems. Their slots are UNKNOWN, and so are all slots of a slab
+        whose key is missing or that was unreadable when the index was built.
         """
         states, entries = self._records(header, mac_key, problems)
         for slot in self._doubts.get(header.number, ()):
@@ -222,7 +222,7 @@ class IndexView:
         return states, entries
 
     def slabs(self) -> set[int]:
-        """Every slab that the index has a record of."""
+        """Slabs that the index has records of."""
         found = set()
         for key, _ in self._index.iterate(RECORDS):
             try:
@@ -235,7 +235,7 @@ class IndexView:
 def look_at_index(
     open_index: Callable[[], FrameIndex | None], stamp: StoreStamp | None
 ) -> tuple[FrameIndex | None, IndexState, str]:
-    """The index if the next start would trust it, for the caller to close; else why not."""
+    """The index, if the next start would trust it, else why not. The caller closes it."""
     index = None
     try:
         index = open_index()

@@ -1,7 +1,7 @@
-"""What a check of a data directory has found, as one object and as people read it.
+"""The result of a check, as one object and as text for people.
 
-Every slot of a slab is called exactly one thing, so the counts of a slab add up to its slots. Names of tenants and
-namespaces are the beginnings of their opaque digests; no key and no content is ever shown.
+Each slot has exactly one classification, so a slab's counts add up to its slots. Tenants and namespaces appear as
+prefixes of their opaque digests; keys and contents are never shown.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from tiering.slab_header import FORMAT_VERSION, SlabHeader
 LISTED_PROBLEMS = 20
 SHOWN_SLABS = 20
 DIGEST_PREFIX = 12
-"""Hexadecimal digits of a tenant's or namespace's digest: enough to tell them apart."""
+"""Hexadecimal digits shown of a tenant's or namespace's digest: enough to tell them apart."""
 
 
 class Slot(IntEnum):
-    """What is said of one slot. The first four are in order."""
+    """Classification of a slot. The first four are in order, the others damaged."""
 
     EMPTY = 0
-    GOOD = 1  # the header's MAC, its slab's slot class and every payload digest are right, and the index names it
-    IN_DOUBT = 2  # the next start empties it: a frame that was being written or evicted when the store ended
-    GIVEN_UP = 3  # a frame that failed a check before; it is not offered, and its slot is not used
+    GOOD = 1  # header MAC, slot class and all payload digests are right, and the index lists it
+    IN_DOUBT = 2  # was being written or evicted when the store ended; the next start empties it
+    GIVEN_UP = 3  # quarantined: failed a check before; neither it nor its slot is used
     DAMAGED_HEADER = 4  # neither zeros nor a header that verifies
-    DAMAGED_PAYLOAD = 5  # a header that verifies, over bytes that do not fit it
-    UNREADABLE = 6  # the disk does not give it
-    MISSING = 7  # the index names a frame, and the slot is empty
-    OTHER_FRAME = 8  # the index names another frame than the one that stands there
-    UNNAMED = 9  # a good frame that the index does not name
+    DAMAGED_PAYLOAD = 5  # the header verifies, the payload does not match it
+    UNREADABLE = 6  # the disk returns an error
+    MISSING = 7  # the index lists a frame, and the slot is empty
+    OTHER_FRAME = 8  # the index lists another frame than the slot contains
+    UNNAMED = 9  # a good frame that the index does not list
 
 
 IN_ORDER = (Slot.EMPTY, Slot.GOOD, Slot.IN_DOUBT, Slot.GIVEN_UP)
@@ -44,7 +44,7 @@ DAMAGED = tuple(slot for slot in Slot if slot not in IN_ORDER)
 
 
 class Seen(IntEnum):
-    """What the disk alone says of one slot."""
+    """What a slot contains, without regard to the index."""
 
     EMPTY = 0
     GOOD = 1
@@ -55,13 +55,13 @@ class Seen(IntEnum):
 
 
 class SlabState(Enum):
-    """What is said of a slab's headers."""
+    """State of a slab's headers."""
 
     GOOD = "good"
-    ONE_HEADER = "one_header"  # one of the two copies is damaged; the other one says all
-    UNUSABLE = "unusable"  # neither copy can be used, or it is no slab of this directory: no start touches it
-    NEEDS_KEYS = "needs_keys"  # written under keys that are not at hand: digests are checked, MACs cannot be
-    UNFINISHED = "unfinished"  # it has no header and never held a frame: the next start removes it
+    ONE_HEADER = "one_header"  # one of the two copies is damaged
+    UNUSABLE = "unusable"  # neither copy is usable, or it is not a slab of this directory: starts never touch it
+    NEEDS_KEYS = "needs_keys"  # written under keys that are missing: digests are checked, MACs cannot be
+    UNFINISHED = "unfinished"  # no header, and it never held a frame: the next start removes it
 
 
 class IndexState(Enum):
@@ -69,13 +69,13 @@ class IndexState(Enum):
 
     GOOD = "good"
     MISSING = "missing"
-    DOUBTFUL = "doubtful"  # it failed a check of its structure
-    FOREIGN = "foreign"  # it belongs to another directory, or was not finished
-    STALE = "stale"  # it is older than the stamp, or was changed by somebody else
+    DOUBTFUL = "doubtful"  # failed a check of its structure
+    FOREIGN = "foreign"  # belongs to another directory, or is incomplete
+    STALE = "stale"  # older than the stamp, or changed by another program
 
 
 class Problem(NamedTuple):
-    """One thing that is not as it must be. slab: the file's name, empty for the directory; slot: None for all of it."""
+    """slab: the file's name, empty for the directory; slot: None for all of it."""
 
     what: str
     slab: str
@@ -83,34 +83,31 @@ class Problem(NamedTuple):
     detail: str
 
     def to_dict(self) -> dict[str, object]:
-        """For `--json`."""
         return {"what": self.what, "slab": self.slab or None, "slot": self.slot, "detail": self.detail}
 
 
 @dataclass
 class Problems:
-    """The first ones in full, all of them counted."""
+    """Counts all problems, and keeps the first ones in full."""
 
     listed: list[Problem] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
 
     def add(self, what: str, detail: str, slab: str = "", slot: int | None = None) -> None:
-        """Note one more."""
         self.counts[what] += 1
         if len(self.listed) < LISTED_PROBLEMS:
             self.listed.append(Problem(what, slab, slot, detail))
 
     @property
     def total(self) -> int:
-        """All of them."""
         return self.counts.total()
 
 
 @dataclass
 class SlabResult:
-    """A slab. good_page: its header as both copies are to be; bad_offsets: where a copy has to be written again.
+    """good_page: the correct header; bad_offsets: copies that have to be rewritten.
 
-    seen, slots: one byte for each slot, a `Seen` and a `Slot`; empty where the slots are not known.
+    seen, slots: one byte for each slot, a `Seen` and a `Slot`; empty if the slots are unknown.
     """
 
     name: str
@@ -125,12 +122,12 @@ class SlabResult:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Slots by what is said of them."""
+        """Slots by classification."""
         return {slot.name.lower(): self.slots.count(slot) for slot in Slot}
 
     @property
     def owner(self) -> tuple[str, str]:
-        """The beginnings of the tenant's and the namespace's digest."""
+        """Prefixes of the tenant's and the namespace's digests."""
         if self.header is None:
             return "", ""
         owner = self.header.slot_class
@@ -138,12 +135,10 @@ class SlabResult:
 
     @property
     def is_damaged(self) -> bool:
-        """Whether anything about it is not in order."""
         in_order = self.state in (SlabState.GOOD, SlabState.UNFINISHED)
         return not in_order or any(self.slots.count(slot) for slot in DAMAGED)
 
     def to_dict(self) -> dict[str, object]:
-        """For `--json`."""
         tenant, namespace = self.owner
         owner = self.header.slot_class if self.header is not None else None
         return {
@@ -161,7 +156,7 @@ class SlabResult:
 
 
 class StampResult(NamedTuple):
-    """How the directory was left. session and clean: None where no stamp can be read. faults: of its file."""
+    """How the directory was left. session and clean: None without a readable stamp. faults: of its file."""
 
     session: int | None
     clean: bool | None
@@ -169,7 +164,7 @@ class StampResult(NamedTuple):
 
 
 class RepairResult(NamedTuple):
-    """What a repair has done. left: what it must not or cannot mend, one line each."""
+    """left: what a repair must not or cannot mend, one line each."""
 
     headers_rewritten: int
     emptied: int
@@ -180,10 +175,10 @@ class RepairResult(NamedTuple):
 
 @dataclass
 class FsckResult:
-    """Everything a check has found, and what a repair, if there was one, has done about it.
+    """The result of a check, and of the repair if there was one.
 
-    seconds: of the whole check. read_seconds: of reading `checked_bytes`. tenant_names: of those that there are keys
-    for, by the beginning of their digest; model_names: what engines called their models, by tenant and namespace.
+    seconds: of the whole check. read_seconds: of reading `checked_bytes`. tenant_names: of tenants whose keys are here,
+    by digest prefix; model_names: the engines' names of models, by tenant and namespace.
     """
 
     directory: str
@@ -202,20 +197,20 @@ class FsckResult:
 
     @property
     def is_well(self) -> bool:
-        """Whether nothing is damaged, or nothing is any more."""
+        """Whether nothing is damaged, or a repair left nothing damaged."""
         return not self.problems.total if self.repair is None else not self.repair.left
 
     @property
     def gb_per_second(self) -> float:
-        """Read and verified."""
+        """Rate of reading and verifying."""
         return self.checked_bytes / self.read_seconds / 1e9 if self.read_seconds else 0.0
 
     def totals(self) -> dict[str, int]:
-        """Slots of all slabs, by what is said of them."""
+        """Slots of all slabs, by classification."""
         return _sum(self.slabs)
 
     def by_namespace(self) -> dict[tuple[str, str], list[SlabResult]]:
-        """Slabs by the tenant and the namespace whose frames they hold."""
+        """Slabs by tenant and namespace."""
         groups: dict[tuple[str, str], list[SlabResult]] = {}
         for slab in self.slabs:
             if slab.header is not None:
@@ -223,7 +218,6 @@ class FsckResult:
         return groups
 
     def to_dict(self) -> dict[str, object]:
-        """One object for `--json`."""
         return {
             "directory": self.directory,
             "ok": self.is_well,
@@ -256,7 +250,6 @@ class FsckResult:
     # For people ------------------------------------------------------------------------------------------------------
 
     def render(self, console: Any) -> None:
-        """What is there, what is wrong with it, and a verdict."""
         for line in self._facts():
             console.print(Text(line), soft_wrap=True)
         for table in self._tables():
@@ -282,7 +275,7 @@ class FsckResult:
         return lines
 
     def _tables(self) -> Iterator[Table]:
-        """One for each namespace: its slabs, the damaged ones first, as many as are shown, and their sums."""
+        """A table for each namespace: damaged slabs first, as many as are shown, then totals."""
         room = SHOWN_SLABS
         for (tenant, namespace), slabs in self.by_namespace().items():
             whose = f"{self.tenant_names[tenant]} ({tenant})" if tenant in self.tenant_names else tenant

@@ -1,11 +1,12 @@
-"""Where prompts part that are the same again behind, and how: what a chain of blocks cannot tell.
+"""Finds where two prompts stop being equal although they are equal again later, and how they differ there. A chain of
+block keys cannot tell that: every key behind the first difference differs.
 
     tokens  > every run of 32 has a keyed hash, the same wherever it stands > one in 64 is kept: the prompt's sketch
     sketches > an inverted index finds the prompt that shares most > compared behind the block where the chains part
-    tokens of both, where they are at hand > the exact place, and how many tokens stand there for how many
+    tokens of both, where they are at hand > the exact place, and how many tokens replace how many
 
-A sketch is of 12 bytes for each 64 tokens, so it can be kept where prompts may not. Its key is a secret of those who
-sketch: without it fingerprints say nothing of a prompt. Pure: no clock, no file; keeps no tokens.
+A sketch takes 12 bytes for each 64 tokens, so it can be kept where prompts may not. Without the secret key,
+fingerprints reveal nothing about a prompt. Pure: no clock, no file; keeps no tokens.
 """
 
 from __future__ import annotations
@@ -23,30 +24,30 @@ import numpy as np
 from kvstore.insight.trace import Column
 
 SHINGLE_TOKENS = 32
-"""Of a run that is hashed; also: that many equal tokens mean that two prompts are the same again."""
+"""Length of a hashed run; two prompts count as equal again where this many tokens are equal."""
 SKETCH_EVERY = 64
-"""One fingerprint of so many is kept; a power of two."""
+"""A sketch keeps one fingerprint in this many; a power of two."""
 LEAST_EQUAL_TOKENS = 256
-"""Equal behind the place where two prompts part: fewer are not worth a word."""
+"""Fewer equal tokens behind the difference are not reported."""
 LEAST_SHARED = 4
-"""Fingerprints: what so many tokens leave in a sketch, about."""
+"""In fingerprints: about what LEAST_EQUAL_TOKENS leave in a sketch."""
 LEAST_START_TOKENS = 16
 """A shared start of fewer tokens is chance, or a begin-of-text token."""
 NEAR_TOKENS = 512
-"""Where two prompts are the same again within so many tokens, that place is looked for first."""
+"""A place where two prompts are equal again within this many tokens is preferred."""
 SAME_PLACE_TOKENS = 32
-"""Prompts that part within so many tokens of each other part at one place of their template."""
+"""Prompts that part within this many tokens of each other count as parting at one place of their template."""
 MOST_PAIRS = 4096
-"""Runs whose order is compared; of more, every so many-th."""
+"""Order is compared for at most this many runs; of more, for every n-th."""
 MOST_OWNERS = 8
-"""Sketches that are found by one fingerprint: a phrase that all have finds a few of them."""
+"""Sketches listed per fingerprint, so that a phrase which all prompts share does not list them all."""
 
 _U64 = np.uint64
 
 
 class PromptChange(StrEnum):
-    """How a prompt differs from an earlier one. INSERTED: tokens stand in one that the other has not. SHORT: the shared
-    start fills no block."""
+    """How a prompt differs from an earlier one. INSERTED: one prompt has tokens that the other lacks. SHORT: the shared
+    start is shorter than one block."""
 
     CHANGED = "changed"
     INSERTED = "inserted"
@@ -58,12 +59,12 @@ class PromptChange(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Of a prompt against an earlier one. In tokens.
+    """How a prompt differs from an earlier one. In tokens.
 
-    place: the first token that differs; is_exact: whether it is that, or the block's start before it. earlier_tokens,
-    tokens: of the earlier prompt and of this one, between there and where they are the same again; None where that has
-    no one place. equal_tokens: of this prompt behind there, that the earlier one has as well. what: the field of a
-    namespace that differs.
+    place: the first token that differs, or, unless is_exact, the start of its block. earlier_tokens, tokens: how many
+    tokens lie between there and where both are equal again, in the earlier prompt and in this one; None if there is no
+    single such place. equal_tokens: tokens of this prompt behind the difference that the earlier one has too. what: the
+    namespace field that differs.
     """
 
     kind: PromptChange
@@ -77,7 +78,7 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class PromptSketch:
-    """tokens: of the prompt. fingerprints: uint64, in the order of their places (uint32, where each run begins)."""
+    """tokens: length of the prompt. fingerprints: uint64, ordered by place. places: uint32, first token of each run."""
 
     tokens: int
     fingerprints: Column
@@ -85,21 +86,20 @@ class PromptSketch:
 
     @property
     def size_bytes(self) -> int:
-        """Of both columns."""
         return int(self.fingerprints.nbytes + self.places.nbytes)
 
 
 class Shingler:
     """Hashes runs of tokens under one key. Equal runs have equal hashes under equal keys, and only then.
 
-    With t_i = a keyed number of token i, B odd and all modulo 2**64, the run at i has sum(t_(i+k) * B**k): one running
-    sum of t_i * B**i, two of its elements subtracted, and divided by B**i, which an odd number allows. R. M. Karp and
-    M. O. Rabin, IBM J. Res. Dev. 31 (2), 1987; sampling by value: U. Manber, USENIX Winter 1994.
+    With t_i = a keyed number of token i, B odd and all modulo 2**64, the run at i has sum(t_(i+k) * B**k): the
+    difference of two prefix sums of t_i * B**i, divided by B**i, which is possible since B is odd. R. M. Karp and M. O.
+    Rabin, IBM J. Res. Dev. 31 (2), 1987; sampling by value: U. Manber, USENIX Winter 1994.
     """
 
     def __init__(self, key: bytes) -> None:
-        """key: 1 to 64 bytes: a secret of the tenant's, or any where sketches stay in this process. One thread at a
-        time: scratch memory is kept, since new memory would cost more than the sums."""
+        """key: 1 to 64 bytes, secret if sketches leave this process. Not thread-safe: calls share scratch memory,
+        because allocating it each time would cost more than the sums."""
         digest = blake2b(digest_size=32, key=key, person=b"kv-shingles-v1").digest()
         token, xor, base, final = (int.from_bytes(digest[at : at + 8], "little") for at in (0, 8, 16, 24))
         self._token, self._xor, self._final = _U64(token | 1), _U64(xor), _U64(final | 1)
@@ -108,11 +108,11 @@ class Shingler:
         self._powers = self._inverses = self._scratch = self._sums = np.zeros(0, _U64)
 
     def hashes(self, tokens: Column) -> Column:
-        """Of every run, by its first token: uint64, len(tokens) - 31 of them. tokens: uint32."""
+        """Hash every run. tokens: uint32. Returns uint64, one for each first token: len(tokens) - 31 of them."""
         return self._hashes(tokens).copy()
 
     def sketch(self, tokens: Column) -> PromptSketch:
-        """One run in 64, chosen by its hash: 0.1 ms for 32,768 tokens."""
+        """Keep one run in 64, chosen by its hash. Takes 0.1 ms for 32,768 tokens."""
         found = self._hashes(tokens)
         places = np.flatnonzero(found < _U64((1 << 64) // SKETCH_EVERY))
         kept = found[places]
@@ -122,7 +122,7 @@ class Shingler:
         return PromptSketch(len(tokens), kept, places.astype(np.uint32))
 
     def _hashes(self, tokens: Column) -> Column:
-        """As `hashes`, in memory that the next call writes."""
+        """As `hashes`, but the next call overwrites the result."""
         count = len(tokens)
         if count < SHINGLE_TOKENS:
             return np.zeros(0, _U64)
@@ -149,7 +149,7 @@ def _powers(base: int, count: int) -> Column:
 
 
 class SketchIndex:
-    """Sketches by number, found by what they share. The oldest goes when there are too many."""
+    """Sketches by number, searchable by shared fingerprints. When full, it drops the oldest."""
 
     def __init__(self, most: int = 1024) -> None:
         self._most = most
@@ -161,7 +161,7 @@ class SketchIndex:
         return len(self._sketches)
 
     def add(self, number: int, sketch: PromptSketch) -> None:
-        """number: not in here yet."""
+        """number: must be new."""
         assert number not in self._sketches
         if len(self._order) >= self._most:
             self._forget(self._order.popleft())
@@ -177,8 +177,8 @@ class SketchIndex:
         return self._sketches[number]
 
     def nearest(self, sketch: PromptSketch, first_token: int, most: int = 4) -> list[int]:
-        """Those that share most with what a prompt has from first_token on, the nearest first; none that shares less
-        than half as much as that one, or hardly anything."""
+        """Numbers of the sketches that share most fingerprints with the prompt from first_token on, best first. Leaves
+        out those that share less than half as much as the best, or fewer than `LEAST_SHARED`."""
         votes: Counter[int] = Counter()
         for one in sketch.fingerprints[np.searchsorted(sketch.places, first_token) :].tolist():
             votes.update(self._owners.get(one, ()))
@@ -201,10 +201,11 @@ class SketchIndex:
 def compare_sketches(
     earlier: PromptSketch, sketch: PromptSketch, fork_token: int, stored_tokens: int = 0
 ) -> Divergence | None:
-    """Behind the block where two chains part, from what is kept of both; None where they share hardly anything there.
+    """Compare two prompts by their sketches, from the block on where their chains part. None if they share too little
+    there.
 
-    fork_token: the first one of that block. The place is that one, and lengths are not known: what was changed for
-    more or fewer tokens is called inserted. stored_tokens: as `compare_prompts` has it.
+    fork_token: first token of that block; it is reported as the place. Lengths are unknown, so a replacement by more or
+    fewer tokens is reported as INSERTED. stored_tokens: as for `compare_prompts`.
     """
     old, new = (
         (one.fingerprints[at:], one.places[at:])
@@ -217,10 +218,10 @@ def compare_sketches(
         return None
     was, stands = old[1][pairs[:, 0]].astype(np.int64), new[1][pairs[:, 1]].astype(np.int64)
     equal = min(behind * SKETCH_EVERY, sketch.tokens - max(fork_token, stored_tokens))
-    if (was[1:] < was[:-1]).any():  # one run stands for 64; of tokens 32 runs that moved are enough
+    if (was[1:] < was[:-1]).any():  # sketches keep one run in 64; 32 moved tokens suffice
         kind = PromptChange.REORDERED
     else:
-        # Before the change, within the block, runs stand where they stood: so what most do decides, not the first one.
+        # Runs of this block that lie before the change have not shifted: so take the commonest shift, not the first.
         ((shift, _),) = Counter((stands - was).tolist()).most_common(1)
         kind = PromptChange.INSERTED if shift else PromptChange.CHANGED
     return Divergence(kind, fork_token, None, None, equal, is_exact=False)
@@ -228,7 +229,7 @@ def compare_sketches(
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SeenPrompt:
-    """tokens: uint32. salt: what it may share with others is kept apart by. fields: of its namespace."""
+    """tokens: uint32. salt: prompts with different salts share nothing. fields: those of its namespace."""
 
     tokens: Column
     salt: str = ""
@@ -238,11 +239,11 @@ class SeenPrompt:
 def compare_prompts(
     earlier: SeenPrompt, prompt: SeenPrompt, block_tokens: int, shingler: Shingler, stored_tokens: int = 0
 ) -> Divergence | None:
-    """How a prompt differs from one that came before, from the tokens of both.
+    """Compare a prompt with an earlier one by the tokens of both.
 
-    None where they have too little in common for a word, where nothing is lost (one goes on where the other ends), and
-    where they part for good behind a shared block. stored_tokens: of the prompt, that are found whatever it shares with
-    this one; equal_tokens counts those behind them.
+    None if they share too little, if nothing is lost (one continues the other), or if they part for good behind a
+    shared block. stored_tokens: leading tokens of the prompt that are found anyway; equal_tokens counts only those
+    behind them.
     """
     place = shared_start(earlier.tokens, prompt.tokens)
     if prompt.fields != earlier.fields or prompt.salt != earlier.salt:
@@ -261,7 +262,7 @@ def compare_prompts(
 
 
 def shared_start(one: Column, other: Column) -> int:
-    """How many tokens are equal from the first one on."""
+    """Number of leading tokens that are equal."""
     count = min(len(one), len(other))
     differs = one[:count] != other[:count]
     at = int(differs.argmax()) if count else 0
@@ -269,7 +270,7 @@ def shared_start(one: Column, other: Column) -> int:
 
 
 def shared_sketch_start(one: PromptSketch, other: PromptSketch) -> int:
-    """How many tokens are equal from the first one on, as far as sketches tell: some too few."""
+    """Number of leading tokens that are equal, estimated from sketches; usually somewhat low."""
     count = min(len(one.places), len(other.places))
     differs = (one.fingerprints[:count] != other.fingerprints[:count]) | (one.places[:count] != other.places[:count])
     at = int(differs.argmax()) if count else 0
@@ -295,13 +296,13 @@ def _behind(old: Column, new: Column, place: int, shingler: Shingler, stored_tok
         return Divergence(PromptChange.REORDERED, place, None, None, equal)
     near = NEAR_TOKENS + 1
     first = _first_again(old_hashes[:near], new_hashes[:near]) or _first_again(old_hashes, new_hashes)
-    assert first is not None  # some run is equal, or nothing were
+    assert first is not None  # some run is equal, or `equal` were 0
     kind = PromptChange.CHANGED if min(first) else PromptChange.INSERTED
     return Divergence(kind, place, *first, equal)
 
 
 def _covered(is_equal: Any, tokens: int, skipped: int) -> int:
-    """How many of so many tokens lie in a run that is equal, those before `skipped` left out."""
+    """Number of tokens that lie in some equal run, not counting those before `skipped`."""
     edges = np.zeros(tokens + 1, np.int64)
     edges[: len(is_equal)] += is_equal
     edges[SHINGLE_TOKENS : SHINGLE_TOKENS + len(is_equal)] -= is_equal
@@ -309,7 +310,7 @@ def _covered(is_equal: Any, tokens: int, skipped: int) -> int:
 
 
 def _unique_pairs(old: Column, new: Column) -> Column:
-    """Where hashes stand that each side has once: [pairs, 2], in the order of the new ones."""
+    """Places of hashes that occur exactly once on each side: [pairs, 2], ordered by the second column."""
     old_values, old_at, old_counts = np.unique(old, return_index=True, return_counts=True)
     new_values, new_at, new_counts = np.unique(new, return_index=True, return_counts=True)
     once = old_values[old_counts == 1], new_values[new_counts == 1]
@@ -320,11 +321,11 @@ def _unique_pairs(old: Column, new: Column) -> Column:
 
 
 def _out_of_order(places: Column, least: int) -> bool:
-    """Whether so many have moved against the others: what the longest rising sequence leaves out."""
+    """Whether at least this many runs moved relative to the others: all but the longest rising sequence."""
     if (places[1:] >= places[:-1]).all():
         return False
     step = -(-len(places) // MOST_PAIRS)
-    tails: list[int] = []  # of rising sequences of each length, the least last place
+    tails: list[int] = []  # for each length, the smallest last place of a rising sequence
     looked = places[::step].tolist()
     for one in looked:
         at = bisect_right(tails, one)
@@ -333,7 +334,7 @@ def _out_of_order(places: Column, least: int) -> bool:
 
 
 def _first_again(old: Column, new: Column) -> tuple[int, int] | None:
-    """Where runs are equal first, counted in the tokens of both before it."""
+    """Where the first equal run begins in each: the pair with the smallest sum, nearby places preferred."""
     _, was, stands = np.intersect1d(old, new, return_indices=True)
     if not len(was):
         return None
@@ -354,10 +355,10 @@ def advice(
     what: str,
     block_tokens: int,
 ) -> str:
-    """What is wrong with prompts that part alike, and what to do, in a sentence and a half.
+    """A sentence and a half: what is wrong with prompts that part in the same way, and what to do.
 
-    prompts: how many, in words; "1 prompt..." is one. place: in words; of SHORT how many tokens are shared. lengths:
-    what an earlier one has there, and these; None where that is not known. lost: in words.
+    prompts: their number, in words ("1 prompt..." is singular). place: in words; for SHORT the number of shared tokens.
+    lengths: tokens there in the earlier prompt and in these, None if unknown. lost: in words.
     """
     is_one = prompts.startswith("1 prompt")
     s, have, are = ("s", "has", "is") if is_one else ("", "have", "are")
@@ -399,7 +400,6 @@ def advice(
 
 
 def tokens_in_words(tokens: float) -> str:
-    """Short."""
     for size, unit in ((10**9, " G"), (10**6, " M")):
         if tokens >= size:
             return f"{tokens / size:.1f}{unit}"

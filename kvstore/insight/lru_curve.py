@@ -1,23 +1,23 @@
-"""LRU's hit rate at every size at once, estimated from a few thousand sampled names in one pass.
+"""LRU's hit rate at every size at once, estimated in one pass from a few thousand sampled names.
 
     request   each block is judged against the requests before it    > the blocks are used, the deepest first
-    sample    a name is taken if its mark is below a threshold; more names than there is room for lower the threshold
-    hot       names with a large share of all references are always taken, and counted apart
-    ceiling   references that are first ones are counted over a fourth of all names, in a table of flags; the sample
-              says which part of the others a size finds
+    sample    a name is sampled if its mark is below a threshold; when names exceed the room, the threshold falls
+    hot       names with a large share of all references are always followed, and counted apart
+    ceiling   first references are counted over a fourth of all names, in a table of flags; the sample says which
+              share of the others a given size finds
 
-The distance of a block is the weight of all that was used since its own last use, and its own: a store finds it exactly
-if it has room for that much. An ancestor is used after its descendants, so it is never further away than they are, and
+A block's distance is the weight of everything used since its own last use, itself included: a store finds it exactly if
+it has room for that much. An ancestor is used after its descendants, so it is never further away than they are, and
 what is found is always a whole prefix: the same blocks that leaf-first LRU finds.
 
-Sampling by a hash of the name, and the threshold that falls: C. Waldspurger, N. Park, A. Garthwaite, I. Ahmad,
-"Efficient MRC construction with SHARDS", FAST 2015. The two strata beside the sample are not in it: one system prompt
-is 4 % of all references of a chat, and whether the sample has it bends every rate; and the share of first references
-among 4,096 names is off by 0.01 of all references. Distinct names by a table of flags: K.-Y. Whang, B. Vander-Zanden,
-H. Taylor, "A linear-time probabilistic counting algorithm for database applications", ACM TODS 15 (2), 1990.
+Sampling by a hash of the name, and the falling threshold: C. Waldspurger, N. Park, A. Garthwaite, I. Ahmad, "Efficient
+MRC construction with SHARDS", FAST 2015. Hot names and the ceiling are this file's additions: one system prompt is 4 %
+of all references of a chat, so whether it is sampled bends every rate; and the share of first references among 4,096
+names is off by 0.01 of all references. Distinct names by a table of flags: K.-Y. Whang, B. Vander-Zanden, H. Taylor, "A
+linear-time probabilistic counting algorithm for database applications", ACM TODS 15 (2), 1990.
 
-Pure: no clock, no randomness, no thread. Marks come in, uniform over 64 bits; whatever makes them hides them from those
-who choose keys. Memory is bounded by the number of names.
+Pure: no clock, no randomness, no thread. Marks are uniform over 64 bits; the caller makes them with a secret salt so
+that clients who choose keys cannot choose marks. Memory is bounded by the number of names.
 """
 
 from __future__ import annotations
@@ -32,96 +32,95 @@ from typing import Any
 import numpy as np
 
 Marks = np.ndarray[Any, np.dtype[np.uint64]]
-"""One number for each block of a request, the first block first."""
+"""One mark for each block of a request, first block first."""
 
 NAMES = 4096
-"""Sampled names: off by less than 0.01 on average on both public traces (docs/policies.md)."""
+"""Names sampled at a time: the error is below 0.01 on average on both public traces (docs/policies.md)."""
 LEAST_NAMES = 16
 MARKS = 1 << 64
-"""How many marks there are. The share of them below the threshold is the sample's ratio."""
+"""Number of possible marks; threshold / MARKS is the sampled share."""
 BINS_PER_DOUBLING = 32
 BINS = 64 * BINS_PER_DOUBLING
-"""Of distances: the last one ends at 2**64."""
+"""Bins of distances; the last one ends at 2**64."""
 
 HOT_SHARE = 0.002
-"""Of all references, from which on a name is always taken. It stays until it has less than half of that."""
+"""A name with this share of all references becomes hot; it stays hot until it has less than half of that."""
 HOT_NAMES = 256
 HOT_DEPTH = 256
-"""Blocks from a request's first on that can be hot."""
+"""Only blocks among the first so many of a request can be hot."""
 CANDIDATES = 2048
-"""Names whose references are counted to find out which are hot."""
+"""Names whose references are counted to find the hot ones."""
 COUNTED_REQUESTS = 16
-"""One request of so many is counted for that, and stands for all where hot names are judged."""
+"""References are counted in one request of this many, which stands for all."""
 _GOLDEN = 0x9E3779B97F4A7C15
-"""Multiples of it are spread evenly, so that requests of a kind that come in turns are counted as often as others."""
+"""Multiples of it are spread evenly, so requests of alternating kinds are counted equally often."""
 LEAST_COUNTED = 4
 LOOKED_AT_REQUESTS = 256
-"""After so many requests names are looked at that may not be hot any more."""
+"""Hot names are checked for having cooled down after this many requests."""
 FLAGS = 1 << 19
-"""Of the table of names that were seen."""
+"""Size of the table of seen names."""
 FLAGGED_NAMES = 4
-"""One name of so many has a place there: so the table is good for 3.3 million names."""
+"""One name in this many has a flag, so the table suffices for 3.3 million names."""
 _FLAGGED_BITS = np.uint64(2)
 FULLEST = 0.8
-"""The share of its flags from which on the table says nothing, and the sample has to."""
+"""With a larger share of flags set, the table is ignored and the sample used."""
 
 TOKENS, SIZE = MEASURES = (0, 1)
-"""What hits are counted in: tokens, and the unit of the sizes."""
+"""Hits are counted in tokens and in units of the sizes."""
 
 
 class LruCurve:
-    """One estimator. Not thread-safe."""
+    """Not thread-safe."""
 
     def __init__(self, names: int = NAMES, threshold: int = MARKS) -> None:
-        """names: that are sampled at a time, `LEAST_NAMES` or more; about 170 bytes each, beside 0.7 MiB. threshold: to
-        begin with, where it is known that all names would soon be too many."""
+        """names: sampled at a time, `LEAST_NAMES` or more; about 170 bytes each, and 0.7 MiB. threshold: where to
+        begin, if it is known that sampling all names would soon be too many."""
         assert names >= LEAST_NAMES and 0 < threshold <= MARKS
         self.threshold = threshold
-        """Marks below it are taken. It only falls."""
+        """Names with marks below it are sampled. It only falls."""
         self.count = 0
         """Requests so far."""
         self.asked_blocks = 0
         self.worked_blocks = 0
-        """Of these, blocks that took more than a comparison: sampled ones, and hot ones."""
+        """Blocks so far that cost more than a comparison: sampled and hot ones."""
         self.sampled_references = 0
         self._most = names
-        self._used_at: dict[int, int] = {}  # sampled name > when it was used last
-        self._highest: list[int] = []  # a heap of the same names, negative; some are gone
-        self._hot: OrderedDict[int, tuple[int, float]] = OrderedDict()  # name > when, weight; the oldest first
+        self._used_at: dict[int, int] = {}  # sampled name > time of its last use
+        self._highest: list[int] = []  # a heap of the same names, negated; some are stale
+        self._hot: OrderedDict[int, tuple[int, float]] = OrderedDict()  # name > (time, weight), oldest first
         self._hot_weight = 0.0
-        self._counts: dict[int, float] = {}  # references of candidates and hot names, of the requests that count
+        self._counts: dict[int, float] = {}  # references of candidates and hot names, in counted requests
         self._weights = _Weights(4 * names)
         self._seen = _SeenNames()
         self._now = 0
-        self._blocks = 0.0  # asked for, faded
-        # By measure: all that was asked for, and of it cold names; of those that are first ones, by the table; sampled
-        # references of cold names, all and by distance; references of hot names by distance. All of it fades.
+        self._blocks = 0.0  # asked for, decayed
+        # Each by measure, and all decay: tokens or sizes asked for; of these, cold names; first references, by the
+        # table; sampled references of cold names, in all and by distance; references of hot names by distance.
         self._asked, self._asked_cold, self._first, self._sampled = (array("d", (0.0, 0.0)) for _ in range(4))
         self._bins, self._hot_bins = ([array("d", bytes(8 * (BINS + 1))) for _ in MEASURES] for _ in range(2))
 
     @property
     def names(self) -> int:
-        """How many are followed at present, hot ones included."""
+        """Names followed at present, hot ones included."""
         return len(self._used_at) + len(self._hot)
 
     @property
     def hot_names(self) -> int:
-        """How many are always taken."""
         return len(self._hot)
 
     @property
     def sample_ratio(self) -> float:
-        """The share of names that are followed, hot ones left out."""
+        """The share of names that are sampled, not counting hot ones."""
         return self.threshold / MARKS
 
     def asked(self, measure: int = SIZE) -> float:
-        """What was asked for; what faded counts less."""
+        """How much was asked for; older look-ups have decayed."""
         return self._asked[measure]
 
     def requests(self, marks: Marks, lengths: Sequence[int], size: float, tokens: float) -> None:
-        """Some requests, in their order. marks: of all their blocks, one request behind the other. lengths: how many
-        blocks each has. size, tokens: of each block, the same in each request that has it. size: bytes, or 1 where
-        sizes are blocks; at least 1."""
+        """Take in some requests, in order. marks: of all their blocks, request after request. lengths: blocks of each
+        request. size, tokens: of each block, constant over all requests that have it. size: bytes, or 1 where sizes are
+        blocks; >= 1."""
         assert len(marks) == sum(lengths) and size >= 1 and tokens >= 0
         first_ones = self._seen.first_ones(marks)
         self._make_way(marks)
@@ -140,17 +139,17 @@ class LruCurve:
             self._blocks += length
             is_counted = self.count * _GOLDEN % MARKS < MARKS // COUNTED_REQUESTS
             is_looked_at = self.count % LOOKED_AT_REQUESTS == 0
-            if not (passes or is_counted or is_looked_at or first in self._hot):  # as most of them
+            if not (passes or is_counted or is_looked_at or first in self._hot):  # the usual case
                 batch.cold_blocks += length
                 continue
             names: list[int] = marks[start : start + length].tolist()
             depth = 0
-            while depth < length and names[depth] in self._hot:  # behind these are no hot ones
+            while depth < length and names[depth] in self._hot:  # hot names are a prefix of the request
                 depth += 1
             taken = []
             for place in places[at : at + passes]:
                 name = names[place - start]
-                if place - start >= depth and name < self.threshold:  # it may have fallen since
+                if place - start >= depth and name < self.threshold:  # the threshold may have fallen since
                     taken.append(name)
             at += passes
             batch.cold_blocks += length - depth
@@ -178,14 +177,14 @@ class LruCurve:
                 hot_bins[bin_] += weight * amount
 
     def narrow(self, names: int) -> None:
-        """Sample at most so many names at a time from now on, `LEAST_NAMES` or more: what is sampled costs work."""
+        """From now on sample at most so many names, `LEAST_NAMES` or more: each sampled name costs time."""
         assert names >= LEAST_NAMES
         self._most = min(self._most, names)
         while len(self._used_at) > self._most:
             self._lower_threshold()
 
     def fade(self, factor: float) -> None:
-        """What was counted so far counts so much less from now on. Names and their order stay."""
+        """Multiply all counts by a factor. Names and their order stay."""
         for column in self._counted():
             np.frombuffer(column)[:] *= factor
         self._blocks *= factor
@@ -193,14 +192,14 @@ class LruCurve:
         self._counts = {name: count for name, count in counts.items() if count > 0.01 or name in self._hot}
 
     def start_counting(self) -> None:
-        """Forget what was counted so far, and neither names nor their order."""
+        """Reset all counts. Names and their order stay."""
         for column in self._counted():
             np.frombuffer(column)[:] = 0.0
         self.sampled_references = 0
 
     def hit_rates(self, sizes: Sequence[float], measure: int = SIZE) -> list[float]:
-        """The share of what was asked for that a store of each size would have found; `inf` for the ceiling. 0 where
-        nothing was asked for. Between two edges of a bin it is a straight line."""
+        """For each size, the share of what was asked for that a store of that size would have found; size `inf` gives
+        the ceiling. 0 if nothing was asked for. Linear between two edges of a bin."""
         if not self._asked[measure]:
             return [0.0] * len(sizes)
         cold, hot = (np.cumsum(np.frombuffer(bins[measure])) for bins in (self._bins, self._hot_bins))
@@ -213,15 +212,14 @@ class LruCurve:
         return [_between(hits, size) for size in sizes]
 
     def edges(self) -> list[float]:
-        """Sizes up to which distances are counted, from the last one that nothing is found at to the first one at which
-        all is. At these `hit_rates` is what the sample says, without a line between."""
+        """Bin edges from the last one without hits to the first with all: `hit_rates` is not interpolated there."""
         counted = np.flatnonzero(np.frombuffer(self._bins[SIZE]) + np.frombuffer(self._hot_bins[SIZE]))
         if not len(counted):
             return []
         return [_edge(at) for at in range(max(0, int(counted[0]) - 1), int(counted[-1]) + 1)]
 
     def check(self) -> None:
-        """Verify what has to hold between two requests."""
+        """Verify the invariants that hold between two requests."""
         assert len(self._used_at) <= self._most and len(self._hot) <= HOT_NAMES and len(self._counts) <= CANDIDATES
         assert all(name < self.threshold for name in self._used_at) and not self._used_at.keys() & self._hot.keys()
         assert (
@@ -240,8 +238,8 @@ class LruCurve:
         return (self._asked, self._asked_cold, self._first, self._sampled, *self._bins, *self._hot_bins)
 
     def _found_again(self, measure: int) -> float:
-        """How much of what was asked for, hot names apart, is not asked for the first time. Of all names by the table;
-        by the sample, where that is all names, or where the table is full."""
+        """How much of what was asked for, hot names apart, was asked for before. Taken from the table of flags, or from
+        the sample if that is all names or the table is full."""
         asked, sampled = self._asked_cold[measure], self._sampled[measure]
         again = float(np.frombuffer(self._bins[measure]).sum())
         if self.threshold < MARKS and not self._seen.is_full:
@@ -257,7 +255,7 @@ class LruCurve:
             batch.hot_found.append((_bin(distance), weight))
 
     def _judge(self, taken: Sequence[int], size: float, batch: _BatchCounts) -> None:
-        scale = MARKS / self.threshold  # names that a sampled one stands for
+        scale = MARKS / self.threshold  # names that one sampled name stands for
         behind = self._weights.behind
         for name in taken:
             used_at = self._used_at.get(name)
@@ -268,7 +266,7 @@ class LruCurve:
         self.sampled_references += len(taken)
 
     def _hot_behind(self, at: int) -> float:
-        """The weight of hot names that were used later: nearly always that of all."""
+        """Weight of hot names used after `at`: nearly always all of them."""
         older = 0.0
         for last, weight in self._hot.values():
             if last > at:
@@ -277,11 +275,11 @@ class LruCurve:
         return self._hot_weight - older
 
     def _use(self, hot: Sequence[int], taken: Sequence[int], size: float) -> None:
-        """The deepest first."""
+        """Mark names as used, deepest first."""
         if self._now + len(hot) + len(taken) >= self._weights.room:
             self._renumber(len(hot) + len(taken))
         for name in reversed(taken):
-            if name in self._hot:  # since this request
+            if name in self._hot:  # became hot in this request
                 continue
             last = self._used_at.get(name)
             if last is not None:
@@ -299,7 +297,7 @@ class LruCurve:
             self._lower_threshold()
 
     def _count(self, head: list[int], first: int, size: float) -> list[int]:
-        """This request counts for what is hot. Returns the hot names that it begins with now."""
+        """Count a request's leading names, and return the hot names that it begins with now."""
         counts = self._counts
         for name in head:
             if name not in counts and len(counts) >= CANDIDATES:
@@ -312,14 +310,14 @@ class LruCurve:
             last = self._used_at.pop(head[first], None)
             if last is not None:
                 self._weights.take(last)
-            self._hot[head[first]] = (self._now, size)  # used a moment later
+            self._hot[head[first]] = (self._now, size)  # corrected by `_use` below
             self._hot_weight += size
             first += 1
         return head[:first]
 
     def _make_room(self) -> None:
-        """Among candidates: one less of each, and those go of which nothing is left. J. Misra, D. Gries, "Finding
-        repeated elements", Science of Computer Programming 2 (2), 1982."""
+        """Decrement all candidates and drop those at 0. J. Misra, D. Gries, "Finding repeated elements", Science of
+        Computer Programming 2 (2), 1982."""
         for name in [*self._counts]:
             if name not in self._hot:
                 self._counts[name] -= 1
@@ -327,7 +325,7 @@ class LruCurve:
                     del self._counts[name]
 
     def _cool_down(self) -> None:
-        """Names that lost half of what made them hot are as all others. A parent is counted whenever its child is."""
+        """Demote hot names that have less than half of `HOT_SHARE`. A parent is counted whenever its child is."""
         least = HOT_SHARE * self._blocks / COUNTED_REQUESTS / 2
         for name in [name for name in self._hot if self._counts.get(name, 0.0) < least]:
             last, weight = self._hot.pop(name)
@@ -336,12 +334,12 @@ class LruCurve:
                 self._used_at[name] = last
                 self._weights.put(last, weight)
                 heappush(self._highest, -name)
-        if len(self._highest) > 2 * self._most:  # those that became hot, or stand there twice
+        if len(self._highest) > 2 * self._most:  # stale entries: names that became hot, or are listed twice
             self._highest = [-name for name in self._used_at]
             heapify(self._highest)
 
     def _make_way(self, marks: Marks) -> None:
-        """For requests that alone have more names than there is room for: those go at once that would not stay."""
+        """If these requests alone have more names than there is room for, lower the threshold first."""
         passing = marks[marks <= np.uint64(self.threshold - 1)]
         if len(passing) > self._most:
             passing = np.unique(passing)
@@ -354,12 +352,12 @@ class LruCurve:
     def _lower_threshold(self) -> None:
         name = -heappop(self._highest)
         last = self._used_at.pop(name, None)
-        if last is not None:  # else it is hot, or stood there twice
+        if last is not None:  # else it is hot, or was listed twice
             self.threshold = name
             self._weights.take(last)
 
     def _renumber(self, more: int) -> None:
-        """Times from 0 on again, in the same order; and room for a request of so many blocks."""
+        """Renumber times from 0 in the same order, with room for a request of `more` blocks."""
         names = sorted([*self._used_at, *self._hot], key=self._when)
         weights = _Weights(max(4 * self._most, len(names) + more + 1))
         for at, name in enumerate(names):
@@ -375,19 +373,18 @@ class LruCurve:
 
 
 class _BatchCounts:
-    """What is counted of requests whose blocks are alike, in blocks."""
+    """Counts of a batch of requests with equal blocks, in blocks."""
 
     def __init__(self) -> None:
         self.cold_blocks = 0
         self.sampled = 0.0
-        self.cold_found: list[tuple[int, float]] = []  # bin of the distance, and names that this one stands for
+        self.cold_found: list[tuple[int, float]] = []  # (bin of the distance, names that this one stands for)
         self.hot_found: list[tuple[int, float]] = []
 
 
 class _Weights:
-    """Weights by time, and their sum behind a time: of a part of the weights, of the sums of parts, and of theirs. A
-    weight changes three times as often as a sum is wanted, and Python sums a slice as fast as it changes two numbers:
-    so this is faster than a tree with a level for each power of two."""
+    """Weights by time, with fast sums of all that is later: sums of parts, and sums of those. Faster here than a tree
+    with a level per power of two, since updates are three times as frequent as sums and Python sums a slice quickly."""
 
     def __init__(self, room: int) -> None:
         self._width = width = ceil(room ** (1 / 3)) + 1
@@ -411,7 +408,7 @@ class _Weights:
         self._large[part // self._width] -= weight
 
     def behind(self, at: int) -> float:
-        """The sum of what is later."""
+        """Sum of all weights later than `at`."""
         width = self._width
         part = at // width
         large = part // width
@@ -430,7 +427,7 @@ class _Weights:
 
 
 class _SeenNames:
-    """Which of every fourth name were seen, a flag for each; several may share one, which is made up for."""
+    """A flag for every fourth name that was seen. Names may share a flag; the count corrects for that."""
 
     def __init__(self) -> None:
         self._flags = np.zeros(FLAGS, bool)
@@ -438,11 +435,11 @@ class _SeenNames:
 
     @property
     def is_full(self) -> bool:
-        """Too many share a flag."""
+        """Whether too many names share a flag."""
         return self._set > FULLEST * FLAGS
 
     def first_ones(self, marks: Marks) -> float:
-        """How many of these names were not seen before; they are from now on."""
+        """Count the names that were not seen before, and mark them as seen."""
         if self.is_full:
             return 0.0
         places = (marks[(marks & np.uint64(FLAGGED_NAMES - 1)) == 0] >> _FLAGGED_BITS) & np.uint64(FLAGS - 1)
@@ -457,7 +454,7 @@ class _SeenNames:
 
 
 def _bin(distance: float) -> int:
-    """It ends at the first edge that is not below the distance."""
+    """The bin that ends at the first edge >= distance."""
     return min(BINS, ceil(BINS_PER_DOUBLING * log2(distance))) if distance > 1 else 0
 
 
@@ -466,7 +463,6 @@ def _edge(bin_: int) -> float:
 
 
 def _between(hits: Any, size: float) -> float:
-    """hits: at each edge."""
     if size < 1:
         return 0.0
     if size == inf or (at := BINS_PER_DOUBLING * log2(size)) >= BINS:

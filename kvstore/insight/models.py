@@ -1,10 +1,10 @@
-"""The KV of models, layer by layer: a table of known ones, and what a Hugging Face `config.json` says.
+"""KV shapes of models, layer by layer: a table of known models, and a reader of Hugging Face's `config.json`.
 
     full      K and V of every token                     latent    one row for all heads (MLA), the same on each rank
     window    the engine keeps the last `tokens` alone   index     keys of a sparse attention's indexer, beside a latent
     chunk     the same, of a chunk of `tokens`           state     per sequence, whatever its length; no KV at all
 
-A model that is not understood is refused by name, never guessed. Pure: reads text, opens no file.
+A model that this file does not understand is refused by name, never guessed. Pure: reads text, opens no file.
 """
 
 from __future__ import annotations
@@ -24,12 +24,10 @@ from kvstore.block.layout import DTYPE_BYTES, MAX_KV_HEADS, MAX_LAYERS, MAX_PLAN
 DEFAULT_DTYPE = "bfloat16"
 _MIB = 1 << 20
 _INDEX_BYTES = 132
-"""Of one token's key in one layer of an indexer: 128 numbers of fp8 and a scale of 4 bytes (DeepSeek-V3.2)."""
+"""Bytes per token of one indexer layer: 128 numbers of fp8 and a scale of 4 bytes (DeepSeek-V3.2)."""
 
 
 class KvKind(StrEnum):
-    """How layers keep what they have seen."""
-
     FULL = "full"
     WINDOW = "window"
     CHUNK = "chunk"
@@ -39,8 +37,8 @@ class KvKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class KvLayers:
-    """Layers with equal KV. widths: of K and V, or of one latent. tokens: of a window or chunk, else 0. dtype: where it
-    is not the model's."""
+    """Layers with equal KV. widths: of K and V, or of one latent. tokens: length of the window or chunk, else 0. dtype:
+    empty for the model's."""
 
     kind: KvKind
     layers: int
@@ -50,15 +48,14 @@ class KvLayers:
     dtype: str = ""
 
     def bytes_per_token(self, dtype: str) -> int:
-        """Of all these layers. dtype: the pool's."""
+        """Of all these layers together. dtype: the KV pool's."""
         return self.layers * self.kv_heads * sum(self.widths) * DTYPE_BYTES[self.dtype or dtype]
 
     def kept_tokens(self, context_tokens: int) -> int:
-        """Of a context, those that an engine keeps."""
+        """How many tokens of a context the engine keeps."""
         return min(context_tokens, self.tokens) if self.tokens else context_tokens
 
     def formula(self, dtype: str) -> str:
-        """`bytes_per_token` in words."""
         heads = "" if self.kind in (KvKind.LATENT, KvKind.INDEX) else f" x {self.kv_heads} KV heads"
         if len(set(self.widths)) == 1 and len(self.widths) == 2:
             numbers = f"2 x {self.widths[0]}"
@@ -82,7 +79,7 @@ class StateLayers:
 
 @dataclass(frozen=True, slots=True)
 class ModelKv:
-    """source: where the numbers are from. notes: what is not counted."""
+    """source: where the numbers are from. notes: what they leave out."""
 
     name: str
     source: str
@@ -92,7 +89,7 @@ class ModelKv:
     notes: tuple[str, ...] = ()
 
     def bytes_per_token(self, dtype: str, *kinds: KvKind) -> int:
-        """Of layers of these kinds; of all where none is named."""
+        """Sum over layers of these kinds, or over all layers."""
         return sum(one.bytes_per_token(dtype) for one in self.layers if not kinds or one.kind in kinds)
 
     @property
@@ -121,13 +118,13 @@ def _index(layers: int) -> KvLayers:
 
 
 def _delta(layers: int, v_heads: int, k_heads: int = 16, k_dim: int = 128, v_dim: int = 128, kernel: int = 4) -> Any:
-    """Gated DeltaNet: a float32 matrix per value head, and the last inputs of a convolution in 16 bits."""
+    """Gated DeltaNet: a float32 matrix per value head, and the convolution's last inputs in 16 bits."""
     convolved = 2 * k_heads * k_dim + v_heads * v_dim
     return StateLayers(layers, 4 * v_heads * k_dim * v_dim + 2 * convolved * (kernel - 1))
 
 
 def _mamba2(layers: int, heads: int, state: int, groups: int = 8, head_dim: int = 64, kernel: int = 4) -> StateLayers:
-    """Mamba-2: a float32 matrix per head, and the last inputs of a convolution in 16 bits."""
+    """Mamba-2: a float32 matrix per head, and the convolution's last inputs in 16 bits."""
     convolved = heads * head_dim + 2 * groups * state
     return StateLayers(layers, 4 * heads * head_dim * state + 2 * convolved * (kernel - 1))
 
@@ -136,8 +133,8 @@ _CHUNKS = KvLayers(KvKind.CHUNK, 36, 8, (128, 128), 8192)
 _MIMO = (KvLayers(KvKind.FULL, 9, 4, (192, 128)), _window(39, 8, 192, 128, 128))
 _NOT_COUNTED = "keys of its indexer are not counted: their width was not found"
 
-# Name, the repository whose config.json has it, layers and states. Shapes were read in copies of these files (litgpt,
-# aiconfigurator); a state follows from its heads. Not read: Llama 4's split into full and chunked layers.
+# Columns: name, repository whose config.json has it, layers, states. Shapes were read in copies of these files (litgpt,
+# aiconfigurator); states follow from the heads. Not read: Llama 4's split into full and chunked layers.
 _ROWS: tuple[tuple[Any, ...], ...] = (
     ("llama-2-7b", "meta-llama/Llama-2-7b-hf", _full(32, 32, 128)),
     ("llama-2-70b", "meta-llama/Llama-2-70b-hf", _full(80, 8, 128)),
@@ -224,14 +221,14 @@ _REFUSED = {
     "deepseek-v4.1": "its KV is compressed 4:1 and 128:1, and layers share it",
 }
 _SUFFIXES = ("-instruct", "-it", "-pt", "-chat", "-base", "-thinking", "-hf")
-"""Of a name: they change no KV."""
+"""Suffixes of names that change no KV."""
 _NAME_SHOWN = 80
 
 
 def model_named(given: str) -> ModelKv:
-    """A model of the table, by its name with or without an owner before it and `-Instruct` or the like behind.
+    """Look a model up in the table. The name may have an owner before it and a suffix such as `-Instruct`.
 
-    Raises `BadInput` for a model that is refused, and for one that is not there: with those whose names are near.
+    Raises `BadInput` for a model that is refused, and for an unknown one, with similar names.
     """
     name = given.strip().lower().rpartition("/")[2].removeprefix("meta-")
     for suffix in _SUFFIXES:
@@ -267,9 +264,9 @@ MOST_CONFIG_BYTES = 1 << 20
 
 _FULL, _SLIDING, _CHUNKED, _LINEAR = "full_attention", "sliding_attention", "chunked_attention", "linear_attention"
 _IN_WINDOW_IF_SHORT = ("mistral", "mixtral", "phi3", "starcoder2")
-"""All layers have `sliding_window`, where it is set and shorter than the longest context."""
+"""If `sliding_window` is set and shorter than the longest context, all layers have it."""
 _PATTERNS: dict[str, Callable[[Mapping[str, Any]], tuple[str, ...]]] = {
-    # Where `layer_types` is missing: what the layers are, again and again.
+    # Layer pattern, repeated, for configurations without `layer_types`.
     "gemma2": lambda config: (_SLIDING, _FULL),
     "gemma3": lambda config: _every(config.get("sliding_window_pattern", 6), _SLIDING),
     "gemma4": lambda config: _every(6, _SLIDING),
@@ -283,7 +280,7 @@ _PATTERNS: dict[str, Callable[[Mapping[str, Any]], tuple[str, ...]]] = {
 _LATENTS = ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa")
 _INDEXED = ("deepseek_v32", "glm_moe_dsa")
 _BY_OPTION = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-"""`use_sliding_window` says whether layers from `max_window_layers` on have a window."""
+"""With `use_sliding_window`, layers from `max_window_layers` on have a window."""
 _PLAIN = (
     *("llama", "gemma", "olmo2", "olmo3", "granite", "granitemoe", "cohere", "smollm3", "ministral", "ministral3"),
     *("glm4", "glm4_moe", "minimax_m2", "step3p7", "mimo_v2_flash", "nemotron-nas", "deci"),
@@ -292,17 +289,17 @@ KNOWN_TYPES = tuple(sorted({*_PLAIN, *_IN_WINDOW_IF_SHORT, *_PATTERNS, *_LATENTS
 
 
 def _every(pattern: Any, other: str) -> tuple[str, ...]:
-    """The last of so many layers is full."""
+    """The pattern's last layer is full."""
     if not is_whole(pattern, 1, MAX_LAYERS):
         raise BadInput(f"a pattern of {shown(pattern)} layers; give a whole number from 1 to {MAX_LAYERS}")
     return (*[other] * (int(pattern) - 1), _FULL)
 
 
 def model_of_config(name: str, text: str) -> ModelKv:
-    """What a `config.json` says. name: of the file, for messages.
+    """Read a `config.json`. name: the file's, for messages.
 
-    Raises `BadInput` for text that is no such file, for fields that are missing or cannot be, and for a `model_type`
-    that is not known: what its layers keep is never guessed.
+    Raises `BadInput` for text that is not such a file, for missing or impossible fields, and for an unknown
+    `model_type`: what its layers keep is never guessed.
     """
     try:
         whole = json.loads(text)
@@ -319,7 +316,7 @@ def model_of_config(name: str, text: str) -> ModelKv:
 
 
 class _ConfigReader:
-    """One file. The text model's own fields go before those around it."""
+    """Fields of the text model take precedence over those around it."""
 
     def __init__(self, name: str, config: Mapping[str, Any]) -> None:
         given = config.get("model_type")
@@ -393,7 +390,6 @@ class _ConfigReader:
         return self._number("num_key_value_heads", MAX_KV_HEADS, self._config.get("num_attention_heads"))
 
     def _types(self) -> list[str]:
-        """Of each layer."""
         count, config = self._layers(), self._config
         given = config.get("layer_types")
         if given is not None:
@@ -492,7 +488,7 @@ class _ConfigReader:
         return kinds
 
     def _indexed(self, layers: int) -> int:
-        """How many layers have an indexer; the others use one above them."""
+        """Layers with an indexer of their own; the others use one above them."""
         pattern = self._config.get("indexer_types") or self._config.get("index_topk_pattern")
         if isinstance(pattern, list | str):
             return sum(one in ("full", "F") for one in pattern[:layers])
@@ -503,7 +499,7 @@ class _ConfigReader:
         return sum(max(at - skipped + 1, 0) % every == 0 for at in range(layers))
 
     def _blocks(self) -> Counter[Any]:
-        """Of a model from an architecture search: layers without attention among others."""
+        """Layers of a model from an architecture search, some of which have no attention."""
         blocks = self._config["block_configs"]
         if not isinstance(blocks, list) or len(blocks) != self._layers():
             raise BadInput(f"block_configs={shown(blocks)}; it has to describe each of {self._layers()} layers")

@@ -1,8 +1,8 @@
-"""What a store for a model takes, and what it is worth: `kvstore plan`. Every number comes with its formula.
+"""How much memory a store for a model needs, and what it saves: `kvstore plan`. Each number comes with its formula.
 
-`plan` is the one function behind the command and behind a page. Bytes of blocks come from the store's own layout, codec
-and frame; a trace, where one is given, goes through the store's own tables (`replay`). A prompt of n tokens is taken to
-need n / rate * (1 + n / QUADRATIC_TOKENS) seconds of prefill. Pure: no clock, no file.
+`plan` serves the command and the console's page. Bytes of blocks come from the store's own layout, codec and frame; a
+trace, if given, runs through the store's own tables (`replay`). Prefill of n tokens is modelled as n / rate * (1 + n /
+QUADRATIC_TOKENS) seconds. Pure: no clock, no file.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from tiering.policies.lru import LeafFirstLru
 
 DAY_SECONDS = 86_400
 STATE_EVERY_TOKENS = 1024
-"""How often a state would be kept, for what that costs a token."""
+"""Assumed interval between stored states, for their cost per token."""
 MOST_BYTES = 1 << 62
 LADDER = 7
-"""Sizes of DRAM that a trace is tried with, each twice the one before; the last one holds all of it."""
+"""DRAM sizes that a trace is tried with; each doubles the one before, and the last holds the whole trace."""
 ENOUGH = 0.9
-"""Of the hits of a cache without an end, for the size that is recommended."""
+"""The recommended size has this share of an unlimited cache's hits."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierSpeed:
-    """How fast a tier brings KV. overhead_seconds: of a load, whatever its size. is_per_gpu: each GPU has such a link
-    of its own. is_assumed: not measured on this machine."""
+    """How fast a tier delivers KV. overhead_seconds: of any load. is_per_gpu: each GPU has its own link. is_assumed:
+    not measured on this machine."""
 
     name: str
     bytes_per_second: float
@@ -58,10 +58,9 @@ ASSUMED_TIERS = (TierSpeed("dram", 12e9, 0.002, True, True), TierSpeed("nvme", 3
 
 @dataclass(frozen=True, slots=True)
 class TraceFigures:
-    """What a recording says. asked, new: tokens of full blocks, and those of blocks that were never asked for before.
-    reused_in_window: share of the blocks asked for that had been asked for within the window before. ceiling: share
-    that a cache without an end finds. sizes: bytes of DRAM and the share found with it, least recently used leaf first.
-    """
+    """Measures of a recorded trace. asked_tokens: of full blocks; new_tokens: those in blocks never asked for before.
+    reused_in_window: share of asked blocks that had been asked for within the window before. ceiling: share that an
+    unlimited cache finds. sizes: (bytes of DRAM, share found), with leaf-first LRU."""
 
     name: str
     requests: int
@@ -74,18 +73,17 @@ class TraceFigures:
 
     @property
     def new_tokens_per_second(self) -> float:
-        """Over the whole recording."""
         return self.new_tokens / self.seconds
 
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What is planned for. Bytes and seconds; 0 where something is not asked for.
+    """Inputs of a plan, in bytes and seconds; 0 leaves a question out.
 
-    dtype: of the engine's KV pool; the model's own if empty. codec: of the store; the default of adapters if empty.
+    dtype: of the engine's KV pool; empty for the model's. codec: of the store; empty for the adapters' default.
     gpu_memory_bytes, activation_bytes: of one GPU. weights_bytes: of the whole model, which tensor_parallel GPUs share.
-    utilisation: of the GPU's memory that the engine may take. new_tokens_per_second: that no cache has yet.
-    prefill_rate: tokens per second of a short prompt.
+    utilisation: share of the GPU's memory that the engine may take. new_tokens_per_second: tokens that no cache has
+    yet. prefill_rate: tokens per second of a short prompt.
     """
 
     model: ModelKv
@@ -146,8 +144,8 @@ class PlanRequest:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One number. value: None where there is none, for the reason that the formula says. unit: bytes, tokens, blocks,
-    users, seconds, share, ratio, or one of these per another."""
+    """value: None if there is none; the formula then says why. unit: bytes, tokens, blocks, users, seconds, share,
+    ratio, or one of these per another."""
 
     key: str
     words: str
@@ -157,7 +155,6 @@ class Figure:
 
     @property
     def text(self) -> str:
-        """For people."""
         if self.value is None:
             return "-"
         if self.unit == "bytes/second":
@@ -177,8 +174,8 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class SizePlan:
-    """refusals: what of the model this store does not keep today. notes: what is left out of the numbers. sections:
-    headings and figures."""
+    """refusals: what of the model this store does not keep today. notes: what the numbers leave out. sections: headings
+    with their figures."""
 
     request: PlanRequest
     codec: str
@@ -187,11 +184,10 @@ class SizePlan:
     sections: tuple[tuple[str, tuple[Figure, ...]], ...]
 
     def figure(self, key: str) -> Figure:
-        """By its key. Raises `KeyError`."""
+        """Raises `KeyError`."""
         return {one.key: one for _, figures in self.sections for one in figures}[key]
 
     def to_dict(self) -> dict[str, object]:
-        """For `--json`, and for a page."""
         model = self.request.model
         return {
             "model": model.name,
@@ -210,7 +206,6 @@ class SizePlan:
         }
 
     def render(self, console: Any) -> None:
-        """For people."""
         request, model = self.request, self.request.model
         for refusal in self.refusals:
             console.print(Text(f"This store refuses {refusal}."), soft_wrap=True)
@@ -233,7 +228,7 @@ class SizePlan:
 
 
 def plan(request: PlanRequest) -> SizePlan:
-    """All that can be said. Raises `BadInput` for a codec or block size that the store does not take."""
+    """Compute all sections. Raises `BadInput` for a codec or block size that the store does not take."""
     parts = _Parts(request)
     sections = [
         ("KV of a token, in the engine", parts.engine()),
@@ -254,7 +249,7 @@ def plan(request: PlanRequest) -> SizePlan:
 
 
 def refusals(model: ModelKv) -> tuple[str, ...]:
-    """What of a model this store does not keep today."""
+    """What of a model this store does not keep today, in words."""
     found = []
     if model.states:
         layers = sum(one.layers for one in model.states)
@@ -273,7 +268,7 @@ def refusals(model: ModelKv) -> tuple[str, ...]:
 
 
 def layout_of(request: PlanRequest) -> Layout:
-    """The blocks of a model: a group for each kind of layers. A chunk's are stored for all tokens, as a window's."""
+    """A model's block layout: one group per kind of layers. Chunked layers store all tokens, as windowed ones do."""
     groups: list[KvGroup] = []
     first = 0
     for layers in request.model.layers:
@@ -294,9 +289,9 @@ def layout_of(request: PlanRequest) -> Layout:
 
 
 def measure(request: PlanRequest, trace: Trace, build: Builder, progress: Progress) -> TraceFigures:
-    """What a recording says, with least recently used in DRAM at some sizes: those of the request, or a ladder.
+    """Measure a trace, and replay it through LRU in DRAM at the request's sizes or at a ladder of sizes.
 
-    Raises `BadInput` for a trace without a full block, or that took no time.
+    Raises `BadInput` for a trace without a full block, or without duration.
     """
     used = trace.without_partial()
     seconds = float(np.ptp(trace.timestamps_ms)) / 1000
@@ -329,13 +324,13 @@ def measure(request: PlanRequest, trace: Trace, build: Builder, progress: Progre
 
 
 def stored_bytes_per_token(request: PlanRequest) -> float:
-    """In a tier, with headers and padding."""
+    """Bytes in a tier, headers and padding included."""
     layout = layout_of(request)
     return block_bytes(request.codec or default_codec(layout), layout) / layout.block_tokens
 
 
 def _ages(trace: Trace) -> Column:
-    """Of each block that is asked for, the seconds since it was before; infinite for the first time."""
+    """For each block asked for, the seconds since it was last asked for; infinite the first time."""
     seconds = np.repeat(trace.timestamps_ms, np.diff(trace.starts)) / 1000
     order = np.argsort(trace.blocks, kind="stable")
     ages = np.full(len(order), np.inf)
@@ -345,8 +340,6 @@ def _ages(trace: Trace) -> Column:
 
 
 class _Parts:
-    """The sections of one plan."""
-
     def __init__(self, request: PlanRequest) -> None:
         self._request = request
         self._model = request.model
@@ -359,7 +352,6 @@ class _Parts:
         self.new_tokens_per_second = trace.new_tokens_per_second if trace else request.new_tokens_per_second
 
     def engine(self) -> Iterator[Figure]:
-        """Bytes by kind."""
         model, dtype = self._model, self._dtype
         total = model.bytes_per_token(dtype)
         formula = " + ".join(one.formula(dtype) for one in model.layers)
@@ -389,7 +381,6 @@ class _Parts:
             yield Figure("state_bytes_per_token", "state kept for reuse", every, "bytes/token", formula)
 
     def store(self) -> Iterator[Figure]:
-        """Blocks as tiers have them."""
         parts, tokens = self._layout.parts, self._layout.block_tokens
         payload = sum(payload_bytes(self.codec, part) for part in parts)
         raw = self._layout.raw_bytes
@@ -413,7 +404,6 @@ class _Parts:
         yield Figure("context_bytes", f"a prompt of {context:,} tokens", size, "bytes", formula)
 
     def users(self) -> Iterator[Figure]:
-        """What fits beside the weights."""
         request = self._request
         ranks = request.tensor_parallel
         usable = int(request.gpu_memory_bytes * request.utilisation)
@@ -437,7 +427,6 @@ class _Parts:
         yield Figure("longest_context", words, longest, "tokens", formula)
 
     def recorded(self, trace: TraceFigures) -> Iterator[Figure]:
-        """What was asked for, and what sizes of DRAM would have found."""
         count = f"{trace.requests:,} requests in {trace.seconds:,.0f} s, full blocks alone"
         asked = trace.asked_tokens / trace.seconds
         yield Figure("asked_tokens_per_second", "asked for", asked, "tokens/second", count)
@@ -457,7 +446,7 @@ class _Parts:
         yield Figure("enough_bytes", "enough", enough, "bytes", formula)
 
     def tiers(self) -> Iterator[Figure]:
-        """DRAM and NVMe for a window, and what a drive gets of it."""
+        """DRAM and NVMe for a window, and the writes to a drive."""
         request, rate = self._request, self.new_tokens_per_second
         flow = rate * self._token
         formula = f"{rate:,.0f} new tokens per second x {self._token:,.0f} B"
@@ -479,7 +468,7 @@ class _Parts:
             yield Figure("drive_writes_per_day", "drive writes per day", flow * DAY_SECONDS / nvme, "", formula)
 
     def break_even(self, tier: TierSpeed) -> Iterator[Figure]:
-        """From which prefix on a load is over sooner."""
+        """The prefix length from which loading is faster than computing."""
         request, speed = self._request, tier.bytes_per_second
         rate, quadratic = request.prefill_rate, QUADRATIC_TOKENS
         token = self._loaded_bytes(1, tier)
@@ -499,7 +488,8 @@ class _Parts:
             load = tier.overhead_seconds + self._loaded_bytes(tokens, tier) / speed
             return load < tokens / rate * (1 + tokens / quadratic)
 
-        # A longer load costs less by the token (windows), longer computing more: once it pays, it pays for all longer.
+        # Per token, loading gets cheaper with length (windows) and computing dearer: once loading pays, it pays from
+        # there on.
         never = _last(lambda tokens: not pays(tokens), MOST_TOKENS - 1)
         shortest = never + 1 if never < MOST_TOKENS - 1 else None
         formula = (
@@ -519,7 +509,6 @@ class _Parts:
         yield Figure(f"{tier.name}_compute_seconds", f"computing {depth:,} tokens", compute, "seconds", formula)
 
     def notes(self) -> Iterator[str]:
-        """What the numbers leave out."""
         if any(one.kind is KvKind.INDEX for one in self._model.layers):
             yield "an indexer's keys are counted as this store would keep them; no adapter has been tried with them"
         if any(one.is_assumed for one in self._request.tiers):
@@ -528,13 +517,12 @@ class _Parts:
             yield "no formula knows your hit rate: record what engines ask for (kvstore record), and give --trace"
 
     def _user_bytes(self, tokens: int) -> int:
-        """On each GPU."""
         ranks = self._request.tensor_parallel
         kept = sum(_on_gpu(one, self._dtype, ranks) * one.kept_tokens(tokens) for one in self._model.layers)
         return max(1, kept + -(-self._model.state_bytes // ranks))
 
     def _loaded_bytes(self, tokens: int, tier: TierSpeed) -> float:
-        """Over one GPU's link, or over one that all share: of windows the last tokens."""
+        """Bytes over one link: a GPU's own, or a shared one. Layers with a window load its tokens alone."""
         total = 0.0
         for group, layers in zip(self._layout.groups, self._model.layers, strict=True):
             stored = sum(
@@ -547,18 +535,16 @@ class _Parts:
 
 
 def _shards(layers: KvLayers, ranks: int) -> int:
-    """Among how many GPUs the heads are divided; a latent is whole on each."""
+    """Number of GPUs that the heads are divided among; each has the whole of a latent."""
     return min(ranks, layers.kv_heads)
 
 
 def _on_gpu(layers: KvLayers, dtype: str, ranks: int) -> int:
-    """Bytes of a token on each GPU."""
     return layers.bytes_per_token(dtype) // _shards(layers, ranks)
 
 
 def _last(holds: Callable[[int], bool], most: int) -> int:
-    """The last number from 0 to most for which it holds; it holds for none behind one for which it does not. 0 where it
-    holds for none."""
+    """The largest number up to `most` for which a monotone predicate holds; 0 if none."""
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
@@ -574,7 +560,6 @@ def _span(seconds: float) -> str:
 
 
 def models_table(models: Sequence[ModelKv]) -> Table:
-    """All known models, for people."""
     table = Table(box=None, pad_edge=False)
     for head, justify in (("model", "left"), ("B per token", "right"), ("in windows", "right"), ("state", "right")):
         table.add_column(head, justify=justify)  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
-"""The curves of a replay, and an estimated one, as pictures.
+"""Plots of a replay and of an estimated curve.
 
-Equal curves lie upon each other, so each has hollow marks of its own form and size: all can be seen. The legend stands
-beside the axes, where it covers nothing.
+Equal curves coincide, so each has hollow marks of its own shape and size and all stay visible. The legend stands beside
+the axes.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ from kvstore.insight.whatif_trace import WhatIfResult
 TIB = 1 << 40
 MARKS = "osD^vP*X"
 DASHES: tuple[Any, ...] = ("--", ":", "-.", (0, (8, 3)), (0, (1, 4)), (0, (8, 2, 1, 2, 1, 2)))
-"""Of the optima, one for each size."""
+"""One for each size's optimum."""
 LARGEST_MARK, LARGEST_LINE = 11.0, 3.5
-"""In points, of the first curve; those above it are smaller."""
+"""In points, for the first curve; those drawn above it are smaller."""
 _INCHES_A_LINE = 0.21
-"""Of the legend."""
 
 
 def draw_replay(result: ReplayResult) -> Figure:
-    """Hit rates over sizes, a panel for each trace; the optimum is dashed. With a tier below DRAM: over what was
-    written to that, a colour for each policy and size of DRAM, a mark for each admission."""
+    """A panel for each trace: hit rates over sizes, the optimum dashed. With a lower tier: hit rates over bytes written
+    to it, a colour for each policy and DRAM size, a mark for each admission."""
     draw_panel = _draw_admissions if result.options.nvme_blocks else _draw_sizes
     entries = len({(row.policy, row.dram_blocks) for row in result.rows}) + len(ADMISSIONS)
     height = max(4.4, 1.2 + _INCHES_A_LINE * (entries if result.options.nvme_blocks else 0))
@@ -92,7 +91,7 @@ def _draw_admissions(axes: Any, rows: Sequence[ReplayRow], block_tokens: int) ->
 
 
 def _draw_optima(axes: Any, rows: Sequence[ReplayRow]) -> list[Any]:
-    """A line for each size of both tiers; one for those of which it is the same."""
+    """A line for each total size; sizes with the same optimum share one."""
     sizes: dict[float, list[int]] = {}
     for row in rows:
         if row.policy == OPTIMUM:
@@ -110,7 +109,7 @@ def _draw_optima(axes: Any, rows: Sequence[ReplayRow]) -> list[Any]:
 
 
 def colours_of(count: int) -> list[Any]:
-    """So many that can be told apart, none of them twice."""
+    """Distinct colours."""
     for name in ("tab10", "tab20"):
         if count <= colormaps[name].N:
             return [colormaps[name](at) for at in range(count)]
@@ -118,7 +117,7 @@ def colours_of(count: int) -> list[Any]:
 
 
 def _style(at: int, count: int) -> dict[str, Any]:
-    """Smaller from curve to curve, as those that are drawn later lie above."""
+    """Later curves lie above, so they are smaller."""
     part = 1 - 0.65 * at / max(1, count - 1)
     return {
         "markersize": LARGEST_MARK * part,
@@ -128,15 +127,14 @@ def _style(at: int, count: int) -> dict[str, Any]:
     }
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# An estimated curve: hit rate over size, the ceiling as a line, what the full replay found as marks.
+# An estimated curve: hit rate over size, the ceiling as a line, the full replay's results as marks.
 
 
 GIB = 1 << 30
 
 
 def draw_whatif(result: WhatIfResult) -> Figure:
-    """Sizes in GiB, on a logarithmic scale where there are several."""
+    """Sizes in GiB; logarithmic if there are several."""
     figure = Figure(figsize=(8.4, 4.4), layout="constrained")
     axes = figure.subplots()
     sizes = [row.size_bytes / GIB for row in result.rows]

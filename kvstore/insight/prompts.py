@@ -1,11 +1,11 @@
-"""Prompts in a file: what a prefix cache without an end would find of them, and where they part that need not.
+"""Lints a file of prompts: what an unlimited prefix cache would find, and where prompts part that need not.
 
     line > tokens (given, by a tokenizer, or bytes as a stand-in) > chain of blocks > found so far? counted
          > what was missed is sketched > the earlier prompt that shares most > how the two differ (`divergence`)
          > alike ones together > a sentence that says what to do
 
-Prompts go in the order of the file. Everything is bounded; a line that cannot be read is named. Pure: lines come in,
-text is given to a tokenizer that was handed in, and nothing is kept of it.
+Prompts are taken in the file's order. Everything is bounded; an unreadable line is named. Pure: lines come in, text
+goes to a tokenizer that was handed in, and none of it is kept.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ MOST_TOKENS = 1 << 26
 """Of all prompts together: 256 MiB."""
 MOST_PROMPTS = 1 << 20
 MOST_SKETCHES = 1 << 16
-"""Prompts that later ones are compared with: the last ones."""
+"""Later prompts are compared with the last so many."""
 SHOWN_GROUPS = 10
 _MOST_STARTS = 4
-"""Prompts that later ones of the same start are held against, and as many more that are kept apart from all of them."""
+"""Prompts with the same start that later ones are compared with, and as many that differ in salt or namespace."""
 _BEFORE_CHARACTERS = 24
-"""Shown of the text before the place."""
+"""How much text before the place is shown."""
 
 _FORMS = (
     'give a list of token ids, a text, or an object with "token_ids", "prompt" (either) or "messages", and perhaps '
@@ -60,7 +60,7 @@ _FORMS = (
 
 
 class Tokenised(NamedTuple):
-    """Token ids, and where in the text each begins, in characters."""
+    """Token ids, and the character at which each begins."""
 
     ids: Sequence[int]
     starts: Sequence[int]
@@ -71,7 +71,7 @@ Progress = Callable[[str, int, int], object]
 
 
 def bytes_as_tokens(text: str) -> Tokenised:
-    """A stand-in where there is no tokenizer: a token is a byte of UTF-8."""
+    """A stand-in for a tokenizer: each byte of UTF-8 is a token."""
     raw = text.encode()
     starts = np.cumsum((np.frombuffer(raw, np.uint8) & 0xC0) != 0x80) - 1
     return Tokenised(list(raw), starts.tolist())
@@ -79,7 +79,7 @@ def bytes_as_tokens(text: str) -> Tokenised:
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """Where a message, or what stands in for one, begins in a prompt's text."""
+    """Where a message (or tools) begins in a prompt's text."""
 
     start: int
     label: str
@@ -87,7 +87,7 @@ class TextPiece:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class FilePrompt:
-    """A prompt of the file. text: empty where token ids were given. pieces: of chats."""
+    """text: empty if the file gave token ids. pieces: of chats."""
 
     line: int
     seen: SeenPrompt
@@ -101,12 +101,11 @@ class FilePrompt:
 def read_file_prompts(
     name: str, lines: Iterable[str], tokenise: Tokenise | None, progress: Progress = lambda doing, done, steps: None
 ) -> list[FilePrompt]:
-    """JSON lines: a list of token ids, a text, or an object with one of "token_ids", "prompt", "text" and "messages".
+    """Read JSON lines: a list of token ids, a text, or an object with "token_ids", "prompt", "text" or "messages".
 
-    "cache_salt" and "namespace" (an object of texts; "model" is one of them) say what keeps prompts apart; other fields
-    are passed over, and "body" is looked into, as requests of a batch have it. Messages are written one after another,
-    each behind its role: not your model's own template, but the same places. Empty lines are skipped. Raises `BadInput`
-    that names the line.
+    "cache_salt" and "namespace" (an object of texts; "model" is one of them) keep prompts apart; "body" is looked into,
+    as in batch requests; other fields are ignored. Messages are written one after another, each behind its role: not
+    your model's own template, but the same places. Empty lines are skipped. Raises `BadInput` that names the line.
     """
     found: list[FilePrompt] = []
     total = 0
@@ -187,7 +186,6 @@ def _fields(given: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _chat(messages: Sequence[Any], tools: Any) -> tuple[str, tuple[TextPiece, ...]]:
-    """Text, and where its messages begin."""
     parts, pieces = [], []
     at = 0
     written = [("tools", json.dumps(tools))] if tools else []
@@ -221,7 +219,7 @@ def _content(message: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LintOptions:
-    """block_tokens: of the cache. min_hit_rate: below it the check has failed; None for no check."""
+    """block_tokens: the cache's. min_hit_rate: the check fails below it; None for no check."""
 
     block_tokens: int = 64
     min_hit_rate: float | None = None
@@ -235,9 +233,9 @@ class LintOptions:
 
 @dataclass(frozen=True, slots=True)
 class LintGroup:
-    """Prompts that part in one way at one place. Counts of tokens are medians. lines: of an earlier prompt of the file,
-    and of one that parts from it. where: what stands there in the latter, where there is text. lost_tokens: of all of
-    them, computed though they had been stored."""
+    """Prompts that part in the same way at the same place. Token counts are medians. lines: an earlier prompt, and one
+    that parts from it. where: the latter's text at that place, if there is text. lost_tokens: of all prompts, computed
+    although they had been stored."""
 
     kind: PromptChange
     prompts: int
@@ -272,7 +270,6 @@ class LintGroup:
         )
 
     def to_dict(self) -> dict[str, object]:
-        """For `--json`."""
         return {
             "kind": str(self.kind),
             "prompts": self.prompts,
@@ -291,7 +288,7 @@ class LintGroup:
 
 @dataclass(frozen=True, slots=True)
 class LintResult:
-    """What a cache without an end finds of a file, and the groups that lose most first. unit: what a token is here."""
+    """What an unlimited cache finds of a file; groups with the largest loss first. unit: what counts as a token."""
 
     name: str
     options: LintOptions
@@ -303,22 +300,21 @@ class LintResult:
 
     @property
     def hit_rate(self) -> float:
-        """Of all tokens, those of full blocks that stood in an earlier prompt behind the same start."""
+        """Share of all tokens that lie in full blocks which an earlier prompt had behind the same start."""
         return self.hit_tokens / self.tokens if self.tokens else 0.0
 
     @property
     def possible_hit_rate(self) -> float:
-        """If nothing were lost to any group."""
+        """The hit rate if no group lost anything."""
         lost = sum(one.lost_tokens for one in self.groups)
         return min(1.0, (self.hit_tokens + lost) / self.tokens) if self.tokens else 0.0
 
     @property
     def is_below(self) -> bool:
-        """Whether it has failed the check."""
+        """Whether the check failed."""
         return self.options.min_hit_rate is not None and self.hit_rate < self.options.min_hit_rate
 
     def to_dict(self) -> dict[str, object]:
-        """For `--json`."""
         return {
             "file": self.name,
             "block_tokens": self.options.block_tokens,
@@ -334,7 +330,6 @@ class LintResult:
         }
 
     def render(self, console: Any) -> None:
-        """For people."""
 
         def say(text: str) -> None:
             console.print(Text(text), soft_wrap=True)
@@ -366,7 +361,7 @@ def lint(
     unit: str = "tokens",
     progress: Progress = lambda doing, done, steps: None,
 ) -> LintResult:
-    """Judge the prompts of a file, in their order. tokenise: that they were read with, for places in their text."""
+    """Judge the prompts in order. tokenise: what they were read with, to find places in their text."""
     judge = _Judge(prompts, options)
     for number in range(len(prompts)):
         if number % 20 == 0:
@@ -388,8 +383,6 @@ class _Parting(NamedTuple):
 
 
 class _Judge:
-    """Takes prompts one by one."""
-
     def __init__(self, prompts: Sequence[FilePrompt], options: LintOptions) -> None:
         self.hit_tokens = 0
         self.found: list[_Parting] = []
@@ -402,7 +395,6 @@ class _Judge:
         self._hashers: dict[str, PrefixHasher] = {}
 
     def take(self, number: int) -> None:
-        """The next one."""
         seen = self._prompts[number].seen
         keys = self._keys(seen)
         blocks = next((at for at, key in enumerate(keys) if key not in self._stored), len(keys))
@@ -422,7 +414,7 @@ class _Judge:
                 starts.append(number)
 
     def _judge(self, number: int, hit: int, near: Sequence[int]) -> None:
-        """Against those that share most, and where nothing was found against those that begin alike."""
+        """Compare with the prompts that share most, and if nothing was found with those that begin alike."""
         seen = self._prompts[number].seen
         alike = self._starts.get(self._start(seen), ()) if not hit else ()
         candidates = [*near, *(one for one in alike if one not in near)]
@@ -450,7 +442,7 @@ class _Judge:
 
 
 def _together(prompts: Sequence[FilePrompt], found: Sequence[_Parting]) -> list[list[_Parting]]:
-    """Those of one kind whose places are near each other, behind the same start."""
+    """Group partings of one kind at nearby places behind the same start."""
     alike: defaultdict[tuple[str, str, bytes], list[_Parting]] = defaultdict(list)
     for one in found:
         head = prompts[one.number].seen.tokens[: min(LEAST_START_TOKENS, one.divergence.place)]
@@ -495,7 +487,7 @@ def _group(
 
 
 def _where(prompt: FilePrompt, divergence: Divergence, tokenise: Tokenise | None) -> str:
-    """The part of the text in which the place lies."""
+    """The text around the place, shortened."""
     if not prompt.text or tokenise is None or divergence.kind in (PromptChange.SALTED, PromptChange.NAMESPACE):
         return ""
     starts = tokenise(prompt.text).starts

@@ -1,10 +1,10 @@
-"""Recording: what clients look up, for `kvstore replay`, without a token or a key of it.
+"""Records what clients look up, for `kvstore replay`, without a token or a key of it.
 
-    begin > every look-up is noted > the operator's command takes them, again and again > it has not come for long: over
+    begin > every look-up is noted > the operator's command fetches the notes periodically > when it stops, it is over
 
-A block is given out as a number: 53 bits of a keyed hash of its namespace and its prefix key. The key of that hash is
-drawn when a recording begins and never leaves the sidecar, so a number reveals nothing of a prompt, and differs between
-recordings. Nothing is noted without a recording; the notes are bounded, and lost ones are counted.
+Each block becomes a number: 53 bits of a keyed hash of its namespace and prefix key. The hash's key is drawn when a
+recording begins and never leaves the sidecar, so a number reveals nothing of a prompt and differs between recordings.
+Without a recording nothing is noted; notes are bounded, and lost ones counted.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from kvstore.protocol.messages import RECORDING_BYTES
 from tiering.clock import Clock
 
 SILENCE_SECONDS = 10.0
-"""A recording whose notes were not fetched for so long is over."""
+"""A recording ends when its notes were not fetched for this long."""
 MOST_WAITING = 1 << 20
-"""Blocks that are noted and were not taken yet."""
+"""Blocks noted and not fetched yet."""
 _OVERHEAD = 4
-"""What a request takes beside its blocks, in blocks."""
+"""Memory of a request apart from its blocks, in blocks."""
 MOST_AT_ONCE = 1 << 15
-"""Blocks that are taken at a time; of one request, if it has more."""
+"""Blocks fetched at a time; a longer request is fetched alone."""
 SALT_BYTES = 32
 ID_BITS = 53
 
@@ -46,7 +46,7 @@ class _Noted(NamedTuple):
 
 
 class Recording:
-    """One at a time. Thread-safe; its lock is held for an addition."""
+    """One recording at a time. Thread-safe; the lock is held for one append."""
 
     def __init__(self, clock: Clock, random: Callable[[int], bytes]) -> None:
         """random: returns so many unpredictable bytes."""
@@ -54,7 +54,7 @@ class Recording:
         self._random = random
         self._lock = threading.Lock()
         self.token = b""
-        """What the recording under way is called; empty where there is none, and `looked_up` has nothing to do."""
+        """Token of the recording in progress, or empty: then `looked_up` returns at once."""
         self._salt = b""
         self._namespaces: frozenset[int] = frozenset()
         self._began_at = self._asked_at = 0.0
@@ -63,8 +63,8 @@ class Recording:
         self._lost = 0
 
     def begin(self, namespaces: frozenset[int]) -> bytes:
-        """Note from now on what is looked up in these; returns what the recording is called. Raises `BadInput` where
-        somebody else records."""
+        """Start noting look-ups in these namespaces; returns the recording's token. Raises `BadInput` if another
+        operator is recording."""
         with self._lock:
             now = self._clock.monotonic_seconds()
             left = SILENCE_SECONDS - (now - self._asked_at)
@@ -79,7 +79,7 @@ class Recording:
             return self.token
 
     def looked_up(self, namespace: int, keys: Sequence[bytes]) -> None:
-        """A request asked how much of its prompt there is."""
+        """Note a look-up, if a recording is on."""
         if not self.token:
             return
         with self._lock:
@@ -95,8 +95,8 @@ class Recording:
                 self._waiting += len(keys) + _OVERHEAD
 
     def take(self, token: bytes) -> tuple[list[LookedUp], int]:
-        """What was noted, in its order, as far as it is taken at a time; and how many look-ups were lost in all. Raises
-        `BadInput` where the recording is over."""
+        """Fetch notes in order, up to `MOST_AT_ONCE` blocks, and the number of look-ups lost so far. Raises `BadInput`
+        if the recording is over."""
         with self._lock:
             if self._clock.monotonic_seconds() - self._asked_at >= SILENCE_SECONDS:
                 self._end()
@@ -113,7 +113,6 @@ class Recording:
         return [LookedUp(one.at, [_id(salt, one.namespace, key) for key in one.keys]) for one in taken], lost
 
     def end(self, token: bytes) -> None:
-        """Note nothing any more."""
         with self._lock:
             if token == self.token:
                 self._end()

@@ -1,12 +1,11 @@
-"""Replay: a trace through the store's own index, tables and policies, without payload and without a clock.
+"""Replays a trace through the store's own index, tables and policies, without payload and without a clock.
 
-    request   match > what is found counts as a hit, in DRAM or below > what is below is brought up > used
-              slots for the rest: free ones, else the worst leaves go > readable > used
-    leaf      DRAM needs its slot > what NVMe has not is written there, its ancestors first, if it is admitted > gone
+    request   match > what is found counts as a hit, in DRAM or below > blocks below are promoted > used
+              slots for the rest: free ones, else the worst leaves are evicted > readable > used
+    leaf      evicted from DRAM > if NVMe lacks it and admission agrees, it is written there, ancestors first > gone
 
-These are the steps of an undisturbed lease and put, in the order in which `store` takes them. A request is
-over when the next one begins. Nothing is drawn but what a policy draws from its seed, so equal traces give equal
-figures.
+These are the steps of an undisturbed lease and put, in the store's order. A request ends when the next one begins. Only
+a policy's seed is random, so equal traces give equal figures.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from kvstore.insight.counting_tier import CountingTier
 from kvstore.insight.trace import Column, Trace
 
 REQUESTS_PER_LOOK = 200
-"""How often progress is reported."""
+"""Requests between two reports of progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What became of each request: blocks that were found in DRAM and on NVMe alone, and blocks that were written to
-    each. What is brought up from NVMe is written to DRAM."""
+    """Per request: blocks found in DRAM, blocks found on NVMe alone, and blocks written to each. A promotion counts as
+    a write to DRAM."""
 
     dram_hits: Column
     dram_writes: Column
@@ -37,16 +36,16 @@ class Replayed:
 
 
 class Replay:
-    """One store's tables. `run` once."""
+    """One store's tables. Call `run` once."""
 
     def __init__(self, blocks: BlockTable, number: int, nvme: CountingTier | None = None) -> None:
-        """number: of the namespace that all requests are of. nvme: the tier below, where there is one."""
+        """number: the namespace of all requests. nvme: the lower tier, if any."""
         self.seconds = 0.0
-        """Since the trace's first request, at the one that runs."""
+        """Time of the current request, since the trace's first."""
         self.request = 0
-        """Its number."""
+        """Number of the current request."""
         self.names = blocks.index.names
-        """Of each row, its block in the trace."""
+        """For each row, its block in the trace."""
         self._blocks = blocks
         self._number = number
         self._nvme = nvme
@@ -54,7 +53,7 @@ class Replay:
         self._rows: list[tuple[int, int, int, int]] = []
 
     def run(self, trace: Trace, progress: Callable[[int], object] = lambda done: None) -> Replayed:
-        """All requests, in their order. progress: told from time to time how many are done."""
+        """Replay all requests in order. progress: called with the number done."""
         names = [number.to_bytes(32, "little") for number in range(trace.distinct_blocks)]
         seconds = ((trace.timestamps_ms - trace.timestamps_ms[0]) / 1000).tolist()
         for done, chain in enumerate(trace.chains()):
@@ -67,12 +66,12 @@ class Replay:
 
     @property
     def block_bytes(self) -> int:
-        """Of the blocks of these tables, which have no bytes."""
+        """The size that these blocks are accounted with; they have no payload."""
         (slot_class,) = self._blocks.spaces[self._number].classes
         return slot_class.frame_bytes
 
     def check(self) -> None:
-        """Verify every invariant of the tables."""
+        """Verify the invariants of all tables."""
         self._blocks.index.check()
         self._blocks.dram.check()
         self._blocks.residency.check()
@@ -97,7 +96,7 @@ class Replay:
         self._rows.append((above, brought + stored, len(rows) - above, self._written_below))
 
     def _bring_up(self, rows: Sequence[int]) -> int:
-        """From NVMe to DRAM, as far as there is room; returns how many there were."""
+        """Promote from NVMe to DRAM while there is room; returns how many."""
         blocks, number = self._blocks, self._number
         filled = 0
         while filled < len(rows):
@@ -112,7 +111,7 @@ class Replay:
         return filled
 
     def _room(self, wanted: int) -> int:
-        """Free slots in DRAM, for which others may have to go; 0 where none can."""
+        """Free slots in DRAM, after evicting if need be; 0 if no block can be evicted."""
         blocks, number = self._blocks, self._number
         (slot_class,) = blocks.spaces[number].classes
         while not (free := blocks.dram.free_slots(slot_class)):
@@ -121,7 +120,7 @@ class Replay:
         return free
 
     def _leaves(self, row: int) -> None:
-        """DRAM needs its slot, and NVMe has not got it."""
+        """DRAM evicts a block that NVMe lacks: write it and its missing ancestors, if admitted."""
         blocks, number = self._blocks, self._number
         lower, nvme = blocks.lower, self._nvme
         assert lower is not None and nvme is not None
@@ -132,7 +131,7 @@ class Replay:
             row = blocks.index.parent(row)
         if not lower.admission.admits(way, slot_class.frame_bytes):
             return
-        pinned = [*way] if row == NO_ROW else [*way, row]  # what it follows must not go for it
+        pinned = [*way] if row == NO_ROW else [*way, row]  # its ancestors must not be evicted for it
         blocks.residency.pins.pin(pinned)
         way.reverse()
         while way and (nvme.free_slots(slot_class) or blocks.evict_below(1, number)[0]):
@@ -145,7 +144,7 @@ class Replay:
         blocks.residency.pins.unpin(pinned)
 
     def _store(self, keys: Sequence[bytes], parent: int) -> int:
-        """Blocks behind `parent`, as far as there is room; returns how many there were."""
+        """Store blocks behind `parent` while there is room; returns how many."""
         blocks, number = self._blocks, self._number
         rows: list[int] = []
         for key in keys:
@@ -154,7 +153,7 @@ class Replay:
         while filled < len(rows):
             free = self._room(len(rows) - filled)
             if not free:
-                break  # all that is left is the way to this request's own blocks
+                break  # only this request's own ancestors are left
             taken = rows[filled : filled + free]
             (places,) = blocks.place(number, taken)
             blocks.dram.commit(places, [b""] * len(places))

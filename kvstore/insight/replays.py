@@ -1,8 +1,7 @@
-"""What several policies make of traces at several sizes, beside the offline optimum: `kvstore replay`.
+"""Compares policies on traces at several sizes, beside the offline optimum: `kvstore replay`.
 
-Every figure is a numerator and a denominator over the requests behind the warm-up; what happens in the warm-up fills
-the store and is not counted. Prefill seconds are those of a model: a prompt of n tokens takes n / rate * (1 + n /
-QUADRATIC).
+Every figure is a ratio over the requests behind the warm-up; the warm-up fills the store and is not counted. Prefill
+seconds are modelled: n tokens take n / rate * (1 + n / QUADRATIC_TOKENS).
 """
 
 from __future__ import annotations
@@ -24,26 +23,26 @@ from tiering.policies.admission import Admission, LearnedAdmission
 from tiering.policies.policy import PolicyMaker
 
 QUADRATIC_TOKENS = 61_000
-"""Where attention costs as much as all else: 16 GFLOP for each token of a model with 8 billion weights, and 262,144 n
-for the attention of 32 layers and 4,096 channels behind n tokens."""
+"""Prompt length at which attention costs as much as all else: 16 GFLOP per token for a model with 8 billion weights,
+and 262,144 n for the attention of 32 layers and 4,096 channels behind n tokens."""
 
 KV_BYTES_PER_TOKEN = 128 << 10
-"""Of the same model in bfloat16, with 8 KV heads."""
+"""The same model's, in bfloat16 with 8 KV heads."""
 
 OPTIMUM = "optimum"
 ALL, LEARNED, COIN, ORACLE = ADMISSIONS = ("all", "learned", "random", "oracle")
 BUDGETS, NEAR_ENOUGH = 4, 0.002
-"""Replays until a budget is spent that is the wanted share of the bytes, within so much of it."""
+"""Replays to find the budget that writes the wanted share of bytes, and how near is near enough."""
 MOST_BLOCKS = 1 << 22
-"""What tables are made for; a trace of that many distinct blocks has some million requests."""
+"""Capacity limit of the tables; a trace with that many distinct blocks has some million requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
-    """blocks: sizes of DRAM. warmup: the share of requests that only fill. prefill_rate: tokens per second of a short
-    prompt. kv_bytes_per_token: for what is written. nvme_blocks: size of the tier below; 0 for none. admission: to it;
-    `ALL` is always shown. write_shares: of the bytes that `ALL` writes over the whole trace, as budgets of `LEARNED`;
-    `COIN` is to write as much as that did."""
+    """blocks: sizes of DRAM. warmup: share of requests that are not counted. prefill_rate: tokens per second of a short
+    prompt. kv_bytes_per_token: for bytes written. nvme_blocks: size of the lower tier, 0 for none. admission: to it;
+    `ALL` is always shown too. write_shares: of the bytes that `ALL` writes over the whole trace, as budgets of
+    `LEARNED`; `COIN` is tuned to write as much as that did."""
 
     blocks: Sequence[int]
     count_partial: bool = False
@@ -90,9 +89,9 @@ class ReplayOptions:
 
 @dataclass(frozen=True, slots=True)
 class ReplayRow:
-    """One policy at one size. Rates are shares of what was asked for; hits are of all tiers where none is named;
-    written: to DRAM, where none is. write_share: that the admission was to keep to. None for what the optimum does not
-    say: where it finds blocks, and what it writes."""
+    """One policy at one size. Rates are shares of what was asked for. Hits without a tier's name are of all tiers;
+    writes without one are to DRAM. write_share: the admission's budget. None where the optimum says nothing: which tier
+    finds a block, and what is written."""
 
     trace: str
     policy: str
@@ -117,7 +116,7 @@ class ReplayRow:
 
 
 class Builder(Protocol):
-    """Makes the tables of a store: `node.build_replay`."""
+    """Makes a store's tables: `node.build_replay`."""
 
     def __call__(
         self,
@@ -134,7 +133,7 @@ Progress = Callable[[str, int, int], object]
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """All rows, by trace, size and policy; those of the optimum come last of each. policies: their names."""
+    """Rows by trace, size and policy, the optimum last of each. policies: their names."""
 
     options: ReplayOptions
     traces: tuple[Trace, ...]
@@ -142,7 +141,6 @@ class ReplayResult:
     policies: tuple[str, ...]
 
     def to_dict(self) -> dict[str, object]:
-        """For `--json`."""
         traces = [
             {
                 "trace": one.name,
@@ -161,7 +159,6 @@ class ReplayResult:
         return {"options": options, "traces": traces, "rows": [asdict(row) for row in self.rows]}
 
     def render(self, console: Any) -> None:
-        """For people."""
         counted = "partly filled blocks count" if self.options.count_partial else "full blocks alone"
         for trace in self.traces:
             read = (
@@ -244,7 +241,7 @@ def run(
     build: Builder,
     progress: Progress,
 ) -> ReplayResult:
-    """Every policy at every size on every trace."""
+    """Run every policy at every size on every trace."""
     if not policies:
         raise BadInput("no policy was given")
     names = [trace.name for trace in traces]
@@ -280,7 +277,7 @@ def run(
 
 @dataclass(frozen=True, slots=True)
 class _Here:
-    """One policy at one size, with any admission."""
+    """One policy at one size."""
 
     trace: Trace
     policy: PolicyMaker
@@ -291,7 +288,7 @@ class _Here:
     doing: str
 
     def run(self, words: str, admission: Callable[[Replay], Admission] | None = None) -> Replayed:
-        """Once through the trace. words: which admission it is."""
+        """Replay once. words: names the admission in reports of progress."""
 
         def told(done: int) -> None:
             self.progress(self.doing + words, done, self.trace.requests)
@@ -300,7 +297,7 @@ class _Here:
         return replay.run(self.trace, told)
 
     def admitted(self) -> Iterator[tuple[str, float | None, Replayed]]:
-        """Everything, and what else is wanted: (admission, share of the bytes, what became of it)."""
+        """(admission, its share of the bytes, result): everything admitted first, then what the options ask for."""
         everything = self.run(", everything admitted")
         yield ALL, None, everything
         total = int(everything.nvme_writes.sum())
@@ -335,15 +332,15 @@ class _Here:
         return learned
 
     def _within(self, share: float, wanted: float, seconds: float) -> Replayed:
-        """The one of several budgets that spends most nearly so many blocks: how much of the bucket is left at the end
-        is unknown before."""
+        """Search the budget whose replay writes nearest to so many blocks: what is left of the bucket at the end cannot
+        be predicted."""
         tried: dict[int, Replayed] = {}
         planned = wanted
         for number in range(1, BUDGETS + 1):
             words = f", learned, {share:g} of the bytes, try {number}"
             done = self.run(words, self._learned(LearnedAdmission.rate_for(planned, seconds)))
             count = int(done.nvme_writes.sum())
-            is_same = count in tried  # it writes all that it finds worth it
+            is_same = count in tried  # the budget no longer limits it
             tried[count] = done
             if is_same or not count or abs(count - wanted) <= wanted * NEAR_ENOUGH:
                 break
@@ -351,7 +348,7 @@ class _Here:
         return tried[min(tried, key=lambda count: abs(count - wanted))]
 
     def _coin(self, share: float, wanted: int) -> Replayed:
-        """The one of several that writes most nearly so many blocks."""
+        """Search the chance whose replay writes nearest to so many blocks."""
         tried: dict[int, Replayed] = {}
 
         def written(chance: float) -> int:
@@ -366,7 +363,7 @@ class _Here:
 
 
 class _Account:
-    """What was asked for, and what hits are worth."""
+    """Turns replays into rows."""
 
     def __init__(self, trace: Trace, options: ReplayOptions) -> None:
         self._trace = trace
@@ -383,7 +380,6 @@ class _Account:
         admission: str | None = None,
         write_share: float | None = None,
     ) -> ReplayRow:
-        """Behind the warm-up."""
         dram, nvme = done.dram_hits[self._first :], done.nvme_hits[self._first :]
         blocks = dram + nvme
         written, written_below = (int(one[self._first :].sum()) for one in (done.dram_writes, done.nvme_writes))

@@ -1,13 +1,13 @@
-"""Request traces: what was asked for, block by block, without a token of it.
+"""Request traces: which blocks each request asked for, without a token.
 
 The published form of Mooncake's traces, JSON lines in the order of arrival:
 
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, ...]}
 
-timestamp in ms, lengths in tokens; one id for each block of the prompt, the last of which may be filled in part. Equal
-ids at equal places mean equal prefixes. Here a block is named by its whole chain, so that a trace whose ids name blocks
-without what lies before them is read as rightly. Lines that are not in the order of their timestamps are put in it, as
-those do that send such a trace by the clock (aiperf). Reads lines and no files.
+timestamp in ms, lengths in tokens; one id for each block of the prompt, the last of which may be partly filled. Equal
+ids at equal places mean equal prefixes. This reader names a block by its whole chain, so traces whose ids do not cover
+the blocks before are read correctly too. Lines out of order are sorted by timestamp; tools that send a trace by the
+clock (aiperf) do the same. Reads lines, no files.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from kvstore.block.errors import BadInput
 Column = np.ndarray[Any, Any]
 
 BLOCK_TOKENS = tuple(1 << bits for bits in range(4, 14))
-"""What a trace's blocks are tried for, where it is not said: 16 to 8,192 tokens."""
+"""Block sizes that are tried if none is given: 16 to 8,192 tokens."""
 
 _EXAMPLE = '{"timestamp": 0, "input_length": 700, "output_length": 20, "hash_ids": [0, 1]}'
 _LENGTHS = ("input_length", "output_length")
 _MOST = 1 << 62
 MOST_TOKENS = 1 << 31
-"""Of one prompt; sums of some billion prompts stay below 2**62."""
+"""Of one prompt; sums over some billion prompts stay below 2**62."""
 _SHOWN = 40
-"""Characters of a wrong value in a message."""
+"""Characters of a wrong value shown in a message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in the order of their timestamps; out_of_order: how many of them stood behind a later one.
+    """Requests ordered by timestamp; out_of_order: how many came behind a later one.
 
-    blocks: one number for each block of each request, from 0 on in the order in which they were seen first; equal
-    numbers are equal prefixes. starts: where each request's blocks begin, and the end of the last one's.
+    blocks: for each block of each request a number, counted from 0 in order of first appearance; equal numbers are
+    equal prefixes. starts: index of each request's first block, and the total at the end.
     """
 
     name: str
@@ -55,22 +55,19 @@ class Trace:
 
     @property
     def requests(self) -> int:
-        """How many there are."""
         return len(self.timestamps_ms)
 
     @property
     def distinct_blocks(self) -> int:
-        """Blocks that are different from each other."""
         return int(self.blocks.max()) + 1 if len(self.blocks) else 0
 
     def chains(self) -> Iterator[list[int]]:
-        """The blocks of each request."""
         starts = self.starts.tolist()
         for start, stop in pairwise(starts):
             yield self.blocks[start:stop].tolist()
 
     def without_partial(self) -> Trace:
-        """The same without blocks that a prompt fills in part: those are never stored."""
+        """The same trace without partly filled blocks, which are never stored."""
         lengths = np.diff(self.starts)
         is_partial = lengths * self.block_tokens > self.input_tokens
         kept = np.ones(len(self.blocks), bool)
@@ -82,9 +79,9 @@ class Trace:
 
 
 def read_trace(name: str, lines: Iterable[str], block_tokens: int | None = None) -> Trace:
-    """A trace from its lines. Raises `BadInput` with the line's number.
+    """Raises `BadInput` with the line's number.
 
-    block_tokens: of one block; if not given, the only size that fits all lengths.
+    block_tokens: None for the only size that fits all lengths.
     """
     rows = [_request(f"{name}, line {at}", at, line) for at, line in enumerate(lines, 1) if line.strip()]
     if not rows:

@@ -1,17 +1,16 @@
-"""What other sizes would have found of what clients look up now: fed by look-ups, without delaying them.
+"""Estimates from live look-ups what other store sizes would have found, without delaying the look-ups.
 
-    looked_up()  a look-up's keys are put in a queue that is bounded; where it is full they are dropped and counted
-    step()       the worker's thread takes some from there and tells the estimators; run() does so until it is stopped
-    snapshot()   anybody reads hit rates at multiples of a budget, and the whole curve, of about the last hour
+    looked_up()  puts a look-up's keys into a bounded queue; if that is full, drops and counts them
+    step()       the worker's thread feeds the estimators from the queue; run() repeats it until stopped
+    snapshot()   any thread reads hit rates at multiples of a budget, and the whole curve, of about the last hour
 
-What was counted half an hour ago counts half. A sample's threshold only falls, so estimators take turns: each learns
+Counts decay with a half-life of half an hour. A sample's threshold only falls, so estimators take turns: each learns
 for an hour while the one before it answers, counts from the second half of that on, answers for an hour, and goes. The
-curve is LRU's; it knows nothing of pins, deadlines and declined writes, which is why a store's own hit rate may be
-below it.
+curve is LRU's; it does not model pins, deadlines and declined writes, so a store's own hit rate may be lower.
 
-A key is turned into a mark by a secret salt and its namespace, so that no client can choose which of its blocks are
-sampled. Clock and salt are handed in; the thread is the caller's. Memory is at most 4 MiB. Where the
-worker takes more than a hundredth of what the whole process works, it samples fewer names.
+A secret salt and the namespace turn each key into a mark, so no client can choose which of its blocks are sampled.
+Clock and salt are handed in; the caller owns the thread. Memory is at most 4 MiB. If the worker takes more than a
+hundredth of the process's work, it samples fewer names.
 """
 
 from __future__ import annotations
@@ -31,28 +30,27 @@ from tiering.clock import Clock
 
 KEY_BYTES = 32
 SCALES = (0.5, 1.0, 2.0, 4.0, 8.0, inf)
-"""Multiples of the budget of which a snapshot speaks."""
+"""Multiples of the budget in a snapshot."""
 HALF_LIFE_SECONDS = 1800.0
 TURN_SECONDS = 3600.0
 FADE_EVERY_SECONDS = 10.0
 MOST_QUEUED_BLOCKS = 1 << 14
-"""Blocks of look-ups that wait, 32 bytes each; a longer look-up is dropped."""
+"""Blocks of queued look-ups, 32 bytes each; a longer look-up is dropped."""
 MOST_QUEUED_LOOKUPS = 1 << 10
 BATCH_BLOCKS = 1 << 11
-"""Blocks after which a step ends: some milliseconds of Python, in which others get the interpreter as usual."""
+"""A step ends after this many blocks: some milliseconds of Python, during which other threads run as usual."""
 WAIT_SECONDS = 0.2
-"""Between two looks at an empty queue: look-ups that are worked through together cost less, and the queue holds those
-of so long at 80,000 blocks a second."""
+"""Pause when the queue is empty. Batches cost less per look-up, and the queue holds this long at 80,000 blocks a
+second."""
 FEW_SAMPLED = 2_000
-"""References in the sample below which the words say that there are few."""
+"""Below so many sampled references the snapshot's words warn."""
 FIRST_SAMPLE = 4
-"""How much more of all names than the one before it an estimator samples at first."""
+"""An estimator starts with this multiple of its predecessor's sampled share."""
 POINTS_PER_DOUBLING = 4
-"""Of the whole curve."""
 WORK_SHARE = 0.01
-"""Of what the process works; where the worker takes more, half as many names are sampled from then on."""
+"""Of the process's work; if the worker takes more, it halves the number of sampled names."""
 FREE_WORK = 0.001
-"""Of a core: what the worker may always take."""
+"""Share of a core that the worker may always take."""
 WEIGHED_EVERY_SECONDS = 5.0
 FEWEST_NAMES = 256
 
@@ -62,13 +60,13 @@ _SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
 
 
 _Kind = tuple[int, int, int]
-"""Of look-ups that are worked through together: namespace, bytes and tokens of a block."""
+"""Look-ups of equal kind are batched: namespace, bytes and tokens of a block."""
 _Offered = tuple[Sequence[bytes], int, _Kind]
-"""A look-up that waits: its keys, how many, and its kind."""
+"""A queued look-up: its keys, their number, its kind."""
 
 
 class Stop(Protocol):
-    """When to end: a `threading.Event`."""
+    """A `threading.Event`."""
 
     def is_set(self) -> bool: ...
 
@@ -77,8 +75,8 @@ class Stop(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
-    """What a store of so many bytes would have found: shares of the tokens, and of the bytes, that were asked for.
-    scale: times the budget."""
+    """What a store of so many bytes would have found, as shares of the tokens and of the bytes asked for. scale:
+    multiple of the budget."""
 
     size_bytes: float
     scale: float
@@ -88,10 +86,9 @@ class CurvePoint:
 
 @dataclass(frozen=True, slots=True)
 class WhatIfSnapshot:
-    """points: at `SCALES`; the last one is the ceiling, which no size exceeds. curve: sizes from nothing found to all
-    of it, rising. asked_tokens, asked_bytes: what they are shares of; what faded counts less. sample_ratio: of names.
-    seconds: for which the estimator that answers has counted. tokens_per_second: that were asked for in about the last
-    hour. words: what to say beside the curve, one sentence."""
+    """points: at `SCALES`; the last is the ceiling. curve: rising, from no hits to all of them. asked_tokens,
+    asked_bytes: what rates are shares of, decayed. sample_ratio: of names. seconds: how long the answering estimator
+    has counted. tokens_per_second: asked for in about the last hour. words: one sentence to show beside the curve."""
 
     points: tuple[CurvePoint, ...]
     curve: tuple[CurvePoint, ...]
@@ -116,28 +113,28 @@ class WhatIf:
         self._salt = salt
         self._names = self._names_at_next_turn = self._most_names = names
         self._sizes: dict[int, tuple[int, int]] = {}
-        self._queue: deque[_Offered] = deque()  # in their order
-        self._queue_lock = threading.Lock()  # held for an addition
+        self._queue: deque[_Offered] = deque()  # first in, first out
+        self._queue_lock = threading.Lock()  # held for one append
         self._queued_blocks = 0
         self._lookups = self._dropped_lookups = self._dropped_blocks = 0
-        self._lock = threading.Lock()  # of the estimators; held for a batch
+        self._lock = threading.Lock()  # guards the estimators; held for a batch
         now = clock.monotonic_seconds()
         self._turns = [_Turn(now, LruCurve(names), counts=True)]
         self._faded_at = now
 
     def opened(self, namespace: int, block_bytes: int, block_tokens: int) -> None:
-        """A namespace may be looked up in from now on. block_bytes: that a block of it takes in a tier."""
+        """Announce a namespace. block_bytes: size of its blocks in a tier."""
         self._sizes[namespace] = block_bytes, block_tokens
 
     def looked_up(self, namespace: int, keys: Sequence[bytes]) -> bool:
-        """As `offer`, in a namespace that was opened; `False` and uncounted in another one."""
+        """As `offer`; returns `False`, uncounted, for a namespace that was not opened."""
         sizes = self._sizes.get(namespace)
         return sizes is not None and self.offer(namespace, keys, *sizes)
 
     def offer(self, namespace: int, keys: Sequence[bytes], block_bytes: int, block_tokens: int) -> bool:
-        """A look-up of these keys, `KEY_BYTES` each, the first block's first; the caller never changes them.
-        block_bytes: that a block of the namespace takes in a tier, more than 0. Never waits for work: where the queue
-        is full, or the look-up longer than it, returns `False` and counts it as dropped."""
+        """Queue a look-up. keys: `KEY_BYTES` each, first block first; the caller must not change them. block_bytes:
+        size in a tier, > 0. Never waits for the worker: if the queue is full or the look-up longer than it, returns
+        `False` and counts it as dropped."""
         count = len(keys)
         if not count:
             return True
@@ -153,11 +150,11 @@ class WhatIf:
         return True
 
     def step(self) -> int:
-        """Work through some of what waits; returns how many blocks that was. 0: nothing waits."""
+        """Process some queued look-ups; returns how many blocks, 0 if the queue is empty."""
         batch = self._take()
         with self._lock:
             self._pass_time()
-            alike: dict[_Kind, list[Sequence[bytes]]] = {}  # in the order in which each kind came first
+            alike: dict[_Kind, list[Sequence[bytes]]] = {}  # kinds in order of arrival
             for keys, _, kind in batch:
                 alike.setdefault(kind, []).append(keys)
             for (namespace, block_bytes, block_tokens), lists in alike.items():
@@ -168,8 +165,8 @@ class WhatIf:
         return sum(count for _, count, _ in batch)
 
     def run(self, stop: Stop, worked: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0)) -> None:
-        """Step until `stop` is set; what waits then is left. worked: seconds that the processor has worked for this
-        thread, and for the whole process."""
+        """Step until `stop` is set; what is queued then is dropped. worked: CPU seconds of this thread and of the
+        process."""
         weighed_at, (mine, everybodys) = self._clock.monotonic_seconds(), worked()
         while not stop.is_set():
             if not self.step():
@@ -181,8 +178,8 @@ class WhatIf:
                 weighed_at, mine, everybodys = now, mine_now, everybodys_now
 
     def weigh(self, mine: float, everybodys: float, seconds: float) -> None:
-        """Sample fewer names where sampling took too much of what the process worked, and more, from the next turn on,
-        where it took little. In seconds of work, within so many seconds."""
+        """Sample fewer names if sampling took too much of the process's work; if it took little, more from the next
+        estimator on. mine, everybodys: CPU seconds within so many seconds."""
         with self._lock:
             if mine > max(WORK_SHARE * everybodys, FREE_WORK * seconds):
                 self._names = self._names_at_next_turn = max(min(FEWEST_NAMES, self._names), self._names // 2)
@@ -192,7 +189,7 @@ class WhatIf:
                 self._names_at_next_turn = min(self._most_names, 2 * self._names)
 
     def snapshot(self, budget_bytes: float) -> WhatIfSnapshot:
-        """As it is known by now. budget_bytes: what scale 1 is."""
+        """Current figures. budget_bytes: scale 1."""
         with self._queue_lock:
             lookups, dropped, dropped_blocks = self._lookups, self._dropped_lookups, self._dropped_blocks
         with self._lock:
@@ -219,7 +216,7 @@ class WhatIf:
             )
 
     def check(self) -> None:
-        """Verify the bounds, and what has to hold in each estimator."""
+        """Verify the queue's bounds and each estimator's invariants."""
         with self._queue_lock:
             assert self._queued_blocks == sum(count for _, count, _ in self._queue) <= MOST_QUEUED_BLOCKS
             assert len(self._queue) <= MOST_QUEUED_LOOKUPS and self._dropped_lookups <= self._lookups
@@ -241,7 +238,7 @@ class WhatIf:
         return batch
 
     def _pass_time(self) -> None:
-        """Fade what was counted, and let the next estimator begin, or answer."""
+        """Decay counts, and rotate the estimators when it is time."""
         now = self._clock.monotonic_seconds()
         if now - self._faded_at >= FADE_EVERY_SECONDS:
             factor = 0.5 ** ((now - self._faded_at) / HALF_LIFE_SECONDS)
@@ -254,7 +251,7 @@ class WhatIf:
             newest.counts = True
         if now - newest.began_at < TURN_SECONDS:
             return
-        # The next one would first sample all names, until it has enough of them: so it begins where it would soon be.
+        # The next estimator starts near the threshold that it would soon reach, rather than with all names.
         threshold = min(MARKS, FIRST_SAMPLE * newest.curve.threshold)
         self._names = self._names_at_next_turn
         self._turns = [newest, _Turn(now, LruCurve(self._names, threshold), counts=False)]
@@ -264,11 +261,11 @@ class WhatIf:
 class _Turn:
     began_at: float
     curve: LruCurve
-    counts: bool  # until then nearly all is asked for the first time, as far as it knows
+    counts: bool  # off at first, when nearly everything looks new
 
 
 def marks_of(keys: bytes, salt: int, namespace: int) -> Marks:
-    """keys: `KEY_BYTES` each. Of each one's first 8 bytes, which are a hash's."""
+    """keys: `KEY_BYTES` each. Uses the first 8 bytes of each, which are hash bits."""
     assert len(keys) % KEY_BYTES == 0, "keys are 32 bytes"
     words = np.frombuffer(keys, "<u8")[:: KEY_BYTES // 8]
     (salt,) = mixed(np.array([namespace], np.uint64), salt).tolist()
@@ -293,7 +290,7 @@ def _points(curve: LruCurve, sizes: Sequence[float], budget_bytes: float) -> tup
 
 
 def faded_seconds(seconds: float) -> float:
-    """Of what was counted for so long: those further back count less, as what was counted in them does."""
+    """Effective length of so many seconds of counting, with the decay that counts have."""
     mean_life = HALF_LIFE_SECONDS / log(2)
     return max(1.0, mean_life * -expm1(-seconds / mean_life))
 

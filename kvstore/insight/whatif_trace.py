@@ -1,13 +1,13 @@
-"""What sizes would have found of recorded requests, estimated: `kvstore whatif`.
+"""Estimates hit rates of a recorded trace at several sizes: `kvstore whatif`.
 
     lru         one pass over the trace for all sizes (`lru_curve`)
-    adaptive    for each size a pass over a part of the blocks, through the store's own tables with as small a part of
-                the room. From few blocks little is learned, so a small size takes a larger part
+    adaptive    one pass per size over a part of the blocks, through the store's own tables with as small a part of
+                the room. Few blocks teach the policy little, so a small size takes a larger part
 
-A chain of which blocks are left out by a hash of their names is still a chain, with the same ancestors nearest to each
-block: C. Waldspurger, T. Saemundsson, I. Ahmad, N. Park, "Cache modeling and optimization using miniature simulations",
-USENIX ATC 2017. Hot names are left out of the part, and counted as found again each time: they would take up a whole
-block of a room in which all others take up a fraction. Draws nothing but what its seed says.
+A chain from which blocks are left out by a hash of their names is still a chain, with the same nearest ancestors: C.
+Waldspurger, T. Saemundsson, I. Ahmad, N. Park, "Cache modeling and optimization using miniature simulations", USENIX
+ATC 2017. Hot names are left out of the part and counted as found each time: each would take a whole block of a room in
+which all others take a fraction. Only the seed is random.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from tiering.policies.policy import PolicyMaker
 LRU, ADAPTIVE = ESTIMATED = ("lru", "adaptive")
 MOST_NAMES = 1 << 20
 LEAST_PART = 0.1
-"""Of all blocks, that adaptive is replayed with."""
+"""Smallest share of blocks that adaptive is replayed with."""
 LEAST_ROOM = 200
-"""Blocks of room that it is replayed with, at least, unless the size itself is smaller."""
+"""Smallest room for that replay, in blocks, unless the size itself is smaller."""
 SIZES = 10
-"""Tried where none is given: up to all blocks that the trace has."""
+"""Number of sizes if none is given, up to all distinct blocks."""
 SMALLEST = 200
-"""Of these the smallest is all that the trace has, divided by that."""
+"""The smallest of these is all distinct blocks divided by this."""
 REQUESTS_AT_A_TIME = 200
 
 Progress = Callable[[str, int, int], object]
 MakerOf = Callable[[float], PolicyMaker]
-"""The policy, told of that share of all blocks."""
+"""Makes the policy for a given share of all blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class WhatIfOptions:
-    """blocks: sizes; none for some that fit the trace. sizes_bytes: further sizes. policy: of `ESTIMATED`. names: that
-    are sampled at a time. seed: of which names are. is_exact: replay each size in full as well."""
+    """blocks: sizes; empty for some that fit the trace. sizes_bytes: further sizes. policy: of `ESTIMATED`. names:
+    sampled at a time. seed: chooses the sampled names. is_exact: also replay each size in full."""
 
     blocks: Sequence[int] = ()
     sizes_bytes: Sequence[int] = ()
@@ -76,9 +76,9 @@ class WhatIfOptions:
 
 @dataclass(frozen=True, slots=True)
 class WhatIfRow:
-    """One size. hit_rate: of the blocks asked for, estimated. ceiling: that no size exceeds, estimated. sample_ratio:
-    the share of names, or of blocks, that it was estimated from. seconds: that it took; one pass gives all rows of LRU.
-    exact_hit_rate, error: by the full replay, where there is one; error is estimated less exact."""
+    """One size. hit_rate: share of blocks asked for, estimated. ceiling: the limit over all sizes, estimated.
+    sample_ratio: share of names, or of blocks, used. seconds: taken; for LRU one pass gives all rows. exact_hit_rate,
+    error: of the full replay, if any; error is estimate minus exact."""
 
     blocks: int
     size_bytes: int
@@ -93,7 +93,7 @@ class WhatIfRow:
 
 @dataclass(frozen=True, slots=True)
 class WhatIfResult:
-    """mean_error: the mean of the absolute errors of all rows. ceiling_error: of the ceiling."""
+    """mean_error: mean absolute error of all rows. ceiling_error: estimate minus exact."""
 
     options: WhatIfOptions
     trace: Trace
@@ -102,7 +102,6 @@ class WhatIfResult:
     ceiling_error: float | None = None
 
     def to_dict(self) -> dict[str, object]:
-        """For `--json`."""
         trace = self.trace
         options = asdict(self.options)
         options["blocks"], options["sizes_bytes"] = list(self.options.blocks), list(self.options.sizes_bytes)
@@ -122,7 +121,6 @@ class WhatIfResult:
         }
 
     def render(self, console: Any) -> None:
-        """For people."""
         trace = self.trace
         block_bytes = trace.block_tokens * self.options.kv_bytes_per_token
         read = (
@@ -154,7 +152,7 @@ def run(
     clock: Clock,
     progress: Progress = lambda doing, done, steps: None,
 ) -> WhatIfResult:
-    """Every size. maker_of: of the options' policy."""
+    """Estimate every size. maker_of: for the options' policy."""
     full = trace.without_partial()
     if not len(full.blocks):
         raise BadInput(f"{trace.name} has no full block of {trace.block_tokens} tokens in it, and others are not kept")
@@ -191,7 +189,7 @@ def run(
 def curve_of(
     trace: Trace, names: int = NAMES, seed: int = 0, progress: Callable[[int], object] = lambda done: None
 ) -> LruCurve:
-    """A trace's estimator: sizes are blocks."""
+    """Feed a trace to an estimator; sizes are in blocks."""
     curve = LruCurve(names)
     marks = marks_of_blocks(trace, seed)
     lengths, starts = np.diff(trace.starts).tolist(), trace.starts.tolist()
@@ -204,7 +202,7 @@ def curve_of(
 
 
 def part_for(blocks: int) -> float:
-    """The share of a trace's blocks that adaptive of that size is estimated from."""
+    """The share of a trace's blocks used to estimate adaptive at that size."""
     return min(1.0, max(LEAST_PART, LEAST_ROOM / blocks))
 
 
@@ -216,7 +214,7 @@ def replayed_rate(
     maker: PolicyMaker,
     progress: Callable[[int, int], object] = lambda done, steps: None,
 ) -> float:
-    """The share of a trace's blocks that a policy with room for so many finds: no estimate."""
+    """The share of a trace's blocks that a policy finds with room for so many: exact."""
     done = build(maker, blocks, seed).run(trace, lambda done: progress(done, trace.requests))
     return int(done.dram_hits.sum()) / len(trace.blocks)
 
@@ -230,8 +228,8 @@ def thinned_rate(
     maker: PolicyMaker,
     progress: Callable[[int, int], object] = lambda done, steps: None,
 ) -> float:
-    """The same, estimated from a part of the blocks. How many are asked for again is known; the part says which share
-    of these is found."""
+    """The same, estimated from a part of the blocks. How many are asked for again is known exactly; the part says which
+    share of these is found."""
     hot = hot_blocks(trace)
     thin = thinned(trace, part, seed, hot)
     again = len(thin.blocks) - thin.distinct_blocks
@@ -245,15 +243,15 @@ def thinned_rate(
 
 
 def hot_blocks(trace: Trace) -> Any:
-    """Those with a large share of all references, at most `HOT_NAMES`. With a block its ancestors."""
+    """Blocks with a large share of all references, at most `HOT_NAMES`; with each block its ancestors."""
     uses = np.bincount(trace.blocks, minlength=trace.distinct_blocks)
     most = np.argsort(-uses, kind="stable")[:HOT_NAMES]
     return most[uses[most] >= HOT_SHARE * len(trace.blocks)]
 
 
 def thinned(trace: Trace, part: float, seed: int, left_out: Any) -> Trace:
-    """The same requests with that share of their blocks, in the same order, by the hash of each; requests of which
-    none is left are. left_out: blocks that none has."""
+    """The trace with a share of its blocks, chosen by hash, without those of left_out; requests that lose all blocks
+    are dropped."""
     kept = marks_of_blocks(trace, seed) < np.uint64(min(int(part * MARKS), MARKS - 1))
     kept &= ~np.isin(trace.blocks, left_out)
     lengths = np.add.reduceat(np.concatenate([kept, [False]]).astype(np.int64), trace.starts[:-1])
@@ -267,7 +265,7 @@ def thinned(trace: Trace, part: float, seed: int, left_out: Any) -> Trace:
 
 
 def marks_of_blocks(trace: Trace, seed: int) -> Marks:
-    """Of the blocks of all requests; by the seed which are sampled."""
+    """One mark per block; the seed chooses which are sampled."""
     (salt,) = mixed(np.array([seed], np.uint64), 0).tolist()
     return mixed(trace.blocks.astype(np.uint64), salt)
 

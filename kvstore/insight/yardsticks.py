@@ -1,13 +1,13 @@
-"""What policies and admissions are held against: the offline optimum, a coin, and one that knows what comes later.
+"""Baselines for policies and admissions: the offline optimum, a coin, and an oracle.
 
-The optimum is how many blocks any policy could have found, had it known the future: MIN with bypass. The block whose
-next use is furthest away goes first, also if it is the one that just came. In a chain an ancestor's next use is never
-later than its descendant's, and ties go to the deeper block, so what is kept is always whole prefixes: the optimum for
-single blocks is the optimum for prefixes. L. A. Belady, "A study of replacement algorithms for a virtual-storage
-computer", IBM Systems Journal 5 (2), 1966.
+The optimum is MIN with bypass: how many blocks a policy could have found, had it known the future. The block whose next
+use is furthest away goes first, even if it just came. In a chain an ancestor's next use is never later than its
+descendant's, and ties go to the deeper block, so whole prefixes are kept: the optimum for single blocks is the optimum
+for prefixes. L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal 5
+(2), 1966.
 
-Neither admission is of use in a store. A coin that is thrown for each block which leaves takes its ancestors along, as
-every admission does; so it writes the beginnings of prompts more often than their ends, which is better than it sounds.
+No store can use these admissions. The coin, thrown for each evicted block, takes ancestors along as every admission
+does, so it favours the beginnings of prompts: it is a stronger baseline than it sounds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tiering.policies.admission import AdmitAll
 
 NEVER = 1 << 62
 BISECTIONS = 8
-"""Replays until a coin writes as much as it is to, within some percent."""
+"""Replays to tune the coin's writes to within some percent."""
 
 
 def next_uses(trace: Trace) -> Column:
@@ -41,11 +41,11 @@ def next_uses(trace: Trace) -> Column:
 
 
 def optimal_hits(trace: Trace, capacity_blocks: int) -> Column:
-    """How many blocks of each request, from the first on, that optimum finds."""
+    """How many leading blocks of each request the optimum finds."""
     following = next_uses(trace).tolist()
     hits = np.zeros(trace.requests, np.int64)
     held: dict[int, int] = {}  # block -> its next use
-    worst: list[tuple[int, int, int]] = []  # (-next use, -depth, block); stale where `held` says another next use
+    worst: list[tuple[int, int, int]] = []  # (-next use, -depth, block); stale if `held` has another next use
     at = 0
     for request, chain in enumerate(trace.chains()):
         is_prefix = True
@@ -74,7 +74,7 @@ def optimal_hits(trace: Trace, capacity_blocks: int) -> Column:
 
 
 class CoinAdmission(AdmitAll):
-    """A share of those that leave."""
+    """Admits a random share of evicted blocks."""
 
     chooses = True
 
@@ -84,31 +84,29 @@ class CoinAdmission(AdmitAll):
         self._throws = 0
 
     def admits(self, way: Sequence[int], block_bytes: int) -> bool:
-        """Whatever it is."""
         self._throws += 1
         return xxh3_64_intdigest(self._throws.to_bytes(8, "little"), self._seed) < self._least
 
 
 class OracleAdmission(AdmitAll):
-    """Those that a later request of the trace asks for."""
+    """Admits blocks that a later request asks for."""
 
     chooses = True
 
     def __init__(self, requests: Sequence[Sequence[int]], names: array[int], now: Callable[[], int]) -> None:
-        """requests: of each block of the trace, those that ask for it. names: of each row, its block in the trace.
-        now: the request that runs."""
+        """requests: for each block of the trace, the requests that ask for it. names: block of each row. now: the
+        current request."""
         self._requests = requests
         self._names = names
         self._now = now
 
     def admits(self, way: Sequence[int], block_bytes: int) -> bool:
-        """It knows."""
         later = self._requests[self._names[way[0]]]
         return bisect_right(later, self._now()) < len(later)
 
 
 def requests_of(trace: Trace) -> list[list[int]]:
-    """Of each block, the requests that ask for it."""
+    """For each block, the requests that ask for it."""
     requests: list[list[int]] = [[] for _ in range(trace.distinct_blocks)]
     for number, chain in enumerate(trace.chains()):
         for block in chain:
@@ -117,8 +115,8 @@ def requests_of(trace: Trace) -> list[list[int]]:
 
 
 def share_that_writes(wanted: int, written: Callable[[float], int]) -> float:
-    """Of a coin, the share with which about so many blocks are written. written: by one with a given share."""
-    low, high = -10.0, 0.0  # powers of two: blocks take their ancestors along, so a small share writes much
+    """The coin's share with which about `wanted` blocks are written. written: blocks written with a given share."""
+    low, high = -10.0, 0.0  # powers of two: ancestors come along, so even a small share writes much
     for _ in range(BISECTIONS - 1):
         middle = (low + high) / 2
         if written(2**middle) < wanted:

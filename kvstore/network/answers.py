@@ -1,4 +1,4 @@
-"""Translates between wire messages and the sidecar's: prompts to keys, replies to messages. Asks no sidecar."""
+"""Translates between wire messages and the sidecar's: prompts to keys, replies to messages. Sends no query."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from kvstore.wire import admin_pb2, store_pb2
 from tiering.frame import KEY_BYTES
 
 MOST_ANSWER_BYTES = 3 << 20
-"""Longer answers are cut: clients take 4 MiB."""
+"""Longer answers are cut, since clients accept 4 MiB."""
 MOST_LISTED = 64
 MOST_SECONDS = 3600.0
 DROP_SECONDS = 30.0
 _TOKENS_AT_ONCE = 1 << 14
-"""Other calls get the interpreter in between."""
+"""So that other calls get the interpreter in between."""
 
 
 def keys_of(prompt: store_pb2.Prompt, space: OpenSpace) -> list[bytes]:
@@ -48,7 +48,7 @@ def check_blocks(blocks: int) -> None:
 
 
 def hashed(token_ids: Sequence[int], extra: Sequence[ExtraKey], hasher: PrefixHasher) -> list[bytes]:
-    """Keys of token ids, each of them known to be a uint32."""
+    """Keys of token ids, each of which is known to be a uint32."""
     starts = range(0, len(token_ids), _TOKENS_AT_ONCE)
     packed = b"".join(token_bytes(list(token_ids[start : start + _TOKENS_AT_ONCE])) for start in starts)
     return hasher.keys(packed, extra)
@@ -62,7 +62,7 @@ def match_response(reply: MatchReply) -> store_pb2.MatchResponse:
 
 
 def namespaces_response(spaces: Iterable[ListedSpace], following: int) -> store_pb2.NamespacesResponse:
-    """As many as fit one answer. following: the place behind them; 0 at the end."""
+    """As many as fit one answer. following: the position after these; 0 at the end."""
     answer, taken_bytes = store_pb2.NamespacesResponse(), 0
     for space in spaces:
         one = _namespace(space)
@@ -99,7 +99,7 @@ def hit_tokens(reply: MatchReply, block_tokens: int) -> dict[str, int]:
 
 
 def load_seconds(tokens: Mapping[str, int], tokens_per_second: Mapping[str, float]) -> float | None:
-    """How long engines take to load these, at the rates they reported; None if one is unknown."""
+    """How long engines take to load these tokens, at the rates they reported; None if one is unknown."""
     if any(tokens_per_second.get(tier, 0.0) <= 0 for tier in tokens):
         return None
     return sum(count / tokens_per_second[tier] for tier, count in tokens.items())
@@ -114,7 +114,7 @@ def checked_drop_seconds(message: Any) -> float:
 
 
 def status_message(facts: SidecarStatus) -> admin_pb2.SidecarStatus:
-    """The status as a message; if it is too long, without the last namespaces and sessions, which are counted."""
+    """The status as a message; if it is too long, the last namespaces and sessions are only counted."""
     message = admin_pb2.SidecarStatus()
     fill(message, facts)
     while message.ByteSize() > MOST_ANSWER_BYTES and (message.namespaces or message.sessions):

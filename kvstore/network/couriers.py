@@ -1,4 +1,4 @@
-"""Builds the courier of the network process. Imported only if blocks may be elsewhere."""
+"""Builds the courier of the network process. Imported only if it may be needed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ UCX = "ucx"
 
 @dataclass(frozen=True, slots=True)
 class UcxWays:
-    """`kvstore.peers.ucx`, imported only where it is configured: its door and its transport."""
+    """`kvstore.peers.ucx`, imported only if configured: its server and its transport."""
 
     door: Callable[..., FrameDoor]
     transport: Callable[..., PullTransport]
@@ -43,8 +43,8 @@ class UcxWays:
 
 @dataclass(frozen=True, slots=True)
 class CourierSettings:
-    """As `NetworkSettings` and `RemoteSettings` have them. listen: of gRPC; None where there are no other nodes. ucx:
-    where that is the transport. The passwords are read with each connection."""
+    """From `NetworkSettings` and `RemoteSettings`. listen: of gRPC; None without other nodes. ucx: if that is the
+    transport. The passwords are read with each connection."""
 
     socket: str
     tenants: tuple[str, ...]
@@ -70,7 +70,6 @@ class NetworkCourier:
 
     @property
     def service(self) -> Any:
-        """As `CourierBeside.service`."""
         return self._courier.holder if self._has_peers else None
 
     def holding(
@@ -81,11 +80,9 @@ class NetworkCourier:
         return HeldElsewhere({one.node.hex(): (one.blocks, str(one.tier)) for one in found.holders}, found.left_out)
 
     def start(self, address: str) -> None:
-        """As `CourierBeside.start`."""
         self._courier.start(address)
 
     def close(self) -> None:
-        """As `CourierBeside.close`."""
         self._courier.close()
 
 

@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 
 class SourceFile(Protocol):
-    """A file that may be exchanged while it is in use."""
+    """A file that may be replaced while it is in use."""
 
     path: str
 
@@ -53,7 +53,7 @@ class SourceFile(Protocol):
 
 
 class Rotated(Generic[T]):
-    """The joint contents of some files, as they are now, or as they last were usable. Thread-safe."""
+    """The joint contents of some files: the present ones, or the last usable ones. Thread-safe."""
 
     def __init__(self, files: Iterable[SourceFile], made_of: Callable[[list[bytes]], T], clock: Clock) -> None:
         """made_of: builds the value from their contents, or raises `BadInput`. Raises that, and `OSError`."""
@@ -102,7 +102,7 @@ class Tokens:
         self._callers = {self._digest(token): caller for token, caller in callers.items()}
 
     def caller(self, authorization: str) -> DoorCaller | None:
-        """The caller with that token; None for an unknown one. authorization: as the header has it."""
+        """The caller with that token; None for an unknown one. authorization: the header."""
         kind, _, token = authorization.partition(" ")
         if kind.lower() != "bearer" or len(token) > MOST_TOKEN:
             return None
@@ -113,7 +113,7 @@ class Tokens:
 
 
 def caller_of_uris(uris: Iterable[str | bytes]) -> DoorCaller | None:
-    """The caller of a certificate with these SAN URIs; None if none of them is known, or several are."""
+    """The caller of a certificate with these SAN URIs; None unless exactly one is known."""
     texts = [one.decode("utf-8", "replace") if isinstance(one, bytes) else one for one in uris]
     ours = {one for one in texts if one == OPERATOR_URI or one.startswith(TENANT_URI)}
     if len(ours) != 1:
@@ -124,7 +124,7 @@ def caller_of_uris(uris: Iterable[str | bytes]) -> DoorCaller | None:
 
 
 def node_of_uris(uris: Iterable[str | bytes]) -> bytes | None:
-    """The node of a certificate with these SAN URIs; None if there is none, or several."""
+    """The node of a certificate with these SAN URIs; None unless there is exactly one."""
     texts = [one.decode("utf-8", "replace") if isinstance(one, bytes) else one for one in uris]
     nodes = {one.removeprefix(NODE_URI) for one in texts if one.startswith(NODE_URI)}
     found = nodes.pop() if len(nodes) == 1 else ""

@@ -1,8 +1,8 @@
-"""Calls to the `Peer` service of other nodes: a channel for each address and node, made anew when credentials change.
+"""Calls to the `Peer` service of other nodes: a channel for each address and node, renewed when credentials change.
 
-If nodes have certificates, the answering one must be the node that was dialled: its certificate has the DNS name
-`ID.node.kvstore` beside the URI by which it calls, and TLS refuses any other. Without certificates, which is possible
-on loopback alone, requests bear a MAC, and no answer about blocks is believed before it is checked.
+If nodes have certificates, only the intended node can answer: its certificate has the DNS name `ID.node.kvstore` beside
+the URI for its own calls, and TLS refuses any other. Without certificates, which is possible on loopback alone,
+requests bear a MAC, and answers about blocks are checked before they are used.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ def node_name(node: bytes) -> str:
 
 
 def channel_credentials(contents: list[bytes]) -> Any:
-    """Of this node's certificate, its key, and the CA of the pool."""
     certificate, key, authority = contents
     return grpc.ssl_channel_credentials(authority, key, certificate)
 
@@ -60,29 +59,25 @@ class GrpcPeers:
     def who_are_you(
         self, peer: Dialled, request: peer_pb2.WhoAreYouRequest, seconds: float
     ) -> peer_pb2.WhoAreYouResponse:
-        """As `PeerCalls.who_are_you`."""
         answer: peer_pb2.WhoAreYouResponse = _answer(lambda: self._stub(peer).WhoAreYou(request, timeout=seconds))
         return answer
 
     def open_pull(self, peer: Dialled, request: peer_pb2.OpenPullRequest, seconds: float) -> peer_pb2.OpenPullResponse:
-        """As `PeerCalls.open_pull`."""
         answer: peer_pb2.OpenPullResponse = _answer(lambda: self._stub(peer).OpenPull(request, timeout=seconds))
         return answer
 
     def offer(self, peer: Dialled, request: peer_pb2.OfferRequest, seconds: float) -> peer_pb2.OfferResponse:
-        """As `PeerCalls.offer`."""
         answer: peer_pb2.OfferResponse = _answer(lambda: self._stub(peer).Offer(request, timeout=seconds))
         return answer
 
     def has(
         self, asked: Sequence[tuple[Dialled, peer_pb2.HasRequest]], seconds: float
     ) -> list[peer_pb2.HasResponse | None]:
-        """As `PeerCalls.has`."""
         ends_at = self._clock.monotonic_seconds() + seconds
         calls: list[Any] = []
         for peer, request in asked:
             call = None
-            with suppress(PeerAway, ValueError):  # the latter where its channel was closed meanwhile
+            with suppress(PeerAway, ValueError):  # ValueError: its channel was closed meanwhile
                 call = self._stub(peer).Has.future(request, timeout=seconds)
             calls.append(call)
         return [self._taken(call, ends_at) if call is not None else None for call in calls]
@@ -96,7 +91,6 @@ class GrpcPeers:
         return answer
 
     def close(self) -> None:
-        """Hang up."""
         with self._lock:
             channels, self._channels = list(self._channels.values()), OrderedDict()
         for _, channel, _ in channels:
@@ -113,9 +107,7 @@ class GrpcPeers:
                 closing.append(known[1])
                 known = None
             if known is None:
-                target = (
-                    f"dns:///{peer.address}"  # HOST:PORT whatever the host is called: gRPC knows `unix:7` and others
-                )
+                target = f"dns:///{peer.address}"  # for gRPC, a host named `unix` would be a scheme
                 if credentials is None:
                     channel = grpc.insecure_channel(target, OPTIONS)
                 else:

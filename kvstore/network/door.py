@@ -2,8 +2,8 @@
 
     headers > credential, right, deadline > a lane of the caller's > the message > the service > the answer
 
-A call is refused by its headers: that waits for nothing and holds no thread. Calls are unary; a stream would hold a
-thread for its life. Reflection's stream, if it is served, does so for some seconds.
+A call is refused by its headers, without waiting and without a thread. Calls are unary: a stream would hold a thread
+for its life. If reflection is served, its stream does so for some seconds.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from kvstore.wire.store_pb2_grpc import add_StoreServicer_to_server
 from tiering.clock import Clock
 
 MOST_DEADLINE_SECONDS, ROUNDED_SECONDS = 3600.0, 180.0
-"""Clients round deadlines up, and may send an earlier, slightly longer one again."""
+"""Clients round deadlines up, and may repeat an earlier deadline that was slightly longer."""
 MOST_TEXT = 1000
 MOST_CONNECTIONS = 1024
 OPTIONS = [
-    ("grpc.so_reuseport", 0),  # a second server is refused the port, instead of sharing its connections
+    ("grpc.so_reuseport", 0),  # a second server gets an error for the port, instead of sharing its connections
     ("grpc.max_receive_message_length", 4 << 20),
     (
         "grpc.compression_enabled_algorithms_bitset",
         1,
-    ),  # none: 4 MiB of zeros, packed, are 4 GiB before they are counted
+    ),  # no compression: 4 MiB of zeros, packed, would be 4 GiB before they are counted
     ("grpc.max_metadata_size", 16 << 10),
     ("grpc.absolute_max_metadata_size", 16 << 10),
     ("grpc.max_concurrent_streams", 128),
-    ("grpc.http.overload_protection", 0),  # it refuses streams too soon, where others have just ended; the bound stays
+    ("grpc.http.overload_protection", 0),  # it refuses streams too soon after others have ended; the bound stays
     ("grpc.max_allowed_incoming_connections", MOST_CONNECTIONS),
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.keepalive_time_ms", 60_000),
@@ -56,27 +56,25 @@ STORE, ADMIN, SCORE, HEALTH = "kvstore.v1.Store", "kvstore.v1.Admin", "kvstore.v
 SERVICES = (STORE, ADMIN, SCORE)
 PEER = "kvstore.v1.Peer"
 PULL_THREADS, ASK_THREADS, MOST_OF_PEERS = 8, 4, 128
-"""For all other nodes together: pulls, which may wait for slower tiers; other questions, which are answered at once;
-and the most calls."""
+"""For all other nodes together: pulls, which may wait for slower tiers; other queries, answered at once; and the most
+calls."""
 REFLECTIONS = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
-"""Both have the same messages."""
+"""Both versions have the same messages."""
 FLOODS = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAUTHENTICATED)
 REFUSED_SECONDS, MOST_REFUSED = 0.5, 4096
-"""Refusals with these codes are delayed by so long, up to so many at a time: a client that retries at once takes
+"""Refusals with these codes are delayed by this time, up to so many at once: a client that retries immediately takes
 others' time."""
 LONG = ("Drop", "Warm", "DropAny")
 Answers = Callable[[Iterator[Any], Any], Iterable[Any]]
 """The answers to a stream's messages, one to one."""
 Identifies = Callable[[Any], DoorCaller | None]
-"""Tells who calls from a call's context; None for an unknown caller."""
+"""Identifies the caller from a call's context; None for an unknown one."""
 _Send = Callable[[Any], None]
 
 _log = logging.getLogger(__name__)
 
 
 class Refused(Exception):
-    """A call that ends with a code."""
-
     def __init__(self, code: grpc.StatusCode, text: str) -> None:
         super().__init__(text)
         self.code = code
@@ -88,7 +86,6 @@ def by_certificate(context: Any) -> DoorCaller | None:
 
 
 def node_by_certificate(context: Any) -> bytes | None:
-    """The calling node, likewise."""
     return node_of_uris(context.auth_context().get("peer_uri", ()))
 
 
@@ -125,7 +122,7 @@ class GrpcDoor:
         self._refusals = Delayed(REFUSED_SECONDS, MOST_REFUSED, clock)
         self._health_lane = Lane("health", 16, 256, clock, room_seconds=0.0)
         self._server = grpc.server(
-            AtOnce(1),  # `begin` waits for nothing
+            AtOnce(1),  # `begin` does not block
             interceptors=[_Entrance(self)],
             options=OPTIONS,
             maximum_concurrent_rpcs=256,
@@ -145,8 +142,8 @@ class GrpcDoor:
         self._server.add_generic_rpc_handlers(handlers)
 
     def serve_peers(self, service: Any, nodes: Callable[[Any], bytes | None]) -> None:
-        """Serve other nodes; before `start`. nodes: identifies the calling node from a call's context; empty for any
-        process if there are no certificates; None for no node."""
+        """Serve other nodes; before `start`. nodes: identifies the calling node from a call's context: empty for any
+        process if there are no certificates, None if it is no node."""
         self._nodes = nodes
         self._peer_lanes = {
             False: Lane("peers", ASK_THREADS, MOST_OF_PEERS, self._clock),
@@ -171,16 +168,15 @@ class GrpcDoor:
             ) from None
 
     def start(self) -> None:
-        """Serve."""
         self._server.start()
 
     def give_up_late(self) -> None:
-        """Give up calls that have waited for their client too long; to be called every second."""
+        """Cancel calls that have waited for their client too long. Call it every second."""
         for lane in self._all_lanes():
             lane.give_up_late()
 
     def close(self, seconds: float) -> None:
-        """Take no more calls, and end those under way after so long; health reports it from now on."""
+        """Accept no more calls, which health reports from now on, and end the running ones after this time."""
         self._is_draining = True
         self._refusals.close()
         self._server.stop(seconds).wait(seconds + 1)
@@ -256,7 +252,7 @@ class GrpcDoor:
         try:
             with lane.waiting(context.cancel):
                 request = next(requests, None)
-        except grpc.RpcError:  # the message is too long, is none, or never came: grpc has said so
+        except grpc.RpcError:  # the message is too long, malformed, or never came: grpc has reported that
             return
         if request is None:
             _end(context, send, grpc.StatusCode.INVALID_ARGUMENT, "a call without a message")
@@ -284,7 +280,7 @@ class GrpcDoor:
                     send(answer)
                 send(None)
             has_ended = True
-        except grpc.RpcError:  # it was cancelled, or a message is none: grpc has said so
+        except grpc.RpcError:  # cancelled, or a malformed message: grpc has reported that
             has_ended = True
         finally:
             if not has_ended:
@@ -314,13 +310,13 @@ class _Entrance(grpc.ServerInterceptor):
         def begin(requests: Iterator[Any], context: Any, send: _Send) -> None:
             self._door.begin(details.method, behaviour, requests, context, send)
 
-        # grpc's way to end a call from another thread; on the wire a unary call and a stream of one are the same.
+        # grpc's way to end a call from another thread; on the wire a unary call equals a stream of one message.
         begin.experimental_non_blocking = True  # type: ignore[attr-defined]
         return grpc.stream_stream_rpc_method_handler(begin, handler.request_deserializer, handler.response_serializer)
 
 
 def certificate_configuration(contents: list[bytes]) -> Any:
-    """Of a certificate, its key and the CA of clients."""
+    """From a certificate, its key and the CA of clients."""
     certificate, key, client_ca = contents
     return grpc.ssl_server_certificate_configuration([(key, certificate)], client_ca)
 

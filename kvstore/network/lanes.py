@@ -1,7 +1,7 @@
 """Threads for calls: each caller has a few of its own, so a flooding caller delays only itself.
 
-A call waits for its client twice, until its message is there and until its answer was taken. In both it may be given up
-from outside: when it is late; and, in a lane full of such calls, when the next one comes, the oldest first.
+A call waits for its client twice: until its message is there, and until its answer was taken. Both waits may be
+cancelled: when it is late, and, in a lane full of waiting calls, when another call comes, the oldest first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tiering.clock import Clock
 
 T = TypeVar("T")
 CLIENT_SECONDS, ROOM_SECONDS = 5.0, 0.25
-"""How long a call may wait for its client; and how long in a lane in which all others wait for theirs."""
+"""How long a call may wait for its client; and how long if all other calls of its lane wait for theirs."""
 DELAYED_APART_SECONDS = 0.002
 
 
@@ -26,7 +26,7 @@ class Lane:
 
     def __init__(self, name: str, threads: int, most: int, clock: Clock, room_seconds: float = ROOM_SECONDS) -> None:
         """most: waiting and running calls together. room_seconds: how long a call may wait for its client if all others
-        do and one more comes; 0 where callers are unauthenticated, so that none can fill the lane."""
+        do and another comes; 0 if callers are unauthenticated, so that none can fill the lane."""
         self._pool = ThreadPoolExecutor(threads, f"kv-lane-{name}")
         self._threads = threads
         self._most = most
@@ -34,10 +34,10 @@ class Lane:
         self._room_seconds = room_seconds
         self._lock = threading.Lock()
         self._count = 0
-        self._waiting: dict[Callable[[], object], float] = {}  # how each is given up, and since when; the oldest first
+        self._waiting: dict[Callable[[], object], float] = {}  # cancels: begun at; the oldest first
 
     def submit(self, work: Callable[[], object]) -> bool:
-        """Queue work; False if the lane is full. work: raises nothing."""
+        """Queue work; False if the lane is full. work: must not raise."""
         with self._lock:
             if self._count >= self._most:
                 return False
@@ -50,7 +50,7 @@ class Lane:
             oldest()
         try:
             self._pool.submit(self._run, work)
-        except RuntimeError:  # closed, or the machine has no thread for it
+        except RuntimeError:  # closed, or the system has no more threads
             with self._lock:
                 self._count -= 1
             return False
@@ -58,7 +58,7 @@ class Lane:
 
     @contextmanager
     def waiting(self, give_up: Callable[[], object]) -> Iterator[None]:
-        """A context while its client is waited for. give_up: ends that; may be called late."""
+        """A context while its client is waited for. give_up: cancels the wait; may be called late."""
         with self._lock:
             self._waiting[give_up] = self._clock.monotonic_seconds()
         try:
@@ -68,7 +68,7 @@ class Lane:
                 self._waiting.pop(give_up, None)
 
     def give_up_late(self) -> None:
-        """Give up calls that have waited too long while others wait for them. To be called every second."""
+        """Cancel calls that have waited for their client too long. Call it every second."""
         with self._lock:
             is_full = self._threads <= len(self._waiting) < self._count
             late = self._clock.monotonic_seconds() - (self._room_seconds if is_full else CLIENT_SECONDS)
@@ -91,20 +91,20 @@ class AtOnce(ThreadPoolExecutor):
     """Runs work at once, in the calling thread: for work that does not block."""
 
     def submit(self, work: Callable[..., T], /, *args: Any, **named: Any) -> Future[T]:
-        """As `Executor.submit`; the future is done."""
+        """Returns a future that is done."""
         done: Future[T] = Future()
         try:
             done.set_result(work(*args, **named))
-        except BaseException as error:  # as every executor has it
+        except BaseException as error:  # like every executor
             done.set_exception(error)
         return done
 
 
 class Delayed:
-    """Runs work a little later, in order, and not all at once. Thread-safe."""
+    """Runs work a little later, in order, spread over time. Thread-safe."""
 
     def __init__(self, seconds: float, most: int, clock: Clock) -> None:
-        """most: waiting work; beyond it, work is run at once."""
+        """most: waiting work; beyond it, work runs at once."""
         self._seconds, self._most, self._clock = seconds, most, clock
         self._changed = threading.Condition()
         self._waiting: deque[tuple[float, Callable[[], object]]] = deque()
@@ -114,7 +114,7 @@ class Delayed:
         self._thread.start()
 
     def do(self, work: Callable[[], object]) -> None:
-        """Run it later. work: raises nothing."""
+        """work: must not raise."""
         with self._changed:
             if len(self._waiting) < self._most and not self._ends:
                 self._last = max(self._clock.monotonic_seconds() + self._seconds, self._last + DELAYED_APART_SECONDS)
@@ -124,7 +124,7 @@ class Delayed:
         work()
 
     def close(self) -> None:
-        """Run all that waits now."""
+        """Run all waiting work now."""
         with self._changed:
             self._ends = True
             self._changed.notify()
@@ -146,7 +146,7 @@ class Delayed:
 
 
 class CallerLanes:
-    """Two for each caller: for calls that are answered at once, and for those that may take an hour."""
+    """Two lanes for each caller: for calls that are answered at once, and for those that may take an hour."""
 
     def __init__(self, clock: Clock, threads: int = 2, most: int = 64, long_most: int = 8) -> None:
         self._clock = clock
@@ -155,7 +155,7 @@ class CallerLanes:
         self._lanes: dict[tuple[object, bool], Lane] = {}
 
     def of(self, caller: object, is_long: bool = False) -> Lane:
-        """caller: one of those configured, so the number of lanes is bounded."""
+        """caller: one of the configured ones, so the number of lanes is bounded."""
         with self._lock:
             found = self._lanes.get((caller, is_long))
             if found is None:
@@ -165,6 +165,5 @@ class CallerLanes:
             return found
 
     def all(self) -> list[Lane]:
-        """All lanes so far."""
         with self._lock:
             return list(self._lanes.values())

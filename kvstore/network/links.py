@@ -1,7 +1,7 @@
 """A tenant's socket, for callers of the network process: its namespaces, and what is stored in them.
 
-Each tenant has a connection of its own, so that no tenant waits behind another one's calls, and another one for long
-calls. Nothing here counts as a request: look-ups have `counts=False`. Only keys come this way, never blocks.
+Each tenant has a connection of its own, and another for long calls, so that no tenant waits behind another one's calls.
+Nothing here counts as a request: look-ups have `counts=False`. Only keys pass here, never blocks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tiering.clock import Clock
 A = TypeVar("A")
 ENGINE = "kvstore network"
 ANSWER_SECONDS = 5.0
-"""For a running sidecar: a caller with a later deadline gets `UNAVAILABLE` then."""
+"""For a running sidecar: after it, a caller with a later deadline gets `UNAVAILABLE`."""
 CONNECT_SECONDS, PAUSE_SECONDS = 2.0, 0.2
 """For connecting; and the pause after a failure, before the next call tries again."""
 LISTED_SECONDS = 1.0
@@ -80,7 +80,7 @@ class OpenSpace:
 
 @dataclass(eq=False, slots=True)
 class _LinkRun:
-    """A connection, and what was opened on it."""
+    """A connection, and the namespaces opened on it."""
 
     wire: FramedSocket
     opened: dict[str, OpenSpace] = field(default_factory=dict)
@@ -110,16 +110,16 @@ class TenantLink:
             return work()
 
     def node(self, time: CallTime) -> str:
-        """The id of the node behind the socket, the same after a restart. An earlier version tells only its run."""
+        """The id of the socket's node, the same after a restart. An earlier version has only an id for its run."""
         welcome = self._connected(time).wire.welcome
         return (welcome.node or welcome.run).hex()
 
     def spaces(self, time: CallTime) -> list[ListedSpace]:
-        """All that the tenant has, at most `LISTED_SECONDS` old. Raises `StoreError`, `TimedOut`."""
+        """All of the tenant's, at most `LISTED_SECONDS` old. Raises `StoreError`, `TimedOut`."""
         return self._spaces(self._connected(time), time)
 
     def page(self, first: int, time: CallTime) -> tuple[list[ListedSpace], int]:
-        """Some of them, from that place on, and where to go on; 0 at the end."""
+        """Some of them, from that position on, and the position to go on from; 0 at the end."""
         return self._page(self._connected(time), first, time)
 
     def space(self, wanted: str, time: CallTime) -> OpenSpace:
@@ -131,7 +131,7 @@ class TenantLink:
         return self.open(self._chosen(run, wanted, time), time)
 
     def spaces_of_model(self, model: str, names: Mapping[str, str], time: CallTime) -> list[ListedSpace]:
-        """Those of a model, by its fingerprint or by what an engine called it. names: the latter, by id. Raises
+        """Those of a model, given by its fingerprint or its name in an engine. names: the latter, by id. Raises
         `BadInput` if there are none."""
         if not 0 < len(model) <= MOST_WANTED * 4:
             raise BadInput(
@@ -145,7 +145,6 @@ class TenantLink:
         return found
 
     def open(self, space: ListedSpace, time: CallTime) -> OpenSpace:
-        """Open it on the connection."""
         run = self._connected(time)
         return run.opened.get(space.id) or self._open(run, space, time)
 
@@ -172,7 +171,7 @@ class TenantLink:
         self, wanted: str, keys_of: Callable[[OpenSpace], Sequence[list[bytes]]], time: CallTime
     ) -> tuple[str, Warming]:
         """Promote prompts to DRAM, until shortly before the call's end; returns the namespace's id, and the outcomes.
-        keys_of: of the prompts, in the namespace."""
+        keys_of: the prompts' keys in a namespace."""
         with self._own_connection(time) as run:
             space = self._open(run, self._chosen(run, wanted, time), time)
             chains = keys_of(space)
@@ -187,7 +186,6 @@ class TenantLink:
             return space.id, warming
 
     def close(self) -> None:
-        """Hang up."""
         with self._lock:
             if self._run is not None:
                 self._run.wire.close()
@@ -224,7 +222,7 @@ class TenantLink:
         except Unreachable as error:
             self._waits_until = self._clock.monotonic_seconds() + PAUSE_SECONDS
             _log.debug("no connection to the sidecar", extra={"reason": str(error)})
-            raise Unreachable("the sidecar does not answer") from None  # the path is nothing to callers
+            raise Unreachable("the sidecar does not answer") from None  # callers need not know the path
 
     def _ask(self, run: _LinkRun, verb: m.Verb, kind: type[A], time: CallTime, most: float = ANSWER_SECONDS) -> A:
         left = time.left()

@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 
 class HttpQuery(msgspec.Struct):
-    """block_size: of the router; the answer is in tokens, whatever it is. block_hashes: prefix keys in hexadecimal, for
+    """block_size: the router's; the answer is in tokens in any case. block_hashes: prefix keys in hexadecimal, for
     clients that hold their tenant's identity key."""
 
     model: Annotated[str, Meta(min_length=1, max_length=512)]
@@ -84,7 +84,7 @@ class QueryPages:
         self._clock = clock
 
     def check(self, caller: DoorCaller | None) -> DoorCaller:
-        """Raises `QueryRefused` for a caller that may not ask."""
+        """Raises `QueryRefused` for a caller without the right."""
         if caller is None:
             raise QueryRefused(401, "unknown credential; send Authorization: Bearer TOKEN, or a client's certificate")
         if caller.tenant not in self._links:
@@ -135,7 +135,7 @@ class QueryPages:
 def _hashed(query: HttpQuery, space: OpenSpace) -> list[bytes]:
     check_blocks(len(query.token_ids) // space.block_tokens)
     extra = []
-    if query.cache_salt:  # as the adapter for vLLM has it
+    if query.cache_salt:  # like the adapter for vLLM
         salt = blake2b(query.cache_salt.encode("utf-8", "replace"), digest_size=32).digest()
         extra = [ExtraKey(b"salt:" + salt)]
     return hashed(query.token_ids, extra, space.hasher)
@@ -170,7 +170,8 @@ def _instance(found: Scored) -> dict[str, Any]:
 
 
 class QueryServer:
-    """HTTP/1.1 in a thread of its own. When all connections are in use, one without a request makes room."""
+    """HTTP/1.1 in a thread of its own. When all connections are in use, one without a request is closed for a new
+    one."""
 
     def __init__(
         self,
@@ -194,17 +195,15 @@ class QueryServer:
         self.port: int = self._socket.getsockname()[1]
         self._pages, self._lanes = pages, lanes
         self._by_header, self._by_certificate, self._contexts = by_header, by_certificate, contexts
-        self._tasks: dict[asyncio.Task[None], bool] = {}  # connections, the oldest first: whether it asks for something
+        self._tasks: dict[asyncio.Task[None], bool] = {}  # connections, the oldest first: whether it has a request
         self._bodies: Counter[DoorCaller] = Counter()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="kv-network-http", daemon=True)
 
     def start(self) -> None:
-        """Serve."""
         self._thread.start()
 
     def close(self, seconds: float) -> None:
-        """Serve no more."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(seconds)
@@ -227,10 +226,10 @@ class QueryServer:
             except OSError:  # no descriptors left
                 await asyncio.sleep(0.1)
                 continue
-            await asyncio.sleep(0)  # those that are connected have a turn, also while the next ones are there already
+            await asyncio.sleep(0)  # lets existing connections go on, even if new ones are waiting
             idle = (task for task, asks in list(self._tasks.items()) if not asks)
             while len(self._tasks) >= MOST_CONNECTIONS and (one := next(idle, None)) is not None:
-                one.cancel()  # in vain where its request has just come: then it is counted again, as one that asks
+                one.cancel()  # without effect if its request has just come: then it counts as busy again
                 del self._tasks[one]
             if len(self._tasks) >= MOST_CONNECTIONS:
                 sock.close()
@@ -270,7 +269,7 @@ class QueryServer:
         assert me is not None
         caller = self._certified(writer) if self._contexts is not None else None
         while True:
-            if http.trailing_data[0] == b"":  # nothing of the next one is there
+            if http.trailing_data[0] == b"":  # nothing of the next request is there
                 first = await asyncio.wait_for(reader.read(_READ_BYTES), IDLE_SECONDS)
                 if not first:
                     return
@@ -286,7 +285,7 @@ class QueryServer:
             writer.write(data)
             await asyncio.wait_for(writer.drain(), REQUEST_SECONDS)
             if ends or http.our_state is not h11.DONE:
-                with suppress(TimeoutError):  # what is closed with unread bytes loses the answer
+                with suppress(TimeoutError):  # closing with unread bytes would lose the answer
                     await asyncio.wait_for(reader.read(_READ_BYTES), 0.2)
                 return
             http.start_next_cycle()

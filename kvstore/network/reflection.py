@@ -1,6 +1,6 @@
 """Server reflection: callers without the .proto files ask for the services and their messages.
 
-For trying a door out. It is off unless `network.reflection` is set, and this file is imported only then.
+For interactive tools. It is off unless `network.reflection` is set, and this file is imported only then.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ NAME = reflection.SERVICE_NAME
 def reflection_of(
     services: Sequence[str],
 ) -> tuple[Callable[[Iterator[Any], Any], Iterable[Any]], Callable[[bytes], Any], Callable[[Any], bytes]]:
-    """The answers to a stream's requests, of these services and of itself; what unpacks those and packs these."""
+    """For these services and itself: the answers to a stream's requests, the parser of requests, the serializer of
+    answers."""
     servicer = reflection.ReflectionServicer([*services, NAME])
     kinds = reflection_pb2
     return (

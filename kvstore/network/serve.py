@@ -37,13 +37,13 @@ LOOK_SECONDS = 1.0
 SWITCH_SECONDS = 0.0005
 """How long a thread keeps the interpreter while others want it: a flooding tenant's threads must not delay others."""
 END_SECONDS = 2.0
-"""For calls under way at the end: less than the keeper allows."""
+"""For running calls at the end: less than the supervisor allows."""
 
 _log = logging.getLogger(__name__)
 
 Address = tuple[str, int]
 Reflection = tuple[Answers, Callable[[bytes], Any], Callable[[Any], bytes]]
-"""Its answers, and what unpacks a request and packs an answer."""
+"""Its answers, the parser of requests, and the serializer of answers."""
 
 
 class CourierBeside(Others, Protocol):
@@ -51,23 +51,23 @@ class CourierBeside(Others, Protocol):
 
     @property
     def service(self) -> Any:
-        """`kvstore.v1.Peer`; None where there are no other nodes."""
+        """`kvstore.v1.Peer`; None without other nodes."""
         ...
 
     def start(self, address: str) -> None:
-        """address: where other nodes reach this one; empty where none do."""
+        """address: where other nodes reach this one; empty without any."""
         ...
 
     def close(self) -> None:
-        """Leave."""
+        """Leave the pool."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class NetworkOptions:
-    """listen: `unix:PATH` or host and port of gRPC; None: no gRPC, for a remote engine alone. http: host and port for
-    routers. sockets: by tenant. Callers come with certificates if there are some; without, and on a UNIX socket, with
-    tokens."""
+    """listen: `unix:PATH` or host and port of gRPC; None: no gRPC, for a remote tier alone. http: host and port for
+    routers. sockets: by tenant. With certificates, callers identify themselves by theirs; otherwise, and on a UNIX
+    socket, by tokens."""
 
     listen: str | Address | None
     sockets: Mapping[str, str]
@@ -79,7 +79,7 @@ class NetworkOptions:
 
 @dataclass(frozen=True, slots=True)
 class NetworkParts:
-    """What the process is handed. tokens: parses a token file's text, whose name is for messages. beat: writes the
+    """The process's dependencies. tokens: parses a token file's text; the name is for messages. beat: writes the
     heartbeat. is_wanted: whether the parent process still runs. reflection: of these services, if it is to be served.
     courier: built from the files of the certificate, its key and the CA, if there are some; None if nothing is
     elsewhere."""
@@ -111,7 +111,7 @@ def serve_network(
         files = [parts.file(one) for one in (certificates.certificate, certificates.key, certificates.client_ca)]
 
         def checked(contents: list[bytes]) -> object:
-            server_context(certificates)  # what grpc would keep quiet about
+            server_context(certificates)  # for its errors, which grpc does not report
             return certificate_configuration(contents)
 
         configurations = Rotated(files, checked, clock)

@@ -1,6 +1,7 @@
-"""The services: they answer a tenant through its own socket, and the operator from the observers'.
+"""The services: they answer a tenant through its own socket, and the operator through the observers'.
 
-Messages come in and go out; the caller and its deadline are in a `DoorCall`, which the door made from the credential.
+Messages come in and go out; the caller and its deadline are in a `DoorCall`, which the gRPC server made from the
+credential.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class DoorCaller:
 
 @dataclass(frozen=True, slots=True)
 class DoorCall:
-    """A call: its caller, and how long it may take. link: to the caller's tenant; None for the operator."""
+    """A call: its caller, and its time limit. link: to the caller's tenant; None for the operator."""
 
     caller: DoorCaller
     time: CallTime
@@ -72,7 +73,6 @@ class StoreService:
     """`kvstore.v1.Store`."""
 
     def Match(self, request: store_pb2.MatchRequest, call: DoorCall) -> store_pb2.MatchResponse:
-        """How much of a prompt is stored."""
 
         def answer() -> store_pb2.MatchResponse:
             space = call.tenant.space(request.namespace, call.time)
@@ -90,7 +90,6 @@ class StoreService:
         return store_pb2.DropResponse(blocks=blocks)
 
     def Warm(self, request: store_pb2.WarmRequest, call: DoorCall) -> store_pb2.WarmResponse:
-        """Promote prompts to DRAM."""
         began_at = call.time.clock.monotonic_seconds()
 
         def chains(space: OpenSpace) -> list[list[bytes]]:
@@ -126,7 +125,6 @@ class Scored:
 
     @property
     def matched(self) -> int:
-        """Tokens, in all tiers."""
         return sum(self.tokens.values())
 
 
@@ -138,7 +136,7 @@ def scored(call: DoorCall, space: OpenSpace, keys: list[bytes], watch: StatusWat
 
 
 def spaces_of_model(call: DoorCall, model: str, watch: StatusWatch) -> list[ListedSpace]:
-    """The caller's namespaces of a model, by its fingerprint or by what an engine called it. Raises `BadInput`."""
+    """The caller's namespaces of a model, given by its fingerprint or its name in an engine. Raises `BadInput`."""
     link = call.tenant
     try:
         return link.spaces_of_model(model, watch.names(link.tenant), call.time)
@@ -241,12 +239,10 @@ class AdminService:
         self._links = links
 
     def Stat(self, request: admin_pb2.StatRequest, call: DoorCall) -> admin_pb2.StatResponse:
-        """The sidecar's status."""
         facts = self._watch.ask(min(call.time.left(), ANSWER_SECONDS))
         return admin_pb2.StatResponse(facts=status_message(facts))
 
     def Health(self, request: admin_pb2.HealthRequest, call: DoorCall) -> admin_pb2.HealthResponse:
-        """Whether the sidecar is well."""
         facts = self._watch.facts()
         if facts is None:
             return admin_pb2.HealthResponse(state="", reasons=["the sidecar does not answer"])

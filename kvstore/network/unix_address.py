@@ -1,5 +1,5 @@
-"""A UNIX socket's path for a server that binds it itself: grpc would take the path from a listening process, and leave
-its mode to the umask."""
+"""A UNIX socket's path for a server that binds it itself: grpc would take over the path of a listening process, and
+leave the file's mode to the umask."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class UnixAddress:
         os.close(self._lock)
 
     def _remove_left(self) -> None:
-        """Remove the socket of a process that has ended. Raises `OSError` if one listens there."""
+        """Remove the socket of a process that has ended. Raises `OSError` if a process listens there."""
         try:
             if not stat.S_ISSOCK(os.lstat(self.path).st_mode):
                 raise BadInput(f"unix:{self.path} is there and no socket; give another path, or remove it")

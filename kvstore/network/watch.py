@@ -1,4 +1,4 @@
-"""The sidecar's status from the observers' socket, asked for every other second: health, for operators, and how fast
+"""The sidecar's status from the observers' socket, fetched every other second: health, for operators, and how fast
 engines load."""
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class StatusWatch:
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests should go to it."""
+        """Whether requests should go to the sidecar."""
         facts = self.facts()
         return facts is not None and facts.state in READY
 
@@ -59,7 +59,7 @@ class StatusWatch:
             return self._facts
         except (StoreError, TimedOut, ValueError, OSError) as error:
             if isinstance(error, TimedOut) and seconds < ANSWER_SECONDS:
-                raise  # which says more of the caller than of the sidecar
+                raise  # a fault of the query, not of the sidecar
             self._alive = False
             if self._wire is not None:
                 self._wire.close()
@@ -69,8 +69,8 @@ class StatusWatch:
             self._asking.release()
 
     def names(self, tenant: str, seconds: float | None = None) -> dict[str, str]:
-        """What engines call their models, by the namespace's id. seconds: to ask anew, if the last status is older than
-        `FRESH_SECONDS`; otherwise that one will do."""
+        """Engines' names of their models, by the namespace's id. seconds: to fetch a new status, if the last one is
+        older than `FRESH_SECONDS`; None: use the last."""
         facts = self.facts()
         if seconds is not None and facts is not None and self._clock.wall_seconds() - facts.at > FRESH_SECONDS:
             try:

@@ -1,1 +1,1 @@
-"""Engines behind OpenAI's HTTP API: a bounded client of one, and a proxy for prefill apart from decode."""
+"""Engines behind OpenAI's HTTP API: a bounded client for one engine, and a proxy for disaggregated prefill."""

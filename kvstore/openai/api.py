@@ -1,13 +1,13 @@
-"""OpenAI's API as far as a proxy and a client have to know it: bodies, events of a stream, errors. It does no I/O.
+"""The parts of OpenAI's API that the proxy and the client need: bodies, stream events, errors. Does no I/O.
 
     bytes > bounds > one level of JSON > the prefill leg's body, and the decode leg's
 
-A body is taken apart one level deep: what is not a field of the two legs goes on byte for byte. What each leg is told
-follows who is to understand it:
+A body is parsed one level deep; fields that neither leg changes are passed on byte for byte. The engines' protocol
+decides what each leg is told:
 
-    nixlv2           prefill first, told do_remote_decode; decode is told what prefill's answer says, as it says it
+    nixlv2           prefill first, with do_remote_decode; decode gets prefill's kv_transfer_params unchanged
                      (vLLM's toy proxy, llm-d's nixlv2, and the tickets of this store)
-    shared-storage   prefill first, decode gets the body as it came
+    shared-storage   prefill first, decode gets the client's body
     at-once          both at the same moment: decode is told to await what prefill publishes
 """
 
@@ -22,10 +22,10 @@ from msgspec import UNSET, Raw, UnsetType
 
 MOST_BODY_BYTES = 16 << 20
 MOST_STRINGS = 1 << 16
-"""Of a body, keys and texts together, before it is taken apart: few bytes would make a dict of a million fields."""
+"""Keys and texts together, checked before parsing: a short body could become a dict of a million fields."""
 MOST_FIELDS = 256
 MOST_EVENT_BYTES = 4 << 20
-"""Of one event of a stream: with log probabilities of many tokens they are long."""
+"""Of one stream event: log probabilities of many tokens make it long."""
 DONE = b"data: [DONE]"
 
 Body = dict[str, Raw]
@@ -37,11 +37,11 @@ REMOTE_NULLS: dict[str, Any] = dict.fromkeys(
 _NOT_PREFILLED = (
     "stream stream_options min_tokens n best_of echo logprobs top_logprobs prompt_logprobs use_beam_search"
 ).split()
-"""Of an answer that decode gives: one token alone is computed without."""
+"""Left out of the prefill leg: fields that concern the answer, of which prefill computes one token."""
 
 
 class Legs(StrEnum):
-    """How prefill and decode are told of each other."""
+    """How prefill and decode learn of each other."""
 
     NIXLV2 = "nixlv2"
     SHARED_STORAGE = "shared-storage"
@@ -49,7 +49,7 @@ class Legs(StrEnum):
 
 
 class ApiRefusal(Exception):
-    """An answer that is an error, in OpenAI's shape."""
+    """An error answer in OpenAI's shape."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -58,13 +58,12 @@ class ApiRefusal(Exception):
 
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> bytes:
-    """As clients of OpenAI's read it."""
     kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
 
 
 def read_body(content: bytes) -> Body:
-    """Its fields, each as it was written. Raises `ApiRefusal`."""
+    """The body's fields, each as its original bytes. Raises `ApiRefusal`."""
     if content.count(b'"') - content.count(b'\\"') > 2 * MOST_STRINGS:
         raise ApiRefusal(413, f"the body has more than {MOST_STRINGS} strings; send fewer messages")
     try:
@@ -79,7 +78,7 @@ def read_body(content: bytes) -> Body:
 
 
 def transfer_parameters(body: Body) -> Body:
-    """What the client itself says in `kv_transfer_params`. Raises `ApiRefusal`."""
+    """The client's own `kv_transfer_params`. Raises `ApiRefusal`."""
     given = body.get("kv_transfer_params")
     if given is None or bytes(given) == b"null":
         return {}
@@ -90,8 +89,8 @@ def transfer_parameters(body: Body) -> Body:
 
 
 def prefill_body(body: Body, legs: Legs, kv_request_id: str, is_bound: bool = False) -> bytes:
-    """The prefill leg's: the same prompt, one token, no stream. is_bound: with `at-once`, whether the legs are bound by
-    an id, as vLLM's tier of peers has it. Raises `ApiRefusal`."""
+    """The prefill leg's body: same prompt, one token, no stream. is_bound: with `at-once`, add the id that joins the
+    legs for vLLM's tier of peers. Raises `ApiRefusal`."""
     fields: dict[str, Any] = {name: value for name, value in body.items() if name not in _NOT_PREFILLED}
     fields["max_tokens"] = 1
     if "max_completion_tokens" in body:
@@ -111,8 +110,8 @@ def prefill_body(body: Body, legs: Legs, kv_request_id: str, is_bound: bool = Fa
 def decode_body(
     body: Body, legs: Legs, prefilled: Raw | None, kv_request_id: str, prefiller: tuple[str, int] | None = None
 ) -> bytes:
-    """The decode leg's. prefilled: `kv_transfer_params` of prefill's answer, which go on as they are. prefiller: with
-    `at-once`, where vLLM's tier of peers is reached. Raises `ApiRefusal`."""
+    """The decode leg's body. prefilled: `kv_transfer_params` of prefill's answer, passed on unchanged. prefiller: with
+    `at-once`, the address of vLLM's tier of peers. Raises `ApiRefusal`."""
     if legs is Legs.NIXLV2 and prefilled is not None:
         return msgspec.json.encode({**body, "kv_transfer_params": prefilled})
     if legs is not Legs.AT_ONCE:
@@ -126,7 +125,7 @@ def decode_body(
 
 
 def _object(value: Raw | None) -> Body:
-    """Nothing where it is none: the connector lists what it does not understand."""
+    """Empty if it is not an object: the connector reports what it does not understand."""
     try:
         return msgspec.json.decode(value, type=Body) if value is not None else {}
     except _UNREADABLE:
@@ -138,7 +137,7 @@ class _Prefilled(msgspec.Struct):
 
 
 def prefilled_parameters(content: bytes) -> Raw | None:
-    """`kv_transfer_params` of a prefill's answer; None where it has none. Raises `ValueError` where it is no answer."""
+    """`kv_transfer_params` of a prefill answer, None if absent. Raises `ValueError` if it is not a JSON object."""
     try:
         found = msgspec.json.decode(content, type=_Prefilled).kv_transfer_params
     except _UNREADABLE:
@@ -147,13 +146,11 @@ def prefilled_parameters(content: bytes) -> Raw | None:
 
 
 class _TokenPrompt(msgspec.Struct):
-    """A prompt of token ids."""
-
     prompt: list[int]
 
 
 def prompt_tokens(content: bytes) -> list[int] | None:
-    """Where the prompt is one of token ids: these."""
+    """The token ids, if the prompt is given as such."""
     try:
         return msgspec.json.decode(content, type=_TokenPrompt).prompt
     except _UNREADABLE:
@@ -164,14 +161,14 @@ _EVENT_END = re.compile(rb"\r?\n\r?\n")
 
 
 class EventSplitter:
-    """Cuts the bytes of a stream into whole events."""
+    """Cuts a stream's bytes into whole events."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
 
     def fed(self, data: bytes) -> list[bytes]:
-        """The events that are whole by now, each with the blank line behind it. Raises `ValueError` for one that is
-        longer than any may be."""
+        """The events complete so far, each with the blank line behind it. Raises `ValueError` if an event is too
+        long."""
         found = []
         start = max(0, len(self._rest) - 3)
         self._rest += data
@@ -185,6 +182,6 @@ class EventSplitter:
 
 
 def event_data(event: bytes) -> bytes:
-    """What an event says; nothing of one that is a comment."""
+    """An event's data; empty for a comment."""
     lines = (line.rstrip(b"\r") for line in event.split(b"\n"))
     return b"\n".join(line[5:].removeprefix(b" ") for line in lines if line.startswith(b"data:"))

@@ -1,7 +1,7 @@
-"""One engine over HTTP: whole answers and streams, each bounded in bytes and seconds.
+"""Client of one engine over HTTP. Answers and streams are bounded in bytes and seconds.
 
-Bodies are read as they are sent and never inflated; redirects and proxies of the environment are not followed. Leaving
-a stream, or being cancelled in it, closes its connection: that is how an engine learns that its answer is not wanted.
+Bodies are passed on as sent, never decompressed; redirects and the environment's proxies are not followed. Leaving or
+cancelling a stream closes its connection, which tells the engine to stop.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from kvstore.config import is_loopback
 
 CONNECT_SECONDS = 2.0
 WRITE_SECONDS = 30.0
-"""Without a byte of a request taken."""
+"""Without progress in sending a request."""
 IDLE_SECONDS = 2.0
-"""An unused connection is closed after so long; engines close theirs after five."""
+"""Unused connections are closed after this time; engines close theirs after five."""
 MOST_ANSWER_BYTES = 64 << 20
 MODELS_SECONDS = 10.0
 MOST_SHOWN_MODELS = 8
@@ -33,7 +33,7 @@ JSON_HEADERS = {"content-type": "application/json"}
 
 
 class EngineFault(StoreError):
-    """An engine that could not be asked, or did not answer as it has to. has_begun: it may have begun to work on it."""
+    """An engine that could not be reached or did not answer properly. has_begun: it may have begun to work."""
 
     def __init__(self, text: str, *, has_begun: bool) -> None:
         super().__init__(text)
@@ -42,8 +42,6 @@ class EngineFault(StoreError):
 
 @dataclass(frozen=True, slots=True)
 class EngineAnswer:
-    """A whole one."""
-
     status: int
     content_type: str
     body: bytes
@@ -51,7 +49,7 @@ class EngineAnswer:
 
 
 class AnswerStream:
-    """An answer of which the head is there."""
+    """An answer whose head has arrived."""
 
     def __init__(self, response: httpx2.Response, where: str) -> None:
         self._response = response
@@ -62,11 +60,10 @@ class AnswerStream:
 
     @property
     def has_events(self) -> bool:
-        """Whether it comes as events."""
         return self.content_type.lower().startswith("text/event-stream")
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """As they arrive. Raises `EngineFault` where it breaks off."""
+        """Bytes as they arrive. Raises `EngineFault` if the connection breaks."""
         try:
             async for piece in self._response.aiter_raw():
                 yield piece
@@ -74,7 +71,7 @@ class AnswerStream:
             raise EngineFault(f"{self._where} broke off: {_reason(error)}", has_begun=True) from None
 
     async def whole(self, most_bytes: int = MOST_ANSWER_BYTES) -> EngineAnswer:
-        """All of it. Raises `EngineFault`."""
+        """The whole answer. Raises `EngineFault`."""
         body = bytearray()
         async for piece in self.pieces():
             body += piece
@@ -84,15 +81,15 @@ class AnswerStream:
 
 
 class EngineClient:
-    """Of the engine at one address. A context of one loop."""
+    """Client of the engine at one address. An async context manager, for one event loop."""
 
     def __init__(self, url: str, name: str = "the engine") -> None:
-        """url: as `checked_url` has it."""
+        """url: from `checked_url`."""
         self.url = url
         self.name = name
         self._http = httpx2.AsyncClient(
             base_url=url,
-            trust_env=False,  # a proxy of the environment would be asked for 127.0.0.1, too
+            trust_env=False,  # else the environment's proxy is asked for 127.0.0.1 too
             follow_redirects=False,
             timeout=httpx2.Timeout(None, connect=CONNECT_SECONDS, write=WRITE_SECONDS),
             limits=httpx2.Limits(
@@ -105,7 +102,8 @@ class EngineClient:
     async def asked(
         self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
     ) -> AsyncIterator[AnswerStream]:
-        """An answer from its head on. How long it may take is for the caller to say. Raises `EngineFault`."""
+        """Send a request; yields the answer once its head is there. The caller sets the timeout. Raises
+        `EngineFault`."""
         where = f"{self.name} at {self.url}"
         try:
             request = self._http.build_request(method, path, content=body, headers=headers)
@@ -129,7 +127,7 @@ class EngineClient:
         seconds: float,
         most_bytes: int = MOST_ANSWER_BYTES,
     ) -> EngineAnswer:
-        """A whole answer within that time. Raises `EngineFault`."""
+        """Send a request and read the whole answer within `seconds`. Raises `EngineFault`."""
         try:
             async with asyncio.timeout(seconds), self.asked(method, path, body, headers) as answer:
                 return await answer.whole(most_bytes)
@@ -137,7 +135,6 @@ class EngineClient:
             raise EngineFault(f"{self.name} at {self.url} took more than {seconds:g} s", has_begun=True) from None
 
     async def close(self) -> None:
-        """Hang up."""
         await self._http.aclose()
 
     async def __aenter__(self) -> EngineClient:
@@ -150,7 +147,7 @@ class EngineClient:
 
 
 class EngineModel(msgspec.Struct):
-    """max_model_len: tokens of a prompt and its answer, where an engine says how many it takes."""
+    """max_model_len: limit of prompt and answer in tokens, if the engine gives one."""
 
     id: str
     max_model_len: int | None = None
@@ -161,8 +158,7 @@ class _Models(msgspec.Struct):
 
 
 async def model_of(client: EngineClient, headers: Mapping[str, str], name: str | None) -> EngineModel:
-    """The one of that name; the first one that the engine has, where none is given. Raises `EngineFault`, and
-    `BadInput` where it has others."""
+    """The model of that name, or the engine's first. Raises `EngineFault`, and `BadInput` if the engine lacks it."""
     answer = await client.ask("GET", "/v1/models", None, headers, seconds=MODELS_SECONDS, most_bytes=1 << 20)
     try:
         listed = msgspec.json.decode(answer.body, type=_Models).data
@@ -179,8 +175,8 @@ async def model_of(client: EngineClient, headers: Mapping[str, str], name: str |
 
 
 def checked_url(given: str, flag: str, *, is_anywhere: bool = True) -> str:
-    """The address of an engine, without what people copy behind it (/v1, a slash). is_anywhere: other hosts, too.
-    Raises `BadInput`."""
+    """Normalise an engine's address: drops a trailing slash and /v1. is_anywhere: other hosts are allowed. Raises
+    `BadInput`."""
     wanted = f"{flag} {given[:80]!r}; give an address, such as http://127.0.0.1:8000"
     try:
         parts = urlsplit(given.strip())

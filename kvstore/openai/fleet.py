@@ -1,8 +1,8 @@
-"""The engines behind a proxy: which of them answer, and which one decodes a prompt.
+"""The engines behind the proxy: which of them are up, and which one decodes a prompt.
 
-An engine is asked for its health all the time, and taken for down at once where a request cannot reach it. Decode goes
-to the engine whose sidecar knows most of the prompt, where its `POST /query` answers in time; among equals to the one
-with the fewest requests, in turn. What is asked of a sidecar is a hint: a wrong or a late answer costs a prefix.
+Health is polled, and an engine that a request cannot reach counts as down at once. Decode goes to the engine whose
+sidecar knows most of the prompt, if its `POST /query` answers in time; among equals to the one with the fewest
+requests, round robin. The sidecar's answer is a hint: if it is wrong or late, a prefix is computed again.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from kvstore.openai.api import Body, prompt_tokens
 from kvstore.openai.client import JSON_HEADERS, EngineClient, EngineFault
 
 HEALTH_SECONDS = 2.0
-"""Between two looks at an engine's health, and how long it may take to answer one."""
+"""Interval and timeout of health polls."""
 SCORE_SECONDS = 0.5
-"""For the tokens of a prompt and what sidecars know of them; prefill runs meanwhile."""
+"""Time for tokenizing a prompt and asking sidecars about it; prefill runs meanwhile."""
 MOST_SCORED_BYTES = 2 << 20
-"""Of a body whose prompt is looked up, and of an answer to that."""
+"""Larger bodies are not looked up; also bounds the answer."""
 Say = Callable[[str], None]
 _OF_CHATS = "model messages tools chat_template add_generation_prompt continue_final_message".split()
 _OF_PROMPTS = "model prompt add_special_tokens".split()
 
 
 class ProxiedEngine:
-    """One of them. score: where the sidecar beside it is asked; None where it is not."""
+    """score: address of the sidecar beside it, None if that is not asked."""
 
     def __init__(self, name: str, url: str, score: str | None, say: Say) -> None:
         self.name = name
@@ -43,7 +43,7 @@ class ProxiedEngine:
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """A request is with it."""
+        """Count a request as in flight while the context is open."""
         self.under_way += 1
         self.served += 1
         try:
@@ -52,13 +52,13 @@ class ProxiedEngine:
             self.under_way -= 1
 
     def unreached(self, fault: EngineFault) -> None:
-        """A request has failed. It is down where it could not be reached."""
+        """Record a failed request. If the engine could not be reached, it counts as down."""
         self.failed += 1
         if not fault.has_begun:
             self._now(False, str(fault))
 
     async def look(self) -> None:
-        """At its health."""
+        """Poll its health."""
         try:
             answer = await self.client.ask("GET", "/health", seconds=HEALTH_SECONDS, most_bytes=1 << 16)
         except EngineFault as fault:
@@ -72,7 +72,6 @@ class ProxiedEngine:
         self.is_up = is_up
 
     def told(self) -> dict[str, Any]:
-        """For /health."""
         return {
             "name": self.name,
             "up": self.is_up,
@@ -82,20 +81,19 @@ class ProxiedEngine:
         }
 
     async def close(self) -> None:
-        """Hang up."""
         await self.client.close()
         if self.scorer is not None:
             await self.scorer.close()
 
 
 class Fleet:
-    """One prefill engine and the decode engines. Of one loop."""
+    """One prefill engine and the decode engines. For one event loop."""
 
     def __init__(
         self, prefill: ProxiedEngine, decodes: Sequence[ProxiedEngine], score_token: str = "", score_model: str = ""
     ) -> None:
-        """score_token: of the tenant whose blocks are asked for. score_model: as sidecars call the model, where that is
-        not what requests call it."""
+        """score_token: of the tenant whose blocks are looked up. score_model: the sidecars' name of the model, if
+        requests use another."""
         self.prefill = prefill
         self.decodes = list(decodes)
         self._score_model = score_model
@@ -103,20 +101,20 @@ class Fleet:
         self._turn = 0
 
     async def watch(self) -> None:
-        """Their health, until cancelled."""
+        """Poll their health until cancelled."""
         while True:
             await asyncio.gather(*(one.look() for one in (self.prefill, *self.decodes)))
             await asyncio.sleep(HEALTH_SECONDS)
 
     async def order(self, path: str, body: Body, content: bytes, headers: Mapping[str, str]) -> list[ProxiedEngine]:
-        """Decode engines, the one to ask first in front. Those that are down are at the end."""
+        """Decode engines in the order to try them; those that are down come last."""
         known: dict[str, int] = {}
         if len(self.decodes) > 1 and any(one.scorer for one in self.decodes) and len(content) <= MOST_SCORED_BYTES:
             try:
                 async with asyncio.timeout(SCORE_SECONDS):
                     known = await self._known(path, body, content, headers)
             except (TimeoutError, EngineFault, msgspec.DecodeError, RecursionError):
-                pass  # a hint that is missing
+                pass  # without the hint, order by load
         self._turn += 1
         turn = self._turn % len(self.decodes)
         in_turn = self.decodes[turn:] + self.decodes[:turn]
@@ -138,7 +136,7 @@ class Fleet:
         return {one.name: tokens for one, tokens in zip(scored, found, strict=True)}
 
     async def _tokens(self, path: str, body: Body, headers: Mapping[str, str]) -> list[int]:
-        """As the engine's tokenizer and its chat template make them of the prompt."""
+        """The prompt's token ids, from the engine's tokenizer and chat template."""
         names = _OF_CHATS if path.endswith("/chat/completions") else _OF_PROMPTS
         asked = msgspec.json.encode({name: body[name] for name in names if name in body})
         engine = next((one for one in self.decodes if one.is_up), self.decodes[0])
@@ -157,7 +155,7 @@ class _Matched(msgspec.Struct):
 
 
 async def _score(engine: ProxiedEngine, asked: bytes, headers: Mapping[str, str]) -> int:
-    """Tokens of the prompt that the sidecar beside it knows; 0 where that is not told."""
+    """Tokens of the prompt that the engine's sidecar knows; 0 if it does not answer."""
     assert engine.scorer is not None
     try:
         answer = await engine.scorer.ask(

@@ -1,4 +1,4 @@
-"""A page of an engine's or a sidecar's metrics, read as far as counters go. What is not understood is left out."""
+"""Reads samples from a page of Prometheus metrics; lines that it does not understand are skipped."""
 
 from __future__ import annotations
 
@@ -15,15 +15,13 @@ _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
 class CounterSample(NamedTuple):
-    """Of a page of metrics."""
-
     name: str
     labels: Mapping[str, str]
     value: float
 
 
 def samples_of(page: str) -> Iterator[CounterSample]:
-    """All that a page of Prometheus's text format has."""
+    """Parse Prometheus's text format."""
     for line in page.splitlines():
         if found := _SAMPLE.match(line):
             name, labels, value = found.groups()
@@ -34,7 +32,7 @@ def samples_of(page: str) -> Iterator[CounterSample]:
 
 
 async def page_of(client: EngineClient, path: str = "/metrics") -> str:
-    """Empty where there is none."""
+    """The metrics page; empty if there is none."""
     try:
         answer = await client.ask("GET", path, seconds=METRICS_SECONDS, most_bytes=MOST_METRICS_BYTES)
     except EngineFault:

@@ -1,9 +1,9 @@
-"""`kvstore prime`: prompts that an engine computes once, ahead of those who will ask, and that its store keeps.
+"""`kvstore prime`: has an engine compute prompts once, ahead of their use, so that its store keeps them.
 
     JSON lines, texts > one request of one token each > accounts of the connector > its saves, until no more come
 
-The engine tokenizes and applies its chat template, so that what is stored is what it will look up. It is asked over
-OpenAI's API; what is to be kept, and for how long, crosses in `kv_transfer_params`, as any request may say it.
+The engine tokenizes and applies its chat template, so what is stored is what later requests look up. Requests go over
+OpenAI's API; retention wishes travel in `kv_transfer_params`, as in any request.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MOST_PROMPT_BYTES = 8 << 20
 """Of a text, or of a line."""
 LOOK_SECONDS = 0.5
 QUIET_LOOKS = 5
-"""Looks at the engine's counter without a new block, after which no save is waited for. Each save waits a second."""
+"""After so many polls without a newly saved block, saving counts as finished. Each save waits a second."""
 SAVES_SECONDS = 60.0
 MOST_REASON = 200
 _SAVED = "kvstore_vllm_saved_blocks_total"
@@ -36,16 +36,14 @@ _FIELDS = ("prompt", "messages", "ttl", "priority", "add_generation_prompt", "to
 
 
 class TextRole(StrEnum):
-    """What a text file is in a prompt."""
-
     SYSTEM = "system"
     USER = "user"
-    PROMPT = "prompt"  # as it is, without a template
+    PROMPT = "prompt"  # without a chat template
 
 
 @dataclass(frozen=True, slots=True)
 class PrimePrompt:
-    """where: for messages. body: of a request, but for what is the same in all."""
+    """where: names it in messages. body: the request's, without the fields common to all."""
 
     where: str
     path: str
@@ -54,7 +52,7 @@ class PrimePrompt:
 
 
 def text_prompt(where: str, text: str, role: TextRole) -> PrimePrompt:
-    """A text file's. Raises `BadInput`."""
+    """Raises `BadInput`."""
     if not text.strip():
         raise BadInput(f"{where} is empty; give a text, or leave it out")
     if role is TextRole.PROMPT:
@@ -64,7 +62,7 @@ def text_prompt(where: str, text: str, role: TextRole) -> PrimePrompt:
 
 
 def line_prompts(name: str, lines: Iterable[str]) -> Iterator[PrimePrompt]:
-    """Those of a file of JSON lines. Raises `BadInput`, with the line's number."""
+    """Read JSON lines. Raises `BadInput` with the line's number."""
     for at, line in enumerate(lines, 1):
         if line.strip():
             yield _line_prompt(f"{name}, line {at}", line)
@@ -94,7 +92,7 @@ def _line_prompt(where: str, line: str) -> PrimePrompt:
 
 
 def check_wish(where: str, ttl: object, priority: object) -> None:
-    """As the connector takes them. Raises `BadInput`."""
+    """The connector's own limits. Raises `BadInput`."""
     if ttl is not None and (isinstance(ttl, bool) or not isinstance(ttl, int | float) or not 0 < ttl < 1 << 40):
         raise BadInput(f"{where}: ttl={ttl!r}; give seconds above 0 and below 2**40")
     is_whole = isinstance(priority, int) and not isinstance(priority, bool) and 0 < priority <= 100
@@ -104,7 +102,7 @@ def check_wish(where: str, ttl: object, priority: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PrimeOptions:
-    """wish: ttl or priority, where a prompt says nothing. at_once: requests under way. request_seconds: of each."""
+    """wish: ttl or priority, for prompts that give none. at_once: concurrent requests. request_seconds: of each."""
 
     wish: dict[str, Any]
     model: str | None = None
@@ -115,9 +113,9 @@ class PrimeOptions:
 
 @dataclass
 class PrimeResult:
-    """In tokens, as the connector accounts for them. there: in the store before. engine: in the engine's own cache,
-    which came there by being computed, and stored. computed: all others. blocks: newly stored since, of block_tokens
-    each. failed: what was not computed, and why; notes: what the store said."""
+    """In tokens, from the connector's accounts. there: in the store before. engine: in the engine's own cache, so
+    computed and stored earlier. computed: all others. blocks: newly stored, of block_tokens each. failed: prompts that
+    were not computed, and why; notes: messages of the store."""
 
     prompts: int = 0
     tokens: int = 0
@@ -132,11 +130,10 @@ class PrimeResult:
 
     @property
     def stored_tokens(self) -> int | None:
-        """Newly; None where the engine does not say."""
+        """Newly stored; None if the engine has no counter."""
         return self.blocks * self.block_tokens if self.blocks is not None else None
 
     def to_dict(self) -> dict[str, object]:
-        """For `--json`."""
         return {
             "prompts": self.prompts,
             "tokens": self.tokens,
@@ -152,7 +149,6 @@ class PrimeResult:
         }
 
     def render(self, console: Any) -> None:
-        """A table."""
         table = Table(box=None, pad_edge=False, show_header=False)
         stored = (
             "unknown: the engine has no counter" if self.stored_tokens is None else f"{self.stored_tokens:,} tokens"
@@ -172,7 +168,7 @@ class PrimeResult:
             console.print(f"{note} ({count} prompts)", markup=False)
 
     def add(self, where: str, account: dict[str, Any] | None) -> None:
-        """A prompt was computed; account: of the connector."""
+        """Add a computed prompt. account: the connector's."""
         self.prompts += 1
         if account is None:
             self.failed.append(f"{where}: the engine says nothing of a store; start it with KvStoreConnector")
@@ -204,7 +200,7 @@ class _PrimeAnswer(msgspec.Struct):
 async def prime(
     engine: str, prompts: Sequence[PrimePrompt], options: PrimeOptions, progress: Callable[[str, int, int], None]
 ) -> PrimeResult:
-    """Each prompt once, and then what the engine saves of them. Raises `EngineFault` where it cannot be asked."""
+    """Compute each prompt once, then wait for the engine's saves. Raises `EngineFault` if it cannot be reached."""
     loop, result = asyncio.get_running_loop(), PrimeResult()
     began, waiting = loop.time(), iter(enumerate(prompts, 1))
     async with EngineClient(engine) as client:
@@ -235,7 +231,7 @@ async def prime(
 async def _computed(
     client: EngineClient, model: str, prompt: PrimePrompt, options: PrimeOptions
 ) -> dict[str, Any] | None:
-    """What the connector says of it. Raises `EngineFault`."""
+    """Compute one prompt; returns the connector's account. Raises `EngineFault`."""
     wish = prompt.wish or options.wish
     body = {**prompt.body, "model": model, "max_tokens": 1, "temperature": 0, "stream": False}
     body["kv_transfer_params"] = {"kvstore": wish}
@@ -254,13 +250,14 @@ async def _computed(
 
 
 async def _saved_blocks(client: EngineClient) -> int | None:
-    """So far; None where the engine does not say."""
+    """The engine's counter; None if it has none."""
     found = [one.value for one in samples_of(await page_of(client)) if one.name == _SAVED]
     return round(sum(found)) if found else None
 
 
 async def _settled(client: EngineClient, model: str, options: PrimeOptions) -> int | None:
-    """Saved blocks, once no more come. An engine counts as it computes: it is given a token to do so."""
+    """Saved blocks once the counter stands still. The engine updates it only while computing, so it is given single
+    tokens to compute."""
     last, quiet = await _saved_blocks(client), 0
     nudge = PrimePrompt("", "/v1/completions", {"prompt": [0]}, {"store": False})
     try:
@@ -272,5 +269,5 @@ async def _settled(client: EngineClient, model: str, options: PrimeOptions) -> i
                 quiet = quiet + 1 if now == last else 0
                 last = now
     except (TimeoutError, EngineFault):
-        pass  # then it is what was counted so far
+        pass  # report what was counted so far
     return last

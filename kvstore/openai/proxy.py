@@ -1,13 +1,13 @@
-"""`kvstore pd-proxy` as an ASGI application: one endpoint, behind which prefill and decode are engines of their own.
+"""`kvstore pd-proxy` as an ASGI application: one endpoint in front of separate engines for prefill and decode.
 
     body, bounded > its fields > prefill's leg (and meanwhile: who decodes) > decode's leg > events or a whole answer
 
-The prompt goes to both engines; what prefill says of its blocks goes to decode as it is. Prefill is a service to decode
-and nothing else: where it is down, busy, late or answers nonsense, decode computes the prompt itself. A request is
-asked of another decode engine only where the first one cannot have begun with it, so that a request that ends an
-engine ends one. A client that hangs up ends both legs, whose connections are closed.
+Both engines get the prompt; decode gets prefill's transfer parameters unchanged. Prefill is optional: if it is down,
+busy, late or answers nonsense, decode computes the prompt itself. A request goes to another decode engine only if the
+first cannot have begun with it, so a request that kills an engine kills one. If a client hangs up, both legs'
+connections are closed.
 
-An example of a product, and not a load balancer: one process, no queue, no retries beyond that.
+An example, not a load balancer: one process, no queue, no other retries.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from kvstore.openai.fleet import Fleet, ProxiedEngine
 PATHS = ("/v1/completions", "/v1/chat/completions")
 MOST_ID = 128
 BUSY = (429, 503)
-"""Of an engine that has not begun with a request, nor will."""
+"""Answers of an engine that did not take the request."""
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -47,9 +47,9 @@ Send = Callable[[Message], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class ProxyLimits:
-    """requests: under way at a time. body_bytes, body_seconds: of what a client sends. prefill_seconds: of that leg,
-    after which decode computes. decode_seconds: of that leg in all; silent_seconds: in it without a whole event.
-    unread_seconds: that a client does not read. prefilled_bytes: of prefill's answer."""
+    """requests: concurrent ones. body_bytes, body_seconds: of a client's body. prefill_seconds: of that leg, after
+    which decode computes alone. decode_seconds: of that leg in all; silent_seconds: between its events. unread_seconds:
+    without the client reading. prefilled_bytes: of prefill's answer."""
 
     requests: int = 256
     body_bytes: int = MOST_BODY_BYTES
@@ -62,12 +62,12 @@ class ProxyLimits:
 
 
 class _ClientGone(Exception):
-    """It hung up, or reads nothing any more."""
+    """The client disconnected or stopped reading."""
 
 
 @dataclass
 class Exchange:
-    """One client's request and what was sent of its answer."""
+    """One client's request, and how much of its answer was sent."""
 
     path: str
     headers: dict[str, str]
@@ -79,7 +79,7 @@ class Exchange:
     told: dict[str, str] = field(default_factory=dict)
 
     async def start(self, status: int, content_type: str, length: int | None = None) -> None:
-        """The head."""
+        """Send the head."""
         shown = {"content-type": content_type, "cache-control": "no-store", **self.told}
         if self.decoded_by:
             shown |= {"x-kvstore-prefill": self.prefilled, "x-kvstore-decode": self.decoded_by}
@@ -90,11 +90,11 @@ class Exchange:
         await self._sent({"type": "http.response.start", "status": status, "headers": listed})
 
     async def write(self, piece: bytes, more: bool = True) -> None:
-        """A piece of the body."""
+        """Send a piece of the body."""
         await self._sent({"type": "http.response.body", "body": piece, "more_body": more})
 
     async def whole(self, status: int, body: bytes, content_type: str = "application/json") -> None:
-        """All of an answer."""
+        """Send a whole answer."""
         await self.start(status, content_type, len(body))
         await self.write(body, more=False)
 
@@ -107,7 +107,7 @@ class Exchange:
 
 
 class PdProxy:
-    """The application. Of one loop."""
+    """The ASGI application, for one event loop."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class PdProxy:
         prefiller: tuple[str, int] | None = None,
         limits: ProxyLimits | None = None,
     ) -> None:
-        """new_id: for a request that brings none. prefiller: see `decode_body`."""
+        """new_id: names requests that bring no id. prefiller: see `decode_body`."""
         self._fleet = fleet
         self._legs = legs
         self._new_id = new_id
@@ -127,7 +127,7 @@ class PdProxy:
         self._under_way = 0
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """As ASGI has it."""
+        """The ASGI interface."""
         if scope["type"] != "http":
             if scope["type"] == "websocket":
                 await send({"type": "websocket.close", "code": 1008})
@@ -143,7 +143,7 @@ class PdProxy:
             pass
 
     def _exchange(self, scope: Message, send: Send) -> Exchange:
-        """What goes on of a request's head: who asks, and the name of the request."""
+        """Take over the client's authorization and request id from the head."""
         given = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         name = given.get("x-request-id", "")
         if not 0 < len(name) <= MOST_ID or not name.isascii() or not name.isprintable():
@@ -181,7 +181,7 @@ class PdProxy:
         await exchange.whole(200 if can_decode else 503, msgspec.json.encode(told))
 
     async def _models(self, exchange: Exchange) -> None:
-        """As the first decode engine that is up has them."""
+        """The models of the first decode engine that is up."""
         engine = next((one for one in self._fleet.decodes if one.is_up), self._fleet.decodes[0])
         try:
             answer = await engine.client.ask(
@@ -230,12 +230,12 @@ class PdProxy:
             raise ApiRefusal(408, f"the body did not arrive in {self._limits.body_seconds:g} s") from None
 
     async def _answered(self, body: Body, content: bytes, exchange: Exchange) -> None:
-        """Both legs. Tasks of it end with it."""
+        """Run both legs; all tasks end with it."""
         name = exchange.headers["x-request-id"]
         sent = prefill_body(body, self._legs, name, self._prefiller is not None)
         choosing = asyncio.create_task(self._fleet.order(exchange.path, body, content, exchange.headers))
         prefilling = asyncio.create_task(self._prefilled(sent, exchange))
-        # Nothing comes of a prefill engine that is down: what decode awaited of it, it would await in vain.
+        # If prefill is down, decode must not await its blocks.
         legs = self._legs if self._fleet.prefill.is_up else Legs.SHARED_STORAGE
         try:
             exchange.prefilled, parameters = ("at once", None) if legs is Legs.AT_ONCE else await prefilling
@@ -252,8 +252,8 @@ class PdProxy:
             await asyncio.gather(choosing, prefilling, return_exceptions=True)
 
     async def _prefilled(self, sent: bytes, exchange: Exchange) -> tuple[str, Raw | None]:
-        """What came of it, and what prefill says of its blocks; None where decode has to do without. Raises
-        `ApiRefusal` for a request that the engine refuses: the other one would, too."""
+        """Run prefill. Returns its outcome, and its transfer parameters or None. Raises `ApiRefusal` for a request that
+        it refuses, since decode would refuse it too."""
         engine, limits = self._fleet.prefill, self._limits
         if not engine.is_up:
             return "down", None
@@ -277,7 +277,7 @@ class PdProxy:
         return "done" if answer.status == 200 else "failed", parameters
 
     async def _decoded(self, told: bytes, exchange: Exchange, order: list[ProxiedEngine]) -> None:
-        """By the first engine that takes it."""
+        """Run decode on the first engine that takes the request."""
         busy: EngineAnswer | None = None
         fault: EngineFault | None = None
         async with asyncio.timeout(self._limits.decode_seconds):
@@ -300,7 +300,7 @@ class PdProxy:
         raise ApiRefusal(503, f"no engine decodes: {fault}")
 
     async def _passed_on(self, answer: AnswerStream, exchange: Exchange) -> None:
-        """Whole events, each when it is there; or the whole answer. Raises `EngineFault` and `TimeoutError`."""
+        """Pass on each event when it is complete, or the whole answer. Raises `EngineFault` and `TimeoutError`."""
         if not answer.has_events:
             whole = await answer.whole()
             _retry_told(whole, exchange)
@@ -324,7 +324,7 @@ class PdProxy:
         await exchange.write(b"", more=False)
 
     async def _ended(self, exchange: Exchange, refusal: ApiRefusal) -> None:
-        """With an error: as an answer, or as the last event of a stream that has begun."""
+        """Send an error, as an answer, or as the last event if the stream has begun."""
         if exchange.has_started:
             await exchange.write(b"data: " + refusal.body + b"\n\n", more=False)
         elif isinstance(refusal, _Passed):
@@ -335,7 +335,7 @@ class PdProxy:
 
 
 class _Passed(ApiRefusal):
-    """An engine's own refusal, which goes to the client as it is."""
+    """An engine's own refusal, passed on unchanged."""
 
     def __init__(self, answer: EngineAnswer) -> None:
         super().__init__(answer.status, "the engine refused it")
@@ -348,6 +348,6 @@ def _retry_told(answer: EngineAnswer, exchange: Exchange) -> None:
 
 
 async def _left(receive: Receive) -> None:
-    """Until the client hangs up."""
+    """Returns when the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass

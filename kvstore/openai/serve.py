@@ -1,7 +1,7 @@
-"""`kvstore pd-proxy`, put together: engines, the application, and a server for it.
+"""Runs `kvstore pd-proxy`: engines, the application, and a uvicorn server.
 
-The server is uvicorn's, with a bound that it lacks: a connection is closed where no whole head of a request arrives in
-time, and where too many are open, so that clients that say nothing cost those that do nothing.
+uvicorn lacks a bound that is added here: a connection is closed if no complete request head arrives in time, and at
+once if too many are open.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from kvstore.openai.proxy import PdProxy, ProxyLimits
 MOST_CONNECTIONS = 1024
 HEAD_SECONDS = 15.0
 END_SECONDS = 10
-"""A stream that is under way at SIGTERM is given so long."""
+"""Time for open streams after SIGTERM."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProxyOptions:
-    """prefill, decodes: addresses of engines. scores: of the sidecar beside each decode engine, or none; score_token,
+    """prefill, decodes: addresses of engines. scores: of the sidecar beside each decode engine, or empty; score_token,
     score_model: see `Fleet`. prefiller: where prefill's blocks are fetched, with `at-once` and vLLM's tier of peers."""
 
     prefill: str
@@ -50,8 +50,8 @@ def serve_proxy(
     started: Callable[[int], None],
     say: Callable[[str], None],
 ) -> None:
-    """Until SIGTERM or SIGINT. started: told the port once it listens. say: what becomes of engines. Raises
-    `BadInput`."""
+    """Serve until SIGTERM or SIGINT. started: called with the port once it listens. say: gets messages about engines.
+    Raises `BadInput`."""
     host, port = address
     try:
         listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -84,7 +84,8 @@ def serve_proxy(
             )
         )
         for number in (signal.SIGTERM, signal.SIGINT):
-            # Before it serves as while it does; and behind its end, where uvicorn raises the signal once more.
+            # The handler also has to be there before the server installs its own, and after, when uvicorn raises the
+            # signal again.
             signal.signal(number, server.handle_exit)
         watching = asyncio.create_task(fleet.watch())
         try:
@@ -103,24 +104,23 @@ def serve_proxy(
 
 
 class _FewLines(logging.Filter):
-    """One line a second: what clients send may make the server warn."""
+    """Lets one line per second through: clients can make the server warn."""
 
     _last = 0.0
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether it is written."""
         is_due = record.created - self._last >= 1.0
         self._last = record.created if is_due else self._last
         return is_due
 
 
 class _BoundedProtocol(H11Protocol):
-    """A connection that has to ask for something."""
+    """Closes connections that send no request."""
 
     _late: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        """Closed at once where there are too many, and later where nothing comes."""
+        """Close it at once if there are too many, else start the timer."""
         super().connection_made(transport)
         if len(self.connections) > MOST_CONNECTIONS:
             transport.abort()
@@ -128,13 +128,12 @@ class _BoundedProtocol(H11Protocol):
             self._late = self.loop.call_later(HEAD_SECONDS, self._look, transport, None)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing is waited for any more."""
         if self._late is not None:
             self._late.cancel()
         super().connection_lost(exc)
 
     def _look(self, transport: Any, last: object) -> None:
-        """last: the request that was answered at the look before, and still is the last one."""
+        """Close a connection that answered nothing since the last look. last: the request that was last then."""
         is_idle = self.cycle is None or self.cycle.response_complete
         if is_idle and self.cycle is last:
             transport.abort()

@@ -1,1 +1,1 @@
-"""Frames between hosts: the puller asks for them, and believes nothing that it has not checked."""
+"""Frames between hosts: the puller asks for them, and checks everything before it uses it."""

@@ -7,7 +7,7 @@ import threading
 
 
 class Bell:
-    """`descriptor` is readable once `ring` was called. Thread-safe; ringing a closed one does nothing."""
+    """`descriptor` is readable once `ring` was called. Thread-safe; ringing a closed bell does nothing."""
 
     def __init__(self) -> None:
         self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -17,7 +17,7 @@ class Bell:
     def ring(self) -> None:
         """From any thread."""
         with self._lock:
-            if not self._is_closed:  # else the number may be another file's
+            if not self._is_closed:  # else the descriptor's number may be another file's
                 os.eventfd_write(self.descriptor, 1)
 
     def hear(self) -> None:
@@ -28,7 +28,7 @@ class Bell:
             pass
 
     def close(self) -> None:
-        """Once."""
+        """Call once."""
         with self._lock:
             self._is_closed = True
             os.close(self.descriptor)

@@ -1,9 +1,9 @@
-"""The data door over plain sockets: sends frames straight from where they are pinned, to pullers with an offer.
+"""The data server over plain sockets: sends frames straight from pinned memory, to pullers with an offer.
 
-One thread, or a few, each with a selector: a puller that stalls, drips or is silent holds its own connection and no
+One thread, or a few, each with a selector: a puller that stalls, drips or is silent blocks its own connection and no
 thread. Connections, offers and the bytes read of a message are bounded; a connection that does not name its offer
-within a second is closed, and if there are too many, the oldest of those makes room. Pins end when the last byte was
-handed to the kernel, when the puller is gone, and after 5 s in any case.
+within a second is closed, and if there are too many of those, the oldest is. Pins end when the kernel has the last
+byte, when the puller is gone, and after 5 s in any case.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from tiering.clock import Clock
 
 MOST_CONNECTIONS = 512
 MOST_STRANGERS = 128
-"""Connections of a thread that have not named their offer yet."""
+"""Of a thread: connections that have not named their offer yet."""
 _TURN_BYTES = 4 << 20
-"""Sent on one connection before others have their turn."""
+"""Sent on a connection before the thread turns to the next."""
 _BACKLOG = 256
 _PAUSE_SECONDS = 0.1
-"""Nothing is accepted for so long after the process ran out of descriptors."""
+"""Nothing is accepted for this long after the process ran out of descriptors."""
 
 
 class SocketFrameDoor:
@@ -70,15 +70,13 @@ class SocketFrameDoor:
             loop.start()
 
     def offer(self, frames: t.OfferedFrames, secret: bytes) -> t.PullOffer:
-        """As the contract has it."""
         parts = len(frames.frame_bytes)
         offer = self._offers.add(frames, secret, self._is_sealed, self._clock.monotonic_seconds())
-        self._loops[0].wake()  # it ends the offer, and waits for nothing where there was none
+        self._loops[0].wake()  # this loop ends overdue offers, and may sleep without a limit
         blocks = len(frames.spans) // parts
         return t.PullOffer(offer.token, self.address, "sockets", blocks, frames.frame_bytes, self._is_sealed)
 
     def withdraw(self, token: bytes) -> None:
-        """As the contract has it."""
         if self._offers.withdraw(token) is not None:
             for loop in self._loops:
                 loop.wake()
@@ -102,8 +100,8 @@ class _Connection(Serving):
         self.sock = sock
         self.read = bytearray(t.HELLO.size)
         self.got = 0
-        self.out: list[memoryview] = []  # handed to the kernel next
-        self.frame: memoryview | None = None  # that is being sealed
+        self.out: list[memoryview] = []  # for the kernel next
+        self.frame: memoryview | None = None  # being sealed
         self.at = 0
         self.sealing: Any = None
         self.ring = bytearray()
@@ -123,12 +121,12 @@ class _Loop:
         self._due = inf
         self._others: list[_Loop] = []
         self._given: deque[socket.socket] = deque()
-        self._connections: dict[_Connection, None] = {}  # in the order in which they came
+        self._connections: dict[_Connection, None] = {}  # the oldest first
         self._is_over = False
         self._thread = threading.Thread(target=self._run, name=f"kvstore-data-door-{number}", daemon=True)
 
     def listen(self, listener: socket.socket, loops: list[_Loop]) -> None:
-        """Accept for all of these."""
+        """Accept for all of `loops`."""
         self._listener, self._others = listener, loops
         self._selector.register(listener, selectors.EVENT_READ)
 
@@ -176,7 +174,7 @@ class _Loop:
         self._bell.hear()
         for one in [one for one in self._connections if one.offer is not None and one.offer.is_withdrawn]:
             self._handle(one, selectors.EVENT_WRITE)
-        self._due = 0.0  # there may be an offer more
+        self._due = 0.0  # an offer may be new
 
     def _end_due(self) -> None:
         """End what is overdue, and record when the next is due."""
@@ -191,7 +189,7 @@ class _Loop:
             self._selector.register(self._listener, selectors.EVENT_READ)
         self._due = min(self._due, self._offers.end_due(now), self._accepts_from or inf)
 
-    # --- those who come ---
+    # --- new connections ---
 
     def _accept(self) -> None:
         assert self._listener is not None
@@ -200,7 +198,7 @@ class _Loop:
                 sock, _ = self._listener.accept()
             except (BlockingIOError, ConnectionError):
                 return
-            except OSError:  # no descriptor, or no memory: the same would be so at once again
+            except OSError:  # no descriptor or memory: the next attempt would fail too
                 self._selector.unregister(self._listener)
                 self._accepts_from = self._clock.monotonic_seconds() + _PAUSE_SECONDS
                 self._due = min(self._due, self._accepts_from)
@@ -223,13 +221,13 @@ class _Loop:
             sock.close()
             return
         sock.setblocking(False)
-        with contextlib.suppress(OSError):  # it is gone already, which is noticed below
+        with contextlib.suppress(OSError):  # a closed connection is noticed below
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         one = _Connection(sock, self._clock.monotonic_seconds() + t.HANDSHAKE_SECONDS)
         self._connections[one] = None
         self._due = min(self._due, one.deadline)
         self._selector.register(sock, one.events, one)
-        self._handle(one, selectors.EVENT_READ)  # its first message is there, as a rule
+        self._handle(one, selectors.EVENT_READ)  # its first message is usually there
 
     def _drop(self, one: _Connection) -> None:
         """Close the connection and end its pins."""
@@ -244,7 +242,7 @@ class _Loop:
         if one.offer is not None:
             self._offers.end(one.offer)
 
-    # --- what one of them says, and is sent ---
+    # --- messages and frames ---
 
     def _handle(self, one: _Connection, events: int) -> None:
         if one not in self._connections:
@@ -301,12 +299,12 @@ class _Loop:
             if sent:
                 one.out[0] = one.out[0][sent:]
         if left <= 0 and not one.out:
-            self._next(one)  # so that it is written to again
+            self._next(one)  # so that the selector watches for room
         if not one.out and one.frame is None and one.has_all and one.offer is not None:
             self._offers.end(one.offer)  # the kernel has all of it
 
     def _next(self, one: _Connection) -> bool:
-        """Put the next thing to send into `out`, if there is one."""
+        """Put what is to be sent next into `out`; False if there is nothing."""
         offer = one.offer
         assert offer is not None
         if one.frame is not None:
@@ -342,7 +340,7 @@ def _seal_piece(one: _Connection) -> None:
 
 
 def listened(listen: str) -> tuple[str, int]:
-    """Raises `BadInput`."""
+    """An address to listen at, as numeric host and port. Raises `BadInput`."""
     host, _, port = listen.rpartition(":")
     try:
         infos = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)

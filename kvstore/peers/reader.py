@@ -1,7 +1,7 @@
 """A puller's side of the protocol, over any transport: asks ahead, expects each record byte for byte, and checks.
 
-Nothing is read, allocated or believed because the other side says so: a frame's record must be the one that was asked
-for, or the connection is over.
+The other side chooses no length and no allocation here: a frame's record must be exactly the expected one, or the
+connection ends.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Opening = Callable[[], bool]
 
 
 class FramePuller(ABC):
-    """`PullReader` over what the methods below carry."""
+    """`PullReader` over the transport's methods below."""
 
     breaks: tuple[type[Exception], ...] = (OSError,)
     """Exceptions of these methods that mean a broken connection, besides `PullFault`."""
@@ -43,7 +43,7 @@ class FramePuller(ABC):
         self._is_welcome = self._is_over = False
         self._number = 0  # of the next frame
         self._request = 0
-        self._expected: deque[bytes] = deque()  # records of the frames that were asked for
+        self._expected: deque[bytes] = deque()  # records of requested frames
 
     @abstractmethod
     def _write(self, said: bytes, deadline: float) -> None: ...
@@ -53,10 +53,10 @@ class FramePuller(ABC):
 
     @abstractmethod
     def _fill_slot(self, record: bytes, view: memoryview, deadline: float) -> Opening | None:
-        """Read the bytes behind a frame's record into its slot; returns what opens them in place, if sealed."""
+        """Read the bytes after a frame's record into its slot; returns what opens them in place, if sealed."""
 
     def _expect(self, number: int, views: Sequence[memoryview]) -> None:  # noqa: B027  # most have nothing to do
-        """These slots are asked for, from that frame on."""
+        """These slots are requested, from that frame on."""
 
     @abstractmethod
     def _hang_up(self) -> None: ...
@@ -69,7 +69,6 @@ class FramePuller(ABC):
             raise broken(error) from None
 
     def pull(self, slots: Sequence[memoryview], check: Check, deadline: float) -> int:
-        """As the contract has it."""
         if self.ended is not None:
             return 0
         if self._is_over:
@@ -95,7 +94,6 @@ class FramePuller(ABC):
         return verified
 
     def close(self) -> None:
-        """As the contract has it."""
         self._is_over = True
         self._hang_up()
         if self._checker is not None:
@@ -130,7 +128,7 @@ class FramePuller(ABC):
                 return
 
     def _ask(self, views: Sequence[memoryview], deadline: float) -> int:
-        """Ask for the next frames; returns their number."""
+        """Request the next frames; returns the number of frames."""
         number, count = self._number + len(self._expected), len(views)
         record = t.RECORD.pack(t.ASK_MAGIC, t.VERSION, 0, count, self._request, number, 0)
         tag = self._seal.tag(sealed.ASKED, self._request, record) if self._seal is not None else b""
@@ -143,7 +141,7 @@ class FramePuller(ABC):
         return count
 
     def hear_welcome(self, deadline: float) -> bool:
-        """Whether it may pull; `ended` says so otherwise."""
+        """Whether it may pull; otherwise `ended` is set."""
         self._fill(self._record, deadline)
         if self._record != t.RECORD.pack(t.FRAME_MAGIC, t.VERSION, t.PullStatus.WELCOME, 0, 0, 0, 0):
             self._hear_end(self._record, t.PullStatus.REFUSED, deadline)
@@ -155,7 +153,7 @@ class FramePuller(ABC):
         return True
 
     def _hear_end(self, raw: memoryview, status: t.PullStatus, deadline: float) -> None:
-        """A record other than the expected one: the end, or a fault."""
+        """Take a record other than the expected one: the end, or a fault."""
         record = t.checked_record(raw, t.FRAME_MAGIC)
         if raw != t.RECORD.pack(t.FRAME_MAGIC, t.VERSION, status, 0, 0, self._number, 0):
             raise t.PeerFault(f"an answer to another request, or of another frame or size ({record.status})")
@@ -181,7 +179,7 @@ def broken(error: Exception) -> t.PeerFault:
 
 
 class _Checks:
-    """The leading good frames of a pull, whichever thread checks them."""
+    """Counts the leading good frames of a pull; frames may be checked in another thread."""
 
     def __init__(self, check: Check, checker: _Checker | None) -> None:
         self._check, self._checker = check, checker
@@ -234,9 +232,9 @@ class _Checker:
         while (is_good := self.work.get()) is not None:
             try:
                 self.done.put(is_good())
-            except BaseException as error:  # it is raised where the pull is
+            except BaseException as error:  # raised again in the pull
                 self.done.put(error)
-            is_good = None  # nothing of a slot stays here
+            is_good = None  # keeps no reference to a slot
 
     def stop(self) -> None:
         """End when all queued frames are checked."""

@@ -1,8 +1,8 @@
-"""Frames in secret: AES-256-GCM, a nonce for each message, and the message's record as what it is bound to.
+"""Sealed frames: AES-256-GCM with a nonce for each message, and the message's record as associated data.
 
-A key is of one connection (`tokens.seal_key`), and a nonce is the direction and a number that only rises, so none is
-used twice. A door seals pieces of a frame into a small ring while they are in the cache. A puller opens a frame in its
-slot: what lies there is worth nothing before the tag behind it was compared. The one file that imports `cryptography`.
+A key belongs to one connection (`tokens.seal_key`), and a nonce is the direction and a number that only rises, so none
+is used twice. A data server seals pieces of a frame into a small ring while they are in the cache. A puller opens a
+frame in its slot, whose content must not be used before the tag was compared. The one file that imports `cryptography`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TAG_BYTES = 16
 PIECE_BYTES = 1 << 20
 _NONCE = struct.Struct(">IQ")
 FRAMES, ASKED, TOLD = 1, 2, 3
-"""Directions: frames and statuses of the door, and the puller's requests."""
+"""Directions: the server's frames and statuses, and the puller's requests."""
 
 
 def needs_sealing() -> None:
@@ -78,7 +78,7 @@ class FrameSeal:
         return True
 
     def tag(self, direction: int, number: int, record: bytes) -> bytes:
-        """Of a message that is a record alone."""
+        """Of a message that is only a record."""
         sealing = self.sealing(direction, number, record)
         sealing.finalize()
         tag: bytes = sealing.tag

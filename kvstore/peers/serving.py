@@ -1,4 +1,4 @@
-"""A door's side of the protocol with one puller, over any transport: what it may ask, and the answers."""
+"""A data server's side of the protocol with one puller, over any transport: its allowed requests, and the answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Serving:
         self.seal: sealed.FrameSeal | None = None
         self.number = 0  # of the next frame
         self._asked: deque[tuple[int, int]] = deque()  # request, frames
-        self._asked_to = self._most = 0  # frames that were asked for, up to here; that were offered
+        self._asked_to = self._most = 0  # requested frames end here; offered frames
         self._is_gone = False
 
     @property
@@ -46,7 +46,7 @@ class Serving:
         return _record(t.PullStatus.WELCOME, 0, 0, 0, 0) + proof_of(hello, offer.secret)
 
     def note(self, message: bytes) -> None:
-        """It asks for frames: in order, eight at a time, and no more than it was offered. Raises `PeerFault`."""
+        """Take a request for frames: in order, eight at a time, and no more than offered. Raises `PeerFault`."""
         raw = message[: t.RECORD.size]
         record = t.checked_record(raw, t.ASK_MAGIC)
         if self.seal is not None:
@@ -66,7 +66,7 @@ class Serving:
         return record + (self.seal.tag(sealed.TOLD, self.number, record) if self.seal is not None else b"")
 
     def next_frame(self) -> tuple[bytes, memoryview] | None:
-        """The next frame that it asked for, and its record."""
+        """The next requested frame, and its record."""
         if self._is_gone or not self._asked or self.offer is None or self.offer.frames is None:
             return None
         request, follow = self._asked.popleft()

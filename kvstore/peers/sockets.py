@@ -1,7 +1,7 @@
-"""Pulls over plain sockets: frames go straight from the kernel into their slots.
+"""Pulls over plain sockets: the kernel copies frames straight into their slots.
 
-Every read and write has the rest of the deadline as its limit, kept by the kernel, which fills a whole piece in one
-call: a peer that drips a byte at a time times out as any other.
+Every read and write is limited to the rest of the deadline by the kernel, which fills a whole piece in one call: a peer
+that drips a byte at a time times out like any other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tiering.clock import Clock
 
 _TIMEVAL = struct.Struct("@ll")
 _LEAST_SECONDS, _MOST_SECONDS = 0.001, 3600.0
-"""Bounds of a limit passed to the kernel, for which 0 is none."""
+"""Bounds of a limit passed to the kernel, where 0 means none."""
 
 
 class SocketPullTransport:
@@ -28,11 +28,11 @@ class SocketPullTransport:
     name = "sockets"
 
     def __init__(self, clock: Clock, *, seal: str = "auto", checks_beside: bool = False) -> None:
-        """seal: as in the door. checks_beside: open and check a frame in a second thread while the next one arrives."""
+        """seal: as in the data server. checks_beside: open and check a frame in a second thread while the next one
+        arrives."""
         self._clock, self._seal, self._checks_beside = clock, seal, checks_beside
 
     def connect(self, offer: t.PullOffer, secret: bytes, deadline: float) -> SocketPullReader:
-        """As the contract has it."""
         host, port = t.numeric_address(offer.address)
         seal = sealed.seal_of(offer, secret, self._seal)
         left = deadline - self._clock.monotonic_seconds()
@@ -66,17 +66,17 @@ class SocketPullReader(FramePuller):
         checks_beside: bool,
     ) -> None:
         super().__init__(offer, secret, seal, clock, checks_beside)
-        sock.settimeout(None)  # the kernel has the limits
+        sock.settimeout(None)  # the kernel keeps the limits
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sock = sock
 
     def free_slots(self, when_free: Callable[[], None]) -> bool:
-        """At once: the kernel writes into them while `pull` runs, and at no other time."""
+        """At once: the kernel writes into them only while `pull` runs."""
         return True
 
     def _hang_up(self) -> None:
         with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)  # who reads in another thread is woken
+            self._sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that reads
         self._sock.close()
 
     def _fill_slot(self, record: bytes, view: memoryview, deadline: float) -> Opening | None:

@@ -1,8 +1,8 @@
-"""Who may pull what: secrets that both sides derive, and tokens that are good once.
+"""The right to pull: secrets that both sides derive, and tokens that are valid once.
 
-ask_mac    keyed with the tenant's identity key, over what is asked for: who asks, whom, and for which blocks
-secret     the same with a nonce of each side: what a token is worth to those two nodes, and to no others
-token      32 random bytes for one connection within 5 s. Who knows it without the secret has nothing
+ask_mac    keyed with the tenant's identity key, over the request: asking node, asked node, and blocks secret     the
+same with a nonce of each side: makes a token usable by these two nodes only token      32 random bytes for one
+connection within 5 s; useless without the secret
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NONCE_BYTES = 16
 SECRET_BYTES = 32
 log = logging.getLogger("kvstore.peers")
 MOST_OFFERS = 256
-"""Waiting for their puller or being pulled."""
+"""Waiting for their puller, or being pulled."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -39,8 +39,8 @@ class PullTerms:
     keys: Sequence[bytes]
 
     def packed(self) -> bytes:
-        """Every field has one length, so that different terms never have the same bytes. Raises `PeerFault` for
-        impossible ones: they come from a peer."""
+        """Every field has a fixed length, so that different terms never have the same bytes. Raises `PeerFault` for
+        impossible terms, which a peer may have sent."""
         lengths = tuple(map(len, (self.nonce, self.asking, self.holding, self.namespace)))
         if lengths != (NONCE_BYTES, NODE_BYTES, NODE_BYTES, NAMESPACE_BYTES):
             raise t.PeerFault("a pull whose nonce, nodes or namespace have another length")
@@ -58,31 +58,31 @@ def ask_mac(identity_key: bytes, terms: PullTerms) -> bytes:
 
 
 def pull_secret(identity_key: bytes, terms: PullTerms, nonce: bytes) -> bytes:
-    """nonce: the holder's, 16 random bytes, which it answers beside its offer."""
+    """nonce: the holder's, 16 random bytes, sent with its offer."""
     if len(nonce) != NONCE_BYTES:
         raise t.PeerFault("a holder's nonce of another length")
     return blake2b(nonce + terms.packed(), key=identity_key, digest_size=SECRET_BYTES, person=b"kv-pull").digest()
 
 
 def hello_for(token: bytes, secret: bytes, is_sealed: bool) -> bytes:
-    """A puller's first message. The holder chooses no byte of it: it also chooses the address, and could otherwise have
-    another server take it for a command."""
+    """A puller's first message. The holder chooses no byte of it: it also chooses the address, and could otherwise make
+    the message a command to another server."""
     said = t.HELLO.pack(t.HELLO_MAGIC, t.VERSION, is_sealed, 0, _spoken(token), bytes(32))[:-32]
     return said + blake2b(said, key=secret, digest_size=32, person=b"kv-pull-hello").digest()
 
 
 def proof_of(hello: bytes, secret: bytes) -> bytes:
-    """The door's answer to it."""
+    """The data server's answer to a hello."""
     return blake2b(hello, key=secret, digest_size=t.PROOF_BYTES, person=b"kv-pull-door").digest()
 
 
 def seal_key(token: bytes, secret: bytes) -> bytes:
-    """Of one connection: a token is used once."""
+    """For one connection: a token is used once."""
     return blake2b(token, key=secret, digest_size=32, person=b"kv-pull-seal").digest()
 
 
 class HeldOffer:
-    """Frames that are pinned until `end`. Its frames are read by one thread, which ends it."""
+    """Frames that are pinned until `end`. One thread reads its frames, and ends it."""
 
     def __init__(self, token: bytes, frames: t.OfferedFrames, secret: bytes, is_sealed: bool, until: float) -> None:
         self.token, self.secret, self.is_sealed, self.until = token, secret, is_sealed, until
@@ -91,14 +91,12 @@ class HeldOffer:
 
 
 class Offers:
-    """The offers of a door. Thread-safe."""
+    """The offers of a data server. Thread-safe."""
 
     def __init__(self, random_bytes: Callable[[int], bytes], most: int = MOST_OFFERS) -> None:
         self._random, self._most = random_bytes, most
         self._lock = threading.Lock()
-        self._waiting: dict[
-            bytes, HeldOffer
-        ] = {}  # by a digest of the token, so that no look-up's time tells of tokens
+        self._waiting: dict[bytes, HeldOffer] = {}  # by a digest of the token: look-up times reveal no token
         self._taken: dict[bytes, HeldOffer] = {}
 
     def add(self, frames: t.OfferedFrames, secret: bytes, is_sealed: bool, now: float) -> HeldOffer:
@@ -111,8 +109,8 @@ class Offers:
         return offer
 
     def take(self, hello: bytes, now: float) -> HeldOffer | None:
-        """The offer that a connection's first message names, which no other connection can take; None if there is none,
-        or its MAC is by another secret. A peer that only knows the token uses nothing up."""
+        """The offer that a connection's first message names; no other connection can take it. None if there is none, or
+        its MAC is by another secret. A peer that only knows the token cannot use it up."""
         magic, version, sealed, zero, spoken, mac = t.HELLO.unpack(hello)
         if (magic, version, zero) != (t.HELLO_MAGIC, t.VERSION, 0):
             return None
@@ -127,7 +125,7 @@ class Offers:
         return offer
 
     def withdraw(self, token: bytes) -> HeldOffer | None:
-        """End a waiting offer at once; one that is being pulled is marked, and its puller told."""
+        """End a waiting offer at once; if it is being pulled, mark it, so that its puller is notified."""
         name = _name(token)
         with self._lock:
             waiting, taken = self._waiting.pop(name, None), self._taken.get(name)
@@ -144,7 +142,7 @@ class Offers:
         _release(offer)
 
     def end_due(self, now: float) -> float:
-        """End those that no puller came for in time; returns when the next one is due."""
+        """End the offers whose puller did not come in time; returns when the next one is due."""
         with self._lock:
             due = [name for name, offer in self._waiting.items() if now >= offer.until]
             ended = [self._waiting.pop(name) for name in due]
@@ -154,13 +152,12 @@ class Offers:
         return next_one
 
     def end_all(self) -> None:
-        """End the waiting ones, and refuse new ones; connections end their own."""
+        """End the waiting offers, and refuse new ones; connections end their own."""
         with self._lock:
             self._most = 0
         self.end_due(inf)
 
     def pinned(self) -> int:
-        """How many there are."""
         with self._lock:
             return len(self._waiting) + len(self._taken)
 

@@ -1,15 +1,15 @@
-"""The contract of pulls between nodes, and what both transports share: the bytes of its messages, errors, addresses.
+"""The contract of pulls between nodes, and what all transports share: the bytes of its messages, errors, addresses.
 
-A node that wants blocks asks their holder over gRPC, and is answered by a `PullOffer`. It connects to the holder's door
-for data, shows that it has the secret of this offer, and reads frames in the order of the offer, block by block, the
-parts of each in order:
+A node asks a holder of blocks over gRPC, and gets a `PullOffer`. It connects to the holder's data server (its *door*),
+proves that it has the secret of this offer, and reads frames in the order of the offer, block by block, the parts of
+each in order:
 
     puller > HELLO   token's digest, MAC               door > WELCOME  MAC        (or REFUSED, and the end)
     puller > ASK     request, first frame, frames      door > FRAME    header page and payload, for each of them
-                     (two requests under way)          door > GONE     no more will come; the end
+                     (two requests in flight)          door > GONE     no more will come; the end
 
-A record heads each of these messages but the first. Whatever is not what was asked for ends the connection. What is
-checked already stays with the puller. Sizes are those of the slots, never those that the other side names.
+Each of these messages but the first begins with a record. Anything else than the requested ends the connection; the
+puller keeps what is checked by then. Sizes are those of the slots, never those that the other side names.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tiering.frame import ALIGNMENT
 VERSION = 1
 TOKEN_BYTES = 32
 OFFER_SECONDS = 5.0
-"""For so long blocks are pinned for a puller, at most."""
+"""How long blocks are pinned for a puller, at most."""
 HANDSHAKE_SECONDS = 1.0
 """A connection must name its offer within this."""
 FRAMES_ASKED, REQUESTS_UNDER_WAY = 8, 2
@@ -41,12 +41,10 @@ HELLO = struct.Struct("<4sBBH32s32s")
 RECORD = struct.Struct("<4sBBHQQQ")
 """Magic, version, status, frames that follow, request, number of the frame, its bytes."""
 PROOF_BYTES = 32
-"""Behind the record of a welcome: the door has the secret too."""
+"""Follow the record of a welcome: proof that the server has the secret too."""
 
 
 class PullStatus(enum.IntEnum):
-    """What a record says."""
-
     FRAME = 0
     WELCOME = 1
     GONE = 2
@@ -54,7 +52,7 @@ class PullStatus(enum.IntEnum):
 
 
 class FrameRecord(NamedTuple):
-    """The head of a message. follow: frames that are still to come for this request, or are asked for."""
+    """The head of a message. follow: frames still to come for this request; in an ASK, the requested ones."""
 
     magic: bytes
     version: int
@@ -66,17 +64,17 @@ class FrameRecord(NamedTuple):
 
 
 class PullFault(StoreError):
-    """A pull ended early. verified: leading frames of this call that are whole and checked, and stay good."""
+    """A pull ended early. verified: leading frames of this call that are whole and checked, and stay valid."""
 
     verified = 0
 
 
 class PeerFault(PullFault):
-    """The other side, or the way to it, broke the protocol."""
+    """The other side, or the network, broke the protocol."""
 
 
 class TimedOutPull(PullFault):
-    """The deadline came first."""
+    """The deadline passed."""
 
 
 class PullBusy(OutOfResources):
@@ -87,8 +85,8 @@ class PullBusy(OutOfResources):
 class PullOffer:
     """A holder's answer. Raises `PeerFault` if it is impossible.
 
-    token: for one connection, good for 5 s. address: HOST:PORT of the data door, numeric and never a name. blocks:
-    pinned leading ones, from the first that was asked for. frame_bytes: whole frames, by part.
+    token: for one connection, valid for 5 s. address: HOST:PORT of the data server, numeric and never a name. blocks:
+    pinned leading ones, from the first requested. frame_bytes: whole frames, by part.
     """
 
     token: bytes = field(repr=False)
@@ -108,7 +106,6 @@ class PullOffer:
 
     @property
     def frames(self) -> int:
-        """Of all blocks."""
         return self.blocks * len(self.frame_bytes)
 
 
@@ -117,9 +114,9 @@ class OfferedFrames:
     """Frames that a holder has pinned for one puller.
 
     spans: whole frames in place, block by block, the parts of each in order. frame_bytes: by part. sent: called with
-    the bytes of each frame that is sent. release: ends the pins. Called once, from a thread of the door or one that
-    withdraws or closes, when all frames are sent, or the puller is gone, or after `OFFER_SECONDS`; from then on no span
-    is read. Neither may block.
+    the bytes of each frame that is sent. release: ends the pins; called once, when all frames are sent, the puller is
+    gone, or `OFFER_SECONDS` are over; no span is read after it. The data server's thread calls it, or the thread that
+    withdraws or closes. Neither may block.
     """
 
     spans: Sequence[memoryview]
@@ -137,26 +134,26 @@ class PullReader(Protocol):
     """A puller's connection, for one offer. Of one thread at a time."""
 
     ended: PullStatus | None
-    """Why the holder gives no more of its offer, if it said so."""
+    """Why the holder sends no more of its offer, if it told."""
 
     def pull(self, slots: Sequence[memoryview], check: Callable[[int, memoryview], bool], deadline: float) -> int:
-        """Read the next frames of the offer into slots, a slot each, and say how many leading ones are whole and
-        checked. Fewer than `slots`: the holder has no more (`ended`).
+        """Read the next frames of the offer into slots, a slot each. Returns how many leading ones are whole and
+        checked; fewer than `slots`: the holder has no more (`ended`).
 
         check: given a slot's place in `slots` and its bytes, whether this is the frame that belongs there; see
-        `FrameChecks`. It may be called from another thread. deadline: monotonic seconds.
-        Raises `PeerFault` and `TimedOutPull`, whose `verified` says what the answer would have; the connection is
-        over then, and so are slots behind that number: what lies in them may be anything.
+        `FrameChecks`. It may be called from another thread. deadline: monotonic seconds. Raises `PeerFault` and
+        `TimedOutPull`, with the number in `verified`: the connection is over then, and slots behind that number may
+        contain anything.
         """
         ...
 
     def free_slots(self, when_free: Callable[[], None]) -> bool:
-        """Whether no slot of this connection can be written any more, after a fault too. If not, `when_free` is
-        called once when that is so, from another thread; slots must not be reused before."""
+        """Whether no slot of this connection can be written any more, after a fault too. If not, `when_free` is called
+        once they are free, from another thread; slots must not be reused before."""
         ...
 
     def close(self) -> None:
-        """End it, from any thread; a pull that is under way raises `PeerFault`."""
+        """End it, from any thread; a running pull raises `PeerFault`."""
         ...
 
 
@@ -171,27 +168,25 @@ class PullTransport(Protocol):
 
 
 class FrameDoor(Protocol):
-    """A holder's data door."""
+    """A holder's data server."""
 
     address: str
 
     def offer(self, frames: OfferedFrames, secret: bytes) -> PullOffer:
-        """Let the node that has the secret pull these frames, once, within 5 s. Raises `PullBusy`, also if the door is
-        closed; the caller then releases the frames."""
+        """Let the node that has the secret pull these frames, once, within 5 s. Raises `PullBusy`, also after `close`;
+        the caller then releases the frames."""
         ...
 
     def withdraw(self, token: bytes) -> None:
-        """End an offer, and the pull of it: the puller hears that the rest is gone."""
+        """End an offer, and a pull of it: the puller learns that the rest is gone."""
         ...
 
-    def close(self) -> None:
-        """End all of them."""
-        ...
+    def close(self) -> None: ...
 
 
 def numeric_address(address: str) -> tuple[str, int]:
-    """Host and port of HOST:PORT, with a numeric host: no name is looked up in the middle of a pull, where that would
-    have no deadline. Raises `PeerFault`."""
+    """Host and port of HOST:PORT, with a numeric host: a name's look-up in the middle of a pull would have no deadline.
+    Raises `PeerFault`."""
     host, _, port = address.rpartition(":") if len(address) <= MOST_ADDRESS_CHARACTERS else ("", "", "")
     bare = host[1:-1] if host[:1] == "[" and host[-1:] == "]" else host
     try:
@@ -210,12 +205,12 @@ def written_address(host: str, port: int) -> str:
 
 
 def stays_here(host: str) -> bool:
-    """Whether that address is loopback: its traffic leaves no host."""
+    """Whether that address is loopback: its traffic does not leave the host."""
     return ip_address(host.partition("%")[0]).is_loopback
 
 
 def must_seal(host: str, seal: str) -> bool:
-    """Whether frames are sealed at a door of that address. seal: auto (beyond loopback) or always."""
+    """Whether a data server of that address seals frames. seal: auto (beyond loopback) or always."""
     if seal not in ("auto", "always"):
         raise BadInput(f"seal={seal!r}; allowed: auto (sealed beyond loopback), always")
     return seal == "always" or not stays_here(host)
@@ -227,7 +222,7 @@ def as_bytes(memory: memoryview) -> memoryview:
 
 
 def checked_record(raw: bytes | memoryview, magic: bytes) -> FrameRecord:
-    """Raises `PeerFault` for what no peer of this version sends."""
+    """Raises `PeerFault` for a record that no peer of this version sends."""
     record = FrameRecord(*RECORD.unpack(raw))
     if record.magic != magic or record.version != VERSION:
         raise PeerFault("bytes that are no record of this protocol")

@@ -1,14 +1,14 @@
 """Pulls over UCX, for RDMA and device memory where the machine has them: the same messages, frames by tag into slots.
 
-Records travel in an endpoint's stream, frames as tagged messages; slots are posted before their frames are asked for,
+Records travel in an endpoint's stream, frames as tagged messages; slots are posted before their frames are requested,
 so that RDMA writes them in place. Each worker is driven by one thread, which sleeps on its descriptor when there is
-nothing to do: a puller's by the thread that pulls, the door's by its own.
+nothing to do: a puller's by the thread that pulls, the data server's by its own.
 
-A deadline cancels no receive that was posted. After a fault the endpoint is closed, and a slot is free when UCX has
-reported the end of its receive (`free_slots`). UCX reads what anybody sends into memory of its own, and its listener is
-at all addresses of the host: it belongs on a network of trusted hosts. A slot, or a span, may be anything that has a
-buffer or `__cuda_array_interface__`; sealed frames are opened by the processor, into host memory. The one file that
-imports `ucxx`.
+A deadline does not cancel posted receives. After a fault the endpoint is closed, and a slot is free when UCX has
+reported the end of its receive (`free_slots`). UCX reads any host's messages into memory of its own, and its listener
+is at all addresses of the host: use it on a network of trusted hosts only. A slot, or a span, may be anything that has
+a buffer or `__cuda_array_interface__`; sealed frames are opened by the CPU, into host memory. The one file that imports
+`ucxx`.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ CONNECT_SECONDS = 5.0
 """UCX does not report that a port has no listener."""
 _CLOSE_SECONDS = 0.1
 _SLEEP_SECONDS = 0.5
-"""A thread looks at its worker so often even if no event wakes it."""
+"""A thread polls its worker this often even if no event wakes it."""
 _UNDER_WAY = 4
-"""Frames that a door has handed to UCX for one puller; 2 where it seals them, in as many buffers."""
+"""Frames that the server has given to UCX for one puller; if it seals them, 2, in as many buffers."""
 
 
 def needs_ucx() -> None:
@@ -83,7 +83,7 @@ class _Worker:
         self._bell.ring()
 
     def turn(self, seconds: float) -> None:
-        """Let UCX work; if it has nothing to do, sleep for so long at most."""
+        """Let UCX work; if it has nothing to do, sleep for this long at most."""
         is_idle = True
         while self.ucx.progress_once():
             is_idle = False
@@ -101,7 +101,7 @@ class _Worker:
 
 
 class _Underway:
-    """A send or a receive, and the memory that UCX has for it until it has completed."""
+    """A send or a receive, and the memory that UCX uses for it until it has completed."""
 
     def __init__(self, move: Callable[..., Any], memory: Any, *tag: Any) -> None:
         self._memory = Array(memory)
@@ -135,7 +135,7 @@ class UcxPullTransport:
         self._context = _context(options or {})
 
     def connect(self, offer: t.PullOffer, secret: bytes, deadline: float) -> UcxPullReader:
-        """As the contract has it. Waits for the door's welcome, since only that shows that there is a door."""
+        """Waits for the server's welcome: nothing else shows that there is a server."""
         seal = sealed.seal_of(offer, secret, self._seal)
         host, port = t.numeric_address(offer.address)
         now = self._clock.monotonic_seconds()
@@ -175,12 +175,12 @@ class UcxPullReader(FramePuller):
         self._ring = memoryview(bytearray(max(offer.frame_bytes) + sealed.TAG_BYTES if seal is not None else 0))
         self._posted: dict[int, _Underway] = {}  # receives by the frame's number
         self._others: list[_Underway] = []
-        self._lock = threading.RLock()  # of the worker, and of those:
+        self._lock = threading.RLock()  # of the worker, and of these:
         self._is_closed = False
         self._when_free: list[Callable[[], None]] = []
 
     def greet(self, deadline: float) -> None:
-        """And read whether it may pull."""
+        """Also reads whether it may pull."""
         with self._lock:
             super().greet(deadline)
             try:
@@ -189,14 +189,12 @@ class UcxPullReader(FramePuller):
                 raise t.PeerFault(f"no door for data answers at {self._offer.address}: {error}") from None
 
     def pull(self, slots: Sequence[memoryview], check: Callable[[int, memoryview], bool], deadline: float) -> int:
-        """As the contract has it."""
         if self._seal is not None and not all(isinstance(slot, memoryview) for slot in slots):
             raise BadInput("sealed frames are opened by the processor; give slots in host memory, as memoryviews")
         with self._lock:
             return super().pull(slots, check, deadline)
 
     def free_slots(self, when_free: Callable[[], None]) -> bool:
-        """As the contract has it."""
         with self._lock:
             if all(move.is_over for move in self._posted.values()):
                 return True
@@ -238,7 +236,7 @@ class UcxPullReader(FramePuller):
         move.check()
 
     def _hang_up(self) -> None:
-        self._worker.ring()  # who pulls in another thread hears of it there
+        self._worker.ring()  # a thread that pulls then raises
         with self._lock:
             if self._is_closed:
                 return
@@ -257,7 +255,7 @@ class UcxPullReader(FramePuller):
         return all(move.is_over for move in (*self._posted.values(), *self._others))
 
     def _quarantine(self) -> None:
-        """Until UCX reports that nothing is written any more."""
+        """Wait until UCX reports that nothing is written any more."""
         while True:
             with self._lock:
                 self._worker.cancel()
@@ -293,21 +291,19 @@ class UcxFrameDoor:
             raise BadInput(f"UCX cannot listen at port {port}: {error}; give another address") from None
         self.address = t.written_address(host, self._listener.port)
         self._clock, self._offers = clock, Offers(random_bytes)
-        self._connections: dict[_Served, None] = {}  # in the order in which they came
-        self._leaving: list[_Served] = []  # closed, with sends that UCX has not ended yet
+        self._connections: dict[_Served, None] = {}  # the oldest first
+        self._leaving: list[_Served] = []  # closed, with unfinished sends
         self._is_over = False
         self._thread = threading.Thread(target=self._run, name="kvstore-ucx-door", daemon=True)
         self._thread.start()
 
     def offer(self, frames: t.OfferedFrames, secret: bytes) -> t.PullOffer:
-        """As the contract has it."""
         offer = self._offers.add(frames, secret, self._is_sealed, self._clock.monotonic_seconds())
         self._worker.ring()
         blocks = len(frames.spans) // len(frames.frame_bytes)
         return t.PullOffer(offer.token, self.address, "ucx", blocks, frames.frame_bytes, self._is_sealed)
 
     def withdraw(self, token: bytes) -> None:
-        """As the contract has it."""
         if self._offers.withdraw(token) is not None:
             self._worker.ring()
 
@@ -351,7 +347,7 @@ class UcxFrameDoor:
         self._worker.close()
 
     def _accept(self, endpoint: Any) -> None:
-        """Called by UCX, in this thread."""
+        """Called by UCX, in the server's thread."""
         strangers = [one for one in self._connections if one.offer is None]
         if len(strangers) >= MOST_STRANGERS:
             self._drop(strangers[0])
@@ -400,7 +396,7 @@ class _Served(Serving):
                 self.note(said)
             else:
                 self._sends.append(_Underway(self.endpoint.stream_send, self.greet(offers, said, now)))
-                self._is_refused = self.offer is None  # it has until its deadline to read that
+                self._is_refused = self.offer is None  # it may read that until its deadline
                 self._tag = _tag(self.offer.token, self.offer.secret) if self.offer is not None else 0
         if self._hearing is None and not self._is_refused:
             self._hearing = _Underway(self.endpoint.stream_recv, self._heard[: self.needs])
@@ -449,7 +445,7 @@ class _Served(Serving):
 
 
 def _end(endpoint: Any) -> None:
-    """At once; work under way is cancelled, and reports it."""
+    """At once; requests in flight are cancelled, and report it."""
     with contextlib.suppress(ucx.UCXError):
         endpoint.close_blocking(int(_CLOSE_SECONDS * 1e9), 1)
 

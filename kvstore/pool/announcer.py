@@ -1,12 +1,13 @@
-"""What this node tells the directory, and when.
+"""What this node announces to the directory, and when.
 
-    stored    a chunk is committed       > told in the next batch
-    removed   it is about to be evicted  > told likewise, best effort: who asks for it meanwhile is told that it is gone
-    again     after 10 minutes, and at once where the directory lost everything; at a bounded rate, so that a pool that
+    stored    a chunk is committed       > announced in the next batch
+    removed   it is about to be evicted  > withdrawn in the next batch, best effort: a node that still asks for it gets
+              the answer that it is gone
+    again     after 10 minutes, and at once if the directory lost everything; at a bounded rate, so that a pool that
               comes back does not flood it
 
-The queue of what is new is bounded: the oldest is dropped and counted. A chunk whose announcement was dropped or failed
-is told with those that are told again; a removal that was is a stale hint until its time is over.
+The queue of news is bounded: the oldest is dropped and counted. A chunk whose announcement was dropped or failed is
+announced with the repeats; a removal that was leaves a stale hint until it expires.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from kvstore.block.account import HitTier
 BATCH = 500
 MAX_QUEUED = 1 << 14
 MAX_HELD = 1 << 20
-"""The most recent chunks, which are told again: of 16 million blocks."""
+"""The most recent chunks, which are announced again: of 16 million blocks."""
 AGAIN_SECONDS = 600.0
 AGAIN_PER_SECOND = 2000.0
 POOL_AGAIN_PER_SECOND = 100_000.0
-"""Repeated announcements: by one node, and by all of a pool together, which a directory can take."""
+"""Repeated announcements that a directory can take: of one node, and of all of a pool together."""
 _NEVER = float("-inf")
 
 
 @dataclass(frozen=True, slots=True)
 class HintBatch:
-    """For the directory, at most `BATCH` in all. again: how many of those to announce are repeats."""
+    """For the directory, at most `BATCH` in all. again: how many of the announcements are repeats."""
 
     announce: list[tuple[bytes, HitTier]]
     withdraw: list[bytes]
@@ -57,29 +58,27 @@ class Announcer:
         self._queue: OrderedDict[bytes, HitTier | None] = OrderedDict()
         """News, the oldest first; None: removed."""
         self._held: OrderedDict[bytes, _ToldChunk] = OrderedDict()
-        """What is here, least recently told first."""
+        """What is here, least recently announced first."""
         self._emptied = 0
         self._allowance, self._allowed_at, self._rate = 0.0, _NEVER, AGAIN_PER_SECOND
         self.dropped = 0
 
     @property
     def held(self) -> int:
-        """Chunks that this node has, and tells of."""
         return len(self._held)
 
     @property
     def queued(self) -> int:
-        """News that are not told yet."""
         return len(self._queue)
 
     def stored(self, name: bytes, tier: HitTier) -> None:
-        """The chunk's last block is committed, or in another tier now. name: as `hint_name` makes it."""
+        """The chunk's last block is committed, or in another tier now. name: by `hint_name`."""
         with self._lock:
             self._hold(name, tier)
             self._enqueue(name, tier)
 
     def kept(self, name: bytes, tier: HitTier) -> None:
-        """A node that starts has it already: it is told after all news, as a repeat."""
+        """A node that starts has it already: it is announced after all news, as a repeat."""
         with self._lock:
             self._queue.pop(name, None)
             self._hold(name, tier)
@@ -91,16 +90,16 @@ class Announcer:
                 self._enqueue(name, None)
 
     def lost(self) -> None:
-        """The directory was emptied: all is to be told again."""
+        """The directory was emptied: everything is announced again."""
         with self._lock:
             self._emptied += 1
 
     def shares(self, nodes: int) -> None:
-        """So many nodes use the directory."""
+        """This many nodes use the directory."""
         self._rate = min(AGAIN_PER_SECOND, POOL_AGAIN_PER_SECOND / max(1, nodes))
 
     def batch(self, now: float) -> HintBatch:
-        """What to tell now; empty if there is nothing. `told` or `failed` must follow."""
+        """What to announce and withdraw now; empty if there is nothing. `told` or `failed` must follow."""
         with self._lock:
             announce: list[tuple[bytes, HitTier]] = []
             withdraw: list[bytes] = []
@@ -116,7 +115,7 @@ class Announcer:
             return HintBatch(announce + again, withdraw, len(again))
 
     def failed(self, batch: HintBatch) -> None:
-        """The directory did not take it: announcements are told again later, and removals before others."""
+        """The directory did not take it: announcements are repeated later, and removals precede others."""
         with self._lock:
             for name, tier in reversed(batch.announce):
                 one = self._held.get(name)

@@ -3,9 +3,9 @@
     1. none that is gone, of another run, without the tenant's keys, or banned: two failed pulls from one incarnation
        ban it for 10 s
     2. most blocks first. A holder more than twice as slow as the fastest has its blocks discounted in proportion, so
-       that one with a few more blocks behind a slow link does not come before the others
-    3. of equal ones each is first for some of the prompts, by a hash of prompt, holder and asker (rendezvous): askers
-       spread over holders without coordination, and one asker asks the same one again
+       that a few more blocks behind a slow link do not put it before the others
+    3. among equal holders, a hash of prompt, holder and asking node decides (rendezvous): asking nodes spread over
+       holders without coordination, and each asks the same holder again
 
 Two are asked because a hint may be old; a third costs more time than it finds blocks.
 """
@@ -26,7 +26,7 @@ FAILURES = 2
 BAN_SECONDS = 10.0
 EQUALLY_FAST = 2.0
 MAX_RECORDS = 4096
-"""Of the most recent failures."""
+"""The most recent failures."""
 
 
 @dataclass(slots=True)
@@ -54,8 +54,8 @@ class HolderChoice:
         now: float,
         fingerprint: bytes = b"",
     ) -> list[Holder]:
-        """In which order to ask; empty if there is none to ask. head: names the prompt, as a hint's name does.
-        fingerprint: of the tenant's keys; empty to ask holders of any."""
+        """In which order to ask; empty if there is none. head: names the prompt, as a hint's name does. fingerprint: of
+        the tenant's keys; empty: any holder."""
         fit = [one for one in holders if self._is_fit(one, alive, now, fingerprint)]
         if not fit:
             return []
@@ -93,7 +93,6 @@ class HolderChoice:
             self._failures.pop((node, incarnation), None)
 
     def is_banned(self, node: bytes, incarnation: bytes, now: float) -> bool:
-        """Whether it is banned now."""
         with self._lock:
             one = self._failures.get((node, incarnation))
             return one is not None and now < one.banned_until
@@ -114,6 +113,6 @@ FAIR_SECONDS = 0.25
 
 
 def late_has_failed(given_seconds: float, came: int) -> bool:
-    """Whether a late node has failed: it had a fair time, and nothing came. An engine that would compute the blocks
-    sooner waits for less, and must not get a healthy node banned for all."""
+    """Whether a late node has failed: it had enough time, and nothing came. An engine that would compute the blocks
+    sooner waits for less time, and must not cause a ban of a healthy node."""
     return not came and given_seconds >= FAIR_SECONDS

@@ -1,4 +1,4 @@
-"""What a directory of a pool is, and what is in it: nodes, and hints which of them has a chunk of a prompt.
+"""The contract of a pool's directory, and its content: nodes, and hints which of them has a chunk of a prompt.
 
 A *chunk* is 16 blocks in a row, from the first block of a prompt on. Its *head* is the prefix key of its last block,
 and its hint's name a hash of that and the namespace:
@@ -7,10 +7,10 @@ and its hint's name a hash of that and the namespace:
     hints                      16         32     none: the tail is shorter than a chunk
 
 A prefix key names every token before it, and a node keeps prefixes whole, so a node with a hint for block 32 should
-have all of 1 .. 32; who asks it for blocks asks for the tail as well, as it may have that too. A prompt of less than 16
-blocks has no hint: of these only peers are asked that are known by name.
+have all of 1 .. 32; a request to it includes the tail as well, as it may have that too. A prompt of less than 16 blocks
+has no hint: for these, only the nodes of `network.peers` are asked.
 
-    kv:h:<name>   node > incarnation (8 bytes), tier (1), and where fields have no time to live of their own, until when
+    kv:h:<name>   node > incarnation (8 bytes), tier (1), and its end, if fields have no time to live of their own
     kv:n:<node>   a `NodeEntry` in JSON
 """
 
@@ -30,14 +30,14 @@ from kvstore.block.identity import INCARNATION_BYTES, NODE_BYTES
 CHUNK_BLOCKS = 16
 HINT_BYTES = 16
 MAX_HEADS = 1024
-"""In one look-up: of 16,384 blocks. Longer prompts are looked up only so far."""
+"""In one look-up: of 16,384 blocks. Further blocks of a prompt are not looked up."""
 MAX_HOLDERS = 64
-"""Of one chunk that are read."""
+"""That are read, of one chunk."""
 MAX_ENTRY_BYTES = 8192
 MAX_FINGERPRINTS = 256
-"""Of one node: it is not asked for blocks of further tenants."""
+"""Of one node, which is not asked for blocks of further tenants."""
 NODE_SECONDS = 5.0
-"""A node that was not heard of for so long is gone."""
+"""A node without a sign of life for this long is gone."""
 HINT_SECONDS = 15 * 60.0
 _PERSON = b"kv-hint-v1"
 _TIERS = {HitTier.DRAM: b"\1", HitTier.NVME: b"\2"}
@@ -53,12 +53,12 @@ _Word = Annotated[str, Meta(max_length=32)]
 
 
 class DirectoryDown(Exception):
-    """It does not answer, or not in time; the text says what is wrong, for people."""
+    """The directory does not answer, or not in time; the text says why, for people."""
 
 
 class NodeEntry(msgspec.Struct, frozen=True):
-    """A node of the pool. node: for good; incarnation: of this run. address: HOST:PORT of its gRPC door, where to dial
-    it, never whom to trust. fingerprints: of the tenants' keys that it has. versions: of the protocol between nodes.
+    """A node of the pool. node: permanent; incarnation: of this run. address: HOST:PORT of its gRPC server, to connect
+    to, not to trust. fingerprints: of the tenants' keys that it has. versions: of the protocol between nodes.
     transports: for bytes of blocks, the best first."""
 
     node: _Id
@@ -70,7 +70,7 @@ class NodeEntry(msgspec.Struct, frozen=True):
 
 
 class Holder(NamedTuple):
-    """Has so many leading blocks of a chain, by its own hints. tier: the slowest of them."""
+    """A node with this many leading blocks of a chain, by its own hints. tier: the slowest of them."""
 
     node: bytes
     incarnation: bytes
@@ -87,16 +87,14 @@ class Directory(Protocol):
         ...
 
     def holders(self, heads: Sequence[tuple[int, bytes]], seconds: float) -> list[Holder]:
-        """Which other nodes that are alive have leading chunks of these (`chunk_heads`), most blocks first."""
+        """The other live nodes with leading chunks of these (`chunk_heads`), most blocks first."""
         ...
 
     def announce(self, hints: Sequence[tuple[bytes, HitTier]], seconds: float) -> None:
-        """This node has the chunks of these names, for `HINT_SECONDS` or until it says otherwise."""
+        """This node has the chunks of these names, for `HINT_SECONDS` or until it withdraws them."""
         ...
 
-    def withdraw(self, names: Sequence[bytes], seconds: float) -> None:
-        """This node no longer has them."""
-        ...
+    def withdraw(self, names: Sequence[bytes], seconds: float) -> None: ...
 
 
 def is_head(index: int) -> bool:
@@ -105,21 +103,21 @@ def is_head(index: int) -> bool:
 
 
 def hint_name(namespace: bytes, key: bytes) -> bytes:
-    """The hint's name of the chunk whose last block has that prefix key. namespace: its digest. It reveals nothing of
-    tokens, and cannot be computed without the tenant's identity key."""
+    """The name of the hint for the chunk whose last block has that prefix key. namespace: its digest. It reveals
+    nothing of tokens, and cannot be computed without the tenant's identity key."""
     return blake2b(key, key=namespace, digest_size=HINT_BYTES, person=_PERSON).digest()
 
 
 def chunk_heads(namespace: bytes, keys: Sequence[bytes], first: int = 0) -> list[tuple[int, bytes]]:
-    """The chunks of a prompt behind its `first` blocks, which are here: how many blocks lead up to the end of each, and
-    its hint's name. keys: of all blocks from the first one on. At most `MAX_HEADS`."""
+    """The chunks of a prompt behind its `first` blocks, which are here: the number of blocks up to the end of each, and
+    its hint's name. keys: of all blocks. At most `MAX_HEADS`."""
     begin = first - first % CHUNK_BLOCKS + CHUNK_BLOCKS
     end = min(len(keys) + 1, begin + MAX_HEADS * CHUNK_BLOCKS)
     return [(blocks, hint_name(namespace, keys[blocks - 1])) for blocks in range(begin, end, CHUNK_BLOCKS)]
 
 
 def hint_value(incarnation: bytes, tier: HitTier, until_ms: int | None = None) -> bytes:
-    """A node's hint of a chunk. until_ms: by the directory's clock, if that forgets no fields by itself."""
+    """A node's hint of a chunk. until_ms: by the directory's clock, if fields do not expire there by themselves."""
     value = incarnation + _TIERS[tier]
     return value if until_ms is None else value + until_ms.to_bytes(_STAMP_BYTES, "big")
 
@@ -143,15 +141,15 @@ def leading_holders(
     alive: Mapping[bytes, NodeEntry],
     now_ms: int | None = None,
 ) -> list[Holder]:
-    """Who has leading chunks without a gap, most blocks first. said: the nodes' hints of each chunk, in the order of
-    `heads`. alive: hints of other nodes, or of an earlier run of one, are ignored."""
+    """The nodes that have leading chunks without a gap, most blocks first. said: the nodes' hints of each chunk, in the
+    order of `heads`. alive: hints of other nodes, or of an earlier run of one of these, are ignored."""
     best: dict[bytes, tuple[int, HitTier]] = {}
     going: dict[bytes, tuple[int, HitTier]] = {}
     known: dict[bytes, tuple[bytes, HitTier] | None] = {}
     for at, ((blocks, _), values) in enumerate(zip(heads, said, strict=False)):
         going_on = {}
         for node, value in values.items():
-            if value not in known:  # a node says the same of most chunks
+            if value not in known:  # a node's hints of most chunks are equal
                 known[value] = read_hint(value, now_ms)
             entry, hint = alive.get(node), known[value]
             if entry is None or hint is None or hint[0] != entry.incarnation or (at and node not in going):
@@ -167,7 +165,6 @@ def leading_holders(
 
 
 def entry_bytes(entry: NodeEntry) -> bytes:
-    """In the directory's form."""
     return msgspec.json.encode(entry)
 
 

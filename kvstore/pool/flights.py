@@ -1,10 +1,10 @@
-"""Single flight: of several that want one thing from elsewhere, one fetches it, and the others wait for that.
+"""Single flight: of several callers that want the same blocks from elsewhere, one fetches, and the others wait for it.
 
-    begin   > these are yours to fetch        join   > you are told once how each ended
-    end, leave                                       > those that joined are told
+    begin   > the keys that are the caller's to fetch   join   > notified once at the end of each
+    end, leave                                          > callers that joined are notified
 
-A leader fails by `leave`, or when its time is over: the next to begin takes its place, and those that joined are told
-that it failed. At most `MAX_FLIGHTS` are under way; beyond that, things are fetched without one.
+A leader fails by `leave`, or when its time is over: the next caller of `begin` takes its place, and callers that joined
+learn that it failed. At most `MAX_FLIGHTS` are in progress; beyond that, blocks are fetched without one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 K = TypeVar("K", bound=Hashable)
 MAX_FLIGHTS = 1 << 16
 MAX_JOINED = 1024
-"""Of one flight; later ones are not told."""
+"""Of one flight; later callers are not notified."""
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class _Flight(Generic[K]):
 
 
 class Flights(Generic[K]):
-    """By (namespace, key), or another name of the thing. Thread-safe; callbacks are called without its lock."""
+    """By (namespace, key), or another name of what is fetched. Thread-safe; callbacks are called without its lock."""
 
     def __init__(self, most: int = MAX_FLIGHTS) -> None:
         self._most = most
@@ -40,7 +40,8 @@ class Flights(Generic[K]):
         return len(self._flights)
 
     def begin(self, keys: Iterable[K], leader: Hashable, now: float, until: float) -> list[K]:
-        """Which of these the leader is to fetch, and to `end` before that time. The others are under way."""
+        """Returns those of these keys that the leader is to fetch, and to `end` before that time. The others are in
+        progress."""
         wanted, mine = list(keys), []
         with self._lock:
             flights = [(key, self._flights.get(key)) for key in dict.fromkeys(wanted)]
@@ -54,8 +55,8 @@ class Flights(Generic[K]):
         return mine
 
     def join(self, keys: Iterable[K], told: Callable[[K, bool], None]) -> list[K]:
-        """Which of these are under way: for each, `told` is called once, at its end, with whether it landed. The others
-        have ended meanwhile: look whether they are here, and begin."""
+        """Returns those of these keys that are in progress: for each, `told` is called once, at its end, with whether
+        it landed. The others have ended meanwhile: look whether they are here, and begin."""
         joined = []
         with self._lock:
             for key in keys:

@@ -1,4 +1,4 @@
-"""What a leaving node offers to others: the chunks that requests named again, each with its ancestors."""
+"""What a leaving node offers to others: the chunks that several requests named, each with its ancestors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from kvstore.pool.directory import CHUNK_BLOCKS
 
 LEAVING_SECONDS = 2.0
-"""For all of it; a keeper kills a network process 3 s after telling it to end."""
+"""For all of it; a supervisor kills a network process 3 s after SIGTERM."""
 MOST_OFFERED_CHUNKS, MOST_OFFERED_BYTES = 64, 256 << 20
 """By a leaving node; the latter also bounds what is taken from one offer."""
 MOST_OFFERED_BLOCKS = MOST_OFFERED_CHUNKS * CHUNK_BLOCKS
@@ -17,7 +17,7 @@ HOT_USES = 2
 def hottest(
     chains: Sequence[tuple[bytes, list[bytes]]], uses: Callable[[bytes], int]
 ) -> list[tuple[bytes, list[bytes]]]:
-    """Namespace and leading keys of chains, of the hottest chunks alone; the hottest chain first. uses: how often a key
+    """Namespace and leading keys of chains, of the hottest chunks only; the hottest chain first. uses: how often a key
     was named, at least as often as the keys behind it."""
     chunks: dict[tuple[bytes, bytes], tuple[int, int]] = {}  # by its last key: how hot, and how deep
     for space, keys in chains:
@@ -39,5 +39,5 @@ def hottest(
 
 
 def _ends(keys: Sequence[bytes]) -> list[int]:
-    """Where chunks end, the shorter one at the end of a chain included."""
+    """The ends of chunks, and of the shorter one at the end of a chain."""
     return sorted({*range(CHUNK_BLOCKS, len(keys), CHUNK_BLOCKS), len(keys)})

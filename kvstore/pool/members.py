@@ -1,12 +1,12 @@
-"""Which nodes of a pool are alive, and whether this run may speak for its own node.
+"""Which nodes of a pool are alive, and whether this run may announce for its own node.
 
-An entry is believed for `NODE_SECONDS` after it was seen, by this host's own clock: no other host's times are compared
-with it. A node has one live incarnation; two of them are a copied data directory. The second one to come then stays
-silent: it would take the place of the first, whose hints would lead to it.
+An entry is valid for `NODE_SECONDS` after it was seen, by this host's own clock: no other host's times are compared
+with it. A node has one live incarnation; two of them mean a copied data directory. The second one stays silent: its
+entry would replace that of the first, whose hints would then lead to it.
 
-    UNSURE   an entry of another run is there: of the run before, which is soon forgotten, or of a clone
+    UNSURE   an entry of another run is there: of the run before, which soon expires, or of a clone
     OURS     no entry, or ours: it is written again and again
-    CLONED   an entry of another run came in the place of ours, or does not go away
+    CLONED   an entry of another run replaced ours, or does not go away
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvstore.pool.directory import NODE_SECONDS, NodeEntry
 
 MAX_NODES = 4096
 FORGOTTEN_SECONDS = 1.5 * NODE_SECONDS
-"""After so long, an entry that is not rewritten is gone."""
+"""After this time, an entry that is not rewritten is gone."""
 
 
 class AliveTable:
@@ -32,7 +32,7 @@ class AliveTable:
         self._seen: dict[bytes, tuple[NodeEntry, float]] = {}
 
     def saw(self, entries: Iterable[NodeEntry], now: float, seconds: float = NODE_SECONDS) -> None:
-        """These were alive just now, and count as alive for so long; of one node the last one counts. At most
+        """These were alive just now, and count as alive for that time; of one node the last entry counts. At most
         `MAX_NODES` are kept."""
         with self._lock:
             self._seen = {node: seen for node, seen in self._seen.items() if seen[1] > now}
@@ -41,7 +41,7 @@ class AliveTable:
                     self._seen[entry.node] = (entry, now + seconds)
 
     def gone(self, node: bytes) -> None:
-        """It said so, or its entry is gone."""
+        """It announced its end, or its entry is gone."""
         with self._lock:
             self._seen.pop(node, None)
 
@@ -52,7 +52,7 @@ class AliveTable:
 
 
 class ClaimState(StrEnum):
-    """Whether this run speaks for its node."""
+    """Whether this run may announce for its node."""
 
     UNSURE = "unsure"
     OURS = "ours"
@@ -69,8 +69,8 @@ class NodeClaim:
         self.state = ClaimState.UNSURE
 
     def look(self, found: bytes | None, now: float) -> bool:
-        """found: the incarnation in this node's entry now; None without one. Returns whether ours may be written. A
-        clone may once the other one is gone."""
+        """Returns whether our entry may be written; a clone's may, once the other run is gone. found: the incarnation
+        in this node's entry now; None without one."""
         if found is None or found == self._incarnation:
             self._other, self.state = None, ClaimState.OURS
             return True

@@ -1,11 +1,11 @@
-"""How long bytes take from each node and engine, learned from what was transferred.
+"""How long bytes take from each node and remote tier, learned from finished transfers.
 
     seconds = latency + bytes * seconds per byte
 
-Of each source two logarithms are kept: how many times slower its latency and its bytes are than is believed of any.
-A transfer moves both, by their shares in its time, half of the way to what it took, and by no more than `STEP` at once:
-one hiccup is no change, and three slow transfers are. What is known fades, by half in `HALF_LIFE_SECONDS`, so that a
-source that was slow is tried again.
+Of each source two logarithms are kept: how many times slower than the prior its latency and its bytes are. A transfer
+moves both, by their shares in its time, half of the way to the measured time, and by at most `STEP`: one hiccup has
+little effect, three slow transfers have. Knowledge fades, by half in `HALF_LIFE_SECONDS`, so that a slow source is
+tried again.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from dataclasses import dataclass, field
 from math import exp, log
 
 MAX_SOURCES = 256
-"""Beyond it, the least recently learned of is forgotten."""
+"""Beyond it, the least recently updated is forgotten."""
 HALF_LIFE_SECONDS = 900.0
 STEP = log(4.0)
 FURTHEST = log(1e4)
 SHORTEST_SECONDS, LONGEST_SECONDS = 1e-6, 3600.0
 LARGE_BYTES = 1 << 20
-"""Larger transfers tell a source's bandwidth."""
+"""Larger transfers measure a source's bandwidth."""
 REMEMBERED = 128
 
 
 @dataclass(frozen=True, slots=True)
 class SourcePrior:
-    """What is believed of a source before its first transfer."""
+    """Assumed of a source before its first transfer."""
 
     latency_seconds: float
     bytes_per_second: float
@@ -41,7 +41,7 @@ REMOTE_PRIOR = SourcePrior(1e-3, 3e9)
 
 @dataclass(frozen=True, slots=True)
 class SourceSpeed:
-    """For people: of the last large transfers, bytes a second and the slowest of a hundred; 0 where there were none."""
+    """For people, of the last large transfers: bytes a second, and the slowest of a hundred; 0 without any."""
 
     bytes_per_second: float = 0.0
     milliseconds_p99: float = 0.0
@@ -73,7 +73,7 @@ class SpeedBook:
         return len(self._sources)
 
     def milliseconds(self, source: Hashable, size_bytes: int, now: float, prior: SourcePrior = PEER_PRIOR) -> float:
-        """The expected time for so many bytes."""
+        """The expected time for this many bytes."""
         with self._lock:
             return 1e3 * sum((self._sources.get(source) or _Learned(prior)).terms(max(0, size_bytes), now))
 
@@ -100,7 +100,6 @@ class SpeedBook:
                 one.large.append((size_bytes, seconds))
 
     def speed(self, source: Hashable) -> SourceSpeed:
-        """Its recent speed."""
         with self._lock:
             one = self._sources.get(source)
             large = list(one.large) if one is not None else []

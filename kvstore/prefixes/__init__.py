@@ -1,1 +1,1 @@
-"""Prefix diagnostics, live: which stored prefixes are hot, and where prompts part that need not."""
+"""Live prefix diagnostics: which stored prefixes are hot, and where prompts part needlessly."""

@@ -1,13 +1,13 @@
-"""Prefix diagnostics of a sidecar: fed by look-ups, leases and what engines tell, without delaying any of them.
+"""A sidecar's prefix diagnostics, fed by look-ups, leases and engines' reports without delaying them.
 
-    looked_up(), granted()  some are put in their tenant's queue, which is bounded; where it is full they are counted
-    told()                  sketches of prompts are checked, and put there too
-    step()                  the worker's thread takes them into trees and sketches; run() does so until it is stopped
-    figures()               anybody reads what is hot and where prompts part, of about the last hour
+    looked_up(), granted()  a sample goes into the tenant's bounded queue; if that is full, they are counted as dropped
+    told()                  queues sketches of prompts, within a rate
+    step()                  the worker's thread feeds trees and sketches from the queues; run() repeats it until stopped
+    figures()               any thread reads which prefixes are hot and where prompts part, of about the last hour
 
-What was counted half an hour ago counts half. Each tenant has its own queue, rate, trees and sketches, so that hardly
-anything it is shown depends on others; what all take together is bounded: 8,192 nodes of 65,536 blocks (32 bytes each),
-1,024 sketches of 16 MiB, of which who has most gives way. Clock and names are handed in; the thread is the caller's.
+Counts decay with a half-life of half an hour. Each tenant has its own queue, rate, trees and sketches, so that other
+tenants hardly influence what it sees. Shared bounds: 8,192 nodes of 65,536 blocks (32 bytes each), 1,024 sketches of 16
+MiB; the tenant with most gives way. Clock and names are handed in; the caller owns the thread.
 """
 
 from __future__ import annotations
@@ -43,27 +43,27 @@ from tiering.frame import KEY_BYTES
 MOST_NODES, MOST_BLOCKS = 1 << 13, 1 << 16
 MOST_SKETCHES, MOST_SKETCH_BYTES = 1024, 16 << 20
 MOST_TREES, LEAST_NODES = 64, 16
-"""Of a tenant: namespaces that are followed, the last ones; nodes that each may have however many there are."""
+"""Per tenant: namespaces that are followed, the most recent; nodes that each may have in any case."""
 FREE_A_SECOND, ONE_IN = 32, 17
-"""Of a tenant's look-ups and of its leases so many are followed, and of more one in so many."""
+"""Per tenant, of look-ups and of leases: so many a second are followed, and of the rest one in so many."""
 MOST_QUEUED, MOST_QUEUED_BLOCKS = 256, 1 << 14
 PROMPTS_A_SECOND, MOST_PROMPTS_AT_ONCE = 2.0, 32
-"""Sketches of a tenant that are taken."""
+"""Per tenant: sketches accepted, on average and in a burst."""
 LEAST_SHARE = 0.01
-"""Of the tokens that a tenant's look-ups found: what a prefix has to have found to be named."""
+"""A prefix is listed if it found this share of the tokens that its tenant's look-ups found."""
 MOST_ROWS = 20
-"""Of a tenant, in each list; of all together three times as many."""
+"""Per tenant and list; three times as many in the list of all tenants."""
 FADE_EVERY_SECONDS, WAIT_SECONDS, FRESH_SECONDS, LEAST_SECONDS = 60.0, 1.0, 2.0, 60.0
 ROW_DIGITS = 8
 LEAST_USES = 0.01
-"""Faded: what was used so little is not named any more."""
+"""Prefixes with fewer decayed uses are not listed."""
 MOST_SECONDS_A_TOKEN = 1.0
-"""That an engine can say to save."""
+"""Limit of the saving that an engine may report."""
 _KINDS = frozenset(PromptChange)
 
 
 class Standing(NamedTuple):
-    """What a store has of a chain now: readable blocks, by tier, and until when all of it is retained."""
+    """State of a chain in the store: readable blocks, how many per tier, and until when all of it is retained."""
 
     blocks: int
     tiers: Mapping[str, int]
@@ -71,7 +71,7 @@ class Standing(NamedTuple):
 
 
 class SpaceNames(NamedTuple):
-    """Of a namespace: the first digits of its digest, and what its model is called."""
+    """First digits of a namespace's digest, and its model's name."""
 
     id: str
     model: str
@@ -81,7 +81,7 @@ UNKNOWN = SpaceNames("", "")
 
 
 class _Chain(NamedTuple):
-    """keys: joined. first_block: of a lease; None of a look-up."""
+    """keys: joined. first_block: of a lease; None for a look-up."""
 
     namespace: int
     keys: bytes
@@ -91,13 +91,13 @@ class _Chain(NamedTuple):
 
 @dataclass(slots=True)
 class _Sampling:
-    """Of look-ups, or of leases. free: to be followed yet in this second."""
+    """For look-ups or for leases. free: how many may still be followed in this second."""
 
     came: int = 0
     free: int = FREE_A_SECOND
 
     def weight(self) -> int:
-        """One more came: for how many like it it stands, 0 where it is not followed."""
+        """Count one more; returns how many it stands for, or 0 if it is not followed."""
         self.came += 1
         if self.free > 0:
             self.free -= 1
@@ -117,14 +117,14 @@ class _Tenant:
     chains: deque[_Chain] = field(default_factory=deque)
     sketches: deque[tuple[SketchedPrompt, PromptSketch]] = field(default_factory=deque)
     queued_blocks: int = 0
-    trees: dict[int, PrefixTree] = field(default_factory=dict)  # the one that was fed last at the end
+    trees: dict[int, PrefixTree] = field(default_factory=dict)  # last fed at the end
     saved_seconds: float = 0.0
     saved_tokens: int = 0
     tells_savings: bool = False
 
     @property
     def seconds_a_token(self) -> float | None:
-        """That its engines say to save with each that they load; None where they have said nothing."""
+        """Saved by each token loaded, as its engines report; None if they report nothing."""
         if not self.tells_savings or not self.saved_tokens:
             return None
         return min(MOST_SECONDS_A_TOKEN, max(0.0, self.saved_seconds / self.saved_tokens))
@@ -134,39 +134,39 @@ class PrefixBook:
     """Thread-safe; one thread at a time steps."""
 
     def __init__(self, clock: Clock, difference: Callable[[int, int], str]) -> None:
-        """difference: of two namespaces by their numbers, in words."""
+        """difference: describes how two namespaces, given by number, differ."""
         self._clock = clock
         self._difference = lambda one, other: printable(difference(one, other))
         self._sizes: dict[int, tuple[int, int]] = {}
         self._tenants: dict[bytes, _Tenant] = {}
-        self._queue_lock = threading.Lock()  # of queues and counts; held for an addition
-        self._lock = threading.Lock()  # of trees and sketches; held for one item
+        self._queue_lock = threading.Lock()  # guards queues and counts; held for one append
+        self._lock = threading.Lock()  # guards trees and sketches; held for one item
         self._began_at = self._faded_at = self._paid_at = clock.monotonic_seconds()
-        self._busy = 1  # tenants that have trees
+        self._busy = 1  # tenants with trees
         self._shown: dict[tuple[bool, tuple[bytes, ...]], tuple[float, PrefixFigures]] = {}
 
     # Feeding it ----------------------------------------------------------------------------------------------------
 
     def opened(self, tenant: bytes, namespace: int, block_bytes: int, block_tokens: int) -> None:
-        """A tenant may look up in a namespace from now on. block_bytes: that a block takes in a tier."""
+        """Announce a tenant's namespace. block_bytes: size of its blocks in a tier."""
         self._sizes[namespace] = block_bytes, block_tokens
         with self._queue_lock:
             self._tenants.setdefault(tenant, _Tenant(Partings(self._difference)))
 
     def looked_up(self, tenant: bytes, namespace: int, keys: Sequence[bytes], blocks: int) -> None:
-        """A look-up found so many of these."""
+        """A look-up found the first `blocks` of these keys."""
         mine = self._tenants.get(tenant)
         if mine is not None and (weight := mine.lookups.weight()):
             self._offer(mine, _Chain(namespace, b"".join(keys[:blocks]), None, weight))
 
     def granted(self, tenant: bytes, namespace: int, keys: Sequence[bytes], first_block: int, blocks: int) -> None:
-        """A lease granted these from first_block up to so many."""
+        """A lease granted these from first_block up to `blocks`."""
         mine = self._tenants.get(tenant)
         if mine is not None and (weight := mine.leases.weight()):
             self._offer(mine, _Chain(namespace, b"".join(keys[:blocks]), first_block, weight))
 
     def told(self, tenant: bytes, verb: m.Tell, prompts: Sequence[tuple[SketchedPrompt, PromptSketch]]) -> None:
-        """An engine tells. prompts: those of the message, checked."""
+        """Take an engine's report. prompts: its sketches, checked."""
         mine = self._tenants.get(tenant)
         if mine is None:
             return
@@ -196,7 +196,7 @@ class PrefixBook:
     # Working through it --------------------------------------------------------------------------------------------
 
     def step(self) -> int:
-        """Work through what waits; returns how much that was."""
+        """Process everything queued; returns how many items."""
         self._pass_time()
         done = 0
         tenants = list(self._tenants.values())
@@ -217,7 +217,7 @@ class PrefixBook:
         return done
 
     def run(self, stop: Stop) -> None:
-        """Step until `stop` is set; what waits then is left."""
+        """Step until `stop` is set; what is queued then is dropped."""
         while not stop.wait(WAIT_SECONDS):
             self.step()
 
@@ -272,8 +272,8 @@ class PrefixBook:
         *,
         of_all: bool,
     ) -> PrefixFigures:
-        """Of these tenants, under their names, at most `FRESH_SECONDS` old. of_all: who asks may know what is kept of
-        all together. named, standing: of namespaces by their numbers."""
+        """Figures of these tenants, under their names, at most `FRESH_SECONDS` old. of_all: the reader may see totals
+        over all tenants. named, standing: look up namespaces by number."""
         asker, now = (of_all, tuple(names)), self._clock.monotonic_seconds()
         shown_at, shown = self._shown.get(asker, (0.0, None))
         if shown is not None and now - shown_at < FRESH_SECONDS:
@@ -291,7 +291,7 @@ class PrefixBook:
         partings.sort(key=lambda one: (-one.lost_tokens_per_hour, -one.prompts_per_hour))
         tenants = [tenant for _, tenant in mine]
         shown = PrefixFigures(
-            [_row(one, named, standing, per_hour) for one in hot[:most]],  # the store is asked outside of our lock
+            [_row(one, named, standing, per_hour) for one in hot[:most]],  # calls the store, so outside of our lock
             partings[:most],
             now - self._began_at,
             sum(one.lookups.came for one in tenants),
@@ -302,19 +302,19 @@ class PrefixBook:
             sum(one.partings.size_bytes for one in tenants) if of_all else None,
         )
         with self._queue_lock:
-            if len(self._shown) > 2 * len(self._tenants):  # each tenant's, and that of all
+            if len(self._shown) > 2 * len(self._tenants):  # one for each tenant, and one of all
                 self._shown.clear()
             self._shown[asker] = now, shown
         return shown
 
     def forget(self, tenant: bytes) -> None:
-        """A tenant is gone."""
+        """Drop all data of a removed tenant."""
         with self._queue_lock, self._lock:
             self._tenants.pop(tenant, None)
             self._shown.clear()
 
     def check(self) -> None:
-        """Verify the bounds, and what has to hold in each tree and table."""
+        """Verify the bounds, and the invariants of each tree and table."""
         with self._queue_lock, self._lock:
             tenants = list(self._tenants.values())
             for mine in tenants:
@@ -330,7 +330,7 @@ class PrefixBook:
 
 
 class _Hot(NamedTuple):
-    """One that is hot. keys: of its whole chain; uses, saved_tokens: faded."""
+    """keys: of its whole chain; uses, saved_tokens: decayed."""
 
     tenant: str
     namespace: int
@@ -344,7 +344,7 @@ class _Hot(NamedTuple):
 
     @property
     def found_tokens(self) -> float:
-        """What it is ranked by."""
+        """The rank of a hot prefix."""
         return self.uses * self.tokens
 
 
@@ -420,7 +420,7 @@ def _partings(partings: Partings, tenant: str, named: Mapping[int, SpaceNames], 
 
 
 def checked_prompt(told: PromptTold, namespace: int, block_tokens: int) -> tuple[SketchedPrompt, PromptSketch]:
-    """A sketch as it came. namespace: by the store's number. Raises `BadInput` for what cannot be one."""
+    """Check a sketch from the wire. namespace: the store's number. Raises `BadInput`."""
     fingerprints, chain = len(told.fingerprints) / FINGERPRINT_BYTES, len(told.chain) / LINK_BYTES
     if fingerprints != len(told.places) / PLACE_BYTES or fingerprints % 1 or chain % 1:
         raise BadInput(

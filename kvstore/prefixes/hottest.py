@@ -1,12 +1,11 @@
-"""Which stored prefixes are hot: heavy hitters over the chains that look-ups found.
+"""Finds hot prefixes: hierarchical heavy hitters over the chains that look-ups found.
 
     look-up > the blocks that it found, as a path in a tree whose edges are runs of blocks > counted at each node passed
-    report  > from the leaves up: a node has the uses that no reported node below it explains; uses x tokens of these
+    report  > from the leaves up: a node's own uses are those that no reported node below it explains; x its tokens
 
-A prefix that a thousand conversations share is one node, whatever hangs below it. The tree is bounded: where it has too
-many nodes, or blocks, leaves that were used least go, and their uses stay counted above them. After G. Cormode,
-F. Korn, S. Muthukrishnan, D. Srivastava, "Finding Hierarchical Heavy Hitters in Streaming Data",
-ACM TKDD 1 (4), 2008. Pure.
+A prefix that a thousand conversations share is one node. The tree is bounded: when it has too many nodes or blocks, the
+least used leaves go, and their uses stay counted above them. After G. Cormode, F. Korn, S. Muthukrishnan, D.
+Srivastava, "Finding Hierarchical Heavy Hitters in Streaming Data", ACM TKDD 1 (4), 2008. Pure.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from dataclasses import dataclass
 from tiering.frame import KEY_BYTES
 
 KEPT_OF_LEAVES = 0.75
-"""Where the tree is too large: of its leaves, those used most."""
+"""Share of leaves that a shrink keeps, the most used."""
 
 
 class PrefixNode:
-    """The end of a run of blocks. end: blocks from the prompt's start to there. uses: look-ups that found it all;
-    leased: leases that granted it, skipped: blocks up to it that these left out in all, since the engine had them."""
+    """The end of a run of blocks. end: its depth in blocks. uses: look-ups that found all of it; leased: leases that
+    granted it, skipped: blocks up to it that those leases left out in all, since the engine had them."""
 
     __slots__ = ("children", "edge", "end", "leased", "parent", "skipped", "used_at", "uses")
 
@@ -32,7 +31,7 @@ class PrefixNode:
         self.uses = self.leased = self.skipped = self.used_at = 0.0
 
     def keys(self) -> bytes:
-        """Of all blocks up to here, `KEY_BYTES` each."""
+        """Keys of all blocks up to here, `KEY_BYTES` each."""
         edges = []
         node: PrefixNode | None = self
         while node is not None:
@@ -43,7 +42,7 @@ class PrefixNode:
 
 @dataclass(frozen=True, slots=True)
 class HotNode:
-    """uses: that are its own. saved_blocks: that leases granted in these."""
+    """uses: its own. saved_blocks: granted by leases in these."""
 
     node: PrefixNode
     uses: float
@@ -51,7 +50,7 @@ class HotNode:
 
 
 class PrefixTree:
-    """Of one namespace. One thread at a time."""
+    """One namespace's. Not thread-safe."""
 
     def __init__(self, block_tokens: int, block_bytes: int) -> None:
         self.block_tokens, self.block_bytes = block_tokens, block_bytes
@@ -59,26 +58,26 @@ class PrefixTree:
         self._root = PrefixNode(None, b"", 0)
 
     def found(self, keys: bytes, weight: float, now: float) -> None:
-        """A look-up found these blocks, and stands for so many like it."""
+        """Count a look-up that found these blocks, with a weight."""
         for node in self._path(keys):
             node.uses += weight
             node.used_at = now
 
     def granted(self, keys: bytes, first_block: int, weight: float) -> None:
-        """A lease granted these, from first_block on."""
+        """Count a lease that granted these blocks from first_block on."""
         for node in self._path(keys):
             node.leased += weight
             node.skipped += weight * min(first_block, node.end)
 
     def fade(self, factor: float) -> None:
-        """What was counted so far counts less."""
+        """Multiply all counts by a factor."""
         for node in self._down():
             node.uses *= factor
             node.leased *= factor
             node.skipped *= factor
 
     def shrink(self, nodes: int, blocks: int) -> None:
-        """To at most so many, if there are more."""
+        """Drop the least used leaves until both bounds hold."""
         while self.nodes > nodes or self.blocks > blocks:
             leaves = sorted((one for one in self._down() if not one.children), key=lambda one: (one.uses, one.used_at))
             for leaf in leaves[: max(1, len(leaves) - int(KEPT_OF_LEAVES * len(leaves)))]:
@@ -88,13 +87,13 @@ class PrefixTree:
                 self.blocks -= len(leaf.edge) // KEY_BYTES
 
     def found_tokens(self) -> float:
-        """By all look-ups."""
+        """Sum over all look-ups."""
         return self.block_tokens * sum(one.uses * len(one.edge) for one in self._down()) / KEY_BYTES
 
     def hottest(self, least_tokens: float) -> list[HotNode]:
-        """Nodes whose own uses found so many tokens."""
+        """Nodes whose own uses found at least so many tokens."""
         found: list[HotNode] = []
-        reported: dict[PrefixNode, list[PrefixNode]] = {}  # the nearest ones below, or itself
+        reported: dict[PrefixNode, list[PrefixNode]] = {}  # the nearest reported nodes below, or itself
         for node in reversed(list(self._down())):
             below = [one for child in node.children.values() for one in reported.pop(child)]
             uses = node.uses - sum(one.uses for one in below)
@@ -107,7 +106,6 @@ class PrefixTree:
         return found
 
     def check(self) -> None:
-        """What has to hold."""
         nodes = list(self._down())
         assert len(nodes) == self.nodes and sum(len(one.edge) for one in nodes) == self.blocks * KEY_BYTES
         for node in nodes:
@@ -117,7 +115,7 @@ class PrefixTree:
             assert sum(one.uses for one in node.children.values()) <= node.uses * (1 + 1e-9) + 1e-9
 
     def _down(self) -> Iterator[PrefixNode]:
-        """All but the root, a node before those below it."""
+        """All nodes but the root, parents first."""
         waiting = list(self._root.children.values())
         while waiting:
             node = waiting.pop()
@@ -125,7 +123,7 @@ class PrefixTree:
             waiting += node.children.values()
 
     def _path(self, keys: bytes) -> Iterator[PrefixNode]:
-        """The nodes of this chain, the last one at its end; those that are not there are made."""
+        """Nodes of this chain, first to last; missing ones are made."""
         node, at = self._root, 0
         while at < len(keys):
             first = keys[at : at + KEY_BYTES]
@@ -145,7 +143,8 @@ class PrefixTree:
         return PrefixNode(parent, edge, parent.end + blocks)
 
     def _split(self, parent: PrefixNode, child: PrefixNode, size: int) -> PrefixNode:
-        """At so many bytes of the child's edge: who passed it has passed the upper part, as far as is known."""
+        """Split a child's edge after `size` bytes. The upper part inherits the counts: every use of the child passed
+        it."""
         upper = self._new(parent, child.edge[:size])
         self.blocks -= size // KEY_BYTES
         upper.uses, upper.leased, upper.used_at = child.uses, child.leased, child.used_at
@@ -157,7 +156,7 @@ class PrefixTree:
 
 
 def equal_start(one: bytes, other: bytes, size: int) -> int:
-    """Bytes of items of so many bytes that are equal from the first one on."""
+    """Length in bytes of the equal start, in whole items of `size` bytes."""
     low, high = 0, min(len(one), len(other)) // size
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,10 +1,10 @@
-"""Where a tenant's prompts part that are the same again behind: sketches of them compared, and alike ones together.
+"""Finds where a tenant's prompts part although they are equal again later: compares sketches, and groups the results.
 
-    a sketch came > parted, as its engine says by tokens; else held against those that share most
-                  > of one kind, behind one start, nearly at one place: a group > a sentence for their writer
+    a sketch came > parted, as its engine says by tokens; else compared with those that share most
+                  > of one kind, behind one start, nearly at one place: a group > a sentence for the prompts' author
 
-What its engine compared is exact, and as far back as that remembers; sketches also tell of prompts of other engines, of
-other namespaces, and of hours ago. Pure: the namespaces' difference is handed in.
+An engine's own comparison is exact but only covers its recent prompts; sketches also cover other engines, other
+namespaces, and hours. Pure: the namespaces' difference is handed in.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from kvstore.protocol.told import LINK_BYTES
 
 MOST_GROUPS = 128
 MOST_MEMBERS = 32
-"""Of a group, the last ones: for medians."""
+"""The last so many of a group give its medians."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SketchedPrompt:
-    """As `PromptTold` has it, but for its sketch; of a namespace by the store's number."""
+    """`PromptTold` without the sketch; its namespace by the store's number."""
 
     namespace: int
     block_tokens: int
@@ -51,14 +51,14 @@ class SketchedPrompt:
 
     @property
     def size_bytes(self) -> int:
-        """What is kept of it beside its sketch."""
+        """Of what is kept beside the sketch."""
         return len(self.chain) + 400
 
 
 @dataclass(slots=True)
 class PartingGroup:
-    """Prompts that part alike. place, last_place: over those that are exact, if any is. prompts, lost_tokens: that the
-    sampled ones stand for, faded."""
+    """Prompts that part alike. place, last_place: over the exact ones, if any. prompts, lost_tokens: extrapolated from
+    the sample, decayed."""
 
     namespace: int
     block_tokens: int
@@ -80,7 +80,6 @@ class PartingGroup:
         return self.place - within <= found.place <= self.last_place + within
 
     def take(self, found: Divergence, every: int, now: float) -> None:
-        """One more."""
         if found.is_exact and not self.is_exact:
             self.place = self.last_place = found.place
             self.is_exact = True
@@ -94,7 +93,7 @@ class PartingGroup:
         self.lost_tokens += every * found.equal_tokens
 
     def lengths(self) -> tuple[int | None, int | None]:
-        """Medians of what an earlier one has at the place, and these."""
+        """Medians: tokens at the place in the earlier prompts, and in these."""
         known = [(one.tokens, one.earlier_tokens) for one in self.members]
         exact = [(mine, earlier) for mine, earlier in known if mine is not None and earlier is not None]
         if not exact:
@@ -104,11 +103,10 @@ class PartingGroup:
 
     @property
     def equal_tokens(self) -> int:
-        """A median."""
         return median_low(one.equal_tokens for one in self.members)
 
     def sentence(self, per_hour: float) -> str:
-        """per_hour: what was counted, times this, is that of an hour."""
+        """per_hour: turns counts into those of an hour."""
         place = f"token {self.place:,}"
         if self.kind is PromptChange.SHORT:
             place = f"{self.place:,} tokens"
@@ -130,10 +128,10 @@ class PartingGroup:
 
 
 class Partings:
-    """Of one tenant. One thread at a time."""
+    """One tenant's. Not thread-safe."""
 
     def __init__(self, difference: Callable[[int, int], str]) -> None:
-        """difference: of two namespaces, in words."""
+        """difference: describes how two namespaces differ."""
         self._difference = difference
         self._table, self._number = SketchTable(), 0
         self._prompts: dict[int, SketchedPrompt] = {}
@@ -141,16 +139,15 @@ class Partings:
         self.groups: list[PartingGroup] = []
 
     def __len__(self) -> int:
-        """Sketches that are kept."""
         return len(self._prompts)
 
     @property
     def size_bytes(self) -> int:
-        """Of these."""
+        """Memory of all sketches."""
         return self._table.size_bytes + self._kept_bytes
 
     def take(self, prompt: SketchedPrompt, sketch: PromptSketch, now: float) -> None:
-        """A sketch came."""
+        """Compare a new sketch with earlier ones, and keep it."""
         found = prompt.parted or self._parted(prompt, sketch)
         if found is not None:
             self._group(prompt, found).take(found, prompt.every, now)
@@ -160,20 +157,19 @@ class Partings:
         self._number += 1
 
     def forget_oldest(self) -> None:
-        """There must be one."""
+        """Drop the oldest sketch; there must be one."""
         number = self._table.oldest
         self._table.forget(number)
         self._kept_bytes -= self._prompts.pop(number).size_bytes
 
     def fade(self, factor: float) -> None:
-        """What was counted so far counts less; what is hardly any is forgotten."""
+        """Decay counts, and drop groups with hardly any left."""
         for one in self.groups:
             one.prompts *= factor
             one.lost_tokens *= factor
         self.groups = [one for one in self.groups if one.prompts >= 0.01]
 
     def check(self) -> None:
-        """What has to hold."""
         self._table.check()
         assert len(self._table) == len(self._prompts) and len(self.groups) <= MOST_GROUPS
         assert self._kept_bytes == sum(one.size_bytes for one in self._prompts.values())
@@ -203,7 +199,7 @@ class Partings:
         return compare_sketches(kept, sketch, equal_blocks * block, stored)
 
     def _group(self, prompt: SketchedPrompt, found: Divergence) -> PartingGroup:
-        """Where it belongs; one that lost least gives way where there are too many."""
+        """The group that it belongs to, or a new one; if there are too many, the one with the smallest loss goes."""
         is_apart = found.kind in (PromptChange.NAMESPACE, PromptChange.SALTED)
         start = prompt.start if is_apart or found.place >= LEAST_START_TOKENS or not found.is_exact else b""
         for one in self.groups:

@@ -1,10 +1,11 @@
-"""In an engine's process: one of many prompts that missed much is sketched, compared with the last ones, and told.
+"""In an engine's process: samples prompts with many misses, sketches them, and reports how they differ from recent
+ones.
 
     a request is over > one in `every` of those that missed more than LEAST_MISSED tokens > a queue > this thread
-        > sketched under the tenant's key, held against the last MOST_PROMPTS tokens for tokens > Tell
+        > sketched under the tenant's key, compared by tokens with the last MOST_PROMPTS prompts > Tell
 
-Tokens stay in this process; what leaves it are fingerprints with their places, and how a prompt differs from an earlier
-one, in counts. The engine's own thread draws a number, copies a sampled prompt's ids and waits for nothing.
+Tokens stay in this process; what leaves it are fingerprints with their places, and counts of how a prompt differs from
+an earlier one. The engine's own thread draws a number, copies a sampled prompt's ids and never waits.
 """
 
 from __future__ import annotations
@@ -43,22 +44,22 @@ from kvstore.protocol.told import (
 )
 
 LEAST_MISSED = 1024
-"""Tokens: of prompts that missed more, some are sketched."""
+"""In tokens: only prompts that missed more are sampled."""
 MOST_PROMPTS = 64
 MOST_TOKENS = 1 << 21
-"""That are kept of them, 8 MiB."""
+"""Of all recent prompts kept, 8 MiB."""
 MOST_WAITING = 4
 MOST_COMPARED = 3
-"""Earlier prompts that one is held against: 1 ms each for 2,048 tokens, 20 ms for 32,768."""
+"""Earlier prompts compared with each: 1 ms for 2,048 tokens, 20 ms for 32,768."""
 _MISSED = frozenset(
     {MissReason.ABSENT, MissReason.DIVERGED, MissReason.OTHER_NAMESPACE, MissReason.EVICTED, MissReason.PARTIAL_BLOCK}
 )
-"""What a prompt can be to blame for."""
+"""Reasons that a prompt's text can cause."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Sampled:
-    """A prompt to be sketched. stored_tokens: of it, that were found."""
+    """stored_tokens: how many of its tokens were found."""
 
     namespace: NamespaceHandle
     tokens: Column
@@ -68,17 +69,17 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class KeptPrompt:
-    """One that later ones are held against. start: a digest of its first tokens."""
+    """A recent prompt, for comparison. start: a digest of its first tokens."""
 
     seen: SeenPrompt
     start: bytes
 
 
 class PromptSampler:
-    """Offer it prompts in one thread."""
+    """Offer it prompts from one thread."""
 
     def __init__(self, every: int, choose: Callable[[], float]) -> None:
-        """every: 1 of so many is taken; 0: none. choose: evenly from 0 up to 1."""
+        """every: samples one in so many; 0 for none. choose: uniform in [0, 1)."""
         self._every, self._choose = every, choose
         self._queue: Queue[Sampled | None] = Queue(MOST_WAITING)
         self._thread: threading.Thread | None = None
@@ -92,13 +93,13 @@ class PromptSampler:
         extra_keys: Sequence[ExtraKey],
         token_ids: Callable[[], Sequence[int]],
     ) -> None:
-        """A request of this namespace is over. account: of its prompt; token_ids: of that, asked for if it is sampled.
-        Where samples come faster than they are compared, they are left out."""
+        """A request has ended. account: its prompt's; token_ids: called only if it is sampled. If samples come faster
+        than they are compared, they are dropped."""
         missed = sum(tokens for reason, tokens in account.misses.items() if reason in _MISSED)
         if missed <= LEAST_MISSED or not self._every or self._choose() * self._every >= 1:
             return
         if any(one.first_token or not one.value.startswith((b"salt:", b"adapter:")) for one in extra_keys):
-            return  # an image's tokens do not say what is in it
+            return  # its tokens do not tell images apart
         tokens = np.array(token_ids()[:MAX_SKETCHED_TOKENS], np.uint32)
         stored = min(account.asked - missed, len(tokens))
         try:
@@ -109,17 +110,17 @@ class PromptSampler:
             thread = threading.Thread(target=self._run, name="kv-prompt-sampler", daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # there is none to be had
+            except RuntimeError:  # no thread available
                 self._every = 0
                 return
             self._thread = thread
 
     def settle(self) -> None:
-        """Wait until all that was offered is told."""
+        """Wait until everything offered is reported."""
         self._queue.join()
 
     def close(self) -> None:
-        """What waits is left."""
+        """End the thread; what is queued is dropped."""
         while self._thread is not None and self._thread.is_alive():
             try:
                 self._queue.put_nowait(None)
@@ -145,9 +146,9 @@ class PromptSampler:
         self._table, self._number, self._tokens = SketchTable(), 0, 0
 
     def sketched(self, sampled: Sampled) -> PromptTold:
-        """What is told of a prompt, which is kept to hold later ones against it."""
+        """Sketch and compare a prompt, and keep it for later comparisons."""
         namespace, tokens = sampled.namespace, sampled.tokens
-        if namespace is not self._namespace:  # of other weights: what came before is no earlier prompt of these
+        if namespace is not self._namespace:  # prompts of other weights do not compare
             self._forget()
             self._namespace, self._key = namespace, namespace.sketch_key
             self._shingler = Shingler(self._key)
@@ -184,7 +185,7 @@ class PromptSampler:
         return blake2b(content, key=self._key, digest_size=SHORT_BYTES).digest()
 
     def _parted(self, prompt: SeenPrompt, start: bytes, sketch: PromptSketch, stored_tokens: int) -> Divergence | None:
-        """From the prompt that shares the longest start of those that share most, or begin alike."""
+        """Compare with those that share most fingerprints, or begin alike, longest shared start first."""
         assert self._namespace is not None
         near = self._table.nearest(sketch, stored_tokens)
         alike = [number for number, one in self.kept.items() if one.start == start and number not in near]

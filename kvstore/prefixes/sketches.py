@@ -1,11 +1,11 @@
-"""Sketches of prompts, and an inverted index of them, as three columns in the order of their fingerprints.
+"""Sketches of prompts and their inverted index: three columns, ordered by fingerprint.
 
     fingerprint  uint64   rising; of equal ones that of the newest sketch last
     owner        uint32   the number of its sketch
     place        uint32   where it stands there
 
-A sketch is what its number owns. 16 bytes for each 64 tokens in all; to add or to forget one copies the columns, which
-is well where one comes now and then, and a dictionary of lists would take ten times as much.
+A sketch is the rows that its number owns. 16 bytes for each 64 tokens in all. Adding or dropping one copies the
+columns, which is cheap enough at their rate; a dictionary of lists would take ten times the memory.
 """
 
 from __future__ import annotations
@@ -17,28 +17,27 @@ from kvstore.insight.trace import Column
 
 
 class SketchTable:
-    """One thread at a time."""
+    """Not thread-safe."""
 
     def __init__(self) -> None:
         self._fingerprints = np.zeros(0, np.uint64)
         self._owners, self._places = np.zeros(0, np.uint32), np.zeros(0, np.uint32)
-        self._tokens: dict[int, int] = {}  # of each prompt, the oldest sketch first
+        self._tokens: dict[int, int] = {}  # tokens of each prompt, oldest sketch first
 
     def __len__(self) -> int:
         return len(self._tokens)
 
     @property
     def oldest(self) -> int:
-        """Its number; there must be one."""
+        """Number of the oldest sketch; there must be one."""
         return next(iter(self._tokens))
 
     @property
     def size_bytes(self) -> int:
-        """Of the columns."""
         return int(self._fingerprints.nbytes + self._owners.nbytes + self._places.nbytes)
 
     def add(self, number: int, sketch: PromptSketch) -> None:
-        """number: not in here, and below 2**32. Of what stands in a sketch more than once, the first counts."""
+        """number: new, and below 2**32. Of equal fingerprints within a sketch the first counts."""
         assert number not in self._tokens
         fingerprints, first = np.unique(sketch.fingerprints, return_index=True)
         at = np.searchsorted(self._fingerprints, fingerprints, side="right")
@@ -48,20 +47,18 @@ class SketchTable:
         self._tokens[number] = sketch.tokens
 
     def forget(self, number: int) -> None:
-        """One that is in here."""
         del self._tokens[number]
         stays = self._owners != number
         self._fingerprints, self._owners = self._fingerprints[stays], self._owners[stays]
         self._places = self._places[stays]
 
     def get(self, number: int) -> PromptSketch:
-        """One that is in here."""
         mine = np.flatnonzero(self._owners == number)
         mine = mine[np.argsort(self._places[mine])]
         return PromptSketch(self._tokens[number], self._fingerprints[mine], self._places[mine])
 
     def nearest(self, sketch: PromptSketch, first_token: int, most: int = 4) -> list[int]:
-        """As `SketchIndex.nearest`; a fingerprint finds the newest that have it."""
+        """As `SketchIndex.nearest`; each fingerprint finds its newest owners."""
         wanted = np.unique(sketch.fingerprints[np.searchsorted(sketch.places, first_token) :])
         stop = np.searchsorted(self._fingerprints, wanted, side="right")
         start = np.maximum(np.searchsorted(self._fingerprints, wanted), stop - MOST_OWNERS)
@@ -73,7 +70,6 @@ class SketchTable:
         return [int(numbers[one]) for one in ranked if votes[one] >= least]
 
     def check(self) -> None:
-        """What has to hold."""
         assert (self._fingerprints[1:] >= self._fingerprints[:-1]).all()
         assert len(self._fingerprints) == len(self._owners) == len(self._places)
         assert set(self._owners.tolist()) <= self._tokens.keys()

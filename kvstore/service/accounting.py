@@ -1,8 +1,8 @@
-"""What tenants asked the sidecar for, and what they got: hits by tier and misses by reason, by namespace.
+"""Counts what tenants asked the sidecar for and what they got: hits by tier and misses by reason, by namespace.
 
-    look-up   asked += the prompt's full blocks; where the match ended early, the rest is missed for its reason, and
-              the blocks found are `found` until a lease claims them
-    lease     takes what its look-up found: granted blocks are hits of the tier where they lay (of `engine` where the
+    look-up   asked += the prompt's full blocks; if the match ends early, the rest is missed for its reason, and the
+              blocks found are `found` until a lease claims them
+    lease     takes what its look-up found: granted blocks are hits of the tier where they lay (of `engine` if the
               client said that it has them), the others are missed for the reason why the lease ended
     report    a block that failed its reader's check: from there to the lease's end hits become misses, `corrupt`
 
@@ -38,16 +38,16 @@ _IN_DRAM = frozenset({HitTier.DRAM, HitTier.PEER, HitTier.REMOTE})
 REMEMBERED_LEASES = 16384
 """How many of the last leases may still be reported."""
 NAMED_TENANTS = 20
-"""Tenants with counts of their own: the first ones of this run. All later ones share one count, for good: if a tenant
-moved between the two, both counts would fall."""
+"""Tenants with counts of their own: the first ones of this run. All later ones share one count for the whole run: if a
+tenant moved between the two, both counts would fall."""
 NAMED_NAMESPACES = 32
 """Namespaces that are described: those opened last."""
 WAITS_KEPT = 4096
-"""How many of the last requests' waits at the door are kept."""
+"""How many of the last requests' queueing times on the socket are kept."""
 
 
 class Outcome(StrEnum):
-    """What became of tokens: see `TokenCounts`."""
+    """See `TokenCounts`."""
 
     ASKED = "asked"
     FOUND = "found"
@@ -58,8 +58,8 @@ class Outcome(StrEnum):
 
 
 class OfferedTokens(StrEnum):
-    """What became of the tokens that a put offered. Tokens stored before are not counted: a long put names them with
-    each of its pieces."""
+    """The fate of tokens that a put offered. Tokens stored before are not counted: a long put names them with each of
+    its pieces."""
 
     RESERVED = "reserved"
     REFUSED = "refused"
@@ -95,13 +95,13 @@ class NamespaceInfo(NamedTuple):
 
 @dataclass(slots=True)
 class TokenCounts:
-    """Counters since the start, in tokens but for the last three. found: by look-ups; claimed: of these, leased then.
+    """Counters since the start, in tokens except the last three. found: by look-ups; claimed: of these, leased later.
     granted: by leases, by tier; revoked: of these, what failed its reader's check. missed: by reason.
 
         asked == (granted - revoked) + missed + (found - claimed)          each summed over its labels, at any moment
 
-    put: tokens that puts offered, by what became of them; refused: of these, by reason. by_tenant: by the opaque id,
-    those beyond `NAMED_TENANTS` in sum under b"".
+    put: tokens that puts offered, by outcome; refused: of these, by reason. by_tenant: by the opaque id; those beyond
+    `NAMED_TENANTS` together under b"".
     """
 
     asked: int = 0
@@ -119,7 +119,7 @@ class TokenCounts:
 
 
 class AccountingCounts(NamedTuple):
-    """All that is scraped, of one moment. Seconds: of look-ups, of leases by `LEASE_ENDS`, of puts from their
+    """All scraped counts at one moment. Seconds: of look-ups, of leases by `LEASE_ENDS`, and of puts from their
     reservation to the commit of their last block."""
 
     tokens: TokenCounts
@@ -157,7 +157,7 @@ class _Granted:
 
 
 class Counting:
-    """Counts of one run of a sidecar. Thread-safe; its lock is held for a few additions."""
+    """Counts of one run of a sidecar. Thread-safe; the lock is held for a few additions."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -209,8 +209,8 @@ class Counting:
     def leased(
         self, number: int, keys: Sequence[bytes], reply: LeaseReply, seconds: float = 0.0, found: int = 0
     ) -> None:
-        """A lease was answered. seconds: spent in the store. found: blocks of the look-up before it, where these are
-        fewer: what is not leased of them stays found."""
+        """A lease was answered. seconds: spent in the store. found: blocks of the look-up before it, if fewer: those
+        that are not leased stay found."""
         with self._lock:
             counts = self._used(number)
             if not keys:
@@ -284,12 +284,11 @@ class Counting:
             self._put_seconds.add(seconds)
 
     def all(self) -> dict[int, NamespaceCounts]:
-        """Every namespace's counts, by its number."""
         with self._lock:
             return {number: counts.copy() for number, counts in self._counts.items()}
 
     def counts(self) -> AccountingCounts:
-        """All that is scraped, of one moment."""
+        """All scraped counts at one moment."""
         with self._lock:
             mine = self._tokens
             tokens = TokenCounts(
@@ -394,15 +393,14 @@ def looked(all_counts: list[NamespaceCounts]) -> LookupCounts:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Objects that live until the sidecar ends are exempt from the interpreter's search for cycles.
-#
-# A part of a namespace is five objects, and a search of all of them, 1.2 million for 512 namespaces of 450 parts, stops
-# every thread for a third of a second. So they are set aside (`gc.freeze`) after every few thousand parts, behind a
-# search that walks only the objects made since.
+# Exempts objects that live until the sidecar ends from the interpreter's search for cycles. A part of a namespace is
+# five objects, and a search of 1.2 million, for 512 namespaces of 450 parts, stops every thread for a third of a
+# second. So they are set aside (`gc.freeze`) after every few thousand parts, behind a search that walks only the
+# objects made since.
 
 
 SET_ASIDE_PARTS = 4096
-"""Set aside after every so many parts: their objects are walked in some milliseconds."""
+"""Set aside after this many parts: their objects are walked in some milliseconds."""
 
 
 class Lasting:
@@ -428,11 +426,12 @@ def set_aside() -> None:
     gc.freeze()
 
 
-# What the door counts, whatever is asked: its own thread adds, any may read -----------------------------------------
+# Counts of the socket's own thread, which any thread may read --------------------------------------------------------
 
 
 class Refusal(StrEnum):
-    """Why a connection was rejected. `DEPARTED`: too many of its tenant's are gone and may still have memory mapped."""
+    """Why a connection was rejected. `DEPARTED`: too many of its tenant's disconnected clients may still have memory
+    mapped."""
 
     USER = "user"
     FULL = "full"
@@ -441,8 +440,8 @@ class Refusal(StrEnum):
 
 
 class DoorCounts(NamedTuple):
-    """Connections now; since the start: rejected ones by reason, malformed messages, requests by verb, and how long
-    these waited, in seconds, from the earliest that one may have arrived until it was begun."""
+    """Connections now; since the start: rejected ones by reason, malformed messages, requests by verb, and the seconds
+    that these waited, from the earliest that each may have arrived until it was begun."""
 
     connections: int
     admin_connections: int
@@ -453,8 +452,6 @@ class DoorCounts(NamedTuple):
 
 
 class DoorFigures:
-    """Since the start."""
-
     def __init__(self) -> None:
         self.refused = dict.fromkeys(Refusal, 0)
         self.malformed = 0
@@ -463,7 +460,7 @@ class DoorFigures:
         self._wait_counts = Histogram()
 
     def waited(self, seconds: float) -> None:
-        """A request was begun so long after it may have arrived."""
+        """A request was begun this long after it may have arrived."""
         self._waits.append(seconds)
         self._wait_counts.add(seconds)
 

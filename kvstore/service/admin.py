@@ -1,8 +1,8 @@
-"""The verbs of the admin socket: what the sidecar holds and has served, and orders to give up blocks; and those of the
-observers' socket, which change nothing.
+"""The verbs of the admin socket: the sidecar's status, and orders to evict blocks; and those of the observers' socket,
+which change nothing.
 
 An operator opens the admin socket, an observer (the console) the other one. Both see all tenants by name, their counts
-and the text that their engines gave, never a key, a token or a byte of KV. Text of clients is made printable before it
+and the text that their engines gave, never a key, a token or a byte of KV. Clients' text is made printable before it
 goes out.
 """
 
@@ -55,15 +55,15 @@ from tiering.errors import TierError
 from tiering.tier import Usage
 
 MAX_NAMESPACES, MAX_SESSIONS = 4096, 1024
-"""Listed in one answer; the others are only counted."""
+"""Listed in one answer; further ones are only counted."""
 FRESH_SECONDS = 0.5
-"""All observers get the same status for so long, so that polling costs engines nothing."""
+"""All observers get the same status for this long, so that polling costs engines nothing."""
 _FACTS = frozenset(SidecarStatus.__struct_fields__)
 _STATES = ("used", "free", "reserved", "deleting", "quarantined", "zombie")
 
 
 class Couriers(Elsewhere, Protocol):
-    """What couriers brought and report, for people; and who may connect as one. See `kvstore.elsewhere`."""
+    """The couriers' status and greeting; see `kvstore.elsewhere`."""
 
     def greet(self, hello: m.Hello) -> tuple[ClientState | None, m.Answer]:
         """A courier's hello: the tenant it works for, or why it is refused."""
@@ -73,9 +73,7 @@ class Couriers(Elsewhere, Protocol):
         """Why less is served than is stored elsewhere, a line each."""
         ...
 
-    def status(self) -> ElsewhereStatus:
-        """The status of what is elsewhere."""
-        ...
+    def status(self) -> ElsewhereStatus: ...
 
 
 class Admin:
@@ -101,11 +99,10 @@ class Admin:
         warnings: Callable[[], list[str]] = lambda: [],
         couriers: Couriers | None = None,
     ) -> None:
-        """run: names this run of the sidecar. state: returns its state, in a word. chosen: how the store was set.
-        reasons: why it serves less than it has; by default, what the store was told of the machine. why_not_policy: why
-        the usual policy decides instead of the one that was set. whatif: estimates other sizes. told: what engines
-        report of their requests. prefixes: knows the hot ones. warnings: for the operator. couriers: where they are
-        configured."""
+        """run: names this run of the sidecar. state: returns its state, in a word. chosen: the store's settings.
+        reasons: why it serves less than it has; by default, the store's own faults. why_not_policy: why the default
+        policy runs in place of the one that was set. whatif: estimates other sizes. told: engines' reports on their
+        requests. prefixes: prefix diagnostics. warnings: for the operator. couriers: if configured."""
         self._couriers = couriers
         self._store = store
         self._sessions = sessions
@@ -125,14 +122,12 @@ class Admin:
         self._began_at = counting.now()
 
     def greet(self, hello: m.Hello) -> tuple[AdminCaller | None, m.Answer]:
-        """As `AdminVerbs.greet`."""
         version = version_in_common(hello)
         if isinstance(version, m.Failed):
             return None, version
         return AdminCaller(), m.Welcome(version, self._run, b"")
 
     def serve(self, verb: m.Verb) -> Response:
-        """As `AdminVerbs.serve`."""
         try:
             if isinstance(verb, m.Stat):
                 return Response(m.StatReply(self.facts()))
@@ -363,13 +358,12 @@ class Admin:
 
 
 class Observer:
-    """`AdminVerbs` of the observers' socket: what the operator is told, and nothing that changes anything.
-    Thread-safe."""
+    """`AdminVerbs` of the observers' socket: the operator's answers, and no verb that changes anything. Thread-safe."""
 
     is_operator = False
 
     def __init__(self, admin: Admin, clock: Clock) -> None:
-        """admin: answers for it."""
+        """admin: gives the answers."""
         self._admin = admin
         self._clock = clock
         self._lock = threading.Lock()
@@ -377,11 +371,10 @@ class Observer:
         self._told_at = -FRESH_SECONDS
 
     def greet(self, hello: m.Hello) -> tuple[AdminCaller | None, m.Answer]:
-        """As `AdminVerbs.greet`."""
         return self._admin.greet(hello)
 
     def serve(self, verb: m.Verb) -> Response:
-        """As `AdminVerbs.serve`: `Stat`, at most `FRESH_SECONDS` old, `Why`, `Prefixes`, and `Ping`."""
+        """Serves `Stat`, at most `FRESH_SECONDS` old, `Why`, `Prefixes`, and `Ping`."""
         if isinstance(verb, m.Stat):
             return self._stat(verb)
         if isinstance(verb, m.Why | m.Prefixes):

@@ -1,7 +1,7 @@
-"""Connections of the local door: each client's connection, what was read of it and not served, answered and not sent.
+"""Connections of the API sockets: what was read of each and not served, and answered and not sent.
 
-Each has a bucket of tokens, filled at the configured rate; every request takes some out. The door serves tenants
-least-served first, and of a tenant's connections the one that asked for least lately.
+Each has a token bucket, filled at the configured rate; every request takes some out. Tenants are served least-served
+first, and of a tenant's connections the one with the fewest recent requests.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ LARGE_BYTES = 64 << 10
 """A longer message takes milliseconds to decode, and goes to a thread that decodes one at a time."""
 LARGE_BYTES_PER_SECOND, LARGE_BURST_BYTES = 1 << 20, 32 << 20
 """The rate of such messages for one connection, and how much it may save up: thirty prompts of a million tokens in
-blocks of 64. They have a bucket of their own, since short messages behind them would otherwise wait until they are
-paid. Decoding one holds the interpreter for up to 3 ms: their rate bounds what other clients wait."""
+blocks of 64. They have their own bucket, since short messages behind them would otherwise wait until they are paid.
+Decoding one holds the interpreter for up to 3 ms: their rate bounds what other clients wait."""
 LATELY_SECONDS = 10.0
-"""Requests of so long ago count for a third of present ones when connections of a tenant are ranked."""
+"""Requests of this age count for a third of present ones when connections of a tenant are ranked."""
 
 
 @dataclass(frozen=True, slots=True)
 class DoorLimits:
     """Named upper bounds. connections: at a time, in equal shares for the tenants. in_flight: unanswered requests of
-    one connection, and in_flight_bytes, of their messages. running, long_running: how many of these run at a time; the
-    others wait, and of long ones, which may take many seconds, the next one is refused. unread_bytes: answers that one
+    one connection, and in_flight_bytes, of their messages. running, long_running: how many of these run at a time;
+    further ones wait, but a further long one, which may take many seconds, is refused. unread_bytes: answers that one
     connection has not read. rate: messages per second of one connection, and burst: how many it may save up; a long or
     slow one counts for several. silence_seconds: how long a message, or a hello, may be unfinished. threads,
-    long_threads: for requests that may block, and for long ones. sweep_seconds: how often the mappings of departed
-    connections are checked."""
+    long_threads: for requests that may block, and for long ones. sweep_seconds: interval of checks on the mappings of
+    disconnected clients."""
 
     connections: int = 256
     in_flight: int = 64
@@ -66,10 +66,10 @@ class DoorLimits:
 
 
 CourierGreeting = Callable[[m.Hello], "tuple[ClientState | None, m.Answer]"]
-"""A courier's hello: the client state it works under, or why it is refused."""
+"""Answers a courier's hello: the client state it works under, or why it is refused."""
 ADMIN_CONNECTIONS, COURIER_CONNECTIONS = 8, 256
 COURIER_BYTES_PER_SECOND = 64 << 20
-"""The same for one courier, whose large messages are headers, and are used undecoded."""
+"""The rate for one courier, whose large messages are headers that are used undecoded."""
 
 
 class AdminCaller:
@@ -77,13 +77,13 @@ class AdminCaller:
 
 
 class AdminVerbs(Protocol):
-    """What a socket serves that belongs to no tenant; see `kvstore.service.admin`."""
+    """The verbs of a socket that belongs to no tenant; see `kvstore.service.admin`."""
 
     is_operator: bool
     """Whether its clients may use the descriptor that is reserved for the operator."""
 
     def greet(self, hello: m.Hello) -> tuple[AdminCaller | None, m.Answer]:
-        """The first message of a connection."""
+        """Answer a connection's first message."""
         ...
 
     def serve(self, verb: m.Verb) -> Response:
@@ -92,11 +92,11 @@ class AdminVerbs(Protocol):
 
 
 class Listener:
-    """A tenant's socket, the couriers', or one of no tenant. tenant: None while it has no keys; `renew` makes them.
-    closer: closes connections that may hold descriptors. share, large_share: how much the door's own thread, and the
-    one for large messages, have served its connections. line, long_line: requests that wait for a thread of the pool,
-    and of the pool for long ones. unread: descriptors that were sent and not read. pool: threads of its own, if it
-    belongs to no tenant."""
+    """A tenant's socket, the couriers', or one without tenant. tenant: None without keys; `renew` makes them.
+    closer: closes connections that may hold descriptors. share, large_share: service that its connections got
+    from the socket's own thread, and from the one for large messages. line, long_line: requests that wait for a
+    thread of the pool, and of the pool for long ones. unread: descriptors sent and not read. pool: its own
+    threads, if it belongs to no tenant."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class Listener:
         pool: ThreadPoolExecutor | None = None,
         greet: CourierGreeting | None = None,
     ) -> None:
-        """turns, large_turns: at the two threads, which all listeners of a door share. greet: for couriers."""
+        """turns, large_turns: at the two threads, shared by all listeners. greet: for couriers."""
         self.greet, self.most = greet, ADMIN_CONNECTIONS if greet is None else COURIER_CONNECTIONS
         self.large_rate = LARGE_BYTES_PER_SECOND if greet is None else COURIER_BYTES_PER_SECOND
         self.path = path
@@ -142,14 +142,14 @@ class Listener:
         return self.tenant
 
     def buckets(self, limits: DoorLimits, now: float) -> tuple[float, float]:
-        """What a new connection starts with: as much as the emptiest bucket of those closed before would hold by now,
-        so that a client gains nothing by reconnecting."""
+        """A new connection's bucket: as full as the emptiest bucket of closed connections would be by now, so that a
+        client gains nothing by reconnecting."""
         tokens = limits.burst - max(0.0, self._full_at - now) * limits.rate
         return tokens, LARGE_BURST_BYTES - max(0.0, self._large_full_at - now) * self.large_rate
 
     def keep_buckets(self, limits: DoorLimits, now: float, tokens: float, large_bytes: float) -> None:
         """Remember a closed connection's buckets. Debts count up to a second's worth, so that a tenant's next process
-        is not kept waiting for longer."""
+        waits no longer."""
         tokens, large_bytes = max(tokens, -limits.rate), max(large_bytes, -self.large_rate)
         self._full_at = max(self._full_at, now + (limits.burst - tokens) / limits.rate)
         full_at = now + (LARGE_BURST_BYTES - large_bytes) / self.large_rate
@@ -157,9 +157,9 @@ class Listener:
 
 
 class QueuedRequest:
-    """A message between its arrival and its answer. body: until it is decoded. since: the earliest that it may have
-    arrived. pool: the threads it is queued for; begun_at: when the thread for large messages took it. served: None
-    until it was; waited: for how many seconds it was not begun."""
+    """A message from arrival to answer. body: until decoded. since: the earliest that it may have arrived. pool: the
+    threads it is queued for; begun_at: when the thread for large messages took it. served: None before; waited: seconds
+    until it was begun."""
 
     __slots__ = ("begun_at", "body", "connection", "is_long", "length", "pool", "request", "served", "since", "waited")
 
@@ -176,7 +176,7 @@ class QueuedRequest:
 
 
 class Connection:
-    """A client's connection, what was read of it and not served, and answered and not sent."""
+    """A client's connection: its bytes read and not served, and answers not sent."""
 
     def __init__(self, sock: socket.socket, listener: Listener, now: float, limits: DoorLimits) -> None:
         self.socket = sock
@@ -194,7 +194,7 @@ class Connection:
         self.parked: dict[int, Parked] = {}  # by the number of its request
         self.ready_at = now
         self.waited = Waits()
-        self.refusal: m.Failed | None = None  # the answer to its hello, if it is rejected
+        self.refusal: m.Failed | None = None  # the answer to its hello, if rejected
         self.tokens, self.large_bytes = listener.buckets(limits, now)
         self.filled_at = now
         self._lately = 0.0  # as of `_lately_at`
@@ -203,7 +203,7 @@ class Connection:
         self.ending = False  # nothing more is read; it is closed when all is sent
         self.closed = False
         self.interest = 0
-        self.is_refused = False  # the kernel refuses to send descriptors at the moment: the next ones wait
+        self.is_refused = False  # the kernel refuses to send descriptors at the moment
         self._may_hold_descriptors = descriptors.may_hold_descriptors(sock)
         self.unread = Unread(sock, self._close)
 
@@ -224,7 +224,7 @@ class Connection:
         return length > m.MAX_BODY_BYTES or len(self.read) >= m.LENGTH_BYTES + length
 
     def take_body(self) -> bytes:
-        """The body of the next message; `has_message` must be true. Raises `ValueError`."""
+        """The next message's body; `has_message` must be true. Raises `ValueError`."""
         length = self.next_length()
         if length > m.MAX_BODY_BYTES:
             raise ValueError(f"a message of {length} bytes; at most {m.MAX_BODY_BYTES}")
@@ -313,7 +313,7 @@ class Connection:
         return self._lately
 
     def large_rank(self, now: float) -> tuple[float, float]:
-        """Orders connections for the next large message."""
+        """Rank of its next large message."""
         return self.listener.large_share.starts_at, self.asked_lately(now)
 
     def _fill(self, limits: DoorLimits, now: float) -> None:
@@ -349,22 +349,22 @@ def read_request(asked: QueuedRequest) -> None:
 
 
 def close_all(held: Collection[int]) -> None:
-    """Descriptors that are not sent after all."""
+    """Close descriptors that will not be sent."""
     for descriptor in held:
         with suppress(OSError):  # close the others all the same
             os.close(descriptor)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Awaits: parked in the store's table, in no thread, and outside the limits of requests under way.
+# Awaits: parked in the store's table, without a thread, and outside the limits of requests in flight.
 
 
 AWAITS_SECONDS = 0.00025
-"""How long the door's thread answers ended awaits before it takes messages again."""
+"""How long the socket's thread answers ended awaits before it takes messages again."""
 
 
 class DoorAwaits:
-    """The awaits of all connections; only the door's thread calls it, but for `_told`. The least-served tenant is
+    """The awaits of all connections. Only the socket's thread calls it, except `_told`. The least-served tenant is
     answered first, and pays as for a message."""
 
     def __init__(
@@ -375,8 +375,7 @@ class DoorAwaits:
         answer: Callable[..., object],
         watch: Callable[[Connection], object],
     ) -> None:
-        """answer: sends (connection, number of the request, response). watch: called with each connection that was
-        answered."""
+        """answer: sends (connection, number of the request, response). watch: called with each answered connection."""
         self._handlers = handlers
         self._clock = clock
         self._wake = wake
@@ -418,7 +417,7 @@ class DoorAwaits:
         self._answer(connection, number, Response(m.Failed(m.RequestFault.BAD_INPUT, text)))
 
     def gone(self, connection: Connection) -> None:
-        """A connection was closed."""
+        """End a closed connection's awaits."""
         parked, connection.parked = list(connection.parked.values()), {}
         for one in parked:
             del self._of[one]
@@ -455,7 +454,7 @@ class DoorAwaits:
             if not self._lines[listener]:
                 del self._lines[listener]
             connection, number = self._of.pop(one, (None, 0))
-            if connection is not None:  # else the client hung up meanwhile
+            if connection is not None:  # else the client disconnected meanwhile
                 del connection.parked[number]
                 listener.share.begin()
                 listener.share.pay(1)
@@ -475,19 +474,18 @@ class DoorAwaits:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Turns at a thread that all tenants share: the least-served tenant comes first.
-#
-# Start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996). A tenant's next piece of work starts where its last one
-# ended, or at the virtual time if that is later; the smallest start comes first, and the virtual time is the start of
-# the piece that was begun last. So a tenant waits for one piece of each other tenant, however many connections they
-# have; and a tenant that was idle, or is new, has no credit that others would have to wait for.
+# Turns at a thread that all tenants share: the least-served tenant comes first. Start-time fair queueing (Goyal, Vin,
+# Cheng, SIGCOMM 1996). A tenant's next piece of work starts where its last one ended, or at the virtual time if that is
+# later; the smallest start comes first, and the virtual time is the start of the piece begun last. So a tenant waits
+# for one piece of each other tenant, however many connections they have; and a tenant that was idle, or is new, has no
+# credit that others would have to wait for.
 
 
 T = TypeVar("T")
 
 
 class Turns:
-    """The turns at one thread. now: the virtual time, in whatever unit is paid."""
+    """The turns at one thread. now: the virtual time, in the unit of costs."""
 
     __slots__ = ("now",)
 
@@ -496,7 +494,7 @@ class Turns:
 
 
 class ServiceShare:
-    """One tenant's service at the thread: one number."""
+    """One tenant's service at the thread."""
 
     __slots__ = ("_ends_at", "_turns")
 
@@ -506,11 +504,11 @@ class ServiceShare:
 
     @property
     def starts_at(self) -> float:
-        """When its next piece starts; the tenant with the smallest start is served next."""
+        """Start of its next piece; the tenant with the smallest is served next."""
         return max(self._ends_at, self._turns.now)
 
     def begin(self) -> None:
-        """Begin a piece; its cost is paid before or while others are begun."""
+        """Begin a piece; pay its cost before or while others are begun."""
         self._turns.now = self.starts_at
 
     def pay(self, cost: float) -> None:
@@ -519,7 +517,7 @@ class ServiceShare:
 
 
 class Line(Generic[T]):
-    """One tenant's work for a pool of threads: pieces that wait, and how many run."""
+    """One tenant's work for a pool of threads: waiting pieces, and how many run."""
 
     __slots__ = ("running", "waiting")
 
@@ -528,7 +526,7 @@ class Line(Generic[T]):
         self.waiting: deque[T] = deque()
 
     def leave_out(self, is_gone: Callable[[T], bool]) -> None:
-        """Drop pieces that are not wanted any more."""
+        """Drop pieces of clients that are gone."""
         self.waiting = deque(one for one in self.waiting if not is_gone(one))
 
 
@@ -546,7 +544,7 @@ class Lines(Generic[T]):
         return self._lines[-1]
 
     def begin(self) -> T | None:
-        """The next piece, which runs from now on; None if none waits, or all threads are busy."""
+        """Begin the next piece; None if none waits, or all threads are busy."""
         if self._running >= self._threads:
             return None
         most = self._threads if len(self._lines) == 1 else max(1, self._threads * 3 // 4)

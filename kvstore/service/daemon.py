@@ -1,8 +1,8 @@
-"""The sidecar as a process: a store, a door for each tenant, and an orderly end.
+"""The sidecar as a process: a store, an API socket for each tenant, and an orderly end.
 
     keys, directory, budgets > sockets > recovery from disk, in the background > serve > SIGTERM > drain
 
-Connections are accepted as soon as the directory is open. Draining answers the requests under way, then flushes dirty
+Connections are accepted as soon as the directory is open. Draining answers the requests in flight, then flushes dirty
 blocks, each within `Limits.close_seconds`.
 """
 
@@ -63,11 +63,11 @@ class Daemon:
         couriers: CouriersMaker | None = None,
     ) -> None:
         """first_number: of a connection, above those of every earlier run. new_token: returns so many random bytes.
-        failed: called when a fault of its own stops the service. process_seconds: processor time of this process.
-        why_not_policy: why the usual policy decides instead of the one that was set. couriers: makes the part that
-        serves couriers, where they are configured.
+        failed: called when an internal fault stops the service. process_seconds: CPU time of this process.
+        why_not_policy: why the default policy runs in place of the one that was set. couriers: makes the part that
+        serves couriers, if configured.
 
-        Raises `BadInput` where a socket cannot be had.
+        Raises `BadInput` if a socket cannot be made.
         """
         self.store = store
         self.settings = settings
@@ -146,8 +146,7 @@ class Daemon:
         _log.info("serving", extra={**sockets, "data": self.settings.store.data, **budgets})
 
     def _start_insight(self) -> None:
-        """Estimate what other sizes would find, and follow prefixes, each in a thread; neither runs if the machine has
-        no thread for it."""
+        """Start the threads of what-if estimates and prefix diagnostics, as far as the machine has threads."""
 
         def estimate() -> None:
             self.whatif.run(self._insight_ends, lambda: (self._thread_seconds(), self._process_seconds()))
@@ -162,7 +161,6 @@ class Daemon:
             _log.warning("no estimates of what other sizes would find, or of which prefixes are hot: %s", error)
 
     def readiness(self) -> Readiness:
-        """Whether it serves all that it has."""
         if self._stopping:
             return Readiness.STOPPING
         if not self.store.core.is_loaded:
@@ -177,7 +175,7 @@ class Daemon:
         return reasons if self.couriers is None else [*reasons, *self.couriers.reasons()]
 
     def warnings(self) -> list[str]:
-        """What the operator should see to although everything is served, a line each; one line for all of a tenant's
+        """What the operator should attend to although everything is served, a line each; one line for all of a tenant's
         clients with other keys."""
         names, lines = self.store.tenant_names(), {}
         for one in self.sessions.callers():
@@ -195,7 +193,7 @@ class Daemon:
         )
 
     def public_warnings(self) -> list[str]:
-        """The same without a word about tenants: readable without a token."""
+        """The same without naming tenants: readable without a token."""
         lock = self.store.node_lock
         kinds = {
             "the keys of tenants": bool(self.store.keys.warnings()),
@@ -212,11 +210,11 @@ class Daemon:
                 _log.warning("the directory of keys cannot be followed: %s", error or type(error).__name__)
 
     def check_settings(self, settings: Settings) -> None:
-        """Whether `change_settings` could take them. Raises `BadInput`."""
+        """Raises `BadInput` if `change_settings` could not apply them."""
         self.store.core.adjustments.check_shares(shares_of(settings))
 
     def change_settings(self, settings: Settings) -> None:
-        """Take over what `settings.taken_over` let through."""
+        """Apply the settings from `settings.taken_over`."""
         found = {self.store.keys.find(name): share for name, share in shares_of(settings).items()}
         self.store.core.adjustments.change_shares({one.tenant: share for one, share in found.items() if one})
         self.store.core.adjustments.change_scrub(parse_rate(settings.store.scrub, "store.scrub"))
@@ -224,11 +222,11 @@ class Daemon:
         self.settings = settings
 
     def is_alive(self) -> bool:
-        """Whether the door is served."""
+        """Whether the API sockets are served."""
         return self.door.is_served
 
     def drain(self, drained: Callable[[], None]) -> None:
-        """End the service. drained: called when no client is served any more, and memory may be handed on."""
+        """End the service. drained: called once no client is served, when memory may be handed on."""
         self._stopping = True
         self._insight_ends.set()
         self._keys_end.set()

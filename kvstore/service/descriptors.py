@@ -1,12 +1,12 @@
-"""Descriptors that clients send to the sidecar: it wants none, and closing one must not delay any other client.
+"""Descriptors that clients send to the sidecar: it wants none, and closing one must not delay other clients.
 
-The kernel drops a descriptor that was not received in the thread that reads the bytes it came with, or that closes the
-socket it lies unread in, a listening one included. If the sender has closed its own copy, that closes the file, which
-takes as long as the sender likes: a TCP socket lingers. The door's thread serves every client and must never drop one.
+The kernel drops an unreceived descriptor in the thread that reads the bytes it came with, or that closes the socket it
+lies unread in, a listening one included. If the sender has closed its own copy, that closes the file, which takes as
+long as the sender likes: a TCP socket lingers. The socket thread serves every client and must never drop one.
 
-Linux 6.16 and later refuse them to the sender (SO_PASSRIGHTS); a connection inherits that from the socket it was made
-to. On older kernels each piece is peeked at before it is read (`receive`), a client that sends descriptors is
-disconnected, and its connection is closed by a thread of its tenant (`Closer`): a slow close delays that tenant alone.
+Linux 6.16 and later refuse them to the sender (SO_PASSRIGHTS); connections inherit that from the listening socket. On
+older kernels each piece is peeked at before it is read (`receive`), a client that sends descriptors is disconnected,
+and a thread of its tenant closes the connection (`Closer`): a slow close delays that tenant alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from contextlib import suppress
 SO_PASSRIGHTS = 83
 """Of `SOL_SOCKET`; the `socket` module does not have it yet."""
 MOST_UNCLOSED = 32
-"""A tenant's sockets that are still being closed: at so many, its next connections are not accepted."""
+"""With so many sockets of a tenant still being closed, its next connections are not accepted."""
 
 _log = logging.getLogger(__name__)
 
@@ -41,8 +41,8 @@ def refuse_descriptors(listening: socket.socket) -> None:
 
 
 def may_hold_descriptors(sock: socket.socket) -> bool:
-    """Whether an accepted socket may hold any, and so needs `receive` and `Closer`. Out-of-band bytes are then read in
-    their place, since the kernel would otherwise drop them, with the descriptors that came with them."""
+    """Whether an accepted socket may hold any, and so needs `receive` and `Closer`. Sets SO_OOBINLINE then: the kernel
+    would otherwise drop out-of-band bytes, with their descriptors."""
     with suppress(OSError):
         if not sock.getsockopt(socket.SOL_SOCKET, SO_PASSRIGHTS):
             return False
@@ -60,7 +60,7 @@ def receive(sock: socket.socket, most: int) -> bytes:
 
 
 class Closer:
-    """Closes sockets that may hold descriptors, one after the other, in a thread that the first one starts."""
+    """Closes sockets that may hold descriptors, one after another, in a thread that starts with the first."""
 
     def __init__(self) -> None:
         self._waiting: deque[socket.socket] = deque()
@@ -70,8 +70,8 @@ class Closer:
         self._ended = False
 
     def close(self, sock: socket.socket) -> None:
-        """Hang up now and have the thread close it. Does not block."""
-        with suppress(OSError):  # as a rule the client has hung up
+        """Disconnect now; the thread closes the socket. Does not block."""
+        with suppress(OSError):  # usually the client has disconnected
             sock.shutdown(socket.SHUT_RDWR)
         with self._condition:
             self._waiting.append(sock)
@@ -91,7 +91,7 @@ class Closer:
             self._thread = thread
 
     def end(self) -> None:
-        """The thread ends when all are closed. Does not block."""
+        """Have the thread end once all are closed. Does not block."""
         with self._condition:
             self._ended = True
             self._condition.notify()
@@ -119,19 +119,17 @@ class Closer:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Descriptors that the sidecar sent and its clients have not read: each tenant may have a share of the maximum.
-#
-# The kernel bounds how many descriptors a user has under way, by RLIMIT_NOFILE, unless the sender may exceed it
+# Descriptors that the sidecar sent and its clients have not read: each tenant may have a share of the maximum. The
+# kernel bounds how many descriptors a user has in flight, by RLIMIT_NOFILE, unless the sender may exceed it
 # (CAP_SYS_RESOURCE). A client that reads none of its own would use them up for all others, whose answers the kernel
 # then refuses to send. The kernel tells how many bytes a client has not read (TIOCOUTQ): if that is no more than were
-# sent behind descriptors, these have been read.
-#
-# Hanging up frees none of them: they are in flight for as long as the other side keeps its end open. So a connection
-# that ends with some unread is only shut down, and counts for its tenant until the kernel says that none is left.
+# sent behind descriptors, these have been read. Hanging up frees none of them: they are in flight for as long as the
+# other side keeps its end open. So a connection that ends with some unread is only shut down, and counts for its tenant
+# until the kernel reports that none is left.
 
 
 MOST_OF_CONNECTION = 64
-"""Unread descriptors of one connection: at so many, or more, the door reads nothing further of it."""
+"""With so many unread descriptors, a connection is not read from."""
 MOST_OF_ALL = 8192
 """In equal shares for the tenants, and at most half of RLIMIT_NOFILE; a share is never less than the number above."""
 _COUNT = struct.Struct("i")
@@ -145,16 +143,16 @@ def share_of(tenants: int) -> int:
 
 
 class Unread:
-    """Of one connection. since: when the first of them was sent, in the door's seconds."""
+    """Of one connection. since: when the first of them was sent, in the clock's seconds."""
 
     __slots__ = ("_behind", "_close", "_queued", "_socket", "_unread_bytes", "is_ended", "sent_count", "since")
 
     def __init__(self, sock: socket.socket, close: Callable[[], None]) -> None:
-        """close: of the socket."""
+        """close: closes the socket."""
         self._socket = sock
         self._close = close
         self._queued = self.sent_count = 0
-        self._behind = 0  # what the kernel keeps of what was sent behind the last of them
+        self._behind = 0  # unread bytes that were sent behind the last of them
         self._unread_bytes = 0  # as of the last look
         self.since = 0.0
         self.is_ended = False
@@ -185,7 +183,7 @@ class Unread:
         return self._queued + self.sent_count
 
     def count_since(self, since: float) -> int:
-        """The most that may have been unread since before then."""
+        """The most that may have been unread since before `since`."""
         return self.count() - self._queued if self.since < since else 0
 
     def _look(self) -> int:
@@ -204,7 +202,7 @@ class Unread:
             return True
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:  # as a rule the client has hung up
+        except OSError:  # usually the client has disconnected
             pass
         return False
 
@@ -214,29 +212,29 @@ class Unread:
 
 
 class TenantUnread:
-    """Of all connections of one tenant, ended ones included."""
+    """Of all connections of a tenant, ended ones included."""
 
     def __init__(self) -> None:
         self._holding: set[Unread] = set()
 
     def add(self, one: Unread) -> None:
-        """A connection that is about to be sent some."""
+        """Add a connection that is about to be sent some."""
         self._holding.add(one)
 
     def ended(self, one: Unread) -> None:
-        """A connection has ended with some that may be unread."""
+        """End a connection that may have some unread."""
         if one.end():
             self._holding.discard(one)
         else:
             self._holding.add(one)
 
     def __len__(self) -> int:
-        """Of how many connections the kernel is asked for a count."""
+        """Connections that the kernel is asked about."""
         return len(self._holding)
 
     @property
     def ended_count(self) -> int:
-        """Ended connections whose sockets are open still, since some are unread."""
+        """Ended connections whose sockets stay open, since some are unread."""
         return sum(one.is_ended for one in self._holding)
 
     def count(self) -> int:
@@ -252,7 +250,7 @@ class TenantUnread:
         return total
 
     def close(self) -> None:
-        """Close the ended ones, whatever is unread."""
+        """Close the ended ones, even with some unread."""
         for one in self._holding:
             if one.is_ended:
                 one.close()
@@ -260,12 +258,10 @@ class TenantUnread:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Tenants whose memory is slow to hand out.
-#
-# Handing out an extent locks a byte of it, for which the kernel looks through all locks on the file, and a client may
-# place as many as it likes. The door's thread does that for all tenants. So a tenant whose extent took long waits for
-# the next one, and takes no more than a hundredth of the thread's time. The thread's processor time counts, so that a
-# busy machine makes no tenant wait.
+# Tenants whose memory is slow to hand out. Handing out an extent locks a byte of it, for which the kernel walks all
+# locks on the file, and a client may place as many as it likes. The socket thread does that for all tenants. So a
+# tenant whose extent took long waits for the next one, and takes no more than a hundredth of the thread's time. Only
+# the thread's CPU time counts, so a busy machine makes no tenant wait.
 
 
 SLOW_SECONDS = 0.001
@@ -294,7 +290,7 @@ class SlowExtents:
         return False
 
     def is_slow(self, tenant: bytes, since: float) -> bool:
-        """Whether the work for a tenant since then, by `thread_seconds`, took long; if so, the tenant waits."""
+        """Whether work for a tenant since then, by `thread_seconds`, was slow; if so, the tenant waits."""
         took = self.thread_seconds() - since
         if took <= SLOW_SECONDS:
             return False

@@ -1,4 +1,4 @@
-"""What the sidecar does for each request, whichever door it came through.
+"""What the sidecar does for each request, on any socket.
 
 Arguments come from other processes: each is checked here before the store sees it, since the store asserts what its own
 callers can be trusted with. A number that belongs to another client is treated as one that does not exist.
@@ -52,8 +52,7 @@ for, and each that a release ends."""
 MAX_RESERVATIONS = 64
 """Of one connection at a time."""
 MAX_SHARES = 16
-"""Of one extent with one connection, while it has it mapped: the kernel walks over all of them when asked about
-mappings."""
+"""Of one extent with one connection, while it is mapped: the kernel walks all of them when asked about mappings."""
 MAX_DEADLINE_MS = 60_000.0
 MAX_SKIPPED = 1 << 30
 """Blocks of a chain."""
@@ -69,7 +68,7 @@ _log = logging.getLogger(__name__)
 
 
 class Handlers:
-    """Checks requests, has the store serve them, and keeps count. Thread-safe."""
+    """Checks requests, has the store serve them, and counts. Thread-safe."""
 
     def __init__(
         self,
@@ -84,8 +83,8 @@ class Handlers:
         told: ToldRequests | None = None,
         prefixes: PrefixBook | None = None,
     ) -> None:
-        """run: names this run of the sidecar. names: told what engines call their models. slow: knows whose memory is
-        slow to hand out. whatif: told of look-ups. told: told of engines' requests. prefixes: told of both."""
+        """run: names this run of the sidecar. names: records engines' names of their models. slow: tracks whose memory
+        is slow to hand out. whatif: gets look-ups. told: gets engines' reports. prefixes: gets both."""
         self._names = names
         self._slow = slow or SlowExtents()
         self._lasting = Lasting()
@@ -121,7 +120,7 @@ class Handlers:
     def greet(
         self, tenant: TenantKeys, hello: m.Hello, *, is_courier: bool = False
     ) -> tuple[ClientState | None, m.Answer]:
-        """A connection's hello: its client state from now on, or why it is refused."""
+        """Answer a hello: the connection's client state, or why it is refused."""
         version = version_in_common(hello)
         if isinstance(version, m.Failed):
             return None, version
@@ -148,7 +147,7 @@ class Handlers:
         return {verb: self._verbs[verb] for verb in verbs}
 
     def is_slow(self, verb: m.Verb) -> bool:
-        """Whether a request may wait for memory, for a disk or for other clients."""
+        """Whether a request may wait for memory, a disk or other clients."""
         return isinstance(verb, _SLOW)
 
     def cost(self, caller: ClientState, verb: m.Verb) -> float:
@@ -178,7 +177,7 @@ class Handlers:
         elsewhere = self.parking.elsewhere
         verbs = elsewhere.verbs if elsewhere is not None and caller.is_courier else self._verbs
         handler = verbs.get(type(verb))
-        if handler is None:  # a second hello: the door served the first
+        if handler is None:  # a second hello: the first was served elsewhere
             text = "this is a tenant's socket; that is a verb of the admin socket, admin.sock in the sidecar's --data"
             if isinstance(verb, m.Questions | _OF_COURIERS):
                 text = "this is a tenant's socket; that is a verb of couriers, at courier.sock in the sidecar's --data"
@@ -190,7 +189,7 @@ class Handlers:
         return served
 
     def park(self, caller: ClientState, verb: m.Await, tell: Callable[[ParkedAwait], object]) -> ParkedAwait | Response:
-        """Begin to wait for what is asked; or say why not. Never raises for what a client can cause."""
+        """Park a request; or return why not. Never raises for what a client can cause."""
         try:
             number, _ = _check_asked(caller, verb.namespace, verb.keys)
             if caller.is_courier or not verb.seconds >= 0:
@@ -203,7 +202,7 @@ class Handlers:
         return self._store.park(number, verb.keys, verb.seconds, tell)
 
     def serve_at_once(self, caller: ClientState, verb: m.Verb) -> Response | None:
-        """As `serve` if a request that may wait need not this time; else None, and nothing is done."""
+        """As `serve` if a request that may wait need not this time; else None, without effect."""
         return self._served(self._lease_at_once, caller, verb) if isinstance(verb, m.LeasePrefix) else None
 
     def _served(
@@ -310,7 +309,7 @@ class Handlers:
             return self._leased(caller, number, verb, _ended_by(reply, detail), seconds) if reply is not None else None
 
     def _check_lease(self, caller: ClientState, number: int, verb: m.LeasePrefix) -> m.Answer | None:
-        """The answer if the session holds as much as it may. Raises `BadInput`."""
+        """A refusal if the session holds as much as it may. Raises `BadInput`."""
         if not 0 <= verb.first_block <= len(verb.keys) or not verb.deadline_ms >= 0:
             raise BadInput(
                 f"first_block={verb.first_block}, deadline_ms={verb.deadline_ms}: give a block of the chain, 0 or more"
@@ -445,7 +444,7 @@ class Handlers:
     # Memory and the rest -------------------------------------------------------------------------------------------
 
     def _extents(self, caller: ClientState, verb: m.Extents) -> Response:
-        """The extents that are handed over; fewer than asked for if one took long."""
+        """The extents handed over; fewer than asked for if one took long."""
         tenant, extents, descriptors = caller.session.tenant.tenant, [], []
         if self._slow.waits(tenant):
             raise TierUnavailable(
@@ -546,7 +545,7 @@ class Handlers:
 
 
 def version_in_common(hello: m.Hello) -> int | m.Failed:
-    """The highest version that both speak."""
+    """The highest version that both support."""
     version = min(hello.newest, m.NEWEST_VERSION)
     if version >= max(hello.oldest, m.OLDEST_VERSION):
         return version
@@ -562,7 +561,7 @@ def checked_seconds(seconds: float) -> float:
 
 
 def _as_fits_an_answer(verb: m.LeasePrefix, parts: int) -> tuple[m.LeasePrefix, str]:
-    """The lease request cut to what fits one answer and to the longest wait, and what to say if it was cut."""
+    """The lease request cut to what fits one answer and to the longest wait, and the message if it was cut."""
     most = MAX_LEASED_FRAMES // parts
     if verb.deadline_ms > MAX_DEADLINE_MS:
         verb = msgspec.structs.replace(verb, deadline_ms=MAX_DEADLINE_MS)

@@ -1,20 +1,18 @@
-"""The keeper: a small process that holds the sidecar's memory, and starts the sidecar again when it ends.
+"""The supervisor (*keeper*): a small process that holds the sidecar's memory, and restarts the sidecar when it ends.
 
     keeper  ->  sidecar     what was kept: name, descriptors; then "that is all"
     sidecar ->  keeper      keep (name, descriptors of an extent and its ledger), forget (name), ready
 
-Beside a sidecar that was ready it runs the console and the network process, where they are configured; the sidecar
-does not depend on them.
+Beside a sidecar that was ready it runs the console and the network process, if configured; the sidecar does not depend
+on them.
 
-It knows nothing of what it holds. It is run as a program of its own, from this very file, and imports the standard
-library alone, so that it stays small and has nothing to crash on. SIGTERM and SIGINT end both, SIGUSR2 has the sidecar
-end in order and begin again, as an upgrade wants it, SIGHUP has settings and tokens read again, SIGKILL to it ends the
-sidecar too.
+It does not interpret what it holds. It runs as its own program, from this very file, and imports only the standard
+library, so that it stays small and has nothing to crash on. SIGTERM and SIGINT end both; SIGUSR2 restarts the sidecar
+in order, for an upgrade; SIGHUP reloads settings and tokens; SIGKILL to it ends the sidecar too.
 
-A sidecar that ends with a status of its own, before any was ever ready, cannot be started: the keeper ends with that
-status. One that was killed, or crashed, is started again; what it crashes of might be what it finds in memory, so that
-after `FAILURES_WITH_MEMORY` starts in a row that were never ready it begins with none; not where they ended with
-`CANNOT_START`.
+A sidecar that ends with its own status before any was ever ready cannot start: the keeper ends with that status. One
+that was killed or crashed is restarted. The cause may be what it finds in memory: after `FAILURES_WITH_MEMORY` starts
+in a row that were never ready it starts with none; but not if they ended with `CANNOT_START`.
 """
 
 from __future__ import annotations
@@ -38,38 +36,38 @@ AGAIN = 75
 """The sidecar's status that asks for another start (EX_TEMPFAIL of sysexits.h)."""
 OUT_OF_RESOURCES = 71
 CANNOT_START = (2, OUT_OF_RESOURCES)
-"""Statuses that mean unusable input or a machine short of something, and never what the sidecar found in memory."""
+"""Statuses that mean unusable input or a machine short of something, never what the sidecar found in memory."""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 5.0
 LONGEST_CRASH_PAUSE_SECONDS, CRASHES_AT_ONCE = 10.0, 3
-"""A sidecar that was ready and crashed is started again at once, a few times. After more crashes the pause doubles with
+"""A sidecar that was ready and crashed is restarted at once, a few times. After more crashes the pause doubles with
 each, up to this: a client may repeat what crashed it, and a crash loop must not take the machine."""
 CALM_SECONDS = 300.0
-"""A sidecar that ran ready for so long clears the count of crashes."""
+"""A sidecar that ran ready for this long clears the count of crashes."""
 FAILURES_WITH_MEMORY = 3
 MOST_FAILURES = 20
 """Starts in a row that never became ready."""
 END_SECONDS = 10.0
-"""How long the keeper waits beyond the time that the sidecar needs for an orderly end."""
+"""How long the supervisor waits beyond the sidecar's time for an orderly end."""
 BESIDE_NICE = 10
 BESIDE_PAUSE_SECONDS, LONGEST_BESIDE_PAUSE_SECONDS = 1.0, 60.0
 BESIDE_END_SECONDS = 3.0
 CONSOLE, NETWORK = "console", "network process"
 BEATING = (NETWORK,)
 READING_AGAIN = (CONSOLE,)
-"""What takes SIGHUP as the sidecar does. The network process looks at its files by itself."""
+"""Processes that reload on SIGHUP, as the sidecar does. The network process polls its files itself."""
 BEAT_SECONDS, FIRST_BEAT_SECONDS = 5.0, 60.0
-"""A process with a heartbeat that is silent for so long is killed; during its start, which may be slow on a busy
-machine, only after the latter."""
+"""A process with a heartbeat is killed after this much silence; the second applies to its start, which may be slow on a
+busy machine."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2, signal.SIGCHLD)
 
 
 class ProcessBeside:
     """The console, or the network process: a client of the sidecar. It gets no memory, runs at lower priority, and is
-    restarted when it ends, after growing pauses: nothing waits for it."""
+    restarted when it ends, after growing pauses."""
 
     def __init__(self, name: str, command: list[str], beats: bool = False) -> None:
-        """name: for the log. command: to which `--keeper PID` is added. beats: it must write to a pipe, `--beats FD`,
-        all the time, and is killed if it does not."""
+        """name: for the log. command: gets `--keeper PID` added. beats: it must keep writing to a pipe, `--beats FD`,
+        or is killed."""
         self.name = name
         self._command = command
         self._beats = beats
@@ -80,7 +78,7 @@ class ProcessBeside:
         self._pause = BESIDE_PAUSE_SECONDS
 
     def look(self) -> tuple[str, dict[str, object]] | None:
-        """Start it if it is to run and does not; what is to be logged of its end, and with which figures."""
+        """Start it if it should run and does not; returns what to log about its end, with figures."""
         now = time.monotonic()
         if not self._command or now < self._starts_at:
             return None
@@ -99,22 +97,22 @@ class ProcessBeside:
         return "ended and is started again", {"status": status, "pause_seconds": pause}
 
     def begin_again(self) -> None:
-        """With what is installed by now."""
+        """Restart it, with the version then installed."""
         if self._child is not None:
             self._child.terminate()
 
     def read_again(self) -> None:
-        """Its token, if it has one."""
+        """Have it reload its tokens, if it has some."""
         if self._child is not None and self.name in READING_AGAIN:
             self._child.send_signal(signal.SIGHUP)
 
     @property
     def is_leaving(self) -> bool:
-        """Whether it was told to end, needs the sidecar for that, and has not ended yet."""
+        """Whether it was told to end, needs the sidecar for that, and still runs."""
         return self._beats and self._child is not None and self._child.poll() is None
 
     def end(self) -> None:
-        """It is started no more."""
+        """End it, and do not start it again."""
         self._command = []
         if self._child is None:
             return
@@ -174,8 +172,8 @@ class Keeper:
     def __init__(
         self, command: list[str], end_seconds: float, text: bool, beside: dict[str, list[str]] | None = None
     ) -> None:
-        """command: of the sidecar, to which `--kept-at FD` is added. end_seconds: for an orderly end of it. beside:
-        commands of the processes that are started once it was ready, by name."""
+        """command: the sidecar's, gets `--kept-at FD` added. end_seconds: for its orderly end. beside: commands of the
+        processes that start once it was ready, by name."""
         self._command = command
         self._beside = [ProcessBeside(name, one, name in BEATING) for name, one in (beside or {}).items()]
         self._end_seconds = end_seconds
@@ -188,11 +186,11 @@ class Keeper:
         self._was_ready = False
         self._has_told_of_short = False
         self._failures = 0
-        self._crashes = 0  # since it was calm
+        self._crashes = 0  # since the last calm
         self._ready_at = 0.0
         self._ending = self._reads_again = False
         self._kill_at: float | None = None
-        self._ends_by: float | None = None  # the child is told to, once those beside it have left
+        self._ends_by: float | None = None  # when the child gets its signal, once those beside it have left
         self._selector = selectors.DefaultSelector()
         self._signals, self._signalled = socket.socketpair()
         self._signals.setblocking(False)
@@ -200,7 +198,7 @@ class Keeper:
         self._selector.register(self._signals, selectors.EVENT_READ)
 
     def run(self) -> int:
-        """Run until the sidecar has ended for good; returns its status."""
+        """Run until the sidecar has ended and is not restarted; returns its status."""
         try:
             return self._run()
         finally:
@@ -220,7 +218,7 @@ class Keeper:
             status = self._attend()
             self._drain()
             if self._ending and status in (AGAIN, -signal.SIGTERM):
-                return 0  # it had drained to begin again, or had opened nothing yet
+                return 0  # it had drained to restart, or had opened nothing yet
             if self._ending or status == 0:
                 return status if status >= 0 else 128 - status
             if status == AGAIN:
@@ -261,7 +259,7 @@ class Keeper:
 
     def _spawned(self) -> tuple[socket.socket, socket.socket]:
         """Start the child, once the machine has a process, memory and descriptors for it; returns both ends of its
-        wire. Exits this process if the machine never has."""
+        socket. Exits this process if the machine never has."""
         for _ in range(MOST_FAILURES):
             ends: tuple[socket.socket, ...] = ()
             try:
@@ -289,11 +287,11 @@ class Keeper:
                 if events & selectors.EVENT_WRITE:
                     self._send()
                 if events & selectors.EVENT_READ and not self._receive():
-                    self._selector.unregister(self._wire)  # it hung up: it is about to end
+                    self._selector.unregister(self._wire)  # the child closed it, and is about to end
             status = self._child.poll()
             if status is not None:
                 return status
-            if self._reads_again and self._is_ready:  # before, the signal would end it
+            if self._reads_again and self._is_ready:  # before it is ready the signal would end it
                 self._reads_again = False
                 self._child.send_signal(signal.SIGHUP)
                 for one in self._beside:
@@ -318,7 +316,7 @@ class Keeper:
         assert self._child is not None
         for number in self._signals.recv(4096):
             if number in (signal.SIGTERM, signal.SIGINT):
-                self._ends_by = 0.0 if self._ending else time.monotonic() + BESIDE_END_SECONDS  # twice: now
+                self._ends_by = 0.0 if self._ending else time.monotonic() + BESIDE_END_SECONDS  # a second signal: now
                 self._ending = True
                 for one in self._beside:
                     one.begin_again()
@@ -329,7 +327,7 @@ class Keeper:
                 self._reads_again = True
 
     def _is_told_to_end(self, seconds: float) -> bool:
-        """Wait so long, unless a signal says to end. There is no child meanwhile."""
+        """Wait that long; returns True early if a signal says to end. No child runs meanwhile."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             for _ in self._selector.select(max(0.0, end - time.monotonic())):
@@ -337,7 +335,7 @@ class Keeper:
                     return True
         return False
 
-    # What it holds -------------------------------------------------------------------------------------------------
+    # Kept memory -----------------------------------------------------------------------------------------------------
 
     def _send(self) -> None:
         assert self._wire is not None
@@ -350,7 +348,7 @@ class Keeper:
         except BlockingIOError:
             pass
         except OSError as error:
-            if error.errno == errno.ETOOMANYREFS:  # so many descriptors are on their way that it has to read some
+            if error.errno == errno.ETOOMANYREFS:  # too many descriptors are in flight: the child has to read some
                 time.sleep(0.001)
             else:
                 self._unsent.clear()  # it is gone
@@ -415,13 +413,13 @@ class Keeper:
             )
         try:
             print(line, file=sys.stderr, flush=True)
-        except (OSError, ValueError):  # standard error has no reader; the keeper holds the memory on
+        except (OSError, ValueError):  # standard error has no reader; the supervisor goes on holding the memory
             pass
 
 
 def pause_before_start(crashes: int, failures: int) -> float:
-    """Seconds. crashes: since the last calm, the last one included. failures: of these, the last ones in a row that
-    were never ready."""
+    """In seconds. crashes: since the last calm, this one included. failures: of these, the last ones in a row that were
+    never ready."""
     doublings = max(crashes - CRASHES_AT_ONCE, failures - 1, 0)
     longest = LONGEST_PAUSE_SECONDS if failures else LONGEST_CRASH_PAUSE_SECONDS
     return min(FIRST_PAUSE_SECONDS * 2.0 ** min(doublings, 32), longest)

@@ -1,7 +1,7 @@
-"""The sidecar's end of the wire to its keeper: which memory was kept, and which is to be.
+"""The sidecar's end of the socket to its supervisor (*keeper*): which memory was kept, and which to keep.
 
-A thread of its own sends, in order, so that a thread that holds a lock never waits for the keeper. When the keeper is
-gone the sidecar ends too: otherwise the next one to start would find the directory in use.
+Its own thread sends, in order, so that a thread that holds a lock never waits for the supervisor. If the supervisor
+ends, so does the sidecar: otherwise the next one would find the directory in use.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class KeeperWire:
     """`tiering.dram.keeping.MemoryKeeper` over a socket. Thread-safe."""
 
     def __init__(self, descriptor: int, new_token: Callable[[int], bytes]) -> None:
-        """Takes the descriptor over. new_token: returns so many random bytes."""
-        _end_with_parent(True)  # until the thread watches it: a slow start must not outlive the keeper
+        """Takes the descriptor over. new_token: returns that many random bytes."""
+        _end_with_parent(True)  # until the thread watches it: a slow start must not outlive the supervisor
         self._socket = socket.socket(fileno=descriptor)
         self._socket.settimeout(RECEIVE_SECONDS)
         os.set_inheritable(descriptor, False)
@@ -37,7 +37,7 @@ class KeeperWire:
         self._is_sending = False
 
     def receive(self) -> list[KeptExtent]:
-        """The memory that an earlier process left, once. Raises `OSError` if the keeper does not answer."""
+        """The memory that an earlier process left, once. Raises `OSError` if the supervisor does not answer."""
         kept = []
         while True:
             message, descriptors, _, _ = socket.recv_fds(self._socket, 64, DESCRIPTORS)
@@ -54,7 +54,7 @@ class KeeperWire:
                 return kept
 
     def start(self, gone: Callable[[], None]) -> None:
-        """Send from now on, and watch the keeper. gone: called when it has ended."""
+        """Start sending, and watch the supervisor. gone: called when it ends."""
         self._socket.settimeout(None)
         self._is_sending = True
         threading.Thread(target=self._send_all, name="kv-keep", daemon=True).start()
@@ -67,7 +67,6 @@ class KeeperWire:
         return self._new_token(NAME_BYTES)
 
     def keep(self, name: bytes, extent: int, ledger: int) -> None:
-        """As `Keeper.keep`."""
         copies: list[int] = []
         try:
             for one in (extent, ledger):
@@ -79,7 +78,6 @@ class KeeperWire:
         self._put(KEEP + name, copies)
 
     def forget(self, name: bytes) -> None:
-        """As `Keeper.forget`."""
         self._put(FORGET + name, [])
 
     # Beyond it -----------------------------------------------------------------------------------------------------
@@ -89,9 +87,10 @@ class KeeperWire:
         self._put(READY, [])
 
     def freeze(self) -> None:
-        """Keep what is kept now, whatever this process does to it: the next one begins from there.
+        """Make the supervisor hold what it holds now, whatever this process does later: the next process starts from
+        there.
 
-        When this returns, the keeper has been told everything, or does not read.
+        On return the supervisor has read everything, or does not read.
         """
         told = threading.Event()
         with self._lock:
@@ -117,7 +116,7 @@ class KeeperWire:
             message, descriptors = asked
             try:
                 socket.send_fds(self._socket, [message], descriptors)
-            except OSError:  # the keeper is gone, and this process is about to end
+            except OSError:  # the supervisor is gone, and this process is about to end
                 pass
             for one in descriptors:
                 os.close(one)
@@ -132,5 +131,5 @@ class KeeperWire:
 
 
 def _end_with_parent(does: bool) -> None:
-    """Set whether the kernel kills this process as soon as its parent, the keeper, ends."""
+    """Set whether the kernel kills this process as soon as its parent, the supervisor, ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if does else 0)

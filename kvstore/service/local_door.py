@@ -1,13 +1,13 @@
-"""The local door: UNIX sockets, one per tenant, on which engines of this host talk to the sidecar.
+"""The API sockets (*local door*): UNIX sockets, one per tenant, on which this host's engines talk to the sidecar.
 
 One thread reads and writes all connections; requests that may block go to a few others, and large ones to one more.
 Each round serves the least-served tenant first, however many connections another one has or makes anew, and of a
-tenant's connections the one that asked for least, so a flooding client delays only itself. A client that does not read
-its answers, or has too much under way, is not read from; one that is silent in the middle of a message, or never says
-hello, is disconnected. `DoorLimits` bounds what a connection can make the sidecar keep.
+tenant's connections the one with the fewest recent requests, so a flooding client delays only itself. A client that
+does not read its answers, or has too much in flight, is not read from; one that is silent in the middle of a message,
+or never says hello, is disconnected. `DoorLimits` bounds what a connection can make the sidecar keep.
 
 Possession of a tenant's socket is the credential, since pods share user ids; the peer's user id is checked as well. The
-operator's socket and the observers' belong to no tenant: each has verbs, connections and threads of its own, so an
+operator's socket and the observers' belong to no tenant: each has its own verbs, connections and threads, so an
 operator gets in even while tenants and observers use all that they may.
 """
 
@@ -55,7 +55,7 @@ from tiering.faults import CONNECTIONS, DOOR_THREADS, SENT, FaultReports, RateLi
 from tiering.files import listening_socket, remove_socket
 
 _TOKEN_SECONDS = 0.001
-"""How soon the door looks again at connections that wait for the rate."""
+"""How soon connections that wait for the rate are looked at again."""
 _PEER = struct.Struct("iII")  # struct ucred
 ADMIN_THREADS = 4
 ADMIN_MODE = 0o600
@@ -63,15 +63,15 @@ TURN_SECONDS = 0.001
 SLOW_COST = 10
 """What a request served by a thread of the pool counts for, in messages."""
 ACCEPT_COST, LOOK_COST = 5, 1 / 8
-"""What a new connection costs its tenant, and each connection that the kernel is asked about."""
+"""Cost of a new connection to its tenant, and of each connection that the kernel is asked about."""
 END_THREADS = 2
 TURNED_AWAY = 32
-"""Rejected connections that are still being told why; the oldest make room."""
+"""Rejected connections that are still being sent the reason; the oldest make room."""
 SHOW_OUT_SECONDS = 10.0
 UNREAD_SECONDS = 1.0
-"""When the kernel sends no more descriptors, a client that left some unread for longer may be disconnected."""
+"""When the kernel sends no more descriptors, a client with some unread for longer may be disconnected."""
 IDLE_LOOK_SECONDS = 0.5
-"""How often an idle door looks around, so that engines have the processor to themselves."""
+"""Interval of an idle thread's checks, so that engines have the processor to themselves."""
 
 _log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class LocalDoor:
         failed: Callable[[], None] = lambda: None,
         faults: FaultReports | None = None,
     ) -> None:
-        """failed: called, after logging, when a fault of the door's own ends it. faults: told what the machine
+        """failed: called, after logging, when an internal fault ends the service. faults: gets what the machine
         lacks."""
         self._handlers = handlers
         self._sessions = sessions
@@ -100,7 +100,7 @@ class LocalDoor:
         self._listeners: list[Listener] = []
         self._connections: set[Connection] = set()
         self._rejected: deque[Connection] = deque()
-        self._leaving: set[ClientState] = set()  # disconnected clients that `Sessions` was not told of yet
+        self._leaving: set[ClientState] = set()  # disconnected clients that `Sessions` does not know of yet
         self._done: deque[QueuedRequest] = deque()
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
@@ -116,7 +116,7 @@ class LocalDoor:
         self._large_now: QueuedRequest | None = None
         self._long_pool = ThreadPoolExecutor(limits.long_threads, "kv-door-long")
         self._is_watchful = True  # whether a client came, or needs attention, since the last look
-        self._accept_paused: list[Listener] = []  # listeners that had no descriptor left for a new connection
+        self._accept_paused: list[Listener] = []  # listeners without a descriptor for a new connection
         self._is_ending = False  # a thread of the pool unpins ended leases
         self._closing = False
         self._closes_at = 0.0
@@ -139,20 +139,20 @@ class LocalDoor:
         users: Collection[int] | None = None,
         renew: Callable[[], TenantKeys] | None = None,
     ) -> None:
-        """A tenant's socket. users: who may connect, by user id; None: every user who can open it. renew: makes new
-        keys, once `disconnect` has taken these away, or if there were none. Raises `OSError`."""
+        """Open a tenant's socket. users: user ids that may connect; None for every user who can open it. renew: makes
+        new keys, once `disconnect` has taken these away, or if there were none. Raises `OSError`."""
         sock = listening_socket(path, mode)
         self._listen(Listener(path, sock, tenant, users, renew, None, self._turns, self._large_turns))
 
     def listen_admin(
         self, path: Path, admin: AdminVerbs, mode: int = ADMIN_MODE, users: Collection[int] | None = None
     ) -> None:
-        """A socket that belongs to no tenant: the operator's, or the observers'. Raises `OSError`."""
+        """Open a socket without tenant: the operator's, or the observers'. Raises `OSError`."""
         sock, pool = listening_socket(path, mode), ThreadPoolExecutor(ADMIN_THREADS, "kv-door-admin")
         self._listen(Listener(path, sock, None, users, None, admin, self._turns, self._large_turns, pool))
 
     def listen_couriers(self, path: Path, greet: CourierGreeting) -> None:
-        """A socket for couriers of all tenants; each names its tenant. Raises `OSError`."""
+        """Open the socket for couriers of all tenants; each names its tenant. Raises `OSError`."""
         sock, pool = listening_socket(path, ADMIN_MODE), ThreadPoolExecutor(ADMIN_THREADS, "kv-door-courier")
         self._listen(Listener(path, sock, None, None, None, None, self._turns, self._large_turns, pool, greet))
 
@@ -163,8 +163,8 @@ class LocalDoor:
         self._selector.register(listener.socket, selectors.EVENT_READ, listener)
 
     def disconnect(self, tenant: bytes) -> bool:
-        """End a tenant's connections, and accept the next with other keys; returns whether that is done. By other
-        threads only."""
+        """End a tenant's connections, and accept the next with other keys; returns whether that is done. For other
+        threads."""
         done = threading.Event()
         self._to_show_out.append((tenant, done))
         self._wake()
@@ -175,26 +175,25 @@ class LocalDoor:
         return self._figures.status(*self._there())
 
     def change_limits(self, limits: DoorLimits) -> None:
-        """Other rates, and nothing else, from the next message on."""
+        """Change rates only, from the next message on."""
         self._limits = limits
 
     def waited(self) -> dict[int, Waits]:
-        """How long the requests of each open connection waited to be begun, by its number."""
+        """By connection number, how long each open connection's requests waited to be begun."""
         there = [one for one in list(self._connections) if one.refusal is None]
         return {one.caller.number: one.waited for one in there if isinstance(one.caller, ClientState)}
 
     def counts(self) -> DoorCounts:
-        """`usage` without single connections: cheap, however many there are."""
+        """`usage` without single connections: cheap for any number of them."""
         return self._figures.counts(*self._there())
 
     def _there(self) -> tuple[int, int]:
-        """Connections of tenants, and those of the admin and observers' sockets; couriers' count as neither."""
+        """Connections of tenants, and of the admin and observers' sockets; couriers' are in neither."""
         there = [one for one in list(self._connections) if one.refusal is None and one.listener.greet is None]
         admin = sum(one.admin is not None for one in there)
         return len(there) - admin, admin
 
     def start(self) -> None:
-        """Serve in a thread of its own."""
         self._sessions.watch_memory(self._wake)
         # Start one of each now: if the machine has no more threads later, every client is still served.
         own = [one.pool for one in self._listeners if one.pool is not None]
@@ -205,7 +204,7 @@ class LocalDoor:
         self._thread = thread
 
     def close(self, seconds: float) -> None:
-        """Take no more requests, answer those under way for at most that long, and disconnect every client."""
+        """Take no more requests, answer those in flight for at most that long, and disconnect every client."""
         self._closing = True
         self._closes_at = self._clock.monotonic_seconds() + seconds
         self._wake()
@@ -216,11 +215,10 @@ class LocalDoor:
 
     @property
     def is_served(self) -> bool:
-        """Whether its thread runs."""
         return self._thread is not None and self._thread.is_alive()
 
     def __len__(self) -> int:
-        """Open connections, those that are being told why they are rejected included."""
+        """Open connections, including rejected ones that are still being sent the reason."""
         return len(self._connections)
 
     # The loop ------------------------------------------------------------------------------------------------------
@@ -268,7 +266,7 @@ class LocalDoor:
         self._end()
 
     def _have_leases_ended(self) -> None:
-        """Have a thread of its own unpin the blocks of ended leases in pieces. Without it, each sweep does a piece."""
+        """Have a separate thread unpin the blocks of ended leases in pieces. Without it, each sweep does a piece."""
         if self._is_ending or self._closing or not self._sessions.is_ending:
             return
         self._is_ending = True
@@ -340,7 +338,7 @@ class LocalDoor:
         return is_idle or self._clock.monotonic_seconds() >= self._closes_at
 
     def _look_around(self, ready: dict[Connection, None]) -> None:
-        """Now and then, look after disconnected clients and those that are silent for too long."""
+        """At intervals, look after disconnected clients and those silent for too long."""
         now = self._clock.monotonic_seconds()
         if now - self._swept_at < self._limits.sweep_seconds:
             return
@@ -373,7 +371,7 @@ class LocalDoor:
                 ready.setdefault(one)
 
     def _begin_sweep(self) -> None:
-        """In a thread of its own, one at a time: questions to the kernel can take long."""
+        """In a separate thread, one sweep at a time: kernel queries can take long."""
         if self._is_sweeping:
             return
         self._is_sweeping = True
@@ -420,7 +418,7 @@ class LocalDoor:
             sock = self._accepted(listener)
         except BlockingIOError:  # gone again
             return
-        except OSError as error:  # no descriptors left: others are served on, and he is let in later
+        except OSError as error:  # no descriptors left: the others are served, and this client is let in later
             self._faults.failed(CONNECTIONS, kind_of(error), f"no client is let in: {error.strerror}")
             self._pause_accept(listener)
             return
@@ -667,7 +665,7 @@ class LocalDoor:
         self._begin_pooled()
 
     def _begin_pooled(self) -> None:
-        """They wait here, since in the executor's queue each would wait behind a flooding client's."""
+        """Here and not in the executor's queue, where each would wait behind a flooding client's."""
         for lines, pool in ((self._lines, self._pool), (self._long_lines, self._long_pool)):
             while (asked := lines.begin()) is not None:
                 if not self._submitted(pool, self._serve_slowly, asked):
@@ -805,8 +803,8 @@ class LocalDoor:
         return memoryview(m.pack(m.Reply(number, served.answer, list(retired))))
 
     def _flush(self, connection: Connection) -> None:
-        """Raises `OSError` if the client is gone. If too many descriptors are in flight, the answers wait until there
-        are fewer: a client that reads none is no reason to disconnect others."""
+        """Raises `OSError` if the client is gone. If too many descriptors are in flight, answers wait until there are
+        fewer: a client that reads none is no reason to disconnect others."""
         if connection.is_refused:
             return
         has_descriptors = bool(connection.unsent and connection.unsent[0][1])
@@ -900,7 +898,7 @@ class LocalDoor:
             self._handlers.parking.left(caller)
         finally:
             self._leaving.discard(caller)
-        with suppress(OSError):  # the door is closed meanwhile
+        with suppress(OSError):  # closed meanwhile
             self._wake()
 
     def _end(self) -> None:

@@ -1,5 +1,5 @@
-"""Requests that are answered later, by the event that ends them: waits for blocks that other clients store, and
-questions to couriers.
+"""Requests answered later, by the event that ends them: waits for blocks that other clients store, and questions to
+couriers.
 
 A part of `dispatch`, and its contract with the part that fetches blocks from elsewhere (`kvstore.elsewhere`).
 """
@@ -30,7 +30,7 @@ class Response:
 
 @dataclass(eq=False, slots=True)
 class ParkedLocate:
-    """A `Locate` that a courier was asked about. answer: None until it is over; `tell` is called then."""
+    """A `Locate` sent on to a courier. answer: None until it is over; then `tell` is called."""
 
     answer: m.Located | None = None
     tell: Callable[[ParkedLocate], object] = lambda one: None
@@ -64,7 +64,7 @@ class Elsewhere(Protocol):
         ...
 
     def is_served(self, tenant: bytes) -> bool:
-        """Whether a tenant has a courier, which `locate` asks."""
+        """Whether a tenant has a courier for `locate` to ask."""
         ...
 
     def locate(self, caller: ClientState, verb: m.Locate) -> Response | m.Answer:
@@ -74,19 +74,19 @@ class Elsewhere(Protocol):
     def park(
         self, caller: ClientState, number: int, verb: m.Await, tell: Callable[[ParkedAwait], object]
     ) -> ParkedAwait | Response:
-        """As `Handlers.park`, for blocks that are to be fetched; number: of their namespace. Raises `BadInput`."""
+        """As `Handlers.park`, for blocks to be fetched; number: of their namespace. Raises `BadInput`."""
         ...
 
     def awaited(self, one: ParkedAwait, answer: m.Awaited) -> m.Awaited:
-        """The answer, with what is known of how the fetch ended."""
+        """The answer, with what is known about the fetch's end."""
         ...
 
     def cancel(self, ones: Iterable[ParkedLocate]) -> None:
-        """These waits are over."""
+        """End these waits."""
         ...
 
     def expire(self) -> None:
-        """Answer the waits whose time is over."""
+        """Answer the waits that have expired."""
         ...
 
     def tell_couriers(self) -> None:
@@ -98,7 +98,7 @@ class Elsewhere(Protocol):
         ...
 
     def left(self, caller: ClientState) -> None:
-        """A connection is gone."""
+        """A connection closed."""
         ...
 
     def forgetting(self, tenant: bytes, digest: bytes) -> AbstractContextManager[LeftElsewhere]:
@@ -108,14 +108,14 @@ class Elsewhere(Protocol):
 
 
 class Parking:
-    """Requests that wait in no thread: awaits in the store's table, locates at the desk. Thread-safe."""
+    """Requests that wait without a thread: awaits in the store's table, locates at the couriers' desk. Thread-safe."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self.elsewhere: Elsewhere | None = None
 
     def awaited(self, one: Parked) -> Response:
-        """The answer to one that is over."""
+        """The answer to a request that is over."""
         if isinstance(one, ParkedLocate):
             assert one.answer is not None
             return Response(one.answer)
@@ -123,27 +123,25 @@ class Parking:
         return Response(answer if self.elsewhere is None else self.elsewhere.awaited(one, answer))
 
     def cancel(self, ones: Sequence[Parked]) -> None:
-        """These waits are over."""
+        """End these waits."""
         self._store.awaits.end([one for one in ones if isinstance(one, ParkedAwait)], AwaitEnd.CANCELLED)
         if self.elsewhere is not None:
             self.elsewhere.cancel([one for one in ones if isinstance(one, ParkedLocate)])
 
     def end_all(self) -> None:
-        """The service ends."""
         self._store.awaits.end_all(AwaitEnd.GONE)
 
     @property
     def due_at(self) -> float:
-        """When to call `expire` next, in monotonic seconds; inf where nothing is parked."""
+        """When to call `expire` next, in monotonic seconds; inf if nothing is parked."""
         return min(self._store.awaits.due_at, self.elsewhere.due_at if self.elsewhere is not None else inf)
 
     def expire(self) -> None:
-        """End those whose time is over."""
+        """End those that have expired."""
         self._store.awaits.expire()
         if self.elsewhere is not None:
             self.elsewhere.expire()
 
     def left(self, caller: ClientState) -> None:
-        """A connection is gone."""
         if self.elsewhere is not None:
             self.elsewhere.left(caller)

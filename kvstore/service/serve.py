@@ -1,4 +1,4 @@
-"""`kvstore serve`, put together: logs, store, door, health, signals. Clock and randomness are handed in."""
+"""Runs `kvstore serve`: logs, store, API sockets, health, signals. Clock and randomness are handed in."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _log = logging.getLogger(__name__)
 ENDS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGUSR2})
 HEARD = ENDS | {signal.SIGHUP}
 SWITCH_SECONDS = 0.0001
-"""How long a thread keeps the interpreter while others want it; the door must not wait long for it."""
+"""How long a thread keeps the interpreter while others want it; the socket thread must not wait long."""
 FAILED = 70
-"""The status of a sidecar that ends by a fault of its own (EX_SOFTWARE of sysexits.h)."""
+"""Exit status after an internal fault (EX_SOFTWARE of sysexits.h)."""
 
 PROBE_BYTES = 4096
 MEND = {
@@ -52,26 +52,22 @@ class HealthServer(Protocol):
 
     port: int
 
-    def start(self) -> None:
-        """Serve."""
-        ...
+    def start(self) -> None: ...
 
     def read_again(self, settings: Settings) -> Callable[[], None]:
-        """Read the token that they name; what is returned has it count. Raises `BadInput`."""
+        """Reload the token that the settings name; the returned function applies it. Raises `BadInput`."""
         ...
 
-    def close(self, seconds: float) -> None:
-        """Serve no more."""
-        ...
+    def close(self, seconds: float) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Outside:
-    """What a sidecar is handed. process_seconds: processor time of this process. first_number: of a connection, above
-    those of every earlier run, which are fewer than 2**`sessions.CONNECTION_BITS`, or practically so. new_token:
-    returns so many random bytes. health: makes the pages, from host, port and the daemon. policies: finds one by its
-    name. settings: reads them again, as they were read at the start. keeper: holds the memory for the next process, if
-    there is a keeper. couriers: makes the part that serves couriers, where they are configured."""
+    """What a sidecar is handed. process_seconds: CPU time of this process. first_number: of a connection, above those
+    of every earlier run, which have fewer than 2**`sessions.CONNECTION_BITS` in practice. new_token: returns so many
+    random bytes. health: makes the pages, from host, port and the daemon. policies: finds one by its name. settings:
+    reads them again, as at the start. keeper: holds the memory for the next process, if there is one. couriers: makes
+    the part that serves couriers, if configured."""
 
     clock: Clock
     process_seconds: Callable[[], float]
@@ -86,20 +82,19 @@ class Outside:
 
 
 def serve(settings: Settings, outside: Outside, started: Callable[[list[str], int | None], None]) -> bool:
-    """Serve until SIGTERM or SIGINT, or SIGUSR2 if a keeper starts the next process; returns whether it is to. SIGHUP
-    has the settings read again.
+    """Serve until SIGTERM or SIGINT, or SIGUSR2 if a supervisor starts the next process; returns whether it should.
+    SIGHUP reloads the settings.
 
     started: called with the sockets and health's port once connections are accepted.
 
-    Raises `BadInput`, `DirectoryInUse`, `KeysUnusable`, and `OutOfResources` if the machine lacks something without
-    which nothing can be served.
+    Raises `BadInput`, `DirectoryInUse`, `KeysUnusable`, and `OutOfResources` if the machine lacks something essential.
     """
     try:
         return _serve(settings, outside, started)
     except DirectoryInUse:  # raised from an error that elsewhere means that there is no thread
         raise
     except (OSError, MemoryError, RuntimeError, TierError, StoreError) as error:
-        for number in ENDS:  # whatever delays the end from here on, a signal ends it
+        for number in ENDS:  # however slow the end is from here on, a signal ends it
             signal.signal(number, signal.SIG_DFL)
         kind = kind_of(error)  # also of the cause of an error for people
         if kind not in SHORTAGES:
@@ -148,7 +143,7 @@ def _serve(settings: Settings, outside: Outside, started: Callable[[list[str], i
 
 
 def _read_again(now: Settings, read: Callable[[], Settings], daemon: Daemon, health: HealthServer | None) -> Settings:
-    """What counts from now on. Where anything of it cannot be, nothing is changed."""
+    """Reload the settings; returns those in force. If any cannot be applied, none is."""
     try:
         settings, changed, in_vain = taken_over(now, read())
         daemon.check_settings(settings)
@@ -168,13 +163,13 @@ def _read_again(now: Settings, read: Callable[[], Settings], daemon: Daemon, hea
 
 
 def _end_at_once() -> None:
-    """A sidecar that serves no client is of no use, and a keeper starts another one on the same memory."""
+    """A sidecar that serves no client is useless, and a supervisor starts another on the same memory."""
     os._exit(FAILED)
 
 
 class _Signals:
-    """Signals that ask for the end, or to read the settings again. The system's own handler records each one, in
-    whichever thread, so none is lost: Python's own may run just as the main thread goes to sleep."""
+    """Signals to end or to reload. The system's own handler records each, in any thread, so none is lost: Python's
+    handler may run just as the main thread goes to sleep."""
 
     def __init__(self) -> None:
         self._heard, self._told = socket.socketpair()
@@ -192,7 +187,7 @@ class _Signals:
 
 
 def _try_shared_memory() -> None:
-    """Allocate a page of it. Raises `BadInput` if that fails: a store without it would serve nothing."""
+    """Allocate a page of shared memory. Raises `BadInput` if that fails: a store without it could serve nothing."""
     try:
         Extent(PROBE_BYTES).close()
     except OSError as error:
@@ -203,8 +198,8 @@ def _try_shared_memory() -> None:
 
 
 def _usable_policy(name: str, policies: Callable[[str], PolicyMaker]) -> tuple[PolicyMaker, str]:
-    """The policy that was set or, if it cannot run here, the usual one and why: engines are better off with a store
-    that evicts by a simpler rule than with none."""
+    """The policy that was set; or, if it cannot run here, the default one and why: a store that evicts by a simpler
+    rule is better than none."""
     try:
         return policies(name), ""
     except BadInput as error:
@@ -233,22 +228,22 @@ def _open(settings: Settings, outside: Outside, policy: PolicyMaker) -> Embedded
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Settings that were read again.
+# Reloaded settings.
 
 
 LIVE_KEYS = ("log.level", "store.scrub", "door.rate", "door.burst", "http.token_file")
-"""Settings that a sidecar takes over while it serves, beside shares and weights of tenants that had one of them."""
+"""Settings that a sidecar applies while it serves, besides shares and weights of tenants that had one of them."""
 
 
 def taken_over(now: Settings, given: Settings) -> tuple[Settings, list[str], list[str]]:
-    """What counts from now on where `given` was read again: the settings, names of those that changed, and of those
-    that changed in vain, since they need a restart. Raises `BadInput` where the two do not go together."""
+    """Compare reloaded settings: returns those in force, the names of changed ones, and of those that need a restart.
+    Raises `BadInput` if they conflict."""
     before, after = dict(_flat(now)), dict(_flat(given))
     different = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
     live = {name for name in different if _is_live(name, now, given)}
 
     def merged(name: str, before: T, after: T) -> T:
-        """A section of which the live keys are given anew."""
+        """The section with its live keys replaced."""
         names = [one.name for one in fields(before) if f"{name}.{one.name}" in live]  # type: ignore[arg-type]
         return replace(before, **{key: getattr(after, key) for key in names})  # type: ignore[type-var]
 
@@ -283,7 +278,7 @@ def _flat(settings: Settings) -> Iterator[tuple[str, Any]]:
 
 
 def _is_live(name: str, now: Settings, given: Settings) -> bool:
-    if name == "store.scrub":  # one that is off has no thread
+    if name == "store.scrub":  # a scrub that is off has no thread
         return bool(parse_rate(now.store.scrub, name) and parse_rate(given.store.scrub, name))
     section, _, key = name.rpartition(".")
     if key not in ("share", "weight"):
@@ -302,10 +297,9 @@ _KNOWN = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", 
 
 
 class JsonLines(logging.Formatter):
-    """time (seconds since 1970), level, logger, message, and the `extra` of the call."""
+    """time (seconds since 1970), level, logger, message, and the call's `extra`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line."""
         line: dict[str, object] = {
             "time": round(record.created, 3),
             "level": record.levelname.lower(),
@@ -319,13 +313,13 @@ class JsonLines(logging.Formatter):
 
 
 class TextLines(logging.Formatter):
-    """Time, level, logger, message, and the `extra` of the call as name=value."""
+    """Time, level, logger, message, and the call's `extra` as name=value."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """One line; an exception comes below it."""
+        """One line; an exception follows below."""
         return super().formatMessage(record) + "".join(f" {key}={value}" for key, value in _extra(record).items())
 
 
@@ -339,7 +333,7 @@ developers."""
 
 
 def log_to_stderr(level: str, style: str) -> None:
-    """For the whole process. style: "json" or "text"."""
+    """Configure the whole process. style: "json" or "text"."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if style == "json" else TextLines())
     logging.basicConfig(handlers=[handler], force=True)
@@ -347,7 +341,6 @@ def log_to_stderr(level: str, style: str) -> None:
 
 
 def set_level(level: str) -> None:
-    """From which on is written."""
     number = logging.getLevelNamesMapping()[level.upper()]
     logging.getLogger().setLevel(max(number, logging.WARNING))
     for name in OURS:

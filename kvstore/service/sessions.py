@@ -1,18 +1,17 @@
-"""The clients of the sidecar, and what each of them holds.
+"""The sidecar's clients, and what each holds.
 
-A session is one engine: a scheduler and its workers, each with a connection of its own. They find each other by a token
-that the engine makes: the first connection to name it begins the session, also after a restart of the sidecar. A token
-is valid within its tenant only, so none leads to another tenant's session. A lease belongs to the session; every
-connection that took it or attached to it is one of its holders, and it ends with the last of them. A reservation
-belongs to one connection; of a collective one each connection has a share, under a number of its own.
+A session is one engine: a scheduler and its workers, each with its own connection. A token that the engine makes joins
+them: the first connection to name it begins the session, also after a restart of the sidecar. Tokens are valid within
+their tenant only. A lease belongs to the session; every connection that took it or attached to it is one of its
+holders, and it ends with the last. A reservation belongs to one connection; of a collective one each connection has a
+share, under its own number.
 
 A connection may have a *notification pipe*, which its client listens at. It is written to when memory that the client
 may map was given back, since other clients wait for that, and not again before the client has asked for the list.
 
-A connection that breaks says nothing about the process behind it, which may still be copying. Its leases pin nothing
-from then on, and its places are not reused until the kernel says that no mapping of that connection is left
-(`Extent.is_shared`); only then are they freed. The door bounds how many such connections a tenant may have
-(`departed_of`).
+A connection that breaks says nothing about the process behind it, which may still be copying. Its leases then pin
+nothing, and its places are not reused until the kernel reports that no mapping of that connection is left
+(`Extent.is_shared`). The number of such connections per tenant is bounded (`departed_of`).
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ from tiering.dram.unmap_wait import Unmapped
 
 MAX_LEASED_PLACES = 1 << 23
 """Blocks times parts of all leases of one tenant: 8 bytes each, and 4 for each block, at most 96 MiB of the sidecar's
-own memory."""
+memory."""
 COURIERS = b"couriers"
 CONNECTION_BITS = 24
-"""Numbers of one run's connections, in no order: a client can ask the kernel for the numbers of its own."""
+"""One run's connection numbers, in no order: a client can ask the kernel for the numbers of its own."""
 
 
 @dataclass(eq=False, slots=True)
 class HeldLease:
-    """request: the engine's name for what the lease serves. holders: connections, by number. blocks: pinned ones.
+    """request: the engine's name for the request it serves. holders: connections, by number. blocks: pinned ones.
     places: blocks times parts."""
 
     request: str
@@ -75,8 +74,8 @@ class Session:
 
 @dataclass(slots=True)
 class ReservationProgress:
-    """A reservation under way: its number of blocks, and how many of them are committed, by part. parts: those that the
-    connection fills. began_at: when it was asked for, by the store's clock."""
+    """A reservation in progress: its blocks, and how many are committed, by part. parts: those that the connection
+    fills. began_at: when it was asked for, by the store's clock."""
 
     namespace: int
     blocks: int
@@ -88,10 +87,10 @@ class ReservationProgress:
 
 @dataclass(eq=False, slots=True)
 class ClientState:
-    """One connection. number: by which the kernel knows its mappings. namespaces: that it opened, each with the layer
-    slices of its parts. named: the same by the client's own numbers. extents: shared with it. shares: how often each of
-    them was. retired_seen: up to where it was told what to unmap. is_rung: whether it was notified since it last asked.
-    fingerprint: of the keys it hashes with, if they are not its tenant's. is_courier: whether it is a courier."""
+    """One connection. number: by which the kernel knows its mappings. namespaces: those it opened, with the layer
+    slices of their parts. named: the same by the client's own numbers. extents: shared with it. shares: how often each
+    was. retired_seen: up to where it was told what to unmap. is_rung: whether it was notified since it last asked.
+    fingerprint: of the keys it hashes with, if not its tenant's."""
 
     number: int
     session: Session
@@ -108,7 +107,6 @@ class ClientState:
 
     @property
     def keys(self) -> TenantKeys:
-        """Its tenant's."""
         return self.session.tenant
 
     @property
@@ -137,14 +135,14 @@ class Sessions:
     # Coming --------------------------------------------------------------------------------------------------------
 
     def open(self, tenant: TenantKeys, engine: str) -> ClientState:
-        """The first connection of a new session."""
+        """Begin a session with its first connection."""
         with self._lock:
             session = Session(self._new_token(MIN_SESSION_BYTES), tenant, engine)
             self._sessions[tenant.tenant, session.token] = session
             return self._enter(session)
 
     def join(self, tenant: TenantKeys, token: bytes, engine: str) -> ClientState:
-        """A connection of the session with that token, which begins the session if the tenant has none."""
+        """Join the session with that token, or begin it if the tenant has none."""
         with self._lock:
             session = self._sessions.get((tenant.tenant, token))
             if session is None:
@@ -158,7 +156,6 @@ class Sessions:
         return caller
 
     def callers(self) -> list[ClientState]:
-        """Open connections."""
         with self._lock:
             return list(self._callers.values())
 
@@ -171,7 +168,7 @@ class Sessions:
     @contextmanager
     def asking(self, caller: ClientState, places: int) -> Iterator[bool]:
         """A context for a lease request of so many blocks times parts; yields whether it may be granted, and reserves
-        the places meanwhile. A session may hold as much as is then left to its tenant: one alone gets half of
+        the places meanwhile. A session may hold as much as is left to its tenant: one alone gets half of
         `MAX_LEASED_PLACES`, two a third each, and there is always some for the next."""
         session, tenant = caller.session, caller.session.tenant.tenant
         with self._lock:
@@ -276,14 +273,14 @@ class Sessions:
             return is_there
 
     def ended(self, caller: ClientState, reservation: int) -> None:
-        """A reservation was aborted, or all of it was committed."""
+        """A reservation was aborted or committed completely."""
         with self._lock:
             caller.reservations.pop(reservation, None)
 
     # Going ---------------------------------------------------------------------------------------------------------
 
     def left(self, caller: ClientState) -> None:
-        """A connection is gone. Leases that no other one holds pin nothing any more; `sweep` frees their places."""
+        """A connection closed. Leases that no other holds pin nothing any more; `sweep` frees their places."""
         with self._lock:
             if self._callers.pop(caller.number, None) is None:
                 return
@@ -300,16 +297,16 @@ class Sessions:
             self._look(gone, LOOKS)
 
     def _depart(self, caller: ClientState) -> DisconnectedClient[ClientState] | None:
-        """The connection is gone; None if that is known already. Under the lock."""
-        # Couriers are counted apart, so that they keep no engine out.
+        """Note that the connection closed; None if that is known. Under the lock."""
+        # Couriers count separately, so that they keep no engine out.
         whose = caller.session.tenant.tenant + COURIERS * caller.is_courier
         gone = self._departed.add(caller.number, whose, caller, caller.extents)
         caller.session.departed += gone is not None
         return gone
 
     def sweep(self) -> int:
-        """Free what disconnected clients held, once they map nothing any more; returns how many are left. Looks at some
-        of them per call, in turn. Also expires collective puts, and ends a piece of the leases that are over."""
+        """Free what disconnected clients held, once they map nothing; returns how many are left. Looks at some of them
+        per call, in turn. Also expires collective puts, and ends a piece of the ended leases."""
         self._store.expire_due()
         with self._lock:
             turns = self._departed.turns()
@@ -320,7 +317,7 @@ class Sessions:
         return len(self._departed)
 
     def _look(self, gone: DisconnectedClient[ClientState], most: int) -> int:
-        """If it has nothing mapped any more, free what it held. Returns how many questions to the kernel that took."""
+        """Free what it held, if it has nothing mapped any more. Returns the kernel queries made."""
         is_mapped, looks = self._departed.look(gone, most)
         if is_mapped:
             return looks
@@ -333,7 +330,7 @@ class Sessions:
             aborted, caller.reservations = caller.reservations, {}
             if not session.connections and not session.departed:
                 name = session.tenant.tenant, session.token
-                if self._sessions.get(name) is session:  # a later one may have the same name
+                if self._sessions.get(name) is session:  # a later session may have the same name
                     del self._sessions[name]
         self._store.begin_ending(ended, expired)
         places = 0
@@ -345,17 +342,16 @@ class Sessions:
 
     @property
     def is_ending(self) -> bool:
-        """Whether `finish_ending` has work."""
         return self._store.is_ending
 
     def finish_ending(self) -> None:
-        """Free what ended leases pinned and what disconnected clients had reserved, however much it is: for a thread
-        that no client waits for."""
+        """Free what ended leases pinned and what disconnected clients had reserved, however much: for a thread that no
+        client waits for."""
         self._store.finish_ending()
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether `sweep` has work: disconnected clients, collective puts under way, leases that end."""
+        """Whether `sweep` has work: disconnected clients, collective puts in progress, leases that end."""
         return bool(self._departed) or self._store.runs_out_at != inf or self._store.is_ending
 
     # Telling -------------------------------------------------------------------------------------------------------
@@ -392,7 +388,7 @@ class Sessions:
                 self._take_notify_pipe(caller)
 
     def ring(self, caller: ClientState) -> None:
-        """Notify a client that there is a list to ask for, or that an answer, perhaps unread, has brought it."""
+        """Notify a client of a new list, or that an answer, perhaps unread, has brought it."""
         with self._lock:
             self._notify(caller)
 
@@ -402,7 +398,7 @@ class Sessions:
             caller.is_rung = False
 
     def new_notify_pipe(self, caller: ClientState) -> int | None:
-        """The client's end of a new notification pipe; None where there is none to be had."""
+        """The client's end of a new notification pipe; None without descriptors."""
         try:
             ours, theirs = new_notify_pipe()
         except OSError:  # no descriptors left
@@ -441,7 +437,6 @@ class Sessions:
         return gone
 
     def __len__(self) -> int:
-        """Open connections."""
         return len(self._callers)
 
     def sessions(self) -> Iterator[Session]:
@@ -450,7 +445,7 @@ class Sessions:
             return iter(list(self._sessions.values()))
 
     def reservations(self) -> dict[bytes, int]:
-        """Reservations under way of each session, by its token. A collective one counts once."""
+        """Reservations in progress of each session, by its token. A collective one counts once."""
         collective = self._store.collective_puts()
         with self._lock:
             counts = Counter({one.token: collective.get(one.name, 0) for one in self._sessions.values()})
@@ -470,7 +465,7 @@ class Sessions:
 
     @property
     def looks(self) -> int:
-        """Questions to the kernel about them, since the start."""
+        """Kernel queries about them, since the start."""
         return self._departed.looks
 
     def departed_of(self, tenant: bytes) -> int:
@@ -479,33 +474,29 @@ class Sessions:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Connections that are gone while memory which they were given may still be mapped.
-#
-# What such a connection held is not reused until the kernel says of every extent that was shared with it that no
-# mapping is left. An extent that was once unmapped is not asked about again, since nothing is shared with a closed
-# connection. So each look costs one question while a mapping stays, and `LOOKS` bounds the cost of a sweep, however
-# many connections are gone: the next sweep goes on where the last one ended.
-#
-# A client can make questions about its memory slow, by placing many locks on it. A tenant with a slow one skips so many
-# sweeps that its questions take a fiftieth of a processor: only its own memory waits for that.
-#
-# Not thread-safe, but for `look`, which asks the kernel and is to be called without a lock.
+# Closed connections whose memory may still be mapped. What such a connection held is not reused until the kernel
+# reports for every extent shared with it that no mapping is left. An unmapped extent is not asked about again, since
+# nothing is shared with a closed connection. So each look costs one query while a mapping stays, and `LOOKS` bounds the
+# cost of a sweep, however many connections there are: the next sweep goes on where the last ended. A client can make
+# queries about its memory slow, by placing many locks on it. A tenant with a slow one skips so many sweeps that its
+# queries take a fiftieth of a processor: only its own memory waits for that. Not thread-safe, except `look`, which asks
+# the kernel and is to be called without a lock.
 
 
 C = TypeVar("C")
 LOOKS = 64
-"""Questions to the kernel per sweep."""
+"""Kernel queries per sweep."""
 SLOW_SECONDS = 0.001
-"""How long the questions about one connection may take per sweep."""
+"""Time for the queries about one connection per sweep."""
 SWEEPS_A_SECOND = 1000
-"""A tenant skips so many sweeps for each second that its questions took: sweeps are usually 50 ms apart."""
+"""A tenant skips so many sweeps for each second that its queries took: sweeps are usually 50 ms apart."""
 
 
 class Mappings(Protocol):
-    """Knows the mappings: `Store`."""
+    """Knows mappings: `Store`."""
 
     def unmapped(self, extents: Sequence[int], holder: int) -> Unmapped:
-        """How many leading extents of these the holder has unmapped, as far as was checked."""
+        """How many leading extents the holder has unmapped, as far as was checked."""
         ...
 
 
@@ -520,7 +511,7 @@ class DisconnectedClient(Generic[C]):
 
 
 class DisconnectedClients(Generic[C]):
-    """They, by tenant, and the order in which they are looked at."""
+    """By tenant, and in the order of their looks."""
 
     def __init__(self, mappings: Mappings) -> None:
         self._mappings = mappings
@@ -528,12 +519,12 @@ class DisconnectedClients(Generic[C]):
         self._of: Counter[bytes] = Counter()
         self._left_out: dict[bytes, int] = {}  # by tenant: sweeps that it skips
         self._looked_at: dict[bytes, object] = {}  # by tenant: the look that some thread is at
-        self._asked: list[int] = []  # connections that were asked about since the last sweep began
+        self._asked: list[int] = []  # connections asked about since the last sweep began
         self.looks = 0
-        """Questions to the kernel since the start."""
+        """Kernel queries since the start."""
 
     def add(self, number: int, tenant: bytes, caller: C, extents: Iterable[int]) -> DisconnectedClient[C] | None:
-        """A client has disconnected; None if that is known already."""
+        """Add a disconnected client; None if it is known."""
         if number in self._gone:
             return None
         gone = self._gone[number] = DisconnectedClient(number, tenant, caller, list(extents))
@@ -541,7 +532,7 @@ class DisconnectedClients(Generic[C]):
         return gone
 
     def remove(self, gone: DisconnectedClient[C]) -> bool:
-        """It has nothing mapped any more; returns whether it was here."""
+        """It maps nothing any more; returns whether it was here."""
         if self._gone.get(gone.number) is not gone:
             return False
         del self._gone[gone.number]
@@ -561,9 +552,9 @@ class DisconnectedClients(Generic[C]):
         return list(islice((gone for gone in self._gone.values() if gone.tenant not in left_out), LOOKS))
 
     def look(self, gone: DisconnectedClient[C], most: int = LOOKS) -> tuple[bool, int]:
-        """Whether it may still have memory mapped, and how many questions that took: at most `most`, and none while its
-        tenant skips sweeps, or while another thread asks about one of the tenant's connections: many threads that ask
-        at once would leave the door no processor."""
+        """Whether it may still have memory mapped, and the queries made: at most `most`, and none while its tenant
+        skips sweeps or another thread asks about one of its connections: many threads asking at once would take the
+        socket thread's processor."""
         extents = gone.extents  # another thread's findings meanwhile are as valid
         if not extents or gone.tenant in self._left_out:
             return bool(extents), 0
@@ -589,5 +580,4 @@ class DisconnectedClients(Generic[C]):
         return [gone.caller for gone in self._gone.values()]
 
     def __len__(self) -> int:
-        """How many there are."""
         return len(self._gone)

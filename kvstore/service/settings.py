@@ -1,5 +1,5 @@
-"""What an operator may set: one TOML file, variables of the environment above it, and the flags of `kvstore serve`
-above both.
+"""The operator's settings: one TOML file, overridden by environment variables, and these by the flags of `kvstore
+serve`.
 
     [store]    dram nvme extent slab scrub policy        [limits]  see `kvstore.config.Limits`
                nvme_writes data prefault keeper
@@ -12,7 +12,7 @@ above both.
                peers directory directory_password_file pull transport seal
     [remote]   url password_file writes ttl
 
-Every key but `tenants.NAME.socket` has a default, and none has two names. What is wrong is said at the start, with the
+Every key except `tenants.NAME.socket` has a default, and none has two names. Errors are reported at the start, with the
 key's full name, what was given and what is allowed. The environment is handed in.
 """
 
@@ -63,7 +63,7 @@ TENANT_SOCKET, ADMIN_SOCKET, OBSERVE_SOCKET = "kvstore.sock", "admin.sock", "obs
 COURIER_SOCKET = "courier.sock"
 VARIABLE = "KVSTORE_"
 SHORT = {"KVSTORE_DATA": ("store", "data"), "KVSTORE_DRAM": ("store", "dram"), "KVSTORE_NVME": ("store", "nvme")}
-"""Shorter names, which other commands read too; the long ones go before them."""
+"""Shorter names, which other commands read too; the long ones take precedence."""
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("json", "text")
 WORDS = {
@@ -80,16 +80,15 @@ MAX_USER = (1 << 32) - 2
 FINGERPRINT_DIGITS = 2 * KEY_ID_BYTES
 _FINGERPRINT = re.compile(f"[0-9a-fA-F]{{{FINGERPRINT_DIGITS}}}")
 MOST_LINE, LONGEST_KEY = 1000, 100
+"""Characters of an error line, and of a key for which a similar one is looked for."""
 MOST_CONFIGURATION_BYTES = 1 << 20
-"""Characters of a line that says what is wrong, and of a key for which a likely one is looked for."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreSettings(TierOptions):
     """A sidecar's tiers. dram, nvme: "auto" is half of the memory that this process may have, and four fifths of the
-    disk's free space; "off" is no NVMe. data: the directory of keys and slabs. prefault: whether all of DRAM is taken
-    from the machine at the start, in the background. keeper: whether a parent process holds the memory, and starts the
-    sidecar again after a crash."""
+    disk's free space; "off" is no NVMe. data: the directory of keys and slabs. prefault: fault in all of DRAM at the
+    start, in the background. keeper: a parent process holds the memory, and restarts the sidecar after a crash."""
 
     dram: Size = AUTO
     nvme: Size | None = AUTO
@@ -100,9 +99,9 @@ class StoreSettings(TierOptions):
 
 @dataclass(frozen=True, slots=True)
 class DoorSettings:
-    """socket: of the default tenant; beside the data if not given. mode: of every tenant's socket, in octal. users: who
-    may connect, by user id; without it, every user who can open the socket; an empty list admits none. share, weight:
-    as a tenant's."""
+    """socket: of the default tenant; beside the data if not given. mode: of every tenant's socket, in octal. users:
+    user ids that may connect; if not given, every user who can open the socket; an empty list admits none. share,
+    weight: as a tenant's."""
 
     socket: str | None = None
     mode: str = "660"
@@ -118,8 +117,8 @@ class DoorSettings:
 
 @dataclass(frozen=True, slots=True)
 class TenantSettings:
-    """socket: the tenant's. users: as in the door's. share: the part of each tier that is guaranteed to it. weight: its
-    part of the rest, relative to the others'."""
+    """socket: the tenant's. users: as the door's. share: its guaranteed part of each tier. weight: its part of the
+    rest, relative to others'."""
 
     socket: str
     users: list[int] | None = None
@@ -136,8 +135,8 @@ class AdminSettings:
 
 @dataclass(frozen=True, slots=True)
 class ObserveSettings:
-    """socket: of observers, who are told everything that the operator is and can change nothing; beside the data if not
-    given. mode, users: as the door's."""
+    """socket: of observers, who see what the operator sees and can change nothing; beside the data if not given. mode,
+    users: as the door's."""
 
     socket: str | None = None
     mode: str = "660"
@@ -159,7 +158,7 @@ class HttpSettings:
 
 @dataclass(frozen=True, slots=True)
 class ConsoleSettings:
-    """listen: HOST:PORT of the console, a process that the keeper runs beside the sidecar; none if not given.
+    """listen: HOST:PORT of the console, a process that the supervisor runs beside the sidecar; none if not given.
     token_file: of one line; needed if other hosts can connect. operator: whether the console gets the operator's
     socket, so that holders of the token may drop, purge and warm there. audit_file: where it records what was done;
     beside the data if not given."""
@@ -180,8 +179,6 @@ class LogSettings:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """All of it, checked."""
-
     store: StoreSettings = field(default_factory=StoreSettings)
     limits: Limits = field(default_factory=Limits)
     door: DoorSettings = field(default_factory=DoorSettings)
@@ -202,7 +199,7 @@ class Settings:
 
     @property
     def audit_file(self) -> str:
-        """The record of what operators did at the console."""
+        """The audit log of operators' actions at the console."""
         return self.console.audit_file or default_socket(self.store.data, AUDIT_FILE)
 
     @property
@@ -212,17 +209,16 @@ class Settings:
 
     @property
     def wants_courier(self) -> bool:
-        """Whether blocks of other nodes, or of a remote engine, are fetched."""
+        """Whether blocks are fetched from other nodes or a remote engine."""
         return self.network.wants_peers or self.remote.url is not None
 
     @property
     def courier_socket(self) -> str:
-        """The couriers' socket, if there is to be one."""
         return default_socket(self.store.data, COURIER_SOCKET)
 
     @property
     def peers_door(self) -> str:
-        """Where other nodes reach this one, as tickets name it; empty if they do not."""
+        """Where other nodes reach this one, as in tickets; empty if they do not."""
         return self.network.listen or "" if self.network.wants_peers else ""
 
     def sockets(self) -> dict[str, TenantSettings]:
@@ -266,7 +262,7 @@ def shares_of(settings: Settings) -> Mapping[str, Share]:
 
 
 def read_configuration(path: Path) -> bytes:
-    """A settings file; never a pipe, since both the keeper's process and the sidecar's read it. Raises `BadInput`, and
+    """A settings file; never a pipe, since both the supervisor and the sidecar read it. Raises `BadInput`, and
     `OSError`."""
     try:
         return read_file(path, MOST_CONFIGURATION_BYTES)
@@ -301,7 +297,7 @@ def _read_settings(
         given = tomllib.loads(text if isinstance(text, str) else text.decode())
     except UnicodeDecodeError as error:
         raise BadInput(f"{name} is not UTF-8 at byte {error.start}; save it as UTF-8 text") from None
-    except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:  # numbers of too many digits are the last
+    except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:  # ValueError: numbers of too many digits
         raise BadInput(f"{name} is not TOML: {str(error) or type(error).__name__}") from None
     for above in (from_environment(environment), flags or {}):
         for section, values in above.items():
@@ -368,7 +364,7 @@ def _all_settings() -> Iterator[tuple[str, str, str]]:
 
 
 def _value(text: str) -> Any:
-    """A variable's value, as TOML has it; other text stays text, and is refused later under the key's name."""
+    """A variable's value, parsed as TOML; other text stays text, and is refused later under the key's name."""
     try:
         read = tomllib.loads(f"value = {text}")
     except (tomllib.TOMLDecodeError, RecursionError, ValueError):

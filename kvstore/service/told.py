@@ -1,5 +1,5 @@
-"""What engines report of their requests, beside what the sidecar saw of these itself: for `kvstore why`, and the time
-that hits saved. For people: nothing here decides anything.
+"""Engines' reports on their requests, beside what the sidecar saw of these: for `kvstore why`, and the time that hits
+saved. For people: nothing here decides anything.
 
     a lease names the request that it serves  > noted    > its engine reports its fate         > noted beside that
     an engine reports what its loads saved    > summed   > the sums stay when it disconnects
@@ -35,7 +35,7 @@ TTL = "ttl"
 MOST_REQUESTS = 1024
 """Of one tenant, the latest."""
 MOST_LEASES = 8
-"""Of one request, the first ones, and as many look-ups; the engine alone counts more."""
+"""Of one request, the first ones, and as many look-ups; only the engine counts more."""
 MOST_PURGES = 1024
 """Tenants whose last purge is remembered."""
 MOST_SECONDS = 1e9
@@ -43,11 +43,11 @@ MOST_SECONDS = 1e9
 MOST_MS = 1e9
 LOADED_TIERS = ("dram", "nvme")
 LATEST_LOADS = 0.9
-"""The weight that earlier loads of a tier keep with each new one."""
+"""Weight that earlier loads of a tier keep with each new one."""
 LEAST_LOAD_MS, MOST_RATE = 0.001, 1e12
 """Bounds of a reported load time, and of the tokens per second that are shown."""
 MOST_ENGINES = 1024
-"""Engines whose own times to first token are kept; beyond it the one that reported longest ago is dropped."""
+"""Engines whose times to first token are kept; of more, the one that reported longest ago is dropped."""
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ class _KnownRequest:
 
 
 class ToldRequests:
-    """Of one sidecar. Thread-safe; its lock is held for some additions."""
+    """One sidecar's. Thread-safe; the lock is held for some additions."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -142,7 +142,7 @@ class ToldRequests:
         found: list[tuple[float, str, str, _KnownRequest]] = []
         kept = 0
         for tenant, name in names.items():
-            with self._lock:  # for one tenant at a time, so that leases can be noted in between
+            with self._lock:  # one tenant at a time, so that leases can be noted in between
                 mine = list(reversed(self._requests.get(tenant, OrderedDict()).items()))
             kept += len(mine)
             found += [(one.noted_at, own, name, one) for (_, own), one in mine if own.startswith(request)]
@@ -175,19 +175,19 @@ class ToldRequests:
                 if one.ttft_saved_ms is not None and one.ttft_saved_error_ms is not None
             ]
             mean = error = None
-            if measured:  # engines are weighted by how sure each one is
+            if measured:  # engines are weighted by certainty
                 weights = [1.0 / max(spread, 1e-3) ** 2 for _, spread in measured]
                 mean = sum(value * weight for (value, _), weight in zip(measured, weights, strict=True)) / sum(weights)
                 error = (1.0 / sum(weights)) ** 0.5
             return SavingsStatus(self._saved, self._regretted, len(self._tellers), mean, error)
 
     def sums(self) -> tuple[float, float]:
-        """GPU seconds saved, and regretted: they only grow."""
+        """GPU seconds saved, and regretted: both only grow."""
         with self._lock:
             return self._saved, self._regretted
 
     def load_rates(self, tenant: bytes, number: int) -> dict[str, float]:
-        """Tokens per second that engines loaded of a namespace lately, by the tier that had all of a load."""
+        """Tokens per second of engines' recent loads from a namespace, by the tier that had all of a load."""
         with self._lock:
             loads = self._loads.get(tenant, {}).get(number, {})
             return {tier: min(1000 * tokens / ms, MOST_RATE) for tier, (tokens, ms) in loads.items()}
@@ -203,7 +203,7 @@ class ToldRequests:
                 self._purged.popitem(last=False)
 
     def _took(self, tenant: bytes, number: int, told: RequestTold) -> None:
-        """A load that its request waited for, if one tier had all of it. Under the lock."""
+        """Note a load that its request waited for, if one tier had all of it. Under the lock."""
         tiers = [tier for tier in LOADED_TIERS if told.hits.get(tier)]
         if number < 0 or len(tiers) != 1 or told.load_ms < LEAST_LOAD_MS:
             return

@@ -1,1 +1,1 @@
-"""What tiers count of themselves, for people: events since the start, and how long things took. Imports nothing."""
+"""What tiers count, for people: events since the start, and durations. Imports nothing."""

@@ -7,8 +7,8 @@
                              > its namespace is dropped      gone       or the store closed
              > the tenant's limit is reached                 full
 
-A key that was never stored waits like one that is being stored. Register first, then look: changes of the index in
-between are not lost. Thread-safe; its lock is held for a few additions, and `tell` is called under it.
+A key that was never stored waits like one that is being stored. Register first, then look: no change of the index in
+between is missed. Thread-safe; the lock is held for a few additions, and `tell` is called under it.
 """
 
 from __future__ import annotations
@@ -44,10 +44,9 @@ class AwaitEnd(StrEnum):
 
 @dataclass(eq=False, slots=True)
 class ParkedAwait:
-    """A wait for the last of these keys, which are consecutive in a chain. number: of the namespace. tell: called when
-    it is over; must do next to nothing. fetch: set if a courier fetches the blocks; the fetch ends the wait then, and a
-    put that is given up does not. end: None until it is over. follows: the first key that was not readable at the
-    look."""
+    """A wait for the last of these keys, which are consecutive in a chain. number: of the namespace. tell: called at
+    the end; must do next to nothing. fetch: set if a courier fetches the blocks; then only the fetch ends the wait, not
+    a put that is given up. end: None until it is over. follows: the first key that was not readable at the look."""
 
     number: int
     tenant: bytes
@@ -89,12 +88,12 @@ class Awaits:
 
     @property
     def is_any(self) -> bool:
-        """Whether any wait is parked: read without the lock."""
+        """Read without the lock."""
         return bool(self._heads)
 
     @property
     def due_at(self) -> float:
-        """When to call `expire` next, in monotonic seconds; inf where nothing is parked."""
+        """When to call `expire` next, in monotonic seconds; inf if nothing is parked."""
         with self._lock:
             return self._due[0][0] if self._due else inf
 
@@ -113,7 +112,7 @@ class Awaits:
             heapq.heappush(self._due, (one.since + one.seconds, self._numbered, one))
 
     def looked(self, one: ParkedAwait, readable: int) -> None:
-        """So many leading keys of it are readable. Under the lock under which the index changes."""
+        """Report the look: so many of its leading keys are readable. Under the lock under which the index changes."""
         if readable >= len(one.keys):
             self.end([one], AwaitEnd.READABLE)
         elif readable < len(one.keys) - 1:
@@ -140,7 +139,7 @@ class Awaits:
                 self._end([one for one in table.get((number, key), ()) if one.fetch is None], AwaitEnd.SHORT)
 
     def end(self, ones: Iterable[ParkedAwait], why: AwaitEnd) -> None:
-        """End those of these that are not over."""
+        """End those of these that are still waiting."""
         with self._lock:
             self._end(ones, why)
 
@@ -150,7 +149,7 @@ class Awaits:
             self._end([one for (of, _), ones in self._heads.items() if number in (None, of) for one in ones], why)
 
     def expire(self) -> None:
-        """End those whose time is over."""
+        """End those that have expired."""
         with self._lock:
             self._expire()
 
@@ -192,11 +191,10 @@ class Awaits:
             return AwaitCounts(self._of.total(), {why: self._ended[why] for why in AwaitEnd}, self._seconds.now())
 
     def parked_of(self, tenant: bytes) -> int:
-        """How many a tenant has."""
         return self._of[tenant]
 
     def check(self, is_readable: Callable[[int, bytes], bool]) -> None:
-        """The tables agree, nothing is parked without need, and bounds hold. Under the index's lock."""
+        """Verify that the tables agree, nothing is parked without need, and bounds hold. Under the index's lock."""
         with self._lock:
             parked = [(name, one) for name, ones in self._heads.items() for one in ones]
             assert all(name == (one.number, one.keys[-1]) and one.end is None for name, one in parked)

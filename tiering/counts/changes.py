@@ -3,8 +3,8 @@
     asked for > the namespace is watched > its blocks come, move and go > reported from the engine's position on
               > `MOST_KEPT` further changes without a request: not watched any more
 
-Nothing is recorded for namespaces that no engine asks about. The record is bounded: an engine that asks too rarely is
-told that part of it is lost, and must take all that it knew for gone. Thread-safe; its lock is held for an addition.
+Nothing is recorded for namespaces that no engine asks about. The record is bounded: an engine that asks too rarely
+learns that part of it is lost, and must discard all that it knew. Thread-safe; the lock is held for an addition.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import NamedTuple
 MOST_KEPT = 1 << 14
 """Changes of one namespace, some 150 bytes each."""
 MOST_WATCHED = 64
-"""Namespaces; beyond it, the one that was asked for longest ago is not watched any more."""
+"""Namespaces; of more, the one asked for longest ago is not watched any more."""
 MOST_TOLD = 1 << 11
 """Changes in one answer."""
 
@@ -34,8 +34,8 @@ class BlockPlace(IntEnum):
 
 
 class ChangesTold(NamedTuple):
-    """changes: prefix keys and the blocks' places from then on, oldest first. next: where to go on. is_lost: part of
-    the record in between is lost. indexes: of each, the number of blocks before it in its chain."""
+    """changes: (prefix key, the block's new place), oldest first. next: where to go on. is_lost: part of the record is
+    missing. indexes: for each, the number of its ancestors."""
 
     changes: list[tuple[bytes, int]]
     next: int
@@ -65,7 +65,7 @@ class BlockChanges:
         """Whether `note` has work."""
 
     def note(self, number: int, key: bytes, place: BlockPlace, index: int = 0) -> None:
-        """A block of a namespace came, moved or went. index: of it in its chain."""
+        """A block of a namespace came, moved or went. index: its place in its chain."""
         with self._lock:
             watched = self._watched.get(number)
             if watched is None:

@@ -43,5 +43,4 @@ class Histogram:
         self._sum += value
 
     def now(self) -> HistogramCounts:
-        """A copy."""
         return HistogramCounts(self._bounds, tuple(self._counts), self._sum)

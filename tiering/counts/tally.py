@@ -1,7 +1,7 @@
-"""What a store's tiers did since the start, as counters that only rise: evictions, checks, damage, copies.
+"""Counters of what a store's tiers did since the start: evictions, checks, damage, copies. They only rise.
 
 Callers hold the lock of the tables whose events they report, so this takes none. Knows rows and bytes, never keys,
-tokens or tenants. Without a clock (as when a trace is replayed) it keeps no ages.
+tokens or tenants. Without a clock (when a trace is replayed) it keeps no ages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _UNKNOWN = -1.0
 
 
 class TierName(StrEnum):
-    """A tier, as people are told of it."""
+    """A tier, by its name for people."""
 
     DRAM = "dram"
     NVME = "nvme"
@@ -100,10 +100,10 @@ class TallyCounts(NamedTuple):
 
 
 class Tally:
-    """Of one store."""
+    """One store's."""
 
     def __init__(self, seconds: Callable[[], float] | None = None) -> None:
-        """seconds: a clock that never goes back; None if no ages are wanted."""
+        """seconds: a clock that never goes back; None for no ages."""
         self._seconds = seconds
         self._began_at = seconds() if seconds is not None else 0.0
         self._used_at = array("f")  # by row, in seconds since the start
@@ -111,11 +111,11 @@ class Tally:
         self._idle = {tier: Histogram(AGE_SECONDS) for tier in TierName}
         self._wanted_again = {tier: Histogram(AGE_SECONDS) for tier in TierName}
         self.quarantined: Counter[TierName] = Counter()
-        """Blocks."""
+        """In blocks."""
         self.copied_bytes: Counter[CopyKind] = Counter()
-        """Of frames."""
+        """In bytes of frames."""
         self.written_bytes = 0
-        """Of frames, to NVMe."""
+        """Bytes of frames, to NVMe."""
         self.stored_tokens = 0
         """Of blocks that puts made readable; counted by `BlockTable`, which knows how many tokens a block has."""
         self._verified_bytes: Counter[CheckedAt] = Counter()
@@ -143,7 +143,7 @@ class Tally:
             self._idle[tier].add(self._seconds() - self._began_at - self._used_at[row])
 
     def stamp(self, tier: TierName, cause: EvictionCause = EvictionCause.ROOM) -> int:
-        """The stamp of a block that leaves the last tier that had it: above 0, for `asked_again` and `eviction`; 0
+        """The stamp of a block that leaves the last tier that had it, for `asked_again` and `eviction`: above 0; 0
         without a clock."""
         if self._seconds is None:
             return 0
@@ -175,7 +175,6 @@ class Tally:
             self._used_at.extend([_UNKNOWN] * max(missing, 1024, len(self._used_at) >> 3))
 
     def now(self) -> TallyCounts:
-        """A copy."""
         return TallyCounts(
             {pair: self._evicted[pair] for pair in EVICTIONS},
             {tier: one.now() for tier, one in self._idle.items()},

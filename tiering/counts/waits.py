@@ -20,12 +20,11 @@ class Waits:
         self.counts = array("L", bytes(array("L").itemsize * (len(BOUNDS_MS) + 1)))
 
     def add(self, seconds: float) -> None:
-        """One more."""
         self.counts[bisect_left(BOUNDS_MS, 1000 * seconds)] += 1
 
 
 def percentile_ms(waits: Iterable[Waits], percent: int) -> float | None:
-    """The bound that so many percent of them do not exceed, so rather too high than too low; None without any."""
+    """A bound that so many percent of the waits do not exceed, rather too high than too low; None without any."""
     counts = [sum(column) for column in zip(*[one.counts for one in waits], strict=True)]
     total = sum(counts)
     if not total:

@@ -5,10 +5,11 @@ before it is used: a first touch inside a copy runs at a tenth of memcpy's speed
 for its whole life. It never changes hands: a client that was given its descriptor keeps a mapping, so memory for
 another class is a new memfd. Nothing has a name in a file system, nothing is left behind.
 
-Other processes get a descriptor of their own (`share`), locked for reading on one byte that stands for its holder. Such
-a lock belongs to the open file, and a mapping keeps that open: the kernel itself says whether a holder may still read
-or write, however it ended (`tiering.dram.open_file`). A holder can drop its lock and keep its mapping, at its own cost:
-before a shared extent counts as free, the kernel has said that no other process has it open, and its pages are freed.
+Other processes get their own descriptor (`share`), locked for reading on one byte that stands for its holder. Such a
+lock belongs to the open file, and a mapping keeps that open: so the kernel knows whether a holder may still read or
+write, however it ended (`tiering.dram.open_file`). A holder can drop its lock and keep its mapping, at its own cost:
+before a shared extent counts as free, the kernel has confirmed that no other process has it open, and its pages are
+freed.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _PAGE_BYTES = 4096
 MAX_HOLDER = 1 << 62
 SLOW_QUESTION_SECONDS, RARELY = 0.001, 100
-"""A question to the kernel that takes longer is asked so rarely that it takes a hundredth of the time."""
+"""A slower kernel query is repeated so rarely that it takes a hundredth of the time."""
 LOOK_SECONDS = 0.002
-"""One look asks no further question after this."""
+"""One look asks no further query after this."""
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 # Called through a plain library handle: that releases the interpreter lock, which mmap's own madvise does not, and it
@@ -68,7 +69,7 @@ class ExtentMemory:
         self._leaving.append(leave)
 
     def view(self) -> memoryview:
-        """All of it. Called once: when this and its parts are gone, so is the memory."""
+        """All of it. Called once: the memory is unmapped when this view and its parts are gone."""
         memory = (ctypes.c_ubyte * self.size_bytes).from_address(self.address)
         weakref.finalize(memory, _left, self.address, self.size_bytes, self._leaving).atexit = False
         return memoryview(memory).cast("B")
@@ -77,7 +78,7 @@ class ExtentMemory:
 class Extent:
     """`size_bytes` of shared memory, zeroed if new. `view` is all of it; `address` is where it starts in this process.
 
-    name: under which a keeper holds it for the next process (`tiering.dram.keeping`), or nothing.
+    name: under which a supervisor holds it for the next process (`tiering.dram.keeping`), or nothing.
     """
 
     def __init__(self, size_bytes: int, descriptor: int | None = None) -> None:
@@ -107,7 +108,7 @@ class Extent:
 
     @property
     def descriptor(self) -> int:
-        """Of the shared memory; -1 once it was closed."""
+        """Of the shared memory; -1 once closed."""
         return self._file.number if self._file is not None else -1
 
     @property
@@ -207,13 +208,13 @@ class Forgetful(Protocol):
     """What a pool needs of a keeper."""
 
     def forget(self, name: bytes) -> None:
-        """Memory kept under that name is not needed any more."""
+        """The memory kept under that name is not needed any more."""
         ...
 
 
 @dataclass(slots=True)
 class _Lingering:
-    """An extent that was taken back and that clients still have open. not_before: when it is next asked about."""
+    """An extent that was taken back and that clients still have open. not_before: time of the next query about it."""
 
     extent: Extent
     owner: bytes
@@ -237,9 +238,9 @@ class ExtentPool:
         now: Callable[[], float] = lambda: 0.0,
         thread_seconds: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """keeper: told when an extent that it keeps is given back for good. faults: told when the machine has no memory
-        for one. now: seconds that never go back. thread_seconds: processor time of the calling thread, which shows slow
-        questions to the kernel."""
+        """keeper: notified when an extent that it keeps is closed. faults: notified when the machine has no memory for
+        one. now: seconds that never go back. thread_seconds: CPU time of the calling thread, which shows slow kernel
+        queries."""
         assert extent_bytes % _PAGE_BYTES == 0 and 0 < extent_bytes <= budget_bytes
         self.budget_bytes = budget_bytes
         self.extent_bytes = extent_bytes
@@ -289,7 +290,7 @@ class ExtentPool:
     def _take_back(self) -> None:
         """Free extents that no other process has open any more. Under the lock.
 
-        A client can make a question about its extent slow: that one is then asked more rarely.
+        A client can make the query about its extent slow; it is then repeated more rarely.
         """
         if not self._lingering:
             return
@@ -330,7 +331,7 @@ class ExtentPool:
         return spare if spare is not None else self._make()
 
     def take_over(self, extent: Extent) -> bool:
-        """Take over an earlier process's memory, if it is of this pool's size and within the budget; returns whether.
+        """Take over an earlier process's memory if it has this pool's extent size and fits the budget; returns whether.
         If not, it is given back, and counts until no client maps it."""
         with self._lock:
             self._taken_bytes += extent.size_bytes
@@ -340,8 +341,8 @@ class ExtentPool:
         return False
 
     def destroy(self, extent: Extent, owner: bytes = b"") -> bool:
-        """Take an extent back; its bytes are free at once (True), or when no other process has it open. owner: is
-        charged until then."""
+        """Take an extent back; its bytes are free at once (True), or when no other process has it open. owner: charged
+        until then."""
         with self._lock:
             if extent.is_open_elsewhere() and not self._closed:
                 self._lingering[next(self._taken_back)] = _Lingering(extent, owner)
@@ -355,7 +356,7 @@ class ExtentPool:
         return True
 
     def close(self) -> None:
-        """Refuse further extents. One that is being made ahead is given back when it is ready. Readers go on."""
+        """Refuse further extents. One being made ahead is given back when it is ready. Readers are unaffected."""
         with self._lock:
             self._closed = True
             mapped, self._lingering = [one.extent for one in self._lingering.values()], {}
@@ -370,7 +371,8 @@ class ExtentPool:
             self._keeper.forget(extent.name)
 
     def _await_prepared(self) -> None:
-        """One being made ahead is ready sooner than a new one; but it serves one caller only. Under the lock."""
+        """Wait for an extent being made ahead: it is ready sooner than a new one, but serves one caller only. Under the
+        lock."""
         self._awaiting += 1
         try:
             self._prepared.wait_for(
@@ -442,7 +444,7 @@ class ExtentPool:
 
 
 def ask_again_at(now: float, took: float) -> float:
-    """When to repeat a question that took so long."""
+    """When to repeat a query that took this long."""
     return now + RARELY * took if took > SLOW_QUESTION_SECONDS else now
 
 
@@ -495,8 +497,7 @@ class BlankExtent(Extent):
         self._file = self._witness = None
         self._was_shared = False
 
-    def close(self) -> None:
-        """Does nothing."""
+    def close(self) -> None: ...
 
 
 class BlankPool(ExtentPool):

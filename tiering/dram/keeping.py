@@ -1,4 +1,4 @@
-"""Memory that outlives the process that uses it: another one keeps the descriptors.
+"""Memory that outlives the process that uses it: another process (the supervisor) keeps the descriptors.
 
 Beside each kept extent stands a ledger, shared memory that only the store's process maps: whose frames the extent
 holds, and for each slot the generation of the frame that is readable there, or 0. A generation is written after its
@@ -31,14 +31,15 @@ class KeptExtent(NamedTuple):
 
 
 class MemoryKeeper(Protocol):
-    """Holds descriptors for the next process. Never blocks and never raises: what is not kept is a miss later."""
+    """Holds descriptors for the next process. Never blocks and never raises: memory that is not kept leads to
+    misses."""
 
     def new_name(self) -> bytes:
-        """A name that was never used before, of `NAME_BYTES`."""
+        """A new name of `NAME_BYTES`, never used before."""
         ...
 
     def keep(self, name: bytes, extent: int, ledger: int) -> None:
-        """Hold copies of these descriptors until told otherwise."""
+        """Hold copies of these descriptors until `forget`."""
         ...
 
     def forget(self, name: bytes) -> None:

@@ -1,7 +1,7 @@
-"""The mover: does the copies that `residency` decided on, and reports their outcome.
+"""Does the copies that `residency` decided on, and reports their outcome.
 
-A move never changes a table: it gets places that are reserved for it, copies, checks what arrived and reports. It runs
-outside the store's lock, so the caller pins its frames.
+A move never changes a table: it gets reserved places, copies, checks the result and reports. It runs outside the
+store's lock, so the caller pins its frames.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from tiering.frame import HEADER_BYTES, MacKeys, open_header, verify_payload
 
 
 class MoveOutcome(Enum):
-    """What came of a move."""
-
     MOVED = "moved"
     CORRUPT = "corrupt"
     GONE = "gone"
@@ -58,7 +56,7 @@ class Mover:
             copy_frame(source, target)
             header = open_header(bytes(target.view[:HEADER_BYTES]), self.keys)
             verify_payload(header, target.view[HEADER_BYTES:])
-        except (BlockMissing, EpochRetired):  # a retired one is left to be evicted where it is
+        except (BlockMissing, EpochRetired):  # the frame of a retired epoch is left to be evicted where it is
             return MoveOutcome.GONE
         except BlockCorrupt:
             return MoveOutcome.CORRUPT

@@ -1,9 +1,9 @@
-"""What the kernel says about who has shared memory open or mapped, and how its pages are freed.
+"""Asks the kernel who has shared memory open or mapped, and frees its pages.
 
 A holder is known by a lock on the byte that stands for it (`locks_between`). Such a lock belongs to the open file that
 the holder was given, so the holder can drop it and keep the mapping. What no holder can hide is the open file itself,
 which a mapping keeps alive: the kernel grants a write lease on a file only if no other open file of it exists
-(fcntl(2), F_SETLEASE; Linux 5.3). `is_open_elsewhere` asks for one and gives it up again. Neither question sees a
+(fcntl(2), F_SETLEASE; Linux 5.3). `is_open_elsewhere` asks for one and gives it up again. Neither query sees a
 descriptor opened with O_PATH, which maps nothing; once `free_pages` ran, opening it again finds it empty.
 """
 
@@ -26,8 +26,8 @@ _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_
 
 
 class OpenFile:
-    """A descriptor that is closed with the last reference to this: a thread that asks the kernel about it without a
-    lock never asks about another file that got the same number meanwhile."""
+    """A descriptor that is closed with the last reference to this object: a thread that asks the kernel about it
+    without a lock never asks about another file that got the same number meanwhile."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -40,7 +40,7 @@ def lock_byte(descriptor: int, holder: int) -> None:
 
 
 def locks_between(file: OpenFile, first: int, last: int) -> bool:
-    """Whether another open file has a lock on one of these bytes. The kernel looks through all locks on the file."""
+    """Whether another open file has a lock on one of these bytes. The kernel walks all locks on the file."""
     answer = fcntl.fcntl(file.number, fcntl.F_OFD_GETLK, _lock_of(fcntl.F_WRLCK, first, last))
     kind: int = _LOCK.unpack(answer)[0]
     return kind != fcntl.F_UNLCK
@@ -50,8 +50,8 @@ def is_open_elsewhere(witness: OpenFile) -> bool | None:
     """Whether memory is open or mapped by another open file than `witness`, which was opened again read-only; None if
     this kernel grants no leases."""
     try:
-        # If a client opens it in between, the kernel signals this process: by a signal that is ignored by default,
-        # where the usual one would end the process.
+        # If a client opens it in between, the kernel signals this process: use a signal that is ignored by default,
+        # since the usual one would end the process.
         fcntl.fcntl(witness.number, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(witness.number, fcntl.F_SETLEASE, fcntl.F_WRLCK)
     except OSError as error:

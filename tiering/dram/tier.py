@@ -60,12 +60,10 @@ class DramTier:
 
     @property
     def extent_bytes(self) -> int:
-        """Bytes of every extent."""
         return self._pool.extent_bytes
 
     @property
     def budget_bytes(self) -> int:
-        """The most that all extents may take."""
         return self._pool.budget_bytes
 
     def prepare(self, ahead: int = 1) -> None:
@@ -90,7 +88,6 @@ class DramTier:
                 extent.ledger.write(slot, generation_in(extent.memory.view[start : start + HEADER_BYTES]))
 
     def abort(self, places: Sequence[int]) -> None:
-        """Give reserved places back."""
         self._ledger.step(places, FrameEvent.ABORT)
 
     def read(self, place: int, into: memoryview) -> None:
@@ -114,9 +111,9 @@ class DramTier:
         self._ledger.step(places, FrameEvent.RETAIN)
 
     def allow_reuse(self, places: Sequence[int]) -> None:
-        """The last late reader is done; a place that was not evicted meanwhile is left as it is."""
+        """The last late reader is done; a place that was not evicted meanwhile stays unchanged."""
         extents = self._extents
-        for place in places:  # spelled out: a lease may have been of many thousand blocks
+        for place in places:  # spelled out: a lease may have had many thousand blocks
             extent = extents.get(place >> SLOT_BITS)
             if extent is not None and extent.slots.states[place & SLOT_MASK] == _ZOMBIE:
                 self._ledger.step([place], FrameEvent.LET_GO)
@@ -323,7 +320,7 @@ class DramTier:
 
     def close(self) -> None:
         """Give all memory back; readers that still map an extent keep it until they unmap it."""
-        self._pool.close()  # first: pages that a keeper holds for the next process stay as they are
+        self._pool.close()  # first: pages that a supervisor holds for the next process stay unchanged
         for extent in self._extents.values():
             self._pool.destroy(extent.memory)
         self._closed = True
@@ -336,7 +333,7 @@ class DramTier:
         return self._ledger.free_slots(slot_class)
 
     def held(self) -> dict[bytes, int]:
-        """How many extents each tenant has, including those that were taken back and that clients still have open."""
+        """Extents of each tenant, including those taken back that clients still have open."""
         lingering = self._pool.lingering()
         return Counter(self._ledger.held) + lingering if lingering else self._ledger.held
 
@@ -408,14 +405,14 @@ class DramTier:
             self._check_ledger(extent)
 
     def _check_ledger(self, extent: DramExtent) -> None:
-        """The ledger names exactly what is readable, by its generation."""
+        """The ledger lists exactly what is readable, by its generation."""
         if extent.ledger is None:
             return
         for slot, generation in enumerate(extent.ledger.generations.tolist()):
             assert (extent.slots.states[slot] == _RESIDENT) == bool(generation), slot
 
     def _strike(self, places: Iterable[int]) -> None:
-        """Before anything else happens to them: the next process must not find them."""
+        """Call it before anything else: the next process must not find these frames."""
         if self._keeper is None:
             return
         for place in places:
@@ -431,6 +428,6 @@ class DramTier:
 
 
 def copy_frame(source: FrameSpan, target: FrameSpan) -> None:
-    """All bytes of a frame, without the interpreter lock."""
+    """Copy all bytes of a frame, without the interpreter lock."""
     assert len(source.view) == len(target.view)
     ctypes.memmove(target.address, source.address, len(source.view))

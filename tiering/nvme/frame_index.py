@@ -1,8 +1,8 @@
 """The index of durable frames: which slot of which slab holds what.
 
-A sorted map from bytes to bytes, changed in batches that apply as a whole. It is never the truth: slabs carry headers
-with a MAC, and if anything looks wrong in here, the index is thrown away and rebuilt from those. So this contract is
-small: order, atomicity, and a `sync` behind which nothing is lost.
+A sorted map from bytes to bytes, changed in atomic batches. It is never the truth: slabs carry headers with a MAC, and
+if anything looks wrong here, the index is discarded and rebuilt from those. So the contract is small: order, atomicity,
+and a `sync` after which nothing is lost.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class FrameIndex(Protocol):
         ...
 
     def sync(self) -> None:
-        """Everything applied so far survives a crash."""
+        """Make everything applied so far survive a crash."""
         ...
 
     def close(self) -> None:

@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 class HeaderScan:
-    """Headers of slabs, read by that many threads at once."""
+    """Reads headers of slabs with so many threads."""
 
     def __init__(self, files: Files, keys: MacKeys, threads: int) -> None:
         self._files = files

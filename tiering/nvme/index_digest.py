@@ -1,13 +1,13 @@
-"""What an index file was when it was closed, so that one that rotted since is not mapped.
+"""A digest of the index file from its orderly end, so that a file that rotted since is not mapped.
 
-LMDB checks nothing of what it reads: a bit that turned in a closed file can end the process that maps it, or hide pairs
+LMDB checks nothing of what it reads: a flipped bit in a closed file can end the process that maps it, or hide pairs
 from it. So the digest of the whole file stands beside it from an orderly end to the next start, which reads the file
 once more before it maps it: at the speed of the disk, where a walk through it takes a process of its own.
 
     magic 8 | transaction 8 | xxh3_128 of the file 16 | xxh3_128 of the former 16
 
-It is not synced: a note of another transaction, or one that was cut, says nothing. It is no secret and proves nothing
-to somebody who can write the directory; the records' MACs do that.
+It is not synced: a note of another transaction, or a torn one, counts for nothing. It is no secret and proves nothing
+against a writer of the directory; the records' MACs do that.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def note(data: Path, transaction: int, reach: Reach = go_on) -> None:
 def compare(data: Path, transaction: int) -> Comparison:
     """Compare the file now with its note. transaction: the last one that the file says it holds. Raises `OSError`."""
     try:
-        # Whatever else may stand there, a pipe must not make this wait, nor a link lead elsewhere.
+        # If something else stands there, a pipe must not make this wait, nor a link lead elsewhere.
         descriptor = os.open(data.with_name(DIGEST_FILE), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO):
@@ -70,7 +70,7 @@ def compare(data: Path, transaction: int) -> Comparison:
 
 
 def forget(data: Path) -> None:
-    """The file is about to change. Raises `OSError`."""
+    """Remove the note, since the file is about to change. Raises `OSError`."""
     data.with_name(DIGEST_FILE).unlink(missing_ok=True)
 
 

@@ -47,7 +47,7 @@ PAIRS_PER_STEP = 1024
 
 PROBE_SECONDS = 10
 PROBE_BYTES_PER_SECOND = 32 << 20
-"""A probe may take `PROBE_SECONDS` and a second more for each of these bytes: several times what it needs."""
+"""A probe's limit is `PROBE_SECONDS` and a second more for each of these bytes: several times what it needs."""
 
 DATA_FILE, LOCK_FILE = "data.mdb", "lock.mdb"
 
@@ -73,7 +73,7 @@ _PROBE_PROGRAM = "import sys; sys.path += sys.argv[2:]; from tiering.nvme.lmdb_i
 
 _OUT_OF_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _LITTLE_SPACE_BYTES = 1 << 20
-# The machine or its setup is at fault, and the file is not: throwing it away would not help.
+# The machine or its setup is at fault, not the file: discarding it would not help.
 _NOT_THE_FILE = frozenset(
     {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EBUSY}
 )
@@ -159,11 +159,9 @@ class LmdbMaker:
         self._reach = reach
 
     def open(self, *, clean: bool) -> LmdbIndex:
-        """As `open_index`."""
         return open_index(self._directory, FIRST_MAP_BYTES, clean=clean, reach=self._reach)
 
     def discard(self) -> None:
-        """As `discard`."""
         discard(self._directory, self._reach)
 
 
@@ -283,7 +281,7 @@ class LmdbIndex:
             if path.stat().st_size < needed_bytes:
                 os.truncate(path, needed_bytes)
         except OSError:
-            # The batch is applied and must not be reported as lost. What is at stake is a rebuild that was not needed.
+            # The batch is applied and must not be reported as lost. At worst the next start rebuilds needlessly.
             pass
 
     def _grow(self, environment: lmdb.Environment) -> lmdb.Environment:
@@ -329,7 +327,7 @@ class _Walk:
         return pairs
 
     def detach(self) -> None:
-        """Read the rest into memory and let the snapshot go."""
+        """Read the rest into memory and release the snapshot."""
         rest: list[tuple[bytes, bytes]] = []
         while pairs := self.take(PAIRS_PER_STEP):
             rest += pairs
@@ -399,7 +397,7 @@ def _check_file(path: Path) -> _There | None:
     Raises `IndexDoubtful` for what LMDB would stumble over, and `OSError` if it cannot be read.
     """
     try:
-        # Whatever else may stand there, a pipe must not make this wait, nor a link lead elsewhere.
+        # If something else stands there, a pipe must not make this wait, nor a link lead elsewhere.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
@@ -470,7 +468,7 @@ def _check_tree(name: str, tree: _Tree, meta: _Meta, *, flags: int) -> None:
 
 
 def _probe_in_a_process(directory: Path, size_bytes: int) -> None:
-    """Let another process walk the file. Raises `IndexDoubtful` unless it comes back and says that all is well."""
+    """Have another process walk the file. Raises `IndexDoubtful` unless it reports success."""
     if not sys.executable:
         raise IndexDoubtful("there is no interpreter to probe it with")
     limit_seconds = PROBE_SECONDS + size_bytes / PROBE_BYTES_PER_SECOND
@@ -542,7 +540,7 @@ def _sync_directory(directory: Path) -> None:
 
 
 def _typed(error: OSError | lmdb.Error, directory: Path, act: str) -> TierError:
-    """The caller's error: whether to throw the index away, or that throwing it away would not help."""
+    """The caller's error: either the index has to be discarded, or discarding would not help."""
     code = error.errno if isinstance(error, OSError) else error.code
     # LMDB's own codes are negative; 0 is the binding's, which refused the call (a file that is open here already).
     if code in _OUT_OF_SPACE or (code == errno.EIO and _has_little_space(directory)):

@@ -4,9 +4,9 @@
     window    the next few frames of a pass; no other is begun before time has paid for it: bytes / rate
     visited   the outcome for each frame. One that cannot be read is skipped, and given up after several passes
 
-The cursor is a place, not a list of frames: slabs may come and go, and frames too. Frames that came after a pass began
-may be left to the next one. Decides and counts; must never read, wait or change a frame itself. One thread at a time,
-but for `usage`.
+The cursor is a place, not a list of frames: slabs and frames may come and go. Frames that came after a pass began may
+be left to the next one. Decides and counts; must never read, wait or change a frame itself. Not thread-safe, except
+`usage`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LEAST_CHARGE_BYTES = 64 << 10
 """A smaller frame is charged as one of this size: it takes about as long."""
 
 GOLDEN = 0.6180339887498949
-"""The fractional parts of its multiples are spread evenly: so are the starts of passes that were all cut short."""
+"""The fractional parts of its multiples are spread evenly: so are the starts of passes that are all cut short."""
 
 
 class Frames(Protocol):
@@ -41,7 +41,7 @@ class Frames(Protocol):
 
 
 class CheckResult(Enum):
-    """The outcome for a frame. `GONE`: evicted, moved or not listed yet; no concern of the scrub."""
+    """The outcome for a frame. `GONE`: evicted, moved or not listed yet; none of the scrub's business."""
 
     GOOD = "good"
     DAMAGED = "damaged"
@@ -75,16 +75,16 @@ class ScrubLimits:
 
 
 class Scrub:
-    """One pass after the other over the frames of a tier.
+    """One pass after another over the frames of a tier.
 
-    1. `window` gives the next frames, or none as long as `seconds_until_due` is not zero.
-    2. Each frame read is told to `spent`, and its verdict to `visited`, in the order of the window. Frames of a window
+    1. `window` gives the next frames, or none as long as `seconds_until_due` is not zero. 2. Each frame read is
+    reported to `spent`, and its verdict to `visited`, in the order of the window. Frames of a window
        that were not visited are in the next one.
     """
 
     def __init__(self, frames: Frames, limits: ScrubLimits, clock: Clock, turn: int = 0) -> None:
         """turn: another number for each start of the program; it decides at which slab passes begin, so that a program
-        that never runs for a whole pass also gets to all of its slabs in time."""
+        that never runs for a whole pass also reaches all of its slabs in time."""
         self._frames = frames
         self._limits = limits
         self._clock = clock
@@ -104,7 +104,7 @@ class Scrub:
         self._last_pass_ended: float | None = None
 
     def set_rate(self, bytes_per_second: int) -> None:
-        """Of what is read from now on."""
+        """Applies to later reads."""
         self._limits = replace(self._limits, bytes_per_second=bytes_per_second)
 
     def seconds_until_due(self) -> float:
@@ -133,7 +133,7 @@ class Scrub:
         self._due = max(self._due, self._window_began + self._spent_bytes / self._limits.bytes_per_second)
 
     def visited(self, frame: Resident, verdict: CheckResult) -> None:
-        """The cursor moves on behind this frame."""
+        """Move the cursor behind this frame."""
         first, stop = self._ranges[0]
         assert first <= frame.place < stop, "visited in the order of the window"
         self._ranges[0] = frame.place + 1, stop
@@ -149,7 +149,6 @@ class Scrub:
                 self._unread[frame.place] = frame
 
     def pause(self, seconds: float) -> None:
-        """Nothing is due for that long."""
         self._due = max(self._due, self._clock.monotonic_seconds() + seconds)
 
     def given_up(self) -> list[Resident]:

@@ -144,7 +144,7 @@ _STAMP = struct.Struct(f"<8sIQQQB{UID_BYTES}s")
 
 
 class OtherFormat(Exception):
-    """The directory was written by another version of the format: it is left alone."""
+    """The directory was written in another version of the format: it is left alone."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -246,7 +246,6 @@ class NvmeTier:
     # The contract --------------------------------------------------------------------------------------------------
 
     def reserve(self, slot_class: SlotClass, count: int) -> list[int]:
-        """Up to `count` places in slabs of that class that have free slots."""
         with self._lock:
             return self._ledger.reserve(slot_class, count)
 
@@ -324,7 +323,7 @@ class NvmeTier:
                 self._claimed.update(places)
 
     def await_claims(self, places: Sequence[int]) -> None:
-        """Have claimed places durably forgotten, reserved, and in doubt, so that they need not be void before other
+        """Make claimed places durably forgotten, reserved, and in doubt, so that they need not be void before other
         frames are written there. Raises `TierUnavailable`: the claim is then lost."""
         try:
             while any([place in self._claimed for place in places]):
@@ -337,14 +336,13 @@ class NvmeTier:
             raise
 
     def usage(self) -> Usage:
-        """Slots by state over all slabs, and bytes."""
         with self._lock:
             return self._ledger.usage(self._taken_bytes, self.budget_bytes)
 
     # Beyond the contract -------------------------------------------------------------------------------------------
 
     def quarantine(self, places: Sequence[int]) -> None:
-        """A check failed: the slots are not reused before their slab is given back, also after a restart."""
+        """A check failed: the slots are not reused before their slab is given back, not even after a restart."""
         with self._lock:
             self._ledger.step(places, FrameEvent.CONDEMN)
             for place in places:
@@ -451,7 +449,6 @@ class NvmeTier:
     # Facts for decisions -------------------------------------------------------------------------------------------
 
     def free_slots(self, slot_class: SlotClass) -> int:
-        """Free slots of a class."""
         return self._ledger.free_slots(slot_class)
 
     def frames_of(self, slot_class: SlotClass) -> int:
@@ -510,7 +507,6 @@ class NvmeTier:
         return None
 
     def rows_in(self, piece: int) -> list[int] | None:
-        """As `LowerTier.rows_in`."""
         with self._lock:
             return self._ledger.rows_in(piece)
 
@@ -521,11 +517,9 @@ class NvmeTier:
 
     @property
     def piece_bytes(self) -> int:
-        """Of a slab."""
         return self.slab_bytes
 
     def pieces(self) -> int:
-        """The most slabs there may be."""
         return self.budget_bytes // self.slab_bytes
 
     def has_room(self) -> bool:
@@ -581,8 +575,7 @@ class NvmeTier:
             self._settle(_Request())
 
     def proved(self, slabs: Iterable[int]) -> None:
-        """All incomplete frames of these slabs were given up, which is durable when this returns. Raises
-        `TierUnavailable`."""
+        """All incomplete frames of these slabs were given up; this is durable on return. Raises `TierUnavailable`."""
         numbers = [number for number in slabs if number in self._unproven]
         if numbers:
             self._settle(_Request(changes=[(unproven_key(number), None) for number in numbers]))
@@ -595,7 +588,7 @@ class NvmeTier:
         mine = [place_of(slab.number, slot) for slot in doubts.get(slab.number, ()) if slot < slab.slots.capacity]
         for place in mine:
             state = states[slot_of(place)]
-            # A record that is right goes before a doubt, which has no MAC; a header read in its place does not.
+            # A record that verifies overrides a doubt, which has no MAC; a header read in its place does not.
             if state == FrameState.FREE or (state == _RESIDENT and slot_of(place) // SLOTS_PER_RECORD in damaged):
                 states[slot_of(place)] = FrameState.RESERVED
         slab.slots.load(bytes(states))
@@ -755,7 +748,7 @@ class NvmeTier:
         return True
 
     def _slab_header(self, name: str, size: int) -> SlabHeader:
-        """From the first page, or else from its copy on the last one."""
+        """From the first page, or from its copy on the last one."""
         fault: Exception = BlockCorrupt("not the size of a slab")
         doubt: Exception | None = None
         for offset in (0, size - PAGE_BYTES) if size >= 2 * PAGE_BYTES and size % PAGE_BYTES == 0 else ():
@@ -763,7 +756,7 @@ class NvmeTier:
             try:
                 self._files.read(name, offset, memoryview(page))
                 header = read_slab_header(bytes(page), self._keys)
-            except (KeyAbsent, OSError) as error:  # in a damaged page any key may be named
+            except (KeyAbsent, OSError) as error:  # a damaged page may name any key
                 doubt = error
                 continue
             except BlockCorrupt as error:
@@ -873,7 +866,7 @@ class NvmeTier:
                 if is_as_before:  # as on a full disk: the next batch may succeed
                     self._voided += voided
                     self._edits = {**given_up, **self._edits}
-                else:  # whether the batch is in the index is not known: only the next start can tell
+                else:  # it is unknown whether the batch is in the index: only the next start can tell
                     self._broken = TierUnavailable(f"the index could not be written ({error})")
             raise
         with self._lock:
@@ -904,7 +897,7 @@ class NvmeTier:
         frames: Sequence[bytes | memoryview],
         meanwhile: Callable[[], Sequence[int]] | None,
     ) -> Sequence[int]:
-        """Write all frames, several at once if they are large; returns the result of `meanwhile`. No write is under way
+        """Write all frames, several at once if they are large; returns the result of `meanwhile`. No write is in flight
         any more when it returns or raises."""
         at_once = min(self.threads, len(places)) if sum(map(len, frames)) >= PARALLEL_BYTES else 1
         faults: list[OSError] = []

@@ -1,25 +1,24 @@
 """The adaptive policy: least recently used, and better where it can prove it.
 
-How likely a block is to be used again is learned from what happens. A key-only *history* knows of many names when they
-were used last. Each use is counted under the age that the block had by then, counted in uses, and under its kind: how
-often it was used before (once, 2-3, 4-7, 8 times and more), and whether it was the last block of its request. For each
-use a few names are drawn from the history and counted as looked at, at their ages: so it is known how many blocks
-reached an age without being used, and not only of those that were evicted. Uses over looks is the rate at which blocks
-of a kind and age are used. A block is worth the best, over all horizons, of the chance of a use to the time that it
-takes up room for that: N. Beckmann, H. Chen, A. Cidon, "LHD: improving cache hit rate by maximizing hit density", NSDI
-2018.
+It learns how likely a block is to be used again. A key-only *history* remembers of many names when they were used last.
+Each use is counted under the block's age then, in uses, and under its kind: how often it was used before (once, 2-3,
+4-7, 8 times and more), and whether it was the last block of its request. For each use a few names are drawn from the
+history and counted as looked at, at their ages: so it is known how many blocks reached an age without being used, not
+only of those that were evicted. Uses over looks is the rate at which blocks of a kind and age are used. A block is
+worth the best, over all horizons, of the chance of a use divided by the time that it takes up room for that: N.
+Beckmann, H. Chen, A. Cidon, "LHD: improving cache hit rate by maximizing hit density", NSDI 2018.
 
-The victim is worth least among 64 leaves that are drawn and the least recently used one.
+The victim is the block of least worth among 64 leaves drawn at random and the least recently used one.
 
 What is learned may be wrong: the past of some loads says nothing of their future. Two *ghosts*, which have names and no
-blocks, live through the same uses in as much room, one with the least recently used leaf as victim, one with the one
-that is worth least. Hits are counted in both, and fade. The tier begins as LRU, goes by worth once that ghost leads by
-more than some requests explain, and returns to LRU when it falls behind.
+blocks, process the same uses with as much room, one evicting the least recently used leaf, the other the leaf of least
+worth. Hits are counted in both, and decay. The tier begins as LRU, goes by worth once that ghost leads by more than
+some requests explain, and returns to LRU when it falls behind.
 
-Everything that is done for each block is compiled (`adaptive_loops`). Events are collected in a buffer and told there
-in one call. A long request is learned, and told to the ghosts, in pieces, one before each victim and more within the
-next requests, so that no request waits for all of it; the result is the same, some requests later. Where more comes
-than is done by then, of whole requests nothing is learned: they only stand at the recent end.
+All per-block work is compiled (`adaptive_loops`). Events are collected in a buffer and passed on in one call. A long
+request is learned, and told to the ghosts, in pieces, one before each victim and more within the next requests, so that
+no request waits for all of it; the result is the same, some requests later. If more comes than is done by then, whole
+requests are not learned: they only move to the recent end.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ from tiering.policies import adaptive_loops as loops
 from tiering.policies.lazy_memory import LazyRecords
 
 HISTORY_PER_BLOCK, HISTORY_LEAST = 4, 1 << 16
-"""Names in the history, for each block that the tier has room for, and at least."""
+"""Names in the history: per block that the tier has room for, and at least."""
 HALF_LIFE_PER_NAME = 3
-"""What was learned counts half after so many uses for each name of the history."""
+"""Half-life of what was learned, in uses per name of the history."""
 SCORE_HALF_LIFE_PER_BLOCK, SCORE_HALF_LIFE_LEAST = 4, 20_000
-"""After how many uses a ghost's hits count half, for each block that the tier has room for, and at least."""
+"""Half-life of a ghost's hits, in uses: per block that the tier has room for, and at least."""
 LEAD, FLOOR = 1.25, 0.0005
-"""By how many times the root of the squares of what requests differed by (1.25 are 1.8 standard deviations in the long
-run), and by what share of all uses, the learning ghost has to lead before the tier follows it."""
+"""The lead that the learning ghost needs before the tier follows it: a multiple of the root of the sum of squares of
+the requests' differences (1.25 are 1.8 standard deviations in the long run), and a share of all uses."""
 SMALLEST = 256
 GROWN = 4096
 """Rows, at least."""
@@ -50,11 +49,11 @@ EVENTS = 1024
 LONGEST = 256
 """Blocks of one request that there is room for at first."""
 LONGEST_COPIED = 4096
-"""Blocks of a request that waits where another one needs more room."""
+"""Blocks of a waiting request that is copied when another one needs more room."""
 ATTEMPTS = 4
-"""Draws for a victim, if some of the drawn leaves may not go."""
+"""Draws for a victim, if some of the drawn leaves may not be evicted."""
 MOST_ROOM = 1 << 22
-"""Ghosts are made for so many blocks at most: of a larger tier they are a part."""
+"""Ghosts have room for at most so many blocks; for a larger tier they model a part."""
 WRONG_EVENT = "a row was inserted twice, or touched or removed where it is not"
 
 
@@ -62,9 +61,9 @@ class Adaptive:
     """`EvictionPolicy`: learned worth under the guard of LRU."""
 
     def __init__(self, names: array[int], seed: int = 0, thinned: float = 1.0) -> None:
-        """names: of the block in each row, the same whenever that block comes; it may grow. seed: for random draws.
-        thinned: the share of all blocks that it is told of, if a tier is modelled by a part of its blocks; figures in
-        uses or names, not in room, are scaled by it."""
+        """names: by row, the block's name, the same whenever that block comes; it may grow. seed: for random draws.
+        thinned: the share of all blocks that it sees, if a tier is modelled by a part of its blocks; figures in uses or
+        names, not in room, are scaled by it."""
         self._names = names
         self._thinned = thinned
         self._loops = loops.prepare()
@@ -72,8 +71,8 @@ class Adaptive:
         self._make_buffer(EVENTS)
         self._requests = np.zeros(loops.REQUESTS, loops.REQUEST)
         self._told = _room_for(LONGEST)
-        self._waiting = 0  # requests that were not learned and told to the ghosts in full
-        self._draws = seed << 16  # what is drawn for a victim depends on that and on how many went
+        self._waiting = 0  # requests not yet fully learned and told to the ghosts
+        self._draws = seed << 16  # random draws for a victim depend on it and on the number of evictions
         self._records = LazyRecords(SMALLEST, loops.ORDER)
         self._order: Any = self._records.array
         self._leaf_records = LazyRecords(SMALLEST, loops.LEAF_ENTRY)
@@ -81,7 +80,7 @@ class Adaptive:
         self._numbers = np.zeros(loops.NUMBERS, np.int64)
         self._numbers[loops.DUE] = loops.RECKON_USES
         self._numbers[loops.DRAWS] = seed * 2 + 0x2545F4914F6CDD1D
-        self._numbers[loops.OWN_DRAWS] = (1 << 60) + (seed << 16)  # not those that the tier draws
+        self._numbers[loops.OWN_DRAWS] = (1 << 60) + (seed << 16)  # not the tier's draws
         self._scores = np.zeros(loops.SCORES)
         self._scores[loops.WEIGHT] = 1.0
         self._at_once, self._most_learned = loops.AT_ONCE, loops.STEP
@@ -123,7 +122,7 @@ class Adaptive:
 
     @property
     def goes_by_worth(self) -> bool:
-        """Whether victims are chosen by learned worth at present."""
+        """Whether victims are currently chosen by learned worth."""
         return bool(self._numbers[loops.RULE])
 
     def inserted(self, row: int) -> None:
@@ -160,7 +159,7 @@ class Adaptive:
         self._numbers[loops.SIZE] += len(nodes)
 
     def used(self, chain: Sequence[int], count: int) -> None:
-        """Counted, for the history and for both ghosts."""
+        """Counted, for the history and both ghosts."""
         if not len(chain):
             return
         if len(self._names) >= len(self._order):  # of another tier
@@ -211,7 +210,7 @@ class Adaptive:
             self._flush()
 
     def removed(self, row: int) -> None:
-        """Out of the order; the history and the ghosts go on without it."""
+        """Out of the order; the history and the ghosts keep it."""
         self._draws += 1
         at = self._stop
         self._events[at] = row << loops.EVENT_BITS | loops.REMOVED
@@ -220,12 +219,13 @@ class Adaptive:
             self._flush()
 
     def victims(self) -> Iterator[int]:
-        """What is worth least of some, again and again, as long as it goes; behind some that did not go, all by age."""
+        """The leaf of least worth of some, repeatedly, as long as each is evicted; after some that were not, all by
+        age."""
         skipped: set[int] = set()
         for attempt in range(ATTEMPTS):
             node = self._first_victim(attempt)
             while node and node not in skipped:
-                changes = self._flushed  # and none since
+                changes = self._flushed  # no event since
                 yield node - 1
                 if self._flushed + self._stop == changes:
                     skipped.add(node)
@@ -245,7 +245,7 @@ class Adaptive:
             node = self._loops.next_leaf(self._address, before)
 
     def _catch_up(self, blocks: int) -> None:
-        """Learn, and tell the ghosts, up to so many more blocks of the requests that wait."""
+        """Learn up to so many more blocks of the waiting requests, and tell the ghosts."""
         if self._waiting:
             waiting = self._loops.catch_up(self._address, self._take(), blocks, np.frombuffer(self._names, np.int64))
             assert waiting >= 0, WRONG_EVENT
@@ -254,7 +254,7 @@ class Adaptive:
     def _first_victim(self, attempt: int) -> int:
         if self._waiting:
             self._catch_up(loops.PIECE)
-        stop, self._stop = self._stop, 0  # as `_take` does; for each victim, and a call is a tenth of it
+        stop, self._stop = self._stop, 0  # as `_take` does; inlined, since the call is a tenth of the work per victim
         self._flushed += stop
         node: int = self._loops.first_victim(self._address, stop, self._draws + (attempt << 50))
         assert node >= 0, WRONG_EVENT
@@ -263,15 +263,15 @@ class Adaptive:
     # Inside ---------------------------------------------------------------------------------------------------------
 
     def _make_buffer(self, events: int) -> None:
-        """At least one place is always free: the four methods that are called for each block write without a check, and
-        a call of another method would take half as long again. Events behind a long request do not fill all its room,
-        so that none waits for all of that."""
+        """Keep at least one place free: the four methods called for each block write without a check, and calling
+        another method would take half as long again. Events behind a long request do not fill all its room, so that
+        none waits for all of that."""
         self._point_at(None)
         self._events = array("q", bytes(8 * events))
         self._last_place = EVENTS - 1
 
     def _make_room(self, blocks: int) -> bool:
-        """For a request longer than all before, unless others wait that are long, too."""
+        """Make room for a request longer than all before, unless long ones wait too."""
         waiting = (self._numbers[loops.FIRST] + np.arange(self._waiting)) % loops.REQUESTS
         longest = max(self._requests["length"][waiting], default=0)
         if longest > LONGEST_COPIED:
@@ -285,7 +285,7 @@ class Adaptive:
         return True
 
     def _take(self) -> int:
-        """Where the events end that take effect now."""
+        """End of the events that take effect now."""
         stop, self._stop = self._stop, 0
         self._flushed += stop
         return stop
@@ -295,20 +295,19 @@ class Adaptive:
         return self._flushed + self._stop
 
     def _flush(self) -> None:
-        """Let every event take effect."""
         is_right = self._loops.follow(self._address, self._take())
         assert is_right, WRONG_EVENT
 
     def _place(self) -> None:
-        """Called whenever an array was replaced."""
+        """Call it whenever an array was replaced."""
         arrays = [np.frombuffer(self._events, np.int64), self._order, self._leaf_records.array, *self._ghosts]
         arrays += [self._own_leaves, *self._history, self._requests, self._told, self._learned, self._numbers]
         arrays += [self._scores, self._settings]
         self._point_at(loops.Arrays._make(arrays))
 
     def _point_at(self, arrays: Any) -> None:
-        """Set to `None` before an array is replaced: wherever that is interrupted, no call gets the address of an array
-        that is gone, or that does not fit the others."""
+        """Set to `None` before an array is replaced: if that is interrupted, no call gets the address of an array that
+        is gone, or that does not fit the others."""
         places = arrays.places() if arrays is not None else None
         self._address: int | None = None
         self._arrays, self._places = arrays, places
@@ -329,6 +328,6 @@ class Adaptive:
 
 
 def _room_for(blocks: int) -> Any:
-    """What is known of so many blocks of each request that waits."""
+    """Memory for so many blocks of each waiting request."""
     shape = (loops.REQUESTS, loops.TOLD, blocks)
     return LazyRecords(prod(shape), np.dtype(np.int64)).array.reshape(shape)

@@ -1,16 +1,16 @@
-"""What the adaptive policy does for every block, compiled by numba. `adaptive` says in words what and why.
+"""The adaptive policy's per-block work, compiled by numba. `adaptive` explains what and why.
 
-All state is arrays that `adaptive` makes and keeps. A call costs the more, the more arrays it is given, and most take
-less than a microsecond: so a call is given an address alone, of an array that says where they are (`Arrays`).
+All state is arrays that `adaptive` makes and keeps. A call costs more with each array argument, and most take less than
+a microsecond: so a call gets a single address, of an array that says where they are (`Arrays`).
 
     order     blocks of the tier: a ring in the order of their last use
     ghost     the same of names in place of blocks, with the tree over them
     leaves    of the tier and of the learning ghost, in no order
     history   names in the order of their last use
-    requests  that were not learned and told to the ghosts in full, the first one first, and what is known of them
+    requests  not yet fully learned and told to the ghosts, oldest first, and what is known of them
 
-Node 0 is a ring's two ends, and row r is node r + 1, so that what begins as zeros begins empty. Names are looked up by
-hash in chains of nodes, which `heads` begin: with few heads that is slow, and never wrong.
+Node 0 is a ring's two ends, and row r is node r + 1, so that zeroed memory is empty. Names are looked up by hash in
+chains of nodes, which `heads` begin: with few heads that is slow, and never wrong.
 """
 
 from __future__ import annotations
@@ -31,70 +31,70 @@ KINDS = 8
 more."""
 LAST, LEVEL = 1, 2
 STEPS, OCTAVES = 8, 22
-"""Ages are counted in uses, and told apart in so many steps for each octave."""
+"""Ages are counted in uses, in so many steps per octave."""
 AGES = STEPS * OCTAVES
 CANDIDATES = 64
-"""Leaves that are drawn for one victim."""
+"""Leaves drawn for one victim."""
 SAMPLES = 4
-"""Names of the history whose age is looked at for each use."""
+"""Names of the history looked at for each use."""
 MOST_GO = 4
-"""Blocks that leave a ghost for one that comes, where it has come to have less room."""
+"""Blocks that a ghost evicts at most for one that comes, if its room has shrunk."""
 RECKON_USES = 2048
-"""Uses between two reckonings of a kind's worth."""
+"""Uses between two computations of a kind's worth."""
 DOUBT = 8.0
 """Looks without a use that every kind has at every age from the start."""
 
 USES, LOOKS, WORTH, GHOST_WORTH = range(4)
-"""What is learned, by kind and age; and worth as the learning ghost knows it, which is some requests behind."""
+"""Learned, by kind and age: uses and looks; the worth; and the worth that the learning ghost uses, which is some
+requests behind."""
 TABLES = 4
 
 CLOCK, DUE, RULE, DRAWS, SIZE, LEAVES, NODES, FULL = range(8)
-"""Whole numbers: uses so far; when worth is reckoned next; 1 where the tier goes by it; the state that draws; blocks of
-the tier; leaves of it; blocks that a ghost has nodes for; how many there were when a victim was asked for, at most,
-since the last reckoning."""
+"""Indexes of whole numbers: uses so far; when worth is next computed; 1 if the tier goes by it; state of the random
+generator; blocks of the tier; its leaves; blocks that a ghost has nodes for; the most blocks at any request for a
+victim since the last computation."""
 LRU, OWN, NAMES = 8, 15, 22
-"""And from there on, of the ghosts and of the history, what `COUNT`, `LEAF_COUNT`, `MOST` and `FREE` are behind that:
-how many there are, leaves among them, how many there may be, and a node that was given back. Of the ghosts, how far
-they are with the first request that waits, too, `LEFT`, `PARENT` and `HITS`: blocks of its chain that they were not
-told of so far, the node of the one before those, and how many were there."""
+"""From there on, of the ghosts and of the history, at the offsets `COUNT`, `LEAF_COUNT`, `MOST` and `FREE`: how many
+there are, leaves among them, how many there may be, and a node that was given back. Of the ghosts also their progress
+with the first waiting request, `LEFT`, `PARENT` and `HITS`: blocks of its chain not yet told, the node of the block
+before those, and how many were found."""
 COUNT, LEAF_COUNT, MOST, FREE, LEFT, PARENT, HITS = range(7)
 TURN, OWN_DRAWS, ROOM, FIRST, WAITING, LEARNED, REACHED, FETCHED = range(26, 34)
-"""The kind whose worth is reckoned next; how many victims the learning ghost drew; how many blocks a ghost may have
-from the next request on; the first request that waits, how many do, how many of these were learned, and how far the
-next one was; and nothing: so that no compiler leaves out what is read only to have it near."""
+"""The kind whose worth is computed next; victims drawn by the learning ghost; blocks that a ghost may have from the
+next request on; the first waiting request, how many wait, how many of these were learned, and the progress with the
+next; and a sink, so that no compiler drops reads that only prefetch."""
 RECKONED = 34
-"""And from there on, by kind, `CLOCK` when its worth was reckoned last."""
+"""From there on, by kind, `CLOCK` when its worth was last computed."""
 NUMBERS = RECKONED + KINDS
 
 REQUESTS = 8
-"""That can wait. Before there is one more, the ghosts are told of the first one; where that takes more than a `STEP`,
-nothing is learned of the one more."""
+"""Requests that can wait. Before another is added, the ghosts take the first; if that takes more than a `STEP`, nothing
+is learned from the new one."""
 REQUEST = np.dtype(
     [("length", "<i8"), ("count", "<i8"), ("clock", "<i8"), ("room", "<i8"), ("kind", "<i8"), ("worth", "<f8", AGES)]
 )
-"""length, count: of its chain, and how many of it count as used. clock, room: as they were behind it. kind, worth: what
-was reckoned with it; a negative kind for nothing. So ghosts that hear of it later do as if they were told at once."""
+"""length, count: of its chain, and how many of it count as used. clock, room: after it. kind, worth: what was computed
+with it; a negative kind for nothing. So ghosts that take a request later act as if they took it at once."""
 NAME, KIND, WHEN = range(3)
-"""What is known of each block of a request: its name, kind and last use. -1 - row in place of the kind of one that is
-not learned, or not known."""
+"""Known of each block of a request: its name, kind and last use. -1 - row in place of the kind if it is not learned, or
+unknown."""
 TOLD = 3
 AT_ONCE = 64
-"""Blocks that the ghosts are told of within a request, unless it is longer itself."""
+"""Blocks that the ghosts take within a request, unless it is longer itself."""
 PIECE = 32
-"""Blocks that they are told of within a longer one, and that are learned and told before each victim."""
+"""Blocks told within a longer one, and learned and told before each victim."""
 STEP = 512
-"""Blocks that are learned within a request, and that ghosts are told of to have a place for it: a fraction of a
-millisecond."""
+"""Blocks learned within a request, and told to the ghosts to make room for it: a fraction of a millisecond."""
 
 LRU_SCORE, OWN_SCORE, SPREAD, SCORE_USES, WEIGHT = range(5)
-"""Hits of both ghosts, the squares of what their hits of a request differ by, and what was asked for; each counts
-`WEIGHT`, which grows, so that what is old counts little."""
+"""Hits of both ghosts, the squares of their difference per request, and the uses; each counts `WEIGHT`, which grows, so
+that old ones count little."""
 SCORES = 5
 MOST_HALVINGS = 300.0
-"""Of scores, by one request: what is left is nothing anyway, and numbers stay finite."""
+"""Of scores, by one request: hardly anything is left anyway, and numbers stay finite."""
 HALF_LIFE, SCORE_HALF_LIFE, LEAD, FLOOR, MOST_AT_ONCE, MOST_LEARNED = range(6)
-"""Settings: half-lives of what is learned and of scores, in uses; by what the learning ghost has to lead, in roots
-of `SPREAD` and as a share of uses; `AT_ONCE` and `STEP`."""
+"""Settings: half-lives of what is learned and of scores, in uses; the lead that the learning ghost needs, in roots of
+`SPREAD` and as a share of uses; `AT_ONCE` and `STEP`."""
 
 _RING = [("when", "<i8"), ("newer", "<i4"), ("older", "<i4"), ("leaf_at", "<i4"), ("kind", "u1")]
 ORDER = np.dtype(_RING, align=True)
@@ -111,7 +111,7 @@ _compiled = njit(nogil=True)
 
 
 class Arrays(NamedTuple):
-    """All that is known. events, heads, told, learned, numbers, scores and settings are numbers, the others records."""
+    """All state. events, heads, told, learned, numbers, scores and settings are numbers, the others records."""
 
     events: Any
     order: Any
@@ -131,8 +131,8 @@ class Arrays(NamedTuple):
     settings: Any
 
     def places(self) -> Any:
-        """Whose address the calls are given, for as long as all of these are kept: each one's address, and the length
-        of its last axis."""
+        """The array whose address the calls get, valid as long as all of these are kept: each one's address, and the
+        length of its last axis."""
         return np.array([(one.ctypes.data, one.shape[-1]) for one in self], np.int64)
 
 
@@ -140,7 +140,7 @@ ARRAYS = len(Arrays._fields)
 
 
 class AdaptiveLoops(NamedTuple):
-    """What `adaptive` calls."""
+    """The functions that `adaptive` calls."""
 
     follow: Any
     learn: Any
@@ -155,12 +155,12 @@ _ENTRANCES = ("_follow", "_learn", "_passed_over", "_catch_up", "_first_victim",
 
 
 def is_usable() -> bool:
-    """Whether numba compiles here: it can be told not to (NUMBA_DISABLE_JIT)."""
+    """Whether numba may compile here: NUMBA_DISABLE_JIT turns it off."""
     return not config.DISABLE_JIT
 
 
 class NotCompiled(Exception):
-    """Numba is installed, and compiles nothing here."""
+    """Numba is installed, but cannot compile here."""
 
 
 def prepare() -> AdaptiveLoops:
@@ -201,7 +201,7 @@ def _pointer(typing_context, address):
 
 @_compiled
 def _arrays(address):
-    """`Arrays`, of which the compiler leaves out what is unused."""
+    """`Arrays`; the compiler drops unused ones."""
     places = carray(_pointer(address), (ARRAYS, 2), np.int64)
     return (
         carray(_pointer(places[0, 0]), (places[0, 1],), np.int64),
@@ -388,7 +388,7 @@ def _find(nodes, heads, name):
 
 @_compiled
 def _fetch(nodes, heads, names, numbers):
-    """Prefetch what these names lead to, all at a time, before it is needed one by one."""
+    """Prefetch everything that these names lead to, before it is needed one by one."""
     seen = 0
     for name in names:
         seen += heads[_head(nodes, heads, name)]
@@ -488,7 +488,7 @@ def _ghost_told(ghost, heads, leaves, which, request, told, most, worth_of, numb
         node = _find(ghost, heads, told[NAME, at])
         if node == 0:
             if at >= request.count:
-                break  # evicted since it was asked for: its descendants cannot be had
+                break  # evicted since it was asked for: its descendants cannot be stored
             node = _ghost_insert(ghost, heads, leaves, which, told[NAME, at], parent, worth_of, request.clock, numbers)
             if node == 0:
                 break
@@ -547,8 +547,8 @@ def _remember(history, heads, name, is_last, learned, numbers):
 
 @_compiled
 def _reckon(learned, kind, names, passed, half_life):
-    """The worth of a kind at each age: the best, over all horizons, of the chance of a use to the time it takes. What
-    was learned fades by the uses since the last time."""
+    """Compute a kind's worth at each age: the best, over all horizons, of the chance of a use to the time it takes.
+    What was learned decays by the uses since the last time."""
     keeps, times = np.empty(AGES), np.empty(AGES)  # of a block at each age, until the next: the chance of no use, time
     per_look = names / SAMPLES  # a look stands for so many blocks that were that old for the time of one use
     for age in range(AGES):
@@ -568,8 +568,8 @@ def _reckon(learned, kind, names, passed, half_life):
 
 @_compiled
 def _fit(numbers):
-    """Ghosts get as much room as the tier turned out to have, if blocks are not as large as expected: it was full when
-    a victim was asked for, but for what was about to come."""
+    """Fit the ghosts' room to the tier's actual number of blocks, if blocks have another size than expected: the tier
+    was full when a victim was asked for, except for what was about to come."""
     full, most = min(numbers[FULL], numbers[NODES]), numbers[ROOM]
     if full > most:
         most = full
@@ -581,9 +581,9 @@ def _fit(numbers):
 
 @_compiled
 def _guard(scores, settings, count, lru_hits, own_hits, numbers):
-    """Follow the learning ghost once it leads by more than some requests explain, until it falls behind. Were one as
-    good as the other, each request's difference would fall on either side, and their sum be as large as the root of the
-    sum of their squares; since what is old counts less, it is 0.7 of that in the long run."""
+    """Follow the learning ghost once it leads by more than some requests explain, until it falls behind. If both were
+    equally good, each request's difference would fall on either side, and their sum be as large as the root of the sum
+    of their squares; with decay it is 0.7 of that in the long run."""
     weight = scores[WEIGHT]
     scores[LRU_SCORE] += lru_hits * weight
     scores[OWN_SCORE] += own_hits * weight
@@ -644,8 +644,8 @@ def _follow(address, stop):
 
 
 def _learn(address, stop, chain, count, names):
-    """Apply events; then a request came for a chain, deepest block first, of which the first `count` count as used. Of
-    a long one some is learned and told now. Returns how many requests wait, or -1 for an invalid event."""
+    """Apply events; then take in a request for a chain, deepest block first, of which the first `count` count as used.
+    Of a long one some is learned and told now. Returns how many requests wait, or -1 for an invalid event."""
     events, order, leaves, _, _, _, _, _, _, _, requests, told, _, numbers, _, settings = _arrays(address)
     if not _followed(events, stop, order, leaves, numbers):
         return -1
@@ -670,8 +670,8 @@ def _learn(address, stop, chain, count, names):
 
 
 def _passed_over(address, stop, row):
-    """Apply events; then a request came for a block and its ancestors, of which nothing is learned. False for an
-    invalid event."""
+    """Apply events; then take in a request for a block and its ancestors without learning. False for an invalid
+    event."""
     events, order, leaves, _, _, _, _, _, _, _, _, _, _, numbers, _, _ = _arrays(address)
     is_right = _followed(events, stop, order, leaves, numbers)
     if is_right:
@@ -681,14 +681,14 @@ def _passed_over(address, stop, row):
 
 @_compiled
 def _made_young(order, leaves, row, numbers):
-    """Only the present use of a leaf is known."""
+    """Only a leaf's current use is known."""
     node = row + 1
     _mark(order, leaves, node, order[node].kind, numbers[CLOCK])
 
 
 @_compiled
 def _learn_waiting(address, most, names):
-    """Learn up to so many more blocks of the requests that wait."""
+    """Learn up to so many more blocks of the waiting requests."""
     _, order, leaves, _, _, _, _, _, history, heads, requests, told, learned, numbers, _, settings = _arrays(address)
     while numbers[LEARNED] != numbers[WAITING] and most > 0:
         this = (numbers[FIRST] + numbers[LEARNED]) % REQUESTS
@@ -732,7 +732,7 @@ def _learn_waiting(address, most, names):
 
 @_compiled
 def _tell_ghosts(address, most):
-    """Tell the ghosts up to so many more blocks of the learned requests. Hits count when both know all of a request.
+    """Tell the ghosts up to so many more blocks of the learned requests. Hits count once both know all of a request.
     Returns how many wait."""
     _, _, _, lru, lru_heads, own, own_heads, leaves, _, _, requests, told, learned, numbers, scores, settings = _arrays(
         address
@@ -754,7 +754,7 @@ def _tell_ghosts(address, most):
             _guard(scores, settings, request.count, numbers[LRU + HITS], numbers[OWN + HITS], numbers)
             numbers[LEARNED] -= 1
             numbers[WAITING] -= 1
-            numbers[FIRST] = (numbers[FIRST] + 1) % REQUESTS if numbers[WAITING] != 0 else 0  # which is near still
+            numbers[FIRST] = (numbers[FIRST] + 1) % REQUESTS if numbers[WAITING] != 0 else 0  # prefetched earlier
     return numbers[WAITING]
 
 
@@ -805,7 +805,7 @@ def _compile(loops: AdaptiveLoops) -> None:
     for dtype in (GHOST, HISTORY):
         loops.enter_all.compile((from_dtype(dtype)[::1], rows))
     for loop in loops:
-        loop.disable_compile()  # for anything else: `None` in place of an address would be one that is 0
+        loop.disable_compile()  # anything else is an error: `None` for an address would be address 0
 
 
 _ready: AdaptiveLoops | None = None

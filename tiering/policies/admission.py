@@ -1,17 +1,17 @@
-"""Which of the blocks that leave DRAM are written to the tier below it.
+"""Admission: which blocks that leave DRAM are written to the lower tier.
 
     stored in DRAM > used, perhaps again > about to leave: is it likely to come back? > written, or not > it did, or not
 
-Eviction asks what is worth least; admission asks what is worth a write, since a drive endures a number of them only. A
-block is of a class: how often it was used, whether it was the last of its request, whether that began a conversation,
-and how many new blocks it brought. For each class it is counted how many blocks that left came back while a third as
-many others left as the tier holds; a written block counts once for each stay there, and its ancestors that are written
-with it count as if they left, too. A class of which few come back is not written.
+Eviction asks which block is worth least; admission asks which is worth a write, since a drive endures a limited number.
+A block's class is: how often it was used, whether it was the last of its request, whether that began a conversation,
+and how many new blocks it brought. Per class it counts how many of the blocks that left came back while a third as many
+others left as the tier holds; a written block counts once for each stay there, and its ancestors that are written with
+it count as if they left, too. A class of which few come back is not written.
 
-A budget of bytes per second is spent on the classes of which most come back, the one at the edge in part. What is not
-spent is kept for an hour, and the more of it is left the more is written: a new tier fills at once, and a quiet hour
+A budget of bytes per second is spent on the classes of which most come back, the one at the edge in part. Unspent
+budget is kept for an hour, and the more of it is left the more is written: a new tier fills at once, and a quiet hour
 pays for a busy one. The budget is exceeded in two cases only: each start begins with an hour's worth, and retained
-blocks are written without asking; they count, and nothing else is written until that is made up for.
+blocks are written without asking; they count, and nothing else is written until the budget has caught up.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 LEAST_SHARE = 0.1
-"""A class of which fewer come back is not worth a write."""
+"""Classes of which a smaller share comes back are not written."""
 BUCKET_SECONDS = 3600.0
-"""Unspent budget is kept for so long."""
+"""Unspent budget is kept this long."""
 URGE = 5.0
-"""With a full bucket, so many times the budget is spent; with a partly full one, the budget itself."""
+"""With a full bucket, this multiple of the budget is spent; with a partly full one, the budget itself."""
 USES = 5
 """So many uses and more count as equal."""
 SIZES = 8
@@ -38,23 +38,23 @@ _BEGINS_BEHIND = 1
 """Blocks that all requests may share: a request that found no more begins a conversation."""
 LEAST_HISTORY, MOST_HISTORY = 1 << 13, 1 << 17
 PAST = 4
-"""Histories for which blocks that did not come back are remembered, since they may after all."""
+"""Number of histories for which blocks that did not come back are remembered, since they still may."""
 _HALF_LIFE = 8
 """Counts are halved when so many histories have left."""
 _RANKED_EVERY = 256
 """Blocks that leave between two rankings of the classes."""
 _COARSE_WEIGHT = 20.0
-"""The knowledge of all sizes weighs as much as so many blocks of one size."""
+"""The average over all sizes weighs as much as so many blocks of one size."""
 _HOPE = 4.0
-"""Blocks taken to have come back before anything is known."""
+"""Blocks assumed to have come back before anything is known."""
 _LOOK_BACK_SECONDS = 600.0
-"""Over how long the rate of leaving blocks is measured."""
+"""Period over which the rate of leaving blocks is measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class WriteBudget:
-    """Bytes that may be written to NVMe. left_bytes: now, of at most most_bytes, which is what is kept of unspent
-    budget. Published as it is, as `tiering.tier` says."""
+    """Bytes that may be written to NVMe. left_bytes: now, of at most most_bytes, the limit of unspent budget. Published
+    unchanged, see `tiering.tier`."""
 
     bytes_per_second: float
     left_bytes: float
@@ -62,7 +62,7 @@ class WriteBudget:
 
 
 class Admission(Protocol):
-    """One thread at a time. chooses: whether it ever declines."""
+    """Not thread-safe. chooses: whether it ever declines."""
 
     chooses: bool
 
@@ -83,8 +83,8 @@ class Admission(Protocol):
         ...
 
     def admits(self, way: Sequence[int], block_bytes: int) -> bool:
-        """The first of these is about to leave DRAM: whether to write it, after the others, which are its ancestors
-        that the tier lacks."""
+        """The first of these is about to leave DRAM: whether to write it, after the others, its ancestors that the tier
+        lacks."""
         ...
 
     def budget(self) -> WriteBudget | None:
@@ -105,28 +105,21 @@ class AdmitAll:
 
     chooses = False
 
-    def expect(self, blocks: int) -> None:
-        """No difference."""
+    def expect(self, blocks: int) -> None: ...
 
-    def stored(self, row: int) -> None:
-        """No difference."""
+    def stored(self, row: int) -> None: ...
 
-    def found(self, rows: range) -> None:
-        """No difference."""
+    def found(self, rows: range) -> None: ...
 
-    def used(self, chain: Sequence[int], count: int) -> None:
-        """No difference."""
+    def used(self, chain: Sequence[int], count: int) -> None: ...
 
     def admits(self, way: Sequence[int], block_bytes: int) -> bool:
-        """Always."""
         return True
 
     def budget(self) -> WriteBudget | None:
-        """None."""
         return None
 
-    def spent(self, written_bytes: int) -> None:
-        """No difference."""
+    def spent(self, written_bytes: int) -> None: ...
 
 
 class LearnedAdmission:
@@ -135,21 +128,20 @@ class LearnedAdmission:
     chooses = True
 
     def __init__(self, names: array[int], clock: Callable[[], float], bytes_per_second: float | None = None) -> None:
-        """names: 64 bits of each row's key. clock: seconds that never go back. bytes_per_second: None for a drive that
-        endures any."""
+        """names: 64 bits of each row's key. clock: seconds that never go back. bytes_per_second: None for no limit."""
         assert bytes_per_second is None or bytes_per_second > 0
         self._names = names
         self._clock = clock
         self._rate = bytes_per_second
         self._history = LEAST_HISTORY
         self._uses = bytearray()
-        self._kinds = bytearray()  # of each row, what is known of it from the start
-        self._left: OrderedDict[int, int] = OrderedDict()  # by name, the class of those that left, the oldest first
-        self._past: OrderedDict[int, int] = OrderedDict()  # of those before them: they are taken not to come back
+        self._kinds = bytearray()  # by row, what is known of it from the start
+        self._left: OrderedDict[int, int] = OrderedDict()  # by name, the class of blocks that left, oldest first
+        self._past: OrderedDict[int, int] = OrderedDict()  # of those before them: they are assumed not to come back
         self._came = [0.0] * CLASSES
         self._gone = [0.0] * CLASSES
         self._seen = [0.0] * CLASSES
-        self._written = [1.0] * CLASSES  # the part of each class that is
+        self._written = [1.0] * CLASSES  # the written share of each class
         self._carried = [0.0] * CLASSES
         self._since_ranked = 0
         self._since_halved = 0
@@ -159,11 +151,11 @@ class LearnedAdmission:
 
     @staticmethod
     def rate_for(total_bytes: float, seconds: float) -> float:
-        """The budget at which so many bytes are spent in that time, beginning with a full bucket."""
+        """The budget that spends so many bytes in that time, beginning with a full bucket."""
         return total_bytes / (seconds + BUCKET_SECONDS * (1 - 1 / URGE))
 
     def expect(self, blocks: int) -> None:
-        """Blocks that left are waited for while a third as many leave."""
+        """A block that left counts as not coming back once a third as many blocks have left."""
         self._history = min(max(LEAST_HISTORY, blocks // 3), MOST_HISTORY)
 
     def stored(self, row: int) -> None:
@@ -172,13 +164,13 @@ class LearnedAdmission:
         self._uses[row] = 0
 
     def found(self, rows: range) -> None:
-        """Unknown blocks, taken for often used ones."""
+        """Unknown blocks, assumed to be used often."""
         self._grow_to(rows.stop - 1)
         self._uses[rows.start : rows.stop] = bytes([USES]) * len(rows)
         self._kinds[rows.start : rows.stop] = bytes(len(rows))
 
     def used(self, chain: Sequence[int], count: int) -> None:
-        """Blocks that had left have come back; new ones learn what request brought them."""
+        """Blocks that had left have come back; new ones learn which kind of request brought them."""
         uses, kinds, names = self._uses, self._kinds, self._names
         known = 0
         for row in chain[:count]:
@@ -197,7 +189,7 @@ class LearnedAdmission:
                 uses[row] += 1
 
     def admits(self, way: Sequence[int], block_bytes: int) -> bool:
-        """By the first one's class, and by what is left of the budget."""
+        """By the first block's class, and what is left of the budget."""
         self._look(block_bytes)
         number = self._class_of(way[0])
         self._carried[number] += self._written[number]
@@ -236,7 +228,7 @@ class LearnedAdmission:
         return max(0, self._uses[row] - 1) * _KINDS + self._kinds[row]
 
     def _came_back(self, name: int) -> int | None:
-        """Its class when it left, if it had left."""
+        """Its class when it left, or None."""
         found = self._left.pop(name, None)
         if found is None:
             found = self._past.pop(name, None)
@@ -247,7 +239,7 @@ class LearnedAdmission:
         return found
 
     def _leaves(self, row: int) -> None:
-        """From now on it is seen whether it comes back."""
+        """Start watching whether it comes back."""
         number, left, past = self._class_of(row), self._left, self._past
         self._seen[number] += 1
         self._since_ranked += 1
@@ -262,7 +254,7 @@ class LearnedAdmission:
     # The budget ------------------------------------------------------------------------------------------------------
 
     def _look(self, block_bytes: int) -> None:
-        """Advance the budget by the clock, and now and then rank the classes."""
+        """Advance the budget by the clock, and at intervals rank the classes."""
         now = self._clock()
         if self._rate is not None and now > self._looked_at:
             self._budget += (now - self._looked_at) * self._rate
@@ -284,7 +276,7 @@ class LearnedAdmission:
         return True
 
     def _rank(self) -> None:
-        """Set the part of each class that is written from now on."""
+        """Set the share of each class that is written from now on."""
         shares = self._shares()
         affordable, total = self._affordable(), sum(self._seen)
         for one in sorted(range(CLASSES), key=lambda one: -shares[one]):
@@ -294,7 +286,7 @@ class LearnedAdmission:
             affordable = max(0.0, affordable - part)
 
     def _shares(self) -> list[float]:
-        """How many of each class come back; for rare ones, what all sizes have in common."""
+        """The share of each class that comes back; rare ones use the average over all sizes."""
         came, gone, shares = self._came, self._gone, [1.0] * CLASSES
         for first in range(CLASSES):
             if first % _KINDS >= 4:  # a size above the first
@@ -307,7 +299,7 @@ class LearnedAdmission:
         return shares
 
     def _affordable(self) -> float:
-        """The part of leaving blocks that is written."""
+        """The share of leaving blocks that the budget allows."""
         seconds = self._looked_at - self._leaving_since
         if self._rate is None or seconds <= 0:
             return 1.0

@@ -1,4 +1,4 @@
-"""A policy for each group of tenants: what one group does tells nothing of what another's blocks are worth.
+"""A policy for each group of tenants: one group's behaviour says nothing about the worth of another's blocks.
 
 All blocks of a chain are of one group. `tiering.policies.shares` says which group gives way; the group's own policy
 says which of its blocks.
@@ -28,7 +28,6 @@ class ByGroup:
             policy.expect(blocks)
 
     def inserted(self, row: int) -> None:
-        """In its group."""
         group = self._group_of(row)
         self._blocks += 1
         self._came += 1
@@ -36,42 +35,36 @@ class ByGroup:
         self._policies[group].inserted(row)
 
     def loaded(self, rows: Sequence[int], are_leaves: Sequence[bool]) -> None:
-        """In their group."""
         if len(rows):
             self._blocks += len(rows)
             self._policies[self._group_of(rows[0])].loaded(rows, are_leaves)
 
     def used(self, chain: Sequence[int], count: int) -> None:
-        """By a request of its group."""
         if chain:
             group = self._group_of(chain[0])
             self._seen[group] = self._came
             self._policies[group].used(chain, count)
 
     def touched(self, rows: Sequence[int]) -> None:
-        """In their group."""
         if rows:
             self._policies[self._group_of(rows[0])].touched(rows)
 
     def became_leaf(self, row: int) -> None:
-        """In its group."""
         self._policies[self._group_of(row)].became_leaf(row)
 
     def became_inner(self, row: int) -> None:
-        """In its group."""
         self._policies[self._group_of(row)].became_inner(row)
 
     def removed(self, row: int) -> None:
-        """From its group."""
         self._blocks -= 1
         self._policies[self._group_of(row)].removed(row)
 
     def victims(self) -> Iterator[int]:
-        """Of all groups, one after the other."""
+        """Of all groups, one after another."""
         return self.victims_of(range(len(self._policies)))
 
     def victims_of(self, groups: Sequence[int]) -> Iterator[int]:
-        """Of these groups, one after the other; each one's worst first."""
+        """Of these groups, one after another; each one's worst first."""
         for group in groups:
             yield from self._policies[group].victims()
 

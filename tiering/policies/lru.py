@@ -21,13 +21,12 @@ class LeafFirstLru:
     """`EvictionPolicy`: the leaf that was used longest ago goes first."""
 
     def __init__(self, names: Sequence[int] = (), seed: int = 0) -> None:
-        """Neither what blocks are called nor a seed matters here."""
+        """Uses neither names nor seed."""
         self._newer = array("i", [_END])
         self._older = array("i", [_END])
         self._is_leaf = bytearray(1)
 
-    def expect(self, blocks: int) -> None:
-        """How much room there is does not matter here."""
+    def expect(self, blocks: int) -> None: ...
 
     def inserted(self, row: int) -> None:
         """At the recent end, as a leaf."""
@@ -54,8 +53,7 @@ class LeafFirstLru:
         older[row_of_nodes[:-1]] = row_of_nodes[1:]
         newer[row_of_nodes[1:]] = row_of_nodes[:-1]
 
-    def used(self, chain: Sequence[int], count: int) -> None:
-        """How often a block was used does not matter here."""
+    def used(self, chain: Sequence[int], count: int) -> None: ...
 
     def touched(self, rows: Sequence[int]) -> None:
         """To the recent end, one after the other."""

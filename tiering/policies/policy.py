@@ -33,7 +33,7 @@ class EvictionPolicy(Protocol):
         ...
 
     def used(self, chain: Sequence[int], count: int) -> None:
-        """Record one use of a chain, deepest block first, whatever tiers its blocks are in. The first `count` entries
+        """Record one use of a chain, deepest block first, regardless of the blocks' tiers. The first `count` entries
         are new uses; the rest were counted by an earlier call."""
         ...
 
@@ -64,5 +64,4 @@ class EvictionPolicy(Protocol):
 
 
 PolicyMaker = Callable[["array[int]", int], EvictionPolicy]
-"""Makes a policy from a column that has, by row, the name of its block, the same whenever that block comes, and which
-may grow; and from a seed."""
+"""Makes a policy from a column of names by row, each the same whenever that block comes, which may grow; and a seed."""

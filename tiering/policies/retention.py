@@ -15,7 +15,7 @@ from heapq import heapify, heappop, heappush
 from typing import Protocol
 
 SECONDS_PER_PRIORITY = 9.0
-"""The highest lasts a quarter of an hour: after that, hardly any conversation goes on."""
+"""The highest priority lasts a quarter of an hour: few conversations go on after that."""
 _SPARE_ENTRIES = 1024
 
 
@@ -153,7 +153,8 @@ class Retention:
         return list(self._budgets)
 
     def resize(self, budgets: Sequence[int]) -> None:
-        """Other budgets of the same groups. What one cannot hold is kept no longer, what ends first first."""
+        """Change the groups' budgets. Blocks beyond a smaller one lose their retention, the earliest to expire
+        first."""
         assert len(budgets) == len(self._budgets)
         self._budgets = budgets
         for group in range(len(budgets)):

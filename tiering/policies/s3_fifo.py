@@ -30,7 +30,7 @@ class S3Fifo:
     """`EvictionPolicy`: quick demotion of blocks that are used once."""
 
     def __init__(self, names: Sequence[int], seed: int = 0) -> None:
-        """names: of the block in each row, the same whenever that block comes. Nothing is drawn."""
+        """names: by row, the block's name, the same whenever that block comes. The seed is unused."""
         self._names = names
         self._queues = (OrderedDict[int, None](), OrderedDict[int, None]())  # leaves, the oldest first
         self._blocks = 0  # of both queues, leaves or not
@@ -39,8 +39,7 @@ class S3Fifo:
         self._ghost = OrderedDict[int, None]()
         self._changes = 0
 
-    def expect(self, blocks: int) -> None:
-        """The tier's size does not matter here."""
+    def expect(self, blocks: int) -> None: ...
 
     def inserted(self, row: int) -> None:
         """Into the small queue, or into the main one if it was here not long ago."""
@@ -99,7 +98,7 @@ class S3Fifo:
                 self._ghost.popitem(last=False)
 
     def victims(self) -> Iterator[int]:
-        """In the order in which the queues give them up. Blocks that were passed over move on only when a victim really
+        """In the order in which the queues evict. Blocks that were passed over move on only when a victim really
         goes."""
         skipped: set[int] = set()
         while True:

@@ -42,8 +42,8 @@ class Shares:
         return len(self._shares)
 
     def change(self, tenants: Mapping[bytes, Share]) -> None:
-        """Other shares of tenants that have a group. Who has none gets none; a group of which nothing is said, as that
-        of a tenant that was purged, is guaranteed nothing any more."""
+        """Change shares of tenants that have a group; others get none. A group that is not mentioned, such as that of a
+        purged tenant, is guaranteed nothing any more."""
         assert sum(share.guaranteed for share in tenants.values()) <= 1 + 1e-9
         assert all(share.weight > 0 for share in tenants.values())
         for tenant, group in self._groups.items():

@@ -1,1 +1,1 @@
-"""Remote engines: servers that keep whole frames under a name, beyond this host's tiers."""
+"""Remote engines: servers that store whole frames by name, beyond this host's tiers."""

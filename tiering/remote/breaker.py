@@ -1,12 +1,12 @@
-"""Whether a remote engine is asked at all: not while it fails.
+"""Stops calls to a remote engine while it fails.
 
     CLOSED  calls go through    > the third failure in a row > OPEN
-    OPEN    every call is a miss at once. The pause over, the workers probe it in a call of their own, in which no
-            request waits    > the probe failed > OPEN, for twice as long    > it went well > CLOSED, on trial
-    CLOSED, on trial: one failure > OPEN    > a call went well > CLOSED
+    OPEN    every call is a miss at once. After the pause the workers probe it in a call for which no request waits
+                                > the probe failed > OPEN, for twice as long    > it succeeded > CLOSED, on trial
+    CLOSED, on trial: one failure > OPEN    > a call succeeded > CLOSED
 
-Only a call that goes well makes the pauses short again, so an engine that answers probes and nothing else costs one
-request for each pause. Pure: times come in, and the caller has the lock.
+Only a successful call makes the pauses short again, so an engine that answers nothing but probes costs one request per
+pause. Pure: times come in, and the caller has the lock.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 8.0
 
 
 class RemoteBreaker:
-    """Of one engine."""
+    """One engine's."""
 
     def __init__(self) -> None:
         self.is_open = False
@@ -27,12 +27,12 @@ class RemoteBreaker:
         self._is_probing = False
 
     def worked(self) -> None:
-        """A call went well. One that was under way when it opened says nothing."""
+        """A call succeeded. One that was in flight when the breaker opened counts for nothing."""
         if not self.is_open:
             self._failures, self._pause, self.why = 0, FIRST_PAUSE_SECONDS, ""
 
     def failed(self, now: float, why: str) -> None:
-        """A call did not. why: for people."""
+        """A call failed. why: for people."""
         if self.is_open:
             return
         self.why = why
@@ -41,14 +41,14 @@ class RemoteBreaker:
             self._open(now)
 
     def takes_probe(self, now: float) -> bool:
-        """Whether to probe now; then `probed` follows."""
+        """Whether to probe now; if so, `probed` must follow."""
         if not self.is_open or self._is_probing or now < self._probe_at:
             return False
         self._is_probing = True
         return True
 
     def probed(self, now: float, fault: str) -> None:
-        """How the probe went: fault, or nothing."""
+        """Result of the probe. fault: empty for success."""
         self._is_probing = False
         if fault:
             self.why = fault

@@ -1,12 +1,12 @@
-"""RESP, the protocol of Valkey and Redis, for frames: out of memory of ours, and straight into it.
+"""RESP, the protocol of Valkey and Redis, for frames: sent from our memory, and received straight into it.
 
-The clients' packers copy large values several times; here a SET leaves as `sendmsg` of header and payload, and a GET
-arrives in the slot but for the few bytes that came with its first line. That line is read into a small buffer: peeking
-would spin on half a line, and TLS has no peeking. What is left of the deadline is the limit of every system call, and
-the kernel keeps it while it fills a whole value in one of them: a server that drips bytes is late as any other. A size
-is compared before a byte of the value is taken.
+The usual clients copy large values several times; here a SET is a `sendmsg` of header and payload, and a GET arrives in
+the slot except for the few bytes that came with its first line. That line is read into a small buffer: peeking would
+spin on half a line, and TLS cannot peek. The rest of the deadline limits every system call, and the kernel keeps it
+while it fills a whole value in one call: a server that drips bytes is late as any other. Sizes are compared before a
+byte of the value is read.
 
-After any exception what the socket holds is unknown: the connection is closed, never used again.
+After any exception the socket's state is unknown: the connection is closed, never reused.
 """
 
 from __future__ import annotations
@@ -25,22 +25,23 @@ Reply: TypeAlias = "bytes | int | list[Reply] | None"
 Piece: TypeAlias = bytes | memoryview
 
 BUFFER_BYTES = 512
-"""And the longest line."""
+"""Also the longest line."""
 MAX_BULK_BYTES, MAX_ITEMS, MAX_DEPTH = 4096, 1024, 6
-"""Of a small reply: bytes of one string, items in all, lists in lists."""
+"""Of a small reply: bytes of one string, items in all, nesting of lists."""
 SLACK_SECONDS = 0.001
-"""By which a wait may pass the deadline: to set a socket's limit is a system call, too. To the kernel 0 is none."""
+"""A wait may pass the deadline by this: setting a socket's timeout is a system call, too. For the kernel 0 means
+none."""
 _TIMEVAL = struct.Struct("@ll")
 _CODE_CHARACTERS = 24
 _DIGITS = 18
 
 
 class RespFault(Exception):
-    """What the server sent is no answer to what was asked."""
+    """The server's bytes do not answer the request."""
 
 
 class ErrorReply(RespFault):
-    """The server refused. code: the first word of what it said; the rest may name keys, and is not shown."""
+    """The server refused. code: the first word of its error; the rest may name keys, and is not shown."""
 
     def __init__(self, code: str) -> None:
         super().__init__(code)
@@ -48,38 +49,38 @@ class ErrorReply(RespFault):
 
 
 def command(*words: bytes) -> bytes:
-    """A command as it is sent."""
+    """Encode a command."""
     return b"".join((b"*%d\r\n" % len(words), *(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)))
 
 
 def set_command(key: bytes, value: Sequence[Piece], ttl_ms: int) -> list[Piece]:
-    """SET of a value in pieces, where there is none yet, as pieces to send."""
+    """SET NX of a value in pieces, as pieces to send."""
     options = [b"NX", *([b"PX", b"%d" % ttl_ms] if ttl_ms else [])]
     head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (3 + len(options), len(key), key, sum(map(len, value)))
     return [head, *value, b"".join((b"\r\n", *(b"$%d\r\n%b\r\n" % (len(one), one) for one in options)))]
 
 
 class RespConnection:
-    """A connected socket. One thread at a time."""
+    """A connected socket. Not thread-safe."""
 
     def __init__(self, sock: socket.socket, clock: Clock) -> None:
         self._socket = sock
         self._clock = clock
         self._buffer = bytearray(BUFFER_BYTES)
-        self._is_tls = isinstance(sock, ssl.SSLSocket)  # whose limits Python keeps, a poll before each call
+        self._is_tls = isinstance(sock, ssl.SSLSocket)  # its timeouts are Python's, a poll before each call
         if not self._is_tls:
             sock.settimeout(None)
-        self._limits = {socket.SO_RCVTIMEO: -1.0, socket.SO_SNDTIMEO: -1.0}  # set before a call to the socket
-        self._at = self._end = 0  # of what is held and was not taken
+        self._limits = {socket.SO_RCVTIMEO: -1.0, socket.SO_SNDTIMEO: -1.0}  # set before each call to the socket
+        self._at = self._end = 0  # start and end of unread bytes in the buffer
         self._readable = select.poll()
         self._readable.register(sock, select.POLLIN)
 
     def is_in_step(self) -> bool:
-        """Whether nothing is held and nothing can be read: no rest of an answer, no end of the connection."""
+        """Whether nothing is unread or readable: neither the rest of an answer nor the connection's end."""
         return self._at == self._end and not self._readable.poll(0)
 
     def send(self, pieces: Sequence[Piece], deadline: float) -> None:
-        """All of it. Raises OSError, of which TimeoutError at the deadline."""
+        """Send everything. Raises OSError, including TimeoutError at the deadline."""
         rest = [view for piece in pieces if (view := memoryview(piece).cast("B"))]
         while rest:
             self._wait_at_most(deadline, socket.SO_SNDTIMEO)
@@ -93,9 +94,9 @@ class RespConnection:
                 rest[0] = rest[0][sent:]
 
     def reply_into(self, slot: memoryview, deadline: float) -> bool:
-        """The answer to a GET: whether there was a value, which fills the slot then."""
+        """Receive the answer to a GET: False if there is no value, else the slot is filled."""
         expected = b"$%d\r\n" % len(slot)
-        line = self._line(deadline, len(expected))  # and no byte more: the value goes to the slot as it is aligned
+        line = self._line(deadline, len(expected))  # no further byte: the value goes straight to the slot
         if line in (b"$-1", b"_"):
             return False
         if line[:1] != b"$":
@@ -108,7 +109,7 @@ class RespConnection:
         return True
 
     def reply(self, deadline: float) -> Reply:
-        """A small answer. Raises `ErrorReply`, and `RespFault` for what is none or is too large."""
+        """Receive a small answer. Raises `ErrorReply`, and `RespFault` if it is malformed or too large."""
         self._items = MAX_ITEMS
         return self._small(deadline, MAX_DEPTH)
 
@@ -156,7 +157,7 @@ class RespConnection:
         self._at += 2
 
     def _receive(self, deadline: float, most: int = BUFFER_BYTES) -> None:
-        """More into the buffer."""
+        """Read more into the buffer."""
         if self._at:  # a few bytes
             held = self._end - self._at
             self._buffer[:held] = self._buffer[self._at : self._end]
@@ -196,14 +197,13 @@ class RespConnection:
             self._socket.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(left), int(left % 1 * 1e6)))
 
     def interrupt(self) -> None:
-        """From another thread: whatever is under way fails soon."""
+        """From another thread: make the call in progress fail soon."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:  # it is gone
             pass
 
     def close(self) -> None:
-        """For good."""
         self._socket.close()
 
 
@@ -214,7 +214,7 @@ def _number(text: bytes) -> int:
 
 
 def _fault(line: bytes) -> RespFault:
-    """Of a line that is not what was expected."""
+    """The fault for an unexpected line."""
     if line[:1] not in (b"-", b"!"):
         return RespFault(f"an answer of a kind that was not asked for: {line[:1]!r}")
     code = line[1:].split(b" ", 1)[0][:_CODE_CHARACTERS].decode("ascii", "replace")

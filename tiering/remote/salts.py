@@ -1,8 +1,8 @@
-"""The salts in the names of a tenant's frames. Why, and what a drop leaves: `driver.py`.
+"""The salts in the names of a tenant's frames. `driver.py` explains why, and what a drop leaves behind.
 
-A salt lies in the engine under a name of its own and is made by the node that first finds none: it writes a random one,
-which changes nothing where another node was quicker, and reads what is there then. So all nodes agree, on any engine
-whose writes of a name that is there change nothing; and a salt that was replaced never comes back.
+A salt has a name in the engine, and the node that first finds none makes it: it writes a random one, which changes
+nothing if another node was faster, and then reads the value. So all nodes agree, on any engine whose writes of an
+existing name change nothing; and a replaced salt never comes back.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from tiering.clock import Clock
 from tiering.remote.driver import SALT_BYTES, RemoteEngine, RemoteFault, WrongSize, salt_key
 
 SALT_SECONDS = 1.0
-"""For which a salt that was read is used: so long other nodes find what was dropped."""
+"""How long a salt is used after it was read: for this long other nodes still find what was dropped."""
 MOST_SALTS = 4096
 _TRIES = 3
 
 
 class NoSalt(RemoteFault):
-    """The engine keeps none: it has no room, and none is there."""
+    """The engine has no room for a salt, and none exists."""
 
     reason = "busy"
     is_of_engine = False
 
 
 class NamespaceSalts:
-    """Of one engine. Calls block, as the engine's do: `RemoteWorkers.submit`. Thread-safe."""
+    """One engine's. Calls block, as the engine's do: `RemoteWorkers.submit`. Thread-safe."""
 
     def __init__(self, engine: RemoteEngine, clock: Clock, randomness: Callable[[int], bytes]) -> None:
         self._engine = engine
         self._clock = clock
         self._randomness = randomness
         self._lock = threading.Lock()
-        self._replaced = 0  # how often; what was read before the last time is not kept
-        self._read: OrderedDict[bytes, tuple[float, bytes]] = OrderedDict()  # by name; the one used last is the last
+        self._replaced = 0  # times; reads from before the last one are not cached
+        self._read: OrderedDict[bytes, tuple[float, bytes]] = OrderedDict()  # by name; last used at the end
 
     def of(self, tenant: bytes, namespace: bytes, deadline: float = inf) -> bytes:
         """The salt for `remote_key`. Raises `RemoteFault`."""
@@ -52,7 +52,7 @@ class NamespaceSalts:
         with self._lock:
             self._replaced += 1
             self._read.pop(name, None)
-        with suppress(NoSalt):  # there is none, and the next one is another
+        with suppress(NoSalt):  # there is none, and the next will differ
             self._salt(name, deadline)
 
     def _salt(self, name: bytes, deadline: float) -> bytes:

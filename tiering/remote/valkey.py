@@ -1,13 +1,13 @@
-"""Valkey or Redis as a remote engine: one server, by RESP of our own, over TCP, a UNIX socket or TLS.
+"""Valkey or Redis as a remote engine: one server, with our own RESP, over TCP, a UNIX socket or TLS.
 
-The five verbs are GET, SET NX, EXISTS and DEL, so there is no client library: its packers cost most of the bandwidth,
-and its retries, pools and threads have deadlines of their own. A server of a cluster is refused: redirections are not
-followed. A connection greets with HELLO, which authenticates it; it is kept while everything on it went well, and what
-cannot be read off it at once on the next use shows that it is in step.
+The verbs are GET, SET NX, EXISTS and DEL, so there is no client library: its packers cost most of the bandwidth, and
+its retries, pools and threads have their own deadlines. A server of a cluster is refused: redirections are not
+followed. A connection begins with HELLO, which authenticates it; it is kept as long as everything on it succeeded, and
+on the next use unread bytes show that it is out of step.
 
-TLS is Python's `ssl`, which moves 0.15 to 0.35 of what a plain socket does: for servers that demand it. Between hosts
-that trust their network, or through a proxy in the kernel or the mesh, a plain socket is the better one; frames bear a
-MAC and digests on any.
+TLS is Python's `ssl`, which reaches 0.15 to 0.35 of a plain socket: for servers that demand it. Between hosts that
+trust their network, or through a proxy in the kernel or the mesh, a plain socket is better; frames bear a MAC and
+digests on any.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from tiering.remote.driver import RemoteFault, RemoteTimedOut, RemoteUnreachable
 from tiering.remote.resp import ErrorReply, Piece, Reply, RespConnection, RespFault, command, set_command
 
 CALL_SECONDS, CONNECT_SECONDS = 2.0, 0.5
-"""Of a call, whatever its deadline; of a connection until it is authenticated."""
+"""Limit of a call, whatever its deadline; and of connecting and authenticating."""
 COMMANDS_AT_ONCE = 256
 MOST_IDLE = 16
-"""Connections that are kept for later."""
+"""Connections kept for later."""
 DEFAULT_PORT, DEFAULT_USER, CLIENT_NAME = 6379, "default", b"kvstore"
 RULES = "~kvf:* -@all +get +set +del +exists +ping +hello +client|setname"
-"""Of an access list that suffices."""
+"""An access list that suffices."""
 _SCHEMES = {"valkey": False, "redis": False, "valkeys": True, "rediss": True}
 _ALLOWED = "valkey://[USER@]HOST[:PORT], valkeys://[USER@]HOST[:PORT][?ca=FILE] for TLS, or valkey+unix:PATH"
 _CLUSTER = "is one of a cluster, whose redirections are not followed; name a server, or a proxy, that has all keys"
@@ -57,7 +57,8 @@ _MEANINGS = {
 
 @dataclass(frozen=True, slots=True)
 class ValkeyAddress:
-    """Where a server is. path: of its UNIX socket, or empty. ca: file of certificates to trust, or the system's."""
+    """A server's address. path: of its UNIX socket, or empty. ca: file of certificates to trust; empty for the
+    system's."""
 
     host: str = ""
     port: int = DEFAULT_PORT
@@ -78,7 +79,7 @@ class ValkeyAddress:
         try:
             parts = urlsplit(url)
             host, port, user = parts.hostname, parts.port, unquote(parts.username or "")
-            (host or "").encode("idna")  # as a connection will; a host that no name can be is said here
+            (host or "").encode("idna")  # as connecting will: reports an impossible host here
         except ValueError as error:
             raise ValueError(f"{error} in {scheme}://...; allowed is {_ALLOWED}") from None
         if parts.password is not None:
@@ -103,7 +104,7 @@ def _ca(parts: SplitResult, is_tls: bool) -> str:
 
 
 class _NoRoom(Exception):
-    """Of the server, for a write."""
+    """The server has no room for a write."""
 
 
 def _no_password() -> bytes:
@@ -121,8 +122,8 @@ class ValkeyEngine:
         call_seconds: float = CALL_SECONDS,
         connect_seconds: float = CONNECT_SECONDS,
     ) -> None:
-        """password: asked for with each connection, so that a new one is used from then on. Raises OSError where the
-        file of certificates cannot be read."""
+        """password: called for each connection, so that a new one takes effect. Raises OSError if the file of
+        certificates cannot be read."""
         self.name = str(address)
         self._address = address
         self._clock = clock
@@ -131,12 +132,12 @@ class ValkeyEngine:
         self._connect_seconds = connect_seconds
         self._tls = ssl.create_default_context(cafile=address.ca or None) if address.is_tls else None
         self._lock = threading.Lock()
-        self._idle: list[RespConnection] = []  # the one used last is the last
+        self._idle: list[RespConnection] = []  # last used at the end
         self._lent: set[RespConnection] = set()
         self._is_closed = False
 
     def exists(self, keys: Sequence[bytes], deadline: float = inf) -> list[bool]:
-        """As in the contract: many commands on the way at a time."""
+        """Pipelines the commands."""
         found: list[bool] = []
         deadline = self._bounded(deadline)
         with self._connection(deadline) as one:
@@ -147,7 +148,6 @@ class ValkeyEngine:
         return found
 
     def read(self, key: bytes, slot: memoryview, deadline: float = inf) -> bool:
-        """As in the contract."""
         deadline = self._bounded(deadline)
         with self._connection(deadline) as one:
             one.send([command(b"GET", key)], deadline)
@@ -156,7 +156,7 @@ class ValkeyEngine:
     def write(
         self, key: bytes, header: bytes | memoryview, payload: bytes | memoryview, ttl_ms: int, deadline: float = inf
     ) -> bool:
-        """As in the contract. A value that is there already was sent in vain: ask `exists` before."""
+        """Sends a value even if it exists already: ask `exists` before."""
         pieces: list[Piece] = [memoryview(header).cast("B"), memoryview(payload).cast("B")]
         deadline = self._bounded(deadline)
         try:
@@ -169,7 +169,6 @@ class ValkeyEngine:
         return True
 
     def delete(self, keys: Sequence[bytes], deadline: float = inf) -> int:
-        """As in the contract."""
         gone = 0
         deadline = self._bounded(deadline)
         with self._connection(deadline) as one:
@@ -180,7 +179,6 @@ class ValkeyEngine:
         return gone
 
     def close(self) -> None:
-        """As in the contract."""
         with self._lock:
             self._is_closed = True
             idle, self._idle = self._idle, []
@@ -196,7 +194,7 @@ class ValkeyEngine:
 
     @contextmanager
     def _connection(self, deadline: float) -> Iterator[RespConnection]:
-        """One that is in step, and is kept only where nothing went wrong on it."""
+        """A connection in step; kept afterwards only if nothing failed on it."""
         one = None
         is_whole = False
         try:

@@ -5,13 +5,13 @@
        |         +----> ABANDONED > RETURNED           at the deadline: the caller goes on; the call still runs
        +--------------------------> RETURNED           withdrawn at the deadline, or refused: it never ran
 
-**What was lent to a call** (a slot, a payload) is the engine's until `on_return`, which is called once, whatever
-becomes of the call, and from then on never. A caller that was told of a deadline therefore keeps the slot aside until
-then: an abandoned call may still be writing into it.
+**What was lent to a call** (a slot, a payload) is the engine's until `on_return`, which is called exactly once whatever
+happens to the call, and never after. A caller whose call passed its deadline therefore keeps the slot aside until then:
+an abandoned call may still be writing into it.
 
-An abandoned call keeps its thread. Another one takes its place, up to a bound; beyond it calls are refused as busy. A
-thread that comes back where there are enough ends. The engine's own deadline is the call's, so that most late calls
-end by themselves right at it; abandoning is for those that do not.
+An abandoned call keeps its thread. Another thread replaces it, up to a bound; beyond it calls are refused as busy. A
+thread that returns when there are enough ends. The engine's own deadline is the call's, so most late calls end by
+themselves right at it; abandoning is for those that do not.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ THREADS, MOST_ABANDONED, MOST_WAITING = 4, 8, 256
 GRACE_SECONDS = 0.01
 """After the deadline, in which an engine that obeys it ends the call by itself."""
 SHORTEST_SECONDS = 0.01
-"""A call that had less says nothing of the engine: any machine lets a thread wait for so long."""
+"""A call with less time says nothing about the engine: any machine lets a thread wait for that long."""
 PROBE_SECONDS = 1.0
 
 T = TypeVar("T")
@@ -50,8 +50,6 @@ def _nothing() -> None:
 
 
 class CallState(Enum):
-    """See above."""
-
     WAITING = auto()
     RUNNING = auto()
     ABANDONED = auto()
@@ -76,17 +74,17 @@ class RemoteCall(Generic[T]):
         self._fault: RemoteFault | None = None
 
     def result(self) -> T:
-        """Waits for it, a little longer than to its deadline. Raises `RemoteFault`: `RemoteTimedOut` of a call that is
-        abandoned now, `RemoteBusy` of one that never ran."""
+        """Wait a little longer than to the deadline. Raises `RemoteFault`: `RemoteTimedOut` if the call is abandoned
+        now, `RemoteBusy` if it never ran."""
         if not self._settled.wait(self._workers.seconds_left(self)):
             self._workers.give_up(self)
-            self._settled.wait()  # for what was on its way already
+            self._settled.wait()  # for a result that was on its way
         if self._fault is not None:
             raise self._fault
         return self._value  # type: ignore[return-value]
 
     def settle(self, value: T | None, fault: RemoteFault | None) -> None:
-        """By the workers: what the caller is told. The first time counts."""
+        """The workers set the caller's result. The first time counts."""
         if not self._settled.is_set():
             self._value, self._fault = value, fault
             self._settled.set()
@@ -94,8 +92,8 @@ class RemoteCall(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class RemoteFigures:
-    """Of an engine. state: `up`, or `open` (its breaker). failures: calls since the start that failed or were late.
-    detail: the last fault, while it counts."""
+    """Status of an engine. state: `up`, or `open` (its breaker). failures: calls since the start that failed or were
+    late. detail: the last fault, while it counts."""
 
     state: str
     failures: int
@@ -113,7 +111,7 @@ class RemoteWorkers:
         most_abandoned: int = MOST_ABANDONED,
         most_waiting: int = MOST_WAITING,
     ) -> None:
-        """most_abandoned: calls that may hang beside `threads` that work. Threads start with the calls."""
+        """most_abandoned: calls that may hang besides `threads` that work. Threads start with the calls."""
         self._engine = engine
         self._clock = clock
         self._most_serving = threads
@@ -156,9 +154,9 @@ class RemoteWorkers:
         return self.submit(lambda: self._engine.delete(keys, deadline), deadline)
 
     def submit(self, work: Callable[[], T], deadline: float, on_return: Callable[[], None] = _nothing) -> RemoteCall[T]:
-        """Any work with the engine that raises `RemoteFault` alone. Returns at once.
+        """Any work with the engine that raises only `RemoteFault`. Returns at once.
 
-        deadline: monotonic seconds. on_return: see above; from any thread, must be quick and never raise.
+        deadline: monotonic seconds. on_return: see above; called from any thread, must be quick and never raise.
         """
         call = RemoteCall(self, work, deadline, on_return)
         with self._lock:
@@ -172,18 +170,17 @@ class RemoteWorkers:
         return call
 
     def figures(self) -> RemoteFigures:
-        """As of now."""
         with self._lock:
             self._abandon_late(self._clock.monotonic_seconds())
             return RemoteFigures("open" if self._breaker.is_open else "up", self._failures, self._breaker.why)
 
     @property
     def is_open(self) -> bool:
-        """Whether calls are misses at once: the engine failed, and no probe went well since."""
+        """Whether calls are misses at once: the engine failed, and no probe has succeeded since."""
         return self._breaker.is_open
 
     def close(self) -> None:
-        """The engine, too. Calls that wait are refused; those under way end soon, or are abandoned."""
+        """Close the engine too. Waiting calls are refused; running ones end soon, or are abandoned."""
         with self._lock:
             self._is_closed = True
             waiting, self._waiting = list(self._waiting), deque()
@@ -195,12 +192,12 @@ class RemoteWorkers:
     # --- of calls ---
 
     def seconds_left(self, call: RemoteCall[Any]) -> float:
-        """For which its caller waits."""
+        """How long its caller waits."""
         left = call.deadline + GRACE_SECONDS - self._clock.monotonic_seconds()
         return min(max(0.0, left), threading.TIMEOUT_MAX)
 
     def give_up(self, call: RemoteCall[Any]) -> None:
-        """Its caller waits no longer."""
+        """Its caller stops waiting."""
         with self._lock:
             is_withdrawn = call.state is CallState.WAITING and call in self._waiting
             if is_withdrawn:
@@ -244,7 +241,7 @@ class RemoteWorkers:
             self._breaker.probed(now, str(fault))
 
     def _abandon_late(self, now: float) -> None:
-        """Also those for whose result no caller waits."""
+        """Also those whose result no caller waits for."""
         for call in [one for one in self._running if one.deadline + GRACE_SECONDS <= now]:
             self._abandon(call, now)
 
@@ -257,7 +254,7 @@ class RemoteWorkers:
         call.settle(None, fault)
 
     def _judge(self, call: RemoteCall[Any], fault: RemoteFault | None, now: float) -> None:
-        """What it says of the engine."""
+        """Record what the call says about the engine."""
         if call.is_probe:
             self._breaker.probed(now, "" if fault is None else str(fault))
         elif fault is None:
@@ -275,7 +272,7 @@ class RemoteWorkers:
             self._run(call)
 
     def _next(self) -> RemoteCall[Any] | None:
-        """The next call to run; None: there are threads enough without this one."""
+        """The next call to run; None: there are enough threads without this one."""
         with self._lock:
             while not self._waiting:
                 if self._is_closed or self._threads - self._abandoned > self._most_serving:
@@ -312,7 +309,7 @@ class RemoteWorkers:
             self._end(call, value, fault)
 
     def _end(self, call: RemoteCall[Any], value: Any, fault: RemoteFault | None) -> None:
-        """It returned, or never ran: what was lent comes back before its caller knows."""
+        """The call returned, or never ran: what was lent comes back before its caller knows."""
         call.work = None  # it may hold the slot
         call.on_return()
         call.settle(value, fault)

@@ -1,7 +1,7 @@
-"""What is written to a remote engine, and when: the policy, and the queue that a background writer takes from.
+"""What is written to a remote engine, and when: the policy, and the background writer's queue.
 
-`all`: every block that was stored. `learned`: blocks that were used again (a second use), and those that a ttl or a
-priority retains. `none`: nothing; the engine is read alone. Pure: times come in. One thread.
+`all`: every stored block. `learned`: blocks that were used again (a second use), and those that a ttl or a priority
+retains. `none`: nothing; the engine is only read. Pure: times come in. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 MOST_QUEUED = 4096
 NO_ROOM_SECONDS = 1.0
 BURST_SECONDS = 0.1
-"""Of the rate, that may leave at once."""
+"""This much of the rate may leave at once."""
 LEARNED_USES = 2
 
 
@@ -34,10 +34,10 @@ Block = TypeVar("Block", bound=Hashable)
 
 
 class WriteQueue(Generic[Block]):
-    """Blocks that are to be written, oldest first; each once. A full queue loses its oldest, and counts them."""
+    """Blocks to write, oldest first; each once. A full queue drops its oldest, and counts them."""
 
     def __init__(self, most: int = MOST_QUEUED, bytes_per_second: float = 0.0) -> None:
-        """bytes_per_second: of the link, at most, over any second; 0 for no limit."""
+        """bytes_per_second: limit over any second; 0 for none."""
         self.dropped = 0
         self._most = most
         self._rate = bytes_per_second
@@ -48,18 +48,17 @@ class WriteQueue(Generic[Block]):
         return len(self._queue)
 
     def offer(self, block: Block, size: int) -> None:
-        """size: in bytes."""
         if block not in self._queue and len(self._queue) >= self._most:
             self._queue.popitem(last=False)
             self.dropped += 1
         self._queue.setdefault(block, size)
 
     def forget(self, block: Block) -> None:
-        """It is to be written no more: it was evicted, or dropped."""
+        """The block was evicted or dropped: do not write it."""
         self._queue.pop(block, None)
 
     def take(self, now: float) -> Block | None:
-        """The next one to write now."""
+        """The next block to write now."""
         if not self._queue or now < self._next_at:
             return None
         block, size = self._queue.popitem(last=False)
@@ -68,9 +67,9 @@ class WriteQueue(Generic[Block]):
         return block
 
     def seconds_until_next(self, now: float) -> float | None:
-        """After which `take` has one; None where it waits for an offer."""
+        """Until `take` has one; None if the queue is empty."""
         return max(0.0, self._next_at - now) if self._queue else None
 
     def no_room(self, now: float) -> None:
-        """The engine had none: nothing is sent to it for a while."""
+        """The engine had no room: pause."""
         self._next_at = max(self._next_at, now + NO_ROOM_SECONDS)

@@ -1,8 +1,8 @@
 """Rows of `benches.py kernels`: what running streams notice of loads and saves beside them.
 
-A Llama with random weights decodes eight streams, token by token, through transformers and the adapter's buffers, as
-`PrefixCache` does. Before each step the engine's thread begins new transfers, so that two of each direction are under
-way, and what that takes counts as part of the step. With nothing beside and with transfers take turns, lap by lap.
+A Llama with random weights decodes eight streams token by token through transformers and the adapter's buffers, as
+`PrefixCache` does. Before each step the engine's thread starts new transfers to keep two in flight per direction; that
+time counts as part of the step. Laps without and with transfers take turns.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ ALONE = "nothing"
 BESIDE = (ALONE, LOAD, SAVE, BOTH)
 UNDER_WAY = 2
 MOST_SLOWDOWN = 1.05
-"""Of the median step, on a GPU, beside loads."""
+"""Of the median step beside loads, on a GPU."""
 
 
 class Streams:
-    """Eight prompts of equal length whose KV is there, to be decoded from the same place again and again."""
+    """Eight prompts of equal length with their KV, decoded from the same place each lap."""
 
     def __init__(self, model_shape: str, streams: int, context: int, steps: int, device: torch.device) -> None:
         model = build(model_shape, device, context + steps)
@@ -52,13 +52,13 @@ class Streams:
             start = perf_counter()
             beside.keep_going()
             newest = self._call(newest, cache).argmax(-1, keepdim=True)
-            newest.tolist()  # an engine hands its tokens out
+            newest.tolist()  # as an engine hands tokens out
             times.append(perf_counter() - start)
         return times
 
 
 class BesideTransfers:
-    """Transfers that are kept under way, in one direction or both; none where `direction` is `nothing`."""
+    """Keeps transfers in flight, in one direction or both; none if `direction` is `nothing`."""
 
     def __init__(self, transfers: Transfers, direction: str) -> None:
         self._transfers = transfers
@@ -67,7 +67,7 @@ class BesideTransfers:
         self.finished = 0
 
     def keep_going(self) -> None:
-        """Begin new ones for those that have ended."""
+        """Start a transfer for each that ended."""
         for direction, under_way in self._under_way.items():
             ended = [transfer for transfer in under_way if transfer.is_done()]
             for transfer in ended:
@@ -78,7 +78,7 @@ class BesideTransfers:
                 under_way.extend(self._transfers.start(direction))
 
     def drain(self) -> None:
-        """Wait for the last ones."""
+        """Wait for all in flight."""
         for under_way in self._under_way.values():
             while under_way:
                 finish(under_way.pop(0))

@@ -1,7 +1,7 @@
 """Rows of `benches.py kernels`: pages to payloads and back beside a plain copy on the device.
 
-The limit is a copy from one buffer to another one on the same device, in the same run, right before and after each
-turn. Both are counted in bytes read and written: a kernel that quantizes reads 16 bits and writes 8.
+The limit is a copy between two buffers of the device in the same run, right before and after each turn. Both count
+bytes read and written: a kernel that quantizes reads 16 bits and writes 8.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from kvstore.bench.rig import BlockShape
 from kvstore.bench.row import Row, Target, rate_row
 
 TARGETS = {"gather_quantize": 0.70, "dequantize_scatter": 0.70}
-"""Share of the copy's bytes per second, on a GPU, from `TARGETED_BYTES` of KV on."""
+"""Share of the copy's byte rate, on a GPU, from `TARGETED_BYTES` of KV on."""
 TARGETED_BYTES = 256 << 20
 DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class _Contender:
-    """launch: one call. bytes_moved: by it. check: whether it wrote what the twin writes."""
+    """launch: one call. bytes_moved: per call. check: whether it wrote what the twin writes."""
 
     kernel: str
     codec: str
@@ -94,7 +94,7 @@ def measure(
 def _contenders(
     shape: BlockShape, codec: str, pool: PagedPool, target: PagedPool, device: torch.device, route: Route
 ) -> Iterator[_Contender]:
-    """Saving first: what is loaded is what it wrote."""
+    """Saving kernels first: the loading ones read their output."""
     table, blocks = pool.table, len(pool.table)
     payloads = new_payloads(shape, codec, blocks, device)
     raw, small = blocks * shape.payload_bytes, blocks * payload_bytes(shape, codec)

@@ -4,8 +4,8 @@
     transfers  loads and saves of whole frames, beside a copy of pinned memory           (`transfer_rows`)
     decode     the steps of running streams, without and with transfers beside them      (`decode_rows`)
 
-Written for one GPU. On a CPU it runs the same code on small shapes, with plain torch in place of the kernels and a
-device that does everything at once: that shows that it runs, and its figures say nothing.
+Written for one GPU. On a CPU the same code runs on small shapes, with plain torch in place of the kernels and a
+synchronous device: that shows that it runs, and its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -34,10 +34,9 @@ KERNELS, TRANSFERS, DECODE = STAGES = ("kernels", "transfers", "decode")
 
 @dataclass(frozen=True, slots=True)
 class KernelsOptions:
-    """shape: of a block. kv_bytes: sizes of KV for the kernels. transfer_bytes: of KV in one load or save.
-    segment_bytes: of a staging segment. laps: turns of each. route: triton or twins; by the device if not given.
-    model: whose streams decode, `streams` of them behind `context_tokens`, in `decode_laps` laps of `steps` steps.
-    """
+    """shape: of a block. kv_bytes: sizes of KV for the kernels. transfer_bytes: KV per load or save. segment_bytes: of
+    a staging segment. laps: turns of each. route: triton or twins; None to choose by device. model: decodes `streams`
+    streams behind `context_tokens`, in `decode_laps` laps of `steps` steps."""
 
     shape: BlockShape = field(default_factory=lambda: BlockShape(32, 64))
     page_tokens: int = 16
@@ -64,12 +63,12 @@ SMALL = KernelsOptions(
     decode_laps=2,
     steps=4,
 )
-"""What a CPU does in seconds."""
+"""Takes seconds on a CPU."""
 
 
 @dataclass
 class KernelsResult:
-    """All rows, and under which conditions they were taken. faults: what failed, one line each."""
+    """All rows and their conditions. faults: what failed, one line each."""
 
     options: KernelsOptions
     device: torch.device
@@ -115,7 +114,7 @@ def run(
     device: str | None = None,
     stages: Sequence[str] = (),
 ) -> KernelsResult:
-    """Measure all stages, or those given. Raises `BadInput` where there is no such device, or a size has no block."""
+    """Measure the given stages, or all. Raises `BadInput` for a missing device, or a size without a whole block."""
     chosen = device_named(device)
     options = options or (KernelsOptions() if chosen.type == "cuda" else SMALL)
     wanted = _checked(options, stages)
@@ -222,8 +221,8 @@ def options_for(
     sizes: Sequence[str] = (),
     laps: int | None = None,
 ) -> KernelsOptions:
-    """The device's usual options, with what was given in place. shape: fields of a block's shape by name. sizes: of KV
-    as people write them; the largest is that of transfers as well. Raises `BadInput`."""
+    """The device's default options, with what was given in their place. shape: fields of a block's shape by name.
+    sizes: of KV as people write them; the largest is also the transfers'. Raises `BadInput`."""
     usual = KernelsOptions() if device_named(device).type == "cuda" else SMALL
     given: dict[str, Any] = {"page_tokens": page_tokens, "laps": laps}
     given["shape"] = replace(usual.shape, **{name: number for name, number in shape.items() if number is not None})
@@ -235,7 +234,7 @@ def options_for(
 
 @contextmanager
 def _noting(faults: list[str], stage: str) -> Iterator[None]:
-    """A stage that fails is one line, and the next one is measured."""
+    """Turn a failing stage into one line, so that the next is measured."""
     try:
         yield
     except BadInput:

@@ -1,8 +1,7 @@
-"""The device that a bench runs on: which it is, how long work on it takes, and what its copies reach.
+"""The device that a bench runs on: its name, the time of work on it, and the rates of its copies.
 
-Work on a GPU is timed by events, several calls between two of them, behind copies that keep the GPU busy until the host
-has put all of it in; where the host was not done in time, the figure is the host's and is marked so. Data are random:
-a GPU multiplies zeros faster.
+Work on a GPU is timed by events around several calls, behind copies that keep the GPU busy until the host has queued
+all of it; if the host was too slow, the figure is marked as the host's. Data are random: a GPU multiplies zeros faster.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from kvstore.block.errors import BadInput
 CUDA, CPU = DEVICES = ("cuda", "cpu")
 
 CALLS = 8
-"""Of the work between two events."""
+"""Calls between two events."""
 
 PLUG_BYTES, PLUG_COPIES = 256 << 20, 24
 """Copies before the first event: some 3 ms of a GPU that moves 4 TB/s."""
 
 
 def device_named(given: str | None) -> torch.device:
-    """cuda or cpu; a GPU where there is one if nothing is given. Raises `BadInput` where there is none."""
+    """cuda or cpu; None for a GPU if there is one. Raises `BadInput` if it is missing."""
     there = torch.cuda.is_available()
     if given is None:
         return torch.device(CUDA, 0) if there else torch.device(CPU)
@@ -44,17 +43,17 @@ def device_named(given: str | None) -> torch.device:
 
 
 def transfer_device(device: torch.device) -> Device:
-    """What loads and saves run on."""
+    """The device that loads and saves run on."""
     return CudaDevice(device.index or 0) if device.type == CUDA else AtOnceDevice()
 
 
 def near_cpus(device: torch.device) -> frozenset[int]:
-    """CPUs next to the GPU; empty where that is not known."""
+    """CPUs next to the GPU; empty if unknown."""
     return local_cpus(device.index or 0) if device.type == CUDA else frozenset()
 
 
 def give_memory_back(device: torch.device) -> None:
-    """What torch keeps for itself. Raises RuntimeError where the GPU has failed before."""
+    """Free torch's cached memory. Raises RuntimeError if the GPU has failed before."""
     gc.collect()
     if device.type == CUDA:
         torch.cuda.synchronize(device)
@@ -62,7 +61,7 @@ def give_memory_back(device: torch.device) -> None:
 
 
 def describe(device: torch.device) -> dict[str, object]:
-    """For `--json`: the device's name and memory, and the versions of what runs on it."""
+    """Name and memory of the device, and versions of what runs on it."""
     facts: dict[str, object] = {"type": device.type, "name": "cpu", "torch": torch.__version__}
     if device.type == CUDA:
         properties = torch.cuda.get_device_properties(device)
@@ -81,7 +80,7 @@ def describe(device: torch.device) -> dict[str, object]:
 
 
 class Timed(Protocol):
-    """A turn, see `measure.Turn`; `is_late`: of each turn so far, whether the host was slower than the device."""
+    """A turn, see `measure.Turn`. `is_late`: for each turn so far, whether the host was slower than the device."""
 
     is_late: list[bool]
 
@@ -94,7 +93,7 @@ class DeviceTimer(Protocol):
     def timed(self, work: Callable[[], object]) -> Timed: ...
 
     def wait(self) -> None:
-        """Until the device is idle."""
+        """Wait until the device is idle."""
         ...
 
 
@@ -109,8 +108,7 @@ class HostTimer:
     def timed(self, work: Callable[[], object]) -> Timed:
         return _OnHost(work)
 
-    def wait(self) -> None:
-        """Calls return when they are done."""
+    def wait(self) -> None: ...
 
 
 class CudaTimer:
@@ -169,23 +167,21 @@ class _OnCuda:
 
 
 class DoneEvent:
-    """What it recorded was done before."""
+    """Always complete."""
 
     def is_done(self) -> bool:
         return True
 
-    def wait(self) -> None:
-        """Nothing is left to wait for."""
+    def wait(self) -> None: ...
 
 
 class AtOnceStream:
-    """Does what is put in on the calling thread."""
+    """Runs each operation in the calling thread."""
 
     def record(self) -> DoneEvent:
         return DoneEvent()
 
-    def wait(self, event: Event) -> None:
-        """Everything before is done."""
+    def wait(self, event: Event) -> None: ...
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         for target, source in zip(targets, sources, strict=True):
@@ -196,7 +192,7 @@ class AtOnceStream:
 
 
 class AtOnceHost:
-    """All host memory can be reached."""
+    """All host memory is reachable."""
 
     def pinned(self, size_bytes: int) -> torch.Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8)
@@ -204,8 +200,7 @@ class AtOnceHost:
     def register(self, address: int, size_bytes: int, *, writable: bool) -> str:
         return ""
 
-    def unregister(self, address: int) -> None:
-        """Nothing was locked."""
+    def unregister(self, address: int) -> None: ...
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         for target, source in zip(targets, sources, strict=True):
@@ -213,8 +208,6 @@ class AtOnceHost:
 
 
 class AtOnceDevice:
-    """The CPU as a device of its own."""
-
     def __init__(self) -> None:
         self._host = AtOnceHost()
         self._stream = AtOnceStream()

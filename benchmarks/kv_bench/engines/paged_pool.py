@@ -1,8 +1,7 @@
 """An engine's paged pools on a device, and the kernels that move blocks between them and payloads.
 
-Two routes with the same signatures and the same bits: the triton kernels, which need a GPU or triton's interpreter, and
-their twins in plain torch. What a kernel of one route wrote is checked by letting the twin write the same on top: every
-bit must be there already.
+Two routes with the same signatures and the same bits: triton kernels, which need a GPU or triton's interpreter, and
+their twins in plain torch. To check a kernel's output the twin writes on top of it: every bit must already be there.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ CODECS = (RAW, KC64, TH)
 TRITON, TWINS = ROUTES = ("triton", "twins")
 HEADER = HEADER_BYTES
 FAILURES: tuple[type[Exception], ...] = (RuntimeError, OSError, ValueError, *_COMPILER_ERRORS)
-"""What work on a device can raise: of torch and CUDA (out of memory among them), of the system, of triton."""
+"""What work on a device can raise: by torch and CUDA (out of memory included), the system, triton."""
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The kernels, called as those of `kv_kernels` are; digest_keys: what `digest` wants as its last argument."""
+    """The kernels, called as those of `kv_kernels`; digest_keys: last argument of `digest`."""
 
     name: str
     gather: Callable[..., None]
@@ -51,7 +50,7 @@ class Route:
     digest_keys: Callable[[torch.device], torch.Tensor]
 
     def save(self, pools: PoolTable, codec: str, table: torch.Tensor, payloads: torch.Tensor, at: int) -> torch.Tensor:
-        """Pages into payloads; returns the status of each block, int32."""
+        """Pages into payloads; returns each block's status, int32."""
         status = torch.zeros(len(table), dtype=torch.int32, device=payloads.device)
         self.saver(pools, codec, table, payloads, at, status)()
         return status
@@ -59,7 +58,7 @@ class Route:
     def saver(
         self, pools: PoolTable, codec: str, table: torch.Tensor, payloads: torch.Tensor, at: int, status: torch.Tensor
     ) -> Callable[[], None]:
-        """The same as a call that only launches."""
+        """As `save`, as a call that only launches."""
         if codec == RAW:
             return lambda: self.gather(pools, table, payloads, at)
         return lambda: self.gather_quantize(pools, codec, table, payloads, status, at)
@@ -74,7 +73,7 @@ class Route:
 
 
 def route_named(given: str | None, device: torch.device) -> Route:
-    """triton on a GPU and the twins on a CPU if nothing is given. Raises `BadInput` where triton is absent."""
+    """None: triton on a GPU, the twins on a CPU. Raises `BadInput` if triton is missing."""
     name = given or (TRITON if device.type == "cuda" else TWINS)
     if name not in ROUTES:
         raise BadInput(f"route={name!r}; allowed: {', '.join(ROUTES)}, or leave it out")
@@ -94,7 +93,6 @@ def route_named(given: str | None, device: torch.device) -> Route:
 
 
 def told(error: BaseException) -> str:
-    """An error in one line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else 'no more is known'}"
 
@@ -120,7 +118,7 @@ _TWINS = Route(
 
 
 class PagedPool:
-    """K and V of every layer, [pages, page_tokens, heads, width] in bfloat16, full of random numbers.
+    """K and V of every layer, [pages, page_tokens, heads, width] in bfloat16, random.
 
     table: int64 [blocks, pages of a block], a permutation of all pages.
     """
@@ -142,7 +140,7 @@ class PagedPool:
         self.table = order.view(blocks, -1).to(device)
 
     def first_block(self, table: torch.Tensor) -> torch.Tensor:
-        """The bits of the block that the first row of `table` names."""
+        """The bits of the block in the first row of `table`."""
         rows = [plane[table[0]].view(torch.int16).flatten() for layer in self.planes for plane in layer]
         return torch.cat(rows)
 
@@ -159,14 +157,14 @@ def new_payloads(shape: BlockShape, codec: str, blocks: int, device: torch.devic
 
 
 def is_saved(pool: PagedPool, codec: str, table: torch.Tensor, row: torch.Tensor, at: int) -> bool:
-    """Whether a payload, uint8 [1, bytes], is the one that the twin makes of the first block of `table`."""
+    """Whether a payload, uint8 [1, bytes], equals the twin's of the first block of `table`."""
     before = row.clone()
     _TWINS.save(pool.pools, codec, table[:1], row, at)
     return torch.equal(before, row)
 
 
 def is_loaded(pool: PagedPool, codec: str, table: torch.Tensor, row: torch.Tensor, at: int) -> bool:
-    """Whether the first block of `table` has what the twin makes of its payload, uint8 [1, bytes]."""
+    """Whether the first block of `table` equals what the twin makes of its payload, uint8 [1, bytes]."""
     before = pool.first_block(table)
     _TWINS.loader(pool.pools, codec, table[:1], row, at)()
     return torch.equal(before, pool.first_block(table))

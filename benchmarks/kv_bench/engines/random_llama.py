@@ -1,7 +1,7 @@
-"""Llamas with random weights, for timing: what they cost, and what the device could do at most.
+"""Llamas with random weights, for timing: their cost, and what the device could do at most.
 
-The weights say nothing of quality: errors of a codec look several times smaller than with trained ones. They are drawn
-on the device itself, at random and not zeros, which a GPU would multiply faster.
+Random weights say nothing of quality: a codec's errors look several times smaller than with trained ones. They are
+drawn on the device, and not zeros, which a GPU would multiply faster.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ _SHAPES: dict[str, dict[str, Any]] = {
 }
 ROPE_THETA = 5e5
 NOT_LINEAR = ("embed_tokens", "lm_head")
-"""Parameters that a prompt's token does not multiply with: the logits of the last one alone are computed."""
+"""Parameters that most prompt tokens skip: only the last token's logits are computed."""
 
 PRODUCT_WIDTH = {"cuda": 8192, "cpu": 512}
 PRODUCTS = 10
 
 
 def weights_bytes(shape: str) -> int:
-    """In bfloat16, and a tenth more. Raises `BadInput` for a shape that is not known."""
+    """In bfloat16, plus a tenth. Raises `BadInput` for an unknown shape."""
     return int(2.2 * sum(parameter.numel() for parameter in outline(shape).parameters()))
 
 
 def outline(shape: str) -> Any:
-    """A model of that shape without weights: to be counted, and not to run. Raises `BadInput`."""
+    """The model without weights, for counting. Raises `BadInput`."""
     if shape not in SHAPES:
         raise BadInput(f"shape={shape!r}; allowed: {', '.join(SHAPES)}")
     with torch.device("meta"):
@@ -67,8 +67,8 @@ def outline(shape: str) -> Any:
 
 
 def build(shape: str, device: torch.device, positions: int) -> Any:
-    """A model of that shape, ready to run: in bfloat16 on a GPU, in float32 on a CPU. positions: the longest prompt and
-    its answer, in tokens. Torch's global generators are left as they were."""
+    """The model, ready to run: bfloat16 on a GPU, float32 on a CPU. positions: tokens of the longest prompt and answer.
+    Torch's global generators are left as they were."""
     config = LlamaConfig(
         **_SHAPES[shape],
         max_position_embeddings=positions,
@@ -91,8 +91,8 @@ def build(shape: str, device: torch.device, positions: int) -> Any:
 
 
 def prefill_flops(model: Any, tokens: int) -> float:
-    """Of a prompt, causal attention counted by half a square: 2 per linear parameter and token, and 2 per product of
-    a query with half of the keys and of its weights with half of the values."""
+    """Of a prompt, with half of the attention's square (causal): 2 per linear parameter and token, 2 per product of a
+    query with half of the keys, and 2 per product of its weights with half of the values."""
     config = model.config
     linear: int = sum(
         parameter.numel()

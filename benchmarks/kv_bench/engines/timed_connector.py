@@ -1,7 +1,7 @@
-"""Our vLLM connector with a clock on each of its hooks and on each request's look-up.
+"""Our vLLM connector with a clock on each hook and on each request's look-up.
 
-`bench ttft --engine vllm` starts its engines with this subclass: the connector itself stays as it is, and what the
-clocks add is some 0.2 us a call. A hook that calls another one counts once. Both halves have to be in one process.
+`bench ttft --engine vllm` starts its engines with this subclass, so the connector itself stays unchanged; the clocks
+add some 0.2 us per call. A hook that calls another counts once. Both halves have to be in one process.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from kvstore.client.handle import Match
 ON_START_AND_END = frozenset(
     {"register_kv_caches", "get_handshake_metadata", "set_xfer_handshake_metadata", "reset_cache", "shutdown"}
 )
-"""Hooks that no request and no step waits for."""
+"""Hooks outside of requests and steps."""
 WAITS_WHEN_IDLE = frozenset({"get_finished", "get_transfer_results"})
-"""In a step that computes nothing they wait for loads, so that they get the processor: no cost, and not counted."""
+"""In a step that computes nothing these hooks wait for loads to give them the processor; that is not counted."""
 
 
 @dataclass(slots=True)
@@ -38,19 +38,17 @@ class HookTimes:
     depth: int = 0
 
     def add(self, hook: str, seconds: float) -> None:
-        """One call from the engine."""
         self.seconds[hook] = self.seconds.get(hook, 0.0) + seconds
         self.calls[hook] = self.calls.get(hook, 0) + 1
 
     @property
     def total(self) -> float:
-        """Seconds in all hooks."""
         return sum(self.seconds.values())
 
 
 @dataclass(slots=True)
 class LookupTimes:
-    """Of the request that was asked last: moments on the clock, 0 for what did not happen."""
+    """Of the last request asked for: clock times, 0 for what did not happen."""
 
     asked: float = 0.0
     found: float = 0.0
@@ -58,20 +56,19 @@ class LookupTimes:
 
     @property
     def lookup_ms(self) -> float:
-        """From the first token's hash to the store's answer."""
+        """From hashing the first token to the store's answer."""
         return 1e3 * max(0.0, self.found - self.asked)
 
     @property
     def lease_ms(self) -> float:
-        """From there until the blocks are pinned."""
+        """From the answer until the blocks are pinned."""
         return 1e3 * max(0.0, self.leased - self.found) if self.leased else 0.0
 
 
 class TimedLookup(PrefixLookup):
-    """A look-up that notes when it got on."""
+    """A look-up that records its times."""
 
     def __init__(self, times: LookupTimes, *args: Any, **kwargs: Any) -> None:
-        """times: where it is noted."""
         self._times = times
         super().__init__(*args, **kwargs)
 
@@ -97,16 +94,16 @@ class TimedConnector(KvStoreConnector):
         self.is_idle = False
         super().__init__(vllm_config, role, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
-            # The scheduler's half makes its look-ups itself, and this process has no other.
+            # The scheduler makes its own look-ups, and this process has only one scheduler.
             setattr(paged_scheduler, PrefixLookup.__name__, partial(TimedLookup, self.lookup))
 
     def on_new_request(self, request: Any) -> None:
-        """Hashing is part of the look-up."""
+        """The look-up's time includes hashing."""
         self.lookup.asked, self.lookup.found, self.lookup.leased = perf_counter(), 0.0, 0.0
         super().on_new_request(request)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Whether this step computes anything is with its orders."""
+        """The step's plan says whether it computes anything."""
         self.is_idle = isinstance(connector_metadata, StepPlanMetadata) and not connector_metadata.step.number
         super().bind_connector_metadata(connector_metadata)
 
@@ -136,12 +133,12 @@ for _name in HOOKS:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The least that a vLLM connector can do, to measure ours beside it.
+# The cheapest possible vLLM connector, as a baseline for ours.
 #
-# Pages lie in one file of shared memory and are copied whole, by the engine's own thread, before the step that needs
-# them and after the step that made them. There is no checksum, no other process, no lease and no limit but the file's
-# length: what this one takes for an external hit, any connector takes. Blocks are named by vLLM's own hashes and known
-# in this process alone. Must never be used for anything but a bench.
+# Pages lie in one file of shared memory; the engine's thread copies them whole, before the step that needs them and
+# after the step that made them. No checksum, no other process, no lease, no limit but the file's length: any connector
+# takes at least this long for an external hit. Blocks are named by vLLM's own hashes, known in this process only. Only
+# for benches.
 
 
 @dataclass
@@ -153,7 +150,7 @@ class Copies(KVConnectorMetadata):
 
 
 class BareConnector(KVConnectorBase_V1):
-    """Either half. Settings: `path` of the file, `slots` in it; blocks that find no slot are not kept."""
+    """Either half. Settings: `path` of the file, `slots` in it; blocks without a free slot are not kept."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
@@ -170,32 +167,30 @@ class BareConnector(KVConnectorBase_V1):
     # Worker ----------------------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Map a file with as many slots for each layer. Pages are the tensors' first axis."""
+        """Map a file with as many slots for each layer. The tensors' first axis is the page."""
         layers = [tensor.flatten(1).view(torch.uint8) for tensor in kv_caches.values()]
         size = sum(self._slots * layer.shape[1] for layer in layers)
         kept = torch.from_file(self._path, shared=True, size=size, dtype=torch.uint8)
-        kept.zero_()  # every page of the file is there before it is measured
+        kept.zero_()  # touch every page before measuring
         parts = kept.split([self._slots * layer.shape[1] for layer in layers])
         self._planes = [
             (layer, part.view(self._slots, layer.shape[1])) for layer, part in zip(layers, parts, strict=True)
         ]
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """All of it, before the step goes on."""
+        """Copies everything before the step goes on."""
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, Copies)
         for layer, kept in self._planes:
             for page, slot in metadata.loads:
                 layer[page].copy_(kept[slot])
 
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Everything is there already."""
+    def wait_for_layer_load(self, layer_name: str) -> None: ...
 
-    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Pages are saved whole, after the step."""
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None: ...
 
     def wait_for_save(self) -> None:
-        """All of it, before the step is over."""
+        """Copies everything before the step ends."""
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, Copies)
         for layer, kept in self._planes:
@@ -205,11 +200,11 @@ class BareConnector(KVConnectorBase_V1):
     # Scheduler -------------------------------------------------------------------------------------------------------
 
     def on_new_request(self, request: Any) -> None:
-        """Its hashes grow as its tokens do."""
+        """vLLM extends the request's hashes as tokens come."""
         self._requests[request.request_id] = request
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Whole pages behind the engine's own, one token left to compute."""
+        """Whole pages behind the engine's own; one token is left to compute."""
         first, most = num_computed_tokens // self._page_tokens, (request.num_tokens - 1) // self._page_tokens
         stop = self._own_pages[request.request_id] = first
         while stop < min(most, len(request.block_hashes)) and request.block_hashes[stop] in self._kept:
@@ -217,14 +212,13 @@ class BareConnector(KVConnectorBase_V1):
         return (stop - first) * self._page_tokens, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """The request has pages."""
         (table,) = blocks.get_block_ids()
         first = self._own_pages[request.request_id]
         for at in range(first, first + num_external_tokens // self._page_tokens):
             self._next.loads.append((table[at], self._kept[request.block_hashes[at]]))
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """Loads, and every page that is full when this step is over."""
+        """This step's loads, and every page that is full after it."""
         copies, self._next = self._next, Copies()
         new = {one.req_id: one.block_ids for one in scheduler_output.scheduled_new_reqs}
         cached = scheduler_output.scheduled_cached_reqs
@@ -247,7 +241,6 @@ class BareConnector(KVConnectorBase_V1):
         return copies
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Nothing of it is waited for."""
         self._requests.pop(request.request_id, None)
         self._own_pages.pop(request.request_id, None)
         self._tables.pop(request.request_id, None)

@@ -1,8 +1,8 @@
 """Rows of `benches.py kernels`: whole loads and saves beside a plain copy of pinned memory.
 
-A load is `transfer.Loader` from page-locked extents into an engine's pages: copies, kernels, and the worker that sees
-the end; a save is the mirror. The limit is one copy of as many bytes between pinned memory and the device, in the same
-direction, right before and after; for both directions at once it is both copies, on two streams. All by wall time.
+A load is `transfer.Loader` from page-locked extents into an engine's pages: copies, kernels, and the worker that awaits
+the end; a save is the reverse. The limit is one copy of as many bytes between pinned memory and the device in the same
+direction, right before and after; for both directions it is both copies, on two streams. All by wall time.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from tiering.frame import frame_bytes
 
 LOAD, SAVE, BOTH = DIRECTIONS = ("load", "save", "both")
 TARGET = 0.90
-"""Share of the plain copy, on a GPU, from `TARGETED_BYTES` on the wire on."""
+"""Share of the plain copy's rate, on a GPU, from `TARGETED_BYTES` on the wire on."""
 TARGETED_BYTES = 256 << 20
 WAIT_SECONDS = 60.0
 CLOSE_SECONDS = 10.0
 _KEPT: list[Extent] = []
-"""Extents that a transfer may still touch."""
+"""Extents that a failed transfer may still access."""
 
 
 class PagedKernel:
-    """`transfer.PageKernel` over a pool, in one direction: the kernels of a route, with a page table of its own."""
+    """`transfer.PageKernel` over a pool, in one direction: a route's kernels with their own page table."""
 
     def __init__(
         self, pool: PagedPool, slices: Iterable[LayerSlice], route: Route, codec: str, *, is_load: bool
@@ -72,17 +72,17 @@ class PagedKernel:
         return []
 
     def end(self, kernels: Stream) -> None:
-        """Nothing has to be on the host: statuses stay where they are."""
+        """Statuses stay on the device."""
 
 
 class Transfers:
-    """A pool, page-locked frames for all of its blocks, and a loader and a saver between them. A context."""
+    """A pool, page-locked frames for all of its blocks, and a loader and a saver between them. A context manager."""
 
     def __init__(
         self, shape: BlockShape, page_tokens: int, codec: str, kv_bytes: int, layers_at_once: int, segment_bytes: int,
         device: torch.device, route: Route,
     ) -> None:  # fmt: skip
-        """kv_bytes: whole blocks. segment_bytes: of the staging ring, at least; a slice of a frame fits into one."""
+        """kv_bytes: whole blocks. segment_bytes: least size of a staging segment, which fits a slice of a frame."""
         blocks = kv_bytes // shape.payload_bytes
         size = payload_bytes(shape, codec)
         self.codec, self.kv_bytes, self.wire_bytes = codec, blocks * shape.payload_bytes, blocks * size
@@ -119,7 +119,7 @@ class Transfers:
         self._stack.close()
 
     def start(self, direction: str) -> list[Transfer]:
-        """Begin a load, a save, or one of each. Raises RuntimeError where it is refused."""
+        """Start a load, a save, or one of each. Raises RuntimeError if refused."""
         started: list[Transfer | None] = []
         if direction in (LOAD, BOTH):
             started.append(self._nvme_recovery.load(self.slots, self._slices, self._kernels[0], _nothing))
@@ -131,14 +131,14 @@ class Transfers:
         return [transfer for transfer in started if transfer is not None]
 
     def run(self, direction: str) -> list[Transfer]:
-        """Begin and wait. Raises RuntimeError where it fails or takes too long."""
+        """Start and wait. Raises RuntimeError on failure or timeout."""
         transfers = self.start(direction)
         for transfer in transfers:
             finish(transfer)
         return transfers
 
     def check(self) -> bool:
-        """Whether the first block in the pages of a load, and in the frame of a save, is the twins'."""
+        """Whether the first block of a load's pages and of a save's frame equals the twins'."""
         payload = host_tensor(self.slots[0] + HEADER, self._frame_bytes - HEADER).clone()
         row = payload.to(self.pool.table.device)[None]
         table = self.pool.table
@@ -152,7 +152,7 @@ class Transfers:
 
 
 def finish(transfer: Transfer) -> None:
-    """Wait for its end. Raises RuntimeError where it is not a good one."""
+    """Wait for the end. Raises RuntimeError on failure or timeout."""
     if not transfer.wait(WAIT_SECONDS):
         raise RuntimeError(f"a transfer took longer than {WAIT_SECONDS:.0f} seconds")
     if transfer.outcome is not TransferOutcome.DONE:
@@ -160,19 +160,19 @@ def finish(transfer: Transfer) -> None:
 
 
 class PlainCopy:
-    """The limit: one copy of pinned host memory to the device, or back, or both at once."""
+    """The limit: one copy of pinned host memory to the device, back, or both at once."""
 
     def __init__(self, size_bytes: int, device: torch.device, timer: DeviceTimer) -> None:
         is_cuda = device.type == "cuda"
         self._host = [torch.empty(size_bytes, dtype=torch.uint8, pin_memory=is_cuda).random_() for _ in range(2)]
         self._there = [
             torch.empty_like(host, device=device).copy_(host) for host in self._host
-        ]  # also on a CPU another
+        ]  # a copy of its own on a CPU too
         self._streams: list[Any] = [torch.cuda.Stream(device) if is_cuda else None for _ in range(2)]
         self._timer = timer
 
     def run(self, direction: str, size_bytes: int) -> None:
-        """size_bytes: in each direction."""
+        """size_bytes: per direction."""
         if direction in (LOAD, BOTH):
             with self._on(0):
                 self._there[0][:size_bytes].copy_(self._host[0][:size_bytes], non_blocking=True)
@@ -198,7 +198,7 @@ def measure(
             with Transfers(
                 shape, page_tokens, codec, kv_bytes, layers_at_once, segment_bytes, device, route
             ) as transfers:
-                transfers.run(SAVE)  # so that what is loaded are frames
+                transfers.run(SAVE)  # so that loads find frames
                 is_direct = all(transfer.is_direct for transfer in transfers.run(LOAD))
                 timer.wait()
                 matches = transfers.check()
@@ -242,15 +242,14 @@ def _row(
 
 
 def _give_back(extents: PinnedExtents, extent: Extent) -> None:
-    """Where the device has failed, what it still copies is not known: the memory stays until the process ends."""
+    """If the device failed, it may still be copying: then the memory stays until the process ends."""
     if extents.remove(extent.address, CLOSE_SECONDS):
         extent.close()
     else:
         _KEPT.append(extent)
 
 
-def _nothing() -> None:
-    """The slots are the bench's own."""
+def _nothing() -> None: ...
 
 
 def _yes() -> bool:

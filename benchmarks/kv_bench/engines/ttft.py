@@ -1,15 +1,15 @@
 """`benches.py ttft`: the time to the first token, cold, from the pool on the device, and from DRAM.
 
-A Llama with random weights answers prompts of some length through an engine's adapter. For each length:
+A Llama with random weights answers prompts of a given length through an engine's adapter. For each length:
 
-    cold   no store: prefill of everything; beside it, which share of the device's matrix rate that was (MFU)
-    fill   the first request of a store: prefill; all blocks are saved behind its first token
+    cold   no store: prefill of everything; beside it, its share of the device's matrix rate (MFU)
+    fill   the first request with a store: prefill; all blocks are saved behind its first token
     dram   the same prompt again: its prefix comes from the store in this process
     hbm    and again: its prefix comes from the pool of decoded blocks on the device
 
-The limit of a hit is the time that its bytes need at the rate of this run's plain copies (pinned memory to the device;
-for the pool a copy on the device, which reads and writes), and the forward pass over the tokens behind the prefix. A
-speed-up says as much about the cold run as about the store, so the MFU stands beside it.
+The limit of a hit is the time of its bytes at the rate of this run's plain copies (pinned memory to the device; for the
+pool a copy on the device, which reads and writes), plus the forward pass over the tokens behind the prefix. A speed-up
+depends on the cold run as much as on the store, so the MFU stands beside it.
 """
 
 from __future__ import annotations
@@ -59,18 +59,18 @@ from tiering.frame import frame_bytes
 
 HF = "hf"
 ENGINES = (HF, "vllm")
-"""The second one is measured by `ttft_vllm`."""
+"""`ttft_vllm` measures the second."""
 MOST_SECONDS = 20.0
-"""Of one row's laps: what has been measured by then has to do."""
+"""A row's laps stop after this time."""
 COPY_LAPS = 7
 PINNED_SHARE = 0.8
-"""Of a store's DRAM, what leases may pin at once, as `kvstore.config.Limits` has it."""
+"""Share of DRAM that leases may pin at once, as in `kvstore.config.Limits`."""
 
 
 def run(
     options: TtftOptions | None = None, progress: Progress = None, device: str | None = None, engine: str = HF
 ) -> TtftResult:
-    """Measure all lengths. Raises `BadInput` where there is no such device or engine, or no room for the model."""
+    """Measure all lengths. Raises `BadInput` for a missing device or engine, or too little memory for the model."""
     if engine != HF:
         raise BadInput(f"engine={engine!r}; allowed: {', '.join(ENGINES)}")
     chosen = device_named(device)
@@ -79,7 +79,7 @@ def run(
     say = teller(progress)
     budget = Budget(perf_counter() + options.seconds)
     say(f"a random {options.shape} Llama")
-    # Not the model's own limit: a prompt as long as that has no room for what stands behind it.
+    # Beyond the longest context: room for what follows the prefix.
     model = build(options.shape, chosen, max(options.contexts) + options.suffix_tokens + 64)
     timer = timer_of(chosen)
     result = TtftResult(options, chosen, engine, _rates(model, options, chosen, timer))
@@ -106,8 +106,8 @@ def _rates(model: Any, options: TtftOptions, device: torch.device, timer: Device
 
 
 class Budget:
-    """How much time there is. A section of a longer context is not begun if, by the seconds per token of a shorter one,
-    it would not end in time: a bench that is killed loses all rows."""
+    """Time left. A section is skipped if the seconds per token of a shorter context predict that it would not end in
+    time: a killed bench loses all rows."""
 
     def __init__(self, end: float, clock: Callable[[], float] = perf_counter) -> None:
         self._end, self._clock = end, clock
@@ -115,17 +115,17 @@ class Budget:
         self._seconds_per_token: dict[str, float] = {}
 
     def begin(self, section: str, tokens: int) -> bool:
-        """Whether there is time for it, as far as one can know."""
+        """Start a section's timer; returns whether it is expected to end in time."""
         self._began = self._clock()
         return self._began + self._seconds_per_token.get(section, 0.0) * tokens < self._end
 
     def spent(self, section: str, tokens: int) -> None:
-        """What began last has ended."""
+        """Record the time of the section begun last."""
         self._seconds_per_token[section] = (self._clock() - self._began) / tokens
 
 
 class _Length:
-    """One context length: all its paths, in an order in which each finds what it needs."""
+    """One context length: all paths, each after those that it depends on."""
 
     def __init__(self, model: Any, context: int, timer: DeviceTimer, result: TtftResult, budget: Budget) -> None:
         self._model, self._context, self._timer, self._budget = model, context, timer, budget
@@ -188,24 +188,24 @@ class _Length:
         self._budget.spent(HBM, context)
 
     def _has_time(self, section: str, what: str) -> bool:
-        """Begin a section, unless time is too short for it, which is noted then."""
+        """Begin a section, or note that there is no time for it."""
         if self._budget.begin(section, self._context):
             return True
         self._result.left_out.append(f"{what}: no time for it in {self._options.seconds:.0f} seconds")
         return False
 
     def _cache(self, store: Any, codec: str, hbm: int = 0) -> PrefixCache:
-        gc.collect()  # the buffers of the one before
+        gc.collect()  # frees the buffers of the one before
         chunk = self._options.chunk_tokens
         return PrefixCache(self._model, store, codec=codec, chunk_tokens=chunk, hbm=hbm, deadline_ms=10_000)
 
     def _warm_up(self, cache: PrefixCache) -> None:
-        """Everything compiled and loaded, at a length that costs little."""
+        """Compile and load everything, at a short length."""
         few = min(self._context, 2 * self._options.chunk_tokens) + self._options.suffix_tokens
         cache.generate(self._prompt[:few], max_new_tokens=2, stop_tokens=())
 
     def _laps(self, cache: PrefixCache, laps: int, tier: str | None = None) -> list[Generation]:
-        """Until there are as many, or time is over. tier: where the whole prefix has to come from."""
+        """Until there are enough, or time is up. tier: where the whole prefix must come from."""
         answers: list[Generation] = []
         start = perf_counter()
         while len(answers) < laps and (not answers or perf_counter() - start < MOST_SECONDS):
@@ -219,7 +219,7 @@ class _Length:
         return answers
 
     def _suffix_seconds(self, cache: PrefixCache) -> float:
-        """The forward pass over what stands behind the prefix, in buffers that hold random KV."""
+        """Time of the forward pass over the suffix, behind random KV."""
         suffix, context = self._options.suffix_tokens, self._context
         block = cache.layout.block_tokens
         capacity = -(-(context + suffix) // block) * block
@@ -229,7 +229,7 @@ class _Length:
                 plane.normal_()
         tokens = torch.from_numpy(self._prompt[-suffix:].astype(np.int64)).to(self._device)[None]
         mask = None
-        if self._device.type == "cpu":  # whose kernels need one behind a prefix
+        if self._device.type == "cpu":  # a CPU's kernels need a mask behind a prefix
             mask = ChunkMask(self._options.chunk_tokens, planes[0][0].dtype).of(suffix, context + suffix)
 
         def forward() -> None:
@@ -276,7 +276,7 @@ class _Length:
 
 
 def _shown(report: Report) -> dict[str, int]:
-    """Tokens of a prompt, by tier or by miss reason."""
+    """Tokens of a prompt, by tier or miss reason."""
     account: Any = report.account.to_dict()
     return {str(name): count for part in ("hits", "misses") for name, count in account[part].items()}
 
@@ -290,7 +290,8 @@ def options_for(
     laps: int | None = None,
     seconds: float | None = None,
 ) -> TtftOptions:
-    """The device's usual options, with what was given in place. contexts: such as "8k,32k". Raises `BadInput`."""
+    """The device's default options, with what was given in their place. contexts: such as "8k,32k". Raises
+    `BadInput`."""
     usual = TtftOptions() if device_named(device).type == "cuda" else SMALL
     given: dict[str, Any] = {"shape": shape, "chunk_tokens": chunk_tokens, "laps": laps, "seconds": seconds}
     if contexts is not None:
@@ -317,7 +318,7 @@ def _check(options: TtftOptions, device: torch.device) -> None:
 
 
 def _dram_bytes(layout: Layout, codec: str, tokens: int) -> int:
-    """For a store that can pin that many tokens at once. Raises `BadInput` where there is not so much."""
+    """Size of a store that can pin so many tokens at once. Raises `BadInput` if memory is too small."""
     (part,) = layout.parts
     frames = -(-tokens // layout.block_tokens) * frame_bytes(codec_named(codec).payload_bytes(part))
     wanted = max(8 << 20, int(frames / PINNED_SHARE * 1.1) + (64 << 20))
@@ -330,7 +331,7 @@ def _dram_bytes(layout: Layout, codec: str, tokens: int) -> int:
 
 
 def _median_seconds(work: Callable[[], object], laps: int) -> float:
-    """Wall time, after one turn that does not count."""
+    """Wall time, after one uncounted turn."""
     work()
     times = []
     for _ in range(laps):

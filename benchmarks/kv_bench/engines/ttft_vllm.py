@@ -1,14 +1,14 @@
 """`benches.py ttft --engine vllm`: what a vLLM gains from our connector, and what it pays.
 
     ttft      one request on an idle engine: cold, from the engine's own cache, from a sidecar in another process, and
-              through a connector that does nothing but copy pages out of shared memory
-    itl       eight streams decode, hits arrive: gaps between tokens while the hit is an external one, and an own one
+              through a connector that only copies pages out of shared memory
+    itl       eight streams decode, hits arrive: gaps between tokens during external hits and during own ones
     hooks     eight streams decode, new prompts are prefilled in chunks: the share of our hooks in the steps' time
-    overhead  prompts that were never seen before, with the store and without
-    hand-over one engine prefills and another one decodes, over one sidecar: decode's first token beside prefill's end
+    overhead  prompts never seen before, with the store and without
+    hand-over one engine prefills, another decodes, over one sidecar: decode's first token against prefill's end
 
-Engines and the sidecar are processes of their own, started here and taking turns. Times come from the engines, which
-step as they are told. This process imports neither vLLM nor torch.
+Engines and the sidecar are processes started here, which take turns. The engines measure their times; this process
+drives their steps and imports neither vLLM nor torch.
 """
 
 from __future__ import annotations
@@ -66,16 +66,16 @@ from kvstore.block.errors import BadInput, StoreError
 PAGE_TOKENS = 128
 """Of vLLM's pages on a CPU."""
 MOST_COLD = 7
-"""Prompts that are computed whole: a ratio of hits wants many turns, and one of these takes as long as many hits."""
+"""Prompts computed whole: each takes as long as many hits, whose ratios need many turns."""
 HEADROOM = 1.25
 SPARE_BYTES = 256 << 20
 PREPARATIONS = 20
-"""How often a prefix is asked for until it comes out of the store: the first ones are there before the store is."""
+"""Attempts until a prefix comes from the store, which the engine's first requests precede."""
 PREFILL, DECODE = "prefill", "decode"
 DECODED_TOKENS = 17
-"""Of an answer behind a hand-over: its steps are measured."""
+"""Of an answer after a hand-over; its steps are measured."""
 PATIENT = {"match_deadline_ms": 10_000, "lease_deadline_ms": 10_000, "cost_model": False, "audit": 0.0}
-"""What is late is slow here and not a miss, and every hit is loaded: none is judged too dear, and none is audited."""
+"""Nothing is late, and every hit is loaded: none is judged too dear, none is audited."""
 AS_SHIPPED: dict[str, Any] = {}
 NO_STORE = frozenset({"unreachable", "warming", "disabled", "unsupported"})
 """Miss reasons of an engine whose connector has no store."""
@@ -92,7 +92,8 @@ def options_for(
     arrivals: int | None = None,
     pairs: int | None = None,
 ) -> VllmOptions:
-    """The shape's usual options, with what was given in place. context: the prefix, such as "4k". Raises `BadInput`."""
+    """The shape's default options, with what was given in their place. context: the prefix, such as "4k". Raises
+    `BadInput`."""
     if shape is not None and shape not in LLAMAS:
         raise BadInput(f"shape={shape!r}; allowed with --engine vllm: {', '.join(LLAMAS)}")
     for part in parts:
@@ -113,7 +114,7 @@ def options_for(
 
 
 def run(options: VllmOptions | None = None, progress: Progress = None) -> VllmResult:
-    """Measure the parts; one that cannot go on is a fault. Raises `BadInput` where there is no vLLM."""
+    """Measure the parts; one that fails is a fault. Raises `BadInput` without vLLM."""
     if find_spec("vllm") is None:
         raise BadInput(
             f"engine='vllm' needs vLLM, which {sys.executable} does not have; make engines makes .venv-engines, "
@@ -133,7 +134,7 @@ def run(options: VllmOptions | None = None, progress: Progress = None) -> VllmRe
         for part in options.parts:
             try:
                 steps[part]()
-            except StoreError as error:  # what the other parts found out is not lost with it
+            except StoreError as error:  # keep the other parts' results
                 bench.result.faults.append(f"{part} ended early: {error}")
         return bench.result
 
@@ -150,15 +151,14 @@ class _Bench:
         self._processes = 0
 
     def save_model(self) -> None:
-        """Weights as files."""
         self._say(f"making a random {self._options.shape} Llama")
         save_model(self._options.shape, Path(self._model))
 
     # Parts -----------------------------------------------------------------------------------------------------------
 
     def ttft(self) -> None:
-        """Turn by turn through all engines and paths, in another order each time. Cold prompts come behind all
-        hits: one takes as long as a hundred hits, and what a hit reads would leave every cache meanwhile."""
+        """Each turn visits all engines and paths in another order. Cold prompts come after all hits: each takes as long
+        as a hundred hits and would evict what hits read from every cache."""
         options = self._options
         prefix = self._tokens(options.prefix_tokens)
         with ExitStack() as stack:
@@ -180,7 +180,7 @@ class _Bench:
                 order = list(engines.values())
                 first = turn % len(order)
                 for engine in order[first:] + order[:first]:
-                    self._ask(engine, prefix)  # it comes from elsewhere: its weights are in no cache any more
+                    self._ask(engine, prefix)  # reload its weights into the CPU's caches
                     for path, answer in self._ttft_turn(engine, prefix, is_own_first=bool(turn % 2)):
                         self._check(engine.name, path, answer, options.prefix_tokens)
                         if turn >= 0:
@@ -194,7 +194,7 @@ class _Bench:
         self.result.rows += ttft_rows(samples)
 
     def itl(self) -> None:
-        """Prefixes that another engine has stored, and some that this one has itself, arrive in turn."""
+        """Hits arrive in turn, on prefixes stored by another engine and on this engine's own."""
         options = self._options
         stored = [self._tokens(options.prefix_tokens) for _ in range(options.arrivals)]
         own = [self._tokens(options.prefix_tokens) for _ in range(min(options.own_prefixes, options.arrivals))]
@@ -210,7 +210,7 @@ class _Bench:
                 filler.do("settle")
             engine = self._started(stack, {RAW: _connector(sidecar.socket, RAW, PATIENT)})[RAW]
             self._prepare(engine, own[0])
-            for prefix in own:  # which makes the engine forget nothing any more
+            for prefix in own:  # fills the engine's cache last, so none is evicted
                 self._ask(engine, prefix)
             engine.do("settle")
             self._say("ITL, hits arrive among streams")
@@ -235,7 +235,7 @@ class _Bench:
         self.result.rows += itl_rows(gaps, answered)
 
     def hooks(self) -> None:
-        """Decode with prefill in chunks beside it; all of it is saved, and nothing is found."""
+        """Decode beside chunked prefill; everything is saved, and nothing is found."""
         options = self._options
         with ExitStack() as stack:
             sidecar = stack.enter_context(self._sidecar(options.load_prompts * options.load_tokens))
@@ -252,8 +252,8 @@ class _Bench:
         self.result.rows.append(hooks_row(told["steps"], told["seconds"], told["hooks"]))
 
     def overhead(self) -> None:
-        """Engines take turns with the same new prompts; each is as often first as the others. Each store is another
-        one, or they would find what the others have saved."""
+        """Engines take turns with the same new prompts, each first equally often. Each has its own store, so that none
+        finds what another saved."""
         options = self._options
         times: dict[str, list[float]] = {PLAIN: [], DEFAULT: [], AT_ONCE: []}
         with ExitStack() as stack:
@@ -281,7 +281,7 @@ class _Bench:
                 self.result.rows.append(overhead_row(times[PLAIN], times[name], name))
 
     def hand_over(self) -> None:
-        """New prompts, one at a time; both ways in turn. Each engine has a role of its own."""
+        """New prompts one at a time, both ways in turn. Each engine has its own role."""
         options = self._options
         samples: dict[str, list[HandOver]] = {way: [] for way in HAND_OVERS}
         with ExitStack() as stack:
@@ -324,7 +324,7 @@ class _Bench:
     def _started(
         self, stack: ExitStack, transfers: Mapping[str, Mapping[str, Any] | None], **more: Any
     ) -> dict[str, EngineProcess]:
-        """Engines by name, once all of them are there."""
+        """Start engines; returns them by name once all are up."""
         options = self._options
         engines = {}
         for name, transfer in transfers.items():
@@ -344,7 +344,7 @@ class _Bench:
 
     @contextmanager
     def _sidecar(self, tokens: int) -> Iterator[Sidecar]:
-        """With room for the KV of so many tokens, and for some more."""
+        """A sidecar with room for the KV of so many tokens, and some more."""
         dram = int(HEADROOM * tokens) * kv_bytes_per_token(self._options.shape) + SPARE_BYTES
         with Sidecar({"dram": dram, "nvme": "off"}) as sidecar:
             sidecar.greeted()
@@ -360,7 +360,7 @@ class _Bench:
         }
 
     def _prepare(self, engine: EngineProcess, prefix: Sequence[int]) -> None:
-        """The prefix is in the engine's own cache and, where there is a connector, behind it. Raises `StoreError`."""
+        """Repeat until the prefix is in the engine's cache and, with a connector, in the store. Raises `StoreError`."""
         self._say(f"{engine.name}: a first prompt")
         for _ in range(PREPARATIONS):
             self._ask(engine, prefix)
@@ -374,7 +374,7 @@ class _Bench:
         raise StoreError(f"the engine '{engine.name}' does not find again what it has stored")
 
     def _warm_up(self, engine: EngineProcess) -> None:
-        """New prompts until the connector, if there is one, has its store. Raises `StoreError`."""
+        """Send new prompts until the connector, if any, has its store. Raises `StoreError`."""
         self._say(f"{engine.name}: first prompts")
         for _ in range(PREPARATIONS):
             answer = self._ask(engine, self._tokens(self._options.prefix_tokens))
@@ -397,14 +397,14 @@ class _Bench:
             engine.do("settle")
 
     def _ask(self, engine: EngineProcess, prefix: Sequence[int]) -> Mapping[str, Any]:
-        """One token, for a prefix and a suffix that is new."""
+        """Generate one token for the prefix and a new suffix."""
         (answer,) = engine.do("ask", prompts=[self._with_suffix(prefix)], max_tokens=1)
         return answer  # type: ignore[no-any-return]
 
     # What comes of it ------------------------------------------------------------------------------------------------
 
     def _check(self, who: str, path: str, answer: Mapping[str, Any], tokens: int) -> None:
-        """The prefix came from where it was to come from, whole."""
+        """Note a fault unless the whole prefix came from the expected place."""
         wanted = 0 if path == COLD else tokens
         account = answer["kvstore"]
         found = answer["cached_tokens"]
@@ -420,7 +420,7 @@ class _Bench:
             self.result.faults.append(f"{who}, {path}: {found} tokens and not {wanted} were found: {origin}")
 
     def _check_saved(self, engine: EngineProcess, prompt: Sequence[int]) -> None:
-        """What was new was saved: it is found when the engine has forgotten it, whether or not it is loaded then."""
+        """Note a fault unless new prompts were saved: the store must find them once the engine has forgotten them."""
         engine.do("settle")
         engine.do("forget")
         misses = self._ask(engine, prompt)["kvstore"]["misses"]
@@ -435,7 +435,7 @@ class _Bench:
         return [self._tokens(self._options.stream_tokens) for _ in range(self._options.streams)]
 
     def _tokens(self, count: int) -> list[int]:
-        """Never seen before: as good as certain with so many."""
+        """Random tokens, almost certainly never seen before."""
         numbers: list[int] = self._random.integers(0, self._vocabulary, count).tolist()
         return numbers
 
@@ -444,7 +444,7 @@ class _Bench:
 
 
 def _connector(socket: str, codec: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Ours, with a clock on its hooks."""
+    """Configuration of our connector with clocks on its hooks."""
     return {
         "kv_connector": "TimedConnector",
         "kv_connector_module_path": "kv_bench.engines.timed_connector",
@@ -455,26 +455,26 @@ def _connector(socket: str, codec: str, settings: Mapping[str, Any]) -> dict[str
 
 
 def _sample(answer: Mapping[str, Any]) -> Sample:
-    # A load that its step waited for is a hook's time; one beside the steps is what the connector says of it.
+    # A load that its step waited for is part of a hook's time; for others the connector's own figure counts.
     load_ms = answer["load_ms"] or (answer["kvstore"] or {}).get("load_ms", 0.0)
     return Sample(answer["ttft_ms"], answer["lookup_ms"], answer["lease_ms"], load_ms)
 
 
 def _shared_memory() -> str | None:
-    """A folder that is memory, where there is one; else that of temporary files."""
+    """A directory in memory, if there is one; else None for temporary files."""
     return SHARED_MEMORY if os.path.isdir(SHARED_MEMORY) and os.access(SHARED_MEMORY, os.W_OK) else None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The bench's end of an engine in another process. See `vllm_engine`, which is the other.
+# This bench's side of an engine in another process; the other side is `vllm_engine`.
 
 
 START_SECONDS = 300.0
 LONGEST_SECONDS = 900.0
-"""That one verb may take."""
+"""Of one verb."""
 END_SECONDS = 30.0
 SETTINGS = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # steps are driven, and both halves of a connector are seen
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # steps are driven from here, in the process of both connector halves
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
@@ -482,7 +482,7 @@ SETTINGS = {
 
 
 class EngineProcess:
-    """An engine that has begun to start. A context: it is ended with it, or killed where something failed."""
+    """An engine that is starting. A context manager: ends it, or kills it after a failure."""
 
     def __init__(self, name: str, plan: Mapping[str, Any], kv_gib: int, scratch: Path) -> None:
         """name: for messages, and of its log in `scratch`. kv_gib: memory of the engine's own pages."""
@@ -500,20 +500,20 @@ class EngineProcess:
         self._send(plan)
 
     def started(self) -> dict[str, Any]:
-        """Wait until it is there: what it says of itself. Raises `StoreError` where it cannot start."""
+        """Wait until it is up; returns its versions. Raises `StoreError` if it cannot start."""
         return self._answer(START_SECONDS)  # type: ignore[no-any-return]
 
     def do(self, verb: str, **given: Any) -> Any:
-        """Its answer. Raises `StoreError` where it fails or takes too long."""
+        """Call a verb. Raises `StoreError` on failure or timeout."""
         self.begin(verb, **given)
         return self.ended()
 
     def begin(self, verb: str, **given: Any) -> None:
-        """Do not wait for its answer."""
+        """Call a verb without waiting."""
         self._send({"do": verb, **given})
 
     def ended(self) -> Any:
-        """The answer to what was begun. Raises `StoreError` where it fails or takes too long."""
+        """The answer to `begin`. Raises `StoreError` on failure or timeout."""
         return self._answer(LONGEST_SECONDS)
 
     def __enter__(self) -> EngineProcess:
@@ -528,7 +528,7 @@ class EngineProcess:
                 self._process.stdin.close()
                 self._process.wait(END_SECONDS)
         except (subprocess.TimeoutExpired, OSError):
-            pass  # it is measured already; what is left of it goes
+            pass  # it is measured already
         finally:
             if self._process.poll() is None:
                 self._process.kill()
@@ -555,7 +555,7 @@ class EngineProcess:
         return json.loads(line)
 
     def _failure(self, what: str) -> StoreError:
-        """One line: the last one of its log that names an error."""
+        """One line: the last of its log that names an error."""
         lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
         named = [line for line in lines if "Error" in line] or lines
         return StoreError(f"the engine '{self.name}': {what}: {named[-1].strip()[-300:] if named else 'no log'}")

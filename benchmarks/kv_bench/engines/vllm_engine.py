@@ -1,10 +1,10 @@
-"""A vLLM in a process of its own, driven line by line: what `bench ttft --engine vllm` measures with.
+"""A vLLM in its own process, driven line by line: `bench ttft --engine vllm` measures with it.
 
     python -m kv_bench.engines.vllm_engine DESCRIPTOR
 
-A first line of JSON says how the engine is started; each one after it is a verb with what it needs, and each is
-answered by one line on the open file descriptor of that number. Steps are driven here, so that each one's time is seen.
-vLLM has to be imported before anything that loads llvmlite, and logs to standard output from then on.
+The first line of JSON configures the engine; each further line is a verb with its arguments, answered by one line on
+the open file descriptor of that number. Steps are driven here, so that each is timed. vLLM must be imported before
+anything that loads llvmlite, and logs to standard output from then on.
 """
 
 from __future__ import annotations
@@ -27,23 +27,22 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
 SETTLED_SECONDS = 0.2
-"""An engine that does nothing for so long has saved what it had to."""
+"""An engine idle for this long has finished saving."""
 SETTLED_SHARE = 0.05
-"""Of a core: what does nothing takes less."""
+"""CPU share below which it counts as idle."""
 LONGEST_SECONDS = 300.0
-"""That is waited for anything: a machine that others use may be ten times as slow."""
+"""Timeout of everything: a shared machine may be ten times as slow."""
 WAITING_SECONDS = 0.001
-"""Between two steps that compute nothing, as vLLM's own loop has it: another engine computes meanwhile."""
+"""Pause between two steps that compute nothing, as in vLLM's own loop, so that another engine can compute."""
 FIRST_STEPS = 10
-"""Of streams, before they are looked at."""
+"""Steps of streams that are not counted."""
 
 
 @dataclass
 class Answer:
-    """One request: began, by the clock that all processes of a host share, in seconds; milliseconds to its first token
-    and to its end, and where its prompt came from. `kvstore`: what the connector said of it. The last four are of our
-    connector alone; load_ms: of loads that their step waited for; saved_ms: by how much they were over sooner than
-    computing, as it reckons, below 0 where they were not."""
+    """One request. began: seconds on the host-wide clock; times in milliseconds; and where its prompt came from.
+    kvstore: the connector's account. The last four are of our connector only; load_ms: of loads that their step waited
+    for; saved_ms: time saved against computing, by the connector's estimate, negative if slower."""
 
     began: float = 0.0
     ttft_ms: float = 0.0
@@ -60,7 +59,7 @@ class Answer:
 
 @dataclass
 class ArrivalWindow:
-    """An arrival among streams, until its first token. gaps_ms: between two tokens of a stream, of all streams."""
+    """From an arrival among streams to its first token. gaps_ms: between tokens of a stream, over all streams."""
 
     kind: str
     gaps_ms: list[float] = field(default_factory=list)
@@ -83,7 +82,8 @@ class Driver:
             **plan["options"],
         )
         self._engine = LLMEngine.from_engine_args(arguments)
-        # An engine that has run for a while has written to all of its pages: the kernel has them in memory.
+        # As in an engine that has run for a while: all of its pages have been written to, so the kernel has them in
+        # memory.
         for layer in self._engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.kv_caches:
             layer.zero_()
         self._longest = int(plan["options"]["max_model_len"])
@@ -93,16 +93,16 @@ class Driver:
     # Verbs -----------------------------------------------------------------------------------------------------------
 
     def ask(self, step: dict[str, Any]) -> list[dict[str, Any]]:
-        """One prompt after the other, alone in the engine. hints: the requests' `kv_transfer_params`."""
+        """One prompt after another, alone in the engine. hints: the requests' `kv_transfer_params`."""
         parameters = _parameters(step["max_tokens"], step.get("hints"))
         return [asdict(self._answer(prompt, parameters)) for prompt in step["prompts"]]
 
     def forget(self, step: dict[str, Any]) -> bool:
-        """The engine's own cache. What was stored elsewhere stays."""
+        """Drop the engine's own cache; stored blocks stay."""
         return bool(self._engine.reset_prefix_cache())
 
     def settle(self, step: dict[str, Any]) -> bool:
-        """Wait until nothing is being saved; False where that does not come to an end."""
+        """Wait until no save is in progress; False on timeout."""
         give_up_at = perf_counter() + LONGEST_SECONDS
         while perf_counter() < give_up_at:
             before = process_time()
@@ -112,7 +112,7 @@ class Driver:
         return False
 
     def among_streams(self, step: dict[str, Any]) -> dict[str, Any]:
-        """Streams decode; one arrival after the other comes in between, with so many steps before each."""
+        """Streams decode; arrivals come one after another, with so many steps before each."""
         self._begin_streams(step["streams"])
         alone = ArrivalWindow("none")
         windows = []
@@ -125,7 +125,7 @@ class Driver:
         return {"alone": asdict(alone), "arrivals": windows, "streams": self._end_streams()}
 
     def under_load(self, step: dict[str, Any]) -> dict[str, Any]:
-        """Streams decode and new prompts come in every so many steps: time of all steps, and of our hooks in them."""
+        """Streams decode and new prompts arrive every so many steps: time of all steps, and of our hooks in them."""
         self._begin_streams(step["streams"])
         connectors = self._connectors()
         before = _hook_times(connectors)
@@ -145,7 +145,7 @@ class Driver:
     # Inside ----------------------------------------------------------------------------------------------------------
 
     def _connectors(self) -> list[Any]:
-        """Both halves of a timed connector, which are in this process; none where there is another one."""
+        """Both halves of a timed connector, which are in this process; empty for another connector."""
         if not has_kv_transfer_group():
             return []
         halves = [self._engine.engine_core.engine_core.scheduler.connector, get_kv_transfer_group()]
@@ -158,7 +158,7 @@ class Driver:
         return name
 
     def _answer(self, prompt: Sequence[int], parameters: SamplingParams, window: ArrivalWindow | None = None) -> Answer:
-        """Ask, and step until it is answered. window: where steps meanwhile are noted."""
+        """Send a request and step until it is answered. window: records the steps meanwhile."""
         answer = window.answer if window is not None else Answer()
         is_handed_over = parameters.extra_args is not None
         halves = self._connectors()
@@ -181,7 +181,6 @@ class Driver:
         return answer
 
     def _step(self, window: ArrivalWindow | None = None) -> float:
-        """Seconds of one step."""
         start = perf_counter()
         self._outputs(window)
         return perf_counter() - start
@@ -213,7 +212,7 @@ class Driver:
             self._step()
 
     def _end_streams(self) -> int:
-        """How many still ran. What came in beside them is answered to its end."""
+        """Abort all streams and finish other requests; returns how many streams still ran."""
         running = len(self._streams)
         self._engine.abort_request(list(self._streams))
         self._streams = {}
@@ -223,7 +222,7 @@ class Driver:
 
 
 def _note(answer: Answer, output: Any, ms: float) -> None:
-    """What came of a request in one step."""
+    """Record a step's output of a request."""
     tokens = output.outputs[0].token_ids
     if tokens and not answer.generated:
         answer.ttft_ms = ms
@@ -236,7 +235,7 @@ def _note(answer: Answer, output: Any, ms: float) -> None:
 
 
 def _hook_times(halves: Sequence[Any]) -> dict[str, tuple[float, int]]:
-    """Seconds and calls so far, by hook; the halves have no hook in common that is called in a step."""
+    """Seconds and calls so far, by hook; the halves share no hook that a step calls."""
     return {name: (spent, half.times.calls[name]) for half in halves for name, spent in half.times.seconds.items()}
 
 
@@ -265,7 +264,7 @@ def _parameters(max_tokens: int, hints: dict[str, Any] | None = None) -> Samplin
 
 
 def main() -> None:
-    """Start, then a line for a line until there are no more."""
+    """Start, then answer line by line until the input ends."""
     out = os.fdopen(int(sys.argv[1]), "w")
     driver = Driver(json.loads(sys.stdin.readline()))
     out.write(json.dumps({"vllm": vllm.__version__, "threads": torch.get_num_threads()}) + "\n")

@@ -1,7 +1,7 @@
 """What `benches.py ttft --engine vllm` is asked for and what it says: options, rows and their table.
 
-A row is a median beside what it is held against. Quotients are taken turn by turn, where both sides are next to each
-other on a machine that drifts, and their median is the row's ratio.
+A row is a median beside its reference. Quotients are taken turn by turn, where both sides are adjacent on a drifting
+machine; the row's ratio is their median.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PLAIN, RAW, DEFAULT, BARE, AT_ONCE = ENGINES = ("no connector", "raw", "default 
 COLD, OWN, EXTERNAL = PATHS = ("cold", "own hit", "external hit")
 
 TICKET, TOGETHER = HAND_OVERS = ("with a ticket", "both legs at once")
-"""How decode gets at what prefill stores: it is asked behind prefill, with its ticket, or together with it."""
+"""How decode gets what prefill stores: asked after prefill with its ticket, or at the same time."""
 
 OWN_TO_OWN, RAW_TO_OWN, DEFAULT_TO_OWN, BARE_TO_OWN, COLD_TO_EXTERNAL = 1.03, 1.25, 1.35, 1.3, 30.0
 EXTERNAL_ITL_TO_OWN = 1.1
@@ -34,12 +34,11 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True, slots=True)
 class VllmOptions:
-    """shape: of the model. prefix_tokens: that is kept; suffix_tokens: behind it, new in each request. turns: of each
-    median. streams: that decode, of stream_tokens each at first. arrivals: of each kind, so many steps_between.
-    load_prompts: that come in while hooks are timed, of load_tokens, prefilled in chunks of chunk_tokens. pairs: with
-    and without a store, each of pair_prompts new prompts of pair_tokens with answer_tokens. hand_overs: of each of
-    both ways. kv_gib: of an engine's own pages.
-    """
+    """shape: the model's. prefix_tokens: stored; suffix_tokens: behind it, new in each request. turns: per median.
+    streams: decoding, of stream_tokens each at first. arrivals: of each kind, with steps_between. load_prompts:
+    arrivals while hooks are timed, of load_tokens, prefilled in chunks of chunk_tokens. pairs: with and without a
+    store, each of pair_prompts new prompts of pair_tokens with answer_tokens. hand_overs: per way. kv_gib: of an
+    engine's own pages."""
 
     shape: str = MID
     parts: tuple[str, ...] = PARTS
@@ -77,7 +76,7 @@ SMALL = VllmOptions(
     hand_overs=2,
     kv_gib=1,
 )
-"""To see that it runs."""
+"""Only shows that it runs."""
 
 
 at_most = partial(Target, is_least=False)
@@ -85,7 +84,7 @@ at_most = partial(Target, is_least=False)
 
 @dataclass
 class VllmResult:
-    """All rows, and under which conditions they were taken. faults: what was not as it had to be, one line each."""
+    """All rows and their conditions. faults: violated expectations, one line each."""
 
     options: VllmOptions
     versions: dict[str, Any] = field(default_factory=dict)
@@ -117,7 +116,7 @@ WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One request of the part ttft, of one engine on one path in one turn."""
+    """One request of the part ttft: of one engine on one path in one turn."""
 
     ttft_ms: float
     lookup_ms: float = 0.0
@@ -126,7 +125,7 @@ class Sample:
 
     @property
     def rest_ms(self) -> float:
-        """What neither look-up, lease nor load took: the engine's own time."""
+        """The engine's own time: without look-up, lease and load."""
         return self.ttft_ms - self.lookup_ms - self.lease_ms - self.load_ms
 
 
@@ -208,8 +207,8 @@ def overhead_row(without: Sequence[float], with_store: Sequence[float], engine: 
 
 @dataclass(frozen=True, slots=True)
 class HandOver:
-    """One request, in milliseconds: from its arrival at prefill to decode's first token and to prefill's end; the load,
-    and one of decode's steps behind its first token."""
+    """One request, in milliseconds from its arrival at prefill: decode's first token, prefill's end; the load; one of
+    decode's later steps."""
 
     ttft_ms: float
     prefill_ms: float
@@ -218,7 +217,7 @@ class HandOver:
 
     @property
     def limit_ms(self) -> float:
-        """What the first token is held against."""
+        """The reference for the first token."""
         return self.prefill_ms + self.load_ms + DECODE_STEPS * self.step_ms
 
 
@@ -250,12 +249,12 @@ def _quotients(found: Sequence[HandOver]) -> list[float]:
 
 
 def interval_of_median(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float]:
-    """Two of the values between which their distribution's median lies with at least that probability, whatever the
-    distribution (order statistics: each value is above the median with probability one half). Of few values, fewer
-    than six at 0.95, it is the extremes, and the probability is less."""
+    """Two of the values that enclose the distribution's median with at least that probability, whatever the
+    distribution (order statistics: each value is above the median with probability one half). With fewer than six
+    values at 0.95 they are the extremes, and the probability is less."""
     ordered, count = sorted(values), len(values)
     outside = (1 - confidence) / 2
-    rank, below = 0, 0.5**count  # the chance that no more than `rank` values are below the median
+    rank, below = 0, 0.5**count  # probability that at most `rank` values are below the median
     while rank + 1 < count // 2 and below + comb(count, rank + 1) * 0.5**count <= outside:
         rank += 1
         below += comb(count, rank) * 0.5**count

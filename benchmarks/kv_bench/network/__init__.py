@@ -1,1 +1,1 @@
-"""gRPC beside the local door, and the local door beside a flood of gRPC."""
+"""gRPC beside the API socket, and the API socket beside a flood of gRPC."""

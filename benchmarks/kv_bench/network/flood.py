@@ -1,7 +1,7 @@
 """The flood of `benches.py network`: a process on one core that keeps so many gRPC matches under way.
 
-It says `ready`, then floods from each line that it reads until the time on it, by the clock that all processes of a
-host share, and says how many calls ended well, and how many in other ways. It ends with its standard input.
+It prints `ready`. Each line that it reads is a time on the host-wide clock: it floods until then, and prints how many
+calls succeeded and how many failed. It ends with its standard input.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from kvstore.wire.store_pb2_grpc import StoreStub
 
 READY = "ready"
 STREAMS = 128
-"""Of a connection: as many as the server takes."""
+"""Per connection: the server's limit."""
 NICE = 10
 
 
 def stub_of(address: str) -> StoreStub:
-    """A client with a connection of its own."""
+    """A client on its own connection."""
     options = [("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1)]
     return StoreStub(grpc.insecure_channel(address, options))
 
 
 def main(job: dict[str, Any]) -> None:
-    """job: `address`, `token`, `namespace`, `keys` in hexadecimal, `calls` at a time."""
+    """job: `address`, `token`, `namespace`, `keys` in hexadecimal, `calls` in flight."""
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    os.nice(NICE)  # it stands for another host, which takes no processor of this one
+    os.nice(NICE)  # stands for another host, which takes none of our CPU
     stubs = [stub_of(job["address"]) for _ in range(-(-job["calls"] // STREAMS))]
     request = MatchRequest(namespace=job["namespace"], prompt=Prompt(keys=bytes.fromhex(job["keys"])))
     metadata = [("authorization", f"Bearer {job['token']}")]
     print(READY, flush=True)
     for line in sys.stdin:
         end = float(line)
-        ended: list[bool] = []  # for each, whether it ended well
+        ended: list[bool] = []  # whether each succeeded
         room = threading.Semaphore(job["calls"])
 
         def is_over(call: Any, ended: list[bool] = ended, room: threading.Semaphore = room) -> None:

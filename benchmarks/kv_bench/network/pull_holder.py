@@ -1,7 +1,7 @@
 """The holder of `benches.py network`: a process with frames, doors to pull them through, and a raw stream of them.
 
-It reads a line and answers one: a door's name is answered by an offer, `raw` by where a stream of all frames can be
-read from, `cpu` by the seconds that its processor has worked. It ends with its standard input.
+It answers each line that it reads with one: a server's name with an offer, `raw` with the address of a stream of all
+frames, `cpu` with its CPU seconds. It ends with its standard input.
 """
 
 from __future__ import annotations
@@ -26,12 +26,10 @@ CLEAR, SEALED, UCX, RAW, CPU = "clear", "sealed", "ucx", "raw", "cpu"
 
 
 def stamp_of(payload_bytes: int) -> Stamp:
-    """Of all frames."""
     return Stamp(bytes(8), 0, bytes(16), bytes(32), "raw", 0, 1, 64, SLICES, payload_bytes)
 
 
 def key_of(number: int) -> bytes:
-    """A frame's."""
     return number.to_bytes(32, "big")
 
 
@@ -63,7 +61,7 @@ def main(job: dict[str, Any]) -> None:
 
 
 def _frames(stamp: Stamp, count: int) -> list[memoryview]:
-    """In one mapping, as an extent is."""
+    """In one mapping, like an extent."""
     whole = memoryview(mmap.mmap(-1, count * stamp.frame_bytes))
     spans = [whole[at : at + stamp.frame_bytes] for at in range(0, len(whole), stamp.frame_bytes)]
     sealer, size = Sealer(stamp, bytes(32)), stamp.slice_bytes
@@ -76,7 +74,7 @@ def _frames(stamp: Stamp, count: int) -> list[memoryview]:
 
 
 def _stream(listener: socket.socket, spans: list[memoryview]) -> None:
-    """All frames for each byte that comes."""
+    """Send all frames for each byte received."""
     while True:
         one, _ = listener.accept()
         with one:

@@ -1,7 +1,7 @@
 """The raw socket that rows of `benches.py network` are compared with: a process that sends and takes so many bytes.
 
-It says where it listens, then serves one connection after the other. On each: `g` asks for the bytes, `s` says that
-they follow and is answered by a byte. It ends with its standard input.
+It prints where it listens, then serves connections one after another. On each, `g` asks for the bytes; `s` announces
+them, and is answered by a byte. It ends with its standard input.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def raw_peer(size: int, path: str = "") -> Iterator[socket.socket]:
 
 
 def fill(one: socket.socket, view: memoryview) -> None:
-    """Receive all of it."""
+    """Receive until the view is full."""
     while view:
         count = one.recv_into(view)
         if not count:
@@ -40,7 +40,7 @@ def fill(one: socket.socket, view: memoryview) -> None:
 
 
 def main(size: int, path: str) -> None:
-    """Serves until standard input ends."""
+    """Serve until standard input ends."""
     threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
     door = socket.socket(socket.AF_UNIX if path else socket.AF_INET)
     door.bind(path or ("127.0.0.1", 0))

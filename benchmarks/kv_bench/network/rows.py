@@ -1,8 +1,9 @@
 """`benches.py network`: gRPC beside the local door, and the local door beside a flood of gRPC.
 
-A sidecar and its network process run as the keeper runs them. A match of 512 keys through gRPC takes at least an empty
-call and the local match; they are measured in turn. Then an engine matches at the local door, in quiet turns and in
-turns in which another tenant keeps 256 calls under way; and in turns in which that one has all its awaits parked.
+A sidecar and its network process run as under the supervisor. A match of 512 keys through gRPC takes at least an empty
+call plus a local match; the three are measured in turn. Then an engine matches through the API socket in quiet turns,
+in turns while another tenant keeps 256 calls in flight, and in turns while that tenant waits for as many blocks as it
+may.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ CALL_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class NetworkBenchOptions:
-    """calls: of each kind in a lap. seconds: of each turn at the local door. streams: of the flood."""
+    """calls: of each kind per lap. seconds: of each turn on the API socket. streams: of the flood."""
 
     blocks: int = 512
     calls: int = 50
@@ -129,7 +130,7 @@ def result_of(
 def _calls(
     options: NetworkBenchOptions, sidecar: Sidecar, namespace: str, keys: list[bytes]
 ) -> tuple[list[float], list[float], list[float]]:
-    """Medians of each lap, in seconds: a match through gRPC, an empty one, and a match at the local door."""
+    """Medians per lap in seconds: gRPC match, empty gRPC call, match through the API socket."""
     stub, metadata = stub_of(sidecar.grpc), _metadata(TOKEN)
     requests = [
         MatchRequest(namespace=namespace, prompt=Prompt(keys=b"".join(keys))),
@@ -174,7 +175,7 @@ def _beside_awaits(
     work: Callable[[], Any],
     say: Callable[[str], None],
 ) -> tuple[list[float], list[float]]:
-    """99th percentiles of each lap, in quiet turns and in turns in which another tenant has its awaits parked."""
+    """99th percentiles per lap, in quiet turns and in turns while another tenant's awaits are pending."""
     seconds, quiet, parked = min(options.seconds, MAX_AWAIT_SECONDS / 3), [], []
     with open_patiently(str(sidecar.folder / FLOODS)) as client:
         handle = client.namespace(model=MODEL, layout=shape.layout)
@@ -183,7 +184,7 @@ def _beside_awaits(
             quiet.append(_p99(work, seconds))
             prompts = [handle.hashed([lap * MOST_PARKED + one] * 64) for one in range(MOST_PARKED)]
             waits = [handle.submit_await(one, 0, 1e3 * MAX_AWAIT_SECONDS) for one in prompts]
-            # An answer to one that is too many says that all of them are parked.
+            # The refusal of one more shows that all are pending.
             assert handle.await_block(prompts[0], 0, 1e3 * LONGEST_SECONDS).end is AwaitEnd.FULL
             parked.append(_p99(work, seconds))
             assert not any(one.is_ready() for one in waits), "they were to wait until the turn is over"
@@ -210,7 +211,7 @@ def _beside(what: str, limit_of: str, limits: Laps, times: Laps, most: float) ->
 
 
 def _p99(work: Callable[[], Any], seconds: float) -> float:
-    """Of what is done again and again, with as much time between, for so long."""
+    """99th percentile of repeated calls, with pauses as long as each call."""
     times, end = [], perf_counter() + seconds
     while perf_counter() < end:
         began = perf_counter()
@@ -225,7 +226,7 @@ def _metadata(token: str) -> list[tuple[str, str]]:
 
 
 def _namespace(sidecar: Sidecar, token: str = TOKEN) -> str:
-    """The id of the tenant's one namespace, once the network process answers."""
+    """The id of the tenant's only namespace, once the network process answers."""
     stub = stub_of(sidecar.grpc)
     request, metadata = NamespacesRequest(), _metadata(token)
     listed = stub.Namespaces(request, timeout=LONGEST_SECONDS, metadata=metadata, wait_for_ready=True)
@@ -234,7 +235,7 @@ def _namespace(sidecar: Sidecar, token: str = TOKEN) -> str:
 
 
 def _namespace_of_flood(sidecar: Sidecar, shape: BlockShape) -> str:
-    """The flood's tenant has a namespace, and nothing in it."""
+    """Open an empty namespace for the flooding tenant."""
     with open_patiently(str(sidecar.folder / FLOODS)) as client:
         client.namespace(model=MODEL, layout=shape.layout)
         return _namespace(sidecar, FLOOD_TOKEN)

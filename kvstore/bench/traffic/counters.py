@@ -1,7 +1,7 @@
-"""What an endpoint and a sidecar count of hits, read from their metrics before a replay and behind it.
+"""Hit counters of endpoints and sidecars, read from their metrics before and after a replay.
 
-Our connector counts a prompt's tokens by tier; vLLM without it what its own cache had, and what a connector brought it;
-a sidecar what its leases granted. Where none of that is found, nothing is said.
+Our connector counts a prompt's tokens by tier; a plain vLLM counts its own cache's hits and a connector's; a sidecar
+counts what its leases granted. Without any of these, the result has no hits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SIDECARS = ("kvstore_granted_tokens_total", "kvstore_revoked_tokens_total")
 
 
 def engine_tokens(page: str) -> dict[str, float]:
-    """asked, and hits by tier, of an engine's page."""
+    """From an engine's page: tokens asked, and hits by tier."""
     ours: dict[str, float] = {}
     vllms: dict[str, float] = {}
     for one in samples_of(page):
@@ -35,7 +35,7 @@ def engine_tokens(page: str) -> dict[str, float]:
 
 
 def sidecar_tokens(page: str) -> dict[str, float]:
-    """Granted by tier, of a sidecar's page, without what failed a check."""
+    """From a sidecar's page: tokens granted by tier, less those that failed a check."""
     found: dict[str, float] = {}
     for one in samples_of(page):
         if one.name in _SIDECARS:
@@ -46,5 +46,5 @@ def sidecar_tokens(page: str) -> dict[str, float]:
 
 
 def grown(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, int]:
-    """By how much each counter grew."""
+    """Growth of each counter."""
     return {name: round(value - before.get(name, 0.0)) for name, value in after.items()}

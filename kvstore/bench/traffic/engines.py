@@ -1,11 +1,11 @@
-"""The engines that `kvstore bench traffic` starts: a vLLM of each kind on this machine's processors, and sidecars.
+"""The engines that `kvstore bench traffic` starts: vLLMs on this machine's CPUs, and sidecars.
 
     none      without prefix caching
-    own       with its own, which holds a tenth of what the workload has
+    own       with its own, which holds a tenth of the workload
     kvstore   the same, and our connector with a sidecar
-    pd        one that prefills and one that decodes, on one sidecar, behind kvstore pd-proxy
+    pd        a prefill and a decode engine on one sidecar, behind kvstore pd-proxy
 
-Each has the same model of random weights and the same number of pages. Nothing of vLLM is imported here.
+Each has the same random model and the same number of pages. Nothing of vLLM is imported here.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from kvstore.block.errors import BadInput, StoreError
 
 NONE, OWN, KVSTORE, PD = KINDS = ("none", "own", "kvstore", "pd")
 PARTS = {PD: {f"{PD}-prefill": "kv_producer", f"{PD}-decode": "kv_consumer"}}
-"""Engines of a kind that is more than one, and their roles."""
+"""Kinds that consist of several engines, with their roles."""
 MODEL = "random"
 PAGE_TOKENS = 128
 """Of vLLM's pages on a CPU."""
 SPARE_PAGES = 2
 OWN_SHARE = 0.1
-"""Of the workload's blocks, what the engine's own cache holds."""
+"""Share of the workload's blocks that an engine's own cache holds."""
 SPARE_BYTES = 256 << 20
 START_SECONDS = 300.0
 LOOK_SECONDS = 0.25
@@ -50,8 +50,8 @@ SETTINGS = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    # Several engines are there at a time, and small models meet after each few operations: threads that spin meanwhile
-    # take the processors from the others.
+    # Several engines run at once, and a small model's threads synchronise often: spinning threads would take the
+    # others' CPU.
     "OMP_WAIT_POLICY": "passive",
     "KMP_BLOCKTIME": "0",
 }
@@ -60,7 +60,7 @@ Tell = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where requests go. metrics: engines whose counters are read, `url` if empty. sidecar: whose counters are."""
+    """metrics: engines whose counters are read; `url` if empty. sidecar: likewise."""
 
     name: str
     url: str
@@ -70,7 +70,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """kinds: of `KINDS`. shape: of the model. own_share: see `OWN_SHARE`."""
+    """kinds: of `KINDS`. shape: the model's. own_share: see `OWN_SHARE`."""
 
     kinds: tuple[str, ...]
     shape: str = TINY
@@ -78,7 +78,7 @@ class EngineOptions:
 
     @staticmethod
     def of(kinds: Sequence[str], shape: str | None, own_share: float) -> EngineOptions:
-        """Raises `BadInput`, also where there is no vLLM."""
+        """Raises `BadInput`, also without vLLM."""
         for one in kinds:
             if one not in KINDS:
                 raise BadInput(f"--engines {one[:40]!r}; allowed: {', '.join(KINDS)}")
@@ -94,19 +94,18 @@ class EngineOptions:
         return EngineOptions(tuple(kinds), shape or TINY, own_share)
 
     def pages(self, workload: Workload) -> int:
-        """Of each engine: its share of the workload, and one request at least."""
+        """Per engine: its share of the workload, but at least one request."""
         share = int(self.own_share * workload.working_set_tokens)
         return max(-(-share // PAGE_TOKENS), -(-workload.longest_tokens // PAGE_TOKENS)) + SPARE_PAGES
 
     def to_dict(self) -> dict[str, object]:
-        """For `--json`."""
         return {"engines": list(self.kinds), "shape": self.shape, "own_share": self.own_share}
 
 
 def started(
     options: EngineOptions, workload: Workload, turns: int, scratch: Path, stack: ExitStack, tell: Tell
 ) -> list[Endpoint]:
-    """Once all answer. They end with `stack`. Raises `StoreError`."""
+    """Start all engines; returns once they answer. They end with `stack`. Raises `StoreError`."""
     tell(f"making a random {options.shape} Llama", 0, 0)
     model = scratch / "model"
     save_model(options.shape, model)
@@ -124,7 +123,7 @@ def started(
             flags += ["--max-model-len", str(workload.longest_tokens)]
             flags += ["--no-enable-prefix-caching"] if kind == NONE else ["--enable-prefix-caching"]
             servers[name] = stack.enter_context(vllm_server(name, model, scratch, flags, transfer))
-            servers[name].wait()  # one after the other: each takes all cores to start
+            servers[name].wait()  # one at a time: each takes all cores to start
     return [_endpoint(kind, servers, sidecars.get(kind), scratch, stack) for kind in options.kinds]
 
 
@@ -141,7 +140,7 @@ def _endpoint(
 
 
 def _sidecar(token_bytes: int, workload: Workload, turns: int, stack: ExitStack) -> Sidecar:
-    """With room for all turns, as far as half of the free memory goes."""
+    """Room for all turns, but at most half of the free memory."""
     wanted = int(1.25 * (turns + 1) * workload.working_set_tokens) * token_bytes + SPARE_BYTES
     dram = min(wanted, available_bytes() // 2)
     sidecar = stack.enter_context(Sidecar({"dram": dram, "nvme": "off"}, has_health=True))
@@ -151,7 +150,7 @@ def _sidecar(token_bytes: int, workload: Workload, turns: int, stack: ExitStack)
 
 
 def connector(socket_path: str, role: str = "kv_both", **settings: object) -> dict[str, object]:
-    """Ours, as it is shipped but for these settings."""
+    """Configuration of our connector: its defaults, and these settings."""
     return {
         "kv_connector": "KvStoreConnector",
         "kv_connector_module_path": "engine_adapter.vllm_connector",
@@ -162,12 +161,12 @@ def connector(socket_path: str, role: str = "kv_both", **settings: object) -> di
 
 
 class ServerProcess:
-    """An HTTP server in a process group of its own. A context: it ends with it, or is killed."""
+    """An HTTP server in its own process group. A context manager: ends it, or kills it after a failure."""
 
     def __init__(
         self, name: str, command: Sequence[str], port: int, scratch: Path, settings: Mapping[str, str] | None = None
     ) -> None:
-        """command: it listens at that port. settings: of its environment."""
+        """command: must listen at that port. settings: of its environment."""
         self.name = name
         self.url = f"http://{HOST}:{port}"
         self._port = port
@@ -179,7 +178,7 @@ class ServerProcess:
             )
 
     def wait(self) -> None:
-        """Until it is healthy. Raises `StoreError`."""
+        """Wait until it is healthy. Raises `StoreError`."""
         give_up_at = monotonic() + START_SECONDS
         while not self._is_healthy():
             if self._process.poll() is not None:
@@ -197,7 +196,7 @@ class ServerProcess:
         self._signal(signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(END_SECONDS)
-        self._signal(signal.SIGKILL)  # also what it has started and left behind
+        self._signal(signal.SIGKILL)  # includes its child processes
         self._process.wait()
 
     def _signal(self, number: int) -> None:
@@ -215,7 +214,7 @@ class ServerProcess:
             connection.close()
 
     def _failure(self, what: str) -> StoreError:
-        """One line: the last one of its log that names an error."""
+        """One line: the last of its log that names an error."""
         lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
         named = [line for line in lines if "Error" in line] or lines
         said = named[-1].strip()[-300:] if named else "no log"
@@ -225,7 +224,7 @@ class ServerProcess:
 def vllm_server(
     name: str, model: Path, scratch: Path, flags: Sequence[str] = (), transfer: Mapping[str, object] | None = None
 ) -> ServerProcess:
-    """vLLM's own server, of a model that `save_model` has made. transfer: its `--kv-transfer-config`."""
+    """vLLM's own server with a model from `save_model`. transfer: its `--kv-transfer-config`."""
     port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--served-model-name", MODEL, "--host", HOST, "--port", str(port), "--dtype", "bfloat16"]
@@ -237,7 +236,7 @@ def vllm_server(
 
 
 def proxy_server(prefill: str, decodes: Sequence[str], scratch: Path) -> ServerProcess:
-    """`kvstore pd-proxy` before these engines."""
+    """`kvstore pd-proxy` in front of these engines."""
     port = free_port()
     command = [sys.executable, "-m", "kvstore", "pd-proxy", "--prefill", prefill, "--listen", f"{HOST}:{port}"]
     command += [word for one in decodes for word in ("--decode", one)]
@@ -245,7 +244,6 @@ def proxy_server(prefill: str, decodes: Sequence[str], scratch: Path) -> ServerP
 
 
 def free_port() -> int:
-    """One that is free now."""
     with socket.socket() as one:
         one.bind((HOST, 0))
         port: int = one.getsockname()[1]

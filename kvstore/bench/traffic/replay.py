@@ -1,7 +1,7 @@
-"""Requests sent when they are due, whatever becomes of those before; and what each of them saw.
+"""Sends requests when they are due, without waiting for earlier ones, and records their times.
 
-Times count from when a request was due, so that one that had to wait for its turn here has waited. All of it is
-bounded: requests under way, seconds of each, and bytes of an event.
+Times count from when a request was due, so waiting here for a free place counts too. Bounded are: requests in flight,
+seconds per request, bytes per event.
 """
 
 from __future__ import annotations
@@ -23,17 +23,15 @@ LONGEST_REASON = 200
 
 
 class PromptForm(StrEnum):
-    """How a prompt is sent."""
-
-    TOKENS = "tokens"  # token ids, as completions take them: lengths are exact
+    TOKENS = "tokens"  # token ids in completions: lengths are exact
     TEXT = "text"  # words
     CHAT = "chat"  # words, in a message
 
 
 @dataclass(slots=True)
 class RequestOutcome:
-    """Of one request. due, first, last: seconds from the replay's beginning on. gaps: between events with tokens.
-    cached: tokens that the engine says it did not compute; None where it does not say."""
+    """due, first, last: seconds since the replay's beginning. gaps: between events with tokens. cached: tokens that the
+    engine reports as cached; None if it does not report."""
 
     due: float
     first: float | None = None
@@ -51,7 +49,7 @@ class RequestOutcome:
 
     @property
     def mean_gap(self) -> float:
-        """Seconds for a token behind the first one."""
+        """Seconds per token after the first."""
         return (self.last - self.first) / max(1, self.output_tokens - 1) if self.first is not None else 0.0
 
 
@@ -74,7 +72,7 @@ class _StreamChunk(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class SendOptions:
-    """model: as the endpoint calls it. request_seconds: that one may take, from when it is sent."""
+    """model: the endpoint's name of it. request_seconds: timeout from sending."""
 
     model: str
     form: PromptForm = PromptForm.TOKENS
@@ -85,8 +83,8 @@ class SendOptions:
 async def replay(
     client: EngineClient, workload: Workload, salt: int, options: SendOptions, ended: Callable[[int], None]
 ) -> tuple[list[RequestOutcome], float]:
-    """What became of each request, and seconds from the first one's turn to the last one's end. ended: told how many
-    have."""
+    """Every request's outcome, and seconds from the first due time to the last end. ended: called with the number
+    ended."""
     loop = asyncio.get_running_loop()
     began = loop.time()
     free = asyncio.Semaphore(MOST_UNDER_WAY)
@@ -111,7 +109,6 @@ async def replay(
 def request_body(
     workload: Workload, request: TrafficRequest, salt: int, options: SendOptions, *, is_streamed: bool = True
 ) -> bytes:
-    """As it is sent."""
     tokens = workload.prompt(request, salt)
     body: dict[str, Any] = {
         "model": options.model,
@@ -131,7 +128,6 @@ def request_body(
 
 
 def path_of(form: PromptForm) -> str:
-    """Where requests of that form go."""
     return "/v1/chat/completions" if form is PromptForm.CHAT else "/v1/completions"
 
 
@@ -182,7 +178,7 @@ def _noted(outcome: RequestOutcome, data: bytes, at: float) -> None:
 
 
 def _has_token(choice: _Choice) -> bool:
-    """The first event of a chat has a role and no text."""
+    """A chat's first event has a role and no text."""
     if choice.delta is None:
         return choice.text is not None
     return any(value for name, value in choice.delta.items() if name != "role")

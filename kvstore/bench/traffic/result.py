@@ -1,7 +1,7 @@
-"""What `kvstore bench traffic` found: of each endpoint and turn its figures, and their spread over turns.
+"""The result of `kvstore bench traffic`: figures for each endpoint and turn, and their spread over turns.
 
-A figure stands beside that of the first endpoint in the same turn: their quotients' median is the ratio, which is what
-a machine that drifts leaves of a comparison.
+A figure's ratio is the median of its quotients to the first endpoint's in the same turn: a comparison that a drifting
+machine disturbs least.
 """
 
 from __future__ import annotations
@@ -21,25 +21,24 @@ MOST_SHOWN_ERRORS = 3
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """An answer is good where its first token came in ttft_ms, and each further one in itl_ms on average."""
+    """An answer is good if its first token came within ttft_ms, and the others within itl_ms on average."""
 
     ttft_ms: float
     itl_ms: float
 
     @property
     def name(self) -> str:
-        """Of the figure."""
         return f"good, TTFT {self.ttft_ms:g} ms, ITL {self.itl_ms:g} ms"
 
     def is_met(self, outcome: RequestOutcome) -> bool:
-        """By an answer that did not fail."""
+        """A failed answer never meets it."""
         return not outcome.error and 1e3 * outcome.ttft <= self.ttft_ms and 1e3 * outcome.mean_gap <= self.itl_ms
 
 
 @dataclass(frozen=True, slots=True)
 class TurnFigures:
-    """One replay of an endpoint. figures: by name; what cannot be said is missing. tokens: asked and hit, as engine and
-    sidecar count them. errors: the first ones."""
+    """One replay of an endpoint. figures: by name; unknown ones are missing. tokens: asked and hit, by the engine's and
+    sidecar's counters. errors: the first ones."""
 
     figures: Mapping[str, float]
     tokens: Mapping[str, int]
@@ -52,7 +51,7 @@ class TurnFigures:
     def of(
         outcomes: Sequence[RequestOutcome], seconds: float, tokens: Mapping[str, int], slos: Sequence[Slo]
     ) -> TurnFigures:
-        """Of all requests of a replay; a failed one is good for nothing, and has no times."""
+        """Figures of a replay; a failed request is not good, and its times are left out."""
         whole = [one for one in outcomes if not one.error]
         figures: dict[str, float] = {}
         for name, values in (
@@ -78,7 +77,7 @@ class TurnFigures:
 
 @dataclass
 class TrafficResult:
-    """turns: of each endpoint, in the order in which they were given."""
+    """turns: by endpoint, in the given order."""
 
     workload: Workload
     speed: float

@@ -1,9 +1,9 @@
-"""`kvstore bench traffic`, put together: endpoints in turn, each asked the same in a turn, and anew in each turn.
+"""Runs `kvstore bench traffic`: endpoints take turns, with the same requests within a turn and new tokens in each.
 
     started or given endpoints > warm-up > turn 1: A, B, C > turn 2: B, C, A > ...
 
-In a turn each endpoint gets the same requests at the same moments of it; each turn has other tokens, so that a cache
-finds what the trace shares and nothing of the turn before. Endpoints answer one after the other, never side by side.
+In a turn each endpoint gets the same requests at the same moments; each turn has other tokens, so that a cache finds
+what the trace shares and nothing of the turn before. Endpoints run one after another, never at once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvstore.openai.client import JSON_HEADERS, EngineClient, EngineFault, Engin
 from kvstore.openai.metrics import page_of
 
 LONGEST_TOKENS = 8192
-"""Of a prompt and its answer, where an endpoint does not say what it takes."""
+"""Of a prompt and its answer, if an endpoint does not tell its limit."""
 WARM_UP_REQUESTS = 4
 WARM_UP_SALT = 1 << 40
 Progress = Callable[[str, int, int], None]
@@ -34,8 +34,8 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class TrafficOptions:
-    """seconds, requests: of a turn, at most. speed, scale: see `Workload.of`. model: None for the first one that an
-    endpoint has. slos: of goodput. engines: which to start here, on this machine's processors."""
+    """seconds, requests: limits of a turn. speed, scale: see `Workload.of`. model: None for an endpoint's first. slos:
+    for goodput. engines: to start here, on this machine's CPUs."""
 
     seconds: float = 60.0
     requests: int = 1000
@@ -53,7 +53,7 @@ class TrafficOptions:
 
 
 def run(trace: Trace, endpoints: Sequence[Endpoint], options: TrafficOptions, progress: Progress) -> TrafficResult:
-    """Raises `BadInput`, and `StoreError` where an engine does not start or no endpoint answers."""
+    """Raises `BadInput`, and `StoreError` if an engine does not start or no endpoint answers."""
     with ExitStack() as stack:
         models = {} if options.engines is not None else asyncio.run(_models(endpoints, options))
         longest = min((one.max_model_len or LONGEST_TOKENS for one in models.values()), default=LONGEST_TOKENS)
@@ -78,7 +78,7 @@ def run(trace: Trace, endpoints: Sequence[Endpoint], options: TrafficOptions, pr
 
 
 async def _models(endpoints: Sequence[Endpoint], options: TrafficOptions) -> dict[str, EngineModel]:
-    """Each endpoint's. Raises `BadInput` and `EngineFault`."""
+    """Each endpoint's model. Raises `BadInput` and `EngineFault`."""
     found = {}
     for one in endpoints:
         async with EngineClient(one.url, one.name) as client:
@@ -121,7 +121,7 @@ async def _turns(
 
 
 async def _warm_up(client: EngineClient, workload: Workload, options: SendOptions, endpoint: Endpoint) -> None:
-    """Some requests that count for nothing, so that what a first one brings is there. Raises `StoreError`."""
+    """Some uncounted requests, which pay for first-time work. Raises `StoreError`."""
     for number in range(WARM_UP_REQUESTS):
         request = workload.requests[number % len(workload.requests)]
         try:
@@ -131,11 +131,11 @@ async def _warm_up(client: EngineClient, workload: Workload, options: SendOption
 
 
 async def _one_more(client: EngineClient, workload: Workload, options: SendOptions) -> None:
-    """A request of one token: an engine brings its counters up to date as it computes."""
+    """One more token: an engine updates its counters when it computes."""
     try:
         await _whole(client, workload, TrafficRequest(0.0, (0,), 1, 1), WARM_UP_SALT - 1, options)
     except EngineFault:
-        pass  # then they are as old as they are
+        pass  # the counters stay as they are
 
 
 async def _whole(
@@ -150,7 +150,7 @@ async def _whole(
 
 
 async def _counted(endpoint: Endpoint) -> dict[str, float]:
-    """Tokens so far, by what they are counted as; all engines behind an endpoint together."""
+    """Token counters so far, summed over the engines behind an endpoint."""
     found: dict[str, float] = {}
     for url in endpoint.metrics or (endpoint.url,):
         async with EngineClient(url) as client:

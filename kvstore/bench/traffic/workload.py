@@ -1,8 +1,8 @@
-"""What a trace asks, scaled to an engine: arrivals, lengths and shared prefixes stay as they were; tokens are made up.
+"""A trace's requests scaled to an engine: arrivals, length ratios and shared prefixes are kept; tokens are made up.
 
-Each block of the trace becomes a run of `block_tokens` random tokens that is drawn from its number, so that prompts
-share exactly the prefixes that they shared when they were recorded. A salt makes the same workload anew: nothing of one
-is a prefix of anything in another. A trace says nothing of words, and neither does this.
+Each block of the trace becomes `block_tokens` random tokens drawn from its number, so prompts share exactly the
+prefixes that they shared when recorded. Another salt gives the same workload with other tokens: no prefix in common.
+Neither a trace nor this workload has natural text.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from kvstore.block.errors import BadInput
 from kvstore.insight.trace import Trace
 
 FIRST_TOKEN = 5
-"""Below it tokenizers keep tokens that have a meaning."""
+"""Lower ids have special meanings in tokenizers."""
 UNKNOWN_OUTPUT = 16
-"""Tokens of an answer, in place of a length that a recording does not know."""
+"""Tokens of an answer whose length the recording does not have."""
 MOST_TOKENS = 1 << 20
 """Of one prompt, scaled."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrafficRequest:
-    """at: seconds from the first one on. chain: its blocks' numbers; tokens of the last one are tail, of the others
-    all. output: tokens of its answer."""
+    """at: seconds since the first. chain: its blocks' numbers; the last block has `tail` tokens, the others all.
+    output: tokens of the answer."""
 
     at: float
     chain: tuple[int, ...]
@@ -37,8 +37,8 @@ class TrafficRequest:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """block_tokens: of a block of the trace, scaled. vocabulary: tokens are drawn below it. scale: tokens here for one
-    of the trace."""
+    """block_tokens: of a trace's block, scaled. vocabulary: tokens are drawn below it. scale: tokens per token of the
+    trace."""
 
     name: str
     requests: tuple[TrafficRequest, ...]
@@ -59,9 +59,9 @@ class Workload:
         vocabulary: int = 1000,
         seed: int = 0,
     ) -> Workload:
-        """longest: tokens of a prompt and its answer that the engine takes. seconds, requests: at most, from the
-        trace's beginning. speed: arrivals come so many times as fast. scale: None for the one by which the longest
-        request fits, and 1 at most. Raises `BadInput`."""
+        """longest: the engine's limit for a prompt and its answer, in tokens. seconds, requests: limits, from the
+        trace's beginning. speed: factor of arrivals. scale: None for the largest, up to 1, by which the longest request
+        fits. Raises `BadInput`."""
         outputs = np.where(trace.output_tokens > 0, trace.output_tokens, UNKNOWN_OUTPUT)
         if scale is None:
             scale = min(1.0, longest / int((trace.input_tokens + outputs).max()))
@@ -105,12 +105,12 @@ class Workload:
 
     @property
     def working_set_tokens(self) -> int:
-        """Of blocks that are different from each other."""
+        """Of distinct blocks."""
         return self.block_tokens * len({block for one in self.requests for block in one.chain})
 
     @property
     def shared_tokens(self) -> int:
-        """What a cache that forgets nothing finds of whole blocks."""
+        """In whole blocks that an unlimited cache finds."""
         seen: set[int] = set()
         found = 0
         for one in self.requests:
@@ -124,7 +124,6 @@ class Workload:
         return (len(request.chain) - 1) * self.block_tokens + request.tail
 
     def prompt(self, request: TrafficRequest, salt: int) -> list[int]:
-        """Token ids."""
         found: list[int] = []
         for block in request.chain:
             found += self._block(block, salt)
@@ -137,7 +136,7 @@ class Workload:
 
 
 def _cut(chain: list[int], tail: int, block_tokens: int, longest: int, at: float, output: int) -> TrafficRequest:
-    """Where it is too long, its beginning."""
+    """Cut a prompt that is too long to its beginning."""
     whole, rest = divmod(min(longest, MOST_TOKENS), block_tokens)
     if (len(chain) - 1) * block_tokens + tail > longest:
         chain, tail = (chain[: whole + 1], rest) if rest else (chain[:whole], block_tokens)
