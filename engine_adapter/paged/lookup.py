@@ -193,7 +193,7 @@ class PrefixLookup:
             self.account = account
             self.give_back()
             return 0
-        wanted = replace(match, keys=match.keys[:blocks], blocks=blocks, tokens=tokens, account=account)
+        wanted = replace(match.cut(blocks, account), keys=match.keys[:blocks])
         while not self._is_good(first_token):
             self._release()
             if self._pending_lease is None:

@@ -1,7 +1,7 @@
 """Estimates from live look-ups what other store sizes would have found, without delaying the look-ups.
 
     looked_up()  puts a look-up's keys into a bounded queue; if that is full, drops and counts them
-    step()       the worker's thread feeds the estimators from the queue; run() repeats it until stopped
+    step()       the worker's thread feeds the estimators all that is queued; run() repeats it until stopped
     snapshot()   any thread reads hit rates at multiples of a budget, and the whole curve, of about the last hour
 
 Counts decay with a half-life of half an hour. A sample's threshold only falls, so estimators take turns: each learns
@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from math import expm1, inf, log
 from typing import Any, Protocol
 
@@ -35,13 +34,13 @@ HALF_LIFE_SECONDS = 1800.0
 TURN_SECONDS = 3600.0
 FADE_EVERY_SECONDS = 10.0
 MOST_QUEUED_BLOCKS = 1 << 14
-"""Blocks of queued look-ups, 32 bytes each; a longer look-up is dropped."""
-MOST_QUEUED_LOOKUPS = 1 << 10
-BATCH_BLOCKS = 1 << 11
-"""A step ends after this many blocks: some milliseconds of Python, during which other threads run as usual."""
-WAIT_SECONDS = 0.2
-"""Pause when the queue is empty. Batches cost less per look-up, and the queue holds this long at 80,000 blocks a
-second."""
+"""Blocks of queued look-ups, 32 bytes each; a longer look-up is dropped. One step works through all of them, some
+milliseconds, during which other threads run as usual. Each array operation releases the interpreter lock and takes it
+again, at the cost of the thread that serves: a few long arrays delay look-ups less than many short ones."""
+MOST_QUEUED_LOOKUPS = 1 << 11
+WAIT_SECONDS, LEAST_WAIT_SECONDS = 0.2, 0.02
+"""From one step to the next. The longer the wait, the fewer steps take the interpreter lock from the thread that
+serves. It is shorter if half the queue fills sooner, above 40,000 blocks a second; above 800,000 some are dropped."""
 FEW_SAMPLED = 2_000
 """Below so many sampled references the snapshot's words warn."""
 FIRST_SAMPLE = 4
@@ -60,9 +59,9 @@ _SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
 
 
 _Kind = tuple[int, int, int]
-"""Look-ups of equal kind are batched: namespace, bytes and tokens of a block."""
-_Offered = tuple[Sequence[bytes], int, _Kind]
-"""A queued look-up: its keys, their number, its kind."""
+"""Of look-ups that are worked through together: namespace, bytes and tokens of a block."""
+_Offered = tuple[bytes, _Kind]
+"""A look-up that waits: its keys, joined, and its kind."""
 
 
 class Stop(Protocol):
@@ -112,9 +111,9 @@ class WhatIf:
         self._clock = clock
         self._salt = salt
         self._names = self._names_at_next_turn = self._most_names = names
-        self._sizes: dict[int, tuple[int, int]] = {}
-        self._queue: deque[_Offered] = deque()  # first in, first out
-        self._queue_lock = threading.Lock()  # held for one append
+        self._kinds: dict[int, _Kind] = {}  # of namespaces that were opened
+        self._queue: deque[_Offered] = deque()  # in their order
+        self._queue_lock = threading.Lock()  # held for an addition
         self._queued_blocks = 0
         self._lookups = self._dropped_lookups = self._dropped_blocks = 0
         self._lock = threading.Lock()  # guards the estimators; held for a batch
@@ -123,54 +122,44 @@ class WhatIf:
         self._faded_at = now
 
     def opened(self, namespace: int, block_bytes: int, block_tokens: int) -> None:
-        """Announce a namespace. block_bytes: size of its blocks in a tier."""
-        self._sizes[namespace] = block_bytes, block_tokens
+        """A namespace may be looked up in from now on. block_bytes: that a block of it takes in a tier."""
+        self._kinds[namespace] = namespace, block_bytes, block_tokens
 
     def looked_up(self, namespace: int, keys: Sequence[bytes]) -> bool:
-        """As `offer`; returns `False`, uncounted, for a namespace that was not opened."""
-        sizes = self._sizes.get(namespace)
-        return sizes is not None and self.offer(namespace, keys, *sizes)
+        """As `offer`, in a namespace that was opened; `False` and uncounted in another one."""
+        kind = self._kinds.get(namespace)
+        return kind is not None and self._offer(keys, kind)
 
     def offer(self, namespace: int, keys: Sequence[bytes], block_bytes: int, block_tokens: int) -> bool:
-        """Queue a look-up. keys: `KEY_BYTES` each, first block first; the caller must not change them. block_bytes:
-        size in a tier, > 0. Never waits for the worker: if the queue is full or the look-up longer than it, returns
-        `False` and counts it as dropped."""
-        count = len(keys)
-        if not count:
-            return True
-        with self._queue_lock:
-            self._lookups += 1
-            is_full = len(self._queue) >= MOST_QUEUED_LOOKUPS
-            if is_full or self._queued_blocks + count > MOST_QUEUED_BLOCKS:
-                self._dropped_lookups += 1
-                self._dropped_blocks += count
-                return False
-            self._queue.append((keys, count, (namespace, block_bytes, block_tokens)))
-            self._queued_blocks += count
-        return True
+        """A look-up of these keys, `KEY_BYTES` each, the first block's first. block_bytes: that a block of the
+        namespace takes in a tier, more than 0. Never waits for work: where the queue is full, or the look-up longer
+        than it, returns `False` and counts it as dropped."""
+        return self._offer(keys, (namespace, block_bytes, block_tokens))
 
     def step(self) -> int:
-        """Process some queued look-ups; returns how many blocks, 0 if the queue is empty."""
+        """Work through what waits; returns how many blocks that was. 0: nothing waits."""
         batch = self._take()
         with self._lock:
             self._pass_time()
-            alike: dict[_Kind, list[Sequence[bytes]]] = {}  # kinds in order of arrival
-            for keys, _, kind in batch:
+            alike: dict[_Kind, list[bytes]] = {}  # in the order in which each kind came first
+            for keys, kind in batch:
                 alike.setdefault(kind, []).append(keys)
-            for (namespace, block_bytes, block_tokens), lists in alike.items():
-                lengths = [len(keys) for keys in lists]
-                marks = marks_of(b"".join(chain.from_iterable(lists)), self._salt, namespace)
+            for (namespace, block_bytes, block_tokens), joined in alike.items():
+                lengths = [len(keys) // KEY_BYTES for keys in joined]
+                marks = marks_of(b"".join(joined), self._salt, namespace)
                 for turn in self._turns:
                     turn.curve.requests(marks, lengths, float(block_bytes), float(block_tokens))
-        return sum(count for _, count, _ in batch)
+        return _blocks(batch)
 
     def run(self, stop: Stop, worked: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0)) -> None:
         """Step until `stop` is set; what is queued then is dropped. worked: CPU seconds of this thread and of the
         process."""
         weighed_at, (mine, everybodys) = self._clock.monotonic_seconds(), worked()
+        pause = WAIT_SECONDS
         while not stop.is_set():
-            if not self.step():
-                stop.wait(WAIT_SECONDS)
+            pause *= MOST_QUEUED_BLOCKS / 2 / max(1, self.step())  # by then half the queue is full, at that rate
+            pause = min(WAIT_SECONDS, max(LEAST_WAIT_SECONDS, pause))
+            stop.wait(pause)
             now = self._clock.monotonic_seconds()
             if now - weighed_at >= WEIGHED_EVERY_SECONDS:
                 mine_now, everybodys_now = worked()
@@ -218,7 +207,7 @@ class WhatIf:
     def check(self) -> None:
         """Verify the queue's bounds and each estimator's invariants."""
         with self._queue_lock:
-            assert self._queued_blocks == sum(count for _, count, _ in self._queue) <= MOST_QUEUED_BLOCKS
+            assert self._queued_blocks == _blocks(self._queue) <= MOST_QUEUED_BLOCKS
             assert len(self._queue) <= MOST_QUEUED_LOOKUPS and self._dropped_lookups <= self._lookups
         with self._lock:
             assert 1 <= len(self._turns) <= 2
@@ -227,14 +216,26 @@ class WhatIf:
 
     # Inside ---------------------------------------------------------------------------------------------------------
 
-    def _take(self) -> list[_Offered]:
-        batch: list[_Offered] = []
-        blocks = 0
+    def _offer(self, keys: Sequence[bytes], kind: _Kind) -> bool:
+        """In the thread that serves the look-up. The keys are joined: each by itself would keep its memory until the
+        next step, and the next look-up's keys would be made in memory that no cache holds."""
+        count = len(keys)
+        if not count:
+            return True
         with self._queue_lock:
-            while self._queue and (not batch or blocks + self._queue[0][1] <= BATCH_BLOCKS):
-                batch.append(self._queue.popleft())
-                blocks += batch[-1][1]
-            self._queued_blocks -= blocks
+            self._lookups += 1
+            if len(self._queue) >= MOST_QUEUED_LOOKUPS or self._queued_blocks + count > MOST_QUEUED_BLOCKS:
+                self._dropped_lookups += 1
+                self._dropped_blocks += count
+                return False
+            self._queue.append((b"".join(keys), kind))
+            self._queued_blocks += count
+        return True
+
+    def _take(self) -> deque[_Offered]:
+        with self._queue_lock:
+            batch, self._queue = self._queue, deque()
+            self._queued_blocks = 0
         return batch
 
     def _pass_time(self) -> None:
@@ -262,6 +263,10 @@ class _Turn:
     began_at: float
     curve: LruCurve
     counts: bool  # off at first, when nearly everything looks new
+
+
+def _blocks(lookups: Iterable[_Offered]) -> int:
+    return sum(len(keys) for keys, _ in lookups) // KEY_BYTES
 
 
 def marks_of(keys: bytes, salt: int, namespace: int) -> Marks:

@@ -24,7 +24,7 @@ from kvstore.block.layout import Layout
 from kvstore.client.handle import NamespaceHandle
 from kvstore.node import EmbeddedStore
 from kvstore.protocol import messages as m
-from kvstore.protocol.messages import MatchPrefix
+from kvstore.protocol.messages import LeasePrefix, MatchPrefix
 from paged_engine import Request, SharedStore
 from tiering.frame import KEY_BYTES
 from workbench import FakeClock, ids, plausible_pages
@@ -54,6 +54,7 @@ class Late:
     is_late: bool = False
     asked: int = 0
     handles: list[NamespaceHandle] = field(default_factory=list)
+    leases: list[LeasePrefix] = field(default_factory=list)
 
     def namespace(self, **given: Any) -> NamespaceHandle:
         handle = self.store.namespace(**given)
@@ -75,6 +76,8 @@ class _LateDoor:
 
     def submit(self, request: Any, *given: Any) -> Any:
         self._late.asked += isinstance(request, MatchPrefix)
+        if isinstance(request, LeasePrefix):
+            self._late.leases.append(request)
         return _LateAnswer(self._door.submit(request, *given), self._late)
 
 

@@ -75,6 +75,16 @@ def test_what_is_promised_is_pinned_until_it_is_given_back(
     assert is_free(store)
 
 
+@pytest.mark.parametrize(("stop", "keys", "found"), [(329, 5, 5), (319, 4, 5), (100, 1, 5)])
+def test_a_lease_of_less_says_what_was_found(store: EmbeddedStore, stop: int, keys: int, found: int) -> None:
+    """By that the sidecar knows which look-up it belongs to, and counts what was asked for once."""
+    asked = Asked(store)
+    asked.matched(0, stop)
+    (lease,) = asked.late.leases
+    assert len(lease.keys) == keys and lease.found == found
+    asked.lookup.give_back()
+
+
 @pytest.mark.parametrize(("first", "stop"), [(320, 320), (0, 63), (128, 128), (192, 128)])
 def test_what_is_no_more_than_the_engine_has_is_not_pinned(store: EmbeddedStore, first: int, stop: int) -> None:
     asked = Asked(store)

@@ -16,6 +16,11 @@ from typing import Any
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = "--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --hide-scrollbars --no-first-run".split()
 READY = "document.body && document.body.dataset.ready === '1'"
+PIECES = (
+    "Object.fromEntries([...document.querySelectorAll('[data-piece]')]"
+    ".map(one => [one.dataset.piece, Number(one.dataset.tokens)]))"
+)
+"""Tokens by the name of each piece of a page's bar."""
 
 
 class Browser:

@@ -117,9 +117,11 @@ class RunningConsole:
 
 
 @contextmanager
-def console(socket: Path, *flags: str, listen: str = "127.0.0.1:0") -> Iterator[RunningConsole]:
+def console(
+    socket: Path, *flags: str, listen: str = "127.0.0.1:0", python: str = sys.executable
+) -> Iterator[RunningConsole]:
     command = [
-        sys.executable,
+        python,
         "-m",
         "kvstore",
         "console",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from adapters.test_hf_cache import model_of, prompt_of
-from console.browser import CHROMIUM, Browser
+from console.browser import CHROMIUM, PIECES, Browser
 from console.running import console
 from engine_adapter.hf_cache import PrefixCache
 from metrics.busy_sidecar import metrics_of, scrape
@@ -22,10 +22,6 @@ pytestmark = pytest.mark.skipif(
 )
 OF_THE_ENGINE = {"grid", "last_token", "partial_block"}
 """Of what the store has, and of what is shorter than a block, it computed this: the store knows no reason for it."""
-PIECES = (
-    "Object.fromEntries([...document.querySelectorAll('[data-piece]')]"
-    ".map(one => [one.dataset.piece, Number(one.dataset.tokens)]))"
-)
 
 
 def test_what_transformers_counted_is_on_the_page(tmp_path: Path) -> None:

@@ -218,6 +218,8 @@ class Pair:
         self._sidecar = sidecar
         self._run = run
         self.admin = f"{sidecar.directory}/admin.sock"
+        self.observe = sidecar.directory / "observe.sock"
+        self.http_port = sidecar.said["http_port"]
         self.events = f"ipc://{sidecar.directory}/events"
         """Where the engine with the store publishes KV events."""
 
@@ -246,6 +248,6 @@ class Pair:
 @pytest.fixture(scope="session")
 def pair(saved: Callable[..., str], nursery: Nursery) -> Iterator[Pair]:
     """Of all tests."""
-    with started("pair") as sidecar:
+    with started("pair", "--http", "127.0.0.1:0") as sidecar:
         yield Pair(saved(), sidecar, nursery.run)
         nursery.end()  # its engines hang up before their sidecar ends

@@ -144,6 +144,36 @@ def test_it_runs_until_it_is_stopped() -> None:
     assert whatif.snapshot(1e9).points[-1].token_hit_rate == pytest.approx(49 / 50)
 
 
+@pytest.mark.parametrize(
+    ("blocks_a_second", "most_lost", "steps"), [(30_000, 0, (10, 12)), (200_000, 40_000, (30, 60))]
+)
+def test_a_busy_queue_is_worked_through_in_time_and_a_quiet_one_seldom(
+    blocks_a_second: int, most_lost: int, steps: tuple[int, int]
+) -> None:
+    """For two seconds. What is lost is lost at first, until it is known how much comes."""
+    clock, waits = HandClock(), list[float]()
+    whatif = WhatIf(clock, SALT, 16)
+    keys = [key(at) for at in range(8_000)]
+    look_ups = [keys[at : at + 400] for at in range(0, len(keys), 400)]
+
+    class TwoSeconds:
+        def is_set(self) -> bool:
+            return sum(waits) >= 2
+
+        def wait(self, timeout: float | None = None) -> bool:
+            assert timeout is not None
+            for at in range(round(blocks_a_second * timeout / 400)):
+                whatif.offer(1, look_ups[at % len(look_ups)], BLOCK_BYTES, BLOCK_TOKENS)
+            waits.append(timeout)
+            clock.now += timeout
+            return False
+
+    whatif.run(TwoSeconds())
+    told = whatif.snapshot(1e9)
+    assert told.lookups * 400 >= 1.9 * blocks_a_second and told.dropped_blocks <= most_lost
+    assert steps[0] <= len(waits) <= steps[1]
+
+
 def test_what_was_counted_half_an_hour_ago_counts_half() -> None:
     clock = HandClock()
     whatif = WhatIf(clock, SALT)
