@@ -69,7 +69,7 @@ def offer_prompts(handle: NamespaceHandle, prompts: int) -> None:
 
 def tell_prompts(sidecar: Sidecar, prompts: int = 20) -> None:
     """The same, until the sidecar has worked it through."""
-    with sidecar.client() as store:
+    with sidecar.client(engine="vllm") as store:
         offer_prompts(store.namespace(model=MODEL, layout=LAYOUT, name="small model"), prompts)
         wait_until(lambda: sidecar.prefixes.step() >= 0 and sidecar.admin.prefixes().prompts == prompts)
 

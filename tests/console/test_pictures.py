@@ -74,7 +74,8 @@ def ask_for_a_while(sidecar: Sidecar, cache: PrefixCache) -> str:
 
 def save_small(taken: Path, at: Path) -> None:
     with image.open(taken) as picture:
-        picture.convert("RGB").quantize(COLOURS, dither=0).save(at, optimize=True)
+        small = picture.convert("RGB").quantize(COLOURS, image.Quantize.MAXCOVERAGE, dither=0)  # also rare colours
+        small.save(at, optimize=True)
     print(at, at.stat().st_size)
     assert at.stat().st_size <= MOST_BYTES
 

@@ -91,9 +91,9 @@ class Sidecar:
         self.door.listen_admin(self.observe_path, Observer(self.admin, clock), 0o660)
         self.door.start()
 
-    def client(self, session: str | None = None) -> SidecarStore:
-        token = session or secrets.token_hex(16)
-        return patient(open_sidecar(str(self.path), codecs=codec_named, clock=SystemClock(), session=token, engine="t"))
+    def client(self, session: str | None = None, engine: str = "t") -> SidecarStore:
+        token, clock = session or secrets.token_hex(16), SystemClock()
+        return patient(open_sidecar(str(self.path), codecs=codec_named, clock=clock, session=token, engine=engine))
 
     def __enter__(self) -> Sidecar:
         return self

@@ -49,6 +49,12 @@ function hatched(one) {
   pen.stroke();
   return pen.createPattern(tile, "repeat");
 }
+const SLOPES = { 1: 45, 2: -45, 3: 90 };
+// The same for the legend below a chart, whose swatches are no elements of ours.
+function marker(one) {
+  const base = colour(one.hue === "found" ? "line" : one.hue);
+  return one.hatch ? `repeating-linear-gradient(${SLOPES[one.hatch]}deg, transparent 0 3px, ${colour("stripe")} 3px 5px), ${base}` : base;
+}
 const drawn = new Set();
 addEventListener("themechange", () => drawn.forEach((one) => one.redraw()));
 export function endCharts() { drawn.forEach((one) => { one.watcher.disconnect(); one.destroy(); }); drawn.clear(); }
@@ -106,7 +112,7 @@ export function chart(title, times, series, { stacked = false, unit = "", format
   })) : shown;
   const order = stacked ? [...series.keys()].reverse() : [...series.keys()];
   const options = {
-    width: 300, height: 200, cursor: { sync: { key: "kvstore" }, y: false }, legend: { live: true, isolate: true, markers: { fill: (_, at) => (at ? colour(series[order[at - 1]].hue === "found" ? "line" : series[order[at - 1]].hue) : "") } },
+    width: 300, height: 200, cursor: { sync: { key: "kvstore" }, y: false }, legend: { live: true, isolate: true, markers: { fill: (_, at) => (at ? marker(series[order[at - 1]]) : "") } },
     padding: [10, 26, 0, 0], scales: { y: { range: (_, low, high) => [Math.min(0, low ?? 0), high > 0 ? high * 1.05 : 1] } },
     axes: [{ ...axis, values: "{HH}:{mm}", space: 70 }, { ...axis, size: 64, values: (_, found) => found.map((one) => format(one)) }],
     series: [{ value: (_, at) => (known(at) ? moment(at) : "-") }, ...order.map((at) => ({

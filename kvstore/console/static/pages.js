@@ -61,7 +61,7 @@ export function engines({ status, series, engines: told }) {
   return [
     wide(`Engines (${whole(sessions.length + hidden)})`, table(["engine", "tenant", "*connections", "*leases", "*leased blocks", "*reservations", "*came", "*waited p50", "*waited p99"], rows, empty(status)),
       hidden ? make("p.quiet", {}, `And ${whole(hidden)} more.`) : null, departed ? make("p", {}, `${whole(departed)} connections are gone whose processes may still map memory.`) : null),
-    wide(`How long requests waited to be begun, ${series.words}`, waits.length ? chart("Waits of the last 4,096 requests", series.times, waits, { unit: "", format: (value) => `${value < 10 ? value.toFixed(2) : whole(value)} ms`, restarts: series.restarts, step: series.step, note: series.note }) : make("p.quiet", {}, "No request has come yet.")),
+    wide(`How long requests waited to be begun, ${series.words}`, waits.length ? chart("Waits of the last 4,096 requests", series.times, waits, { unit: "", format: (value) => `${value && value < 10 ? value.toFixed(2) : whole(value)} ms`, restarts: series.restarts, step: series.step, note: series.note }) : make("p.quiet", {}, "No request has come yet.")),
     panel("The door", make("dl", {}, ...[["tenants' connections", whole(door.connections)], ["operators and observers", whole(door.admin_connections)], ["turned away", whole(door.refused)], ["unreadable messages", whole(door.malformed)], ["waited p50", ms(door.wait_ms_p50)], ["waited p99", ms(door.wait_ms_p99)]].flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]))),
     panel("Requests since the sidecar began", table(["verb", "*served"], Object.entries(door.served).sort((a, b) => b[1] - a[1]).map(([name, count]) => [name, whole(count)]), "None yet.")),
   ];
