@@ -231,7 +231,7 @@ def test_a_disk_that_does_not_answer_is_a_miss_at_the_deadline(tmp_path: Path, m
             levels = store._store._levels
             assert levels is not None
             deadline = time.monotonic() + 20
-            while levels.promoting:  # the others of the window still find out
+            while levels.promoter.promoting:  # the others of the window still find out
                 assert time.monotonic() < deadline
                 time.sleep(0.001)
         levels._queue._breakers.clear()

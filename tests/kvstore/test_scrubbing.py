@@ -487,9 +487,9 @@ def test_nothing_is_condemned_while_a_lease_looks_for_slots_for_it(
     with Rig(tmp_path) as rig:
         handle = rig.namespace()
         row = rig.row(handle, 0, 5)
-        levels = rig.core._levels
-        assert levels is not None
-        find_slots, quarantine_below = levels._find_slots, levels.quarantine_below
+        assert rig.core._levels is not None
+        promoter = rig.core._levels.promoter
+        find_slots, quarantine_below = promoter._find_slots, promoter.quarantine_below
         tried, quarantined = threading.Event(), threading.Event()
         early: list[bool] = []
 
@@ -505,8 +505,8 @@ def test_nothing_is_condemned_while_a_lease_looks_for_slots_for_it(
             quarantined.set()
             return done
 
-        monkeypatch.setattr(levels, "_find_slots", look)
-        monkeypatch.setattr(levels, "quarantine_below", quarantine)
+        monkeypatch.setattr(promoter, "_find_slots", look)
+        monkeypatch.setattr(promoter, "quarantine_below", quarantine)
         assert read(handle, 0) == 5 and early == [False]
         until(lambda: "quarantined_blocks" in rig.counters)
         rig.whole_pass()
