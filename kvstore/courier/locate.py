@@ -30,6 +30,7 @@ from kvstore.pool.directory import (
     NodeEntry,
     chunk_heads,
     hint_name,
+    leading_places,
 )
 from kvstore.pool.members import AliveTable
 from kvstore.pool.speeds import REMOTE_PRIOR
@@ -42,8 +43,8 @@ DIRECTORY_SECONDS, HAS_SECONDS = 0.002, 0.0025
 MOST_NAMED = 8
 """Nodes of `network.peers` that are asked at once."""
 MOST_PLACES = 16
-"""In a prompt, at which a router's question looks. Where all nodes have it a longer look-up would not end in its time,
-and three in a row stop all look-ups for a while."""
+"""In a prompt, at which the directory is asked. Where all nodes have it a longer look-up would not end in its time, and
+three in a row stop all tenants' look-ups for a while."""
 MOST_KEPT = 4096
 RECENT_SECONDS, MOST_RECENT = 1.0, 256
 """How long a finding about a chain, perhaps too late for its own request, serves others; and how many are kept."""
@@ -149,9 +150,7 @@ class Locator:
         if self._directory is None:
             return HintedHolders(left_out="no directory is configured here")
         most = CHUNK_BLOCKS * MAX_HEADS if are_own else MOST_ASKED_KEYS
-        heads = chunk_heads(namespace, keys[:most])
-        step = max(1, -(-len(heads) // MOST_PLACES))  # a hint stands for all before it
-        heads = heads[step - 1 :: step]
+        heads = leading_places(chunk_heads(namespace, keys[:most]), MOST_PLACES)
         ends_at = self._clock.monotonic_seconds() + seconds
         try:
             found = self._directory.holders(heads, seconds if are_own else DIRECTORY_SECONDS)
@@ -265,7 +264,7 @@ class Locator:
             asked[entry.node] = entry
 
     def _hinted(self, places: Places, space: CourierSpace, keys: Sequence[bytes], present: int) -> list[Holder]:
-        heads = chunk_heads(space.id, keys, present)
+        heads = leading_places(chunk_heads(space.id, keys, present), MOST_PLACES)
         if self._directory is None or not heads:
             return []
         try:

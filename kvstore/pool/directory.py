@@ -19,6 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
+from math import ceil
 from typing import Annotated, NamedTuple, Protocol
 
 import msgspec
@@ -114,6 +115,19 @@ def chunk_heads(namespace: bytes, keys: Sequence[bytes], first: int = 0) -> list
     begin = first - first % CHUNK_BLOCKS + CHUNK_BLOCKS
     end = min(len(keys) + 1, begin + MAX_HEADS * CHUNK_BLOCKS)
     return [(blocks, hint_name(namespace, keys[blocks - 1])) for blocks in range(begin, end, CHUNK_BLOCKS)]
+
+
+def leading_places(heads: Sequence[tuple[int, bytes]], most: int) -> list[tuple[int, bytes]]:
+    """At most so many of a prompt's chunks to look up, the last among them: a hint stands for all chunks before it.
+    Each is further from the beginning by about the same factor, so of a node with a part of the prompt, long or short,
+    about the same share goes unseen."""
+    end, at, places = len(heads), 0, list[tuple[int, bytes]]()
+    for left in range(most, 0, -1):
+        if at == end:
+            break
+        at = max(at + 1, ceil(at * (end / max(1, at)) ** (1 / left) - 1e-9))
+        places.append(heads[at - 1])
+    return places
 
 
 def hint_value(incarnation: bytes, tier: HitTier, until_ms: int | None = None) -> bytes:

@@ -103,26 +103,38 @@ def test_a_router_is_told_what_the_directory_says_of_nodes_with_the_tenant_s_key
 
 
 @pytest.mark.parametrize(
-    ("blocks", "are_own", "step", "last", "is_cut"),
+    ("blocks", "are_own", "last", "is_cut"),
     [
-        (15, True, 1, 0, False),
-        (CHUNK_BLOCKS * MOST_PLACES + 15, True, 1, 256, False),
-        (CHUNK_BLOCKS * (MOST_PLACES + 2), True, 2, 288, False),
-        (CHUNK_BLOCKS * MAX_HEADS + 15, True, 64, 16384, False),
-        (1 << 16, True, 64, 16384, True),
-        (4096, False, 16, 4096, False),
-        (1 << 16, False, 16, 4096, True),
+        (15, True, 0, False),
+        (CHUNK_BLOCKS * MOST_PLACES + 15, True, 256, False),
+        (CHUNK_BLOCKS * (MOST_PLACES + 2), True, 288, False),
+        (CHUNK_BLOCKS * MAX_HEADS + 15, True, 16384, False),
+        (1 << 16, True, 16384, True),
+        (4096, False, 4096, False),
+        (1 << 16, False, 4096, True),
     ],
 )
 def test_a_long_prompt_is_looked_up_at_as_many_places_as_a_short_one(
-    blocks: int, are_own: bool, step: int, last: int, is_cut: bool
+    blocks: int, are_own: bool, last: int, is_cut: bool
 ) -> None:
     """And the answer says so where its end is not looked at."""
     directory = HintingDirectory([])
     found = asked_of(directory, SayingNodes({}), are_own, blocks)
     ((places, _),) = directory.asked
-    assert places == list(range(step * CHUNK_BLOCKS, last + 1, step * CHUNK_BLOCKS)) and len(places) <= MOST_PLACES
+    assert len(places) == min(last // CHUNK_BLOCKS, MOST_PLACES) and places[-1:] == ([last] if last else [])
     assert bool(found.left_out) is is_cut
+
+
+@pytest.mark.parametrize("present", [0, 40])
+def test_a_fetch_of_a_long_prompt_looks_at_no_more_places(present: int) -> None:
+    directory, space = HintingDirectory([]), SimpleNamespace(id=bytes(32))
+    locator = Locator(AliveTable(NodeIdentity()), None, directory, None, None, SystemClock())  # type: ignore[arg-type]
+    keys = [index.to_bytes(32, "big") for index in range(1 << 16)]
+    assert locator._hinted(Places(), space, keys, present) == []  # type: ignore[arg-type]
+    ((places, _),) = directory.asked
+    first = present // CHUNK_BLOCKS * CHUNK_BLOCKS
+    assert len(places) == MOST_PLACES and places[0] == first + CHUNK_BLOCKS
+    assert places[-1] == first + CHUNK_BLOCKS * MAX_HEADS
 
 
 def test_of_keys_that_a_caller_gives_each_node_is_asked_itself() -> None:

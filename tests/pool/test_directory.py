@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,6 +21,7 @@ from kvstore.pool.directory import (
     hint_value,
     is_head,
     leading_holders,
+    leading_places,
     read_entry,
     read_hint,
 )
@@ -54,6 +57,18 @@ def test_a_name_is_of_namespace_and_prompt_and_look_ups_are_bounded() -> None:
     assert hint_name(NAMESPACE, key) != hint_name(NAMESPACE, keys(2)[1])
     assert chunk_heads(NAMESPACE, keys(CHUNK_BLOCKS - 1)) == []
     assert len(chunk_heads(NAMESPACE, keys(CHUNK_BLOCKS * (MAX_HEADS + 3)), first=5)) == MAX_HEADS
+
+
+@given(count=st.integers(0, MAX_HEADS), most=st.integers(2, 40))
+def test_of_a_long_prompt_the_same_share_goes_unseen_wherever_a_node_s_part_ends(count: int, most: int) -> None:
+    heads = [(CHUNK_BLOCKS * number, bytes([number % 256])) for number in range(1, count + 1)]
+    places = leading_places(heads, most)
+    assert len(places) == min(count, most) and places[-1:] == heads[-1:]
+    ends = [blocks // CHUNK_BLOCKS for blocks, _ in places]
+    assert places == [heads[end - 1] for end in ends] and ends == sorted(set(ends)) and ends[:1] == [1][:count]
+    factor = count ** (1 / (most - 1))
+    for before, after in pairwise(ends):
+        assert after <= max(before + 1, before * factor + 1), "about the same factor from place to place"
 
 
 @given(st.data())
