@@ -252,6 +252,20 @@ def test_untyped_faults_of_one_client_are_one_line(
     other.close()
 
 
+def test_a_fault_on_the_doors_own_thread_ends_its_connection_alone(sidecar: Sidecar) -> None:
+    def fail(caller: object, verb: object) -> m.Answer:
+        raise KeyError("nobody expected that")
+
+    release, sidecar.handlers._verbs[m.Release] = sidecar.handlers._verbs[m.Release], fail
+    other, peer = come_in(sidecar), come_in(sidecar)
+    peer.socket.sendall(m.pack(m.Request(1, m.Release([1]))))
+    assert peer.reply() is None, "it was not hung up on"
+    peer.close()
+    sidecar.handlers._verbs[m.Release] = release
+    assert other.ask(m.Release([1])) == m.Done() and sidecar.door.is_served
+    other.close()
+
+
 def test_a_fault_where_connections_are_looked_after_ends_nobody(
     sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
