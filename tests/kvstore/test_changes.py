@@ -112,6 +112,15 @@ def answer(handle: NamespaceHandle, after: int) -> m.Changed:
     return told[0]
 
 
+def is_one_moved_below(other: NamespaceHandle, handle: NamespaceHandle, prompts: list[list[int]]) -> bool:
+    """Put other blocks, until some of these prompts' are on NVMe alone."""
+    for number in range(200):
+        other.put(ids(128, 10_000_000 + 1_000 * number), random_pages(small_layout(), 2))
+        if any(str(tier) == "nvme" for prompt in prompts for tier, _ in handle.match(prompt).tiers):
+            return True
+    return False
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("nvme", ["off", "2MiB"])
 def test_who_follows_ends_with_what_the_store_holds(tmp_path: Path, nvme: str) -> None:
@@ -141,6 +150,8 @@ def test_who_follows_ends_with_what_the_store_holds(tmp_path: Path, nvme: str) -
                 handle.put(prompt, random_pages(layout, len(prompt) // 64))
             if draw.random() < 0.3:
                 follower.follow()
+        if nvme != "off":
+            assert is_one_moved_below(other, handle, prompts), "blocks leave DRAM behind the last drop, too"
         follower.follow()
         held = 0
         for prompt in prompts:
