@@ -118,3 +118,13 @@ def test_those_who_joined_one_flight_are_bounded() -> None:
     flights.begin([1], "leader", 0.0, 1.0)
     joined = sum(bool(flights.join([1], lambda *_: None)) for _ in range(MAX_JOINED + 5))
     assert joined == MAX_JOINED
+
+
+def test_those_who_joined_are_told_when_their_leader_leaves() -> None:
+    flights, told = Flights[str](), list[tuple[str, bool]]()
+    assert flights.begin(["a", "b"], "leader", 0.0, 10.0) == ["a", "b"]
+    assert flights.join(["a", "b", "c"], lambda key, landed: told.append((key, landed))) == ["a", "b"]
+    flights.end(["a"], "leader", True)
+    flights.leave("leader")
+    assert told == [("a", True), ("b", False)] and not len(flights)
+    assert flights.begin(["b"], "another", 1.0, 10.0) == ["b"]
