@@ -784,8 +784,9 @@ class LocalDoor:
             close_all(served.descriptors)
             return
         made: list[memoryview] = []
-        what = f"an answer of {type(served.answer).__name__} could not be made"
-        if not self._is_done(connection, what, lambda: made.append(self._frame(connection, number, served, asks))):
+        path, name = connection.listener.path, type(served.answer).__name__
+        line = "an answer of %s could not be made; socket %s", name, path
+        if not self._attempt(lambda: made.append(self._frame(connection, number, served, asks)), str(path), *line):
             close_all(served.descriptors)
             self._disconnect(connection)
             return

@@ -4,7 +4,7 @@ a few milliseconds whatever the directory does."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -130,20 +130,28 @@ def test_a_tenant_is_told_of_its_own_blocks_alone(three: list[Node], given: str)
     wait_for_score(three[2], [(first, {"dram": HINTED * BLOCK_TOKENS})], **asked)
 
 
-def directory_states(node: Node) -> list[tuple[str, int]]:
+def directory_told(node: Node) -> list[dict[str, Any]]:
     """As each tenant's courier tells it."""
-    sources = node.stat()["elsewhere"]["sources"]
-    return [(one["state"], one["failures"]) for one in sources if one["kind"] == "directory"]
+    return [one for one in node.stat()["elsewhere"]["sources"] if one["kind"] == "directory"]
+
+
+def directory_states(node: Node, look_up: Callable[[], object]) -> list[tuple[str, int]]:
+    """As it is told now. The courier tells its figures all at once, now and then: what is told after a look-up that
+    began when an earlier one had been told has everything before these two."""
+    for _ in range(2):
+        before = min(one["lookups"] for one in directory_told(node))
+        look_up()
+        wait_until(lambda before=before: min(one["lookups"] for one in directory_told(node)) > before)  # type: ignore[misc]
+    return [(one["state"], one["failures"]) for one in directory_told(node)]
 
 
 def test_calls_without_time_do_not_spoil_the_directory_for_others(three: list[Node]) -> None:
     three[0].put(20, BLOCKS)
     wait_for_score(three[2], [(ids_of(three)[0], {"dram": HINTED * BLOCK_TOKENS})], token_ids=prompt(20, BLOCKS))
-    time.sleep(1.5)  # the courier tells the sidecar once a second
-    before = directory_states(three[2])
-    assert before and all(state == "up" for state, _ in before)
     caller = Stubs(three[2].address, token_of("default"))
     request = score_pb2.ScoreRequest(model=MODEL, prompt=store_pb2.Prompt(token_ids=prompt(20, BLOCKS)))
+    before = directory_states(three[2], lambda: caller.ask(caller.score.Score, request, SOON))
+    assert before and all(state == "up" for state, _ in before)
     late = 0
     for at in range(200):
         try:
@@ -153,10 +161,9 @@ def test_calls_without_time_do_not_spoil_the_directory_for_others(three: list[No
             late += 1
             continue
         assert answer.is_partial is (at > 0)
-    caller.close()
     print("calls without an answer", late)
-    time.sleep(1.5)
-    assert directory_states(three[2]) == before
+    assert directory_states(three[2], lambda: caller.ask(caller.score.Score, request, SOON)) == before
+    caller.close()
 
 
 @pytest.mark.parametrize("way", ["killed", "stopped"])

@@ -237,7 +237,7 @@ def test_untyped_faults_of_one_client_are_one_line(
     sidecar: Sidecar, verb: m.Verb, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(caller: object, verb: object) -> m.Answer:
-        raise KeyError("nobody expected that")
+        raise KeyError("a fault of the sidecar")
 
     sidecar.handlers._verbs[type(verb)] = fail
     other = come_in(sidecar)
@@ -254,7 +254,7 @@ def test_untyped_faults_of_one_client_are_one_line(
 
 def test_a_fault_on_the_doors_own_thread_ends_its_connection_alone(sidecar: Sidecar) -> None:
     def fail(caller: object, verb: object) -> m.Answer:
-        raise KeyError("nobody expected that")
+        raise KeyError("a fault of the sidecar")
 
     release, sidecar.handlers._verbs[m.Release] = sidecar.handlers._verbs[m.Release], fail
     other, peer = come_in(sidecar), come_in(sidecar)
