@@ -188,9 +188,22 @@ def test_unusable_options_of_a_bench_are_one_line(
 
 def test_a_bench_that_is_not_installed_is_started_in_a_checkout_and_named_elsewhere() -> None:
     assert "blocks=7" in error_line(run_cli("bench", "restart", "--blocks", "7"))
-    away = "import kvstore\nkvstore.__file__ = '/nowhere/kvstore/__init__.py'"
-    for word in MOVED:
-        line = error_line(run_cli("bench", word, "--json", before=away))
+    away = """
+import kvstore
+from kvstore.cli.bench import MOVED
+from kvstore.cli.main import main
+kvstore.__file__ = "/nowhere/kvstore/__init__.py"
+for word in MOVED:
+    sys.argv = ["kvstore", "bench", word, "--json"]
+    try:
+        main()
+    except SystemExit as left:
+        assert left.code == 2, word
+sys.exit(2)"""
+    result = run_cli(before=away)
+    assert (result.returncode, result.stdout) == (2, "")
+    for word, line in zip(MOVED, result.stderr.splitlines(), strict=True):
+        assert line.startswith("kvstore: ")
         assert "not installed" in line and f"python benchmarks/benches.py {word}" in line
 
 

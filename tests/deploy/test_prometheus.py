@@ -20,7 +20,7 @@ from metrics.scraped import Labels
 
 ROOT = Path(__file__).resolve().parents[2]
 RULES = ROOT / "deploy" / "prometheus" / "rules.yml"
-RULES_TEST = RULES.with_name("rules_test.yml")
+RULES_TESTS = sorted(RULES.parent.glob("*_test.yml"))
 DASHBOARD = ROOT / "deploy" / "grafana" / "kvstore.json"
 PAGE = (ROOT / "docs" / "dashboard.md").read_text()
 FROM_PROMETHEUS = {"instance", "job"}
@@ -162,7 +162,7 @@ def test_the_data_source_is_the_variable() -> None:
 
 def test_each_alert_has_a_test_in_which_it_fires_and_an_anchor() -> None:
     alerts = {rule["alert"]: rule for rule in rules() if "alert" in rule}
-    tests = yaml.safe_load(RULES_TEST.read_text())["tests"]
+    tests = [test for path in RULES_TESTS for test in yaml.safe_load(path.read_text())["tests"]]
     fired = {one["alertname"] for test in tests for one in test.get("alert_rule_test", []) if one["exp_alerts"]}
     silent = {one["alertname"] for test in tests for one in test.get("alert_rule_test", []) if not one["exp_alerts"]}
     assert fired == alerts.keys() and silent >= alerts.keys() - {"KvstoreWantedAgain"}
@@ -174,7 +174,7 @@ def test_each_alert_has_a_test_in_which_it_fires_and_an_anchor() -> None:
 
 
 def test_promtool_takes_the_rules_and_their_tests_pass() -> None:
-    for arguments in (("check", "rules", RULES.name), ("test", "rules", RULES_TEST.name)):
+    for arguments in (("check", "rules", RULES.name), ("test", "rules", *(path.name for path in RULES_TESTS))):
         done = promtool(*arguments, directory=RULES.parent)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "SUCCESS" in done.stdout
