@@ -2,11 +2,12 @@
 
     python benchmarks/insight_cost.py [--pairs 40] [--seconds 1] [--json]
 
-Two sidecars hold the same prompts. One has `/metrics` scraped every five seconds, estimates what other sizes would
-find, follows prefixes, and a console with one page open; the other has no door for HTTP, no console and none of these.
-They take turns of a second at the same work of one client. What is compared is the CPU time of the thread
-that serves look-ups and leases, pair by pair: quote the median. Threads beside it, and the console, cost by the second
-and not by the look-up: theirs is a share of a core, printed beside it.
+One sidecar holds the prompts and serves one client. Turn by turn, insight is on and off: on, `/metrics` is scraped
+every five seconds, the sidecar estimates what other sizes would find and follows prefixes, and a console shows one open
+page; off, the hooks of the serving thread do nothing, nothing is scraped, and the console is stopped. What is compared
+is the CPU time of the thread that serves look-ups and leases, pair by pair: quote the median. Two sidecars that differ
+in nothing are a twentieth apart on such a scale, which is why one of them is switched. Threads beside it, and the
+console, cost by the second and not by the look-up: theirs is a share of a core, printed beside it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -26,6 +29,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from operator import truediv
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 
@@ -39,27 +43,86 @@ from kvstore.node import SystemClock
 SECONDS = 60.0
 """For whatever is waited for."""
 ALLOWED = 1.02
-WITHOUT_ESTIMATES = """
-import kvstore.insight.whatif as whatif
-whatif.WhatIf.looked_up = lambda *_: False
-whatif.WhatIf.run = lambda *_: None
-import kvstore.prefixes.book as book
-book.PrefixBook.looked_up = book.PrefixBook.granted = book.PrefixBook.run = lambda *_: None
+SWITCHED = """
+import os, socket, sys, threading
+
+def obey():
+    with socket.socket(socket.AF_UNIX) as link:
+        link.connect(os.environ["KV_INSIGHT_SWITCH"])
+        for word in link.makefile():
+            from kvstore.insight.whatif import WhatIf
+            from kvstore.prefixes.book import PrefixBook
+            for cls, name in ((WhatIf, "looked_up"), (PrefixBook, "looked_up"), (PrefixBook, "granted")):
+                mine = kept.setdefault((cls, name), getattr(cls, name))
+                setattr(cls, name, mine if word == "on\\n" else lambda *_: False)
+            link.sendall(b"!")
+
+kept = {}
+if "--kept-at" in sys.orig_argv:  # the sidecar, and not its keeper
+    threading.Thread(target=obey, daemon=True).start()
 """
-"""What a Python that starts with it does first (`sitecustomize`)."""
+"""What the sidecar's Python does first (`sitecustomize`): it puts the hooks of insight in and out as it is told."""
 PROMPTS, BLOCKS = 1024, 64
 WARM_UP_SECONDS = 60.0
 """After which it is known how many names may be sampled at that rate of look-ups."""
 SCRAPE_SECONDS = 5.0
 
 
+def cpu_seconds(process: int) -> float:
+    """Of all threads of a process so far (clock_getcpuclockid(3) of Linux)."""
+    return time.clock_gettime(~process << 3 | 2)
+
+
+class Switch:
+    """Insight of a sidecar, on or off."""
+
+    def __init__(self, link: socket.socket, console: int, metrics: str) -> None:
+        self._link, self._console, self._metrics = link, console, metrics
+        self._scraped = 0.0
+        self._seconds_on = 0.0
+        self._since: float | None = time.monotonic()
+
+    def set(self, is_on: bool) -> None:
+        if is_on == (self._since is not None):
+            return
+        self._link.sendall(b"on\n" if is_on else b"off\n")
+        assert self._link.recv(1) == b"!"
+        os.kill(self._console, signal.SIGCONT if is_on else signal.SIGSTOP)
+        now = time.monotonic()
+        if self._since is not None:
+            self._seconds_on += now - self._since
+        self._since = now if is_on else None
+
+    @contextmanager
+    def scraping(self) -> Iterator[None]:
+        """Metrics are read meanwhile, every five seconds of the time that it is on."""
+        over = threading.Event()
+
+        def scrape() -> None:
+            while not over.wait(0.05):
+                on = self._seconds_on + (time.monotonic() - self._since if self._since is not None else 0.0)
+                if self._since is not None and on - self._scraped >= SCRAPE_SECONDS:
+                    self._scraped = on
+                    with urllib.request.urlopen(self._metrics, timeout=SECONDS) as answer:
+                        answer.read()
+
+        thread = threading.Thread(target=scrape)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+
 @dataclass(frozen=True)
 class Served:
-    """A sidecar under measurement: a handle of its one client, its process, and its console's where it has one."""
+    """The sidecar under measurement: a handle of its one client, its process, its console's, and its insight."""
 
     handle: NamespaceHandle
     process: int
-    console: int | None
+    console: int
+    insight: Switch
 
     def cpu(self) -> dict[int, float]:
         """Seconds of each thread so far (/proc/PID/task/TID/schedstat)."""
@@ -68,30 +131,6 @@ class Served:
             with suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
                 took[int(thread.name)] = int((thread / "schedstat").read_text().split()[0]) / 1e9
         return took
-
-
-def cpu_seconds(process: int) -> float:
-    """Of all threads of a process so far (clock_getcpuclockid(3) of Linux)."""
-    return time.clock_gettime(~process << 3 | 2)
-
-
-@contextmanager
-def scraped(address: str) -> Iterator[None]:
-    """Metrics are read every now and then meanwhile."""
-    over = threading.Event()
-
-    def scrape() -> None:
-        while not over.wait(SCRAPE_SECONDS):
-            with urllib.request.urlopen(address, timeout=SECONDS) as answer:
-                answer.read()
-
-    thread = threading.Thread(target=scrape)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
 
 
 @contextmanager
@@ -119,30 +158,35 @@ def viewed(observe_socket: str) -> Iterator[int]:
                     page.kill()
         finally:
             console.terminate()
+            console.send_signal(signal.SIGCONT)
 
 
 @contextmanager
-def served(has_insight: bool, options: LookupOptions) -> Iterator[Served]:
+def served(options: LookupOptions) -> Iterator[Served]:
     """A sidecar with the prompts in it."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        if not has_insight:
-            Path(folder, "sitecustomize.py").write_text(WITHOUT_ESTIMATES)
-        before = os.environ.get("PYTHONPATH", "")
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, before]))
-        sidecar = stack.enter_context(Sidecar({"dram": "1GiB", "nvme": "off"}, has_health=has_insight))
-        os.environ["PYTHONPATH"] = before
+        Path(folder, "sitecustomize.py").write_text(SWITCHED)
+        door = stack.enter_context(socket.socket(socket.AF_UNIX))
+        door.bind(os.path.join(folder, "switch"))
+        door.listen()
+        door.settimeout(SECONDS)
+        given = {"PYTHONPATH": os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH", "")]))}
+        with patch.dict(os.environ, given | {"KV_INSIGHT_SWITCH": os.path.join(folder, "switch")}):
+            sidecar = stack.enter_context(Sidecar({"dram": "1GiB", "nvme": "off"}, has_health=True))
+            link = stack.enter_context(door.accept()[0])
+        link.settimeout(SECONDS)
+        sidecar.ready()
         store = stack.enter_context(sidecar.client())
-        if has_insight:
-            sidecar.ready()
-            stack.enter_context(scraped(f"http://127.0.0.1:{sidecar.http_port}/metrics"))
         shape = shape_of(options)
         handle = store.namespace(model=MODEL, layout=shape.layout)
         pages = PagePool(shape, options.prompt_blocks, 0, 1).take()
         for prompt in prompts(options):
             assert handle.put(prompt, pages).stored == options.prompt_blocks
         data = sidecar.folder / "kv"
-        console = stack.enter_context(viewed(str(data / "observe.sock"))) if has_insight else None
-        yield Served(handle, ask.stat(str(data / "admin.sock"), SystemClock()).pid, console)
+        console = stack.enter_context(viewed(str(data / "observe.sock")))
+        switch = Switch(link, console, f"http://127.0.0.1:{sidecar.http_port}/metrics")
+        stack.enter_context(switch.scraping())
+        yield Served(handle, ask.stat(str(data / "admin.sock"), SystemClock()).pid, console, switch)
 
 
 def prompts(options: LookupOptions) -> list[np.ndarray]:
@@ -177,23 +221,24 @@ def main() -> None:
     given = parser.parse_args()
     options = LookupOptions(prompt_tokens=64 * BLOCKS)
     asked, rows = prompts(options), []
-    with served(True, options) as on, served(False, options) as off:
-        assert on.console is not None
-        look_ups(on.handle, asked, WARM_UP_SECONDS)
+    with served(options) as one:
+        look_ups(one.handle, asked, WARM_UP_SECONDS)
         for name, work in (("look-up", look_ups), ("leased block", leased_blocks)):
             us = dict[bool, list[float]]({True: [], False: []})
             beside = dict[bool, float]({True: 0.0, False: 0.0})
-            console, began = cpu_seconds(on.console), time.monotonic()
+            of_console = 0.0
             for pair in range(given.pairs + 1):
                 for has_insight in (True, False) if pair % 2 else (False, True):
-                    one = on if has_insight else off
-                    before = one.cpu()
+                    one.insight.set(has_insight)
+                    before, console = one.cpu(), cpu_seconds(one.console)
                     count = work(one.handle, asked, given.seconds)
                     took = sorted(seconds - before.get(thread, 0.0) for thread, seconds in one.cpu().items())
                     if pair:  # the first one warms up
                         us[has_insight].append(1e6 * took[-1] / count)
                         beside[has_insight] += sum(took[:-1]) / (given.pairs * given.seconds)
-            share = (cpu_seconds(on.console) - console) / (time.monotonic() - began)
+                        of_console += (cpu_seconds(one.console) - console) / (given.pairs * given.seconds)
+            one.insight.set(True)
+            share = of_console
             low, middle, high = statistics.quantiles(map(truediv, us[True], us[False]), n=4)
             rows.append(
                 {
