@@ -20,7 +20,7 @@ from kvstore.client.framing import TimedOut
 from kvstore.network.credentials import Rotated, Tokens, caller_of_uris, node_of_uris
 from kvstore.network.lanes import AtOnce, CallerLanes, Delayed, Lane
 from kvstore.network.links import CallTime, SidecarBusy, TenantLink
-from kvstore.network.services import AdminService, DoorCall, DoorCaller, Others, PeerCall, ScoreService, StoreService
+from kvstore.network.services import AdminService, DoorCall, DoorCaller, PeerCall, Scorer, ScoreService, StoreService
 from kvstore.network.watch import StatusWatch
 from kvstore.protocol.status import printable
 from kvstore.wire.admin_pb2_grpc import add_AdminServicer_to_server
@@ -109,7 +109,7 @@ class GrpcDoor:
         identify: Identifies,
         lanes: CallerLanes,
         clock: Clock,
-        others: Others | None = None,
+        scorer: Scorer,
     ) -> None:
         self._links = links
         self._watch = watch
@@ -128,7 +128,7 @@ class GrpcDoor:
             maximum_concurrent_rpcs=256,
         )
         add_StoreServicer_to_server(StoreService(), self._server)
-        add_ScoreServicer_to_server(ScoreService(watch, others), self._server)
+        add_ScoreServicer_to_server(ScoreService(scorer, watch), self._server)
         add_AdminServicer_to_server(AdminService(watch, links), self._server)
         check = grpc.unary_unary_rpc_method_handler(
             self._check, health_pb2.HealthCheckRequest.FromString, health_pb2.HealthCheckResponse.SerializeToString

@@ -3,8 +3,9 @@ indexer, for the caller's tenant alone.
 
     {"model": ..., "token_ids": [...]}  >  {TENANT: {INSTANCE: {"longest_matched": tokens, "GPU", "CPU", "DISK", "DP"}}}
 
-An instance is a sidecar, which the engines of its host share. A query pins and counts nothing. Callers and their lanes
-are those of gRPC; a request without a credential is refused before its body is read.
+An instance is a node's sidecar, which the engines of its host share: the asked one's, and those of its pool that have
+some of the prompt. A query pins and counts nothing. Callers and their lanes are those of gRPC; a request without a
+credential is refused before its body is read.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from kvstore.network.answers import check_blocks, hashed
 from kvstore.network.credentials import Rotated
 from kvstore.network.lanes import CallerLanes
 from kvstore.network.links import CallTime, OpenSpace, SidecarBusy, TenantLink
-from kvstore.network.services import DoorCall, DoorCaller, Scored, scored, spaces_of_model
+from kvstore.network.services import DoorCall, DoorCaller, Scored, Scorer, spaces_of_model
 from kvstore.network.watch import StatusWatch
 from tiering.clock import Clock
 from tiering.frame import KEY_BYTES
@@ -78,8 +79,9 @@ class QueryRefused(Exception):
 class QueryPages:
     """The two pages. Thread-safe."""
 
-    def __init__(self, links: Mapping[str, TenantLink], watch: StatusWatch, clock: Clock) -> None:
+    def __init__(self, links: Mapping[str, TenantLink], scorer: Scorer, watch: StatusWatch, clock: Clock) -> None:
         self._links = links
+        self._scorer = scorer
         self._watch = watch
         self._clock = clock
 
@@ -119,17 +121,27 @@ class QueryPages:
         by_hash = path == "/query_by_hash"
         if by_hash and query.cache_salt:
             raise BadInput("cache_salt beside block_hashes, which cover it; leave it out")
-        own = call.tenant.node(call.time)
-        if query.instance_id not in (None, "", own):
-            return {}
         try:
             spaces = spaces_of_model(call, query.model, self._watch)
         except BadInput:
             return {}  # no engine has served it here
         keys = _keys if by_hash else _hashed
-        opened = [call.tenant.open(one, call.time) for one in spaces[:MOST_SPACES]]
-        found = [scored(call, space, keys(query, space), self._watch) for space in opened]
-        return {own: _instance(max(found, key=lambda one: one.matched))}
+        named = [query.instance_id] if query.instance_id else []
+        best, left_out = dict[str, Scored](), ""
+        for one in spaces[:MOST_SPACES]:
+            space = call.tenant.open(one, call.time)
+            found = self._scorer.of(call, space, keys(query, space), are_own=not by_hash, named=named)
+            left_out = left_out or found.left_out
+            for node, its in {**found.others, found.own: found.found}.items():
+                if node not in best or its.matched > best[node].matched:
+                    best[node] = its
+        own = call.tenant.node(call.time)
+        return {
+            node: _instance(its)
+            | ({"is_asked": True, "partial_detail": left_out} if node == own else {"is_asked": False})
+            for node, its in best.items()
+            if not named or node in named
+        }
 
 
 def _hashed(query: HttpQuery, space: OpenSpace) -> list[bytes]:

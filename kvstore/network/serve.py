@@ -27,7 +27,7 @@ from kvstore.network.door import (
 from kvstore.network.lanes import CallerLanes
 from kvstore.network.links import TenantLink
 from kvstore.network.query import QueryPages, QueryServer
-from kvstore.network.services import DoorCaller, Others
+from kvstore.network.services import DoorCaller, Others, Scorer
 from kvstore.network.unix_address import UnixAddress
 from kvstore.network.watch import StatusWatch
 from tiering.clock import Clock
@@ -128,7 +128,8 @@ def serve_network(
         is_unix = isinstance(options.listen, str)
         identify = by_certificate if configurations is not None and not is_unix else by_token(_given(tokens))
         has_others = courier is not None and courier.service is not None
-        door = GrpcDoor(links, watch, identify, lanes, clock, courier if has_others else None)
+        scorer = Scorer(watch, courier if has_others else None)
+        door = GrpcDoor(links, watch, identify, lanes, clock, scorer)
         if parts.reflection is not None:
             door.reflect(*parts.reflection((*SERVICES, HEALTH)))
         stack.callback(lambda: door.close(END_SECONDS))
@@ -148,7 +149,8 @@ def serve_network(
         http = None
         if options.http is not None:
             header = None if contexts is not None else lambda given: _given(tokens).now().caller(given)
-            http = QueryServer(options.http, QueryPages(links, watch, clock), lanes, header, caller_of_uris, contexts)
+            pages = QueryPages(links, scorer, watch, clock)
+            http = QueryServer(options.http, pages, lanes, header, caller_of_uris, contexts)
             stack.callback(lambda: http.close(END_SECONDS))
         watch.start()
         stack.callback(watch.close)

@@ -6,7 +6,7 @@ credential.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -116,7 +116,7 @@ class StoreService:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """What this node has of a prompt. tokens: by tier."""
+    """What a node has of a prompt. tokens: by tier. load_seconds: of all of them, None if that is not known."""
 
     space: OpenSpace
     asked_tokens: int
@@ -163,47 +163,39 @@ class Others(Protocol):
         ...
 
 
-class ScoreService:
-    """`kvstore.v1.Score`. others: None if nothing is elsewhere."""
+@dataclass(frozen=True, slots=True)
+class NodesScored:
+    """What all nodes have of a prompt. own: the asked node's id. others: by id, those that have some. left_out: why
+    more nodes may have some; empty if none."""
+
+    own: str
+    found: Scored
+    others: Mapping[str, Scored]
+    left_out: str
+
+
+class Scorer:
+    """How much of a prompt the asked node has, and, by the directory, each other one. others: None if nothing is
+    elsewhere."""
 
     def __init__(self, watch: StatusWatch, others: Others | None = None) -> None:
         self._watch = watch
         self._others = others
 
-    def Score(self, request: score_pb2.ScoreRequest, call: DoorCall) -> score_pb2.ScoreResponse:
-        """How much of a prompt this node has, and, by the directory, each other one."""
-        nodes = list(request.nodes)
-        if len(nodes) > MOST_NODES:
-            raise BadInput(f"{len(nodes)} nodes; give at most {MOST_NODES}")
-        for node in nodes:
-            if len(node) != NODE_DIGITS or set(node) - set("0123456789abcdef"):
-                raise BadInput(f"a node {printable(node[:64])!r}; give its id of {NODE_DIGITS} hexadecimal digits")
-
-        def answer() -> score_pb2.ScoreResponse:
-            space = self._space(request, call)
-            own = call.tenant.node(call.time)
-            keys = keys_of(request.prompt, space)
-            found = scored(call, space, keys, self._watch)
-            others = self._elsewhere(call, space, keys, not request.prompt.keys, {*nodes} - {own}, bool(nodes))
-            tokens = {node: {tier: blocks * space.block_tokens} for node, (blocks, tier) in others.holding.items()}
-            if found.matched:
-                tokens[own] = found.tokens
-            best = sorted(tokens, key=lambda node: (-sum(tokens[node].values()), node))[:MOST_NODES]
-            seconds = {own: found.load_seconds}
-            listed = [
-                score_pb2.NodeScore(node=node, hit_tokens=tokens.get(node), load_seconds=seconds.get(node))
-                for node in nodes or best
-            ]
-            return score_pb2.ScoreResponse(
-                namespace=space.id,
-                block_tokens=space.block_tokens,
-                asked_tokens=found.asked_tokens,
-                nodes=listed,
-                is_partial=bool(others.left_out),
-                partial_detail=others.left_out,
-            )
-
-        return call.tenant.again(answer)
+    def of(
+        self, call: DoorCall, space: OpenSpace, keys: list[bytes], *, are_own: bool, named: Collection[str] = ()
+    ) -> NodesScored:
+        """are_own: the keys were made here with the tenant's identity key. named: the nodes that are asked for; all if
+        empty. Other nodes' loads are expected to take as long as those of the asked node's engines."""
+        own = call.tenant.node(call.time)
+        found = scored(call, space, keys, self._watch)
+        held = self._elsewhere(call, space, keys, are_own, {*named} - {own}, bool(named))
+        rates = self._watch.load_rates(call.tenant.tenant, space.id) if held.holding else {}
+        others = dict[str, Scored]()
+        for node, (blocks, tier) in held.holding.items():
+            tokens = {tier: blocks * space.block_tokens}
+            others[node] = Scored(space, found.asked_tokens, tokens, load_seconds(tokens, rates))
+        return NodesScored(own, found, others, held.left_out)
 
     def _elsewhere(
         self, call: DoorCall, space: OpenSpace, keys: list[bytes], are_own: bool, others: set[str], is_named: bool
@@ -216,6 +208,45 @@ class ScoreService:
         if call.time.left() < 2 * ELSEWHERE_SECONDS:
             return HeldElsewhere(left_out="the call's deadline left no time for the directory")
         return self._others.holding(call.tenant.tenant, space.id, keys, ELSEWHERE_SECONDS, are_own=are_own)
+
+
+class ScoreService:
+    """`kvstore.v1.Score`."""
+
+    def __init__(self, scorer: Scorer, watch: StatusWatch) -> None:
+        self._scorer = scorer
+        self._watch = watch
+
+    def Score(self, request: score_pb2.ScoreRequest, call: DoorCall) -> score_pb2.ScoreResponse:
+        nodes = list(request.nodes)
+        if len(nodes) > MOST_NODES:
+            raise BadInput(f"{len(nodes)} nodes; give at most {MOST_NODES}")
+        for node in nodes:
+            if len(node) != NODE_DIGITS or set(node) - set("0123456789abcdef"):
+                raise BadInput(f"a node {printable(node[:64])!r}; give its id of {NODE_DIGITS} hexadecimal digits")
+
+        def answer() -> score_pb2.ScoreResponse:
+            space = self._space(request, call)
+            keys = keys_of(request.prompt, space)
+            found = self._scorer.of(call, space, keys, are_own=not request.prompt.keys, named=nodes)
+            have = {**found.others, **({found.own: found.found} if found.found.matched else {})}
+            best = sorted(have, key=lambda node: (-have[node].matched, node))[:MOST_NODES]
+            listed = []
+            for node in nodes or best:
+                one = found.found if node == found.own else have.get(node)
+                seconds = one.load_seconds if one is not None else None
+                tokens = one.tokens if one is not None else None
+                listed.append(score_pb2.NodeScore(node=node, hit_tokens=tokens, load_seconds=seconds))
+            return score_pb2.ScoreResponse(
+                namespace=space.id,
+                block_tokens=space.block_tokens,
+                asked_tokens=found.found.asked_tokens,
+                nodes=listed,
+                is_partial=bool(found.left_out),
+                partial_detail=found.left_out,
+            )
+
+        return call.tenant.again(answer)
 
     def _space(self, request: score_pb2.ScoreRequest, call: DoorCall) -> OpenSpace:
         match request.WhichOneof("namespace_or_model"):

@@ -151,7 +151,10 @@ class _Tokens(msgspec.Struct):
 
 
 class _Matched(msgspec.Struct):
+    """is_asked: it is of the node that was asked, and not of another one of its pool."""
+
     longest_matched: int = 0
+    is_asked: bool = True
 
 
 async def _score(engine: ProxiedEngine, asked: bytes, headers: Mapping[str, str]) -> int:
@@ -164,4 +167,5 @@ async def _score(engine: ProxiedEngine, asked: bytes, headers: Mapping[str, str]
         tenants = msgspec.json.decode(answer.body, type=dict[str, dict[str, _Matched]])
     except (EngineFault, msgspec.DecodeError, RecursionError):
         return 0
-    return max((one.longest_matched for instances in tenants.values() for one in instances.values()), default=0)
+    matched = [one for instances in tenants.values() for one in instances.values() if one.is_asked]
+    return max((one.longest_matched for one in matched), default=0)

@@ -126,6 +126,8 @@ class Node:
     environment: dict[str, str] = field(default_factory=dict)
     sidecar_tree: Path | None = None
     network_tree: Path | None = None
+    said: dict[str, Any] = field(default_factory=dict)
+    """By process, what it printed when it was ready."""
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -197,13 +199,14 @@ class Node:
                 **where,
             )
         assert process.stdout is not None
-        is_there = False
+        line = ""
         try:
-            is_there = bool(process.stdout.readline())
+            line = process.stdout.readline()
         finally:
-            if not is_there:
+            if not line:
                 process.kill()
-        assert is_there, (self.folder / f"{name}.log").read_text()[-3000:]
+        assert line, (self.folder / f"{name}.log").read_text()[-3000:]
+        self.said[name] = json.loads(line)
         return process
 
     def kill_network(self, how: signal.Signals = signal.SIGKILL) -> None:

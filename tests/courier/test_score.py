@@ -3,7 +3,9 @@ a few milliseconds whatever the directory does."""
 
 from __future__ import annotations
 
+import json
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -37,7 +39,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory, directory: ValkeyServer) -> Iterator[list[Node]]:
-    network = {"directory": f"valkey+unix:{directory.socket_path}"}
+    network = {"directory": f"valkey+unix:{directory.socket_path}", "http": "127.0.0.1:0"}
     with pool(tmp_path_factory.mktemp("pool"), 3, network, tenants=("second",)) as nodes, ExitStack() as stack:
         for one in nodes:  # each tenant has the namespace on each node
             for tenant in TENANTS:
@@ -59,6 +61,30 @@ def ask(
         return caller.ask(caller.score.Score, request, timeout)
     finally:
         caller.close()
+
+
+def query(node: Node, body: dict[str, Any], path: str = "/query", tenant: str = "default") -> dict[str, Any]:
+    """The same over HTTP; what it says of each node."""
+    headers = {"Authorization": f"Bearer {token_of(tenant)}"}
+    url = f"http://127.0.0.1:{node.said['network']['http_port']}{path}"
+    request = urllib.request.Request(url, json.dumps({"model": MODEL, **body}).encode(), headers)
+    with urllib.request.urlopen(request, timeout=SOON) as answer:
+        found = json.loads(answer.read())
+    assert list(found) == [tenant]
+    return dict(found[tenant])
+
+
+def whole_query(node: Node, body: dict[str, Any], path: str) -> dict[str, Any]:
+    """Asked until the directory answered in time."""
+    found: list[dict[str, Any]] = []
+
+    def is_whole() -> bool:
+        found.append(query(node, body, path))
+        (detail,) = [its["partial_detail"] for its in found[-1].values() if its["is_asked"]]
+        return not detail
+
+    wait_until(is_whole)
+    return found[-1]
 
 
 def told(answer: Any) -> list[tuple[str, dict[str, int]]]:
@@ -101,6 +127,29 @@ def test_each_node_is_scored_by_what_it_has(three: list[Node]) -> None:
     wait_for_score(three[2], wanted, token_ids=prompt(1, BLOCKS), nodes=named)
     alone = ask(three[2], token_ids=prompt(1, BLOCKS), nodes=[third])
     assert told(alone) == [of_third] and not alone.is_partial, "the directory is not asked for this node"
+
+
+def test_over_http_each_node_is_told_too(three: list[Node]) -> None:
+    number = 5
+    three[0].put(number, BLOCKS)
+    three[2].put(number, 24)
+    first, _, third = ids_of(three)
+    of_first, of_third = (first, {"dram": HINTED * BLOCK_TOKENS}), (third, {"dram": 24 * BLOCK_TOKENS})
+    wait_for_score(three[2], [of_first, of_third], token_ids=prompt(number, BLOCKS))
+    by_ids = {"token_ids": prompt(number, BLOCKS)}
+    keys = keys_of(three[2], number)
+    by_hash = {"block_hashes": [keys[at : at + 32].hex() for at in range(0, len(keys), 32)]}
+    for asked, path in ((by_ids, "/query"), (by_hash, "/query_by_hash")):
+        found = whole_query(three[2], asked, path)
+        matched = {node: (its["longest_matched"], its["CPU"], its["is_asked"]) for node, its in found.items()}
+        assert matched == {
+            first: (HINTED * BLOCK_TOKENS, HINTED * BLOCK_TOKENS, False),
+            third: (24 * BLOCK_TOKENS, 24 * BLOCK_TOKENS, True),
+        }
+    wait_until(lambda: list(query(three[2], {**by_ids, "instance_id": first})) == [first])
+    for asked, path in ((by_ids, "/query"), (by_hash, "/query_by_hash")):
+        of_second = query(three[2], asked, path, "second")
+        assert {node: its["longest_matched"] for node, its in of_second.items()} == {third: 0}
 
 
 def test_a_prompt_that_no_node_has_is_scored_for_none(three: list[Node]) -> None:

@@ -85,6 +85,7 @@ def test_a_router_is_told_tokens_by_tier_and_nothing_is_counted(
 ) -> None:
     before = sidecars["default"].admin.facts()
     expected = {"longest_matched": 640, "GPU": 0, "CPU": 640, "DISK": 0, "DP": {}, "load_ms": None}
+    expected |= {"is_asked": True, "partial_detail": ""}
     for model in (MODEL, "org/small model"):
         asked = {"model": model, "token_ids": tokens(700), "block_size": 16, "lora_name": None, "unknown": [1]}
         wait_until(lambda asked=asked: post(running, "/query", asked)[1]["default"])

@@ -18,6 +18,7 @@ from kvstore.network.services import (
     DoorCall,
     DoorCaller,
     HeldElsewhere,
+    Scorer,
     ScoreService,
 )
 from kvstore.network.watch import StatusWatch
@@ -52,7 +53,7 @@ class OwnBlocks:
         return MatchReply(blocks, tiers=((HitTier.DRAM, blocks),) if blocks else ())
 
 
-class NoRates:
+class OneRate:
     def load_rates(self, tenant: str, namespace: str) -> Mapping[str, float]:
         return {"dram": 640.0}
 
@@ -82,7 +83,8 @@ def scored(
     time = CallTime(clock, clock.monotonic_seconds() + seconds)
     call = DoorCall(DoorCaller("team"), time, cast(TenantLink, OwnBlocks(own)))
     prompt = store_pb2.Prompt(keys=b"".join(keys))
-    service = ScoreService(cast(StatusWatch, NoRates()), others)
+    watch = cast(StatusWatch, OneRate())
+    service = ScoreService(Scorer(watch, others), watch)
     return service.Score(score_pb2.ScoreRequest(namespace="ab", prompt=prompt, nodes=nodes), call)
 
 
@@ -93,8 +95,14 @@ def test_the_directory_has_one_deadline_and_is_told_whose_keys_they_are() -> Non
     assert [(one.node, dict(one.hit_tokens)) for one in answer.nodes] == [
         (OTHER, {"nvme": 16 * 64}), (OWN, {"dram": 3 * 64}),
     ]  # fmt: skip
-    assert [one.HasField("load_seconds") for one in answer.nodes] == [False, True], "this node's engines load at 640/s"
+    assert not answer.nodes[0].HasField("load_seconds"), "how fast NVMe is here is not known"
+    assert answer.nodes[1].load_seconds == 3 * 64 / 640
     assert (answer.is_partial, answer.partial_detail) == (True, "some reason")
+
+
+def test_another_node_is_expected_to_load_as_fast_as_the_asked_one() -> None:
+    answer = scored(Elsewhere({OTHER: (16, "dram")}))
+    assert {one.node: one.load_seconds for one in answer.nodes} == {OTHER: 16 * 64 / 640, OWN: 3 * 64 / 640}
 
 
 @pytest.mark.parametrize("seconds", [1.9 * ELSEWHERE_SECONDS, ELSEWHERE_SECONDS / 2])

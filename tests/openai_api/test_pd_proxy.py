@@ -467,9 +467,9 @@ def test_who_says_nothing_is_shown_out(small: Callable[..., SmallOpenAi]) -> Non
 
 def knows(tokens: int) -> Answer:
     async def answer(asked: Asked) -> None:
-        await asked.json(
-            {"default": {"node": {"longest_matched": tokens, "GPU": 0, "CPU": tokens, "DISK": 0, "DP": {}}}}
-        )
+        its = {"longest_matched": tokens, "GPU": 0, "CPU": tokens, "DISK": 0, "DP": {}, "is_asked": True}
+        of_another = {"longest_matched": 4096, "GPU": 0, "CPU": 4096, "DISK": 0, "DP": {}, "is_asked": False}
+        await asked.json({"default": {"node": its, "another": of_another}})
 
     return answer
 
