@@ -6,6 +6,7 @@ imports it, so the variable is set here: pytest reads this file before any test.
 out of the environment of a process of its own (kernels/test_ahead_of_time.py).
 """
 
+import gc
 import os
 import subprocess
 import time
@@ -24,6 +25,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # One process for each core: torch and its like take no more than that core.
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(name, "1")
+
+# In a new checkout pytest rewrites thousands of assertions, in every worker: half of that time went into looking for
+# garbage among nodes of syntax trees, of which there is none.
+gc.disable()
 
 settings.register_profile(
     "kvstore",
@@ -85,6 +90,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left = [item for item in items if item.get_closest_marker(kinds.SLOW) and not share.has(item.nodeid)]
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item not in set(left)]
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
