@@ -125,23 +125,18 @@ class QueryPages:
             spaces = spaces_of_model(call, query.model, self._watch)
         except BadInput:
             return {}  # no engine has served it here
-        keys = _keys if by_hash else _hashed
         named = [query.instance_id] if query.instance_id else []
         best, left_out = dict[str, Scored](), ""
         for one in spaces[:MOST_SPACES]:
             space = call.tenant.open(one, call.time)
-            found = self._scorer.of(call, space, keys(query, space), are_own=not by_hash, named=named)
+            keys = _keys(query, space) if by_hash else _hashed(query, space)
+            found = self._scorer.of(call, space, keys, not by_hash, named)
             left_out = left_out or found.left_out
-            for node, its in {**found.others, found.own: found.found}.items():
+            for node, its in found.nodes.items():
                 if node not in best or its.matched > best[node].matched:
                     best[node] = its
-        own = call.tenant.node(call.time)
-        return {
-            node: _instance(its)
-            | ({"is_asked": True, "partial_detail": left_out} if node == own else {"is_asked": False})
-            for node, its in best.items()
-            if not named or node in named
-        }
+        own, told = call.tenant.node(call.time), {node: best[node] for node in named or best if node in best}
+        return {n: _instance(its) | {"is_asked": n == own, "partial_detail": left_out} for n, its in told.items()}
 
 
 def _hashed(query: HttpQuery, space: OpenSpace) -> list[bytes]:

@@ -6,7 +6,7 @@ credential.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -118,21 +118,12 @@ class StoreService:
 class Scored:
     """What a node has of a prompt. tokens: by tier. load_seconds: of all of them, None if that is not known."""
 
-    space: OpenSpace
-    asked_tokens: int
     tokens: dict[str, int]
     load_seconds: float | None
 
     @property
     def matched(self) -> int:
         return sum(self.tokens.values())
-
-
-def scored(call: DoorCall, space: OpenSpace, keys: list[bytes], watch: StatusWatch) -> Scored:
-    """By one look-up that does not count."""
-    tokens = hit_tokens(call.tenant.match(space, keys, call.time), space.block_tokens)
-    expected = load_seconds(tokens, watch.load_rates(call.tenant.tenant, space.id))
-    return Scored(space, len(keys) * space.block_tokens, tokens, expected)
 
 
 def spaces_of_model(call: DoorCall, model: str, watch: StatusWatch) -> list[ListedSpace]:
@@ -165,37 +156,30 @@ class Others(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NodesScored:
-    """What all nodes have of a prompt. own: the asked node's id. others: by id, those that have some. left_out: why
-    more nodes may have some; empty if none."""
+    """nodes: by id, those that have some of a prompt, and the asked one, `own`. left_out: as of `HeldElsewhere`."""
 
     own: str
-    found: Scored
-    others: Mapping[str, Scored]
+    nodes: Mapping[str, Scored]
     left_out: str
 
 
 class Scorer:
-    """How much of a prompt the asked node has, and, by the directory, each other one. others: None if nothing is
-    elsewhere."""
+    """How much of a prompt each node has, the others by the directory. others: None if there are none."""
 
     def __init__(self, watch: StatusWatch, others: Others | None = None) -> None:
         self._watch = watch
         self._others = others
 
-    def of(
-        self, call: DoorCall, space: OpenSpace, keys: list[bytes], *, are_own: bool, named: Collection[str] = ()
-    ) -> NodesScored:
+    def of(self, call: DoorCall, space: OpenSpace, keys: list[bytes], are_own: bool, named: list[str]) -> NodesScored:
         """are_own: the keys were made here with the tenant's identity key. named: the nodes that are asked for; all if
         empty. Other nodes' loads are expected to take as long as those of the asked node's engines."""
         own = call.tenant.node(call.time)
-        found = scored(call, space, keys, self._watch)
+        by_tier = {own: hit_tokens(call.tenant.match(space, keys, call.time), space.block_tokens)}
         held = self._elsewhere(call, space, keys, are_own, {*named} - {own}, bool(named))
-        rates = self._watch.load_rates(call.tenant.tenant, space.id) if held.holding else {}
-        others = dict[str, Scored]()
-        for node, (blocks, tier) in held.holding.items():
-            tokens = {tier: blocks * space.block_tokens}
-            others[node] = Scored(space, found.asked_tokens, tokens, load_seconds(tokens, rates))
-        return NodesScored(own, found, others, held.left_out)
+        by_tier |= {node: {tier: blocks * space.block_tokens} for node, (blocks, tier) in held.holding.items()}
+        rates = self._watch.load_rates(call.tenant.tenant, space.id)
+        nodes = {node: Scored(tokens, load_seconds(tokens, rates)) for node, tokens in by_tier.items()}
+        return NodesScored(own, nodes, held.left_out)
 
     def _elsewhere(
         self, call: DoorCall, space: OpenSpace, keys: list[bytes], are_own: bool, others: set[str], is_named: bool
@@ -218,29 +202,25 @@ class ScoreService:
         self._watch = watch
 
     def Score(self, request: score_pb2.ScoreRequest, call: DoorCall) -> score_pb2.ScoreResponse:
-        nodes = list(request.nodes)
-        if len(nodes) > MOST_NODES:
-            raise BadInput(f"{len(nodes)} nodes; give at most {MOST_NODES}")
-        for node in nodes:
+        named = list(request.nodes)
+        if len(named) > MOST_NODES:
+            raise BadInput(f"{len(named)} nodes; give at most {MOST_NODES}")
+        for node in named:
             if len(node) != NODE_DIGITS or set(node) - set("0123456789abcdef"):
                 raise BadInput(f"a node {printable(node[:64])!r}; give its id of {NODE_DIGITS} hexadecimal digits")
 
         def answer() -> score_pb2.ScoreResponse:
             space = self._space(request, call)
             keys = keys_of(request.prompt, space)
-            found = self._scorer.of(call, space, keys, are_own=not request.prompt.keys, named=nodes)
-            have = {**found.others, **({found.own: found.found} if found.found.matched else {})}
-            best = sorted(have, key=lambda node: (-have[node].matched, node))[:MOST_NODES]
-            listed = []
-            for node in nodes or best:
-                one = found.found if node == found.own else have.get(node)
-                seconds = one.load_seconds if one is not None else None
-                tokens = one.tokens if one is not None else None
-                listed.append(score_pb2.NodeScore(node=node, hit_tokens=tokens, load_seconds=seconds))
+            found = self._scorer.of(call, space, keys, not request.prompt.keys, named)
+            some = [node for node, its in found.nodes.items() if its.matched]
+            best = sorted(some, key=lambda node: (-found.nodes[node].matched, node))[:MOST_NODES]
+            scores = [(node, found.nodes.get(node, Scored({}, None))) for node in named or best]
+            listed = [score_pb2.NodeScore(node=n, hit_tokens=s.tokens, load_seconds=s.load_seconds) for n, s in scores]
             return score_pb2.ScoreResponse(
                 namespace=space.id,
                 block_tokens=space.block_tokens,
-                asked_tokens=found.found.asked_tokens,
+                asked_tokens=len(keys) * space.block_tokens,
                 nodes=listed,
                 is_partial=bool(found.left_out),
                 partial_detail=found.left_out,

@@ -80,8 +80,7 @@ def whole_query(node: Node, body: dict[str, Any], path: str) -> dict[str, Any]:
 
     def is_whole() -> bool:
         found.append(query(node, body, path))
-        (detail,) = [its["partial_detail"] for its in found[-1].values() if its["is_asked"]]
-        return not detail
+        return not any(its["partial_detail"] for its in found[-1].values())
 
     wait_until(is_whole)
     return found[-1]
