@@ -152,9 +152,14 @@ def is_synopsis(words: Sequence[str]) -> bool:
     return any(re.match(r"\[|.*\]$|\.\.\.", word) for word in words)
 
 
+@cache
+def command_line() -> Any:
+    return typer.main.get_command(app)
+
+
 def leaf_of(words: Sequence[str]) -> tuple[Any, str, list[str]]:
     """The command that the words begin with, its name and its own words."""
-    command, rest, name = typer.main.get_command(app), list(words), "kvstore"
+    command, rest, name = command_line(), list(words), "kvstore"
     while hasattr(command, "commands") and rest and not rest[0].startswith("-"):
         word = rest.pop(0)
         assert word in command.commands, f"there is no command {name} {word}"

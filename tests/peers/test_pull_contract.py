@@ -27,6 +27,10 @@ def soon(seconds: float = 20.0) -> float:
 
 EVERY_MEDIUM = [*MEDIA, *[pytest.param(one, marks=pytest.mark.slow) for one in FURTHER_MEDIA]]
 
+ONE_MEDIUM = [MEDIA[0], *[pytest.param(one, marks=pytest.mark.slow) for one in (*MEDIA[1:], *FURTHER_MEDIA)]]
+in_one_medium = pytest.mark.parametrize("medium", ONE_MEDIUM, ids=lambda medium: medium.name, indirect=True)
+"""For what takes seconds by its nature: the others are slow."""
+
 
 @pytest.fixture(params=EVERY_MEDIUM, ids=lambda medium: medium.name)
 def medium(request: pytest.FixtureRequest) -> Any:
@@ -91,6 +95,7 @@ def test_pulls_beside_each_other_do_not_mix(medium: Any, door: Any) -> None:
     assert all(source.sent == [span.nbytes for span in source.spans] for source in sources)
 
 
+@in_one_medium
 @pytest.mark.parametrize("lie", Lie, ids=lambda lie: lie.name.lower())
 def test_what_came_before_a_fault_is_kept_and_no_deadline_is_missed(medium: Any, lie: Lie) -> None:
     source, seconds = Source(2), medium.late_seconds
@@ -190,6 +195,7 @@ def test_an_offer_that_no_puller_comes_for_ends(medium: Any, door: Any, monkeypa
     assert source.releases == 1
 
 
+@in_one_medium
 def test_a_puller_that_dies_or_stalls_holds_no_pins(medium: Any, door: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Source(64, slice_bytes=(1 << 18, 5000))  # more than a connection's buffers take
     reader = medium.transport().connect(door.offer(source.offered(), SECRET), SECRET, soon())
