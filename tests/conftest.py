@@ -93,6 +93,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
+    """The tests stay to the end. A look through all of them for garbage would take tenths of a second, and make a test
+    that looks at a clock late."""
+    gc.freeze()
     gc.enable()
 
 
