@@ -47,7 +47,7 @@ FIRST_SAMPLE = 4
 """An estimator starts with this multiple of its predecessor's sampled share."""
 POINTS_PER_DOUBLING = 4
 WORK_SHARE = 0.01
-"""Of the process's work; if the worker takes more, it halves the number of sampled names."""
+"""Of the process's work; if the worker takes more, it samples fewer names: half of them, or less."""
 FREE_WORK = 0.001
 """Share of a core that the worker may always take."""
 WEIGHED_EVERY_SECONDS = 5.0
@@ -167,14 +167,16 @@ class WhatIf:
                 weighed_at, mine, everybodys = now, mine_now, everybodys_now
 
     def weigh(self, mine: float, everybodys: float, seconds: float) -> None:
-        """Sample fewer names if sampling took too much of the process's work; if it took little, more from the next
-        estimator on. mine, everybodys: CPU seconds within so many seconds."""
+        """Sample fewer names in proportion if sampling took too much of the process's work; if it took little, more
+        from the next estimator on. mine, everybodys: CPU seconds within so many seconds."""
+        allowed = max(WORK_SHARE * everybodys, FREE_WORK * seconds)
         with self._lock:
-            if mine > max(WORK_SHARE * everybodys, FREE_WORK * seconds):
-                self._names = self._names_at_next_turn = max(min(FEWEST_NAMES, self._names), self._names // 2)
+            if mine > allowed:
+                fewer = min(self._names // 2, int(self._names * allowed / mine))
+                self._names = self._names_at_next_turn = max(min(FEWEST_NAMES, self._names), fewer)
                 for turn in self._turns:
                     turn.curve.narrow(self._names)
-            elif mine < max(WORK_SHARE * everybodys, FREE_WORK * seconds) / 4:
+            elif mine < allowed / 4:
                 self._names_at_next_turn = min(self._most_names, 2 * self._names)
 
     def snapshot(self, budget_bytes: float) -> WhatIfSnapshot:

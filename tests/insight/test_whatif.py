@@ -268,6 +268,18 @@ def test_where_sampling_takes_much_of_the_work_fewer_names_are_sampled_and_later
     assert whatif.snapshot(1e9).sampled_names > FEWEST_NAMES
 
 
+def test_a_worker_that_takes_far_too_much_samples_far_fewer_names_at_once() -> None:
+    """A sidecar that starts under load serves look-ups by a fifth slower until then."""
+    whatif = WhatIf(HandClock(), SALT, 2_048)
+    for at in range(3_000):
+        whatif.offer(1, chain([at]), BLOCK_BYTES, BLOCK_TOKENS)
+        whatif.step()
+    whatif.weigh(0.5, 10.0, 5.0)  # five times what it may
+    assert whatif.snapshot(1e9).sampled_names <= 2_048 // 5
+    whatif.weigh(5.0, 10.0, 5.0)
+    assert FEWEST_NAMES / 2 <= whatif.snapshot(1e9).sampled_names <= FEWEST_NAMES
+
+
 def test_the_rate_of_tokens_is_what_was_asked_for_in_a_second() -> None:
     clock = HandClock()
     whatif = WhatIf(clock, SALT)
