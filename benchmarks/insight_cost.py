@@ -27,6 +27,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from math import sqrt
 from operator import truediv
 from pathlib import Path
 from unittest.mock import patch
@@ -65,7 +66,7 @@ if "--kept-at" in sys.orig_argv:  # the sidecar, and not its keeper
 PROMPTS, BLOCKS = 1024, 64
 WARM_UP_SECONDS = 60.0
 """After which it is known how many names may be sampled at that rate of look-ups."""
-SCRAPE_SECONDS = 5.0
+SCRAPE_SECONDS, TICK_SECONDS = 5.0, 0.05
 
 
 def cpu_seconds(process: int) -> float:
@@ -74,24 +75,20 @@ def cpu_seconds(process: int) -> float:
 
 
 class Switch:
-    """Insight of a sidecar, on or off."""
+    """Insight of a sidecar; on at first."""
 
     def __init__(self, link: socket.socket, console: int, metrics: str) -> None:
         self._link, self._console, self._metrics = link, console, metrics
-        self._scraped = 0.0
-        self._seconds_on = 0.0
-        self._since: float | None = time.monotonic()
+        self._is_on = True
+        self.scrapes = 0
 
     def set(self, is_on: bool) -> None:
-        if is_on == (self._since is not None):
+        if is_on == self._is_on:
             return
         self._link.sendall(b"on\n" if is_on else b"off\n")
         assert self._link.recv(1) == b"!"
         os.kill(self._console, signal.SIGCONT if is_on else signal.SIGSTOP)
-        now = time.monotonic()
-        if self._since is not None:
-            self._seconds_on += now - self._since
-        self._since = now if is_on else None
+        self._is_on = is_on
 
     @contextmanager
     def scraping(self) -> Iterator[None]:
@@ -99,12 +96,14 @@ class Switch:
         over = threading.Event()
 
         def scrape() -> None:
-            while not over.wait(0.05):
-                on = self._seconds_on + (time.monotonic() - self._since if self._since is not None else 0.0)
-                if self._since is not None and on - self._scraped >= SCRAPE_SECONDS:
-                    self._scraped = on
+            seconds_on = 0.0
+            while not over.wait(TICK_SECONDS):
+                seconds_on += TICK_SECONDS * self._is_on
+                if self._is_on and seconds_on >= SCRAPE_SECONDS:
+                    seconds_on = 0.0
                     with urllib.request.urlopen(self._metrics, timeout=SECONDS) as answer:
                         answer.read()
+                    self.scrapes += 1
 
         thread = threading.Thread(target=scrape)
         thread.start()
@@ -226,7 +225,7 @@ def main() -> None:
         for name, work in (("look-up", look_ups), ("leased block", leased_blocks)):
             us = dict[bool, list[float]]({True: [], False: []})
             beside = dict[bool, float]({True: 0.0, False: 0.0})
-            of_console = 0.0
+            of_console, scrapes = 0.0, one.insight.scrapes
             for pair in range(given.pairs + 1):
                 for has_insight in (True, False) if pair % 2 else (False, True):
                     one.insight.set(has_insight)
@@ -237,25 +236,31 @@ def main() -> None:
                         us[has_insight].append(1e6 * took[-1] / count)
                         beside[has_insight] += sum(took[:-1]) / (given.pairs * given.seconds)
                         of_console += (cpu_seconds(one.console) - console) / (given.pairs * given.seconds)
-            one.insight.set(True)
-            share = of_console
-            low, middle, high = statistics.quantiles(map(truediv, us[True], us[False]), n=4)
+            assert one.insight.scrapes > scrapes or given.pairs * given.seconds < 2 * SCRAPE_SECONDS, "none was read"
+            ratios = list(map(truediv, us[True], us[False]))
+            low, middle, high = statistics.quantiles(ratios, n=4)
+            error = 1.2533 * statistics.stdev(ratios) / sqrt(given.pairs)  # of a median, of what is normal
             rows.append(
                 {
                     "of": name,
                     "cpu_us_with": round(statistics.median(us[True]), 2),
                     "cpu_us_without": round(statistics.median(us[False]), 2),
                     "ratio": round(middle, 4),
+                    "standard_error": round(error, 4),
                     "quartiles": [round(low, 4), round(high, 4)],
                     "pairs": given.pairs,
                     "other_threads_share_of_a_core": round(beside[True] - beside[False], 4),
-                    "console_share_of_a_core": round(share, 4),
+                    "console_share_of_a_core": round(of_console, 4),
                 }
             )
             if not given.json:
                 print("CPU per {of}: {cpu_us_with} us with, {cpu_us_without} without insight; ratio".format(**rows[-1]))
-                print(f"  {middle:.4f}, quartiles {low:.4f} and {high:.4f} of {given.pairs} pairs; {ALLOWED} allowed")
-                print(f"  of a core: {beside[True] - beside[False]:.2%} by other threads, {share:.2%} by the console")
+                print(
+                    f"  {middle:.4f}, standard error {error:.4f}, quartiles {low:.4f} and {high:.4f}; {ALLOWED} allowed"
+                )
+                print(
+                    f"  of a core: {beside[True] - beside[False]:.2%} by other threads, {of_console:.2%} by the console"
+                )
     if given.json:
         print(json.dumps(rows))
     raise SystemExit(any(row["ratio"] > ALLOWED for row in rows))

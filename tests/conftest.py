@@ -26,8 +26,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(name, "1")
 
-# In a new checkout pytest rewrites thousands of assertions, in every worker: half of that time went into looking for
-# garbage among nodes of syntax trees, of which there is none.
+# In a new checkout pytest rewrites thousands of assertions, in every worker, and would look for garbage among the nodes
+# of their syntax trees all the while.
 gc.disable()
 
 settings.register_profile(

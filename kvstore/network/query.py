@@ -135,8 +135,8 @@ class QueryPages:
             for node, its in found.nodes.items():
                 if node not in best or its.matched > best[node].matched:
                     best[node] = its
-        own, told = call.tenant.node(call.time), {node: best[node] for node in named or best if node in best}
-        return {n: _instance(its) | {"is_asked": n == own, "partial_detail": left_out} for n, its in told.items()}
+        own = call.tenant.node(call.time)
+        return {n: _instance(its) | {"is_asked": n == own, "partial_detail": left_out} for n, its in best.items()}
 
 
 def _hashed(query: HttpQuery, space: OpenSpace) -> list[bytes]:

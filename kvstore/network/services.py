@@ -156,9 +156,9 @@ class Others(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NodesScored:
-    """nodes: by id, those that have some of a prompt, and the asked one, `own`. left_out: as of `HeldElsewhere`."""
+    """nodes: by id, those that were named, or else the best ones, at most `MOST_NODES`, and the asked one; what has
+    nothing is left out but for the asked one. left_out: as of `HeldElsewhere`."""
 
-    own: str
     nodes: Mapping[str, Scored]
     left_out: str
 
@@ -177,9 +177,11 @@ class Scorer:
         by_tier = {own: hit_tokens(call.tenant.match(space, keys, call.time), space.block_tokens)}
         held = self._elsewhere(call, space, keys, are_own, {*named} - {own}, bool(named))
         by_tier |= {node: {tier: blocks * space.block_tokens} for node, (blocks, tier) in held.holding.items()}
+        best = sorted(by_tier, key=lambda node: (-sum(by_tier[node].values()), node))[:MOST_NODES]
         rates = self._watch.load_rates(call.tenant.tenant, space.id)
-        nodes = {node: Scored(tokens, load_seconds(tokens, rates)) for node, tokens in by_tier.items()}
-        return NodesScored(own, nodes, held.left_out)
+        wanted = {node: by_tier[node] for node in named or (*best, own) if node in by_tier}
+        nodes = {node: Scored(tokens, load_seconds(tokens, rates)) for node, tokens in wanted.items()}
+        return NodesScored(nodes, held.left_out)
 
     def _elsewhere(
         self, call: DoorCall, space: OpenSpace, keys: list[bytes], are_own: bool, others: set[str], is_named: bool
@@ -213,8 +215,7 @@ class ScoreService:
             space = self._space(request, call)
             keys = keys_of(request.prompt, space)
             found = self._scorer.of(call, space, keys, not request.prompt.keys, named)
-            some = [node for node, its in found.nodes.items() if its.matched]
-            best = sorted(some, key=lambda node: (-found.nodes[node].matched, node))[:MOST_NODES]
+            best = [node for node, its in found.nodes.items() if its.matched][:MOST_NODES]
             scores = [(node, found.nodes.get(node, Scored({}, None))) for node in named or best]
             listed = [score_pb2.NodeScore(node=n, hit_tokens=s.tokens, load_seconds=s.load_seconds) for n, s in scores]
             return score_pb2.ScoreResponse(

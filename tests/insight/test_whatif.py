@@ -269,7 +269,7 @@ def test_where_sampling_takes_much_of_the_work_fewer_names_are_sampled_and_later
 
 
 def test_a_worker_that_takes_far_too_much_samples_far_fewer_names_at_once() -> None:
-    """A sidecar that starts under load serves look-ups by a fifth slower until then."""
+    """Until then a sidecar that starts under load spends much of a core on it."""
     whatif = WhatIf(HandClock(), SALT, 2_048)
     for at in range(3_000):
         whatif.offer(1, chain([at]), BLOCK_BYTES, BLOCK_TOKENS)

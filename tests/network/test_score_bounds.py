@@ -136,6 +136,17 @@ def test_where_no_other_node_is_known_only_a_question_that_names_one_is_partial(
     assert {one.node: dict(one.hit_tokens) for one in answer.nodes}.get(OWN, {}) in ({}, {"dram": 192})
 
 
+def test_a_prompt_is_scored_for_so_many_nodes_and_for_the_asked_one() -> None:
+    many = {f"{number:032x}": (16 * number, "dram") for number in range(1, 2 * MOST_NODES)}
+    clock = SystemClock()
+    call = DoorCall(DoorCaller("team"), CallTime(clock, clock.monotonic_seconds() + 1), cast(TenantLink, OwnBlocks(0)))
+    scorer = Scorer(cast(StatusWatch, OneRate()), Elsewhere(many))
+    found = scorer.of(call, SPACE, list(KEYS), False, [])
+    assert list(found.nodes) == [f"{number:032x}" for number in range(2 * MOST_NODES - 1, MOST_NODES - 1, -1)] + [OWN]
+    named = scorer.of(call, SPACE, list(KEYS), False, [OTHER, f"{3:032x}"])
+    assert {node: its.matched for node, its in named.nodes.items()} == {f"{3:032x}": 3 * 16 * 64}
+
+
 def test_as_many_nodes_are_listed_as_may_be_and_the_best_first() -> None:
     many = {f"{number:032x}": (16 * number, "dram") for number in range(1, 2 * MOST_NODES)}
     answer = scored(Elsewhere(many), own=20, nodes=[])
