@@ -23,8 +23,9 @@ that clients who choose keys cannot choose marks. Memory is bounded by the numbe
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from math import ceil, floor, inf, log2
 from typing import Any
@@ -52,6 +53,8 @@ CANDIDATES = 2048
 """Names whose references are counted to find the hot ones."""
 COUNTED_REQUESTS = 16
 """References are counted in one request of this many, which stands for all."""
+HOT_ROOM = 64 * HOT_NAMES
+"""More times than `names` need: each request uses up as many as it has hot names, until times are numbered anew."""
 _GOLDEN = 0x9E3779B97F4A7C15
 """Multiples of it are spread evenly, so requests of alternating kinds are counted equally often."""
 LEAST_COUNTED = 4
@@ -73,7 +76,7 @@ class LruCurve:
     """Not thread-safe."""
 
     def __init__(self, names: int = NAMES, threshold: int = MARKS) -> None:
-        """names: sampled at a time, `LEAST_NAMES` or more; about 170 bytes each, and 0.7 MiB. threshold: where to
+        """names: sampled at a time, `LEAST_NAMES` or more; about 170 bytes each, and 0.9 MiB. threshold: where to
         begin, if it is known that sampling all names would soon be too many."""
         assert names >= LEAST_NAMES and 0 < threshold <= MARKS
         self.threshold = threshold
@@ -87,10 +90,11 @@ class LruCurve:
         self._most = names
         self._used_at: dict[int, int] = {}  # sampled name > time of its last use
         self._highest: list[int] = []  # a heap of the same names, negated; some are stale
-        self._hot: OrderedDict[int, tuple[int, float]] = OrderedDict()  # name > (time, weight), oldest first
+        self._hot: dict[int, _Segment] = {}
+        self._segments: dict[int, _Segment] = {}  # the same, by their first names
         self._hot_weight = 0.0
         self._counts: dict[int, float] = {}  # references of candidates and hot names, in counted requests
-        self._weights = _Weights(4 * names)
+        self._weights = _Weights(4 * names + HOT_ROOM)
         self._seen = _SeenNames()
         self._now = 0
         self._blocks = 0.0  # asked for, decayed
@@ -107,6 +111,11 @@ class LruCurve:
     @property
     def hot_names(self) -> int:
         return len(self._hot)
+
+    @property
+    def hot_segments(self) -> int:
+        """Into how many pieces the hot names fall; a request that uses a piece whole uses it in one step."""
+        return len(self._segments)
 
     @property
     def sample_ratio(self) -> float:
@@ -130,6 +139,7 @@ class LruCurve:
         starts: list[int] = (ends - lengths).tolist()
         firsts: list[int] = marks[[min(start, len(marks) - 1) for start in starts]].tolist() if len(marks) else starts
         places: list[int] = passing.tolist()
+        passing_names: list[int] = marks[passing].tolist()
         batch = _BatchCounts()
         at = 0
         for start, length, first, passes in zip(starts, lengths, firsts, has_passing, strict=True):
@@ -138,31 +148,28 @@ class LruCurve:
             self.count += 1
             self._blocks += length
             is_counted = self.count * _GOLDEN % MARKS < MARKS // COUNTED_REQUESTS
-            is_looked_at = self.count % LOOKED_AT_REQUESTS == 0
-            if not (passes or is_counted or is_looked_at or first in self._hot):  # the usual case
+            if self.count % LOOKED_AT_REQUESTS == 0:
+                self._cool_down()
+            is_hot = first in self._hot
+            if not (passes or is_counted or is_hot):  # the usual case
                 batch.cold_blocks += length
                 continue
-            names: list[int] = marks[start : start + length].tolist()
-            depth = 0
-            while depth < length and names[depth] in self._hot:  # hot names are a prefix of the request
-                depth += 1
+            head: list[int] = []
+            if is_hot or is_counted:
+                head = marks[start : start + min(length, HOT_DEPTH)].tolist()
+            hot, depth = self._hot_prefix(head)
             taken = []
-            for place in places[at : at + passes]:
-                name = names[place - start]
+            for place, name in zip(places[at : at + passes], passing_names[at : at + passes], strict=True):
                 if place - start >= depth and name < self.threshold:  # the threshold may have fallen since
                     taken.append(name)
             at += passes
             batch.cold_blocks += length - depth
-            hot = names[:depth]
             if hot and (is_counted or self.threshold == MARKS):
                 self._judge_hot(hot, batch)
             self._judge(taken, size, batch)
             self.worked_blocks += len(hot) + len(taken)
-            if is_counted:
-                hot = self._count(names[:HOT_DEPTH], len(hot), size)
-            if is_looked_at:
-                self._cool_down()
-                hot = [name for name in hot if name in self._hot]
+            if is_counted and (segment := self._count(head, depth, size)) is not None:
+                hot.append(segment)
             self._use(hot, taken, size)
         self.asked_blocks += len(marks)
         for measure, amount in ((TOKENS, tokens), (SIZE, size)):
@@ -170,11 +177,10 @@ class LruCurve:
             self._asked[measure] += len(marks) * amount
             self._asked_cold[measure] += batch.cold_blocks * amount
             self._sampled[measure] += batch.sampled * amount
-            cold_bins, hot_bins = self._bins[measure], self._hot_bins[measure]
-            for bin_, weight in batch.cold_found:
-                cold_bins[bin_] += weight * amount
-            for bin_, weight in batch.hot_found:
-                hot_bins[bin_] += weight * amount
+        for all_bins, found in ((self._bins, batch.cold_found), (self._hot_bins, batch.hot_found)):
+            references = found.binned()
+            for measure, amount in ((TOKENS, tokens), (SIZE, size)):
+                np.frombuffer(all_bins[measure])[:] += references * amount
 
     def narrow(self, names: int) -> None:
         """From now on sample at most so many names, `LEAST_NAMES` or more: each sampled name costs time."""
@@ -226,10 +232,11 @@ class LruCurve:
             not self._used_at.keys() - {-one for one in self._highest}
             and len(self._highest) <= 2 * self._most + HOT_NAMES
         )
-        when = [*self._used_at.values(), *(at for at, _ in self._hot.values())]
+        when = [*self._used_at.values(), *(at for one in self._segments.values() for at in one.times)]
         assert len(dict.fromkeys(when)) == len(when) and max(when, default=-1) < self._now <= self._weights.room
-        hot = [at for at, _ in self._hot.values()]
-        assert hot == sorted(hot), "the oldest first"
+        assert self._hot == {name: one for one in self._segments.values() for name in one.names}
+        assert all(first == one.names[0] for first, one in self._segments.items())
+        assert abs(sum(one.weight for one in self._segments.values()) - self._hot_weight) <= 1e-9 * self._hot_weight
         self._weights.check(self._used_at.values())
 
     # Inside ---------------------------------------------------------------------------------------------------------
@@ -246,58 +253,85 @@ class LruCurve:
             return max(0.0, asked - self._first[measure])
         return again / sampled * asked if sampled else 0.0
 
-    def _judge_hot(self, hot: Sequence[int], batch: _BatchCounts) -> None:
+    def _hot_prefix(self, head: list[int]) -> tuple[list[_Segment], int]:
+        """The hot names that a request begins with, as whole segments, and how many names these are."""
+        hot: list[_Segment] = []
+        depth = 0
+        while depth < len(head):
+            segment = self._hot.get(head[depth])
+            if segment is None or segment.names[0] != head[depth]:
+                break
+            hot.append(segment)
+            used = segment.names_in_common(head[depth : depth + len(segment.names)])
+            depth += used
+            if used < len(segment.names):  # from now on the rest has other times
+                rest = segment.split(used)
+                self._segments[rest.names[0]] = rest
+                self._hot.update(dict.fromkeys(rest.names, rest))
+                break
+        return hot, depth
+
+    def _judge_hot(self, hot: Sequence[_Segment], batch: _BatchCounts) -> None:
         scale = MARKS / self.threshold
-        weight = 1.0 if self.threshold == MARKS else float(COUNTED_REQUESTS)
-        for name in hot:
-            last, size = self._hot[name]
-            distance = self._weights.behind(last) * scale + self._hot_behind(last) + size
-            batch.hot_found.append((_bin(distance), weight))
+        stands_for = 1.0 if self.threshold == MARKS else float(COUNTED_REQUESTS)
+        for segment in hot:
+            behind = self._weights.behind(segment.at) * scale + self._hot_behind(segment.at)
+            for names in range(1, len(segment.names) + 1):
+                batch.hot_found.add(behind + names * segment.size, stands_for)
 
     def _judge(self, taken: Sequence[int], size: float, batch: _BatchCounts) -> None:
         scale = MARKS / self.threshold  # names that one sampled name stands for
-        behind = self._weights.behind
+        behind = hot_behind = 0.0
+        followed_at = -1  # when the name before it in the request was used
         for name in taken:
-            used_at = self._used_at.get(name)
-            if used_at is not None:
-                distance = behind(used_at) * scale + self._hot_behind(used_at) + size
-                batch.cold_found.append((_bin(distance), scale))
+            used_at = self._used_at.get(name, -1)
+            if used_at >= 0:
+                if used_at + 1 == followed_at:  # both were used in one request: nothing else came in between
+                    behind += self._weights.weight(followed_at)
+                else:
+                    behind, hot_behind = self._weights.behind(used_at), self._hot_behind(used_at)
+                batch.cold_found.add(behind * scale + hot_behind + size, scale)
+            followed_at = used_at
         batch.sampled += len(taken) * scale
         self.sampled_references += len(taken)
 
     def _hot_behind(self, at: int) -> float:
-        """Weight of hot names used after `at`: nearly always all of them."""
-        older = 0.0
-        for last, weight in self._hot.values():
-            if last > at:
-                break
-            older += weight
+        """Weight of the hot segments used after `at`: nearly always all of them."""
+        older = sum(segment.weight for segment in self._segments.values() if segment.at <= at)
         return self._hot_weight - older
 
-    def _use(self, hot: Sequence[int], taken: Sequence[int], size: float) -> None:
+    def _use(self, hot: Sequence[_Segment], taken: Sequence[int], size: float) -> None:
         """Mark names as used, deepest first."""
-        if self._now + len(hot) + len(taken) >= self._weights.room:
-            self._renumber(len(hot) + len(taken))
+        more = len(taken) + sum(len(segment.names) for segment in hot)
+        if self._now + more >= self._weights.room:
+            self._renumber(more)
+        began_at = self._now
+        first = end = 0  # times to clear: those of one earlier request follow each other
         for name in reversed(taken):
-            if name in self._hot:  # became hot in this request
+            last = self._used_at.get(name, -1)
+            if name in self._hot or last >= began_at:  # became hot in this request, or is in it twice
                 continue
-            last = self._used_at.get(name)
-            if last is not None:
-                self._weights.take(last)
-            else:
+            if last < 0:
                 heappush(self._highest, -name)
+            elif last == end:
+                end += 1
+            else:
+                self._weights.put(first, end, 0.0)
+                first, end = last, last + 1
             self._used_at[name] = self._now
-            self._weights.put(self._now, size)
             self._now += 1
-        for name in reversed(hot):
-            self._hot[name] = (self._now, size)
-            self._hot.move_to_end(name)
-            self._now += 1
+        self._weights.put(first, end, 0.0)
+        self._weights.put(began_at, self._now, size)
+        for segment in reversed(hot):
+            self._hot_weight -= segment.weight
+            segment.at, segment.size = self._now, size
+            self._hot_weight += segment.weight
+            self._now += len(segment.names)
         while len(self._used_at) > self._most:
             self._lower_threshold()
 
-    def _count(self, head: list[int], first: int, size: float) -> list[int]:
-        """Count a request's leading names, and return the hot names that it begins with now."""
+    def _count(self, head: list[int], depth: int, size: float) -> _Segment | None:
+        """Count a request's leading names. Returns those that become hot now; `depth` of them were hot before."""
         counts = self._counts
         for name in head:
             if name not in counts and len(counts) >= CANDIDATES:
@@ -306,14 +340,20 @@ class LruCurve:
                     break
             counts[name] = counts.get(name, 0.0) + 1
         least = max(LEAST_COUNTED, HOT_SHARE * self._blocks / COUNTED_REQUESTS)
-        while first < len(head) and len(self._hot) < HOT_NAMES and counts.get(head[first], 0.0) >= least:
-            last = self._used_at.pop(head[first], None)
+        segment = _Segment([], self._now, size)  # `_use` corrects the time
+        for name in head[depth:]:
+            if name in self._hot or len(self._hot) >= HOT_NAMES or counts.get(name, 0.0) < least:
+                break
+            last = self._used_at.pop(name, None)
             if last is not None:
-                self._weights.take(last)
-            self._hot[head[first]] = (self._now, size)  # corrected by `_use` below
-            self._hot_weight += size
-            first += 1
-        return head[:first]
+                self._weights.put(last, last + 1, 0.0)
+            segment.names.append(name)
+            self._hot[name] = segment
+        if not segment.names:
+            return None
+        self._segments[segment.names[0]] = segment
+        self._hot_weight += segment.weight
+        return segment
 
     def _make_room(self) -> None:
         """Decrement all candidates and drop those at 0. J. Misra, D. Gries, "Finding repeated elements", Science of
@@ -327,13 +367,23 @@ class LruCurve:
     def _cool_down(self) -> None:
         """Demote hot names that have less than half of `HOT_SHARE`. A parent is counted whenever its child is."""
         least = HOT_SHARE * self._blocks / COUNTED_REQUESTS / 2
-        for name in [name for name in self._hot if self._counts.get(name, 0.0) < least]:
-            last, weight = self._hot.pop(name)
-            self._hot_weight -= weight
-            if name < self.threshold:
-                self._used_at[name] = last
-                self._weights.put(last, weight)
-                heappush(self._highest, -name)
+        for segment in [*self._segments.values()]:
+            hot = 0
+            while hot < len(segment.names) and self._counts.get(segment.names[hot], 0.0) >= least:
+                hot += 1
+            if hot == len(segment.names):
+                continue
+            self._hot_weight -= segment.weight
+            cold = segment.split(hot)
+            self._hot_weight += segment.weight
+            if not hot:
+                del self._segments[cold.names[0]]
+            for name, at in zip(cold.names, cold.times, strict=True):
+                del self._hot[name]
+                if name < self.threshold:
+                    self._used_at[name] = at
+                    self._weights.put(at, at + 1, cold.size)
+                    heappush(self._highest, -name)
         if len(self._highest) > 2 * self._most:  # stale entries: names that became hot, or are listed twice
             self._highest = [-name for name in self._used_at]
             heapify(self._highest)
@@ -354,22 +404,59 @@ class LruCurve:
         last = self._used_at.pop(name, None)
         if last is not None:  # else it is hot, or was listed twice
             self.threshold = name
-            self._weights.take(last)
+            self._weights.put(last, last + 1, 0.0)
 
     def _renumber(self, more: int) -> None:
         """Renumber times from 0 in the same order, with room for a request of `more` blocks."""
-        names = sorted([*self._used_at, *self._hot], key=self._when)
-        weights = _Weights(max(4 * self._most, len(names) + more + 1))
-        for at, name in enumerate(names):
-            if name in self._hot:
-                self._hot[name] = (at, self._hot[name][1])
-            else:
-                weights.put(at, self._weights.weight(self._used_at[name]))
-                self._used_at[name] = at
-        self._weights, self._now = weights, len(names)
+        weights: list[float] = []
+        older = deque(sorted(self._segments.values(), key=lambda segment: segment.at))
 
-    def _when(self, name: int) -> int:
-        return self._hot[name][0] if name in self._hot else self._used_at[name]
+        def number_segments(before: float) -> None:
+            while older and older[0].at < before:
+                segment = older.popleft()
+                segment.at = len(weights)
+                weights.extend([0.0] * len(segment.names))
+
+        for name in sorted(self._used_at, key=self._used_at.__getitem__):
+            at = self._used_at[name]
+            number_segments(at)
+            self._used_at[name] = len(weights)
+            weights.append(self._weights.weight(at))
+        number_segments(inf)
+        self._weights = _Weights(max(4 * self._most + HOT_ROOM, len(weights) + more + 1), weights)
+        self._now = len(weights)
+
+
+@dataclass(slots=True, eq=False)
+class _Segment:
+    """Hot names that follow each other in requests, and were last used together. at: when the deepest was used, which
+    is the last of them; those above it were used right after it. size: of each."""
+
+    names: list[int]
+    at: int
+    size: float
+
+    @property
+    def weight(self) -> float:
+        return len(self.names) * self.size
+
+    @property
+    def times(self) -> range:
+        """When each was used."""
+        return range(self.at + len(self.names) - 1, self.at - 1, -1)
+
+    def names_in_common(self, names: list[int]) -> int:
+        """How many this one and `names`, as long at most, begin with."""
+        if names == self.names:
+            return len(names)
+        return next((at for at, name in enumerate(names) if name != self.names[at]), len(names))
+
+    def split(self, names: int) -> _Segment:
+        """Keep so many; returns the deeper rest."""
+        rest = _Segment(self.names[names:], self.at, self.size)
+        self.at += len(rest.names)
+        del self.names[names:]
+        return rest
 
 
 class _BatchCounts:
@@ -378,34 +465,52 @@ class _BatchCounts:
     def __init__(self) -> None:
         self.cold_blocks = 0
         self.sampled = 0.0
-        self.cold_found: list[tuple[int, float]] = []  # (bin of the distance, names that this one stands for)
-        self.hot_found: list[tuple[int, float]] = []
+        self.cold_found, self.hot_found = _Found(), _Found()
+
+
+class _Found:
+    """References of names that were used before: their distances, and how many references each stands for."""
+
+    def __init__(self) -> None:
+        self._distances, self._stands_for = array("d"), array("d")
+
+    def add(self, distance: float, stands_for: float) -> None:
+        self._distances.append(distance)
+        self._stands_for.append(stands_for)
+
+    def binned(self) -> Any:
+        """References by bin: each distance in the bin that ends at the first edge >= it."""
+        distances = np.maximum(np.frombuffer(self._distances), 1.0)
+        bins = np.minimum(np.ceil(BINS_PER_DOUBLING * np.log2(distances)), BINS).astype(np.intp)
+        return np.bincount(bins, np.frombuffer(self._stands_for), BINS + 1)
 
 
 class _Weights:
     """Weights by time, with fast sums of all that is later: sums of parts, and sums of those. Faster here than a tree
     with a level per power of two, since updates are three times as frequent as sums and Python sums a slice quickly."""
 
-    def __init__(self, room: int) -> None:
+    def __init__(self, room: int, weights: Sequence[float] = ()) -> None:
+        """weights: of the first times."""
         self._width = width = ceil(room ** (1 / 3)) + 1
         self.room = room
         self._weights, self._parts, self._large = (array("d", bytes(8 * width**power)) for power in (3, 2, 1))
+        self._weights[: len(weights)] = array("d", weights)
+        for sums, of in ((self._parts, self._weights), (self._large, self._parts)):
+            sums[:] = array("d", np.frombuffer(of).reshape(-1, width).sum(1))
 
     def weight(self, at: int) -> float:
         return self._weights[at]
 
-    def put(self, at: int, weight: float) -> None:
-        self._weights[at] = weight
-        part = at // self._width
-        self._parts[part] += weight
-        self._large[part // self._width] += weight
-
-    def take(self, at: int) -> None:
-        weight = self._weights[at]
-        self._weights[at] = 0.0
-        part = at // self._width
-        self._parts[part] -= weight
-        self._large[part // self._width] -= weight
+    def put(self, begin: int, end: int, weight: float) -> None:
+        """Give this weight to each time from begin to before end."""
+        while begin < end:
+            part = begin // self._width
+            stop = min(end, (part + 1) * self._width)
+            more = weight * (stop - begin) - sum(self._weights[begin:stop])
+            self._weights[begin:stop] = array("d", (weight,)) * (stop - begin)
+            self._parts[part] += more
+            self._large[part // self._width] += more
+            begin = stop
 
     def behind(self, at: int) -> float:
         """Sum of all weights later than `at`."""
@@ -451,11 +556,6 @@ class _SeenNames:
         unset = 1 - (self._set + len(new) / 2) / FLAGS
         self._set += len(new)
         return FLAGGED_NAMES * len(new) / unset
-
-
-def _bin(distance: float) -> int:
-    """The bin that ends at the first edge >= distance."""
-    return min(BINS, ceil(BINS_PER_DOUBLING * log2(distance))) if distance > 1 else 0
 
 
 def _edge(bin_: int) -> float:

@@ -51,6 +51,8 @@ WORK_SHARE = 0.01
 FREE_WORK = 0.001
 """Share of a core that the worker may always take."""
 WEIGHED_EVERY_SECONDS = 5.0
+WEIGHED_AFTER_WORK_SECONDS = WORK_SHARE * WEIGHED_EVERY_SECONDS
+"""CPU seconds of the worker, after which its work is weighed at once: as much as one busy core allows it until then."""
 FEWEST_NAMES = 256
 
 _ODD = 0x9E3779B97F4A7C15
@@ -161,8 +163,8 @@ class WhatIf:
             pause = min(WAIT_SECONDS, max(LEAST_WAIT_SECONDS, pause))
             stop.wait(pause)
             now = self._clock.monotonic_seconds()
-            if now - weighed_at >= WEIGHED_EVERY_SECONDS:
-                mine_now, everybodys_now = worked()
+            mine_now, everybodys_now = worked()
+            if now - weighed_at >= WEIGHED_EVERY_SECONDS or mine_now - mine >= WEIGHED_AFTER_WORK_SECONDS:
                 self.weigh(mine_now - mine, everybodys_now - everybodys, now - weighed_at)
                 weighed_at, mine, everybodys = now, mine_now, everybodys_now
 

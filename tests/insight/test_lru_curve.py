@@ -82,6 +82,24 @@ def test_with_hot_names_it_is_exact_as_well(seed: int) -> None:
     assert curve.hit_rates(edges) == pytest.approx(rates(requests, by_tree(requests), edges), abs=1e-12)
 
 
+def test_a_hot_prefix_that_parts_is_exact_and_is_used_as_few_segments() -> None:
+    """Prompts that share all, half or a quarter of a long system prompt. Updates one by one would cost each request
+    more than its look-up takes; there are no more segments than places where prompts part."""
+    random = np.random.default_rng(11)
+    system = [("system", at) for at in range(64)]
+    requests: list[Request] = []
+    for at in range(600):
+        shared = (64, 64, 32, 16)[int(random.integers(0, 4))] if at > 100 else 64
+        requests.append(([*system[:shared], *(("own", at, n) for n in range(3))], 3))
+    curve = LruCurve()
+    for request in requests:
+        told(curve, [request])
+        curve.check()
+    assert curve.hot_names >= 64 and 3 <= curve.hot_segments <= 6
+    edges = [*curve.edges(), inf]
+    assert curve.hit_rates(edges) == pytest.approx(rates(requests, by_tree(requests), edges), abs=1e-12)
+
+
 @given(prompts=PROMPTS, cuts=st.integers(1, 7))
 @settings(max_examples=60, deadline=None)
 def test_batches_change_nothing(prompts: list[tuple[list[int], int]], cuts: int) -> None:

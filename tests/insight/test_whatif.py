@@ -25,6 +25,7 @@ from kvstore.insight.whatif import (
     MOST_QUEUED_LOOKUPS,
     SCALES,
     TURN_SECONDS,
+    WEIGHED_AFTER_WORK_SECONDS,
     WhatIf,
     marks_of,
 )
@@ -278,6 +279,42 @@ def test_a_worker_that_takes_far_too_much_samples_far_fewer_names_at_once() -> N
     assert whatif.snapshot(1e9).sampled_names <= 2_048 // 5
     whatif.weigh(5.0, 10.0, 5.0)
     assert FEWEST_NAMES / 2 <= whatif.snapshot(1e9).sampled_names <= FEWEST_NAMES
+
+
+def test_a_burst_of_work_is_weighed_at_once_and_a_little_every_five_seconds() -> None:
+    """Weighed after five seconds alone, a sidecar that starts under load serves thousands of look-ups late."""
+    clock, spent = HandClock(), [0.0]
+    whatif = WhatIf(clock, SALT, 2_048)
+    for at in range(3_000):
+        whatif.offer(1, chain([at]), BLOCK_BYTES, BLOCK_TOKENS)
+        whatif.step()
+
+    class Steps:
+        """So many steps of 0.2 s, of which the worker takes some."""
+
+        def __init__(self, steps: int, worker_seconds: float) -> None:
+            self.left, self.seconds = steps, worker_seconds
+
+        def is_set(self) -> bool:
+            return not self.left
+
+        def wait(self, timeout: float | None = None) -> bool:
+            self.left -= 1
+            clock.now += 0.2
+            spent[0] += self.seconds
+            return False
+
+    def names_after(steps: Steps) -> int:
+        whatif.run(steps, lambda: (spent[0], 0.0))
+        return whatif.snapshot(1e9).sampled_names
+
+    assert names_after(Steps(24, 0.001)) == 2_048, "not weighed yet"
+    assert names_after(Steps(1, 1.5 * WEIGHED_AFTER_WORK_SECONDS)) <= FEWEST_NAMES, "weighed at once"
+    whatif = WhatIf(clock, SALT, 2_048)
+    for at in range(3_000):
+        whatif.offer(1, chain([at]), BLOCK_BYTES, BLOCK_TOKENS)
+        whatif.step()
+    assert 2_048 // 6 <= names_after(Steps(25, 0.001)) <= 2_048 // 4, "weighed after five seconds: five times too much"
 
 
 def test_the_rate_of_tokens_is_what_was_asked_for_in_a_second() -> None:
