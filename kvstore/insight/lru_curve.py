@@ -316,7 +316,8 @@ class LruCurve:
             elif last == end:
                 end += 1
             else:
-                self._weights.put(first, end, 0.0)
+                if end:
+                    self._weights.put(first, end, 0.0)
                 first, end = last, last + 1
             self._used_at[name] = self._now
             self._now += 1
@@ -503,6 +504,13 @@ class _Weights:
 
     def put(self, begin: int, end: int, weight: float) -> None:
         """Give this weight to each time from begin to before end."""
+        if begin + 1 == end:  # by far the most frequent
+            part = begin // self._width
+            more = weight - self._weights[begin]
+            self._weights[begin] = weight
+            self._parts[part] += more
+            self._large[part // self._width] += more
+            return
         while begin < end:
             part = begin // self._width
             stop = min(end, (part + 1) * self._width)

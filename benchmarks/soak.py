@@ -1,0 +1,271 @@
+"""Whether memory or descriptors of sidecar, console and network process grow while a real vLLM serves traffic.
+
+    .venv-engines/bin/python benchmarks/soak.py TRACE [--seconds 3600] [--speed 1] [--json]
+
+A recorded trace is replayed against a vLLM with our connector, as `kvstore bench traffic` does it, at a sidecar whose
+memory and disk are both smaller than what the trace asks for: blocks are evicted, demoted, promoted and dropped all the
+time. Beside it a page of the console is open and metrics, console and gRPC are asked again and again. The slope of each
+process's anonymous memory is that of a line of least squares through all samples after the warm-up (`RssAnon` in
+/proc/PID/status: what the tier maps has a budget of its own). Status 1: a slope above its bar, more descriptors at the
+end than after the warm-up, a request that failed, or a process that was started anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from math import sqrt
+from pathlib import Path
+
+import grpc
+import numpy as np
+
+from kv_bench.network.flood import stub_of
+from kvstore.bench.sidecar import Sidecar
+from kvstore.bench.traffic.engines import Endpoint, connector, vllm_server
+from kvstore.bench.traffic.random_llama import TINY, kv_bytes_per_token, save_model
+from kvstore.bench.traffic.run import TrafficOptions
+from kvstore.bench.traffic.run import run as run_traffic
+from kvstore.bench.traffic.workload import Workload
+from kvstore.insight.trace import Trace, read_trace
+from kvstore.wire.store_pb2 import MatchRequest, NamespacesRequest, Prompt
+
+SLOPE_MIB = 4.0
+"""An hour, of each process."""
+MORE_DESCRIPTORS = 2
+"""A connection that is open just then."""
+LONGEST_TOKENS = 4096
+DRAM, NVME = "96MiB", "192MiB"
+SAMPLE_SECONDS, ASK_SECONDS = 2.0, 1.0
+WARM_UP_SHARE = 0.25
+TOKEN = "a-token-of-the-soak"
+ROLES = ("sidecar", "network", "console")
+
+
+@dataclass
+class Watched:
+    """Samples of one process: seconds since the start, anonymous MiB, descriptors."""
+
+    process: int
+    at: list[float] = field(default_factory=list)
+    mib: list[float] = field(default_factory=list)
+    descriptors: list[int] = field(default_factory=list)
+
+    def sample(self, at: float) -> None:
+        status = Path(f"/proc/{self.process}/status").read_text()
+        (kib,) = (int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon:"))
+        self.at.append(at)
+        self.mib.append(kib / 1024)
+        self.descriptors.append(sum(1 for _ in Path(f"/proc/{self.process}/fd").iterdir()))
+
+    def figures(self, warm_at: float) -> dict[str, float]:
+        """slope_mib: an hour, by least squares, with its standard error. descriptors_more: between the first and the
+        last tenth of the samples, medians."""
+        first = next(at for at, seconds in enumerate(self.at) if seconds >= warm_at)
+        hours, mib = np.array(self.at[first:]) / 3600, np.array(self.mib[first:])
+        spread = float(((hours - hours.mean()) ** 2).sum())
+        slope = float(((hours - hours.mean()) * mib).sum()) / spread
+        rest = mib - mib.mean() - slope * (hours - hours.mean())
+        tenth = max(1, len(hours) // 10)
+        counts = self.descriptors[first:]
+        more = float(np.median(counts[-tenth:])) - float(np.median(counts[:tenth]))
+        return {
+            "slope_mib": slope,
+            "slope_error_mib": sqrt(float((rest**2).sum()) / max(1, len(hours) - 2) / spread),
+            "mib_warm": float(np.median(mib[:tenth])),
+            "mib_at_the_end": float(np.median(mib[-tenth:])),
+            "descriptors": float(np.median(counts[-tenth:])),
+            "descriptors_more": more,
+            "samples": len(hours),
+        }
+
+
+def processes_under(keeper: int) -> dict[str, int]:
+    """The sidecar and the network process that a keeper runs, by role."""
+    found = {}
+    for child in Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split():
+        words = Path(f"/proc/{child}/cmdline").read_bytes().decode().split("\0")
+        role = {"serve": "sidecar", "network": "network"}.get(words[words.index("kvstore") + 1])
+        if role is not None:
+            found[role] = int(child)
+    return found
+
+
+@contextmanager
+def console_of(sidecar: Sidecar, scratch: Path) -> Iterator[tuple[int, str]]:
+    """A console with one open page; yields its process and its address."""
+    command = [sys.executable, "-m", "kvstore", "console", "--socket", str(sidecar.folder / "kv" / "observe.sock")]
+    command += ["--listen", "127.0.0.1:0", "--json"]
+    with (
+        (scratch / "console.log").open("wb") as log,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as console,
+    ):
+        try:
+            assert console.stdout is not None
+            url = json.loads(console.stdout.readline())["console"]
+            with urllib.request.urlopen(f"{url}api/stream", timeout=60) as stream:
+                over = threading.Event()
+
+                def read() -> None:
+                    while not over.is_set():
+                        stream.read1(1 << 16)
+
+                page = threading.Thread(target=read, daemon=True)
+                page.start()
+                yield console.pid, url
+                over.set()
+                page.join()
+        finally:
+            console.terminate()
+
+
+@contextmanager
+def asking(urls: list[str], address: str, failures: list[str]) -> Iterator[dict[str, int]]:
+    """Ask each address and the gRPC service once a second meanwhile; yields how often each was answered."""
+    over, counts = threading.Event(), dict.fromkeys([*urls, "grpc"], 0)
+    metadata = [("authorization", f"Bearer {TOKEN}")]
+    stub = stub_of(address)
+
+    def fetch(url: str) -> None:
+        with urllib.request.urlopen(url, timeout=30) as answer:
+            answer.read()
+
+    def match() -> None:
+        found = stub.Namespaces(NamespacesRequest(), timeout=30, metadata=metadata).namespaces
+        for one in found[:1]:
+            keys = np.random.default_rng(counts["grpc"]).bytes(32 * 512)
+            stub.Match(MatchRequest(namespace=one.id, prompt=Prompt(keys=keys)), timeout=30, metadata=metadata)
+
+    asked: dict[str, Callable[[], None]] = {url: partial(fetch, url) for url in urls} | {"grpc": match}
+
+    def ask() -> None:
+        while not over.wait(ASK_SECONDS):
+            for name, once in asked.items():
+                try:
+                    once()
+                    counts[name] += 1
+                except (OSError, grpc.RpcError) as error:
+                    failures.append(f"{name}: {error!r}"[:200])
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        yield counts
+    finally:
+        over.set()
+        thread.join()
+
+
+def soak(trace: Trace, options: TrafficOptions, say: Callable[[str], None]) -> dict[str, object]:
+    failures: list[str] = []
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstore-soak-")))
+        workload = Workload.of(trace, longest=LONGEST_TOKENS, seconds=options.seconds, requests=options.requests)
+        asked_mib = workload.working_set_tokens * kv_bytes_per_token(TINY) >> 20
+        say(f"{len(workload.requests)} requests, which ask for {asked_mib} MiB; {DRAM} of memory, {NVME} of disk")
+        settings = {"dram": DRAM, "nvme": NVME}
+        sidecar = stack.enter_context(Sidecar(settings, has_health=True, tokens={"default": TOKEN}))
+        sidecar.greeted()
+        sidecar.ready()
+        console, page = stack.enter_context(console_of(sidecar, scratch))
+        model = scratch / "model"
+        save_model(TINY, model)
+        pages = max(-(-workload.longest_tokens // 128), workload.working_set_tokens // 1280) + 2
+        flags = ["--num-gpu-blocks-override", str(pages), "--max-model-len", str(workload.longest_tokens)]
+        flags += ["--enable-prefix-caching"]
+        server = stack.enter_context(vllm_server("soak", model, scratch, flags, connector(sidecar.socket)))
+        server.wait()
+        found = processes_under(sidecar._process.pid)
+        watched = {role: Watched(process) for role, process in (found | {"console": console}).items()}
+        assert set(watched) == set(ROLES), watched
+        metrics = f"http://127.0.0.1:{sidecar.http_port}/metrics"
+        endpoint = Endpoint("kvstore", server.url, (), f"http://127.0.0.1:{sidecar.http_port}")
+        counts = stack.enter_context(asking([metrics, f"{page}api/status"], sidecar.grpc, failures))
+        over, began_at = threading.Event(), time.monotonic()
+
+        def sample() -> None:
+            while True:
+                for one in watched.values():
+                    one.sample(time.monotonic() - began_at)
+                if over.wait(SAMPLE_SECONDS):
+                    return
+
+        sampler = threading.Thread(target=sample)
+        sampler.start()
+
+        def show(what: str, done: int, of: int) -> None:
+            if done and not done % 100:
+                memory = ", ".join(f"{role} {one.mib[-1]:.1f} MiB" for role, one in watched.items())
+                say(f"{what}: {done} of {of}; {memory}")
+
+        try:
+            result = run_traffic(trace, [endpoint], options, show)
+        finally:
+            over.set()
+            sampler.join()
+        is_same = processes_under(sidecar._process.pid) == found
+    (turn,) = result.turns["kvstore"]
+    seconds = time.monotonic() - began_at
+    rows = {role: one.figures(WARM_UP_SHARE * options.seconds) for role, one in watched.items()}
+    return {
+        "bench": "soak",
+        "trace": trace.name,
+        "seconds": round(seconds, 1),
+        "requests": len(workload.requests),
+        "asked_mib": asked_mib,
+        "failed_requests": turn.failed,
+        "failures": failures[:10],
+        "answers": counts,
+        "is_same_processes": is_same,
+        "processes": rows,
+        "is_met": is_same
+        and not failures
+        and not turn.failed
+        and all(row["slope_mib"] < SLOPE_MIB and row["descriptors_more"] <= MORE_DESCRIPTORS for row in rows.values()),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("trace", type=Path, help="JSON lines of Mooncake's form; gzip is unpacked")
+    parser.add_argument("--seconds", type=float, default=3600.0)
+    parser.add_argument("--speed", type=float, default=1.0, help="arrivals come so many times as fast")
+    parser.add_argument("--requests", type=int, default=1_000_000)
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+
+    def say(line: str) -> None:
+        print(f"soak: {line}", file=sys.stderr, flush=True)
+
+    raw = given.trace.read_bytes()
+    text = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
+    trace = read_trace(given.trace.name, text.decode().splitlines())
+    options = TrafficOptions(seconds=given.seconds, requests=given.requests, turns=1, speed=given.speed)
+    told = soak(trace, options, say)
+    if given.json:
+        print(json.dumps(told))
+    else:
+        for role, row in told["processes"].items():  # type: ignore[attr-defined]
+            print(
+                f"{role:8} {row['mib_warm']:6.1f} MiB warm, {row['mib_at_the_end']:6.1f} at the end: "
+                f"{row['slope_mib']:+.2f} MiB an hour (standard error {row['slope_error_mib']:.2f}; "
+                f"{SLOPE_MIB} allowed), "
+                f"{row['descriptors']:.0f} descriptors ({row['descriptors_more']:+.0f})"
+            )
+        print({name: value for name, value in told.items() if name != "processes"})
+    raise SystemExit(not told["is_met"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""What the soak judges: a line of growth in samples with noise, and descriptors that stay open."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+from soak import MORE_DESCRIPTORS, SLOPE_MIB, Watched
+
+
+def watched(slope_mib: float, descriptors: list[int]) -> Watched:
+    """Samples of an hour, one every two seconds, with a start-up in its first quarter that is no growth."""
+    noise = np.random.default_rng(7).normal(0.0, 0.5, 1800)
+    one = Watched(os.getpid())
+    for at, off in enumerate(noise.tolist()):
+        hours = at / 1800
+        one.at.append(3600 * hours)
+        one.mib.append(80 + min(1.0, 4 * hours) * 40 + slope_mib * hours + off)
+        one.descriptors.append(descriptors[at * len(descriptors) // 1800])
+    return one
+
+
+@pytest.mark.parametrize("slope_mib", [-3.0, 0.0, 2.0, 6.0])
+def test_a_slope_is_told_from_noise_and_from_the_start(slope_mib: float) -> None:
+    told = watched(slope_mib, [20]).figures(900.0)
+    assert told["slope_mib"] == pytest.approx(slope_mib, abs=4 * told["slope_error_mib"])
+    assert told["slope_error_mib"] < 0.1 and (told["slope_mib"] < SLOPE_MIB) == (slope_mib < SLOPE_MIB)
+    assert told["mib_at_the_end"] - told["mib_warm"] == pytest.approx(slope_mib * 0.675, abs=0.2)
+    assert told["samples"] == 1350
+
+
+def test_descriptors_that_stay_open_are_told_and_one_that_comes_and_goes_is_none() -> None:
+    assert watched(0.0, [20, 20, 21, 23, 26]).figures(900.0)["descriptors_more"] > MORE_DESCRIPTORS
+    assert watched(0.0, [20, 21] * 300).figures(900.0)["descriptors_more"] <= 1
+
+
+def test_a_process_is_sampled() -> None:
+    """This one: with a descriptor more, and with memory of its own more."""
+    one = Watched(os.getpid())
+    one.sample(0.0)
+    held = np.ones(32 << 17)
+    with open(os.devnull) as _:
+        one.sample(1.0)
+    assert one.descriptors[1] == one.descriptors[0] + 1
+    assert one.mib[1] - one.mib[0] == pytest.approx(held.nbytes / (1 << 20), abs=4)
