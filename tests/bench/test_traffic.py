@@ -115,6 +115,9 @@ def test_two_endpoints_take_turns(engines: list[SmallEngine], trace: str) -> Non
         bodies = [one.body for one in engine.of("/v1/completions") if one.body["stream"]]
         assert len(bodies) == 3 * 5
         assert all(body["model"] == "small" and body["max_tokens"] == 4 for body in bodies)
+    units = {row["figure"].partition(",")[0].partition(" p")[0]: row["unit"] for row in found["rows"]}
+    assert (units["TTFT"], units["ITL"], units["good"], units["hit"]) == ("ms", "ms", "share", "share")
+    assert units["output tokens/s"] == "tokens/s"
     a, b = (row for row in found["rows"] if row["figure"] == "TTFT p50, ms")
     assert (a["endpoint"], a["ratio"], b["endpoint"], b["limit_of"]) == ("a", None, "b", "a") and b["ratio"] > 0
     assert 1e3 * STEP <= a["low"] <= a["value"] == b["limit"] <= a["high"] and (a["unit"], a["samples"]) == ("ms", 3)
