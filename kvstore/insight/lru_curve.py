@@ -84,8 +84,6 @@ class LruCurve:
         self.count = 0
         """Requests so far."""
         self.asked_blocks = 0
-        self.worked_blocks = 0
-        """Blocks so far that cost more than a comparison: sampled and hot ones."""
         self.sampled_references = 0
         self._most = names
         self._used_at: dict[int, int] = {}  # sampled name > time of its last use
@@ -167,7 +165,6 @@ class LruCurve:
             if hot and (is_counted or self.threshold == MARKS):
                 self._judge_hot(hot, batch)
             self._judge(taken, size, batch)
-            self.worked_blocks += len(hot) + len(taken)
             if is_counted and (segment := self._count(head, depth, size)) is not None:
                 hot.append(segment)
             self._use(hot, taken, size)
