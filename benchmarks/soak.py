@@ -171,7 +171,15 @@ def soak(trace: Trace, options: TrafficOptions, say: Callable[[str], None]) -> d
     failures: list[str] = []
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstore-soak-")))
-        workload = Workload.of(trace, longest=LONGEST_TOKENS, seconds=options.seconds, requests=options.requests)
+        workload = Workload.of(
+            trace,
+            longest=LONGEST_TOKENS,
+            seconds=options.seconds,
+            requests=options.requests,
+            speed=options.speed,
+            vocabulary=options.vocabulary,
+            seed=options.seed,
+        )
         asked_mib = workload.working_set_tokens * kv_bytes_per_token(TINY) >> 20
         say(f"{len(workload.requests)} requests, which ask for {asked_mib} MiB; {DRAM} of memory, {NVME} of disk")
         settings = {"dram": DRAM, "nvme": NVME}
