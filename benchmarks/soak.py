@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from math import sqrt
 from pathlib import Path
 
@@ -94,7 +95,8 @@ class Watched:
 def processes_under(keeper: int) -> dict[str, int]:
     """The sidecar and the network process that a keeper runs, by role."""
     found = {}
-    for child in Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split():
+    threads = Path(f"/proc/{keeper}/task").iterdir()  # a child belongs to the thread that started it
+    for child in chain.from_iterable((thread / "children").read_text().split() for thread in threads):
         words = Path(f"/proc/{child}/cmdline").read_bytes().decode().split("\0")
         role = {"serve": "sidecar", "network": "network"}.get(words[words.index("kvstore") + 1])
         if role is not None:
