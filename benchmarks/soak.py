@@ -1,6 +1,6 @@
 """Whether memory or descriptors of sidecar, console and network process grow while a real vLLM serves traffic.
 
-    .venv-engines/bin/python benchmarks/soak.py TRACE [--seconds 3600] [--speed 1] [--json]
+    .venv/bin/python benchmarks/soak.py TRACE [--engine .venv-engines/bin/python] [--seconds 3600] [--speed 1] [--json]
 
 A recorded trace is replayed against a vLLM with our connector, as `kvstore bench traffic` does it, at a sidecar whose
 memory and disk are both smaller than what the trace asks for: blocks are evicted, demoted, promoted and dropped all the
@@ -169,7 +169,7 @@ def asking(urls: list[str], address: str, failures: list[str]) -> Iterator[dict[
         thread.join()
 
 
-def soak(trace: Trace, options: TrafficOptions, say: Callable[[str], None]) -> dict[str, object]:
+def soak(trace: Trace, options: TrafficOptions, python: str, say: Callable[[str], None]) -> dict[str, object]:
     failures: list[str] = []
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstore-soak-")))
@@ -194,7 +194,7 @@ def soak(trace: Trace, options: TrafficOptions, say: Callable[[str], None]) -> d
         pages = max(-(-workload.longest_tokens // 128), workload.working_set_tokens // 1280) + 2
         flags = ["--num-gpu-blocks-override", str(pages), "--max-model-len", str(workload.longest_tokens)]
         flags += ["--enable-prefix-caching"]
-        server = stack.enter_context(vllm_server("soak", model, scratch, flags, connector(sidecar.socket)))
+        server = stack.enter_context(vllm_server("soak", model, scratch, flags, connector(sidecar.socket), python))
         server.wait()
         found = processes_under(sidecar._process.pid)
         watched = {role: Watched(process) for role, process in (found | {"console": console}).items()}
@@ -249,6 +249,7 @@ def soak(trace: Trace, options: TrafficOptions, say: Callable[[str], None]) -> d
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("trace", type=Path, help="JSON lines of Mooncake's form; gzip is unpacked")
+    parser.add_argument("--engine", default=".venv-engines/bin/python", help="a Python that has vLLM")
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--speed", type=float, default=1.0, help="arrivals come so many times as fast")
     parser.add_argument("--requests", type=int, default=1_000_000)
@@ -262,7 +263,7 @@ def main() -> None:
     text = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
     trace = read_trace(given.trace.name, text.decode().splitlines())
     options = TrafficOptions(seconds=given.seconds, requests=given.requests, turns=1, speed=given.speed)
-    told = soak(trace, options, say)
+    told = soak(trace, options, given.engine, say)
     if given.json:
         print(json.dumps(told))
     else:

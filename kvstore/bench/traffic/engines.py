@@ -225,11 +225,16 @@ class ServerProcess:
 
 
 def vllm_server(
-    name: str, model: Path, scratch: Path, flags: Sequence[str] = (), transfer: Mapping[str, object] | None = None
+    name: str,
+    model: Path,
+    scratch: Path,
+    flags: Sequence[str] = (),
+    transfer: Mapping[str, object] | None = None,
+    python: str = sys.executable,
 ) -> ServerProcess:
-    """vLLM's own server with a model from `save_model`. transfer: its `--kv-transfer-config`."""
+    """vLLM's own server with a model from `save_model`. transfer: its `--kv-transfer-config`. python: has vLLM."""
     port = free_port()
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--served-model-name", MODEL, "--host", HOST, "--port", str(port), "--dtype", "bfloat16"]
     command += ["--enforce-eager", "--seed", "0", "--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
     command += flags
