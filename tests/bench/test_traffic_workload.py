@@ -101,8 +101,11 @@ kvstore_x not_a_number
 """
 
 
-def test_hits_are_read_by_tier() -> None:
-    assert engine_tokens(PAGE) == {"asked": 200.0, "dram": 128.0, "engine": 64.0}
+def test_hits_are_read_by_tier_and_misses_by_reason() -> None:
+    tokens = {"asked": 200.0, "dram": 128.0, "engine": 64.0, "missed absent": 8.0}
+    assert engine_tokens(PAGE) == tokens
+    figures = TurnFigures.of([outcome(0.1)], 1.0, grown({}, tokens), []).figures
+    assert [figures[name] for name in ("hit, dram", "hit, engine", "miss, absent")] == [0.64, 0.32, 0.04]
     plain = 'vllm:prefix_cache_queries_total{a="b"} 100\nvllm:prefix_cache_hits_total 30.0\n'
     assert engine_tokens(plain) == {"asked": 100.0, "engine": 30.0}
     assert engine_tokens("") == {} and len(list(samples_of(PAGE))) == 4

@@ -13,6 +13,7 @@ from typing import Any
 
 from kvstore.bench.measure import quantile
 from kvstore.bench.row import MS, SHARE, BenchResult, Row, Section, Target
+from kvstore.bench.traffic.counters import MISSED
 from kvstore.bench.traffic.replay import RequestOutcome
 from kvstore.bench.traffic.workload import Workload
 
@@ -64,9 +65,10 @@ class TurnFigures:
         figures["prompt tokens/s"] = sum(one.prompt_tokens for one in whole) / seconds
         figures |= {slo.name: sum(map(slo.is_met, outcomes)) / len(outcomes) for slo in slos}
         asked = tokens.get("asked") or sum(one.prompt_tokens for one in whole)
-        for tier, count in tokens.items():
-            if tier != "asked" and asked:
-                figures[f"hit, {tier}"] = count / asked
+        for origin, count in tokens.items():
+            if origin != "asked" and asked:
+                is_missed = origin.startswith(MISSED)
+                figures[f"miss, {origin.removeprefix(MISSED)}" if is_missed else f"hit, {origin}"] = count / asked
         cached = [one.cached_tokens for one in whole if one.cached_tokens is not None]
         if cached:
             figures["hit, as answers say"] = sum(cached) / max(1, sum(one.prompt_tokens for one in whole))
