@@ -68,10 +68,11 @@ from tiering.faults import FaultReports, Faults
 from tiering.files import DirectoryLock, make_directory, read_text_files
 from tiering.frame import frame_bytes
 from tiering.move_queue import MoveQueue, QueueLimits
+from tiering.nvme.frame_index import IndexMaker
 from tiering.nvme.scrub import ScrubLimits
 from tiering.nvme.slab import OtherFormat
 from tiering.nvme.slab_files import DirectFiles, Files, disk_room
-from tiering.nvme.tier import IndexMaker, NvmeTier
+from tiering.nvme.tier import NvmeTier
 from tiering.policies.admission import Admission, AdmissionMaker, AdmitAll, LearnedAdmission
 from tiering.policies.by_group import ByGroup
 from tiering.policies.lru import LeafFirstLru

@@ -37,7 +37,8 @@ from tiering.errors import BlockCorrupt, TierError, TierUnavailable
 from tiering.faults import SHORTAGES, kind_of
 from tiering.files import private_pages
 from tiering.frame import HEADER_BYTES, MacKeys, open_header, verify_payload
-from tiering.nvme.tier import Found, NvmeTier
+from tiering.nvme.recovery import Found
+from tiering.nvme.tier import NvmeTier
 from tiering.tier import NO_PLACE, SlotClass
 
 SLICE_BLOCKS = 4096

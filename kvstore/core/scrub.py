@@ -35,7 +35,8 @@ from tiering.files import private_pages
 from tiering.frame import ALIGNMENT, HEADER_BYTES, MacKeys, Stamp, epoch_in, open_header, verify_payload
 from tiering.move_queue import Move, MoveQueue, Priority
 from tiering.nvme.scrub import CheckResult, Scrub, ScrubLimits
-from tiering.nvme.tier import NvmeTier, Resident, slab_name
+from tiering.nvme.slab import slab_name
+from tiering.nvme.tier import NvmeTier, Resident
 from tiering.policies.shares import Share
 from tiering.tier import NO_PLACE, ScrubUsage, TierMiss, extent_of, slot_of
 

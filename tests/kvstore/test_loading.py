@@ -23,7 +23,8 @@ from kvstore.core import nvme_recovery as loading
 from kvstore.core.nvme_recovery import NvmeRecovery
 from kvstore.node import EmbeddedStore
 from tiering.errors import TierUnavailable
-from tiering.nvme.tier import NvmeTier, slab_name
+from tiering.nvme.slab import slab_name
+from tiering.nvme.tier import NvmeTier
 from tiering.slab_header import PAGE_BYTES
 from tiering.tier import extent_of, slot_of
 from workbench import MODEL, blank_planes, ids, random_pages, small_layout
