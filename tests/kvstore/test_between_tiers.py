@@ -93,7 +93,7 @@ def test_a_block_that_turns_out_bad_while_it_is_written_is_not_readable_from_dis
     lease = place.space.handle.lease(place.space.match(A))
     met = threading.Event()
     gone: list[tuple[int, bytes]] = []
-    place.opened.blocks._gone = lambda number, key: gone.append((number, key))
+    place.opened.blocks.below._gone = lambda number, key: gone.append((number, key))
 
     def damage(call: str) -> None:
         if call == "sync" and not met.is_set():
@@ -159,7 +159,7 @@ def test_an_ancestor_that_nvme_gave_up_goes_down_again_with_its_descendants(plac
     assert place.levels.demote_all(30) == 0
     with place.opened.core._lock:
         for _ in range(2):
-            place.opened.blocks.evict_below(1, place.sharded.handle.number)  # for the sake of another one
+            place.opened.blocks.below.evict(1, place.sharded.handle.number)  # for the sake of another one
     assert place.space.match(A).tiers == ((HitTier.DRAM, 2),)
     assert put(place.space, LONGER) is None
     place.restart()

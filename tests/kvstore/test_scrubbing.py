@@ -117,7 +117,7 @@ class Rig:
     def evict_below(self, handle: NamespaceHandle) -> None:
         """The worst leaf goes from NVMe, and its slots are free."""
         with self.core._lock:
-            gone, claimed = self.blocks.evict_below(1, handle.number)
+            gone, claimed = self.blocks.below.evict(1, handle.number)
         places = [place for column in claimed for place in column]
         assert gone == len(places) == 1
         self.lower.tier.await_claims(places)
