@@ -41,11 +41,12 @@ from kvstore.config import (
     parse_rate,
     parse_writes,
 )
+from kvstore.core.below import Lower
 from kvstore.core.index import IndexRetentionHints, PrefixIndex
 from kvstore.core.leases import NUMBER_KEY_BYTES, Numbers
 from kvstore.core.levels import WRITES
 from kvstore.core.store import DROP_SECONDS, Store
-from kvstore.core.table import BlockTable, Lower
+from kvstore.core.table import BlockTable
 from kvstore.core.usage import StoreUsage
 from kvstore.insight.counting_tier import CountingTier
 from kvstore.insight.replay import Replay
@@ -68,10 +69,11 @@ from tiering.faults import FaultReports, Faults
 from tiering.files import DirectoryLock, make_directory, read_text_files
 from tiering.frame import frame_bytes
 from tiering.move_queue import MoveQueue, QueueLimits
+from tiering.nvme.frame_index import IndexMaker
 from tiering.nvme.scrub import ScrubLimits
 from tiering.nvme.slab import OtherFormat
 from tiering.nvme.slab_files import DirectFiles, Files, disk_room
-from tiering.nvme.tier import IndexMaker, NvmeTier
+from tiering.nvme.tier import NvmeTier
 from tiering.policies.admission import Admission, AdmissionMaker, AdmitAll, LearnedAdmission
 from tiering.policies.by_group import ByGroup
 from tiering.policies.lru import LeafFirstLru
@@ -580,9 +582,10 @@ def build_replay(
     space = blocks.add_space(keys, Namespace("0" * 40, layout, "raw"), [payload_bytes])
     dram.adopt(dram.new_extent(), space.classes[0])
     replay = Replay(blocks, space.number, nvme)
-    if nvme is not None and lower is not None:
+    if nvme is not None:
         nvme.open(space.classes[0])
         if admission is not None:
-            blocks.lower = replace(lower, admission=admission(replay))
-            blocks.lower.admission.expect(nvme_blocks)
+            admits = admission(replay)
+            admits.expect(nvme_blocks)
+            blocks.admit_by(admits)
     return replay

@@ -247,7 +247,7 @@ class MoveQueue:
             has_all_threads = self._workers == self._threads
         for fault in untold:
             self._faults.failed(*fault)
-        if has_all_threads:
+        if has_all_threads and MOVE_THREADS in self._faults.failing:
             self._faults.worked(MOVE_THREADS)
         return Move(self, task)
 

@@ -91,13 +91,10 @@ def build(directory: Path, plan: Plan, say: Callable[[str], None]) -> None:
             slab = tier._ledger.pieces[max(tier._ledger.pieces)]
             found = list(islice(entries, min(plan.slots, plan.blocks - done)))
             whole = b"".join(found).ljust(plan.slots * ENTRY.itemsize, b"\x00")
-            with tier._index_lock:
-                tier._write_records(slab, split_entries(whole))
+            tier._records.build(slab, split_entries(whole), is_proven=True)
             done += len(found)
             say(f"naming blocks: {done:,} of {plan.blocks:,}")
-        tier.proved(tier.slab_numbers())  # as the rebuild of a lost index writes it, which trusts no frame
-        with tier._index_lock:
-            tier._index.sync()
+        tier._records.write([])
 
 
 def real_prompt() -> np.ndarray:

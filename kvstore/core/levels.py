@@ -18,9 +18,10 @@ from itertools import count, takewhile
 
 from kvstore.block.account import REASON_OF_FINDING, MissReason
 from kvstore.config import Limits, format_size
+from kvstore.core.below import Lower
 from kvstore.core.index import NO_ROW, RowState
 from kvstore.core.promote import Promoter, SlotRequest
-from kvstore.core.table import BlockTable, Lower, OpenedNamespace
+from kvstore.core.table import BlockTable, OpenedNamespace
 from tiering.clock import Clock
 from tiering.counts.tally import CheckedAt
 from tiering.errors import BlockMissing, TierFull, TierUnavailable
@@ -70,7 +71,9 @@ class Levels:
         unpin: Callable[[int, Sequence[int]], None],
         find_slots: Callable[[SlotRequest], MissReason | None],
     ) -> None:
+        assert blocks.below is not None
         self._blocks = blocks
+        self._below = blocks.below
         self._lower = lower
         self._queue = self.queue = queue
         self._keys = keys
@@ -163,7 +166,7 @@ class Levels:
                     dirty.decline(row)  # an ancestor was quarantined: the block would be charged and not written
                     continue
                 block_bytes = blocks.spaces[number].block_bytes
-                if chooses and blocks.is_to_be_kept(row):
+                if chooses and self._below.is_to_be_kept(row):
                     insisted.update((one, block_bytes) for one in way)
                 if admission is None or row in insisted or admission.admits(way[::-1], block_bytes):
                     taken.update(way)
@@ -187,7 +190,7 @@ class Levels:
         retention, wait as any other; if DRAM still retains one at its turn, it is written."""
         kept = []
         for row in self._dirty.prioritized(GROUP_BLOCKS):
-            if self._blocks.would_be_kept_below(row):
+            if self._below.would_keep(row):
                 kept.append(row)
             else:
                 self._dirty.requeue(row)
@@ -217,7 +220,7 @@ class Levels:
             for row in dirty.prioritized(len(dirty)):
                 dirty.requeue(row)
             for row in [*dirty.oldest(len(dirty)), *dirty.declined()]:
-                if self._blocks.is_to_be_kept(row):
+                if self._below.is_to_be_kept(row):
                     dirty.prioritize(row)
         while vain * GROUP_BLOCKS < len(dirty):
             if self._clock.monotonic_seconds() >= deadline:
@@ -262,7 +265,7 @@ class Levels:
             if not move.wait(max(0.0, deadline - self._clock.monotonic_seconds())):
                 move.cancel()
                 return done, MissReason.DEADLINE
-            if move.finding is TierMiss.PINNED_FULL and self._blocks.is_loading:
+            if move.finding is TierMiss.PINNED_FULL and self._below.is_loading:
                 with self._lock:
                     self._changed.wait(LOADING_LOOK_SECONDS)
                 waits -= 1
@@ -301,7 +304,7 @@ class Levels:
                 wanted = len(placed)
                 with self._lock:
                     standing = list(takewhile(lambda row: self._stands(row, chosen[row]), placed))
-                    blocks.not_demoted(placed[len(standing) :])
+                    self._below.not_demoted(placed[len(standing) :])
                     placed, columns = standing, [column[: len(standing)] for column in columns]
                     frames = [
                         blocks.dram.committed_span(blocks.residency.place(row, part)).view
@@ -314,16 +317,16 @@ class Levels:
                     size_bytes = blocks.spaces[number].block_bytes
                     blocks.tally.written_bytes += len(placed) * size_bytes
                     blocks.tally.checked(CheckedAt.MOVE, len(good) * size_bytes, is_sound=True)
-                    blocks.demoted(number, good, [chosen[row] for row in good])
+                    self._below.demoted(number, good, [chosen[row] for row in good])
                     self._written.update(blocks=len(good), bytes=len(good) * size_bytes)
                     _log.debug("written to nvme", extra={"namespace": number, "blocks": len(good), "of": len(placed)})
-                    blocks.not_demoted(placed[len(good) :])
+                    self._below.not_demoted(placed[len(good) :])
                 left = left[wanted:] if len(good) == wanted else []
                 placed, written = [], False
         finally:
             with self._lock:
                 if placed and not written:
-                    blocks.not_demoted(placed)
+                    self._below.not_demoted(placed)
                 self._demoting.difference_update(batch)
                 self._pinned_for_demotion = [one for one in self._pinned_for_demotion if one is not pinned]
                 self._unpin(number, pinned)
@@ -386,7 +389,7 @@ class Levels:
                 free = min(tier.free_slots(slot_class) for slot_class in space.classes)
                 if free:
                     chosen = list(rows[:free])
-                    return chosen, self._blocks.make_place_below(number, chosen)
+                    return chosen, self._below.make_place(number, chosen)
                 short = [part for part, one in enumerate(space.classes) if not tier.free_slots(one)]
             if tier.has_room() and not is_disk_full:
                 is_disk_full = not self._has_new_slab(space, short[0])
@@ -403,9 +406,9 @@ class Levels:
                 is_disk_full = False
                 continue
             with self._lock:
-                if not self._blocks.all_known:
+                if not self._below.all_known:
                     raise TierFull("nothing on NVMe may go before all of it was taken in")
-                gone, claimed = self._blocks.evict_below(len(rows), number)
+                gone, claimed = self._below.evict(len(rows), number)
             _log.debug("evicted from nvme", extra={"blocks": gone, "for_namespace": number})
             if not gone:
                 raise TierFull("nothing on NVMe may go")
@@ -413,7 +416,7 @@ class Levels:
                 tier.await_claims([place for column in claimed for place in column])
                 with self._lock:
                     chosen = list(rows[: len(claimed[0])])
-                    return chosen, self._blocks.make_place_below(number, chosen, claimed)
+                    return chosen, self._below.make_place(number, chosen, claimed)
         raise TierFull("no room on NVMe after as many steps as are allowed")
 
     def _has_new_slab(self, space: OpenedNamespace, part: int) -> bool:

@@ -29,15 +29,17 @@ from msgspec.structs import replace
 from kvstore.block.about import unpack_about
 from kvstore.block.identity import TenantKeys, root_key
 from kvstore.config import MAX_NAMESPACES
+from kvstore.core.below import Lower
 from kvstore.core.index import NO_ROW, Column, RowState
 from kvstore.core.recovery_order import AT_ROOT, ELSEWHERE, RecoveryOrder, recovery_order, split_keys
-from kvstore.core.table import BlockTable, Lower, OpenedNamespace
+from kvstore.core.table import BlockTable, OpenedNamespace
 from kvstore.protocol.status import RecoveryStatus
 from tiering.errors import BlockCorrupt, TierError, TierUnavailable
 from tiering.faults import SHORTAGES, kind_of
 from tiering.files import private_pages
 from tiering.frame import HEADER_BYTES, MacKeys, open_header, verify_payload
-from tiering.nvme.tier import Found, NvmeTier
+from tiering.nvme.recovery import Found
+from tiering.nvme.tier import NvmeTier
 from tiering.tier import NO_PLACE, SlotClass
 
 SLICE_BLOCKS = 4096
@@ -82,7 +84,9 @@ class NvmeRecovery:
     """Takes in a directory once. The lock is the store's."""
 
     def __init__(self, blocks: BlockTable, lower: Lower[NvmeTier], keys: MacKeys, lock: threading.Lock) -> None:
+        assert blocks.below is not None
         self._blocks = blocks
+        self._below = blocks.below
         self._lower = lower
         self._keys = keys
         self._lock = lock
@@ -92,7 +96,7 @@ class NvmeRecovery:
         self._thread: threading.Thread | None = None
         self._progress = RecoveryStatus()
         self._left: dict[int, list[int]] = {}  # by namespace: places left undecided for the next start
-        blocks.is_loading, blocks.all_known = True, False
+        self._below.is_loading, self._below.all_known = True, False
 
     # A store's view ------------------------------------------------------------------------------------------------
 
@@ -125,7 +129,7 @@ class NvmeRecovery:
                 _log.error("what is on disk cannot be taken in: %s (%s)", kind_of(error), error)
             finally:
                 with self._lock:
-                    self._blocks.is_loading = False
+                    self._below.is_loading = False
                 self._over.set()
                 afterwards()
 
@@ -145,8 +149,8 @@ class NvmeRecovery:
     def forget(self, number: int) -> None:
         """Drop a namespace's blocks that were left for the next start. Under the lock, after loading."""
         self._lower.tier.delete(self._left.pop(number, []))
-        for owner, key in [one for one in self._blocks.older if one[0] == number]:
-            self._lower.tier.delete(self._blocks.older.pop((owner, key)))
+        for owner, key in [one for one in self._below.older if one[0] == number]:
+            self._lower.tier.delete(self._below.older.pop((owner, key)))
 
     # Loading -------------------------------------------------------------------------------------------------------
 
@@ -180,7 +184,7 @@ class NvmeRecovery:
                 undecided.append(self._take_in(space, mine))
         self._look_again([one for one in undecided if one is not None and one.blocks])
         with self._lock:
-            self._blocks.all_known = not self._closing.is_set()
+            self._below.all_known = not self._closing.is_set()
 
     def _take_in(self, space: OpenedNamespace, group: Sequence[Found]) -> _Undecided | None:
         """Take in a namespace; returns what is undecided, or None if the store closes meanwhile."""
@@ -263,7 +267,7 @@ class NvmeRecovery:
             for one in undecided:
                 for at in one.blocks:
                     name = one.space.number, one.found.keys[at].tobytes()
-                    self._blocks.older[name] = [int(column[at]) for column in one.found.places]
+                    self._below.older[name] = [int(column[at]) for column in one.found.places]
 
     def _is_sound(self, space: OpenedNamespace, places: Sequence[int]) -> bool:
         """Whether the frames of a block, one per part, can be read and pass their own checks."""
@@ -329,7 +333,7 @@ class NvmeRecovery:
                 return []
             is_moving = row in self._blocks.demoting or below.place(row, 0) != NO_PLACE
             if index.state(row) is RowState.VISIBLE and not is_moving:
-                self._blocks.adopt(row, int(found.generations[at]), places)
+                self._below.adopt(row, int(found.generations[at]), places)
             else:
                 into.blocks.append(at)
             return []
@@ -343,7 +347,7 @@ class NvmeRecovery:
                 into.blocks.append(at)
                 return []
             if parent_row == NO_ROW or index.depth(parent_row) + 1 != int(found.depths[at]):
-                self._blocks.give_up_unread(space.number, key)  # its ancestor was evicted meanwhile
+                self._below.give_up_unread(space.number, key)  # its ancestor was evicted meanwhile
                 return places
         slice_ = slice(at, at + 1)
         columns = found.depths[slice_], found.priorities[slice_], found.expires_at[slice_]
@@ -354,7 +358,8 @@ class NvmeRecovery:
 
     def _hang(self, space: OpenedNamespace, found: RecoveryOrder, slice_: slice, rows: range, parents: Column) -> None:
         places = [column[slice_] for column in found.places]
-        self._blocks.loaded(rows, parents, found.generations[slice_], places)
+        self._blocks.grow_to(rows.stop - 1)
+        self._below.loaded(rows, parents, found.generations[slice_], places)
         self._progress = replace(self._progress, blocks=self._progress.blocks + len(rows))
 
 

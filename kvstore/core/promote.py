@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from itertools import count
 
 from kvstore.block.account import REASON_OF_FINDING, MissReason
-from kvstore.core.table import BlockTable, Lower
+from kvstore.core.below import Lower
+from kvstore.core.table import BlockTable
 from tiering.clock import Clock
 from tiering.counts.tally import CheckedAt
 from tiering.faults import NVME_READS
@@ -73,7 +74,9 @@ class Promoter:
         find_slots: Callable[[SlotRequest], MissReason | None],
     ) -> None:
         """changed: of that lock; notified as each promotion ends."""
+        assert blocks.below is not None
         self._blocks = blocks
+        self._below = blocks.below
         self._lower = lower
         self._queue = queue
         self._keys = keys
@@ -200,7 +203,7 @@ class Promoter:
                         size_bytes = self._blocks.spaces[promotion.number].block_bytes
                         self._blocks.tally.checked(CheckedAt.LOAD, size_bytes, is_sound=False)
                     if move.finding in (TierMiss.CORRUPT, TierMiss.RETIRED):
-                        self._blocks.quarantine_below(promotion.row, move.finding)
+                        self._below.quarantine(promotion.row, move.finding)
                 self._end(promotion)
 
         return settle
@@ -218,9 +221,9 @@ class Promoter:
         promotion is reading the block and will find out itself.
         """
         with self._planning, self._lock:  # `_planning`: no lease may be looking for slots for this block
-            if row in self._promoting or not self._blocks.is_below(row) or not stands():
+            if row in self._promoting or not self._below.has(row) or not stands():
                 return False
-            self._blocks.quarantine_below(row, why)
+            self._below.quarantine(row, why)
             return True
 
     def is_moving(self, number: int) -> bool:

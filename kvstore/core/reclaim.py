@@ -17,11 +17,21 @@ from typing import Protocol
 import numpy as np
 
 from kvstore.core.index import NO_ROW, PrefixIndex
+from tiering.dram.tier import DramTier
+from tiering.policies.shares import Shares
 from tiering.residency import ExtentRoom, Residency
 from tiering.tier import LowerTier, extent_of
 
 MOST_LOOKED_AT = 4096
 """Candidate blocks, after which the slab is chosen by what is known so far."""
+
+
+def givers(shares: Shares | None, number: int, residency: Residency, tier: DramTier | LowerTier) -> list[int] | None:
+    """Groups of tenants that may lose blocks in a tier for a namespace, in order; None if no tenant has settings."""
+    if shares is None or residency.groups is None:
+        return None
+    asker = shares.of_namespace[number]
+    return shares.givers(asker, shares.held(tier.held()), tier.pieces(), residency.groups.idle())
 
 
 class ReclaimPlan:

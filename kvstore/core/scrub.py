@@ -25,17 +25,19 @@ import numpy as np
 
 from kvstore.block.account import MissReason
 from kvstore.config import check_pieces
+from kvstore.core.below import Lower
 from kvstore.core.index import RowState
 from kvstore.core.levels import Levels
 from kvstore.core.promote import READS
-from kvstore.core.table import BlockTable, Lower
+from kvstore.core.table import BlockTable
 from tiering.clock import Clock
 from tiering.errors import BlockCorrupt, BlockMissing, EpochRetired, TierError, TierUnavailable
 from tiering.files import private_pages
 from tiering.frame import ALIGNMENT, HEADER_BYTES, MacKeys, Stamp, epoch_in, open_header, verify_payload
 from tiering.move_queue import Move, MoveQueue, Priority
 from tiering.nvme.scrub import CheckResult, Scrub, ScrubLimits
-from tiering.nvme.tier import NvmeTier, Resident, slab_name
+from tiering.nvme.slab import slab_name
+from tiering.nvme.tier import NvmeTier, Resident
 from tiering.policies.shares import Share
 from tiering.tier import NO_PLACE, ScrubUsage, TierMiss, extent_of, slot_of
 

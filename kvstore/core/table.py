@@ -1,7 +1,7 @@
 """Blocks: the index, the residency tables, the policies and the slots of both tiers, kept in step.
 
-Every change in a block's life goes through a method here, so that the tables never disagree. No lock, clock or leases:
-`store` has those. `check()` verifies everything.
+Every change in a block's life goes through a method here or, if it is about NVMe alone, through `below`, so that the
+tables never disagree. No lock, clock or leases: `store` has those. `check()` verifies everything.
 
 A block is readable (a visible row) as long as DRAM or NVMe has all its frames. It is listed in the policy of each tier
 that has it. A quarantined row is listed in DRAM's, without frames, until a put fills it again or it is evicted.
@@ -13,15 +13,12 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
-
-import numpy as np
 
 from kvstore.block.about import pack_about, sealers_of, stamps_of
 from kvstore.block.identity import Namespace, TenantKeys
-from kvstore.core.dirty import DirtyBlocks
-from kvstore.core.index import NO_ROW, Column, PrefixIndex, RowState
-from kvstore.core.reclaim import ExtentReclaim, SlabReclaim
+from kvstore.core.below import BlocksBelow, DirtyBlocks, Lower
+from kvstore.core.index import NO_ROW, PrefixIndex, RowState
+from kvstore.core.reclaim import ExtentReclaim, givers
 from tiering.counts.tally import CAUSE_OF, CopyKind, EvictedTo, EvictionCause, Tally, TierName
 from tiering.dram.extents import Extent
 from tiering.dram.tier import DramTier
@@ -56,18 +53,6 @@ class OpenedNamespace:
     def about(self) -> bytes:
         """The record stored beside its blocks."""
         return pack_about(self.namespace, [stamp.payload_bytes for stamp in self.stamps])
-
-
-TierBelow = TypeVar("TierBelow", bound=LowerTier, covariant=True)
-
-
-@dataclass(frozen=True)
-class Lower(Generic[TierBelow]):
-    """NVMe: its tier, the blocks in it, and the policy that admits blocks to it."""
-
-    tier: TierBelow
-    residency: Residency
-    admission: Admission
 
 
 Unsealed = tuple[int, bytes, int, int, Sequence[bytes]]
@@ -108,16 +93,15 @@ class BlockTable:
         self._first_generation = first_generation
         self._next_generations: dict[bytes, int] = {}  # by tenant
         self._newest: dict[bytes, TenantKeys] = {}  # by tenant, if an epoch began while this store was open
-        self._gone = gone
-        self.is_loading = False  # blocks from before a restart are being recovered
-        self.all_known = True  # recovery is over: before that, a block on NVMe may lead to others not yet recovered
-        self.older: dict[
-            tuple[int, bytes], list[int]
-        ] = {}  # recovery is over: before, a block on NVMe may lead to others not yet recovered
         self.demoting: set[int] = set()  # rows being demoted, with or without a place on NVMe
         self.dropping: set[int] = set()  # namespaces that are about to be dropped
         self.dirty = DirtyBlocks()
         self.unverified: set[int] = set()  # rows taken over from an earlier process, their frames not yet read
+        self.below: BlocksBelow | None = None
+        if lower is not None:
+            self.below = BlocksBelow(
+                lower, index, residency, self.dirty, self.spaces, shares, self.tally, self.counters, gone
+            )
 
     def add_space(self, keys: TenantKeys, namespace: Namespace, payload_bytes: Sequence[int]) -> OpenedNamespace:
         stamps = stamps_of(keys, namespace, payload_bytes)
@@ -132,6 +116,12 @@ class BlockTable:
         if self.shares is not None:
             self.shares.add_namespace(keys.tenant)
         return space
+
+    def admit_by(self, admission: Admission) -> None:
+        """Another policy admits blocks to NVMe from now on."""
+        assert self.lower is not None and self.below is not None
+        self.lower = replace(self.lower, admission=admission)
+        self.below.admission = admission
 
     def rotate(self, keys: TenantKeys) -> None:
         """Sign the tenant's frames in this epoch from now on."""
@@ -189,8 +179,8 @@ class BlockTable:
                     self.lower.admission.stored(row)
             elif residency.retention is not None:
                 residency.retention.came(row)
-            if not self.is_below(row):
-                self._came_alone(row)
+            if self.below is not None and not self.below.has(row):
+                self.below.lacks(row)
         self.tally.used(rows)
         self.tally.stored_tokens += len(rows) * self.spaces[number].namespace.layout.block_tokens
         for part in range(len(self.spaces[number].classes)):
@@ -234,29 +224,13 @@ class BlockTable:
             for row in rows:
                 self.dirty.prioritize(row)
 
-    def is_to_be_kept(self, row: int) -> bool:
-        """Whether a block that DRAM alone holds is retained there, or would be retained on NVMe."""
-        retention = self.residency.retention
-        return (retention is not None and retention.holds(row)) or self.would_be_kept_below(row)
-
-    def would_be_kept_below(self, row: int) -> bool:
-        retention = self.lower.residency.retention if self.lower is not None else None
-        return retention is not None and retention.has_room_for(row)
-
     def givers(self, number: int) -> list[int] | None:
         """Groups of tenants that may lose blocks in DRAM for a namespace, in order; None if no tenant has settings."""
-        return self._givers(number, self.residency, self.dram)
+        return givers(self.shares, number, self.residency, self.dram)
 
     def has_evictable(self) -> bool:
         """Whether any block in DRAM may be evicted."""
         return next(self.residency.worst(), None) is not None
-
-    def _givers(self, number: int, residency: Residency, tier: DramTier | LowerTier) -> list[int] | None:
-        shares = self.shares
-        if shares is None or residency.groups is None:
-            return None
-        asker = shares.of_namespace[number]
-        return shares.givers(asker, shares.held(tier.held()), tier.pieces(), residency.groups.idle())
 
     def evict_worst(self, blocks: int, leaves: Callable[[int], object] | None = None) -> int:
         """5. Evict the worst unpinned leaves from DRAM, up to that many; returns how many went.
@@ -365,8 +339,8 @@ class BlockTable:
         assert self.residency.pins.counts[row] == 0
         self.dirty.discard(row)
         self._free(self.residency.forget(row))
-        if self.is_below(row):
-            self._leave_below(row)
+        if self.below is not None and self.below.has(row):
+            self.below.leave(row)
         if is_listed := self.residency.is_listed(row):
             self.residency.unlisted(row)
         parent = self.index.remove(row, remember=True, stamp=self.tally.stamp(TierName.DRAM, EvictionCause.DROP))
@@ -428,7 +402,7 @@ class BlockTable:
             and digest(raw) == self.residency.header_digest(row, part)
         )
 
-    # Down and up ---------------------------------------------------------------------------------------------------
+    # Up, and recovered ---------------------------------------------------------------------------------------------
 
     def is_below(self, row: int) -> bool:
         """Whether NVMe has the block."""
@@ -438,78 +412,9 @@ class BlockTable:
         """Whether DRAM has the block of a visible row."""
         return self.residency.is_listed(row)
 
-    def make_place_below(
-        self, number: int, rows: Sequence[int], claimed: list[list[int]] | None = None
-    ) -> list[list[int]]:
-        """Slots on NVMe for blocks that are about to be written, by part; every class must have as many free ones.
-
-        claimed: use these instead.
-        """
-        assert self.lower is not None
-        tier, residency = self.lower.tier, self.lower.residency
-        assert all(residency.place(row, 0) == NO_PLACE for row in rows), "a block has one place there"
-        columns = claimed or [tier.reserve(slot_class, len(rows)) for slot_class in self.spaces[number].classes]
-        assert all([len(places) == len(rows) for places in columns]), "asked for slots that are not there"
-        residency.reserved(rows, columns)
-        for row in rows:
-            self._came_below(row)
-        return columns
-
-    def demoted(self, number: int, rows: Sequence[int], generations: Sequence[int]) -> None:
-        """The frames are durable: NVMe has the blocks from now on, except those that were quarantined, and perhaps
-        refilled, meanwhile. generations: as of the start of the write."""
-        assert self.lower is not None
-        residency = self.lower.residency
-        kept = []
-        for row, generation in zip(rows, generations, strict=True):
-            if self.index.state(row) is RowState.VISIBLE and self.residency.generation(row) == generation:
-                residency.published(row, generation)
-                residency.listed(row)
-                self.dirty.discard(row)
-                kept.append(row)
-                self._end_older(number, self.index.key(row))
-            else:
-                self._forget_below(row)
-        # An ancestor must be the more recent one: else eviction takes the last block of every chain in turn.
-        followed = {self.index.parent(row) for row in kept}
-        for row in kept:
-            if row not in followed:
-                residency.policy.touched([one for one in self.index.chain(row) if residency.is_listed(one)])
-        for part in range(len(self.spaces[number].classes)):
-            self.lower.tier.own(residency.places_of(kept, part), kept)
-        self.counters["demoted_blocks"] += len(kept)
-        self.tally.copied_bytes[CopyKind.DEMOTE] += len(kept) * self.spaces[number].block_bytes
-
-    def not_demoted(self, rows: Sequence[int]) -> None:
-        """The write failed: free their places on NVMe."""
-        assert self.lower is not None
-        for row in rows:
-            self.lower.tier.abort(self.lower.residency.forget(row))
-            self._went_below(row)
-
     def expect(self, blocks: int) -> None:
         """Make columns for that many blocks, which are about to be recovered."""
         self.grow_to(self.index.expect(blocks))
-
-    def loaded(self, rows: range, parents: Column, generations: Column, places: Sequence[Column]) -> None:
-        """New rows for blocks that were on NVMe before a restart, most recently used first."""
-        assert self.lower is not None
-        self.grow_to(rows.stop - 1)
-        self.index.link(rows, parents)
-        self.lower.residency.loaded(rows, parents, generations, places)
-        self.lower.admission.found(rows)
-        for column in places:
-            self.lower.tier.own_many(column, np.arange(rows.start, rows.stop))
-
-    def adopt(self, row: int, generation: int, places: Sequence[int]) -> None:
-        """A readable block was also found on NVMe, from before a restart."""
-        assert self.lower is not None
-        self.lower.residency.reserved([row], [[place] for place in places])
-        self._came_below(row)
-        self.lower.residency.published(row, generation)
-        self.lower.residency.listed(row)
-        self.dirty.discard(row)
-        self.lower.tier.own(places, [row] * len(places))
 
     def make_place_above(self, number: int, rows: Sequence[int]) -> list[list[int]]:
         """Slots in DRAM for blocks that are about to be promoted, by part."""
@@ -553,143 +458,13 @@ class BlockTable:
         self.dram.own(places, [row] * len(places))
         self.unverified.add(row)
         self.tally.found([row])
-        if not self.is_below(row):
-            self._came_alone(row)
+        if self.below is not None and not self.below.has(row):
+            self.below.lacks(row)
 
     def not_promoted(self, row: int) -> None:
         """The read failed: free its slots in DRAM."""
         self.dram.abort(self.residency.forget(row))
         self._child_went(self.index.parent(row))
-
-    def evict_below(self, blocks: int, number: int) -> tuple[int, list[list[int]]]:
-        """Evict a namespace's worst leaves on NVMe, up to that many, as long as they are the worst of all.
-
-        Other namespaces' worse blocks help only if a slab of theirs gets empty, since frames on NVMe do not move: the
-        slab that would be empty first goes, with the descendants of its blocks, and nothing else of theirs. Returns how
-        many blocks went, and the places of those of this namespace, by part: they are claimed for the new blocks.
-        """
-        assert self.lower is not None and self.all_known, "a block may lead to others that are not recovered yet"
-        claimed: list[list[int]] = [[] for _ in self.spaces[number].classes]
-        if blocks < 1:
-            return 0, claimed
-        groups = self._givers(number, self.lower.residency, self.lower.tier)
-        choice = SlabReclaim(number, self.index, self.lower.residency, self.lower.tier, self.residency)
-        gone = self._evict_own_below(self._while_worst(groups, choice), blocks, claimed)
-        if not gone:
-            gone = sum(self._went_from_below(row, claim=False) is not None for row in choice.blocks())
-        if gone:
-            return gone, claimed
-        rows = (row for row in self.lower.residency.worst(groups) if self.index.namespace_of(row) == number)
-        return self._evict_own_below(rows, blocks, claimed), claimed
-
-    def _while_worst(self, groups: Sequence[int] | None, choice: SlabReclaim) -> Iterator[int]:
-        """Leaves of the asking namespace, as long as they are worse than the slab that another would give."""
-        assert self.lower is not None
-        has_own = False
-        for row in self.lower.residency.worst(groups):
-            if self.index.namespace_of(row) == choice.asker:
-                has_own = has_own or self._may_go_below(row)
-                yield row
-            elif has_own or choice.look_at(row):
-                return
-
-    def _evict_own_below(self, rows: Iterable[int], blocks: int, claimed: Sequence[list[int]]) -> int:
-        gone = 0
-        for row in rows:
-            places = self._went_from_below(row, claim=True)
-            if places is None:
-                continue
-            for column, place in zip(claimed, places, strict=True):
-                column.append(place)
-            gone += 1
-            if gone == blocks:
-                break
-        return gone
-
-    def _may_go_below(self, row: int) -> bool:
-        """False for a block that only NVMe has and that leads to blocks not on NVMe."""
-        return self.is_above(row) or not self.index.children(row)
-
-    def _went_from_below(self, row: int, *, claim: bool) -> list[int] | None:
-        """Returns the places that a block had on NVMe; None if it must stay because it leads to others."""
-        stays = self.is_above(row)
-        if not self._may_go_below(row):
-            return None
-        places = self._leave_below(row, claim=claim)
-        self.counters["nvme_evicted_blocks"] += 1
-        self.tally.evicted(TierName.NVME, EvictedTo.DRAM if stays else EvictedTo.NOTHING, row)
-        if not stays:
-            self.index.remove(row, remember=True, stamp=self.tally.stamp(TierName.NVME))
-            self.counters["evicted_blocks"] += 1
-        return places
-
-    def quarantine_below(self, row: int, why: TierMiss = TierMiss.CORRUPT) -> None:
-        """A frame read from NVMe failed a check, or its epoch was retired, in which case its slots are free. Without a
-        copy in DRAM the row stays, lost."""
-        assert self.lower is not None
-        lower, tier, is_retired = self.lower.residency, self.lower.tier, why is TierMiss.RETIRED
-        (tier.delete if is_retired else tier.quarantine)(lower.forget(row))
-        lower.unlisted(row)
-        self._went_below(row)
-        if not self.is_above(row):
-            self.index.mark_lost(row, why)
-            self._child_came(self.index.parent(row))
-            self.residency.listed(row)
-        elif self.index.state(row) is RowState.VISIBLE:
-            self._came_alone(row)
-        self.counters["retired_blocks" if is_retired else "quarantined_blocks"] += 1
-        self.tally.quarantined[TierName.NVME] += not is_retired
-
-    def _came_alone(self, row: int) -> None:
-        if self.lower is not None:
-            self.dirty.came(row, self.spaces[self.index.namespace_of(row)].block_bytes)
-            if self.lower.admission.chooses:
-                priority, ends_at = self.index.retention(row)
-                if priority > 0 or ends_at:
-                    self.dirty.prioritize(row)
-
-    def _came_below(self, row: int) -> None:
-        assert self.lower is not None
-        parent = self.index.parent(row)
-        if parent != NO_ROW:
-            self.lower.residency.child_came(parent)
-
-    def _went_below(self, row: int) -> None:
-        assert self.lower is not None
-        parent = self.index.parent(row)
-        if parent != NO_ROW:
-            self.lower.residency.child_went(parent)
-
-    def _leave_below(self, row: int, *, claim: bool = False) -> list[int]:
-        """Give up NVMe's copy and report it; returns its places. claim: they are kept for the caller's blocks."""
-        self._gives_up(self.index.namespace_of(row), self.index.key(row))
-        return self._forget_below(row, claim=claim)
-
-    def _forget_below(self, row: int, *, claim: bool = False) -> list[int]:
-        """The same without the report."""
-        assert self.lower is not None
-        places = self.lower.residency.forget(row)
-        self.lower.tier.delete(places, claim=claim)
-        self.lower.residency.unlisted(row)
-        self._went_below(row)
-        return places
-
-    def give_up_unread(self, number: int, key: bytes) -> None:
-        """A block from before a restart goes with its ancestor, before it was recovered."""
-        self._gives_up(number, key)
-        self.tally.evicted(TierName.NVME, EvictedTo.NOTHING, NO_ROW)
-        self.counters["nvme_evicted_blocks"] += 1
-        self.counters["evicted_blocks"] += 1
-
-    def _gives_up(self, number: int, key: bytes) -> None:
-        if self._gone is not None:
-            self._gone(number, key)
-        self._end_older(number, key)
-
-    def _end_older(self, number: int, key: bytes) -> None:
-        """A newer copy is durable, or was given up: the copy from before the restart must not come back."""
-        if self.older and self.lower is not None:
-            self.lower.tier.delete(self.older.pop((number, key), []))
 
     def retire_empty(self, number: int, most: int) -> list[Extent]:
         """Take up to so many empty extents of a namespace out of the pool; they are unmapped with the returned list."""
@@ -707,8 +482,8 @@ class BlockTable:
 
         demoting: rows that are being written to NVMe.
         """
-        if self.lower is not None:
-            self._check_below(demoting)
+        if self.below is not None:
+            self.below.check(demoting)
         self.index.check()
         self.dram.check()
         self.residency.check()
@@ -765,22 +540,6 @@ class BlockTable:
         dram.abort(dirty)
         dram.retain(held)
         dram.delete(written)
-
-    def _check_below(self, demoting: Collection[int]) -> None:
-        assert self.lower is not None
-        self.lower.tier.check()
-        self.lower.residency.check()
-        children: Counter[int] = Counter()
-        rows = [row for space in self.spaces for row in self.index.rows(space.number)]
-        for row in rows:
-            below = self.lower.residency.is_listed(row)
-            assert not below or self.index.state(row) == RowState.VISIBLE
-            placed = self.lower.residency.place(row, 0) != NO_PLACE
-            assert placed >= below and placed <= (below or row in demoting)
-            if placed:
-                children[self.index.parent(row)] += 1
-        for row in rows:
-            assert self.lower.residency.children(row) == children[row]
 
     def _leave(self, row: int) -> None:
         """The block leaves DRAM and stays on NVMe."""

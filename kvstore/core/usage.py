@@ -12,7 +12,8 @@ from operator import mul
 from kvstore.block.errors import BadInput
 from kvstore.block.identity import Namespace
 from kvstore.config import Limits
-from kvstore.core.table import BlockTable, Lower
+from kvstore.core.below import Lower
+from kvstore.core.table import BlockTable
 from kvstore.protocol.status import RecoveryStatus, TenantStatus, printable
 from tiering.counts.tally import TallyCounts
 from tiering.frame import frame_bytes

@@ -42,9 +42,9 @@ from tiering.errors import TierUnavailable
 from tiering.failpoint import Reach, go_on
 from tiering.files import DirectoryLock, ReadingLock, names_in
 from tiering.nvme.lmdb_index import LmdbMaker, open_to_read
-from tiering.nvme.slab import STAMP_PAGES, STAMP_SLAB, OtherFormat
+from tiering.nvme.slab import STAMP_PAGES, STAMP_SLAB, OtherFormat, slab_name
 from tiering.nvme.slab_files import DirectFiles, Files, ReadOnlyFiles
-from tiering.nvme.tier import NvmeTier, slab_name
+from tiering.nvme.tier import NvmeTier
 from tiering.slab_header import PAGE_BYTES
 from tiering.tier import extent_of, slot_of
 

@@ -15,9 +15,8 @@ from kvstore.fsck.headers import IN_DOUBT, UNKNOWN, WINDOW_BYTES, IndexView, pag
 from kvstore.fsck.result import Problems, Seen, SlabResult, SlabState, Slot
 from tiering.errors import BlockCorrupt
 from tiering.frame import HEADER_BYTES, FrameHeader, MacKeys, open_header, parse_header, verify_payload
-from tiering.nvme.slab import BAD, EMPTY, ENTRY, HELD, entry_of
+from tiering.nvme.slab import BAD, EMPTY, ENTRY, HELD, entry_of, slab_name, slab_number
 from tiering.nvme.slab_files import Files
-from tiering.nvme.tier import slab_name, slab_number
 from tiering.slab_header import SlabHeader
 from tiering.tier import SlotClass
 

@@ -30,13 +30,14 @@ from tiering.nvme.slab import (
     open_meta,
     open_record,
     record_key,
+    slab_name,
+    slab_number,
     split_doubt_key,
     split_entries,
     split_record_key,
     unread_key,
 )
 from tiering.nvme.slab_files import Files
-from tiering.nvme.tier import slab_name, slab_number
 from tiering.slab_header import PAGE_BYTES, KeyAbsent, SlabHeader, parse_slab_header, read_slab_header
 from tiering.tier import extent_of, slot_of
 

@@ -122,8 +122,8 @@ class Replay:
     def _leaves(self, row: int) -> None:
         """DRAM evicts a block that NVMe lacks: write it and its missing ancestors, if admitted."""
         blocks, number = self._blocks, self._number
-        lower, nvme = blocks.lower, self._nvme
-        assert lower is not None and nvme is not None
+        lower, below, nvme = blocks.lower, blocks.below, self._nvme
+        assert lower is not None and below is not None and nvme is not None
         (slot_class,) = blocks.spaces[number].classes
         way = []
         while row != NO_ROW and not blocks.is_below(row):
@@ -134,11 +134,11 @@ class Replay:
         pinned = [*way] if row == NO_ROW else [*way, row]  # its ancestors must not be evicted for it
         blocks.residency.pins.pin(pinned)
         way.reverse()
-        while way and (nvme.free_slots(slot_class) or blocks.evict_below(1, number)[0]):
+        while way and (nvme.free_slots(slot_class) or below.evict(1, number)[0]):
             taken = way[: nvme.free_slots(slot_class)]
-            (places,) = blocks.make_place_below(number, taken)
+            (places,) = below.make_place(number, taken)
             nvme.commit(places)
-            blocks.demoted(number, taken, blocks.residency.generations_of(taken))
+            below.demoted(number, taken, blocks.residency.generations_of(taken))
             self._written_below += len(taken)
             del way[: len(taken)]
         blocks.residency.pins.unpin(pinned)

@@ -25,7 +25,7 @@ from tiering.clock import Clock
 from tiering.dram.extents import Extent
 from tiering.errors import TierError
 from tiering.faults import SHORTAGES, FaultKind, kind_of
-from tiering.nvme.tier import IndexMaker
+from tiering.nvme.frame_index import IndexMaker
 from tiering.policies.policy import PolicyMaker
 
 T = TypeVar("T")

@@ -20,7 +20,8 @@ from model.store_model import SHARDED, WHOLE, OpenStore, Owned, Prompt
 from simulation.two_tiers import Disk, RealDisk, Sizes, bugs, load, nothing, open_two_tiers, put, wait_until_idle
 from tiering.errors import TierUnavailable
 from tiering.frame import HEADER_BYTES
-from tiering.nvme.tier import NvmeTier, _Request
+from tiering.nvme.group_commit import BatchRequest
+from tiering.nvme.tier import NvmeTier
 
 ROOMY = Sizes(dram=1 << 20, nvme=16 << 20, slab=1 << 20)
 A, LONGER = Prompt((0, 1)), Prompt((0, 1, 2))
@@ -92,7 +93,7 @@ def test_a_block_that_turns_out_bad_while_it_is_written_is_not_readable_from_dis
     lease = place.space.handle.lease(place.space.match(A))
     met = threading.Event()
     gone: list[tuple[int, bytes]] = []
-    place.opened.blocks._gone = lambda number, key: gone.append((number, key))
+    place.opened.blocks.below._gone = lambda number, key: gone.append((number, key))
 
     def damage(call: str) -> None:
         if call == "sync" and not met.is_set():
@@ -158,7 +159,7 @@ def test_an_ancestor_that_nvme_gave_up_goes_down_again_with_its_descendants(plac
     assert place.levels.demote_all(30) == 0
     with place.opened.core._lock:
         for _ in range(2):
-            place.opened.blocks.evict_below(1, place.sharded.handle.number)  # for the sake of another one
+            place.opened.blocks.below.evict(1, place.sharded.handle.number)  # for the sake of another one
     assert place.space.match(A).tiers == ((HitTier.DRAM, 2),)
     assert put(place.space, LONGER) is None
     place.restart()
@@ -206,7 +207,7 @@ def test_slots_in_doubt_after_a_crash_are_free_when_somebody_needs_them(tmp_path
     place.opened.drop(place.space)
     doubts = place.tier.reserve(slot_class, 1000)
     assert len(doubts) >= 24
-    place.tier._settle(_Request(doubts=doubts))
+    place.tier._commits.join(BatchRequest(doubts=doubts))
     place.crash()
     assert place.tier.usage().free == 0 and place.opened.core.usage().blocks == 0
     assert put(place.space, A, "disk") is None

@@ -33,8 +33,8 @@ from kvstore.fsck.result import FsckResult, IndexState, SlabState, Slot
 from kvstore.node import EmbeddedStore
 from tiering.errors import TierError
 from tiering.frame import FrameHeader, digest, parse_header
-from tiering.nvme.slab import META, StoreStamp, record_key
-from tiering.nvme.tier import NvmeTier, _Request, slab_name
+from tiering.nvme.group_commit import BatchRequest, GroupCommit
+from tiering.nvme.slab import META, StoreStamp, record_key, slab_name
 from tiering.slab_header import PAGE_BYTES, SlabHeader, read_slab_header
 from workbench import MODEL, blank_planes, ids, one_line, random_pages, small_layout
 
@@ -557,11 +557,11 @@ def dropped(kv: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory as a process leaves it that is killed when the index has forgotten the frames of a namespace that
     was dropped, and their headers still stand."""
     with opened(kv) as store, monkeypatch.context() as patch:
-        patch.setattr(NvmeTier, "_void", lambda *_: None)
+        patch.setattr(GroupCommit, "_void", lambda *_: None)
         assert store.drop(namespace(store, OTHER_MODEL)) == BLOCKS
         lower = store._store._blocks.lower
         assert lower is not None
-        lower.tier._settle(_Request())
+        lower.tier._commits.join(BatchRequest())
         return shutil.copytree(kv, tmp_path / "killed")
 
 

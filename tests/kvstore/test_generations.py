@@ -20,8 +20,7 @@ from kvstore.node import SESSION_BITS, EmbeddedStore
 from tiering.dram.keeping import NAME_BYTES, KeptExtent
 from tiering.frame import HEADER_BYTES, parse_header
 from tiering.nvme.lmdb_index import LmdbMaker
-from tiering.nvme.slab import STAMP_PAGES, STAMP_SLAB, latest_stamp
-from tiering.nvme.tier import slab_name
+from tiering.nvme.slab import STAMP_PAGES, STAMP_SLAB, latest_stamp, slab_name
 from tiering.slab_header import PAGE_BYTES
 from workbench import open_at
 

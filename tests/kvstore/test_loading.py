@@ -23,7 +23,8 @@ from kvstore.core import nvme_recovery as loading
 from kvstore.core.nvme_recovery import NvmeRecovery
 from kvstore.node import EmbeddedStore
 from tiering.errors import TierUnavailable
-from tiering.nvme.tier import NvmeTier, slab_name
+from tiering.nvme.slab import slab_name
+from tiering.nvme.tier import NvmeTier
 from tiering.slab_header import PAGE_BYTES
 from tiering.tier import extent_of, slot_of
 from workbench import MODEL, blank_planes, ids, random_pages, small_layout
@@ -343,7 +344,7 @@ def test_an_older_copy_ends_with_the_newer_one(directory: Path, is_evicted: bool
         assert usage.nvme is not None and usage.nvme.used == used
         if is_evicted:
             with core._lock:
-                while core._blocks.evict_below(1000, handle.number)[0]:
+                while core._blocks.below.evict(1000, handle.number)[0]:
                     pass
             store.evict(1000)
             left = [handle.match(prompt(number)).blocks for number in range(3)]

@@ -28,8 +28,8 @@ from kvstore.node import EmbeddedStore
 from tiering.move_queue import BreakerState, Priority, QueueLimits
 from tiering.nvme.lmdb_index import LmdbMaker
 from tiering.nvme.scrub import ScrubLimits
+from tiering.nvme.slab import slab_name
 from tiering.nvme.slab_files import DirectFiles
-from tiering.nvme.tier import slab_name
 from tiering.slots import FrameState
 from tiering.tier import extent_of, slot_of
 from workbench import MODEL, blank_planes, ids, one_line, open_at, random_pages, small_layout
@@ -117,7 +117,7 @@ class Rig:
     def evict_below(self, handle: NamespaceHandle) -> None:
         """The worst leaf goes from NVMe, and its slots are free."""
         with self.core._lock:
-            gone, claimed = self.blocks.evict_below(1, handle.number)
+            gone, claimed = self.blocks.below.evict(1, handle.number)
         places = [place for column in claimed for place in column]
         assert gone == len(places) == 1
         self.lower.tier.await_claims(places)

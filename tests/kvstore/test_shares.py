@@ -331,7 +331,7 @@ def test_on_disk_who_asks_may_have_nothing_that_goes(tmp_path: Path, is_damaged:
         if is_damaged:
             (tip,) = [row for row in on_disk(world) if world.blocks.index.depth(row) == 9]
             with world.store._store._lock:
-                world.blocks.quarantine_below(tip)
+                world.blocks.below.quarantine(tip)  # type: ignore[union-attr]
         else:
             assert world.put("other", 0, 11) is None
         world.fill(80 - is_damaged)
@@ -447,7 +447,8 @@ class Watched(Tenants):
         blocks = self.blocks
         blocks.evict_for = self._watched(blocks.evict_for, 0)  # type: ignore[method-assign,assignment]
         blocks.evict_own = self._watched(blocks.evict_own, 1)  # type: ignore[method-assign,assignment]
-        blocks.evict_below = self._watched(blocks.evict_below, 1)  # type: ignore[method-assign,assignment]
+        if (below := blocks.below) is not None:
+            below.evict = self._watched(below.evict, 1)  # type: ignore[method-assign,assignment]
 
     def _watched(self, evict: Callable[[int, int], object], number_at: int) -> Callable[[int, int], object]:
         def watched(*given: int) -> object:

@@ -229,7 +229,7 @@ class LevelsModel:
         if not self.disk.is_off:
             try:
                 self.opened.drop(owned)
-                assert not self._tier._is_unsettled(), "what was dropped is gone for good when it is said to be"
+                assert not self._tier._commits.is_unsettled(), "what was dropped is gone for good when it is said to be"
             except TierUnavailable:
                 assert self.disk.is_off or self.faults
             for name in [name for name in self.known.versions if name[0] == owned.name]:
@@ -513,7 +513,7 @@ class LevelsModel:
         evictions = self.opened.core.usage().counters.get("nvme_evicted_blocks", 0)
         assert lost <= evictions - self.evictions, f"{lost} durable blocks are gone, {evictions} were evicted"
         self.evictions = evictions
-        if not self.disk.is_off and not self._tier._is_unsettled():
+        if not self.disk.is_off and not self._tier._commits.is_unsettled():
             known.ghosts.clear()
 
     def _row(self, name: Name) -> int:

@@ -14,7 +14,8 @@ import pytest
 from simulation.machine import CLASSES, MAC_KEY, STAMPS, Frame, Machine
 from simulation.power import PowerLoss
 from tiering.errors import TierFull
-from tiering.nvme.tier import Found, NvmeTier
+from tiering.nvme.recovery import Found
+from tiering.nvme.tier import NvmeTier
 from tiering.slots import FrameState
 from tiering.tier import place_of
 
@@ -105,7 +106,7 @@ class Life:
         tier = self.machine.tier
         assert tier is not None
         for slab in tier._ledger.pieces.values():
-            entries = tier._headers(slab, range(slab.slots.capacity))
+            entries = tier._records.headers(slab, range(slab.slots.capacity))
             for slot in entries["state"].nonzero()[0].tolist():
                 name = (slab.slot_class.part, entries["key"][slot].tobytes(), int(entries["generation"][slot]))
                 bad = slab.slots.states[slot] == FrameState.QUARANTINED

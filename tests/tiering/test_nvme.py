@@ -26,6 +26,7 @@ from simulation.power import PowerLoss
 from tiering.errors import BlockMissing, IndexDoubtful, TierError, TierFull, TierUnavailable
 from tiering.frame import HEADER_BYTES, Stamp, digest
 from tiering.nvme.lmdb_index import DATA_FILE
+from tiering.nvme.recovery import Found
 from tiering.nvme.slab import (
     ENTRY,
     META,
@@ -37,9 +38,10 @@ from tiering.nvme.slab import (
     latest_stamp,
     open_record,
     record_key,
+    slab_name,
     split_entries,
 )
-from tiering.nvme.tier import Found, NvmeTier, slab_name
+from tiering.nvme.tier import NvmeTier
 from tiering.slab_header import PAGE_BYTES
 from tiering.slots import FrameState
 from tiering.tier import extent_of, place_of, slot_of
@@ -488,7 +490,7 @@ def test_to_settle_is_to_wait_for_a_batch_of_others() -> None:
     leader = threading.Thread(target=lambda: customer.store(0, 1))
     leader.start()
     assert gate.is_held.wait(10)
-    assert not customer.tier._edits  # taken up
+    assert not customer.tier._commits._edits  # taken up
     is_settled = threading.Event()
     waiter = threading.Thread(target=lambda: (customer.tier.settle(), is_settled.set()))
     waiter.start()
@@ -584,7 +586,7 @@ def test_any_one_call_fails(call: str, error: Any) -> None:
         reached += faults
         is_over = bool(disk._faults)
         disk._faults.clear()
-        broken = customer.tier._broken is not None
+        broken = customer.tier._commits._broken is not None
         assert not broken or call in ("apply", "sync of the index"), "only the index can leave a batch half done"
         if broken:
             nothing_is_acknowledged(customer)
@@ -639,7 +641,7 @@ def nothing_is_left_over(customer: Customer, retired: tuple[int, ...] = ()) -> N
 def no_other_header_is_valid(customer: Customer) -> None:
     """Whatever an index that is built again would list is owed, or was quarantined."""
     for slab in customer.tier._ledger.pieces.values():
-        entries = customer.tier._headers(slab, range(slab.slots.capacity))
+        entries = customer.tier._records.headers(slab, range(slab.slots.capacity))
         for slot in entries["state"].nonzero()[0].tolist():
             name = (slab.slot_class.part, entries["key"][slot].tobytes(), int(entries["generation"][slot]))
             bad = name in customer.bad or slab.slots.states[slot] == FrameState.QUARANTINED
@@ -681,14 +683,14 @@ def test_an_index_that_failed_ends_no_session_in_order() -> None:
 @pytest.mark.parametrize("refusals", [1, 2, 5])
 def test_an_index_that_has_no_room_for_a_batch_takes_the_next_one(refusals: int) -> None:
     customer = stocked()
-    changes = customer.tier._changes
+    changes = customer.tier._records.changes
     customer.evict(customer.some(2))
     for nth in range(1, refusals + 1):
         customer.machine.index.fail("apply", nth, TierUnavailable("no space left"))
     for nth in range(refusals):
         with pytest.raises(TierUnavailable):
             customer.settle() if nth % 2 else customer.store(0, 2)
-    assert customer.tier._changes == changes, "what was refused does not count"
+    assert customer.tier._records.changes == changes, "what was refused does not count"
     customer.store(0, 2)
     customer.settle()
     usage = customer.tier.usage()
@@ -1097,7 +1099,7 @@ def test_a_record_that_is_damaged_brings_no_evicted_frame_back() -> None:
     customer = opened()
     names = customer.store(0, 6)
     customer.evict(names[2:3])
-    customer.tier._void = lambda places: None  # type: ignore[method-assign]
+    customer.tier._commits._void = lambda places: None  # type: ignore[method-assign]
     customer.settle()  # the index has forgotten it; before its header is void the power will go
     key = record_key(1, 0)
     value = customer.machine.index.get([key])[0]
@@ -1238,9 +1240,9 @@ def test_no_zeros_are_written_for_a_claim() -> None:
         real(name, offset, data)
 
     customer.machine.files.write = write  # type: ignore[method-assign]
-    changes = customer.tier._changes
+    changes = customer.tier._records.changes
     customer.fill(0, customer.claim(names[:3]))
-    assert written == [8192] * 3 and customer.tier._changes == changes + 2, "two batches of the index"
+    assert written == [8192] * 3 and customer.tier._records.changes == changes + 2, "two batches of the index"
 
 
 @pytest.mark.parametrize("index_too", [False, True])
@@ -1277,7 +1279,7 @@ def test_a_claim_that_cannot_be_made_durable_leaves_nothing_behind(call: str) ->
     customer.machine.index.fail(call, 1, TierUnavailable("no space left"))
     with pytest.raises(TierUnavailable):
         customer.claim(names[:3])
-    assert customer.tier.usage().reserved == 0 and not customer.tier._claimed
+    assert customer.tier.usage().reserved == 0 and not customer.tier._commits._claimed
     customer.crash()
     customer.settle()
     assert customer.tier.usage()[1:4:2] == (0, 0)
@@ -1313,7 +1315,7 @@ def test_work_that_fails_while_frames_are_written_commits_none(customer: Custome
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("has_work", [False, True])
 def test_frames_are_written_by_several_threads(tmp_path: Path, threads: int, has_work: bool, monkeypatch: Any) -> None:
-    monkeypatch.setattr("tiering.nvme.tier.PARALLEL_BYTES", 0)
+    monkeypatch.setattr("tiering.nvme.group_commit.PARALLEL_BYTES", 0)
     machine = RealMachine(tmp_path)
     machine.tier = NvmeTier(
         machine.files, machine, OneKey(), machine.budget_bytes, SLAB_BYTES, machine.new_uid, threads

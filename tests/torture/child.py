@@ -221,7 +221,9 @@ class Life:
 def _point_at_tables(store: EmbeddedStore, trigger: Trigger) -> None:
     """Failpoints around what a store notes of a move, which is not on any disk."""
     blocks = store._store._blocks
-    demoted, promoted = blocks.demoted, blocks.promoted
+    below = blocks.below
+    assert below is not None
+    demoted, promoted = below.demoted, blocks.promoted
 
     def point_at_demoted(*arguments: Any, **options: Any) -> None:
         trigger.reach("demotion durable, tables not told")
@@ -233,4 +235,4 @@ def _point_at_tables(store: EmbeddedStore, trigger: Trigger) -> None:
         promoted(*arguments, **options)
         trigger.reach("promotion told")
 
-    blocks.demoted, blocks.promoted = point_at_demoted, point_at_promoted  # type: ignore[method-assign]
+    below.demoted, blocks.promoted = point_at_demoted, point_at_promoted  # type: ignore[method-assign]

@@ -48,3 +48,15 @@ class FrameIndex(Protocol):
     def close(self) -> None:
         """Close the file, which makes nothing durable. Later calls raise `TierUnavailable`. Safe to call twice."""
         ...
+
+
+class IndexMaker(Protocol):
+    """Opens the index that belongs to a directory, or begins a new one."""
+
+    def open(self, *, clean: bool) -> FrameIndex:
+        """The index as it was left; clean: closed in order by its owner. Raises `IndexDoubtful`."""
+        ...
+
+    def discard(self) -> None:
+        """Remove it, so that the next `open` begins an empty one."""
+        ...

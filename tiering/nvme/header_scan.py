@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from tiering.errors import BlockCorrupt
 from tiering.files import private_pages
-from tiering.frame import HEADER_BYTES, FrameHeader, MacKeys, open_header
-from tiering.nvme.slab import BAD, ENTRY, Entries, entry_of, split_entries
+from tiering.frame import HEADER_BYTES, MacKeys, open_header
+from tiering.nvme.slab import BAD, ENTRY, Entries, entry_of, entry_of_header, split_entries
 from tiering.nvme.slab_files import Files
 from tiering.slab_header import SlabHeader
 from tiering.tier import SlotClass
@@ -89,15 +89,3 @@ class HeaderScan:
         if SlotClass(stamp.tenant, stamp.namespace, stamp.part, stamp.frame_bytes) != slab.slot_class:
             return _NOTHING
         return entry_of_header(header)
-
-
-def entry_of_header(header: FrameHeader) -> bytes:
-    """The index entry of a frame."""
-    return entry_of(
-        header.prefix_key,
-        header.parent,
-        header.block_index,
-        header.generation,
-        header.priority,
-        header.expires_at,
-    )

@@ -152,7 +152,7 @@ def discard(directory: Path, reach: Reach = go_on) -> None:
 
 
 class LmdbMaker:
-    """Opens the index of a directory: `tiering.nvme.tier.IndexMaker`."""
+    """Opens the index of a directory: `tiering.nvme.frame_index.IndexMaker`."""
 
     def __init__(self, directory: Path, reach: Reach = go_on) -> None:
         self._directory = directory

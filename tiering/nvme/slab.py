@@ -25,11 +25,28 @@ from tiering.errors import BlockCorrupt
 from tiering.frame import (
     KEY_BYTES,
     MAC_BYTES,
+    FrameHeader,
     digest,
 )
 from tiering.slab_header import FORMAT_VERSION, PAGE_BYTES, UID_BYTES, SlabHeader, mac_of
 
-# Slab headers ---------------------------------------------------------------------------------------------------------
+# Slab files -----------------------------------------------------------------------------------------------------------
+
+MAX_NUMBER = (1 << 32) - 1
+
+
+def slab_name(number: int) -> str:
+    """The file of a slab."""
+    return f"{number:08x}.slab"
+
+
+def slab_number(name: str) -> int:
+    """The slab of a file; for any other name, a number that no slab has."""
+    try:
+        number = int(name.removesuffix(".slab"), 16)
+    except ValueError:
+        return -1
+    return number if 0 <= number <= MAX_NUMBER and slab_name(number) == name else -1
 
 
 # Index records --------------------------------------------------------------------------------------------------------
@@ -68,6 +85,18 @@ def entry_of(
     """One entry's bytes."""
     return struct.pack(
         f"<{KEY_BYTES}s{KEY_BYTES}sQQIiB7x", key, parent, generation, expires_at, block_index, priority, state
+    )
+
+
+def entry_of_header(header: FrameHeader) -> bytes:
+    """The index entry of a frame."""
+    return entry_of(
+        header.prefix_key,
+        header.parent,
+        header.block_index,
+        header.generation,
+        header.priority,
+        header.expires_at,
     )
 
 
