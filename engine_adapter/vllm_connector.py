@@ -54,8 +54,8 @@ import kvstore
 from engine_adapter.adapter import chosen_codec
 from engine_adapter.adapter_digests import AdapterDigests
 from engine_adapter.connector_metrics import ConnectorSeries
+from engine_adapter.cost.load_choice import StepWork
 from engine_adapter.model_files import adapter_digest
-from engine_adapter.paged.load_choice import StepWork
 from engine_adapter.paged.pages import is_opaque, layout_of
 from engine_adapter.paged.requests import LOAD_SECONDS, NEVER, SAVING, Computed
 from engine_adapter.paged.scheduler import PagedScheduler

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from engine_adapter.audit.audits import AuditVerdict
-from engine_adapter.paged.load_choice import LoadChoice
+from engine_adapter.cost.load_choice import LoadChoice
 from engine_adapter.paged.requests import AuditUnderWay, Computed, RequestState
 from engine_adapter.paged.save_plan import SavePlan, page_runs
 from engine_adapter.paged.step_plan import AuditOrder, AuditReport, NamespaceSpec, StepPlan

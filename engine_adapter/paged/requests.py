@@ -10,10 +10,10 @@ from typing import Any, Protocol, TypeVar, cast
 
 from engine_adapter.audit.audits import AuditResult, HitSaving
 from engine_adapter.cost.fetches import FetchDecision
+from engine_adapter.cost.load_choice import LoadChoice
 from engine_adapter.handoff.block_wait import BlockWait, ParkedWaits, WaitPlan, WaitPolicy
 from engine_adapter.handoff.fetch import FetchPolicy
 from engine_adapter.paged.announcements import Announcements
-from engine_adapter.paged.load_choice import LoadChoice
 from engine_adapter.paged.lookup import PrefixLookup
 from engine_adapter.paged.step_plan import AuditOrder, LoadOrder, NamespaceSpec
 from kvstore.block.account import Account, HitTier, MissReason
@@ -27,6 +27,8 @@ from kvstore.protocol.messages import Located, Sealed
 from kvstore.protocol.told import MAX_TOLD_REQUESTS, MAX_TOLD_TEXT, RequestTold, SavingsTold, told_name
 
 TELL_SECONDS = 1.0
+TICKET_SECONDS = 60.0
+"""For how long a ticket is good, and its blocks are retained."""
 NEVER = 1 << 62
 """More tokens than any request has."""
 Method = TypeVar("Method", bound=Callable[..., Any])

@@ -4,9 +4,9 @@
               > step after step: computed blocks are offered > finished
     step      orders for the workers > their reports
 
-Nothing here waits, except a third of a millisecond in a step that has nothing else to do. Tokens are hashed here, once;
-only prefix keys leave this process. Any fault of the store becomes a miss here. Must never import an engine, and must
-never offer a token's KV before the engine has accepted the token.
+Nothing here waits, except a third of a millisecond in a step that has nothing else to do (`promises`). Tokens are
+hashed in this half, once; only prefix keys leave this process. Any fault of the store becomes a miss here. Must never
+import an engine, and must never offer a token's KV before the engine has accepted the token.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from logging import getLogger
 from typing import Any
 
 from engine_adapter.audit.audits import AuditVerdict
+from engine_adapter.cost.load_choice import LoadChoice, StepWork
 from engine_adapter.cost.model import SYNCHRONOUS_MS
-from engine_adapter.handoff.block_wait import BlockWait, ParkedWaits
 from engine_adapter.paged.announcements import Announcements
 from engine_adapter.paged.audit_plan import AuditPlan
-from engine_adapter.paged.load_choice import LoadChoice, StepWork
 from engine_adapter.paged.load_plan import LoadPlan
-from engine_adapter.paged.lookup import PrefixLookup, account_unasked
 from engine_adapter.paged.namespace_opener import ClosableStore, NamespaceOpener
+from engine_adapter.paged.promises import Promises
 from engine_adapter.paged.requests import (
     NEVER,
+    TICKET_SECONDS,
     Computed,
     EngineRequest,
     LoadUnderWay,
@@ -35,7 +35,6 @@ from engine_adapter.paged.requests import (
     RequestSpec,
     RequestState,
     edge,
-    wait_of,
 )
 from engine_adapter.paged.save_plan import SavePlan, page_runs
 from engine_adapter.paged.settings import ConnectorSettings, LoadMode, SavePolicy
@@ -52,19 +51,10 @@ from engine_adapter.paged.step_plan import (
 )
 from kvstore.block.account import Account, HitTier, MissReason
 from kvstore.block.codec import codec_named
-from kvstore.block.identity import Prompt
 from kvstore.client.edge import contained
-from kvstore.client.handle import Lease, NamespaceHandle
+from kvstore.client.handle import Lease
 
 CLOSE_SECONDS = 1.0
-IDLE_WAIT_SECONDS = 0.0003
-"""How long each step of an engine that runs nothing waits for answers: otherwise an answer costs it a whole step."""
-IDLE_PAUSE_SECONDS = 0.00002
-AWAIT_PAUSE_SECONDS = 0.001
-"""The same, once in a step, if all it could do is wait for blocks that another engine stores."""
-TICKET_SECONDS = 60.0
-"""For how long a ticket is good, and its blocks are retained."""
-HELD_OUT = "computed all the same, as the first hits of an engine and a share of all others are (audit)"
 
 _log = getLogger(__name__)
 
@@ -84,14 +74,12 @@ class PagedScheduler:
         [0, 1). pause: sleeps."""
         self.settings = settings
         self.choice: LoadChoice | None = None
-        self._clock, self._choose, self._pause = clock, choose, pause
-        self._idle_seconds = IDLE_WAIT_SECONDS
+        self._clock, self._choose = clock, choose
         self._namespace = NamespaceOpener(open_store)
         self._facts: NamespaceSpec | None = None
         self._told, self._next_number, self._step = -1, 1, 0
         self._ranks: tuple[int, ...] = (0,)
         self._is_exact, self._is_broken = True, False
-        self._refused: tuple[MissReason, str] | None = (MissReason.DISABLED, "the workers have said nothing yet")
         self._states: dict[str, RequestState] = {}
         self._loads, self._plan = LoadPlan(1, 1), SavePlan((0,), 1, 1)
         self._audits: AuditPlan | None = None
@@ -104,11 +92,13 @@ class PagedScheduler:
         self._running: set[str] = set()
         self._failures: dict[int, int] = {}
         self._counts = RequestCounts()
-        self._parked = ParkedWaits()
         self.announced: Announcements[Any] = Announcements(clock, lambda *_: None, lambda: None)
         self._first_tokens: list[tuple[int, float, bool, int, int]] = []
         """Awaited first tokens: (step, when its request was added, whether it was held out, prompt, found tokens)."""
         self._news = RequestNews(settings.sketch_every, choose)
+        self._promises = Promises(
+            settings, self._namespace, clock, pause, lambda: bool(self._running), lambda: self.announced
+        )
 
     # The namespace ---------------------------------------------------------------------------------------------------
 
@@ -121,7 +111,7 @@ class PagedScheduler:
             self._loads = LoadPlan(layout.page_tokens, layout.block_tokens)
         self._facts, self._ranks = facts, tuple(ranks)
         if not self._is_broken:
-            self._refused = None  # also an audit's drift: these are other weights, or another name for them
+            self._promises.refused = None  # also an audit's drift: these are other weights, or another name for them
         self._is_exact, self._plan = codec.is_exact, SavePlan(ranks, layout.page_tokens, layout.block_tokens)
         self.choice = LoadChoice(
             payload_bytes / layout.block_tokens,
@@ -131,6 +121,7 @@ class PagedScheduler:
         )
         self.announced.forget()
         self._audits = AuditPlan(self.choice, facts, self._ranks, self._number, settings.lease_deadline_ms)
+        self._promises.use(facts, self.choice, self._audits)
         self._namespace.want(facts)
 
     def wait_open(self, seconds: float) -> bool:
@@ -147,9 +138,9 @@ class PagedScheduler:
 
     def refuse(self, reason: MissReason, detail: str) -> None:
         """Look up and save nothing from now on. Loads and saves in flight finish."""
-        self._refused = (reason, detail)
+        self._promises.refused = (reason, detail)
         for state in self._states.values():
-            self._let_go(state)
+            self._promises.let_go(state)
             self._end_audit(state)
 
     def broke(self, error: Exception) -> None:
@@ -158,7 +149,7 @@ class PagedScheduler:
         if not self._is_broken:
             _log.error("nothing is looked up or saved any more in this engine", exc_info=error)
         self._is_broken = True
-        self._refused = (MissReason.DISABLED, f"a fault in the adapter: {type(error).__name__}")
+        self._promises.refused = (MissReason.DISABLED, f"a fault in the adapter: {type(error).__name__}")
         self._loads.give_up()
 
     def renamed(self, weights_epoch: int) -> None:
@@ -167,7 +158,7 @@ class PagedScheduler:
         if self._facts is None:
             return
         for state in self._states.values():
-            self._let_go(state)
+            self._promises.let_go(state)
             self._end_audit(state)
             state.facts = RequestSpec(refused=MissReason.DISABLED, detail="it began before the weights were changed")
         if self._audits is not None:
@@ -196,8 +187,8 @@ class PagedScheduler:
         account = Account.of([(MissReason.DISABLED, request.num_tokens)])
         state = RequestState(request, facts, account, added_at=self._clock())
         self._states[request.request_id] = state
-        if self._running or len(self._states) > 1 or not self._is_asked(state) or facts.hands_over:
-            self._look_up(state)
+        if self._running or len(self._states) > 1 or not self._promises.is_asked(state) or facts.hands_over:
+            self._promises.look_up(state)
 
     @edge((0, False))
     def matched(self, request_id: str, local_tokens: int) -> tuple[int | None, bool]:
@@ -211,32 +202,16 @@ class PagedScheduler:
         if self._loads.asks(state, local_tokens):
             return None, False
         state.local_tokens = local_tokens
-        if state.lookup is not None and state.is_admitted and state.lookup.is_over:
-            self._let_go(state)  # it was preempted, and comes again with its generated tokens
-        if self._gains_nothing(state, local_tokens):
-            return 0, False
-        if state.lookup is None:
-            self._look_up(state)
-        lookup = state.lookup
-        if lookup is None:
-            return 0, False
-        tokens = self._promised(state, lookup, local_tokens)
-        while tokens is None and not self._running and self._idle_seconds > 0:
-            nap, began = AWAIT_PAUSE_SECONDS if lookup.is_waiting else IDLE_PAUSE_SECONDS, self._clock()
-            self._pause(nap)
-            self._parked.read()
-            tokens = self._promised(state, lookup, local_tokens)
-            self._idle_seconds -= max(self._clock() - began, nap)
+        tokens = self._promises.tokens(state, local_tokens)
         if tokens is None:
             return None, False
-        if not state.is_admitted:
-            state.account, state.detail = lookup.account, lookup.detail
         promised = max(0, tokens - local_tokens)
+        if not promised:
+            return 0, False
         state.waits = self._waits(state, promised)  # decided once: a parked request waits for a report
-        is_beside = bool(promised) and not state.waits
-        if is_beside and self._loads.takes_no_more:
+        if not state.waits and self._loads.takes_no_more:
             return None, False
-        return promised, is_beside
+        return promised, not state.waits
 
     def allocated(self, request_id: str, tables: Sequence[Sequence[int]], tokens: int) -> None:
         """The engine has room for a request. tokens: how many behind its own it counts on; 0 for none, and for the
@@ -273,7 +248,7 @@ class PagedScheduler:
         elif lookup is not None and found is None and not lookup.is_over:
             state.late_lookup, state.lookup = lookup, None  # it says which blocks need not be saved
         else:
-            self._let_go(state)
+            self._promises.let_go(state)
 
     def begins_with(self, request_id: str, computed: int) -> None:
         """The request runs from now on, with this many tokens. If another connector has brought some of them, the
@@ -291,7 +266,7 @@ class PagedScheduler:
             return None
         self._running.discard(request_id)
         self._loads.ended(request_id)
-        self._let_go(state)
+        self._promises.let_go(state)
         self._end_audit(state)
         if state.load is not None:
             state.load.account = state.account  # counted when it is known how the load ended
@@ -320,8 +295,8 @@ class PagedScheduler:
             for load in orders.loads:
                 self._plan.decoded((page for run in load.tables for page in run.pages), load.number)
         self._offer_all(due, orders)
-        self._running, self._idle_seconds = running, IDLE_WAIT_SECONDS
-        self._parked.read()
+        self._running = running
+        self._promises.step_begins()
         orders.failures_seen = dict(self._failures)
         if self._facts is not None and self._told != self._facts.number:
             self._told = self._facts.number
@@ -384,82 +359,7 @@ class PagedScheduler:
         self._news.sampler.close()
         self._namespace.close(CLOSE_SECONDS)
 
-    # Looking up ------------------------------------------------------------------------------------------------------
-
-    def _look_up(self, state: RequestState) -> None:
-        request, facts, tokens = state.request, state.facts, state.request.num_tokens
-        self._let_go(state)
-        state.chosen_for, state.late_at = -1, 0
-        namespace = self._namespace.now() if self._refused is None else None
-        if facts.refused is not None:
-            reason, detail = facts.refused, facts.detail
-        elif self._refused is not None:
-            reason, detail = self._refused
-        elif namespace is None:
-            reason, detail = self._namespace.why_not()
-        else:
-            reason, detail = MissReason.DISABLED, "the request is not to read what is cached"
-        if not state.is_admitted:
-            is_asked = self._refused is None and facts.refused is None  # a tail is missed in any case
-            state.account, state.detail = Account.missed(reason, tokens, self.block_tokens if is_asked else 0), detail
-        if namespace is None or facts.refused is not None or self._facts is None:
-            return
-        known = state.prompt if state.number == self._facts.number else Prompt(0, [])
-        state.prompt = namespace.hashed(
-            request.token_ids(len(known.keys) * namespace.block_tokens, tokens), facts.extra_keys, known
-        )
-        state.number = self._facts.number
-        if self.settings.save is not SavePolicy.NONE:
-            state.seal(namespace, TICKET_SECONDS)
-        if facts.reads:
-            state.lookup = PrefixLookup(
-                namespace,
-                state.prompt,
-                request.request_id,
-                self._clock,
-                match_deadline_ms=self.settings.match_deadline_ms,
-                lease_deadline_ms=self.settings.lease_deadline_ms,
-                wait=self._wait_of(state, namespace),
-                trace=facts.trace,
-            )
-
-    def _wait_of(self, state: RequestState, namespace: NamespaceHandle) -> BlockWait | None:
-        """The wait of a request before its first admission, for blocks that are elsewhere, or being stored."""
-        choice, least = self.choice, self.settings.lease_deadline_ms / 1000
-        if state.is_admitted or choice is None:
-            return None
-        news, parked, clock = self.announced, self._parked, self._clock
-        return wait_of(state, namespace, choice, news, parked, clock, lambda: bool(self._running), least)
-
-    def _promised(self, state: RequestState, lookup: PrefixLookup, local_tokens: int) -> int | None:
-        match = lookup.found()
-        if match is None:
-            return 0 if lookup.is_over else None
-        if state.chosen_for != local_tokens and self.choice is not None and self._audits is not None:
-            state.chosen_for = local_tokens
-            is_hit = min(match.tokens, state.prompt.tokens - 1) // self.block_tokens * self.block_tokens > local_tokens
-            takes_all = self.choice.holdout.takes_all
-            # Also after a preemption if all hits are computed: nothing is loaded uncompared.
-            if is_hit and state.held_out is None and (takes_all or not state.is_admitted):
-                state.held_out = self._audits.begins(state, match, lookup.namespace, self._clock())
-            # If all hits are computed, chance has not chosen which: the saving cannot be learned from them.
-            state.found_tokens = match.tokens if is_hit and not takes_all else 0
-            cap = (state.prompt.tokens - 1) // self.page_tokens * self.page_tokens
-            state.stop_token, state.stop_reason = self.choice.stop_token(
-                state.request.request_id,
-                match,
-                local_tokens,
-                cap,
-                self.block_tokens,
-                bool(self._running),
-                self._clock(),
-            )
-        if state.held_out:
-            if self._audits is not None and not self._audits.is_ready(state):
-                return None  # a request of one token would be over before its block could be compared
-            lookup.detail = HELD_OUT
-            return lookup.matched(local_tokens, local_tokens, MissReason.AUDIT)
-        return lookup.matched(local_tokens, state.stop_token, state.stop_reason)
+    # Loads -----------------------------------------------------------------------------------------------------------
 
     @property
     def _is_told_by_page(self) -> bool:
@@ -467,30 +367,6 @@ class PagedScheduler:
         several groups or sliding windows."""
         groups = self._facts.layout.groups if self._facts is not None else ()
         return len(groups) == 1 and not groups[0].window
-
-    def _is_asked(self, state: RequestState) -> bool:
-        """Whether it may be looked up now."""
-        is_read = state.facts.refused is None and state.facts.reads and self._refused is None
-        return is_read and self._namespace.now() is not None
-
-    def _gains_nothing(self, state: RequestState, local_tokens: int) -> bool:
-        """Whether no whole block behind the engine's own tokens can be loaded and no answer is there yet: the request
-        then does not wait for an answer that only the account needs."""
-        tokens, block, lookup = state.request.num_tokens, self.block_tokens, state.lookup
-        if state.facts.hands_over:
-            return False  # evicted blocks are saved again before it is over
-        if lookup is None and not self._is_asked(state):
-            return False
-        if lookup is not None and (lookup.is_over or lookup.found() is not None):
-            return False
-        if (tokens - 1) // block * block > local_tokens:
-            return False
-        state.late_at = tokens + (not state.facts.is_kept)  # its stored blocks are renewed with its last step
-        if self._facts is not None and state.number != self._facts.number:
-            state.number, state.prompt = self._facts.number, Prompt(0, [])  # hashed when a block is to be saved
-        if not state.is_admitted:
-            state.account, state.detail = account_unasked(tokens, block), ""
-        return True
 
     def _waits(self, state: RequestState, promised: int) -> bool:
         """Whether the step that needs the load waits for it."""
@@ -506,35 +382,6 @@ class PagedScheduler:
         """Whether a worker in this process may read with this half's lease: only if it loads all of it within the
         step."""
         return state.waits and self.settings.load is not LoadMode.LAYERWISE and len(self._ranks) == 1
-
-    def _let_go(self, state: RequestState) -> None:
-        for lookup in (state.lookup, state.late_lookup):
-            if lookup is not None:
-                lookup.give_back()
-        state.lookup = state.late_lookup = None
-        if self.choice is not None and state.load is None:
-            self.choice.dropped(state.request.request_id)
-
-    def _audited(self, report: AuditReport) -> None:
-        if self._audits is None:
-            return
-        former = self._former_audits.get(report.number)
-        if former is not None:  # a former namespace's audit: a worker read these pages until now
-            former.discard(report.rank)
-            if not former:
-                del self._former_audits[report.number]
-                self._plan.unwatch(report.number)
-            return
-        verdict = self._audits.reported(report, self._plan, self._clock())
-        if verdict is AuditVerdict.DRIFTED:
-            name = self._audits.name
-            self.refuse(MissReason.AUDIT, f"what is stored in namespace {name} is not what this engine computes")
-
-    def _end_audit(self, state: RequestState) -> None:
-        if self._audits is not None:
-            self._audits.ended(state)
-
-    # Loads -----------------------------------------------------------------------------------------------------------
 
     def _order_load(
         self,
@@ -623,14 +470,14 @@ class PagedScheduler:
             self._first_tokens.append((self._step, state.added_at, bool(state.held_out), asked, found))
             state.found_tokens = 0
         facts, policy, namespace = state.facts, self.settings.save, self._namespace.now()
-        is_other = self._facts is None or state.number != self._facts.number or self._refused is not None
+        is_other = self._facts is None or state.number != self._facts.number or self._promises.refused is not None
         if namespace is None or is_other or facts.refused is not None or not facts.saves or policy is SavePolicy.NONE:
             state.request.due = NEVER
             return
         block = namespace.block_tokens
         stop = min(one.stop, state.request.num_tokens)
         if state.late_at and one.stop >= state.late_at:
-            self._ask_late(state, one.stop)
+            self._promises.ask_late(state, one.stop)
         if policy is SavePolicy.PROMPT:
             stop = min(stop, state.request.num_prompt_tokens)
         stop_block = stop // block
@@ -650,21 +497,6 @@ class PagedScheduler:
         for first_block, last_block in self._plan.exact_runs(tables, state.offered, stop_block):
             self._order_save(state, tables, first_block, last_block, orders)
         self._is_offered(state, stop_block)
-
-    def _ask_late(self, state: RequestState, computed: int) -> None:
-        """Look up a request whose admission did not wait for that; called in each step until the answer is there."""
-        if state.late_lookup is None:
-            self._look_up(state)
-            state.late_lookup, state.lookup = state.lookup, None
-        late = state.late_lookup
-        match = late.found() if late is not None else None
-        if late is not None and match is None and not late.is_over:
-            state.late_at = computed + 1
-            return
-        state.late_at, state.late_lookup = 0, None
-        if late is not None:
-            late.give_back()
-        state.offered = min(state.offered, match.blocks if match is not None else 0)
 
     def _order_save(
         self,
@@ -719,6 +551,27 @@ class PagedScheduler:
         if state.found_tokens or state.audit is not None or (blocks and state.is_to_renew):
             due = min(due, state.request.num_prompt_tokens)
         state.request.due = due
+
+    # Audits ----------------------------------------------------------------------------------------------------------
+
+    def _audited(self, report: AuditReport) -> None:
+        if self._audits is None:
+            return
+        former = self._former_audits.get(report.number)
+        if former is not None:  # a former namespace's audit: a worker read these pages until now
+            former.discard(report.rank)
+            if not former:
+                del self._former_audits[report.number]
+                self._plan.unwatch(report.number)
+            return
+        verdict = self._audits.reported(report, self._plan, self._clock())
+        if verdict is AuditVerdict.DRIFTED:
+            name = self._audits.name
+            self.refuse(MissReason.AUDIT, f"what is stored in namespace {name} is not what this engine computes")
+
+    def _end_audit(self, state: RequestState) -> None:
+        if self._audits is not None:
+            self._audits.ended(state)
 
     def _number(self) -> int:
         self._next_number += 1

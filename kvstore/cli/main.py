@@ -246,8 +246,7 @@ def serve(
     """
     from kvstore.node import SystemClock
     from kvstore.service import keeper
-    from kvstore.service.kept import KeeperWire
-    from kvstore.service.serve import Outside
+    from kvstore.service.serve import KeeperWire, Outside
     from kvstore.service.serve import serve as run
     from kvstore.service.sessions import CONNECTION_BITS
     from kvstore.service.settings import Settings, read_configuration, read_settings

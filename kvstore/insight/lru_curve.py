@@ -463,10 +463,10 @@ class _BatchCounts:
     def __init__(self) -> None:
         self.cold_blocks = 0
         self.sampled = 0.0
-        self.cold_found, self.hot_found = _Found(), _Found()
+        self.cold_found, self.hot_found = _References(), _References()
 
 
-class _Found:
+class _References:
     """References of names that were used before: their distances, and how many references each stands for."""
 
     def __init__(self) -> None:

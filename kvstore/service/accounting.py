@@ -1,4 +1,5 @@
-"""Counts what tenants asked the sidecar for and what they got: hits by tier and misses by reason, by namespace.
+"""Counts what tenants asked the sidecar for and what they got: hits by tier and misses by reason, by namespace; and
+service by threads that all of them share, which decides whose turn is next.
 
     look-up   asked += the prompt's full blocks; if the match ends early, the rest is missed for its reason, and the
               blocks found are `found` until a lease claims them
@@ -20,10 +21,10 @@ from __future__ import annotations
 import gc
 import threading
 from collections import Counter, OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from kvstore.block.account import HitTier, MissReason
 from kvstore.protocol.replies import LeaseReply, MatchReply, ReserveReply
@@ -475,3 +476,92 @@ class DoorFigures:
         p50, p99 = [round(1000 * waits[len(waits) * one // 100], 3) for one in (50, 99)] if waits else (None, None)
         refused, served = sum(self.refused.values()), dict(self.served)
         return DoorStatus(connections, admin_connections, refused, self.malformed, served, p50, p99)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Turns at a thread that all tenants share: the least-served tenant comes first. Start-time fair queueing (Goyal, Vin,
+# Cheng, SIGCOMM 1996). A tenant's next piece of work starts where its last one ended, or at the virtual time if that is
+# later; the smallest start comes first, and the virtual time is the start of the piece begun last. So a tenant waits
+# for one piece of each other tenant, however many connections they have; and a tenant that was idle, or is new, has no
+# credit that others would have to wait for.
+
+
+T = TypeVar("T")
+
+
+class Turns:
+    """The turns at one thread. now: the virtual time, in the unit of costs."""
+
+    __slots__ = ("now",)
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+
+class ServiceShare:
+    """One tenant's service at the thread."""
+
+    __slots__ = ("_ends_at", "_turns")
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+        self._ends_at = 0.0
+
+    @property
+    def starts_at(self) -> float:
+        """Start of its next piece; the tenant with the smallest is served next."""
+        return max(self._ends_at, self._turns.now)
+
+    def begin(self) -> None:
+        """Begin a piece; pay its cost before or while others are begun."""
+        self._turns.now = self.starts_at
+
+    def pay(self, cost: float) -> None:
+        """Pay for the begun piece, or for service without a turn."""
+        self._ends_at = self.starts_at + cost
+
+
+class Line(Generic[T]):
+    """One tenant's work for a pool of threads: waiting pieces, and how many run."""
+
+    __slots__ = ("running", "waiting")
+
+    def __init__(self) -> None:
+        self.running = 0
+        self.waiting: deque[T] = deque()
+
+    def leave_out(self, is_gone: Callable[[T], bool]) -> None:
+        """Drop pieces of clients that are gone."""
+        self.waiting = deque(one for one in self.waiting if not is_gone(one))
+
+
+class Lines(Generic[T]):
+    """A pool of threads with a line per tenant: the next free thread goes to the tenant with the fewest running, and
+    while several tenants have work, each leaves some threads to the others."""
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._running = 0
+        self._lines: list[Line[T]] = []
+
+    def new_line(self) -> Line[T]:
+        self._lines.append(Line())
+        return self._lines[-1]
+
+    def begin(self) -> T | None:
+        """Begin the next piece; None if none waits, or all threads are busy."""
+        if self._running >= self._threads:
+            return None
+        most = self._threads if len(self._lines) == 1 else max(1, self._threads * 3 // 4)
+        wanting = [one for one in self._lines if one.waiting and one.running < most]
+        if not wanting:
+            return None
+        line = min(wanting, key=lambda one: one.running)
+        line.running += 1
+        self._running += 1
+        return line.waiting.popleft()
+
+    def end(self, line: Line[T]) -> None:
+        """A piece of that line has ended."""
+        line.running -= 1
+        self._running -= 1

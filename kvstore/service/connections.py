@@ -1,4 +1,5 @@
-"""Connections of the API sockets: what was read of each and not served, and answered and not sent.
+"""Connections of the API sockets: what was read of each and not served, and answered and not sent; and the threads that
+some of their requests wait for (`DoorThreads`).
 
 Each has a token bucket, filled at the configured rate; every request takes some out. Tenants are served least-served
 first, and of a tenant's connections the one with the fewest recent requests.
@@ -10,23 +11,24 @@ import math
 import os
 import socket
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 from kvstore.block.errors import StoreError
 from kvstore.block.identity import TenantKeys
 from kvstore.protocol import messages as m
 from kvstore.service import descriptors
+from kvstore.service.accounting import Line, Lines, ServiceShare, Turns
 from kvstore.service.descriptors import TenantUnread, Unread
-from kvstore.service.dispatch import Handlers
-from kvstore.service.parked import Parked, ParkedLocate, Response
+from kvstore.service.parked import Parked, Response
 from kvstore.service.sessions import ClientState
 from tiering.clock import Clock
 from tiering.counts.waits import Waits
+from tiering.faults import DOOR_THREADS, FaultReports, kind_of
 
 _READ_BYTES = 256 << 10
 COST_BYTES = 2 << 10
@@ -140,6 +142,17 @@ class Listener:
             except StoreError as error:
                 return m.failed(m.RequestFault.CLOSED, str(error))
         return self.tenant
+
+    def greeted(
+        self, hello: m.Hello, greet: Callable[[TenantKeys, m.Hello], tuple[ClientState | None, m.Answer]]
+    ) -> tuple[ClientState | AdminCaller | None, m.Answer]:
+        """Answer a hello: who the client is, or why it is refused. greet: answers a tenant's. Raises `StoreError`."""
+        if self.admin is not None:
+            return self.admin.greet(hello)
+        if self.greet is not None:
+            return self.greet(hello)
+        tenant = self.tenant_keys()
+        return (None, tenant) if isinstance(tenant, m.Failed) else greet(tenant, hello)
 
     def buckets(self, limits: DoorLimits, now: float) -> tuple[float, float]:
         """A new connection's bucket: as full as the emptiest bucket of closed connections would be by now, so that a
@@ -355,208 +368,208 @@ def close_all(held: Collection[int]) -> None:
             os.close(descriptor)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Awaits: parked in the store's table, without a thread, and outside the limits of requests in flight.
-
-
-AWAITS_SECONDS = 0.00025
-"""How long the socket's thread answers ended awaits before it takes messages again."""
-
-
-class DoorAwaits:
-    """The awaits of all connections. Only the socket's thread calls it, except `_told`. The least-served tenant is
-    answered first, and pays as for a message."""
+class DoorThreads:
+    """The threads that requests wait for which may block, which may take long, or whose messages are large. Each serves
+    the tenants in turn, however much one of them asks for. Only the door's thread calls it."""
 
     def __init__(
         self,
-        handlers: Handlers,
         clock: Clock,
+        limits: DoorLimits,
+        faults: FaultReports,
+        done: deque[QueuedRequest],
         wake: Callable[[], None],
-        answer: Callable[..., object],
-        watch: Callable[[Connection], object],
+        serve: Callable[[Connection, m.Verb], Response],
+        is_done: Callable[[Connection, str, Callable[[], None]], bool],
     ) -> None:
-        """answer: sends (connection, number of the request, response). watch: called with each answered connection."""
-        self._handlers = handlers
-        self._clock = clock
-        self._wake = wake
-        self._answer, self._watch = answer, watch
-        self._of: dict[Parked, tuple[Connection, int]] = {}
-        self._over: deque[Parked] = deque()
-        self._lines: dict[Listener, deque[Parked]] = {}
+        """done: gets requests that were served, or decoded; then `wake` is called. serve: serves a connection's
+        request; raises `StoreError` where there are no keys for it. is_done: does the work of one connection; False for
+        a fault, which it logs."""
+        self.limits = limits
+        self.is_closing = False
+        self._clock, self._faults = clock, faults
+        self._done, self._wake = done, wake
+        self._serve_verb, self._is_done = serve, is_done
+        self._pool = ThreadPoolExecutor(limits.threads, "kv-door")
+        self._large_pool = ThreadPoolExecutor(1, "kv-door-large")
+        self._long_pool = ThreadPoolExecutor(limits.long_threads, "kv-door-long")
+        self._lines: Lines[QueuedRequest] = Lines(limits.threads)
+        self._long_lines: Lines[QueuedRequest] = Lines(limits.long_threads)
+        self._large: list[QueuedRequest] = []  # waiting for the thread
+        self._large_now: QueuedRequest | None = None
 
-    def take(self, connection: Connection, caller: ClientState, number: int, verb: m.Await | m.Cancel) -> None:
-        """Park a connection's request."""
-        if isinstance(verb, m.Cancel):
-            self._handlers.parking.cancel([connection.parked[one] for one in verb.numbers if one in connection.parked])
-            self._answer(connection, number, Response(m.Done()))
-            return
-        if number in connection.parked:
-            self._refuse(connection, number)
-            return
-        one = self._handlers.park(caller, verb, self._told)
-        if isinstance(one, Response):
-            self._answer(connection, number, one)
-            return
-        self._of[one] = connection, number
-        connection.parked[number] = one
+    def add(self, listener: Listener) -> None:
+        """A tenant's socket: its requests wait in lines of its own."""
+        listener.line, listener.long_line = self._lines.new_line(), self._long_lines.new_line()
 
-    def hold(self, connection: Connection, number: int, one: ParkedLocate) -> None:
-        """Keep a request that was asked, perhaps by another thread, until it is answered."""
-        one.tell = self._told  # from now on; the answer may have come already
-        if number in connection.parked or connection.closed:
-            self._handlers.parking.cancel([one])
-            self._refuse(connection, number)
-        elif one.answer is not None:
-            self._answer(connection, number, Response(one.answer))
-        else:
-            self._of[one] = connection, number
-            connection.parked[number] = one
-
-    def _refuse(self, connection: Connection, number: int) -> None:
-        text = f"request {number} waits already; number requests anew"
-        self._answer(connection, number, Response(m.Failed(m.RequestFault.BAD_INPUT, text)))
-
-    def gone(self, connection: Connection) -> None:
-        """End a closed connection's awaits."""
-        parked, connection.parked = list(connection.parked.values()), {}
-        for one in parked:
-            del self._of[one]
-        self._handlers.parking.cancel(parked)
+    def start(self, others: Iterable[ThreadPoolExecutor]) -> None:
+        """Start a thread of each pool, and of the others: if the machine has no more threads later, every client is
+        still served."""
+        for pool in (self._pool, self._large_pool, self._long_pool, *others):
+            pool.submit(lambda: None)
 
     def close(self) -> None:
-        """End all awaits."""
-        self._handlers.parking.end_all()
+        """Begin nothing more."""
+        for pool in (self._pool, self._large_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
 
-    def rest_seconds(self, most: float) -> float:
-        """Seconds until one is due, at most `most`."""
-        if not self._of:
-            return most
-        return max(0.0, min(most, self._handlers.parking.due_at - self._clock.monotonic_seconds()))
+    def close_long(self) -> None:
+        """Nor what may take long, once all connections are closed."""
+        self._long_pool.shutdown(wait=False, cancel_futures=True)
 
-    def deliver(self) -> None:
-        """Answer ended awaits, for `AWAITS_SECONDS` at most."""
-        if (elsewhere := self._handlers.parking.elsewhere) is not None:
-            elsewhere.tell_couriers()
-        if not self._of:
-            self._over.clear()
-            self._lines.clear()
+    # Requests --------------------------------------------------------------------------------------------------------
+
+    def defer(self, asked: QueuedRequest, *, is_large: bool) -> None:
+        """Have a thread serve a request. is_large: the one for large messages, which decodes it first."""
+        connection = asked.connection
+        connection.in_flight += 1
+        connection.in_flight_bytes += asked.length
+        if is_large:
+            asked.pool = self._large_pool
+            connection.large = asked
+            self._large.append(asked)
+            self._begin_large()
             return
-        now = self._clock.monotonic_seconds()
-        if self._handlers.parking.due_at <= now:
-            self._handlers.parking.expire()
-        while self._over:
-            one = self._over.popleft()
-            if one in self._of:
-                self._lines.setdefault(self._of[one][0].listener, deque()).append(one)
-        while self._lines and self._clock.monotonic_seconds() - now < AWAITS_SECONDS:
-            listener = min(self._lines, key=lambda of: of.share.starts_at)
-            one = self._lines[listener].popleft()
-            if not self._lines[listener]:
-                del self._lines[listener]
-            connection, number = self._of.pop(one, (None, 0))
-            if connection is not None:  # else the client disconnected meanwhile
-                del connection.parked[number]
-                listener.share.begin()
-                listener.share.pay(1)
-                self._answer(connection, number, self._handlers.parking.awaited(one))
-                self._watch(connection)
+        asked.pool = connection.listener.pool or (self._long_pool if asked.is_long else self._pool)
+        connection.waiting.append(asked)
+        self.begin(connection)
 
-    @property
-    def has_more(self) -> bool:
-        """Whether `deliver` left some."""
-        return bool(self._lines)
+    def ended(self, asked: QueuedRequest) -> None:
+        """A request in `done` was taken out of it."""
+        connection = asked.connection
+        connection.in_flight -= 1
+        connection.in_flight_bytes -= asked.length
+        if asked.pool is self._pool:
+            self._lines.end(connection.listener.line)
+        elif asked.pool is self._long_pool:
+            self._long_lines.end(connection.listener.long_line)
+        if connection.large is asked:
+            connection.large = self._large_now = None
+            connection.listener.large_share.pay(self._clock.monotonic_seconds() - asked.begun_at)
+        elif asked.is_long:
+            connection.long_running -= 1
+        else:
+            connection.running -= 1
 
-    def _told(self, one: Parked) -> None:
-        """Called by any thread, under the table's lock."""
-        self._over.append(one)
-        if len(self._over) == 1:
-            self._wake()
+    def begin_next(self, connection: Connection) -> None:
+        """Begin what an ended request of a connection kept waiting."""
+        self._begin_large()
+        self.begin(connection)
+        self._begin_pooled()
 
+    def leave_out(self, connection: Connection) -> None:
+        """Drop the requests of a closed connection that have not begun."""
+        if connection.large in self._large:
+            self._large.remove(connection.large)
+        for line in (connection.listener.line, connection.listener.long_line):
+            line.leave_out(lambda one: one.connection is connection)
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Turns at a thread that all tenants share: the least-served tenant comes first. Start-time fair queueing (Goyal, Vin,
-# Cheng, SIGCOMM 1996). A tenant's next piece of work starts where its last one ended, or at the virtual time if that is
-# later; the smallest start comes first, and the virtual time is the start of the piece begun last. So a tenant waits
-# for one piece of each other tenant, however many connections they have; and a tenant that was idle, or is new, has no
-# credit that others would have to wait for.
+    def begin(self, connection: Connection) -> None:
+        """Begin a connection's next deferred messages, within its limit, and none while its answers are unread."""
+        while connection.waiting and not connection.closed:
+            asked = connection.waiting[0]
+            if not asked.is_long and connection.running >= self.limits.running:
+                break
+            if connection.unsent_bytes >= self.limits.unread_bytes:
+                break
+            connection.waiting.popleft()
+            if asked.is_long:
+                connection.long_running += 1
+            else:
+                connection.running += 1
+            assert asked.pool is not None
+            if asked.pool is self._pool:
+                connection.listener.line.waiting.append(asked)
+            elif asked.pool is self._long_pool:
+                connection.listener.long_line.waiting.append(asked)
+            elif not self._submitted(asked.pool, self._serve, asked):
+                self._say_busy(asked)
+        self._begin_pooled()
 
+    def _begin_large(self) -> None:
+        """Begin the next large message, least-served tenant first, which the executor's own queue would not do."""
+        while self._large_now is None and self._large:
+            now = self._clock.monotonic_seconds()
+            asked = min(self._large, key=lambda one: one.connection.large_rank(now))
+            asked.connection.listener.large_share.begin()
+            asked.begun_at = now
+            self._large.remove(asked)
+            self._large_now = asked
+            work = self._read if asked.request is None else self._serve
+            if self._submitted(self._large_pool, work, asked):
+                return
+            if asked.request is None:
+                self._read(asked)
+            else:
+                self._say_busy(asked)
 
-T = TypeVar("T")
+    def _begin_pooled(self) -> None:
+        """Here and not in the executor's queue, where each would wait behind a flooding client's."""
+        for lines, pool in ((self._lines, self._pool), (self._long_lines, self._long_pool)):
+            while (asked := lines.begin()) is not None:
+                if not self._submitted(pool, self._serve, asked):
+                    self._say_busy(asked)
 
+    def _submitted(self, pool: ThreadPoolExecutor, work: Callable[[QueuedRequest], None], asked: QueuedRequest) -> bool:
+        """Whether a thread of the pool does it. If the machine has no new thread, the pool may have queued it for an
+        old one all the same: either that thread or this method takes it, not both."""
+        unbegun = [asked]
 
-class Turns:
-    """The turns at one thread. now: the virtual time, in the unit of costs."""
+        def begin() -> None:
+            try:
+                one = unbegun.pop()
+            except IndexError:
+                return
+            work(one)
 
-    __slots__ = ("now",)
+        try:
+            pool.submit(begin)
+            if DOOR_THREADS in self._faults.failing:
+                self._faults.worked(DOOR_THREADS)
+        except (RuntimeError, MemoryError) as error:
+            if not self.is_closing:
+                self._faults.failed(DOOR_THREADS, kind_of(error), "a request has no thread")
+            try:
+                unbegun.pop()
+            except IndexError:
+                return True
+            return False
+        return True
 
-    def __init__(self) -> None:
-        self.now = 0.0
+    def _say_busy(self, asked: QueuedRequest) -> None:
+        asked.served = Response(m.Failed(m.RequestFault.BUSY, "no thread is free"))
+        self._done.append(asked)
+        self._wake()
 
+    # In a thread of a pool -------------------------------------------------------------------------------------------
 
-class ServiceShare:
-    """One tenant's service at the thread."""
+    def _read(self, asked: QueuedRequest) -> None:
+        """In the thread for large messages, one at a time: decoding one holds the interpreter."""
 
-    __slots__ = ("_ends_at", "_turns")
+        def read() -> None:
+            try:
+                read_request(asked)
+            except ValueError as error:
+                asked.served = Response(m.Failed(m.RequestFault.MALFORMED, str(error)))
 
-    def __init__(self, turns: Turns) -> None:
-        self._turns = turns
-        self._ends_at = 0.0
+        self._finish(asked, m.RequestFault.MALFORMED, "a message could not be read", read)
 
-    @property
-    def starts_at(self) -> float:
-        """Start of its next piece; the tenant with the smallest is served next."""
-        return max(self._ends_at, self._turns.now)
+    def _serve(self, asked: QueuedRequest) -> None:
+        asked.waited = self._clock.monotonic_seconds() - asked.since
+        assert asked.request is not None
+        verb = asked.request.verb
 
-    def begin(self) -> None:
-        """Begin a piece; pay its cost before or while others are begun."""
-        self._turns.now = self.starts_at
+        def serve() -> None:
+            try:
+                asked.served = self._serve_verb(asked.connection, verb)
+            except StoreError as error:  # no keys for him
+                asked.served = Response(m.failed(m.RequestFault.BUSY, str(error)))
 
-    def pay(self, cost: float) -> None:
-        """Pay for the begun piece, or for service without a turn."""
-        self._ends_at = self.starts_at + cost
+        self._finish(asked, m.RequestFault.BUSY, "a request could not be served", serve)
 
-
-class Line(Generic[T]):
-    """One tenant's work for a pool of threads: waiting pieces, and how many run."""
-
-    __slots__ = ("running", "waiting")
-
-    def __init__(self) -> None:
-        self.running = 0
-        self.waiting: deque[T] = deque()
-
-    def leave_out(self, is_gone: Callable[[T], bool]) -> None:
-        """Drop pieces of clients that are gone."""
-        self.waiting = deque(one for one in self.waiting if not is_gone(one))
-
-
-class Lines(Generic[T]):
-    """A pool of threads with a line per tenant: the next free thread goes to the tenant with the fewest running, and
-    while several tenants have work, each leaves some threads to the others."""
-
-    def __init__(self, threads: int) -> None:
-        self._threads = threads
-        self._running = 0
-        self._lines: list[Line[T]] = []
-
-    def new_line(self) -> Line[T]:
-        self._lines.append(Line())
-        return self._lines[-1]
-
-    def begin(self) -> T | None:
-        """Begin the next piece; None if none waits, or all threads are busy."""
-        if self._running >= self._threads:
-            return None
-        most = self._threads if len(self._lines) == 1 else max(1, self._threads * 3 // 4)
-        wanting = [one for one in self._lines if one.waiting and one.running < most]
-        if not wanting:
-            return None
-        line = min(wanting, key=lambda one: one.running)
-        line.running += 1
-        self._running += 1
-        return line.waiting.popleft()
-
-    def end(self, line: Line[T]) -> None:
-        """A piece of that line has ended."""
-        line.running -= 1
-        self._running -= 1
+    def _finish(self, asked: QueuedRequest, fault: m.RequestFault, what: str, work: Callable[[], None]) -> None:
+        """Do it, and hand the outcome to the door's thread; a fault of the work is the answer."""
+        if not self._is_done(asked.connection, what, work):
+            asked.served = Response(m.Failed(fault, "a fault of the sidecar; it is in its log"))
+        self._done.append(asked)
+        self._wake()

@@ -17,7 +17,6 @@ import errno
 import logging
 import selectors
 import socket
-import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Collection
@@ -26,50 +25,42 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from kvstore.block.errors import StoreError
 from kvstore.block.identity import TenantKeys
 from kvstore.protocol import messages as m
 from kvstore.protocol.status import DoorStatus
-from kvstore.service.accounting import DoorCounts, DoorFigures, Refusal
+from kvstore.service.accounting import DoorCounts, DoorFigures, Turns
+from kvstore.service.connected import ConnectedClients
 from kvstore.service.connections import (
     LARGE_BYTES,
     AdminVerbs,
     Connection,
     CourierGreeting,
-    DoorAwaits,
     DoorLimits,
-    Lines,
+    DoorThreads,
     Listener,
     QueuedRequest,
-    Turns,
     close_all,
     read_request,
 )
-from kvstore.service.descriptors import MOST_UNCLOSED, DescriptorsSent, share_of
+from kvstore.service.descriptors import DescriptorsSent, share_of
 from kvstore.service.dispatch import Handlers
-from kvstore.service.parked import Response
+from kvstore.service.parked import DoorAwaits, Response
 from kvstore.service.sessions import ClientState, Sessions
 from tiering.clock import Clock
 from tiering.counts.waits import Waits
-from tiering.faults import CONNECTIONS, DOOR_THREADS, SENT, FaultReports, RateLimitedLog, Unheard, kind_of
-from tiering.files import listening_socket, remove_socket
+from tiering.faults import SENT, FaultReports, RateLimitedLog, Unheard, kind_of
+from tiering.files import listening_socket
 
 _TOKEN_SECONDS = 0.001
 """How soon connections that wait for the rate are looked at again."""
-_PEER = struct.Struct("iII")  # struct ucred
 ADMIN_THREADS = 4
 ADMIN_MODE = 0o600
 TURN_SECONDS = 0.001
 SLOW_COST = 10
 """What a request served by a thread of the pool counts for, in messages."""
-ACCEPT_COST, LOOK_COST = 5, 1 / 8
-"""Cost of a new connection to its tenant, and of each connection that the kernel is asked about."""
+LOOK_COST = 1 / 8
+"""Cost of each connection that the kernel is asked about."""
 END_THREADS = 2
-TURNED_AWAY = 32
-"""Rejected connections that are still being sent the reason; the oldest make room."""
-SHOW_OUT_SECONDS = 10.0
-UNREAD_SECONDS = 1.0
-"""When the kernel sends no more descriptors, a client with some unread for longer may be disconnected."""
 IDLE_LOOK_SECONDS = 0.5
 """Interval of an idle thread's checks, so that engines have the processor to themselves."""
 
@@ -97,37 +88,44 @@ class LocalDoor:
         self._log = RateLimitedLog(_log, clock)
         self._faults = faults or Unheard()
         self._selector = selectors.DefaultSelector()
-        self._listeners: list[Listener] = []
-        self._connections: set[Connection] = set()
-        self._rejected: deque[Connection] = deque()
-        self._leaving: set[ClientState] = set()  # disconnected clients that `Sessions` does not know of yet
-        self._done: deque[QueuedRequest] = deque()
+        self._done: deque[QueuedRequest] = deque()  # by the threads
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
         self._waker.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ)
-        self._spare: socket.socket | None = self._woken.dup()  # reserves a descriptor for the operator
-        self._pool = ThreadPoolExecutor(limits.threads, "kv-door")
-        self._large_pool = ThreadPoolExecutor(1, "kv-door-large")
         self._turns, self._large_turns = Turns(), Turns()
-        self._lines: Lines[QueuedRequest] = Lines(limits.threads)
-        self._long_lines: Lines[QueuedRequest] = Lines(limits.long_threads)
-        self._large: list[QueuedRequest] = []  # waiting for the thread
-        self._large_now: QueuedRequest | None = None
-        self._long_pool = ThreadPoolExecutor(limits.long_threads, "kv-door-long")
         self._is_watchful = True  # whether a client came, or needs attention, since the last look
-        self._accept_paused: list[Listener] = []  # listeners without a descriptor for a new connection
         self._is_ending = False  # a thread of the pool unpins ended leases
         self._closing = False
         self._closes_at = 0.0
         self._swept_at = clock.monotonic_seconds()
         self._thread: threading.Thread | None = None
-        self._sweep_pool = ThreadPoolExecutor(1, "kv-door-sweep")
         self._end_pool = ThreadPoolExecutor(END_THREADS, "kv-door-end")  # frees what disconnected clients held
-        self._is_sweeping = False
-        self._to_show_out: deque[tuple[bytes, threading.Event]] = deque()
-        self._awaits = DoorAwaits(handlers, clock, self._wake, self._answer, self._watch)
         self._figures = DoorFigures()
+        self._awaits: DoorAwaits[Connection] = DoorAwaits(
+            handlers.parking, handlers.park, clock, self._wake, self._answer, self._watch
+        )
+        self._threads = DoorThreads(
+            clock, limits, self._faults, self._done, self._wake, self._serve_verb, self._is_done
+        )
+        self._clients = ConnectedClients(
+            sessions,
+            self._threads,
+            self._awaits,
+            self._end_pool,
+            clock,
+            limits,
+            self._faults,
+            self._log,
+            self._figures,
+            self._selector,
+            self._woken.dup,
+            self._attempt,
+            self._watch,
+            self._try_again,
+            self._left,
+            self._wake,
+        )
 
     # Life ----------------------------------------------------------------------------------------------------------
 
@@ -158,47 +156,35 @@ class LocalDoor:
 
     def _listen(self, listener: Listener) -> None:
         if listener.pool is None:
-            listener.line, listener.long_line = self._lines.new_line(), self._long_lines.new_line()
-        self._listeners.append(listener)
-        self._selector.register(listener.socket, selectors.EVENT_READ, listener)
+            self._threads.add(listener)
+        self._clients.add(listener)
 
     def disconnect(self, tenant: bytes) -> bool:
         """End a tenant's connections, and accept the next with other keys; returns whether that is done. For other
         threads."""
-        done = threading.Event()
-        self._to_show_out.append((tenant, done))
-        self._wake()
-        return done.wait(SHOW_OUT_SECONDS)
+        return self._clients.disconnect_tenant(tenant)
 
     def usage(self) -> DoorStatus:
         """Connections now, and counts since the start."""
-        return self._figures.status(*self._there())
+        return self._figures.status(*self._clients.there())
 
     def change_limits(self, limits: DoorLimits) -> None:
         """Change rates only, from the next message on."""
-        self._limits = limits
+        self._limits = self._clients.limits = self._threads.limits = limits
 
     def waited(self) -> dict[int, Waits]:
         """By connection number, how long each open connection's requests waited to be begun."""
-        there = [one for one in list(self._connections) if one.refusal is None]
+        there = [one for one in list(self._clients.all) if one.refusal is None]
         return {one.caller.number: one.waited for one in there if isinstance(one.caller, ClientState)}
 
     def counts(self) -> DoorCounts:
         """`usage` without single connections: cheap for any number of them."""
-        return self._figures.counts(*self._there())
-
-    def _there(self) -> tuple[int, int]:
-        """Connections of tenants, and of the admin and observers' sockets; couriers' are in neither."""
-        there = [one for one in list(self._connections) if one.refusal is None and one.listener.greet is None]
-        admin = sum(one.admin is not None for one in there)
-        return len(there) - admin, admin
+        return self._figures.counts(*self._clients.there())
 
     def start(self) -> None:
         self._sessions.watch_memory(self._wake)
-        # Start one of each now: if the machine has no more threads later, every client is still served.
-        own = [one.pool for one in self._listeners if one.pool is not None]
-        for pool in (self._pool, self._large_pool, self._long_pool, self._sweep_pool, self._end_pool, *own):
-            pool.submit(lambda: None)
+        self._threads.start([self._end_pool, *self._clients.own_pools()])
+        self._clients.start()
         thread = threading.Thread(target=self._serve, name="kv-local-door", daemon=True)
         thread.start()
         self._thread = thread
@@ -206,11 +192,12 @@ class LocalDoor:
     def close(self, seconds: float) -> None:
         """Take no more requests, answer those in flight for at most that long, and disconnect every client."""
         self._closing = True
+        self._clients.is_closing = self._threads.is_closing = True
         self._closes_at = self._clock.monotonic_seconds() + seconds
         self._wake()
         if self._thread is not None:
             self._thread.join(2 * seconds + 1)
-        elif self._listeners:
+        elif self._clients.listeners:
             self._end()
 
     @property
@@ -219,7 +206,7 @@ class LocalDoor:
 
     def __len__(self) -> int:
         """Open connections, including rejected ones that are still being sent the reason."""
-        return len(self._connections)
+        return len(self._clients.all)
 
     # The loop ------------------------------------------------------------------------------------------------------
 
@@ -235,19 +222,22 @@ class LocalDoor:
         ready: dict[Connection, None] = {}  # with a whole message, in order of arrival
         is_busy = False  # a client whose message was taken in the last round has more
         looked_at = self._clock.monotonic_seconds()
+        awaits, parking = self._awaits, self._handlers.parking
         while not self._is_over():
             # Messages found at once arrived after the last look, and are taken to have come right after it; those that
             # end a wait have just come.
             came_at, looked_at = looked_at, self._clock.monotonic_seconds()
             found = self._selector.select(0)
             if not found and not is_busy:
-                rest = self._awaits.rest_seconds(_TOKEN_SECONDS if ready else self._rest_seconds())
+                rest = _TOKEN_SECONDS if ready else self._rest_seconds()
+                if awaits.parked:
+                    rest = awaits.rest_seconds(rest)
                 found = self._selector.select(rest)
                 came_at = looked_at = self._clock.monotonic_seconds()
             self._is_watchful |= bool(found)
             for key, events in found:
                 if isinstance(key.data, Listener):
-                    self._accept_safely(key.data)
+                    self._clients.accept(key.data)
                 elif key.data is None:
                     self._woken.recv(LARGE_BYTES)
                 else:
@@ -259,8 +249,9 @@ class LocalDoor:
             self._safely("clients cannot be told that memory was given back", self._sessions.notify)
             self._deliver()
             is_busy = self._take_turn(ready) if not self._closing else False
-            self._safely("awaits that are over cannot be answered", self._awaits.deliver)
-            is_busy |= self._awaits.has_more
+            if awaits.parked or awaits.over or parking.elsewhere is not None:
+                self._safely("awaits that are over cannot be answered", awaits.deliver)
+                is_busy |= awaits.has_more
             self._have_leases_ended()
             self._safely("it cannot be looked after who is there and who is gone", lambda: self._look_around(ready))
         self._end()
@@ -334,7 +325,7 @@ class LocalDoor:
         if not self._closing:
             return False
         self._awaits.close()
-        is_idle = not any(one.in_flight or one.parked or one.unsent for one in self._connections)
+        is_idle = not any(one.in_flight or one.parked or one.unsent for one in self._clients.all)
         return is_idle or self._clock.monotonic_seconds() >= self._closes_at
 
     def _look_around(self, ready: dict[Connection, None]) -> None:
@@ -343,143 +334,11 @@ class LocalDoor:
         if now - self._swept_at < self._limits.sweep_seconds:
             return
         self._swept_at = now
-        while self._to_show_out:
-            self._disconnect_tenant(*self._to_show_out.popleft())
-        for listener in self._accept_paused:
-            self._selector.register(listener.socket, selectors.EVENT_READ, listener)
-        self._accept_paused.clear()
-        for listener in self._listeners:
-            listener.closer.look()
-            listener.unread.count()  # closes what has been read meanwhile
-        if self._spare is None:
-            with suppress(OSError):
-                self._spare = self._woken.dup()
-        self._begin_sweep()
-        self._is_watchful = self._sessions.is_waited_for
-        for one in list(self._connections):
-            if one.is_refused:
-                self._try_again(one)
-            waits_for_him = (
-                one.caller is None
-                or (one.unsent and not one.is_refused)
-                or (one.read and one not in ready and not one.in_flight)
-            )
-            self._is_watchful |= bool(waits_for_him or one.in_flight or one.is_refused)
-            if waits_for_him and now - one.heard_at > self._limits.silence_seconds:
-                self._disconnect(one)
-            elif one.has_message() and not one.ending:
-                ready.setdefault(one)
-
-    def _begin_sweep(self) -> None:
-        """In a separate thread, one sweep at a time: kernel queries can take long."""
-        if self._is_sweeping:
-            return
-        self._is_sweeping = True
-
-        def sweep() -> None:
-            try:
-                self._safely("what those who are gone left behind cannot be given back", self._sessions.sweep)
-            finally:
-                self._is_sweeping = False
-
-        try:
-            self._sweep_pool.submit(sweep)
-        except (RuntimeError, MemoryError):  # the machine has no thread for it
-            sweep()
+        self._is_watchful = self._clients.look_around(ready, now)
 
     def _rest_seconds(self) -> float:
-        often = self._limits.sweep_seconds
-        return often if self._is_watchful or self._accept_paused or self._closing else max(often, IDLE_LOOK_SECONDS)
-
-    def _disconnect_tenant(self, tenant: bytes, done: threading.Event) -> None:
-        for listener in self._listeners:
-            is_theirs = listener.tenant is not None and listener.tenant.tenant == tenant
-            listener.tenant = None if is_theirs else listener.tenant
-            for one in [one for one in self._connections if one.listener is listener]:
-                if is_theirs or (listener.greet is not None and one.tenant in (b"", tenant)):
-                    self._disconnect(one)
-        done.set()
-
-    def _accept_safely(self, listener: Listener) -> None:
-        path, accept = listener.path, partial(self._accept, listener)
-        if not self._attempt(accept, f"accept {path}", "no connection is accepted at %s", path):
-            self._pause_accept(listener)
-
-    def _pause_accept(self, listener: Listener) -> None:
-        if listener not in self._accept_paused:
-            self._selector.unregister(listener.socket)
-            self._accept_paused.append(listener)
-
-    def _accept(self, listener: Listener) -> None:
-        if len(listener.closer) >= MOST_UNCLOSED:
-            self._pause_accept(listener)
-            return
-        try:
-            sock = self._accepted(listener)
-        except BlockingIOError:  # gone again
-            return
-        except OSError as error:  # no descriptors left: the others are served, and this client is let in later
-            self._faults.failed(CONNECTIONS, kind_of(error), f"no client is let in: {error.strerror}")
-            self._pause_accept(listener)
-            return
-        if not listener.is_operator or self._spare is not None:
-            self._tell_worked(CONNECTIONS)
-        listener.share.pay(ACCEPT_COST)
-        sock.setblocking(False)
-        _, user, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-        most = self._most(listener)
-        if len(self._like(listener)) >= most:
-            nameless = [one for one in self._like(listener) if one.caller is None]
-            if nameless:  # connections before their hello make room first
-                self._disconnect(min(nameless, key=lambda one: one.heard_at))
-        refusal, why = None, Refusal.FULL
-        if listener.users is not None and user not in listener.users:
-            why, text = Refusal.USER, f"user {user} may not use this socket; name it in its `users`, or use another one"
-            refusal = m.Failed(m.RequestFault.BAD_INPUT, text)
-        elif len(self._like(listener)) >= most or self._closing:
-            why = Refusal.CLOSING if self._closing else Refusal.FULL
-            refusal = m.Failed(
-                m.RequestFault.BUSY, "there are as many connections as may be; end some, or raise door.connections"
-            )
-        elif self._departed_of(listener) + listener.unread.ended_count >= most:
-            why = Refusal.DEPARTED
-            text = f"{most} connections of this tenant are gone whose processes still map memory, or have not read all"
-            refusal = m.Failed(m.RequestFault.BUSY, f"{text}; end these processes, or raise door.connections")
-        connection = Connection(sock, listener, self._clock.monotonic_seconds(), self._limits)
-        connection.refusal = refusal
-        self._connections.add(connection)
-        if refusal is not None:
-            self._figures.refused[why] += 1
-            self._rejected.append(connection)
-            if len(self._rejected) > TURNED_AWAY:
-                self._disconnect(self._rejected[0])
-        self._watch(connection)
-
-    def _accepted(self, listener: Listener) -> socket.socket:
-        try:
-            return listener.socket.accept()[0]
-        except OSError as error:
-            if not listener.is_operator or self._spare is None or error.errno not in (errno.EMFILE, errno.ENFILE):
-                raise
-            self._faults.failed(CONNECTIONS, kind_of(error), "only the operator is let in")
-            self._spare.close()
-            self._spare = None
-            return listener.socket.accept()[0]
-
-    def _departed_of(self, listener: Listener) -> int:
-        if listener.tenant is None:
-            return 0
-        tenant = listener.tenant.tenant
-        leaving = sum(one.keys.tenant == tenant and not one.is_courier for one in list(self._leaving))
-        return leaving + self._sessions.departed_of(tenant)
-
-    def _like(self, listener: Listener) -> list[Connection]:
-        return [one for one in self._connections if one.refusal is None and one.listener is listener]
-
-    def _most(self, listener: Listener) -> int:
-        if listener.pool is not None:
-            return listener.most
-        return max(1, self._limits.connections // sum(one.pool is None for one in self._listeners))
+        often, is_watchful = self._limits.sweep_seconds, self._is_watchful or self._clients.is_paused
+        return often if is_watchful or self._closing else max(often, IDLE_LOOK_SECONDS)
 
     def _exchange(self, connection: Connection, events: int) -> None:
         if connection.closed:
@@ -487,7 +346,7 @@ class LocalDoor:
         try:
             if events & selectors.EVENT_WRITE:
                 self._flush(connection)
-                self._begin(connection)
+                self._threads.begin(connection)
             if events & selectors.EVENT_READ and not connection.ending:
                 connection.receive(self._clock.monotonic_seconds())
         except BlockingIOError:
@@ -495,15 +354,15 @@ class LocalDoor:
         except DescriptorsSent:
             path = connection.listener.path
             self._log.warn(f"descriptors {path}", "a client sent descriptors to %s, and was hung up on", path)
-            self._disconnect(connection)
+            self._clients.disconnect(connection)
         except OSError:
-            self._disconnect(connection)
+            self._clients.disconnect(connection)
         self._watch(connection)
 
     def _or_disconnect(self, connection: Connection, what: str, work: Callable[[], object]) -> None:
         """Do what concerns one connection: a fault of it is logged, and ends this connection and no other."""
         if not self._is_done(connection, what, work):
-            self._disconnect(connection)
+            self._clients.disconnect(connection)
 
     def _is_done(self, connection: Connection, what: str, work: Callable[[], object]) -> bool:
         path = connection.listener.path
@@ -521,7 +380,7 @@ class LocalDoor:
             self._refuse(connection, str(error))
             return
         if is_large:
-            self._put_off(asked, self._large_pool)
+            self._threads.defer(asked, is_large=True)
         else:
             self._take(asked)
 
@@ -563,14 +422,14 @@ class LocalDoor:
         if asked.length <= LARGE_BYTES and not is_heavy:
             served = self._serve_at_once(connection, verb) if is_slow else self._serve_verb(connection, verb)
         if served is None:
-            self._put_off(asked, self._pool_for(asked) if is_slow else self._large_pool)
+            self._threads.defer(asked, is_large=not is_slow)
             return
         self._waited(connection, begun_at - asked.since)
         connection.ending = connection.caller is None
         self._answer(connection, request.number, served, asks=isinstance(verb, m.Ping))
 
     def _most_unread(self) -> int:
-        return share_of(sum(one.admin is None for one in self._listeners))
+        return share_of(sum(one.admin is None for one in self._clients.listeners))
 
     def _say_unread(self, connection: Connection, number: int) -> None:
         text = f"clients of this tenant have not read about {self._most_unread()} descriptors, which is its share"
@@ -594,165 +453,20 @@ class LocalDoor:
     def _serve_verb(self, connection: Connection, verb: m.Verb) -> Response:
         caller, listener = connection.caller, connection.listener
         if isinstance(verb, m.Hello):
-            if listener.admin is not None:
-                connection.caller, answer = listener.admin.greet(verb)
-            elif listener.greet is not None:
-                connection.caller, answer = listener.greet(verb)
-            else:
-                tenant = listener.tenant_keys()
-                if isinstance(tenant, m.Failed):
-                    return Response(tenant)
-                connection.caller, answer = self._handlers.greet(tenant, verb)
+            connection.caller, answer = listener.greeted(verb, self._handlers.greet)
             return Response(answer)
         if listener.admin is not None:
             return listener.admin.serve(verb)
         assert isinstance(caller, ClientState)
         return self._handlers.serve(caller, verb)
 
-    def _pool_for(self, asked: QueuedRequest) -> ThreadPoolExecutor:
-        return asked.connection.listener.pool or (self._long_pool if asked.is_long else self._pool)
-
-    def _put_off(self, asked: QueuedRequest, pool: ThreadPoolExecutor) -> None:
-        connection = asked.connection
-        asked.pool = pool
-        connection.in_flight += 1
-        connection.in_flight_bytes += asked.length
-        if pool is self._large_pool:
-            connection.large = asked
-            self._large.append(asked)
-            self._begin_large()
-            return
-        connection.waiting.append(asked)
-        self._begin(connection)
-
-    def _begin_large(self) -> None:
-        """Begin the next large message, least-served tenant first, which the executor's own queue would not do."""
-        while self._large_now is None and self._large:
-            now = self._clock.monotonic_seconds()
-            asked = min(self._large, key=lambda one: one.connection.large_rank(now))
-            asked.connection.listener.large_share.begin()
-            asked.begun_at = now
-            self._large.remove(asked)
-            self._large_now = asked
-            work = self._read_slowly if asked.request is None else self._serve_slowly
-            if self._submitted(self._large_pool, work, asked):
-                return
-            if asked.request is None:
-                self._read_slowly(asked)
-            else:
-                self._say_busy(asked)
-
-    def _begin(self, connection: Connection) -> None:
-        """Begin a connection's next deferred messages, within its limit, and none while its answers are unread."""
-        while connection.waiting and not connection.closed:
-            asked = connection.waiting[0]
-            if not asked.is_long and connection.running >= self._limits.running:
-                break
-            if connection.unsent_bytes >= self._limits.unread_bytes:
-                break
-            connection.waiting.popleft()
-            if asked.is_long:
-                connection.long_running += 1
-            else:
-                connection.running += 1
-            assert asked.pool is not None
-            if asked.pool is self._pool:
-                connection.listener.line.waiting.append(asked)
-            elif asked.pool is self._long_pool:
-                connection.listener.long_line.waiting.append(asked)
-            elif not self._submitted(asked.pool, self._serve_slowly, asked):
-                self._say_busy(asked)
-        self._begin_pooled()
-
-    def _begin_pooled(self) -> None:
-        """Here and not in the executor's queue, where each would wait behind a flooding client's."""
-        for lines, pool in ((self._lines, self._pool), (self._long_lines, self._long_pool)):
-            while (asked := lines.begin()) is not None:
-                if not self._submitted(pool, self._serve_slowly, asked):
-                    self._say_busy(asked)
-
-    def _submitted(self, pool: ThreadPoolExecutor, work: Callable[[QueuedRequest], None], asked: QueuedRequest) -> bool:
-        """Whether a thread of the pool does it. If the machine has no new thread, the pool may have queued it for an
-        old one all the same: either that thread or this method takes it, not both."""
-        unbegun = [asked]
-
-        def begin() -> None:
-            try:
-                one = unbegun.pop()
-            except IndexError:
-                return
-            work(one)
-
-        try:
-            pool.submit(begin)
-            self._tell_worked(DOOR_THREADS)
-        except (RuntimeError, MemoryError) as error:
-            if not self._closing:
-                self._faults.failed(DOOR_THREADS, kind_of(error), "a request has no thread")
-            try:
-                unbegun.pop()
-            except IndexError:
-                return True
-            return False
-        return True
-
-    def _say_busy(self, asked: QueuedRequest) -> None:
-        asked.served = Response(m.Failed(m.RequestFault.BUSY, "no thread is free"))
-        self._done.append(asked)
-        self._wake()
-
-    def _read_slowly(self, asked: QueuedRequest) -> None:
-        """In the thread for large messages, one at a time: decoding one holds the interpreter."""
-
-        def read() -> None:
-            try:
-                read_request(asked)
-            except ValueError as error:
-                asked.served = Response(m.Failed(m.RequestFault.MALFORMED, str(error)))
-
-        self._finish(asked, m.RequestFault.MALFORMED, "a message could not be read", read)
-
-    def _serve_slowly(self, asked: QueuedRequest) -> None:
-        asked.waited = self._clock.monotonic_seconds() - asked.since
-        assert asked.request is not None
-        verb = asked.request.verb
-
-        def serve() -> None:
-            try:
-                asked.served = self._serve_verb(asked.connection, verb)
-            except StoreError as error:  # no keys for him
-                asked.served = Response(m.failed(m.RequestFault.BUSY, str(error)))
-
-        self._finish(asked, m.RequestFault.BUSY, "a request could not be served", serve)
-
-    def _finish(self, asked: QueuedRequest, fault: m.RequestFault, what: str, work: Callable[[], None]) -> None:
-        """Do it, and hand the outcome to the door's thread; a fault of the work is the answer."""
-        if not self._is_done(asked.connection, what, work):
-            asked.served = Response(m.Failed(fault, "a fault of the sidecar; it is in its log"))
-        self._done.append(asked)
-        self._wake()
-
     def _deliver(self) -> None:
         while self._done:
             asked = self._done.popleft()
             connection = asked.connection
-            connection.in_flight -= 1
-            connection.in_flight_bytes -= asked.length
-            if asked.pool is self._pool:
-                self._lines.end(connection.listener.line)
-            elif asked.pool is self._long_pool:
-                self._long_lines.end(connection.listener.long_line)
-            if connection.large is asked:
-                connection.large = self._large_now = None
-                connection.listener.large_share.pay(self._clock.monotonic_seconds() - asked.begun_at)
-            elif asked.is_long:
-                connection.long_running -= 1
-            else:
-                connection.running -= 1
+            self._threads.ended(asked)
             self._or_disconnect(connection, "an answer could not be given", partial(self._deliver_one, asked))
-            self._begin_large()
-            self._begin(connection)
-            self._begin_pooled()
+            self._threads.begin_next(connection)
             self._watch(connection)
 
     def _deliver_one(self, asked: QueuedRequest) -> None:
@@ -788,13 +502,13 @@ class LocalDoor:
         line = "an answer of %s could not be made; socket %s", name, path
         if not self._attempt(lambda: made.append(self._frame(connection, number, served, asks)), str(path), *line):
             close_all(served.descriptors)
-            self._disconnect(connection)
+            self._clients.disconnect(connection)
             return
         connection.put(made[0], list(served.descriptors))
         try:
             self._flush(connection)
         except OSError:
-            self._disconnect(connection)
+            self._clients.disconnect(connection)
 
     def _frame(self, connection: Connection, number: int, served: Response, asks: bool) -> memoryview:
         caller = connection.caller
@@ -816,39 +530,24 @@ class LocalDoor:
                 raise
             connection.is_refused = True
             self._faults.failed(SENT, kind_of(error), "too many are under way that no client has read")
-            self._hang_up_on_the_worst(connection)
+            self._clients.hang_up_on_the_worst(connection)
             return
-        if has_descriptors and not connection.unsent:
-            self._tell_worked(SENT)
-
-    def _tell_worked(self, what: str) -> None:
-        if what in self._faults.failing:
-            self._faults.worked(what)
+        if has_descriptors and not connection.unsent and SENT in self._faults.failing:
+            self._faults.worked(SENT)
 
     def _try_again(self, connection: Connection) -> None:
         connection.is_refused, connection.heard_at = False, self._clock.monotonic_seconds()
         try:
             self._flush(connection)
         except OSError:
-            self._disconnect(connection)
+            self._clients.disconnect(connection)
         self._watch(connection)
-
-    def _hang_up_on_the_worst(self, beside: Connection) -> None:
-        """Disconnect the client with the most descriptors unread for a while, other than the one that waits."""
-        since = self._clock.monotonic_seconds() - UNREAD_SECONDS
-        counts = {one: one.unread.count_since(since) for one in self._connections}
-        worst = max(counts, key=lambda one: counts[one], default=beside)
-        if worst is beside or not counts[worst]:
-            return
-        path = worst.listener.path
-        self._log.warn(f"unread {path}", "a client of %s did not read %d descriptors for long", path, counts[worst])
-        self._disconnect(worst)
 
     def _watch(self, connection: Connection) -> None:
         if connection.closed:
             return
         if connection.ending and not connection.unsent and not connection.in_flight:
-            self._disconnect(connection)
+            self._clients.disconnect(connection)
             return
         interest = selectors.EVENT_WRITE if connection.unsent and not connection.is_refused else 0
         if not connection.ending and not self._closing and not connection.has_message():
@@ -865,63 +564,25 @@ class LocalDoor:
         except (OSError, ValueError, KeyError, MemoryError) as error:  # the kernel watches no more sockets
             path = connection.listener.path
             self._log.error(str(path), "a connection cannot be watched; socket %s", path, error=error)
-            self._disconnect(connection)
+            self._clients.disconnect(connection)
             return
         connection.interest = interest
 
-    def _disconnect(self, connection: Connection) -> None:
-        if connection.closed:
-            return
-        self._connections.discard(connection)
-        if connection.interest:
-            with suppress(KeyError, ValueError, OSError):
-                self._selector.unregister(connection.socket)
-        connection.discard(self._limits, self._clock.monotonic_seconds())
-        if connection.large in self._large:
-            self._large.remove(connection.large)
-        for line in (connection.listener.line, connection.listener.long_line):
-            line.leave_out(lambda one: one.connection is connection)
-        if connection.refusal is not None:
-            self._rejected.remove(connection)
-        if not isinstance(connection.caller, ClientState):
-            return
-        self._awaits.gone(connection)
-        self._leaving.add(connection.caller)
-        try:  # it may have held much
-            self._end_pool.submit(self._left, connection.caller)
-        except (RuntimeError, MemoryError):  # the pool is closed, or has no thread for it
-            self._left(connection.caller)
-
     def _left(self, caller: ClientState) -> None:
         _log.debug("client left", extra={"connection": caller.number})
-        try:
-            self._sessions.left(caller)
-            self._handlers.parking.left(caller)
-        finally:
-            self._leaving.discard(caller)
-        with suppress(OSError):  # closed meanwhile
-            self._wake()
+        self._sessions.left(caller)
+        self._handlers.parking.left(caller)
 
     def _end(self) -> None:
-        for listener in self._listeners:
-            remove_socket(listener.path)  # first: the next process makes a new one
-            if listener not in self._accept_paused:
-                self._selector.unregister(listener.socket)
-            listener.closer.close(listener.socket)  # with the connections in its backlog
-        while self._to_show_out:
-            self._to_show_out.popleft()[1].set()
-        own = [one.pool for one in self._listeners if one.pool is not None]
-        for pool in (self._pool, self._large_pool, self._sweep_pool, self._end_pool, *own):
+        self._clients.stop()
+        self._threads.close()
+        for pool in (self._end_pool, *self._clients.own_pools()):
             pool.shutdown(wait=False, cancel_futures=True)
-        for connection in list(self._connections):
-            self._disconnect(connection)
-        self._long_pool.shutdown(wait=False, cancel_futures=True)
+        for connection in list(self._clients.all):
+            self._clients.disconnect(connection)
+        self._threads.close_long()
         self._sessions.end_notifying()
-        for listener in self._listeners:
-            listener.unread.close()
-            listener.closer.end()
-        if self._spare is not None:
-            self._spare.close()
+        self._clients.close()
         self._selector.close()
 
     def _wake(self) -> None:

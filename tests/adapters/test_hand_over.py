@@ -18,8 +18,7 @@ import pytest
 
 from engine_adapter.handoff import block_wait
 from engine_adapter.handoff.block_wait import BlockWait, WaitPolicy
-from engine_adapter.paged.requests import RequestSpec
-from engine_adapter.paged.scheduler import TICKET_SECONDS
+from engine_adapter.paged.requests import TICKET_SECONDS, RequestSpec
 from kvstore.block.account import MissReason
 from kvstore.block.identity import Identity, Prompt
 from kvstore.client.edge import contained
@@ -402,7 +401,7 @@ def test_asking_two_hundred_waiting_requests_touches_no_socket_lock_or_hash(tmp_
             while sidecar.core.awaits.counts().parked < WAITING:
                 engine.step()
                 assert time.monotonic() < deadline
-            engine.half._idle_seconds = 0.0  # as while others run
+            engine.half._promises._idle_seconds = 0.0  # as while others run
             called: Counter[str] = Counter()
 
             def note(frame: Any, event: str, arg: Any) -> None:

@@ -392,7 +392,7 @@ def test_what_a_client_mapped_is_let_go_of_when_the_sidecar_hangs_up(sidecar: Si
         assert run is not None
         wait_until(lambda: run.notify_pipe is not None)
         store._door._touch.nudge.set()  # from now on it asks every thousand seconds
-        (connection,) = sidecar.door._connections
+        (connection,) = sidecar.door._clients.all
         wait_until(lambda: not store._door._touch.nudge.is_set())
         connection.socket.shutdown(socket.SHUT_RDWR)
         wait_until(lambda: store._door._run is not None and store._door._run is not run)

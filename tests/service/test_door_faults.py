@@ -23,8 +23,8 @@ from kvstore.block.layout import KvGroup, Layout
 from kvstore.client.framing import FramedSocket
 from kvstore.node import SystemClock
 from kvstore.protocol import messages as m
+from kvstore.service.connections import LARGE_BYTES
 from kvstore.service.dispatch import Response
-from kvstore.service.local_door import LARGE_BYTES
 from service.sidecar import Sidecar
 from tiering.nvme.lmdb_index import LmdbMaker
 from torture.peer import Peer, packed_namespace

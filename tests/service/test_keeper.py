@@ -32,7 +32,7 @@ from kvstore.service.keeper import (
     LONGEST_PAUSE_SECONDS,
     pause_before_start,
 )
-from kvstore.service.kept import KeeperWire
+from kvstore.service.serve import KeeperWire
 from service.sidecar import patient
 from service.test_serve import ended, serving
 from workbench import MODEL, blank_pages, ids, random_pages, same_tokens, small_layout

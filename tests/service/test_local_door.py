@@ -33,6 +33,7 @@ from kvstore.protocol import messages as m
 from kvstore.protocol.door import ReservationLost
 from kvstore.service import dispatch as handlers
 from kvstore.service import local_door
+from kvstore.service.connected import TURNED_AWAY
 from kvstore.service.connections import (
     COST_BYTES,
     LARGE_BURST_BYTES,
@@ -43,7 +44,6 @@ from kvstore.service.connections import (
     DoorLimits,
     Listener,
 )
-from kvstore.service.local_door import TURNED_AWAY
 from kvstore.service.sessions import ClientState
 from service.sidecar import Sidecar, number_of
 from tiering.dram.extents import MappedExtent
@@ -554,11 +554,11 @@ def test_a_large_message_does_not_wait_behind_those_of_a_flooder(sidecar: Sideca
         wait_until(lambda: sidecar.door.usage().served.get("match") == 1)
         for at, flooder in enumerate(flooders):
             flooder.socket.sendall(m.pack(m.Request(2, m.ReleaseRequest(str(at) * (m.MAX_BODY_BYTES - 100)))))
-        wait_until(lambda: len(sidecar.door._large) == len(flooders))
+        wait_until(lambda: len(sidecar.door._threads._large) == len(flooders))
         other.socket.sendall(m.pack(m.Request(2, m.ReleaseRequest("x" * LARGE))))
-        wait_until(lambda: len(sidecar.door._large) == len(flooders) + 1)
+        wait_until(lambda: len(sidecar.door._threads._large) == len(flooders) + 1)
         flooders[0].close()
-        wait_until(lambda: len(sidecar.door._large) == len(flooders))
+        wait_until(lambda: len(sidecar.door._threads._large) == len(flooders))
     for peer in (first, *flooders[1:], other):
         assert peer.reply() is not None
     assert served[0] == "x" and sorted(served) == ["1", "2", "3", "4", "5", "x"]
@@ -598,10 +598,10 @@ def test_what_no_thread_was_found_for_is_answered_once(sidecar: Sidecar) -> None
     assert answer == m.Failed(m.RequestFault.BUSY, "no thread is free")
     reply = peer.reply()
     assert reply is not None and reply.number == 2 and isinstance(reply.answer, m.Reserved)
-    wait_until(lambda: sidecar.door._pool._work_queue.empty())
+    wait_until(lambda: sidecar.door._threads._pool._work_queue.empty())
     peer.ask(m.ReleaseRequest(""), 4)
     assert sidecar.store.usage().reservations == 1
-    (connection,) = sidecar.door._connections
+    (connection,) = sidecar.door._clients.all
     assert (connection.in_flight, connection.in_flight_bytes, connection.running) == (0, 0, 0)
     peer.close()
     wait_until(lambda: is_at_rest(sidecar))
@@ -783,7 +783,7 @@ def test_a_prompt_of_a_million_tokens_does_not_use_up_what_a_connection_may_ask(
     peer = said_hello(sidecar)
     number = opened(peer)
     keys = [at.to_bytes(KEY_BYTES, "big") for at in range(15_625)]
-    (connection,) = sidecar.door._connections
+    (connection,) = sidecar.door._clients.all
     tokens = connection.tokens
     assert isinstance(peer.ask(m.MatchPrefix(number, keys), 2), m.Matched)
     assert isinstance(peer.ask(m.LeasePrefix(number, keys, 0, 50.0), 3), m.Leased)

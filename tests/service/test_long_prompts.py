@@ -208,7 +208,7 @@ def test_whoever_reads_no_answers_is_served_no_further(tmp_path: Path, monkeypat
             handle = store.namespace(model=MODEL, layout=LAYOUT)
             assert handle.put(prompt(600 * 64, 1), blank(600 * 64)).stored == 600
             keys = list(handle.match(prompt(600 * 64, 1)).keys)
-        wait_until(lambda: not sidecar.door._connections)
+        wait_until(lambda: not sidecar.door._clients.all)
         peer = Peer(str(sidecar.path))
         peer.ask(m.Hello(1, 1, "t"))
         packed = Namespace(MODEL, LAYOUT, "raw").pack()
@@ -218,7 +218,7 @@ def test_whoever_reads_no_answers_is_served_no_further(tmp_path: Path, monkeypat
         asked = [
             m.pack(m.Request(at, m.LeasePrefix(granted.grant.number, keys, 0, 60_000.0))) for at in range(2, 2 + count)
         ]
-        (connection,) = [one for one in sidecar.door._connections if not one.closed]
+        (connection,) = [one for one in sidecar.door._clients.all if not one.closed]
         with sidecar.core._lock:  # all of them are under way
             peer.socket.sendall(b"".join(asked))
             wait_until(lambda: connection.in_flight == count)

@@ -18,15 +18,13 @@ import pytest
 
 from kvstore.block.identity import Namespace
 from kvstore.protocol import messages as m
+from kvstore.service.accounting import Lines, ServiceShare, Turns
 from kvstore.service.connections import (
     LARGE_BURST_BYTES,
     LARGE_BYTES,
     Connection,
     DoorLimits,
-    Lines,
     Listener,
-    ServiceShare,
-    Turns,
 )
 from kvstore.service.sessions import ClientState
 from service.sidecar import Sidecar
@@ -206,7 +204,7 @@ def test_one_connection_gets_as_much_as_many_of_another_tenant(crowded: Crowded)
 def test_connections_and_hellos_are_paid_for_by_their_tenant(crowded: Crowded) -> None:
     """Whoever hangs up and comes anew gains nothing by it."""
     worker = crowded.come_in(crowded.other_path)
-    tenants = {listener.path: listener.share for listener in crowded.sidecar.door._listeners}
+    tenants = {listener.path: listener.share for listener in crowded.sidecar.door._clients.listeners}
     worker.ask(m.Ping())
     before = {path: share.starts_at for path, share in tenants.items()}
     for _ in range(10):
@@ -234,12 +232,12 @@ def test_a_tenant_that_opens_namespaces_does_not_wait_for_fresh_connections_that
     large = "x" * LARGE_BYTES
     with crowded.sidecar.core._lock:  # which the first one waits for, and all behind it
         first.socket.sendall(m.pack(m.Request(2, space)))
-        wait_until(lambda: crowded.sidecar.door._large_now is not None)
+        wait_until(lambda: crowded.sidecar.door._threads._large_now is not None)
         for peer in fresh:
             say(peer, "a" + large)
-        wait_until(lambda: len(crowded.sidecar.door._large) == len(fresh))
+        wait_until(lambda: len(crowded.sidecar.door._threads._large) == len(fresh))
         say(worker, "b" + large)
-        wait_until(lambda: len(crowded.sidecar.door._large) == len(fresh) + 1)
+        wait_until(lambda: len(crowded.sidecar.door._threads._large) == len(fresh) + 1)
     for peer in (first, worker, *fresh):
         hear(peer)
     assert crowded.order[0] == "b" and crowded.order.count("a") == len(fresh)
@@ -266,7 +264,7 @@ def test_a_request_for_the_pool_does_not_wait_behind_those_of_another_tenant(cro
     crowded.sidecar.core.reserve = watched  # type: ignore[method-assign, assignment]
     verbs = [m.Reserve(0, [b"a" + bytes([at]) * 31], 0) for at in range(4)]
     try:
-        line = door._listeners[0].line
+        line = door._clients.listeners[0].line
         for at, peer in enumerate((*crowd, gone), 1):
             for verb in verbs:
                 peer.socket.sendall(m.pack(m.Request(2, msgspec.structs.replace(verb, namespace=numbers[peer]))))
@@ -304,7 +302,7 @@ def test_what_takes_long_does_not_wait_behind_that_of_another_tenant(crowded: Cr
 
     crowded.sidecar.core.persist = watched  # type: ignore[method-assign, assignment]
     try:
-        line = crowded.sidecar.door._listeners[0].long_line
+        line = crowded.sidecar.door._clients.listeners[0].long_line
         for at, peer in enumerate(crowd, 1):
             peer.socket.sendall(m.pack(m.Request(2, m.Persist(numbers[peer], [b"a" * 32], 1.0))))
             wait_until(lambda count=at: line.running + len(line.waiting) == count)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kvstore.insight.trace import Trace
 from kvstore.node import build_replay
 from recorded import made_of, recorded
-from tiering.policies import adaptive, adaptive_loops
+from tiering.policies import adaptive, adaptive_arrays, adaptive_loops, adaptive_rings
 from tiering.policies.adaptive import Adaptive
 from tiering.policies.lru import LeafFirstLru
 
@@ -190,12 +190,12 @@ class Ghosts:
         self.policy.used([self.rows[block] for block in chain], count)
 
     def names_in(self, ghost: int) -> set[int]:
-        ring = self.policy._ghosts[0 if ghost == adaptive_loops.LRU else 2]
+        ring = self.policy._ghosts[0 if ghost == adaptive_arrays.LRU else 2]
         node, found = ring["newer"][0], []
         while node:
             found.append(int(ring["name"][node]))
             node = ring["newer"][node]
-        assert len(found) == self.policy._numbers[ghost + adaptive_loops.COUNT]
+        assert len(found) == self.policy._numbers[ghost + adaptive_arrays.COUNT]
         return set(found)
 
 
@@ -211,7 +211,7 @@ def test_both_ghosts_hold_whole_prefixes_and_no_more_than_they_may(prompts: list
         chain = [tuple(ids[: depth + 1]) for depth in range(len(ids))][::-1]
         parents.update((hash(block), hash(block[:-1]) if len(block) > 1 else None) for block in chain)
         ghosts.use(chain, len(chain))
-        for ghost in (adaptive_loops.LRU, adaptive_loops.OWN):
+        for ghost in (adaptive_arrays.LRU, adaptive_arrays.OWN):
             held = ghosts.names_in(ghost)
             assert len(held) <= room and all(parents[one] is None or parents[one] in held for one in held)
             assert held >= {hash(block) for block in chain[::-1][:room]}, "what was asked for last is there"
@@ -242,65 +242,65 @@ def test_it_follows_the_ghost_that_finds_more_and_leaves_it_when_it_finds_less()
     assert hits[-500:].mean() > 1.8 and hits[:100].mean() < 1.6, "of two blocks, in the end and at first"
     scores = policy._scores
     lru, by_chance = (
-        scores[adaptive_loops.LRU_SCORE],
-        (scores[adaptive_loops.SPREAD] * scores[adaptive_loops.WEIGHT]) ** 0.5,
+        scores[adaptive_arrays.LRU_SCORE],
+        (scores[adaptive_arrays.SPREAD] * scores[adaptive_arrays.WEIGHT]) ** 0.5,
     )
-    least = adaptive.LEAD * by_chance + adaptive.FLOOR * scores[adaptive_loops.SCORE_USES]
+    least = adaptive.LEAD * by_chance + adaptive.FLOOR * scores[adaptive_arrays.SCORE_USES]
     for lead, is_followed in ((0.1, True), (-0.1, False), (0.9, False), (1.1, True)):
-        scores[adaptive_loops.OWN_SCORE] = lru + lead * least
+        scores[adaptive_arrays.OWN_SCORE] = lru + lead * least
         policy.used([0], 1)
         assert policy.goes_by_worth == is_followed, lead
 
 
 def test_what_one_ghost_leads_by_in_a_few_requests_may_be_chance() -> None:
     """The same hits in many requests are a lead, and in one are none."""
-    numbers = np.zeros(adaptive_loops.NUMBERS, np.int64)
+    numbers = np.zeros(adaptive_arrays.NUMBERS, np.int64)
     setting = np.array([1.0, 1e12, adaptive.LEAD, 0.0, 0.0, 0.0])
     for requests, is_lead in ((1, False), (100, True)):
-        scores = np.zeros(adaptive_loops.SCORES)
-        scores[adaptive_loops.WEIGHT] = 1.0
-        numbers[adaptive_loops.RULE] = 0
+        scores = np.zeros(adaptive_arrays.SCORES)
+        scores[adaptive_arrays.WEIGHT] = 1.0
+        numbers[adaptive_arrays.RULE] = 0
         for _ in range(requests):
             adaptive_loops._guard(scores, setting, 10, 1000 // requests, 1100 // requests, numbers)
-        assert bool(numbers[adaptive_loops.RULE]) == is_lead
-        assert scores[adaptive_loops.OWN_SCORE] - scores[adaptive_loops.LRU_SCORE] == pytest.approx(100)
+        assert bool(numbers[adaptive_arrays.RULE]) == is_lead
+        assert scores[adaptive_arrays.OWN_SCORE] - scores[adaptive_arrays.LRU_SCORE] == pytest.approx(100)
 
 
 @given(uses=st.integers(0, 1 << 40))
 def test_an_age_has_a_step_of_an_eighth_of_its_octave(uses: int) -> None:
     """Up to 15 each has its own; above, eight to an octave; all that is older than the last step is that old."""
     octave = max(0, uses.bit_length() - 4)
-    expected = min(octave * adaptive_loops.STEPS + (uses >> octave), adaptive_loops.AGES - 1)
-    assert adaptive_loops._age_of(uses) == expected
+    expected = min(octave * adaptive_arrays.STEPS + (uses >> octave), adaptive_arrays.AGES - 1)
+    assert adaptive_rings.age_of(uses) == expected
 
 
 def test_a_guard_that_was_told_of_an_endless_request_goes_on() -> None:
-    numbers, scores = np.zeros(adaptive_loops.NUMBERS, np.int64), np.zeros(adaptive_loops.SCORES)
-    scores[adaptive_loops.WEIGHT] = 1.0
+    numbers, scores = np.zeros(adaptive_arrays.NUMBERS, np.int64), np.zeros(adaptive_arrays.SCORES)
+    scores[adaptive_arrays.WEIGHT] = 1.0
     setting = np.array([1.0, 20_000.0, adaptive.LEAD, adaptive.FLOOR, 0.0, 0.0])
     for _ in range(10):
         adaptive_loops._guard(scores, setting, 1 << 40, 0, 1 << 40, numbers)
-    assert np.isfinite(scores).all() and numbers[adaptive_loops.RULE] == 1
+    assert np.isfinite(scores).all() and numbers[adaptive_arrays.RULE] == 1
 
 
 def test_what_was_learned_fades_by_uses_whether_requests_are_long_or_short() -> None:
     blocks = 4_000
     policy = Adaptive(array("q", range(1, 20_001)), 1)
     policy.expect(blocks)
-    half_life = policy._settings[adaptive_loops.HALF_LIFE]
-    full = adaptive_loops.SAMPLES * half_life / np.log(2)  # looks of which as many fade as come
+    half_life = policy._settings[adaptive_arrays.HALF_LIFE]
+    full = adaptive_arrays.SAMPLES * half_life / np.log(2)  # looks of which as many fade as come
     for at in range(800):
         first = 2_000 * (at % 10)
         policy.used(list(range(first, first + 2_000)), 2_000)
         policy._catch_up(1 << 40)
-    uses = int(policy._numbers[adaptive_loops.CLOCK])
-    held = policy._learned[adaptive_loops.LOOKS].sum()
-    behind = adaptive_loops.KINDS * 2_000  # uses since a kind was reckoned last, at most
+    uses = int(policy._numbers[adaptive_arrays.CLOCK])
+    held = policy._learned[adaptive_arrays.LOOKS].sum()
+    behind = adaptive_arrays.KINDS * 2_000  # uses since a kind was reckoned last, at most
     assert 0.999 < held / (full * (1 - 0.5 ** (uses / half_life))) < 2.0 ** (behind / half_life)
     for at in range(9_000):
         policy.used([at % 3_000], 1)
-    assert policy._numbers[adaptive_loops.DUE] >= policy._numbers[adaptive_loops.CLOCK] - adaptive_loops.RECKON_USES
-    assert policy._learned[adaptive_loops.LOOKS].sum() > 0.5 ** ((9_000 + behind) / half_life) * held
+    assert policy._numbers[adaptive_arrays.DUE] >= policy._numbers[adaptive_arrays.CLOCK] - adaptive_arrays.RECKON_USES
+    assert policy._learned[adaptive_arrays.LOOKS].sum() > 0.5 ** ((9_000 + behind) / half_life) * held
 
 
 @given(seed=st.integers(0, 10**6))
@@ -309,14 +309,14 @@ def test_worth_is_the_best_chance_for_its_time_at_every_age(seed: int) -> None:
     """Against sums over ages, each from its own on, of loads where nearly all are used by some age."""
     rng = np.random.default_rng(seed)
     names = int(rng.integers(16, 100_000))
-    learned = np.zeros((adaptive_loops.TABLES, adaptive_loops.KINDS, adaptive_loops.AGES))
-    learned[adaptive_loops.USES, 0] = rng.choice([0.0, 1.0, 1e5], adaptive_loops.AGES, p=[0.6, 0.3, 0.1])
-    learned[adaptive_loops.LOOKS, 0] = rng.choice([0.0, 10.0, 1e4], adaptive_loops.AGES)
-    ages = np.arange(adaptive_loops.AGES)
-    steps = adaptive_loops.STEPS
+    learned = np.zeros((adaptive_arrays.TABLES, adaptive_arrays.KINDS, adaptive_arrays.AGES))
+    learned[adaptive_arrays.USES, 0] = rng.choice([0.0, 1.0, 1e5], adaptive_arrays.AGES, p=[0.6, 0.3, 0.1])
+    learned[adaptive_arrays.LOOKS, 0] = rng.choice([0.0, 10.0, 1e4], adaptive_arrays.AGES)
+    ages = np.arange(adaptive_arrays.AGES)
+    steps = adaptive_arrays.STEPS
     widths = np.where(ages < steps, 1.0, 2.0 ** (ages // steps - 1))
-    looks = (learned[adaptive_loops.LOOKS, 0] + adaptive_loops.DOUBT) * names / adaptive_loops.SAMPLES
-    rates = learned[adaptive_loops.USES, 0] / looks
+    looks = (learned[adaptive_arrays.LOOKS, 0] + adaptive_arrays.DOUBT) * names / adaptive_arrays.SAMPLES
+    rates = learned[adaptive_arrays.USES, 0] / looks
     adaptive_loops._reckon(learned, 0, names, 1_000, 1_000.0)
     for age in ages:
         passed = np.cumsum(rates[age:] * widths[age:])
@@ -325,24 +325,24 @@ def test_worth_is_the_best_chance_for_its_time_at_every_age(seed: int) -> None:
             rates[age:] > 0, -np.expm1(-rates[age:] * widths[age:]) / np.maximum(rates[age:], 1e-300), widths[age:]
         )
         best = (-np.expm1(-passed) / np.cumsum(before * spans)).max()
-        assert learned[adaptive_loops.WORTH, 0, age] == pytest.approx(best, rel=1e-6, abs=1e-15)
+        assert learned[adaptive_arrays.WORTH, 0, age] == pytest.approx(best, rel=1e-6, abs=1e-15)
 
 
 def test_victims_of_the_learning_ghost_are_drawn_anew_each_time() -> None:
     """Each has the next number, and of all that is drawn from numbers nothing comes twice."""
     policy = Adaptive(array("q", range(1, 1_000)), 1)
     policy.expect(10)
-    before = int(policy._numbers[adaptive_loops.OWN_DRAWS])
+    before = int(policy._numbers[adaptive_arrays.OWN_DRAWS])
     for row in range(210):
         policy.used([row], 1)
-    assert policy._numbers[adaptive_loops.OWN_DRAWS] == before + 200
-    drawn = [adaptive_loops._drawn_from(number) for number in range(before + 1, before + 201)]
+    assert policy._numbers[adaptive_arrays.OWN_DRAWS] == before + 200
+    drawn = [adaptive_rings.drawn_from(number) for number in range(before + 1, before + 201)]
     seen = set()
     for state in drawn:
-        for _ in range(adaptive_loops.CANDIDATES // 2):
-            state = adaptive_loops._step(np.uint64(state))
+        for _ in range(adaptive_arrays.CANDIDATES // 2):
+            state = adaptive_rings.next_state(np.uint64(state))
             seen.add(int(state))
-    assert len(seen) == 200 * adaptive_loops.CANDIDATES // 2
+    assert len(seen) == 200 * adaptive_arrays.CANDIDATES // 2
 
 
 class Interrupted(Exception):
@@ -419,9 +419,9 @@ def rings_are_whole(policy: Adaptive) -> None:
     """Rings, leaf lists, chains by hash and free nodes of both ghosts and of the history."""
     numbers = policy._numbers
     for nodes, heads, at in (
-        (policy._ghosts[0], policy._ghosts[1], adaptive_loops.LRU),
-        (policy._ghosts[2], policy._ghosts[3], adaptive_loops.OWN),
-        (policy._history[0], policy._history[1], adaptive_loops.NAMES),
+        (policy._ghosts[0], policy._ghosts[1], adaptive_arrays.LRU),
+        (policy._ghosts[2], policy._ghosts[3], adaptive_arrays.OWN),
+        (policy._history[0], policy._history[1], adaptive_arrays.NAMES),
     ):
         ring, before = [], 0
         node = int(nodes[0]["newer"])
@@ -429,14 +429,14 @@ def rings_are_whole(policy: Adaptive) -> None:
             assert nodes[node]["older"] == before and len(ring) < len(nodes)
             ring.append(node)
             before, node = node, int(nodes[node]["newer"])
-        assert nodes[0]["older"] == before and len(ring) == len(set(ring)) == numbers[at + adaptive_loops.COUNT]
+        assert nodes[0]["older"] == before and len(ring) == len(set(ring)) == numbers[at + adaptive_arrays.COUNT]
         chained: list[int] = []
         for head in heads.tolist():
             while head:
                 chained.append(head)
                 head = int(nodes[head]["next"])
         assert sorted(chained) == sorted(ring)
-        if at == adaptive_loops.NAMES:
+        if at == adaptive_arrays.NAMES:
             continue
         children = {node: 0 for node in [0, *ring]}
         for node in ring:
@@ -444,8 +444,8 @@ def rings_are_whole(policy: Adaptive) -> None:
         assert all(nodes[node]["children"] == children[node] for node in ring)
         places = {node: place for place, node in enumerate([*ring, 0])}
         assert all(places[node] < places[int(nodes[node]["parent"])] for node in ring), "the oldest one is a leaf"
-        if at == adaptive_loops.OWN:
-            leaves = policy._own_leaves[: numbers[at + adaptive_loops.LEAF_COUNT]]
+        if at == adaptive_arrays.OWN:
+            leaves = policy._own_leaves[: numbers[at + adaptive_arrays.LEAF_COUNT]]
             assert sorted(leaves["node"].tolist()) == sorted(node for node in ring if not children[node])
             for place, leaf in enumerate(leaves):
                 assert all(leaf[field] == nodes[leaf["node"]][field] for field in ("when", "kind"))
@@ -460,14 +460,16 @@ def test_whatever_chains_it_is_told_its_tables_stay_whole(data: st.DataObject, n
     rows = array("q", (random.randrange(names) for _ in range(300)))
     policy = Adaptive(rows, 1)
     policy.expect(random.choice([1, 3, 16]))
-    policy._learned[adaptive_loops.WORTH] = np.random.default_rng(1).random((adaptive_loops.KINDS, adaptive_loops.AGES))
+    policy._learned[adaptive_arrays.WORTH] = np.random.default_rng(1).random(
+        (adaptive_arrays.KINDS, adaptive_arrays.AGES)
+    )
     for _ in range(60):
         chain = random.sample(range(300), random.randrange(1, 30))
         policy.used(chain, random.randrange(len(chain) + 1))
         if random.random() < 0.1:
             policy.expect(random.randrange(1, 40))
         if random.random() < 0.2:
-            policy._numbers[adaptive_loops.ROOM] = random.randrange(1, int(policy._numbers[adaptive_loops.NODES]) + 1)
+            policy._numbers[adaptive_arrays.ROOM] = random.randrange(1, int(policy._numbers[adaptive_arrays.NODES]) + 1)
         rings_are_whole(policy)
 
 
@@ -494,7 +496,7 @@ def test_it_is_the_same_whether_a_request_is_learned_and_told_at_once_or_in_piec
                 policy.expect(300)
     assert in_pieces._told.shape == at_once._told.shape
     in_pieces._catch_up(1 << 30)
-    numbers = np.arange(adaptive_loops.NUMBERS) != adaptive_loops.FETCHED
+    numbers = np.arange(adaptive_arrays.NUMBERS) != adaptive_arrays.FETCHED
     for mine, theirs in zip(
         (*in_pieces._ghosts, *in_pieces._history, in_pieces._scores, in_pieces._learned, in_pieces._numbers[numbers]),
         (*at_once._ghosts, *at_once._history, at_once._scores, at_once._learned, at_once._numbers[numbers]),
@@ -508,21 +510,21 @@ def test_a_victim_is_found_before_a_long_request_is_told_in_full() -> None:
     policy = Adaptive(array("q", range(1, 400)), 1)
     policy.expect(400)
     chain = list(range(300))
-    ghosts = np.array([adaptive_loops.LRU, adaptive_loops.OWN])
+    ghosts = np.array([adaptive_arrays.LRU, adaptive_arrays.OWN])
     for row in chain:
         policy.inserted(row)
     policy.used(chain, len(chain))
-    assert policy._numbers[ghosts + adaptive_loops.LEFT].tolist() == [300 - adaptive_loops.PIECE] * 2
+    assert policy._numbers[ghosts + adaptive_arrays.LEFT].tolist() == [300 - adaptive_arrays.PIECE] * 2
     next(policy.victims())
-    assert policy._numbers[ghosts + adaptive_loops.LEFT].tolist() == [300 - 2 * adaptive_loops.PIECE] * 2
+    assert policy._numbers[ghosts + adaptive_arrays.LEFT].tolist() == [300 - 2 * adaptive_arrays.PIECE] * 2
     policy.used([300], 1)
-    told = 2 * adaptive_loops.PIECE + adaptive_loops.AT_ONCE
-    assert policy._numbers[ghosts + adaptive_loops.COUNT].tolist() == [told] * 2
-    assert policy._numbers[adaptive_loops.WAITING] == 2
-    for _ in range(300 // adaptive_loops.AT_ONCE):
+    told = 2 * adaptive_arrays.PIECE + adaptive_arrays.AT_ONCE
+    assert policy._numbers[ghosts + adaptive_arrays.COUNT].tolist() == [told] * 2
+    assert policy._numbers[adaptive_arrays.WAITING] == 2
+    for _ in range(300 // adaptive_arrays.AT_ONCE):
         policy.used([300], 1)
-    assert policy._numbers[ghosts + adaptive_loops.COUNT].tolist() == [301] * 2
-    assert policy._numbers[adaptive_loops.WAITING] == 0
+    assert policy._numbers[ghosts + adaptive_arrays.COUNT].tolist() == [301] * 2
+    assert policy._numbers[adaptive_arrays.WAITING] == 0
 
 
 def test_a_request_that_finds_no_place_to_wait_has_the_first_one_told() -> None:
@@ -530,19 +532,19 @@ def test_a_request_that_finds_no_place_to_wait_has_the_first_one_told() -> None:
     names = array("q", range(1, 4000))
     policy = Adaptive(names, 1)
     policy.expect(4000)
-    for request in range(adaptive_loops.REQUESTS + 3):
+    for request in range(adaptive_arrays.REQUESTS + 3):
         policy.used(list(range(300 * request, 300 * (request + 1))), 300)
         rings_are_whole(policy)
-        assert policy._numbers[adaptive_loops.WAITING] == min(request + 1, adaptive_loops.REQUESTS)
+        assert policy._numbers[adaptive_arrays.WAITING] == min(request + 1, adaptive_arrays.REQUESTS)
     policy._catch_up(1 << 30)
-    assert policy._numbers[adaptive_loops.WAITING] == 0
-    for ghost in (adaptive_loops.LRU, adaptive_loops.OWN):
-        assert policy._numbers[ghost + adaptive_loops.COUNT] == 300 * (adaptive_loops.REQUESTS + 3)
+    assert policy._numbers[adaptive_arrays.WAITING] == 0
+    for ghost in (adaptive_arrays.LRU, adaptive_arrays.OWN):
+        assert policy._numbers[ghost + adaptive_arrays.COUNT] == 300 * (adaptive_arrays.REQUESTS + 3)
 
 
 def clock(policy: Adaptive) -> int:
     """Uses that were learned."""
-    return int(policy._numbers[adaptive_loops.CLOCK])
+    return int(policy._numbers[adaptive_arrays.CLOCK])
 
 
 def test_a_long_request_is_learned_in_pieces() -> None:
@@ -552,11 +554,11 @@ def test_a_long_request_is_learned_in_pieces() -> None:
     for row in range(2001):
         policy.inserted(row)
     policy.used(list(range(2000)), 2000)
-    assert clock(policy) == adaptive_loops.STEP
+    assert clock(policy) == adaptive_arrays.STEP
     next(policy.victims())
-    assert clock(policy) == adaptive_loops.STEP + adaptive_loops.PIECE
+    assert clock(policy) == adaptive_arrays.STEP + adaptive_arrays.PIECE
     policy.used([2000], 1)
-    assert clock(policy) == 2 * adaptive_loops.STEP + adaptive_loops.PIECE
+    assert clock(policy) == 2 * adaptive_arrays.STEP + adaptive_arrays.PIECE
     assert policy._order["when"][2001] == clock(policy), "it is not learned yet, and its leaf is known to be young"
     while policy._waiting:
         policy.used([2000], 1)
@@ -572,18 +574,18 @@ def test_whoever_asks_for_more_than_is_learned_meanwhile_is_not_learned_and_nobo
     policy.expect(40_000)
     for row in range(32_000):
         policy.inserted(row)
-    for request in range(adaptive_loops.REQUESTS + 6):
+    for request in range(adaptive_arrays.REQUESTS + 6):
         before, chain = clock(policy), list(range(2000 * request, 2000 * (request + 1)))
         policy.used(chain, 2000)
-        assert 0 < clock(policy) - before <= 2 * adaptive_loops.STEP
-        assert policy._numbers[adaptive_loops.WAITING] <= adaptive_loops.REQUESTS
+        assert 0 < clock(policy) - before <= 2 * adaptive_arrays.STEP
+        assert policy._numbers[adaptive_arrays.WAITING] <= adaptive_arrays.REQUESTS
         rings_are_whole(policy)
     assert policy._order["when"][chain[0] + 1] == clock(policy)
     longest, learned = policy._told.shape[-1], clock(policy)
     monkeypatch.setattr(adaptive, "LONGEST_COPIED", 1999)
     policy.used(list(range(longest + 1)), longest + 1)
     assert policy._told.shape[-1] == longest, "one that is longer than all before has no place either"
-    assert clock(policy) == learned + adaptive_loops.STEP
+    assert clock(policy) == learned + adaptive_arrays.STEP
     assert policy._order["when"][1] == clock(policy), "its leaf is young all the same"
     monkeypatch.undo()
     policy.used(list(range(longest + 1)), longest + 1)
@@ -591,14 +593,14 @@ def test_whoever_asks_for_more_than_is_learned_meanwhile_is_not_learned_and_nobo
     longest = policy._told.shape[-1]
     policy._catch_up(1 << 30)
     learned = clock(policy)
-    assert policy._numbers[adaptive_loops.WAITING] == 0
-    assert adaptive_loops.REQUESTS * 2000 <= learned < (adaptive_loops.REQUESTS + 6) * 2000
-    for ghost in (adaptive_loops.LRU, adaptive_loops.OWN):
-        known = policy._numbers[adaptive_loops.NAMES + adaptive_loops.COUNT]
-        assert policy._numbers[ghost + adaptive_loops.COUNT] == known >= adaptive_loops.REQUESTS * 2000
+    assert policy._numbers[adaptive_arrays.WAITING] == 0
+    assert adaptive_arrays.REQUESTS * 2000 <= learned < (adaptive_arrays.REQUESTS + 6) * 2000
+    for ghost in (adaptive_arrays.LRU, adaptive_arrays.OWN):
+        known = policy._numbers[adaptive_arrays.NAMES + adaptive_arrays.COUNT]
+        assert policy._numbers[ghost + adaptive_arrays.COUNT] == known >= adaptive_arrays.REQUESTS * 2000
     rings_are_whole(policy)
     policy.used(list(range(longest + 1)), longest + 1)
-    assert policy._told.shape[-1] > longest and clock(policy) == learned + adaptive_loops.STEP
+    assert policy._told.shape[-1] > longest and clock(policy) == learned + adaptive_arrays.STEP
 
 
 def test_a_row_that_has_another_block_by_then_is_not_marked_with_what_was_learned() -> None:
@@ -614,7 +616,7 @@ def test_a_row_that_has_another_block_by_then_is_not_marked_with_what_was_learne
     policy._flush()
     policy._catch_up(1 << 30)
     assert policy._order["when"][1900] == 1900 and policy._order["when"][1902] == 1902
-    assert policy._order["when"][1901] == adaptive_loops.STEP, "as it was when it came"
+    assert policy._order["when"][1901] == adaptive_arrays.STEP, "as it was when it came"
 
 
 def test_a_row_that_came_again_meanwhile_keeps_what_is_learned_of_its_block() -> None:
@@ -638,7 +640,7 @@ def test_an_event_that_cannot_be_leaves_what_waits_as_it_is() -> None:
         policy.removed(0)
         with pytest.raises(AssertionError, match="touched or removed where it is not"):
             wrong()
-        assert policy._waiting == policy._numbers[adaptive_loops.WAITING] == 1
+        assert policy._waiting == policy._numbers[adaptive_arrays.WAITING] == 1
 
 
 def test_a_leaf_that_may_not_go_does_not_cost_the_young_ones() -> None:
@@ -648,9 +650,9 @@ def test_a_leaf_that_may_not_go_does_not_cost_the_young_ones() -> None:
     for row in range(10):
         policy.inserted(row)
     list(policy.victims())
-    policy._numbers[adaptive_loops.RULE] = 1
-    policy._learned[adaptive_loops.WORTH] = 1.0
-    policy._learned[adaptive_loops.WORTH, 3] = 0.0
+    policy._numbers[adaptive_arrays.RULE] = 1
+    policy._learned[adaptive_arrays.WORTH] = 1.0
+    policy._learned[adaptive_arrays.WORTH, 3] = 0.0
     policy._order["kind"][10] = 3
     went = []
     for row in policy.victims():
@@ -671,15 +673,15 @@ def test_room_is_fitted_to_how_full_the_tier_was() -> None:
         next(policy.victims())
         for row in range(0, 4000, 20):
             policy.used([row + turn], 1)
-        for _ in range(adaptive_loops.RECKON_USES // 200 + 1):
+        for _ in range(adaptive_arrays.RECKON_USES // 200 + 1):
             policy.used(list(range(200)), 200)
-    most = policy._numbers[adaptive_loops.LRU + adaptive_loops.MOST]
-    assert 200 <= most <= 230 and most == policy._numbers[adaptive_loops.OWN + adaptive_loops.MOST]
+    most = policy._numbers[adaptive_arrays.LRU + adaptive_arrays.MOST]
+    assert 200 <= most <= 230 and most == policy._numbers[adaptive_arrays.OWN + adaptive_arrays.MOST]
     for row in range(200, 600):
         policy.inserted(row)
     next(policy.victims())
     policy.used(list(range(4000)), 4000)
     policy._catch_up(1 << 30)
-    for _ in range(adaptive_loops.RECKON_USES):  # one kind after the other, and with the first one room is looked at
+    for _ in range(adaptive_arrays.RECKON_USES):  # one kind after the other, and with the first one room is looked at
         policy.used([0], 1)
-    assert policy._numbers[adaptive_loops.LRU + adaptive_loops.MOST] == 600
+    assert policy._numbers[adaptive_arrays.LRU + adaptive_arrays.MOST] == 600

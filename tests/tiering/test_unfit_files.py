@@ -232,7 +232,7 @@ def test_a_configuration_is_of_a_bounded_size(tmp_path: Path) -> None:
 
 STARTING = """
 import socket, sys, time
-from kvstore.service.kept import KeeperWire
+from kvstore.service.serve import KeeperWire
 KeeperWire(int(sys.argv[1]), bytes)
 print("starting", flush=True)
 time.sleep(60)
