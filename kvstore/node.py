@@ -41,9 +41,9 @@ from kvstore.config import (
     parse_rate,
     parse_writes,
 )
-from kvstore.core.index import IndexRetentionHints, PrefixIndex
 from kvstore.core.leases import NUMBER_KEY_BYTES, Numbers
 from kvstore.core.levels import WRITES
+from kvstore.core.rows.index import IndexRetentionHints, PrefixIndex
 from kvstore.core.store import DROP_SECONDS, Store
 from kvstore.core.table import BlockTable, Lower
 from kvstore.core.usage import StoreUsage

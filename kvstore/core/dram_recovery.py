@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 
 from kvstore.block.errors import StoreError
 from kvstore.block.identity import TenantKeys, root_key
-from kvstore.core.index import NO_ROW, RowState
 from kvstore.core.nvme_recovery import is_of, space_of
+from kvstore.core.rows.index import NO_ROW, RowState
 from kvstore.core.table import BlockTable, OpenedNamespace
 from tiering.clock import Clock
 from tiering.counts.tally import CheckedAt

@@ -23,7 +23,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from kvstore.block.account import HitTier, MissReason
-from kvstore.core.index import TierRuns as TierRuns
+from kvstore.core.rows.index import TierRuns as TierRuns
 from kvstore.core.table import BlockTable
 from kvstore.protocol import messages as m
 from kvstore.protocol.replies import LeaseReply

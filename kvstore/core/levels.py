@@ -18,8 +18,8 @@ from itertools import count, takewhile
 
 from kvstore.block.account import REASON_OF_FINDING, MissReason
 from kvstore.config import Limits, format_size
-from kvstore.core.index import NO_ROW, RowState
 from kvstore.core.promote import Promoter, SlotRequest
+from kvstore.core.rows.index import NO_ROW, RowState
 from kvstore.core.table import BlockTable, Lower, OpenedNamespace
 from tiering.clock import Clock
 from tiering.counts.tally import CheckedAt

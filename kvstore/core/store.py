@@ -26,7 +26,6 @@ from kvstore.block.identity import NOWHERE, Identity, Namespace, NodeIdentity, T
 from kvstore.config import Limits
 from kvstore.core.collective import ANSWER_SECONDS, Chain, CollectivePut, CollectivePuts, chain_of
 from kvstore.core.dram_recovery import DramRecovery, read_first
-from kvstore.core.index import NO_ROW, RowState, tier_runs
 from kvstore.core.leases import (
     ENDED_PLACES,
     ChainWaits,
@@ -46,6 +45,7 @@ from kvstore.core.leases import (
 from kvstore.core.levels import Levels
 from kvstore.core.nvme_recovery import NvmeRecovery
 from kvstore.core.promote import SlotRequest
+from kvstore.core.rows.index import NO_ROW, RowState, tier_runs
 from kvstore.core.scrub import Adjustments, Retirement, Scrubbing
 from kvstore.core.table import BlockTable, Lower, OpenedNamespace
 from kvstore.core.usage import NamespaceUsage, StoreUsage, check_fits, kept_until, occupancy, retained_budget, tenancy

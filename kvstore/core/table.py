@@ -19,9 +19,9 @@ import numpy as np
 
 from kvstore.block.about import pack_about, sealers_of, stamps_of
 from kvstore.block.identity import Namespace, TenantKeys
-from kvstore.core.dirty import DirtyBlocks
-from kvstore.core.index import NO_ROW, Column, PrefixIndex, RowState
-from kvstore.core.reclaim import ExtentReclaim, SlabReclaim
+from kvstore.core.rows.dirty import DirtyBlocks
+from kvstore.core.rows.index import NO_ROW, Column, PrefixIndex, RowState
+from kvstore.core.rows.reclaim import ExtentReclaim, SlabReclaim
 from tiering.counts.tally import CAUSE_OF, CopyKind, EvictedTo, EvictionCause, Tally, TierName
 from tiering.dram.extents import Extent
 from tiering.dram.tier import DramTier

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.core.dirty import DirtyBlocks
+from kvstore.core.rows.dirty import DirtyBlocks
 
 
 def test_what_is_used_is_looked_at_last() -> None:
