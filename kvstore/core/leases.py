@@ -15,7 +15,6 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from itertools import count
 from math import inf
 from typing import NamedTuple, Protocol
@@ -337,56 +336,6 @@ def flat(columns: Sequence[Sequence[int]]) -> array[int]:
     for column in columns:
         places.extend(column)
     return places
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Numbers that cross to tenants: a count, permuted under a key.
-#
-# A tenant sees the numbers of its own leases, reservations, extents and connections. If they were the store's count,
-# the gap between two of its own would tell it how much all others did meanwhile. Permuted, they are as unique as the
-# count, and without the key they look random: the distance of two says nothing.
-#
-# count ---> upper and lower half of `bits` bits ---> NUMBER_ROUNDS x (upper, lower = lower, upper ^ F(round, lower))
-#
-# That is a Feistel network with keyed BLAKE2b for F (Luby and Rackoff, 1988), so no two counts have one number,
-# whatever F is. The way back from a number to its count is not needed: tables are by the number. The key is handed in.
-
-NUMBER_KEY_BYTES = 16
-
-NUMBER_ROUNDS = 6
-
-_WORD_BYTES = 8
-
-
-class Numbers:
-    """Distinct numbers above 0 that do not reveal how many were drawn. Thread-safe."""
-
-    def __init__(self, key: bytes, bits: int) -> None:
-        """key: `NUMBER_KEY_BYTES` random bytes. bits: even. The first 2**bits numbers are below 2**bits; further ones
-        are from there to twice as much, and so on."""
-        assert bits % 2 == 0 and 0 < bits <= 64 and len(key) == NUMBER_KEY_BYTES
-        self._half = bits // 2
-        self._bits = bits
-        self._mask = (1 << self._half) - 1
-        self._rounds = [blake2b(bytes([one]), key=key, digest_size=_WORD_BYTES) for one in range(NUMBER_ROUNDS)]
-        self._counts = count()  # which threads may share
-
-    def __call__(self) -> int:
-        """The next one."""
-        while True:
-            number = self.of(next(self._counts))
-            if number:  # 0 means none
-                return number
-
-    def of(self, counted: int) -> int:
-        """The number of a count, which may be 0."""
-        half, mask = self._half, self._mask
-        upper, lower = counted >> half & mask, counted & mask
-        for keyed in self._rounds:
-            state = keyed.copy()
-            state.update(lower.to_bytes(_WORD_BYTES, "little"))
-            upper, lower = lower, upper ^ int.from_bytes(state.digest(), "little") & mask
-        return counted >> self._bits << self._bits | upper << half | lower
 
 
 # ---------------------------------------------------------------------------------------------------------------------
