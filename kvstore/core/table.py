@@ -13,6 +13,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -47,7 +48,7 @@ class OpenedNamespace:
     stamps: tuple[Stamp, ...]
     sealers: tuple[Sealer, ...]
 
-    @property
+    @cached_property
     def block_bytes(self) -> int:
         """DRAM for one block: all its frames."""
         return sum(slot_class.frame_bytes for slot_class in self.classes)
