@@ -21,7 +21,16 @@ import msgspec
 from kvstore.block.account import MissReason
 from kvstore.block.display_names import DisplayNames, checked_name
 from kvstore.block.errors import BadInput, DirectoryInUse
-from kvstore.block.identity import NOWHERE, SECRET_BYTES, KeyRing, Namespace, NodeIdentity, TenantKeys
+from kvstore.block.identity import (
+    NOWHERE,
+    NUMBER_KEY_BYTES,
+    SECRET_BYTES,
+    KeyRing,
+    Namespace,
+    NodeIdentity,
+    Numbers,
+    TenantKeys,
+)
 from kvstore.block.key_file import KeyFile
 from kvstore.block.layout import Layout
 from kvstore.block.pages import Codec
@@ -42,9 +51,8 @@ from kvstore.config import (
     parse_writes,
 )
 from kvstore.core.below import Lower
-from kvstore.core.index import IndexRetentionHints, PrefixIndex
-from kvstore.core.leases import NUMBER_KEY_BYTES, Numbers
 from kvstore.core.levels import WRITES
+from kvstore.core.rows.index import IndexRetentionHints, PrefixIndex
 from kvstore.core.store import DROP_SECONDS, Store
 from kvstore.core.table import BlockTable
 from kvstore.core.usage import StoreUsage

@@ -56,6 +56,8 @@ ROOMS_IMPORT_ONLY = {
     "kvstore.client": ("kvstore.block", "kvstore.protocol", "kvstore.config", "tiering", "kv_kernels"),
     "kvstore.keys": ("kvstore.block", "kvstore.config", "tiering"),
     "kvstore.core": ("kvstore.block", "kvstore.protocol", "kvstore.config", "tiering"),
+    # Pure: callers hold the store's lock.
+    "kvstore.core.rows": ("kvstore.block", "tiering"),
     # A part of the sidecar that is handed in where couriers are wanted.
     "kvstore.elsewhere": (
         "kvstore.block",

@@ -31,7 +31,7 @@ from kvstore.block.identity import KeyRing, Namespace, PrefixHasher, TenantKeys,
 from kvstore.block.layout import Layout
 from kvstore.client.handle import NamespaceHandle
 from kvstore.config import Limits
-from kvstore.core.index import NO_ROW, PrefixIndex
+from kvstore.core.rows.index import NO_ROW, PrefixIndex
 from kvstore.core.store import Store
 from kvstore.core.table import BlockTable
 from kvstore.node import EmbeddedDoor, SystemClock

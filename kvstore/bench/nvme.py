@@ -335,13 +335,13 @@ class NvmeSide:
         self._make_cold()
         store = self.store._store
         dram, slot_class = store._blocks.dram, store._blocks.spaces[self._handle.number].classes[0]
-        with store._lock:
+        with store._shared.lock:
             places = dram.reserve(slot_class, self._blocks)
         assert len(places) == self._blocks, f"{len(places)} slots"
         try:
             yield [dram.reserved_span(place).view for place in places]
         finally:
-            with store._lock:
+            with store._shared.lock:
                 dram.abort(places)
 
     def _make_cold(self) -> None:

@@ -1,4 +1,4 @@
-"""Who a block is: tenants' keys, prefix keys, namespaces.
+"""Who a block is: tenants' keys, prefix keys, namespaces; and the numbers that tenants see.
 
 A block is (tenant, namespace, prefix key). The prefix key is a chain of keyed BLAKE2b-256 over the prompt, so it can be
 neither guessed nor computed without the tenant's identity key; the namespace is everything else that must be equal for
@@ -16,6 +16,7 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,9 @@ MAX_PACKED_BYTES = MAX_ABOUT_BYTES
 """Of a packed namespace: what a slab's header, which is kept beside its blocks, has room for."""
 MAX_UNPACKED_BYTES = 64 << 10
 """Of the text within: deflate can make a thousand bytes of one."""
+NUMBER_KEY_BYTES = 16
+NUMBER_ROUNDS = 6
+_WORD_BYTES = 8
 _TOKEN_BYTES = 4
 _TOKEN = np.dtype("<u4")
 _CHAIN_PERSON = b"kv-prefix-key-v1"
@@ -405,6 +409,50 @@ class Namespace:
             if mine.get(name) != theirs.get(name):
                 return f"{name} is {mine.get(name, 'not set')} here and {theirs.get(name, 'not set')} there"
         return ""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Numbers that cross to tenants: a count, permuted under a key.
+#
+# A tenant sees the numbers of its own leases, reservations, extents and connections. If they were the store's count,
+# the gap between two of its own would tell it how much all others did meanwhile. Permuted, they are as unique as the
+# count, and without the key they look random: the distance of two says nothing.
+#
+# count ---> upper and lower half of `bits` bits ---> NUMBER_ROUNDS x (upper, lower = lower, upper ^ F(round, lower))
+#
+# That is a Feistel network with keyed BLAKE2b for F (Luby and Rackoff, 1988), so no two counts have one number,
+# whatever F is. The way back from a number to its count is not needed: tables are by the number. The key is handed in.
+
+
+class Numbers:
+    """Distinct numbers above 0 that do not reveal how many were drawn. Thread-safe."""
+
+    def __init__(self, key: bytes, bits: int) -> None:
+        """key: `NUMBER_KEY_BYTES` random bytes. bits: even. The first 2**bits numbers are below 2**bits; further ones
+        are from there to twice as much, and so on."""
+        assert bits % 2 == 0 and 0 < bits <= 64 and len(key) == NUMBER_KEY_BYTES
+        self._half = bits // 2
+        self._bits = bits
+        self._mask = (1 << self._half) - 1
+        self._rounds = [blake2b(bytes([one]), key=key, digest_size=_WORD_BYTES) for one in range(NUMBER_ROUNDS)]
+        self._counts = count()  # which threads may share
+
+    def __call__(self) -> int:
+        """The next one."""
+        while True:
+            number = self.of(next(self._counts))
+            if number:  # 0 means none
+                return number
+
+    def of(self, counted: int) -> int:
+        """The number of a count, which may be 0."""
+        half, mask = self._half, self._mask
+        upper, lower = counted >> half & mask, counted & mask
+        for keyed in self._rounds:
+            state = keyed.copy()
+            state.update(lower.to_bytes(_WORD_BYTES, "little"))
+            upper, lower = lower, upper ^ int.from_bytes(state.digest(), "little") & mask
+        return counted >> self._bits << self._bits | upper << half | lower
 
 
 def _is_text(given: object, most: int) -> bool:

@@ -17,8 +17,8 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from kvstore.core.index import NO_ROW, Column, PrefixIndex, RowState
-from kvstore.core.reclaim import SlabReclaim, givers
+from kvstore.core.rows.index import NO_ROW, Column, PrefixIndex, RowState
+from kvstore.core.rows.reclaim import SlabReclaim, givers
 from tiering.counts.tally import CopyKind, EvictedTo, Tally, TierName
 from tiering.policies.admission import Admission
 from tiering.policies.shares import Shares

@@ -1,4 +1,4 @@
-"""Collective puts: blocks whose parts several processes hold, stored as one.
+"""Puts in progress, and who fills what of a collective one: blocks whose parts several processes hold, stored as one.
 
 Each rank of a tensor-parallel engine has its own heads of every layer, and a block is readable with all of them only.
 
@@ -14,7 +14,7 @@ visible, and its slots stay taken until the last share is over.
 
 A participant that reserves after that gets the put's result and no slots: the others would not fill their parts again.
 
-This file only keeps count; `store` reserves, publishes and frees, and holds the lock meanwhile.
+This file only keeps count; `reservations` reserves, publishes and frees, and holds the lock meanwhile.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from math import inf
 
 import msgspec
 
-from kvstore.block.account import MissReason
-from kvstore.core.leases import ReservationRecord
+from kvstore.block.account import HitTier, MissReason
 from kvstore.protocol.replies import ReserveReply
 
 MAX_UNDER_WAY = 256
@@ -43,6 +42,51 @@ Name = tuple[bytes, int, str]
 """Session, namespace, and the name that the session's processes agreed on."""
 Chain = tuple[int, int, bytes]
 """The first block, the number of blocks up to the end, and the last key, which stands for all before it."""
+
+
+@dataclass(slots=True)
+class ReservationRecord:
+    """A put in progress. Its blocks become visible one after another, each when all its parts are committed and its
+    parent is visible.
+
+    rows, parents, indexes: the blocks to fill, in chain order. Of each part: done, the committed blocks, and places,
+    the slots.
+
+    repairs: lost rows among them, pinned while the reservation lives. abandoned_slots: places of a reservation that
+    ended while a producer may still write. depends_on: reservations of the same session whose blocks these follow, and
+    which must become visible first. is_collective: other processes wait for its answer. detail: why it got no more
+    slots. room_until: until when its put waits for room, if it set a limit. is_ending: it is being aborted.
+    is_cancelling: its producer was lost, and writes no more of it. is_fetched: a courier fills it, with blocks from
+    `fetched_from`.
+    """
+
+    number: int
+    namespace: int
+    priority: int
+    expires_at: int
+    done: list[int]
+    places: list[list[int]]
+    rows: list[int] = field(default_factory=list)
+    parents: list[bytes] = field(default_factory=list)
+    indexes: list[int] = field(default_factory=list)
+    generations: list[int] = field(default_factory=list)
+    repairs: set[int] = field(default_factory=set)
+    filled: int = 0  # blocks that have slots
+    published: int = 0
+    abandoned_slots: list[int] = field(default_factory=list)
+    cancelled: bool = False
+    depends_on: set[int] = field(default_factory=set)
+    is_collective: bool = False
+    detail: str = ""
+    room_until: float | None = None
+    is_ending: bool = False
+    is_cancelling: bool = False
+    is_fetched: bool = False
+    fetched_from: HitTier = HitTier.PEER
+
+    @property
+    def parts(self) -> int:
+        return len(self.done)
 
 
 @dataclass(eq=False, slots=True)

@@ -5,7 +5,8 @@ one.
 
 It runs once NVMe is known, since a block in DRAM may hang below one that only NVMe has. Blocks that this process has
 stored meanwhile take precedence. A frame is believed by its ledger and its header's MAC; its payload is verified when
-it is first leased (`Store.lease`). A frame that fails a check, or has no way to it, is given up.
+it is first leased (`Leasing.lease`). A frame that fails a check, or has no way to it, is given up. `Recovery` runs both
+tiers' recovery in that order.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from dataclasses import dataclass, field
 
 from kvstore.block.errors import StoreError
 from kvstore.block.identity import TenantKeys, root_key
-from kvstore.core.index import NO_ROW, RowState
-from kvstore.core.nvme_recovery import is_of, space_of
+from kvstore.core.nvme_recovery import NvmeRecovery, is_of, space_of
+from kvstore.core.rows.index import NO_ROW, RowState
 from kvstore.core.table import BlockTable, OpenedNamespace
+from kvstore.protocol.status import RecoveryStatus
 from tiering.clock import Clock
 from tiering.counts.tally import CheckedAt
+from tiering.dram.tier import DramTier
 from tiering.errors import BlockCorrupt, BlockMissing, TierError
 from tiering.frame import FrameHeader, MacKeys, digest, open_header
 from tiering.tier import NO_PLACE, SlotClass
@@ -206,6 +209,48 @@ class DramRecovery:
         if blocks.lower is None or blocks.index.state(row) is not RowState.VISIBLE or blocks.is_above(row):
             return False
         return blocks.residency.place(row, 0) == NO_PLACE and blocks.lower.residency.generation(row) == generation
+
+
+class Recovery:
+    """Recovery of the tiers that a store has: NVMe first, then DRAM, in a thread."""
+
+    def __init__(self, dram: DramTier, of_nvme: NvmeRecovery | None, of_dram: DramRecovery | None) -> None:
+        self._dram, self._of_nvme, self._of_dram = dram, of_nvme, of_dram
+
+    def start(self, tenants: Mapping[bytes, TenantKeys]) -> None:
+        of_dram = self._of_dram
+        if self._of_nvme is not None:
+            self._dram.prepare()  # blocks on disk will be promoted
+            self._of_nvme.start(tenants, lambda: of_dram.run(tenants) if of_dram is not None else None)
+        elif of_dram is not None:
+            threading.Thread(target=of_dram.run, args=(tenants,), name="kv-takeover", daemon=True).start()
+
+    @property
+    def is_under_way(self) -> bool:
+        is_loading = self._of_nvme is not None and self._of_nvme.is_recovering
+        return is_loading or (self._of_dram is not None and self._of_dram.is_recovering)
+
+    @property
+    def failed(self) -> bool:
+        """Whether some of what is on disk could not be recovered."""
+        return self._of_nvme is not None and self._of_nvme.failed
+
+    @property
+    def progress(self) -> RecoveryStatus | None:
+        """Of NVMe; None without that tier."""
+        return self._of_nvme.progress if self._of_nvme is not None else None
+
+    def wait(self, seconds: float, clock: Clock) -> bool:
+        """Whether it is over after at most that long, and went well."""
+        deadline = clock.monotonic_seconds() + seconds
+        if self._of_nvme is not None and not self._of_nvme.wait(seconds):
+            return False
+        return self._of_dram is None or self._of_dram.wait(max(0.0, deadline - clock.monotonic_seconds()))
+
+    def forget(self, number: int) -> None:
+        """A namespace is dropped. Under the lock."""
+        if self._of_nvme is not None:
+            self._of_nvme.forget(number)
 
 
 def _generation(family: _Family) -> int:

@@ -1,11 +1,8 @@
-"""The store's leases and reservations.
+"""Leases: blocks pinned for one owner, until it releases them or they expire; and waits for blocks to be leased.
 
-A lease pins blocks for one owner until it is released or expires. An expired lease pins nothing, but its reader may
-still be copying: its places are then *held*, so a slot evicted meanwhile is not reused before the reader releases the
-lease.
-
-A reservation is a put in progress. Its blocks become visible one after another, each when all its parts are committed
-and its parent is visible.
+An expired lease pins nothing, but its reader may still be copying: its places are then *held*, so a slot evicted
+meanwhile is not reused before the reader releases the lease. Leases of long chains, and the end of all leases, are in
+`lease_pieces`.
 """
 
 from __future__ import annotations
@@ -13,25 +10,30 @@ from __future__ import annotations
 import threading
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from hashlib import blake2b
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import count
 from math import inf
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-import numpy as np
-
-from kvstore.block.account import HitTier, MissReason
-from kvstore.core.index import TierRuns as TierRuns
+from kvstore.block.account import REASON_OF_FINDING, HitTier, MissReason
+from kvstore.core import Shared
+from kvstore.core.dram_recovery import read_first
+from kvstore.core.levels import Levels
+from kvstore.core.rows.index import RowState, TierRuns
 from kvstore.core.table import BlockTable
 from kvstore.protocol import messages as m
 from kvstore.protocol.replies import LeaseReply
-from tiering.clock import Clock
 from tiering.counts.awaits import AwaitEnd, ParkedAwait
-from tiering.dram.tier import DramTier
+from tiering.counts.tally import CheckedAt
 from tiering.residency import Residency
-from tiering.tier import NO_PLACE
+
+LOCKED_BLOCKS = 2048
+"""Longer chains are worked on in pieces of this many blocks: each holds the lock for a few milliseconds."""
+LOCKED_PLACES = 2 * LOCKED_BLOCKS
+"""The same for blocks of several parts, counted in frames."""
+IS_CLOSED = "the store is closed"
+IS_DROPPED = "it is being dropped"
 
 
 @dataclass(eq=False, slots=True)
@@ -63,56 +65,22 @@ class LeaseRecord:
         return self.places[index] if part >= 0 and 0 <= at < len(self.rows) and index < len(self.places) else None
 
 
-@dataclass(slots=True)
-class ReservationRecord:
-    """rows, parents, indexes: the blocks to fill, in chain order. Of each part: done, the committed blocks, and places,
-    the slots.
-
-    repairs: lost rows among them, pinned while the reservation lives. abandoned_slots: places of a reservation that
-    ended while a producer may still write. depends_on: reservations of the same session whose blocks these follow, and
-    which must become visible first. is_collective: other processes wait for its answer. detail: why it got no more
-    slots. room_until: until when its put waits for room, if it set a limit. is_ending: it is being aborted.
-    is_cancelling: its producer was lost, and writes no more of it. is_fetched: a courier fills it, with blocks from
-    `fetched_from`.
-    """
-
-    number: int
-    namespace: int
-    parts: int
-    priority: int
-    expires_at: int
-    rows: list[int] = field(default_factory=list)
-    parents: list[bytes] = field(default_factory=list)
-    indexes: list[int] = field(default_factory=list)
-    generations: list[int] = field(default_factory=list)
-    repairs: set[int] = field(default_factory=set)
-    filled: int = 0  # blocks that have slots
-    published: int = 0
-    done: list[int] = field(default_factory=list)
-    places: list[list[int]] = field(default_factory=list)
-    abandoned_slots: list[int] = field(default_factory=list)
-    cancelled: bool = False
-    depends_on: set[int] = field(default_factory=set)
-    is_collective: bool = False
-    detail: str = ""
-    room_until: float | None = None
-    is_ending: bool = False
-    is_cancelling: bool = False
-    is_fetched: bool = False
-    fetched_from: HitTier = HitTier.PEER
-
-    def __post_init__(self) -> None:
-        self.done = [0] * self.parts
-        self.places = [[] for _ in range(self.parts)]
-
-
 class LeaseTable:
     """All leases, in the order in which they expire: every lease lasts equally long."""
 
     def __init__(self, lease_seconds: float, new_number: Callable[[], int] | None = None) -> None:
         """new_number: draws a number above 0 that no other lease of this table ever has."""
         self.lease_seconds = lease_seconds
-        self._live: dict[int, LeaseRecord] = {}
+        self.live: dict[int, LeaseRecord] = {}
+        """Leases that pin."""
+        self.ending: dict[int, LeaseRecord] = {}
+        """Leases that are over and still pin or hold places; `Endings` ends them."""
+        self.ending_places: Counter[bytes] = Counter()
+        """Of these, by tenant."""
+        self.promoting: list[tuple[int, list[int]]] = []
+        """Namespace and pinned rows of each lease that waits for promotions, and has no number yet."""
+        self.pinned_bytes = 0
+        """Of blocks that leases, repairs and moves pin, each once."""
         self._lapsed: dict[int, LeaseRecord] = {}
         self._new_number = new_number or count(1).__next__
         self._of: Counter[bytes] = Counter()
@@ -129,7 +97,7 @@ class LeaseTable:
         """A new lease; returns its number. places: as in `LeaseRecord`."""
         number = self._new_number()
         expires_at = now + self.lease_seconds
-        self._live[number] = LeaseRecord(
+        self.live[number] = LeaseRecord(
             number, namespace, first_block, array("i", rows), places, expires_at, owner=owner
         )
         self._of[owner] += 1
@@ -141,18 +109,18 @@ class LeaseTable:
 
     def get(self, number: int) -> LeaseRecord | None:
         """A lease, live or expired."""
-        return self._live.get(number) or self._lapsed.get(number)
+        return self.live.get(number) or self._lapsed.get(number)
 
     def is_live(self, number: int, now: float = -inf) -> bool:
         """Whether a lease pins at that time."""
-        record = self._live.get(number)
+        record = self.live.get(number)
         return record is not None and record.expires_at > now
 
     def attach(self, number: int, now: float = -inf) -> bool:
         """Add a holder to a live lease."""
         if not self.is_live(number, now):
             return False
-        self._live[number].holders += 1
+        self.live[number].holders += 1
         return True
 
     def take(self, number: int) -> LeaseRecord | None:
@@ -164,29 +132,25 @@ class LeaseTable:
         if record is not None:
             self._of[record.owner] -= 1
             record.is_released = True
-        return self._live.pop(number, None) or self._lapsed.pop(number, None)
+        return self.live.pop(number, None) or self._lapsed.pop(number, None)
 
     def expire_due(self, now: float) -> Iterator[LeaseRecord]:
         """Expire leases whose time is over; each stays in the table until its reader releases it."""
-        while self._live:
-            record = next(iter(self._live.values()))
+        while self.live:
+            record = next(iter(self.live.values()))
             if record.expires_at > now:
                 return
             yield self._expire(record)
 
     def expire(self, number: int) -> LeaseRecord | None:
         """Expire a lease now, if it is live."""
-        record = self._live.get(number)
+        record = self.live.get(number)
         return self._expire(record) if record is not None else None
 
     def expire_all(self, namespace: int) -> Iterator[LeaseRecord]:
         """Expire every lease of a namespace now."""
-        for record in [record for record in self._live.values() if record.namespace == namespace]:
+        for record in [record for record in self.live.values() if record.namespace == namespace]:
             yield self._expire(record)
-
-    def live(self) -> Iterator[LeaseRecord]:
-        """Leases that pin."""
-        return iter(self._live.values())
 
     def expired(self) -> Iterator[LeaseRecord]:
         """Leases that expired and were not released."""
@@ -194,203 +158,13 @@ class LeaseTable:
 
     def __len__(self) -> int:
         """Leases that pin or keep slots from reuse."""
-        return len(self._live) + len(self._lapsed)
+        return len(self.live) + len(self._lapsed)
 
     def _expire(self, record: LeaseRecord) -> LeaseRecord:
-        del self._live[record.number]
+        del self.live[record.number]
         self._lapsed[record.number] = record
         record.has_expired = True
         return record
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Leases that are over, ended a piece at a time.
-#
-# A lease may be of millions of frames, and a tenant may have thousands of leases that all end in one moment: when its
-# connection breaks, when one message releases them, when they expire. Ending one is only recorded, which takes a
-# microsecond; from then on it cannot be released, attached to or used again. The rest is done under the store's lock in
-# pieces of at most `ENDED_PLACES`, by whichever call comes next:
-#
-#     lapsed      1. its places are held from reuse, part by part    2. its rows are unpinned
-#     released    1. its rows are unpinned                           2. its held places may be reused
-#
-# At every moment each row is pinned, or all its places are held, or its reader is done: memory that a reader may still
-# copy is never reused, however far the work is. A lease that is released while it lapses goes on from there.
-#
-# No clock and no lock here: `store` has those, and lets others have the lock between pieces.
-
-
-ENDED_PLACES = 8192
-"""Rows and places per piece: the lock is held for less than a millisecond."""
-LEASE_COST, PART_COST = 16, 64
-"""What one lease, and one part of a lease, counts for at least, however short it is."""
-
-
-class Endings:
-    """Leases that are ending. Callers hold the store's lock."""
-
-    def __init__(self, residency: Residency, dram: DramTier, unpin: Callable[[int, Sequence[int]], None]) -> None:
-        """unpin: called with rows of a namespace, to lower the store's pin counts."""
-        self._residency = residency
-        self._dram = dram
-        self._unpin = unpin
-        self._under_way: dict[int, LeaseRecord] = {}
-        self._places: Counter[bytes] = Counter()
-
-    def begin(self, record: LeaseRecord) -> None:
-        """Start ending a lease that expired or was released. If it is ending already, it continues in its new state."""
-        if record.number not in self._under_way:
-            self._under_way[record.number] = record
-            self._places[record.owner] += len(record.places)
-
-    def work(self, most: int = ENDED_PLACES) -> None:
-        """Do one piece, of the leases that began to end first."""
-        while self._under_way and most > 0:
-            most -= self.step(next(iter(self._under_way.values())), most)
-
-    def step(self, record: LeaseRecord, most: int = ENDED_PLACES) -> int:
-        """Do one piece of this lease; returns how many places it counts for."""
-        if not self.is_under_way(record):
-            return 0
-        most = max(1, most)
-        if not record.is_released and record.held < len(record.places):
-            cost = self._hold(record, most)
-        elif record.unpinned < len(record.rows):
-            cost = self._unpin_next(record, most)
-        else:
-            cost = self._let_go(record, most) if record.is_released else 0
-        is_held = record.let_go == record.held if record.is_released else record.held == len(record.places)
-        if is_held and record.unpinned == len(record.rows):
-            self._end(record)
-        return cost + LEASE_COST
-
-    def is_under_way(self, record: LeaseRecord) -> bool:
-        return self._under_way.get(record.number) is record
-
-    def under_way(self) -> list[LeaseRecord]:
-        return list(self._under_way.values())
-
-    def under_way_of(self, namespace: int) -> list[LeaseRecord]:
-        return [record for record in self._under_way.values() if record.namespace == namespace]
-
-    def places_of(self, owner: bytes) -> int:
-        """Places of a tenant's ending leases."""
-        return self._places[owner]
-
-    def __len__(self) -> int:
-        return len(self._under_way)
-
-    def check(self, records: Iterable[LeaseRecord]) -> tuple[Counter[int], Counter[int]]:
-        """How often each row is pinned and each place is held, by these leases and by the ending ones. records: those
-        that no holder has released."""
-        pins: Counter[int] = Counter()
-        held: Counter[int] = Counter()
-        for record in {**self._under_way, **{one.number: one for one in records}}.values():
-            pins.update(record.rows[record.unpinned :])
-            held.update(place for place in record.places[record.let_go : record.held] if place >= 0)
-            is_over = record.has_expired or record.is_released
-            assert is_over or not (record.unpinned or record.held), "only what is over is ended"
-            assert not record.unpinned or record.is_released or record.held == len(record.places)
-            if is_over and not self.is_under_way(record):
-                assert not record.is_released and record.unpinned == len(record.rows)
-        places = Counter[bytes]()
-        for record in self._under_way.values():
-            places[record.owner] += len(record.places)
-        assert +self._places == places
-        return pins, held
-
-    def _hold(self, record: LeaseRecord, most: int) -> int:
-        """Hold the next places: of one part, or of several short ones. Returns how many places it counts for."""
-        cost, rows = 0, len(record.rows)
-        while cost < most and record.held < len(record.places):
-            part, at = divmod(record.held, rows)
-            count = min(most - cost, rows - at)
-            column = np.frombuffer(record.places, np.int64)[record.held : record.held + count]
-            self._residency.defer_reuse_of_current(record.rows[at : at + count], part, column)
-            record.held += count
-            cost += max(count, PART_COST)
-        return cost
-
-    def _unpin_next(self, record: LeaseRecord, most: int) -> int:
-        rows = record.rows[record.unpinned : record.unpinned + most]
-        self._unpin(record.namespace, rows)
-        record.unpinned += len(rows)
-        return len(rows)
-
-    def _let_go(self, record: LeaseRecord, most: int) -> int:
-        count = min(most, record.held - record.let_go)
-        column = np.frombuffer(record.places, np.int64)[record.let_go : record.let_go + count]
-        self._dram.allow_reuse(self._residency.allow_reuse(column[column != NO_PLACE]))
-        record.let_go += count
-        return count
-
-    def _end(self, record: LeaseRecord) -> None:
-        del self._under_way[record.number]
-        self._places[record.owner] -= len(record.places)
-        if not self._places[record.owner]:
-            del self._places[record.owner]
-
-
-def flat(columns: Sequence[Sequence[int]]) -> array[int]:
-    """Places by part, in a lease record's form."""
-    places = array("q")
-    for column in columns:
-        places.extend(column)
-    return places
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Numbers that cross to tenants: a count, permuted under a key.
-#
-# A tenant sees the numbers of its own leases, reservations, extents and connections. If they were the store's count,
-# the gap between two of its own would tell it how much all others did meanwhile. Permuted, they are as unique as the
-# count, and without the key they look random: the distance of two says nothing.
-#
-# count ---> upper and lower half of `bits` bits ---> NUMBER_ROUNDS x (upper, lower = lower, upper ^ F(round, lower))
-#
-# That is a Feistel network with keyed BLAKE2b for F (Luby and Rackoff, 1988), so no two counts have one number,
-# whatever F is. The way back from a number to its count is not needed: tables are by the number. The key is handed in.
-
-NUMBER_KEY_BYTES = 16
-
-NUMBER_ROUNDS = 6
-
-_WORD_BYTES = 8
-
-
-class Numbers:
-    """Distinct numbers above 0 that do not reveal how many were drawn. Thread-safe."""
-
-    def __init__(self, key: bytes, bits: int) -> None:
-        """key: `NUMBER_KEY_BYTES` random bytes. bits: even. The first 2**bits numbers are below 2**bits; further ones
-        are from there to twice as much, and so on."""
-        assert bits % 2 == 0 and 0 < bits <= 64 and len(key) == NUMBER_KEY_BYTES
-        self._half = bits // 2
-        self._bits = bits
-        self._mask = (1 << self._half) - 1
-        self._rounds = [blake2b(bytes([one]), key=key, digest_size=_WORD_BYTES) for one in range(NUMBER_ROUNDS)]
-        self._counts = count()  # which threads may share
-
-    def __call__(self) -> int:
-        """The next one."""
-        while True:
-            number = self.of(next(self._counts))
-            if number:  # 0 means none
-                return number
-
-    def of(self, counted: int) -> int:
-        """The number of a count, which may be 0."""
-        half, mask = self._half, self._mask
-        upper, lower = counted >> half & mask, counted & mask
-        for keyed in self._rounds:
-            state = keyed.copy()
-            state.update(lower.to_bytes(_WORD_BYTES, "little"))
-            upper, lower = lower, upper ^ int.from_bytes(state.digest(), "little") & mask
-        return counted >> self._bits << self._bits | upper << half | lower
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What a lease's answer is made of.
 
 
 class LeasedFrames:
@@ -446,71 +220,215 @@ def join_runs(runs: list[tuple[HitTier, int]], more: Sequence[tuple[HitTier, int
     return runs
 
 
-class Fetched(Protocol):
-    """Blocks that couriers fetch (`kvstore.elsewhere`), as the store sees them: slots of reservations that are
-    `is_fetched`, and adopted blocks, pinned for a moment and marked with their origin. Called under the store's lock;
-    `due_at` may be read without it."""
-
-    due_at: float
-    """When `expire` next has work."""
-    door: str
-    """The address at which peers reach this node."""
-
-    def is_served(self, tenant: bytes) -> bool:
-        """Whether any courier serves a tenant."""
-        ...
-
-    @property
-    def is_any_marked(self) -> bool:
-        """Whether any block is marked with an origin."""
-        ...
-
-    @property
-    def has_slots(self) -> bool:
-        """Whether couriers hold slots that are not filled yet."""
-        ...
-
-    def room(self, number: int, tenants: int) -> int:
-        """How many more blocks of a namespace couriers may reserve now, if so many tenants have couriers."""
-        ...
-
-    def came(self, number: int, rows: Sequence[int], tier: HitTier) -> None:
-        """Adopted blocks became readable."""
-        ...
-
-    def expire(self) -> None:
-        """Unpin adopted blocks whose time is over."""
-        ...
-
-    def give_way(self) -> bool:
-        """An engine lacks room: unpin some more adopted blocks; False if there are none."""
-        ...
-
-    def forget(self, number: int) -> None:
-        """A namespace is dropped."""
-        ...
-
-    def tiers(self, rows: Sequence[int], runs: TierRuns) -> TierRuns:
-        """Where blocks were found; one from elsewhere that no lease has had yet counts as its origin's."""
-        ...
-
-    def pinned(self) -> list[int]:
-        """Verify its own tables; returns all pinned rows, each once."""
-        ...
+def flat(columns: Sequence[Sequence[int]]) -> array[int]:
+    """Places by part, in a lease record's form."""
+    places = array("q")
+    for column in columns:
+        places.extend(column)
+    return places
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Waits for blocks that are not readable yet.
+class Leasing:
+    """Grants leases of a store's blocks: matched, pinned, and promoted first where DRAM lacks them. Thread-safe."""
+
+    def __init__(
+        self,
+        shared: Shared,
+        blocks: BlockTable,
+        leases: LeaseTable,
+        levels: Levels | None,
+        why_full: Callable[[], tuple[MissReason, str]],
+    ) -> None:
+        """why_full: the reason DRAM can evict nothing, with details."""
+        self._shared, self._blocks, self._leases, self._levels = shared, blocks, leases, levels
+        self._clock, self._limits = shared.clock, shared.limits
+        self._pin, self._unpin, self._expire_due = shared.pin, shared.unpin, shared.expire_due
+        self._why, self._tiers, self._why_full = shared.why, shared.tiers, why_full
+        self.pinned_budget_bytes = int(shared.limits.pinned_fraction * blocks.dram.budget_bytes)
+
+    def locked_blocks(self, number: int) -> int:
+        """How many blocks of a namespace may be leased under one hold of the lock."""
+        return max(1, min(LOCKED_BLOCKS, LOCKED_PLACES // len(self._blocks.spaces[number].classes)))
+
+    def lease(
+        self,
+        number: int,
+        keys: Sequence[bytes],
+        first_block: int,
+        deadline_ms: float | None,
+        *,
+        takes_what_there_is: bool = False,
+    ) -> LeaseReply | None:
+        """As `Store.lease`, for chains of at most `locked_blocks`. deadline_ms: None for no wait, and None is returned
+        where it takes one. takes_what_there_is: while ended leases pin, return a shorter lease, not None."""
+        with self._shared.lock:
+            if self._shared.closed:
+                return LeaseReply(0, first_block, 0, reason=MissReason.DISABLED, detail=IS_CLOSED)
+            if number in self._blocks.dropping:
+                return LeaseReply(0, first_block, 0, reason=MissReason.DISABLED, detail=IS_DROPPED)
+            self._expire_due()
+            rows = self._blocks.index.match(number, keys)
+            end = LeaseEnd(*self._why(number, keys, len(rows)))
+            wanted = rows[first_block:]
+            affordable, limit = self.affordable(number, wanted)
+            if affordable < len(wanted):
+                if self._leases.ending and not takes_what_there_is:
+                    return None
+                end = LeaseEnd(MissReason.PINNED_FULL, limit, lacks_room=True)
+                wanted = wanted[:affordable]
+            if not wanted:  # nothing to pin: the caller has the blocks before `first_block`
+                blocks = min(first_block, len(rows))
+                return no_lease(first_block, blocks, self._tiers(rows[:blocks]), end)
+            chain = rows[: first_block + len(wanted)]
+            tiers = self._tiers(chain)  # before promotion: a promoted block counts as a hit of the tier it came from
+            missing = [row for row in wanted if not self._blocks.is_above(row)] if self._levels is not None else []
+            unverified = [row for row in wanted if row in self._blocks.unverified] if self._blocks.unverified else []
+            if deadline_ms is None and (missing or unverified):
+                return None
+            self._pin(number, wanted)
+            if not missing and not unverified:
+                return self._grant(number, first_block, chain, wanted, tiers, end)
+            waiting = (number, wanted)
+            self._leases.promoting.append(waiting)
+        assert deadline_ms is not None
+        deadline = self._clock.monotonic_seconds() + deadline_ms / 1000
+        late = None
+        try:
+            if missing:
+                assert self._levels is not None
+                late = self._levels.promoter.bring_up(number, missing, deadline)
+            if unverified and not read_first(self._blocks, self._shared.lock, self._clock, unverified, deadline):
+                late = late or MissReason.DEADLINE
+        except BaseException:  # interrupted: no lease needs these pins any more
+            with self._shared.lock:
+                self.end_promoting(waiting)
+                self._unpin(number, wanted)
+            raise
+        with self._shared.lock:
+            self.end_promoting(waiting)
+            return self._grant_what_is_up(number, first_block, chain, wanted, tiers, end, late)
+
+    def end_promoting(self, waiting: tuple[int, list[int]]) -> None:
+        """A lease waits for promotions no more. Under the lock."""
+        self._leases.promoting = [one for one in self._leases.promoting if one is not waiting]
+        self._shared.moves_done.notify_all()
+
+    def affordable(self, number: int, wanted: Sequence[int]) -> tuple[int, str]:
+        """How many leading ones of these rows may be pinned, and which limit stops it there. Under the lock."""
+        if not wanted:
+            return 0, ""
+        limits, mine = self._limits, self._leases.count_of(self._blocks.spaces[number].tenant)
+        if len(self._leases) >= limits.leases:
+            return 0, f"there are as many leases as limits.leases allows ({limits.leases})"
+        if mine >= limits.most_leases:
+            return 0, f"this tenant has as many leases as limits.tenant_leases allows ({limits.most_leases})"
+        budget = self.pinned_budget_bytes
+        while True:
+            blocks = max(0, budget - self._leases.pinned_bytes) // self._blocks.spaces[number].block_bytes
+            found = self._blocks.residency.pins.affordable(wanted, blocks)
+            if found == len(wanted) or self._shared.fetched is None or not self._shared.fetched.give_way():
+                return found, f"at most {budget} bytes may be pinned at once (limits.pinned_fraction of DRAM)"
+
+    def _grant(
+        self, number: int, first_block: int, chain: list[int], rows: list[int], tiers: TierRuns, end: LeaseEnd
+    ) -> LeaseReply:
+        self._blocks.used(chain[::-1], len(rows))
+        found = LeasedFrames(len(self._blocks.spaces[number].classes))
+        found.add(self._blocks.residency, rows)
+        return self.granted(number, first_block, len(chain), rows, found, tiers, end)
+
+    def granted(
+        self,
+        number: int,
+        first_block: int,
+        blocks: int,
+        rows: list[int],
+        found: LeasedFrames,
+        tiers: TierRuns,
+        end: LeaseEnd,
+    ) -> LeaseReply:
+        """A new lease of pinned rows. Under the lock."""
+        now, tenant = self._clock.monotonic_seconds(), self._blocks.spaces[number].tenant
+        lease = self._leases.add(number, first_block, rows, found.flat or flat(found.places), now, tenant)
+        places, digests = tuple(found.places), tuple(found.header_digests)
+        return LeaseReply(lease, first_block, blocks, places, digests, found.generations, tiers, *end)
+
+    def _grant_what_is_up(
+        self,
+        number: int,
+        first_block: int,
+        chain: list[int],
+        rows: list[int],
+        tiers: TierRuns,
+        end: LeaseEnd,
+        late: MissReason | None,
+    ) -> LeaseReply:
+        if self._shared.closed:
+            return LeaseReply(0, first_block, 0, reason=MissReason.DISABLED, detail=IS_CLOSED)
+        index, blocks = self._blocks.index, self._blocks
+        ready = 0
+        while ready < len(rows) and index.state(rows[ready]) is RowState.VISIBLE and blocks.is_above(rows[ready]):
+            if rows[ready] in blocks.unverified:
+                break
+            ready += 1
+        self._unpin(number, rows[ready:])
+        if ready < len(rows):
+            end = self.end_of_what_is_up(late, rows[ready])
+            chain = chain[: first_block + ready]
+            tiers = cut_runs(tiers, len(chain))
+        if not ready:
+            return no_lease(first_block, len(chain), tiers, end)
+        return self._grant(number, first_block, chain, rows[:ready], tiers, end)
+
+    def end_of_what_is_up(self, late: MissReason | None, row: int) -> LeaseEnd:
+        """Why a lease ends before a row that is not in DRAM. late: as `bring_up` has it. Under the lock."""
+        if late is MissReason.PINNED_FULL:
+            return LeaseEnd(*self._why_full(), lacks_room=True)
+        reason = late or REASON_OF_FINDING[self._blocks.index.why_lost(row)]
+        return LeaseEnd(reason, "not all blocks could be brought up to DRAM in time")
+
+    def attach(self, lease: int) -> bool:
+        """Add a holder to a live lease; the lease ends when all its holders have released it."""
+        with self._shared.lock:
+            if self._shared.closed:
+                return False
+            self._expire_due()
+            return self._leases.attach(lease, self._clock.monotonic_seconds())
+
+    def is_leased(self, lease: int) -> bool:
+        """Whether a lease still pins."""
+        with self._shared.lock:
+            if self._shared.closed:
+                return False
+            self._expire_due()
+            return self._leases.is_live(lease, self._clock.monotonic_seconds())
+
+    def report(self, lease: int, block: int, part: int) -> None:
+        """A reader's check failed: verify the frame here, and quarantine the block if it fails here too."""
+        with self._shared.lock:
+            record = self._leases.get(lease) if not self._shared.closed else None
+            self._blocks.counters["reported_frames"] += 1
+            place = record.place(part, block - record.first_block) if record is not None else None
+            if record is None or place is None:
+                return
+            row = record.rows[block - record.first_block]
+            index, residency = self._blocks.index, self._blocks.residency
+            if index.state(row) != RowState.VISIBLE or residency.place(row, part) != place:
+                return
+            size_bytes = self._blocks.spaces[record.namespace].classes[part].frame_bytes
+            is_sound = self._blocks.verify(row, part)
+            self._blocks.tally.checked(CheckedAt.REPORT, size_bytes, is_sound=is_sound)
+            if not is_sound:
+                self._blocks.quarantine(row)
 
 
 class ChainWaits:
     """A store's waits for blocks. A wait is parked in the index's table and takes no thread. Thread-safe."""
 
-    def __init__(self, blocks: BlockTable, clock: Clock, lock: threading.Lock, is_closed: Callable[[], bool]) -> None:
-        """lock: the store's."""
-        self._blocks, self._lock, self._is_closed = blocks, lock, is_closed
+    def __init__(self, shared: Shared, blocks: BlockTable) -> None:
+        self._shared, self._blocks = shared, blocks
         self._awaits = blocks.index.awaits
-        self._awaits.now = clock.monotonic_seconds
+        self._awaits.now = shared.clock.monotonic_seconds
 
     def park(
         self,
@@ -525,7 +443,7 @@ class ChainWaits:
         index = self._blocks.index
         one = ParkedAwait(number, self._blocks.spaces[number].tenant, keys, seconds, tell, fetch)
         self._awaits.register(one)
-        with self._lock:
+        with self._shared.lock:
             if self._is_served(number):
                 is_there = index.matched(number, keys[-1:])
                 self._awaits.looked(one, len(keys) if is_there else index.matched(number, keys))
@@ -540,7 +458,7 @@ class ChainWaits:
 
     def readable(self, number: int, keys: Sequence[bytes]) -> int:
         """How many leading blocks of these are readable now."""
-        with self._lock:
+        with self._shared.lock:
             return self._blocks.index.matched(number, keys) if self._is_served(number) else 0
 
     def wait(self, number: int, keys: Sequence[bytes], seconds: float) -> m.Awaited:
@@ -551,4 +469,4 @@ class ChainWaits:
         return self.awaited(one)
 
     def _is_served(self, number: int) -> bool:
-        return not self._is_closed() and number not in self._blocks.dropping
+        return not self._shared.closed and number not in self._blocks.dropping

@@ -13,12 +13,13 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from kvstore.block.about import pack_about, sealers_of, stamps_of
 from kvstore.block.identity import Namespace, TenantKeys
 from kvstore.core.below import BlocksBelow, DirtyBlocks, Lower
-from kvstore.core.index import NO_ROW, PrefixIndex, RowState
-from kvstore.core.reclaim import ExtentReclaim, givers
+from kvstore.core.rows.index import NO_ROW, PrefixIndex, RowState
+from kvstore.core.rows.reclaim import ExtentReclaim, givers
 from tiering.counts.tally import CAUSE_OF, CopyKind, EvictedTo, EvictionCause, Tally, TierName
 from tiering.dram.extents import Extent
 from tiering.dram.tier import DramTier
@@ -44,7 +45,7 @@ class OpenedNamespace:
     stamps: tuple[Stamp, ...]
     sealers: tuple[Sealer, ...]
 
-    @property
+    @cached_property
     def block_bytes(self) -> int:
         """DRAM for one block: all its frames."""
         return sum(slot_class.frame_bytes for slot_class in self.classes)

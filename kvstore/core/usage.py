@@ -1,18 +1,22 @@
-"""What each namespace and each tenant uses of each tier. Reads tables only; the caller holds the lock.
+"""What a store, each namespace and each tenant use of each tier: tables are read, under the lock, and nothing else.
 
 A block counts in a tier once its first part is committed there; during a put that may exceed what can be found.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from operator import mul
 
 from kvstore.block.errors import BadInput
 from kvstore.block.identity import Namespace
 from kvstore.config import Limits
+from kvstore.core import Shared
 from kvstore.core.below import Lower
+from kvstore.core.dram_recovery import Recovery
+from kvstore.core.leases import LeaseTable
+from kvstore.core.scrub import Scrubbing
 from kvstore.core.table import BlockTable
 from kvstore.protocol.status import RecoveryStatus, TenantStatus, printable
 from tiering.counts.tally import TallyCounts
@@ -188,3 +192,67 @@ def check_fits(
             f"a block of {len(payload_bytes)} parts needs {needed} bytes of extents, one per part, and dram= "
             f"allows {blocks.dram.usage().budget_bytes}; give more DRAM or a smaller extent="
         )
+
+
+class UsageReports:
+    """What one store uses, looked up under its lock."""
+
+    def __init__(
+        self,
+        shared: Shared,
+        blocks: BlockTable,
+        lower: Lower[NvmeTier] | None,
+        leases: LeaseTable,
+        reservations: Sized,
+        recovery: Recovery,
+        scrubbing: Scrubbing | None,
+        pinned_budget_bytes: int,
+    ) -> None:
+        self._shared, self._blocks, self._lower = shared, blocks, lower
+        self._leases, self._reservations = leases, reservations
+        self._recovery, self._scrubbing = recovery, scrubbing
+        self._retained_fraction, self._pinned_budget_bytes = shared.limits.retained_fraction, pinned_budget_bytes
+
+    def usage(self) -> StoreUsage:
+        with self._shared.lock:
+            lower = self._lower if not self._shared.closed else None  # in a forked child its lock may never be free
+            scrub = self._scrubbing.usage() if self._scrubbing is not None else None
+            if not self._shared.closed:
+                self._blocks.dram.look_at_guarded()
+            return StoreUsage(
+                dram=self._blocks.dram.usage(),
+                nvme=lower.tier.usage() if lower is not None else None,
+                loading=self._recovery.progress if lower is not None else None,
+                blocks=0 if self._shared.closed else self._blocks.index.visible_blocks(),
+                leases=len(self._leases),
+                reservations=len(self._reservations),
+                pinned_bytes=self._leases.pinned_bytes,
+                counters=dict(self._blocks.counters) | (scrub.counters if scrub is not None else {}),
+                scrub=scrub,
+                guarded_bytes=self._blocks.dram.guarded_bytes(),
+                dram_retained_bytes=self._blocks.residency.retained_bytes(),
+                nvme_retained_bytes=lower.residency.retained_bytes() if lower is not None else None,
+                dram_retained_budget_bytes=retained_budget(self._blocks.residency),
+                nvme_retained_budget_bytes=retained_budget(lower.residency) if lower is not None else None,
+                retained_fraction=self._retained_fraction,
+                write_budget=lower.admission.budget() if lower is not None else None,
+                pinned_budget_bytes=self._pinned_budget_bytes,
+                dram_blocks=self._blocks.residency.blocks,
+                nvme_blocks=lower.residency.blocks if lower is not None else None,
+                tally=self._blocks.tally.now(),
+            )
+
+    def namespaces(self) -> list[NamespaceUsage]:
+        """Every namespace and its usage; those on disk once they are recovered."""
+        with self._shared.lock:
+            return occupancy(self._blocks) if not self._shared.closed else []
+
+    def tenants(self, names: Mapping[bytes, str]) -> list[TenantStatus]:
+        """What these tenants use of each tier, under their names."""
+        with self._shared.lock:
+            return tenancy(self._blocks, names) if not self._shared.closed else []
+
+    def kept_until(self, number: int, keys: Sequence[bytes]) -> float:
+        """Until when a readable chain is retained, in the clock's seconds; 0 if it is not."""
+        with self._shared.lock:
+            return kept_until(self._blocks, number, keys) if not self._shared.closed else 0.0

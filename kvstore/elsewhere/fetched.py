@@ -18,8 +18,9 @@ from math import inf
 from typing import NamedTuple
 
 from kvstore.block.account import HitTier
-from kvstore.core.index import RowState
-from kvstore.core.leases import LeaseTable, ReservationRecord, TierRuns, join_runs
+from kvstore.core.collective import ReservationRecord
+from kvstore.core.leases import LeaseTable, join_runs
+from kvstore.core.rows.index import RowState, TierRuns
 from kvstore.core.table import BlockTable
 from kvstore.elsewhere.adoption import WantedFrame
 from kvstore.protocol.courier import ReadableBlock

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvstore.core.index import NO_ROW
+from kvstore.core.rows.index import NO_ROW
 from kvstore.core.table import BlockTable
 from kvstore.insight.counting_tier import CountingTier
 from kvstore.insight.trace import Column, Trace

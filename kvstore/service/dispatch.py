@@ -18,7 +18,8 @@ from kvstore.block.display_names import DisplayNames
 from kvstore.block.errors import BadInput, StoreClosed
 from kvstore.block.identity import TenantKeys
 from kvstore.config import MAX_SECONDS
-from kvstore.core.store import SEALED_BLOCKS, Store
+from kvstore.core.reservations import SEALED_BLOCKS
+from kvstore.core.store import Store
 from kvstore.insight.recording import Recording
 from kvstore.insight.whatif import WhatIf
 from kvstore.prefixes.book import PrefixBook, checked_prompt

@@ -25,9 +25,9 @@ from itertools import islice
 from math import ceil, inf
 from typing import Generic, Protocol, TypeVar
 
-from kvstore.block.identity import TenantKeys
-from kvstore.core.leases import NUMBER_KEY_BYTES, Numbers
-from kvstore.core.store import ABORTED_PLACES, Store
+from kvstore.block.identity import NUMBER_KEY_BYTES, Numbers, TenantKeys
+from kvstore.core.reservations import ABORTED_PLACES
+from kvstore.core.store import Store
 from kvstore.protocol.messages import MIN_SESSION_BYTES
 from kvstore.protocol.notify_pipe import NotifyPipe, new_notify_pipe
 from tiering.dram.unmap_wait import Unmapped

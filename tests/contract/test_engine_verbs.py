@@ -296,7 +296,7 @@ class EngineVerbs:
 
     def test_ranks_that_come_at_once_are_told_the_same(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         """Threads of one process, or processes: the first one's answer is everybody's, however close they come."""
-        monkeypatch.setattr("kvstore.core.store.ANSWER_SECONDS", 60.0)  # a busy machine may find room slowly
+        monkeypatch.setattr("kvstore.core.reservations.ANSWER_SECONDS", 60.0)  # a busy machine may find room slowly
         ranks = engine.ranks()
         barrier = threading.Barrier(2)
 

@@ -181,7 +181,7 @@ def test_those_whose_time_is_over_give_way_first(bench: Bench) -> None:
     bench.clock.advance(KEPT_SECONDS)
     bench.fetch(new)
     assert bench.fetched.kept_bytes == len(new) * BLOCK
-    with bench.store._lock:  # as a put that lacks room does
+    with bench.store._shared.lock:  # as a put that lacks room does
         assert bench.fetched.give_way() and not bench.fetched.give_way()
     assert len(new) <= GIVES_WAY_AT_ONCE
 

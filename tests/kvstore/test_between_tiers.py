@@ -157,7 +157,7 @@ def test_a_block_goes_down_behind_the_one_that_it_follows_and_never_alone(place:
 def test_an_ancestor_that_nvme_gave_up_goes_down_again_with_its_descendants(place: Place) -> None:
     assert put(place.space, A, "disk") is None
     assert place.levels.demote_all(30) == 0
-    with place.opened.core._lock:
+    with place.opened.core._shared.lock:
         for _ in range(2):
             place.opened.blocks.below.evict(1, place.sharded.handle.number)  # for the sake of another one
     assert place.space.match(A).tiers == ((HitTier.DRAM, 2),)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.core.recovery_order import AT_ROOT, ELSEWHERE, recovery_order, split_keys
+from kvstore.core.rows.recovery_order import AT_ROOT, ELSEWHERE, recovery_order, split_keys
 from tiering.nvme.recovery import Found
 from tiering.nvme.slab import ENTRY, HELD, entry_of, split_entries
 from tiering.slab_header import SlabHeader

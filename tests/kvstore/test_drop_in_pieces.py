@@ -10,7 +10,7 @@ import pytest
 from kvstore.block.account import MissReason
 from kvstore.block.errors import StoreClosed
 from kvstore.client.handle import NamespaceHandle
-from kvstore.core import store as store_module
+from kvstore.core import namespaces, reservations, room
 from workbench import Bench, bench, ids, random_pages, small_layout
 
 from .test_long_chains import watched
@@ -30,10 +30,11 @@ def stocked() -> tuple[Bench, NamespaceHandle, list[bytes]]:
 @pytest.fixture(autouse=True)
 def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three blocks are dropped at a time, or evicted, one extent is given back, and 16 rows are looked at."""
-    monkeypatch.setattr(store_module, "ABORTED_PLACES", 3 * PARTS)
-    monkeypatch.setattr(store_module, "EVICTED_BLOCKS", 3)
-    monkeypatch.setattr(store_module, "RETIRED_BYTES", 1)
-    monkeypatch.setattr(store_module, "SCANNED_ROWS", 16)
+    for module in (namespaces, reservations):
+        monkeypatch.setattr(module, "ABORTED_PLACES", 3 * PARTS)
+    monkeypatch.setattr(room, "EVICTED_BLOCKS", 3)
+    monkeypatch.setattr(room, "RETIRED_BYTES", 1)
+    monkeypatch.setattr(namespaces, "SCANNED_ROWS", 16)
 
 
 def turns(a: Bench, monkeypatch: pytest.MonkeyPatch, owner: object, name: str, cost: Callable[[Any], int]) -> list[int]:

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from kvstore.block.account import MissReason
 from kvstore.client.handle import NamespaceHandle
 from kvstore.config import Limits
-from kvstore.core import leases as endings_module
-from kvstore.core import store as store_module
-from kvstore.core.leases import ENDED_PLACES, LEASE_COST, PART_COST
+from kvstore.core import lease_pieces as endings_module
+from kvstore.core import reservations
+from kvstore.core.lease_pieces import ENDED_PLACES, LEASE_COST, PART_COST
 from tiering.places import HeldPlaces
 from tiering.tier import place_of
 from workbench import Bench, bench, ids, random_pages, small_layout
@@ -74,8 +74,7 @@ class Walked:
 def in_pieces(monkeypatch: pytest.MonkeyPatch) -> int:
     """A piece is of as many rows and places as this, and a lease costs nothing else."""
     most = 5
-    for module in (endings_module, store_module):
-        monkeypatch.setattr(module, "ENDED_PLACES", most)
+    monkeypatch.setattr(endings_module, "ENDED_PLACES", most)
     monkeypatch.setattr(endings_module, "LEASE_COST", 0)
     monkeypatch.setattr(endings_module, "PART_COST", 0)
     monkeypatch.setattr(endings_module.Endings.work, "__defaults__", (most,))
@@ -174,7 +173,7 @@ def test_leases_that_a_drop_ends_are_over_before_anybody_else_is_let_in(
     a, handle, keys = stocked()
     numbers = leases(a, handle, keys, 6)
     seen: list[tuple[int, int]] = []
-    watched(a.store, lambda count: seen.append((len(list(a.store._leases.live())), len(a.store._endings))))
+    watched(a.store, lambda count: seen.append((len(list(a.store._leases.live.values())), len(a.store._endings))))
     a.store.drop(handle.number)
     assert seen[0] == (0, 6), "none of them is live or forgotten"
     for number in numbers:
@@ -199,8 +198,7 @@ def test_however_leases_end_they_leave_the_pins_as_they_were(seed: int, most: in
     """Whole, in pieces, by their time, by a connection that breaks off, twice, and with others coming in between: after
     each step pins and holds are those of the leases that are not over and of what is left of the others."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (endings_module, store_module):
-            patch.setattr(module, "ENDED_PLACES", most)
+        patch.setattr(endings_module, "ENDED_PLACES", most)
         for name in ("LEASE_COST", "PART_COST"):
             patch.setattr(endings_module, name, 0)
         patch.setattr(endings_module.Endings.work, "__defaults__", (most,))
@@ -235,7 +233,7 @@ def _end_in_any_way(draw: random.Random) -> None:
             if some and a.store.attach(some[0]):
                 held.append(some[0])  # it has one more holder
         elif act == 7:
-            with a.store._lock:
+            with a.store._shared.lock:
                 row = a.store._blocks.index.find(handle.number, keys[draw.randrange(BLOCKS)])
                 if row >= 0 and a.store._blocks.is_above(row) and a.store._blocks.index.state(row) == 2:
                     a.store._blocks.quarantine(row)
@@ -307,7 +305,7 @@ def test_a_long_put_is_given_up_in_pieces(
     how: str, committed: int, meanwhile: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever others do in between, its slots are free in the end, and free once."""
-    monkeypatch.setattr(store_module, "ABORTED_PLACES", 2 * PARTS)
+    monkeypatch.setattr(reservations, "ABORTED_PLACES", 2 * PARTS)
     a, handle, _ = stocked()
     free = a.store.usage().dram
     keys = handle.hashed(ids(64 * PUT_BLOCKS, 7000)).keys
@@ -365,7 +363,7 @@ def test_a_long_put_is_given_up_in_pieces(
 
 def test_a_commit_of_many_blocks_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """And says in the end how many are committed; one that was cancelled in between commits no more."""
-    monkeypatch.setattr(store_module, "SEALED_BLOCKS", 3)
+    monkeypatch.setattr(reservations, "SEALED_BLOCKS", 3)
     a, handle, _ = stocked()
     digests = [[bytes(16)] * len(handle.layout.parts[0].layers)] * PUT_BLOCKS
     for cancels in (False, True):

@@ -127,8 +127,8 @@ class Handing:
         self.dram = self.bench.store._blocks.dram
         self.mapped = {number: self._share(number) for number in self.dram._extents}
         self.looks: list[float] = []
-        self._wait = self.bench.store._waiting.wait
-        self.bench.store._waiting.wait = self._look  # type: ignore[method-assign]
+        self._wait = self.bench.store._room._unmapping.wait
+        self.bench.store._room._unmapping.wait = self._look  # type: ignore[method-assign]
         self.meanwhile: Callable[[], object] = lambda: None
 
     def _share(self, number: int) -> int:
@@ -215,25 +215,26 @@ def test_a_put_that_is_interrupted_gives_its_place_back(monkeypatch: pytest.Monk
         raise KeyboardInterrupt
 
     with closing(Handing()) as h:
-        for where in (h.bench.store, h.bench.store._waiting):
+        room = h.bench.store._room
+        for where, name in ((room, "_await_memory"), (room._unmapping, "wait")):
             with monkeypatch.context() as patch:
-                patch.setattr(where, "_await_memory" if where is h.bench.store else "wait", interrupt)
+                patch.setattr(where, name, interrupt)
                 with pytest.raises(KeyboardInterrupt):
                     put(h.second, 5)
-            assert h.bench.store._unmap_wait._waiting == 0
+            assert room._unmap_wait._waiting == 0
         h.meanwhile = h.let_go
         assert put(h.second, 5).stored == 5
 
 
 def test_who_finds_all_places_taken_on_its_way_to_the_wait_looks_again(monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(Handing()) as h:
-        unmap_wait, real = h.bench.store._unmap_wait, h.bench.store._await_memory
+        unmap_wait, real = h.bench.store._room._unmap_wait, h.bench.store._room._await_memory
 
         def await_memory(*given: Any) -> tuple[float, bool]:
             unmap_wait._waiting += MOST_WAITING
             return real(*given)
 
-        monkeypatch.setattr(h.bench.store, "_await_memory", await_memory)
+        monkeypatch.setattr(h.bench.store._room, "_await_memory", await_memory)
         assert put(h.second, 5) == PutResult(0, 0, 0, MissReason.DEADLINE) and h.looks == []
         assert unmap_wait._waiting == MOST_WAITING
 
@@ -249,7 +250,7 @@ def test_a_tenant_s_puts_wait_only_for_so_long_in_all() -> None:
 
         h._wait = wait  # type: ignore[method-assign, assignment]
         for number in range(20):
-            h.bench.store._unmap_wait._in_vain.clear()  # as if it were another one each time
+            h.bench.store._room._unmap_wait._in_vain.clear()  # as if it were another one each time
             assert put(h.second, 5, start=100_000 * number).reason is MissReason.DEADLINE
         waits = len(h.looks) // len(LOOKS_SECONDS)
         charged = waits * (WAIT_SECONDS - MOMENT_SECONDS)
@@ -258,7 +259,7 @@ def test_a_tenant_s_puts_wait_only_for_so_long_in_all() -> None:
 
 def test_a_put_waits_in_vain_once_whatever_is_given_back_meanwhile() -> None:
     with closing(Handing()) as h:
-        h.meanwhile = h.bench.store._unmap_wait._in_vain.clear
+        h.meanwhile = h.bench.store._room._unmap_wait._in_vain.clear
         assert put(h.second, 5).reason is MissReason.DEADLINE
         assert h.looks == list(LOOKS_SECONDS)
 

@@ -27,8 +27,8 @@ from kvstore.core.collective import (
     MAX_UNDER_WAY,
     CollectivePut,
     CollectivePuts,
+    ReservationRecord,
 )
-from kvstore.core.leases import ReservationRecord
 from kvstore.protocol import messages as m
 from kvstore.protocol.door import Collective
 from kvstore.protocol.replies import ReserveReply
@@ -247,7 +247,7 @@ def test_a_long_prompt_goes_in_windows_and_no_rank_waits_for_another(
     ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One rank stores windows while others have not begun with the first."""
-    monkeypatch.setattr("kvstore.core.store.ANSWER_SECONDS", 60.0)  # a busy machine may find room slowly
+    monkeypatch.setattr("kvstore.core.reservations.ANSWER_SECONDS", 60.0)  # a busy machine may find room slowly
     ranks = Ranks(TWO, dram=16 << 20, extent=256 * KIB)
     blocks = 300
     pages = random_pages(TWO, blocks)
@@ -416,7 +416,7 @@ def test_other_blocks_under_the_same_name_are_refused(two: Ranks) -> None:
 
 
 def test_who_comes_while_the_first_is_still_finding_room_waits_for_the_answer(two: Ranks) -> None:
-    store, find = two.store, two.store._find_slots
+    store, find = two.store, two.store._puts._find_slots
     begun, go_on = threading.Event(), threading.Event()
 
     def slowly(record: Any) -> Any:
@@ -424,7 +424,7 @@ def test_who_comes_while_the_first_is_still_finding_room_waits_for_the_answer(tw
         assert go_on.wait(20)
         return find(record)
 
-    store._find_slots = slowly  # type: ignore[method-assign]
+    store._puts._find_slots = slowly  # type: ignore[method-assign]
     replies: dict[int, ReserveReply] = {}
     threads = [threading.Thread(target=lambda one=rank: replies.update({one: two.reserve(one, 3)})) for rank in (0, 1)]
     threads[0].start()
@@ -444,10 +444,10 @@ def test_all_are_told_when_the_first_is_cut_off(two: Ranks) -> None:
     def interrupted(record: Any) -> Any:
         raise KeyboardInterrupt
 
-    find, two.store._find_slots = two.store._find_slots, interrupted  # type: ignore[method-assign]
+    find, two.store._puts._find_slots = two.store._puts._find_slots, interrupted  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         two.reserve(0, 3)
-    two.store._find_slots = find  # type: ignore[method-assign]
+    two.store._puts._find_slots = find  # type: ignore[method-assign]
     assert two.reserve(1, 3) == ReserveReply(0, 0, stopped_at=0, reason=DISABLED)
     assert two.is_at_rest()
 
@@ -531,15 +531,15 @@ def test_a_joint_put_that_found_no_room_may_be_dropped_before_it_is_answered(
     two: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its rows are given up under the lock, and it is aborted after that."""
-    shorten = two.store._shorten
+    shorten = two.store._puts._shorten
 
     def dropped_meanwhile(record: ReservationRecord, reason: MissReason) -> Any:
         shortened = shorten(record, reason)
         two.store.drop(two.whole.number)
         return shortened
 
-    monkeypatch.setattr(two.store, "_shorten", dropped_meanwhile)
-    monkeypatch.setattr(two.store, "_find_slots", lambda *_, **__: MissReason.PINNED_FULL)
+    monkeypatch.setattr(two.store._puts, "_shorten", dropped_meanwhile)
+    monkeypatch.setattr(two.store._puts, "_find_slots", lambda *_, **__: MissReason.PINNED_FULL)
     reply = two.reserve(0, 4)
     assert not reply.reservation and reply.reason is not None
     monkeypatch.undo()

@@ -6,7 +6,7 @@ from array import array
 
 import pytest
 
-from kvstore.core.leases import LeaseTable, ReservationRecord
+from kvstore.core.leases import LeaseTable
 
 
 def places(*given: int) -> array[int]:
@@ -27,9 +27,9 @@ def test_a_lease_lasts_as_long_as_all_do() -> None:
     assert (record.number, list(record.rows), record.first_block) == (first, [1, 2], 0)
     assert [record.place(0, 0), record.place(0, 1)] == [7, 8] and record.has_expired and not record.is_released
     assert leases.get(first) is record and leases.get(second) is not None
-    assert [other.number for other in leases.live()] == [second]
+    assert [other.number for other in leases.live.values()] == [second]
     assert [record.number for record in leases.expire_due(1000.0)] == [second]
-    assert list(leases.live()) == []
+    assert list(leases.live.values()) == []
 
 
 def test_one_that_ran_out_is_kept_until_it_is_taken() -> None:
@@ -70,7 +70,7 @@ def test_all_leases_of_a_namespace_end_at_once() -> None:
     leases = table()
     numbers = [leases.add(namespace, 0, [row], places(row), now=0.0) for row, namespace in enumerate([0, 1, 0])]
     assert [record.number for record in leases.expire_all(0)] == [numbers[0], numbers[2]]
-    assert [record.number for record in leases.live()] == [numbers[1]]
+    assert [record.number for record in leases.live.values()] == [numbers[1]]
     assert list(leases.expire_all(0)) == []
 
 
@@ -82,9 +82,3 @@ def test_numbers_are_never_used_again() -> None:
         leases.take(number)
         seen.add(number)
     assert len(seen) == 5 and 0 not in seen, "0 is no lease"
-
-
-def test_a_reservation_counts_each_part_by_itself() -> None:
-    record = ReservationRecord(1, 0, 3, 0, 0)
-    record.places[1].append(5)
-    assert record.done == [0, 0, 0] and record.places == [[], [5], []]

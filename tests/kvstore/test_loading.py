@@ -343,7 +343,7 @@ def test_an_older_copy_ends_with_the_newer_one(directory: Path, is_evicted: bool
         usage = store.usage()
         assert usage.nvme is not None and usage.nvme.used == used
         if is_evicted:
-            with core._lock:
+            with core._shared.lock:
                 while core._blocks.below.evict(1000, handle.number)[0]:
                     pass
             store.evict(1000)

@@ -16,7 +16,7 @@ from kvstore.block.account import HitTier, MissReason
 from kvstore.client.handle import NamespaceHandle
 from kvstore.client.pending import BLOCK_SECONDS, GRACE_SECONDS, LeaseThreads
 from kvstore.config import Limits
-from kvstore.core import store as store_module
+from kvstore.core import lease_pieces, leases, reservations
 from kvstore.core.store import Store
 from kvstore.protocol import messages as m
 from kvstore.protocol.door import NamedLease
@@ -50,13 +50,18 @@ class Gaps(threading.Condition):
 
 
 def watched(store: Store, meanwhile: Callable[[int], object] = lambda count: None) -> Gaps:
-    gaps = store._moves_done = Gaps(store._lock, meanwhile)
+    gaps = store._shared.moves_done = Gaps(store._shared.lock, meanwhile)
     return gaps
+
+
+def cut_into(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (leases, lease_pieces, reservations):
+        monkeypatch.setattr(module, "LOCKED_BLOCKS", piece)
 
 
 @pytest.fixture
 def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "LOCKED_BLOCKS", PIECE)
+    cut_into(PIECE, monkeypatch)
 
 
 def stocked(**options: Any) -> tuple[Bench, NamespaceHandle, list[bytes]]:
@@ -94,7 +99,7 @@ def test_it_says_the_same_in_pieces(
     """And leaves the same behind: who is evicted first, and nothing once it is released."""
     told = []
     for piece in (1 << 20, PIECE):
-        monkeypatch.setattr(store_module, "LOCKED_BLOCKS", piece)
+        cut_into(piece, monkeypatch)
         a, handle, _ = stocked(limits=Limits(pinned_fraction=fraction))
         handle.put(ids(640, 5000), random_pages(handle.layout, 10))
         gaps = watched(a.store)
@@ -111,7 +116,7 @@ def test_it_says_the_same_in_pieces(
         a.store.release(reply.lease)
         a.store.check()
         usage = a.store.usage()
-        assert (usage.leases, usage.pinned_bytes, a.store._lifting) == (0, 0, [])
+        assert (usage.leases, usage.pinned_bytes, a.store._leases.promoting) == (0, 0, [])
         told.append((said(reply), order))
     assert told[0] == told[1]
 
@@ -147,7 +152,7 @@ def test_whatever_others_do_in_between(gap: int, what: str, in_pieces: None) -> 
         if what == "evict":
             a.store.evict(1000)
         elif what == "quarantine":
-            with a.store._lock:
+            with a.store._shared.lock:
                 a.store._blocks.quarantine(a.store._blocks.index.find(handle.number, keys[10]))
         elif what == "put":
             handle.put(ids(640, 9000), random_pages(handle.layout, 10))
@@ -187,7 +192,7 @@ def test_whatever_others_do_in_between(gap: int, what: str, in_pieces: None) -> 
         a.store.check()
         usage = a.store.usage()
         assert (usage.leases, usage.pinned_bytes, usage.dram.zombie) == (0, 0, 0)
-    assert a.store._lifting == []
+    assert a.store._leases.promoting == []
 
 
 def test_a_drop_waits_for_it(in_pieces: None) -> None:
@@ -240,12 +245,12 @@ def test_what_lies_below_is_brought_up_for_it(above: int, tmp_path: Path, in_pie
 def test_a_put_of_a_long_chain_is_as_recent_as_a_short_one(monkeypatch: pytest.MonkeyPatch) -> None:
     orders = []
     for piece in (1 << 20, PIECE):
-        monkeypatch.setattr(store_module, "LOCKED_BLOCKS", piece)
+        cut_into(piece, monkeypatch)
         a, handle, _ = stocked()
         handle.put(ids(640, 5000), random_pages(handle.layout, 10))
         longer = ids((BLOCKS + 4) * 64)
         assert handle.put(longer, random_pages(handle.layout, BLOCKS + 4)).stored == 4
-        assert not a.store._refreshing
+        assert not a.store._long_leases.refreshing
         a.store.check()
         victims = []
         while a.store.evict(1):

@@ -7,7 +7,7 @@ from threading import Thread
 
 import pytest
 
-from kvstore.core.leases import NUMBER_KEY_BYTES, Numbers
+from kvstore.block.identity import NUMBER_KEY_BYTES, Numbers
 
 KEY = bytes(range(NUMBER_KEY_BYTES))
 

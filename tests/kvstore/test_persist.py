@@ -13,7 +13,7 @@ import pytest
 import kvstore
 from kvstore.block.account import MissReason
 from kvstore.client.handle import NamespaceHandle
-from kvstore.core.recovery_order import recovery_order
+from kvstore.core.rows.recovery_order import recovery_order
 from kvstore.node import EmbeddedStore
 from tiering.frame import HEADER_BYTES, parse_header
 from workbench import blank_pages, ids, random_pages, same_tokens, small_layout

@@ -116,7 +116,7 @@ class Rig:
 
     def evict_below(self, handle: NamespaceHandle) -> None:
         """The worst leaf goes from NVMe, and its slots are free."""
-        with self.core._lock:
+        with self.core._shared.lock:
             gone, claimed = self.blocks.below.evict(1, handle.number)
         places = [place for column in claimed for place in column]
         assert gone == len(places) == 1

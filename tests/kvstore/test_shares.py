@@ -18,7 +18,7 @@ from kvstore import Share
 from kvstore.block.account import MissReason
 from kvstore.client.handle import Lease, NamespaceHandle
 from kvstore.config import Limits
-from kvstore.core.index import RowState
+from kvstore.core.rows.index import RowState
 from kvstore.node import EmbeddedStore
 from model.store_model import WHOLE, Prompt, open_store
 from simulation.two_tiers import wait_until_idle
@@ -304,7 +304,7 @@ def test_on_disk_the_way_to_what_is_in_both_is_passed_over(tmp_path: Path, chain
     """Its end goes from NVMe and stays in DRAM, so that it cannot go: nor can its slab."""
     world = Disk(tmp_path)
     with world.store:
-        blocks, lock = world.blocks, world.store._store._lock
+        blocks, lock = world.blocks, world.store._store._shared.lock
         for prompt in range(8):
             before = on_disk(world)
             assert world.put_down("t", 2 * prompt, 5) is None
@@ -330,7 +330,7 @@ def test_on_disk_who_asks_may_have_nothing_that_goes(tmp_path: Path, is_damaged:
         world.store._store.evict(10)
         if is_damaged:
             (tip,) = [row for row in on_disk(world) if world.blocks.index.depth(row) == 9]
-            with world.store._store._lock:
+            with world.store._store._shared.lock:
                 world.blocks.below.quarantine(tip)  # type: ignore[union-attr]
         else:
             assert world.put("other", 0, 11) is None

@@ -22,7 +22,7 @@ from kvstore.block.errors import StoreClosed
 from kvstore.client import get as getting
 from kvstore.client import handle
 from kvstore.config import Limits
-from kvstore.core.index import NO_ROW
+from kvstore.core.rows.index import NO_ROW
 from model.store_model import BLOCK_TOKENS, LATENT, SHARDED, WHOLE, OpenStore, Owned, Prompt
 from model.test_threads import together
 from simulation.two_tiers import Disk, Sizes, bugs, open_two_tiers, wait_until_idle
@@ -70,7 +70,7 @@ class Scene:
 
     def owe(self, space: Owned, prompt: Prompt, keys: list[bytes]) -> None:
         """A put was acknowledged. Between that and now NVMe may have given a block up again."""
-        with self.opened.core._lock:
+        with self.opened.core._shared.lock:
             for block, key in enumerate(keys):
                 row = self.opened.blocks.index.find(space.number, key)
                 if row != NO_ROW and self.opened.blocks.is_below(row):
@@ -260,7 +260,7 @@ def end_under_everybody(tmp_path: Path, seed: int, end: str) -> int:
         scene.over = True
         if end == "close":
             return scene.opened.store.close()
-        with scene.opened.core._lock:
+        with scene.opened.core._shared.lock:
             owed.update(scene.owed)
             return scene.disk.cut_power()
 

@@ -165,7 +165,7 @@ def test_a_client_that_is_stopped_keeps_nobody_waiting_for_long(sidecar: Sidecar
         for number in range(1, 30):
             result = put(handle, number, blocks=5)
             assert result.stored == 5 or result.reason is MissReason.DEADLINE
-        spent, _ = next(iter(sidecar.core._unmap_wait._spent.values()))
+        spent, _ = next(iter(sidecar.core._room._unmap_wait._spent.values()))
         assert 0 < spent < TENANT_SECONDS + WAIT_SECONDS
         other.send_signal(signal.SIGCONT)
         wait_until(lambda: put(handle, 100, blocks=40).reason is None)

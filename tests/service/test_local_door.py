@@ -549,7 +549,7 @@ def test_a_large_message_does_not_wait_behind_those_of_a_flooder(sidecar: Sideca
     first, *flooders, other = [said_hello(sidecar) for _ in range(8)]
     absent = [at.to_bytes(KEY_BYTES, "big") for at in range(LARGE // KEY_BYTES)]
     match = m.MatchPrefix(opened(first), absent)
-    with sidecar.core._lock:  # which the first one waits for, and all behind it
+    with sidecar.core._shared.lock:  # which the first one waits for, and all behind it
         first.socket.sendall(m.pack(m.Request(2, match)))
         wait_until(lambda: sidecar.door.usage().served.get("match") == 1)
         for at, flooder in enumerate(flooders):
@@ -571,7 +571,7 @@ def test_a_large_message_does_not_wait_for_slow_ones_of_its_connection(sidecar: 
     peer = said_hello(sidecar)
     number = opened(peer)
     slow = [m.Reserve(number, [at.to_bytes(KEY_BYTES, "big")], 0) for at in range(DoorLimits().running + 1)]
-    with sidecar.core._lock:  # which the slow ones wait for
+    with sidecar.core._shared.lock:  # which the slow ones wait for
         for at, verb in enumerate(slow, 3):
             peer.socket.sendall(m.pack(m.Request(at, verb)))
         assert isinstance(peer.ask(m.ReleaseRequest("x" * LARGE), 2), m.Done)
@@ -587,7 +587,7 @@ def test_what_no_thread_was_found_for_is_answered_once(sidecar: Sidecar) -> None
     number = opened(peer)
     verbs = [m.Reserve(number, [at.to_bytes(KEY_BYTES, "big")], 0) for at in range(2)]
     before = threading.stack_size()
-    with sidecar.core._lock:
+    with sidecar.core._shared.lock:
         peer.socket.sendall(m.pack(m.Request(2, verbs[0])))
         wait_until(lambda: sidecar.door.usage().served.get("reserve") == 1)
         threading.stack_size(1 << 46)  # the machine has no thread of that size

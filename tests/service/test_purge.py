@@ -142,10 +142,10 @@ def test_a_purge_that_is_not_over_in_time_leaves_the_tenant_as_it_was(tmp_path: 
         fill(store, "guest", 2)
         space = next(one for one in store.core.namespaces() if one.blocks)
         waiting = (space.number, [])  # a lease that waits for blocks on their way up
-        store.core._lifting.append(waiting)
+        store.core._leases.promoting.append(waiting)
         with pytest.raises(TierUnavailable, match="on the move, and nothing was dropped; ask again"):
             store.purge("guest", 0.2)
-        store.core._lifting.remove(waiting)
+        store.core._leases.promoting.remove(waiting)
         assert readable(store, "guest", 2) == [BLOCKS, BLOCKS]
         fill(store, "guest", 2)
         assert store.purge("guest")[1] == 2 * BLOCKS

@@ -128,7 +128,7 @@ def test_a_lease_that_ran_out_is_attached_to_by_nobody(place: Place) -> None:
     mine, number = place.peer()
     store(mine, number)
     held, again = lease(mine, number), place.peer()[0]
-    (record,) = place.sidecar.core._leases.live()
+    (record,) = place.sidecar.core._leases.live.values()
     place.sidecar.core.expire(record.number)
     assert again.ask(m.Attach([held])) == m.Attached([])
     mine.ask(m.Release([held]))
@@ -267,9 +267,9 @@ def test_what_many_leases_pinned_is_given_back_behind_the_answer(
     how: str, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The door's own thread does one piece of it, and no more."""
-    monkeypatch.setattr("kvstore.core.store.ENDED_PLACES", 2)
+    monkeypatch.setattr("kvstore.core.lease_pieces.ENDED_PLACES", 2)
     for name in ("work", "step"):
-        monkeypatch.setattr(f"kvstore.core.leases.Endings.{name}.__defaults__", (2,))
+        monkeypatch.setattr(f"kvstore.core.lease_pieces.Endings.{name}.__defaults__", (2,))
     mine, number = place.peer()
     store(mine, number)
     held = [lease(mine, number) for _ in range(40)]

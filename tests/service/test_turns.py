@@ -230,7 +230,7 @@ def test_a_tenant_that_opens_namespaces_does_not_wait_for_fresh_connections_that
         worker.ask(space)
     first, *fresh = [crowded.come_in(crowded.sidecar.path) for _ in range(CROWD)]
     large = "x" * LARGE_BYTES
-    with crowded.sidecar.core._lock:  # which the first one waits for, and all behind it
+    with crowded.sidecar.core._shared.lock:  # which the first one waits for, and all behind it
         first.socket.sendall(m.pack(m.Request(2, space)))
         wait_until(lambda: crowded.sidecar.door._threads._large_now is not None)
         for peer in fresh:

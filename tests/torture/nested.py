@@ -40,7 +40,7 @@ from kvstore.block.layout import Attention, KvGroup, Layout
 from kvstore.cli.ask import read_prompts
 from kvstore.cli.report import NamespacesReport, StatReport
 from kvstore.client.connection import checked_facts
-from kvstore.core.recovery_order import recovery_order
+from kvstore.core.rows.recovery_order import recovery_order
 from kvstore.insight.trace import read_trace
 from kvstore.protocol import messages as m
 from kvstore.protocol import status as f

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kvstore.core.index import NO_ROW, PrefixIndex
+from kvstore.core.rows.index import NO_ROW, PrefixIndex
 from tiering.dram.tier import DramTier
 from tiering.policies.shares import Shares
 from tiering.residency import ExtentRoom, Residency

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.core.index import Column
+from kvstore.core.rows.index import Column
 from tiering.frame import KEY_BYTES, MAX_BLOCK_INDEX, MAX_NUMBER
 from tiering.nvme.recovery import Found
 

@@ -1,0 +1,252 @@
+"""Namespaces: opened, signed in newer epochs, and dropped, which is done a piece at a time.
+
+    open      the same one again gets the same number
+    drop      recovery and moves are over > leases expired, puts cancelled > rows, deepest first > durably forgotten
+    purge     a drop of each of a tenant's namespaces > its slabs are given back
+    retire    blocks that retired epochs signed go; those in use are told, and tried again later
+
+From a drop's first step on nothing is stored into its namespace, and from its first piece on nothing of it is found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+
+import numpy as np
+
+from kvstore.block.about import check_can_be_kept
+from kvstore.block.errors import BadInput
+from kvstore.block.identity import Namespace, TenantKeys
+from kvstore.core import GIVE_WAY_SECONDS, Shared
+from kvstore.core.below import Lower
+from kvstore.core.dram_recovery import Recovery
+from kvstore.core.lease_pieces import Endings, LongLeases
+from kvstore.core.leases import LeaseTable
+from kvstore.core.levels import Levels
+from kvstore.core.reservations import ABORTED_PLACES, Reservations
+from kvstore.core.room import Room
+from kvstore.core.scrub import Retirement
+from kvstore.core.table import BlockTable, OpenedNamespace
+from kvstore.core.usage import check_fits
+from kvstore.protocol.replies import Grant
+from tiering.counts.awaits import AwaitEnd
+from tiering.errors import TierUnavailable
+from tiering.nvme.tier import NvmeTier
+from tiering.tier import Column
+
+DROP_LOOKS_SECONDS = 0.1
+"""Interval at which a drop checks whether moves of its namespace have ended."""
+SCANNED_ROWS = 1 << 20
+"""Rows scanned for those of one namespace under one hold of the lock, at a nanosecond a row."""
+
+_ASK_AGAIN = "ask again, or give it more time"
+
+
+class NamespaceVerbs:
+    """Opens and drops the namespaces of one store. Thread-safe."""
+
+    def __init__(
+        self,
+        shared: Shared,
+        blocks: BlockTable,
+        leases: LeaseTable,
+        endings: Endings,
+        long_leases: LongLeases,
+        reservations: Reservations,
+        room: Room,
+        lower: Lower[NvmeTier] | None,
+        levels: Levels | None,
+        recovery: Recovery,
+    ) -> None:
+        self._shared, self._blocks, self._clock, self._limits = shared, blocks, shared.clock, shared.limits
+        self._leases, self._endings, self._long_leases = leases, endings, long_leases
+        self._reservations, self._room = reservations, room
+        self._lower, self._levels, self._recovery = lower, levels, recovery
+        self._expire_due, self._check_open = shared.expire_due, shared.check_open
+        self._retirement = Retirement(blocks, levels, lower, shared.lock, shared.check_open)
+        self._under_way: set[int] = set()
+        self.unfound: set[int] = set()
+        """Namespaces whose blocks matches no longer find, some being gone already."""
+        self.leaving: set[bytes] = set()
+        """Tenants that are being purged, or were."""
+
+    def open(self, keys: TenantKeys, namespace: Namespace, payload_bytes: Sequence[int]) -> Grant:
+        """Make a namespace known to a tenant; the same one again gives the same number. Raises `BadInput`."""
+        check_can_be_kept(namespace, payload_bytes)
+        wanted = namespace.digest()
+        with self._shared.lock:
+            self._check_open()
+            if keys.tenant in self.leaving:
+                raise BadInput("this tenant is being purged, or its key was retired; connect again, or open it anew")
+            space = self._find_space(keys.tenant, wanted)
+            if space is None:
+                check_fits(self._blocks, self._lower, self._limits, keys.tenant, namespace, payload_bytes)
+                space = self._blocks.add_space(keys, namespace, payload_bytes)
+            return Grant(
+                space.number,
+                keys.identity,
+                tuple(stamp.pack() for stamp in space.stamps),
+                tuple(stamp.payload_bytes for stamp in space.stamps),
+                durable=self._levels is not None,
+            )
+
+    def own_number(self, number: int) -> int:
+        """A namespace's number among its tenant's, from 0 on. Clients see only this one: it hides others' number."""
+        with self._shared.lock:
+            spaces = self._blocks.spaces
+            return sum(space.tenant == spaces[number].tenant for space in spaces[:number])
+
+    def drop(self, number: int, seconds: float) -> int:
+        """As `Store.drop`."""
+        deadline = self._clock.monotonic_seconds() + seconds
+        with self._shared.lock:
+            self._check_open()
+            self._blocks.dropping.add(number)
+            self._blocks.index.awaits.end_all(AwaitEnd.GONE, number)
+            self._long_leases.refreshing.clear()  # its rows may become another namespace's
+        try:
+            return self._drop(number, deadline)
+        finally:
+            with self._shared.lock:
+                self._serve_again([number])
+
+    def purge(self, tenant: bytes, seconds: float) -> int:
+        """As `Store.purge`."""
+        deadline = self._clock.monotonic_seconds() + seconds
+        with self._shared.lock:
+            self._check_open()
+            self.leaving.add(tenant)
+        try:
+            with self._shared.lock:
+                self._await_taken_in(lambda: False, deadline)
+                numbers = [space.number for space in self._blocks.spaces if space.tenant == tenant]
+                self._blocks.dropping.update(numbers)
+                for number in numbers:
+                    self._blocks.index.awaits.end_all(AwaitEnd.GONE, number)
+            readable = sum([self._drop(number, deadline) for number in numbers])
+            if self._levels is not None and not self._levels.retire_slabs(tenant, deadline):
+                raise TierUnavailable(f"the tenant's slabs were not given back; {_ASK_AGAIN}")
+            with self._shared.lock:
+                self._blocks.index.forget(tenant)
+            return readable
+        except BaseException:
+            with self._shared.lock:
+                self.leaving.discard(tenant)
+                self._serve_again([space.number for space in self._blocks.spaces if space.tenant == tenant])
+            raise
+
+    def rotate(self, keys: TenantKeys) -> None:
+        """Sign a tenant's frames in this epoch from now on."""
+        with self._shared.lock:
+            self._blocks.rotate(keys)
+
+    def retire(
+        self, tenant: bytes, epochs: Container[tuple[bytes, int]], rows: Mapping[int, Sequence[int]] | None = None
+    ) -> dict[int, list[int]]:
+        """Remove a tenant's blocks that these epochs (key id and number) signed from every tier. rows: by namespace, as
+        an earlier call returned them; None for all. Returns rows in use, to pass again later."""
+        numbers = [space.number for space in list(self._blocks.spaces) if space.tenant == tenant]
+        found = {one: self._rows_of(one).tolist() for one in numbers} if rows is None else rows
+        left = {number: self._retirement.take_out(number, mine, epochs) for number, mine in found.items()}
+        return {number: some for number, some in left.items() if some}
+
+    def _find_space(self, tenant: bytes, wanted: bytes) -> OpenedNamespace | None:
+        mine = (one for one in self._blocks.spaces if one.tenant == tenant and one.classes[0].namespace == wanted)
+        return next(mine, None)
+
+    def _drop(self, number: int, deadline: float) -> int:
+        """The lock is free between pieces. A second drop of this namespace waits for the first."""
+        with self._shared.lock:
+            self._await_taken_in(lambda: number in self._under_way, deadline)
+            self._under_way.add(number)
+            self._blocks.dropping.add(number)  # a drop that ended just now has removed it
+        try:
+            readable = self._drop_rows(number, deadline)
+            self._room.retire_emptied()
+            if self._levels is not None and not self._levels.settle(deadline):
+                raise TierUnavailable(f"the blocks are gone from memory, but not durably from the disk; {_ASK_AGAIN}")
+            return readable
+        finally:
+            with self._shared.lock:
+                self._under_way.discard(number)
+                self.unfound.discard(number)
+                self._shared.moves_done.notify_all()
+
+    def _drop_rows(self, number: int, deadline: float) -> int:
+        with self._shared.lock:
+            self._await_taken_in(lambda: self._is_moving(number), deadline)
+            self._expire_due()  # from here on the namespace has no leases, and gets none
+            self._endings.finish([*self._leases.expire_all(number), *self._endings.under_way_of(number)])
+            self._await_taken_in(lambda: self._is_moving(number), deadline)
+            self._reservations.cancel_all(number)
+            if self._shared.fetched is not None:
+                self._shared.fetched.forget(number)
+            self._check_open()
+            readable = self._blocks.index.visible_blocks(number)
+            self.unfound.add(number)
+            self._long_leases.refreshing.clear()  # its rows may become another namespace's
+        rows = self._rows_of(number)
+        most = max(1, ABORTED_PLACES // len(self._blocks.spaces[number].classes))
+        for first in range(0, len(rows), most):
+            with self._shared.lock:
+                self._check_open()
+                for row in rows[first : first + most].tolist():
+                    self._drop_row(number, row, deadline)
+                self._shared.moves_done.wait(GIVE_WAY_SECONDS)
+        with self._shared.lock:
+            self._check_open()
+            self._room.emptied[number] = None
+            self._recovery.forget(number)
+        return readable
+
+    def _rows_of(self, number: int) -> Column:
+        """A namespace's rows that are not being stored, deepest first. The lock is free between pieces."""
+        index, found = self._blocks.index, []
+        with self._shared.lock:
+            for first in range(0, index.rows_end, SCANNED_ROWS):
+                if first:
+                    self._shared.moves_done.wait(GIVE_WAY_SECONDS)
+                    self._check_open()
+                found.append(index.rows_and_depths(number, first, first + SCANNED_ROWS))
+        rows, depths = map(np.concatenate, zip(*found, strict=True)) if found else (np.empty(0, np.int64),) * 2
+        deepest_first: Column = rows[np.argsort(-depths, kind="stable")]
+        return deepest_first
+
+    def _drop_row(self, number: int, row: int, deadline: float) -> None:
+        """Drop the row if it is still the namespace's. Under the lock, which is released while a move pins the row."""
+        blocks = self._blocks
+        while blocks.index.is_row_of(row, number) and blocks.residency.pins.counts[row]:
+            left = deadline - self._clock.monotonic_seconds()
+            if left <= 0:
+                raise TierUnavailable(f"blocks are still on the move, and not all were dropped; {_ASK_AGAIN}")
+            self._shared.moves_done.wait(min(DROP_LOOKS_SECONDS, left))
+            self._check_open()
+        if blocks.index.is_row_of(row, number):
+            blocks.drop(row)
+
+    def _serve_again(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            if number not in self._under_way and self._blocks.spaces[number].tenant not in self.leaving:
+                self._blocks.dropping.discard(number)
+
+    def _await_taken_in(self, is_busy: Callable[[], bool], deadline: float) -> None:
+        """Wait until recovery is over and no move is in flight. Under the lock. Raises `TierUnavailable`, and
+        `StoreClosed` if the store was closed while the lock was released."""
+        self._check_open()
+        while (is_warming := self._recovery.is_under_way) or is_busy():
+            left = deadline - self._clock.monotonic_seconds()
+            if left <= 0:
+                what = "what is on disk is still being taken in" if is_warming else "blocks are still on the move"
+                raise TierUnavailable(f"{what}, and nothing was dropped; {_ASK_AGAIN}")
+            self._shared.moves_done.wait(min(DROP_LOOKS_SECONDS, left))
+            self._check_open()
+        if self._recovery.failed:
+            raise TierUnavailable(
+                "some of what is on disk could not be taken in at the start, and would be back; mend the disk, "
+                "open the store again, and drop the namespace then"
+            )
+
+    def _is_moving(self, number: int) -> bool:
+        if self._room.vacating or any(waiting == number for waiting, _ in self._leases.promoting):
+            return True
+        return self._levels is not None and self._levels.is_moving(number)

@@ -1,0 +1,480 @@
+"""Puts: blocks are reserved, filled by their producers, committed and published; or aborted, or cancelled.
+
+    reserve   rows for what is missing, then slots: free ones, or those that `Room` finds
+    commit    a part's headers are sealed; a block is published when all its parts are, and its parent is visible
+    abort     the producer writes no more: what is not visible is given up
+    cancel    the producer is unreachable and may still write: rows go now, slots once it is known to have stopped
+
+Long puts are ended in pieces, with the lock free in between. Of collective puts, `CollectivePuts` knows who fills what.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+from kvstore.block.account import MissReason
+from kvstore.block.identity import root_key
+from kvstore.core import GIVE_WAY_SECONDS, Shared
+from kvstore.core.collective import (
+    ANSWER_SECONDS,
+    Chain,
+    CollectivePut,
+    CollectivePuts,
+    ReservationRecord,
+    chain_of,
+)
+from kvstore.core.lease_pieces import LongLeases
+from kvstore.core.leases import LOCKED_BLOCKS
+from kvstore.core.room import Room
+from kvstore.core.rows.index import NO_ROW, RowState
+from kvstore.core.table import BlockTable
+from kvstore.protocol.door import Collective
+from kvstore.protocol.replies import ReserveReply
+
+SEALED_BLOCKS = 256
+"""Blocks committed under one hold of the lock, at 10 us a block."""
+ABORTED_PLACES = 1024
+"""Places of aborted puts, and of dropped namespaces, given up under one hold of the lock, at some microseconds each."""
+
+
+class Reservations:
+    """Runs the puts of one store. Thread-safe."""
+
+    def __init__(
+        self,
+        shared: Shared,
+        blocks: BlockTable,
+        records: dict[int, ReservationRecord],
+        collective: CollectivePuts,
+        room: Room,
+        long_leases: LongLeases,
+        new_number: Callable[[], int],
+    ) -> None:
+        """records: by number, also read by others. long_leases: marks long chains as used. new_number: draws a unique
+        number above 0."""
+        self._shared, self._blocks, self.records, self._collective = shared, blocks, records, collective
+        self._room, self._long_leases, self._new_number = room, long_leases, new_number
+        self._clock, self._pin, self._unpin = shared.clock, shared.pin, shared.unpin
+        self._expire_due, self._why = shared.expire_due, shared.why
+        self._answered = threading.Condition(shared.lock)  # the first participant of a collective put has its answer
+
+    def reserve(
+        self,
+        number: int,
+        keys: Sequence[bytes],
+        first_block: int,
+        priority: int,
+        ttl_seconds: float | None,
+        collective: Collective | None = None,
+        seconds: float | None = None,
+        *,
+        skipped: int = 0,
+        couriers: int = 0,
+    ) -> ReserveReply:
+        """Reserve rows and slots for the missing blocks from `first_block` on, as far as there is room or can be made
+        within `seconds`. skipped: blocks of the chain before the first key, which must be readable; 0 for a collective
+        put. couriers: if a courier asks, the number of tenants with couriers."""
+        ends_at = self._clock.monotonic_seconds() + seconds if seconds is not None else None
+        if collective is None:
+            return self._reserve(number, keys, first_block, priority, ttl_seconds, None, ends_at, skipped, couriers)
+        name, chain = (collective.session, number, collective.name), chain_of(keys, first_block)
+        with self._shared.lock:
+            if self._shared.closed or number in self._blocks.dropping:
+                return ReserveReply(0, 0, stopped_at=0, reason=MissReason.DISABLED)
+            self._expire_due()
+            now = self._clock.monotonic_seconds()
+            found = self._collective.find(name, chain, now)
+            if isinstance(found, CollectivePut):
+                return self._join(found, chain, collective)
+            put = found or self._collective.begin(name, chain, now)
+            if isinstance(put, ReserveReply):
+                return put
+        reply = ReserveReply(0, 0, stopped_at=0, reason=MissReason.DISABLED)  # for the others if this is interrupted
+        try:
+            reply = self._reserve(number, keys, first_block, priority, ttl_seconds, put, ends_at)
+        finally:
+            with self._shared.lock:
+                self._collective.answered(put, reply, self._clock.monotonic_seconds())
+                self._answered.notify_all()
+                joined = self._join(put, chain, collective)
+        return joined
+
+    def _join(self, put: CollectivePut, chain: Chain, collective: Collective) -> ReserveReply:
+        """A share of a collective put, once the first participant has its answer. Under the lock."""
+        if not self._answered.wait_for(lambda: put.answer is not None, ANSWER_SECONDS):
+            return ReserveReply(0, 0, stopped_at=0, reason=MissReason.DEADLINE)
+        return self._collective.join(put, chain, collective.parts, self._new_number)
+
+    def _reserve(
+        self,
+        number: int,
+        keys: Sequence[bytes],
+        first_block: int,
+        priority: int,
+        ttl_seconds: float | None,
+        put: CollectivePut | None,
+        ends_at: float | None,
+        skipped: int = 0,
+        couriers: int = 0,
+    ) -> ReserveReply:
+        """put: the collective put that this is for; its number goes to no client. ends_at: when to stop making room."""
+        with self._shared.lock:
+            if self._shared.closed or number in self._blocks.dropping:
+                return ReserveReply(0, 0, stopped_at=0, reason=MissReason.DISABLED)
+            self._expire_due()
+            rows = self._blocks.index.match(number, keys)
+            present, first_block = len(rows), first_block - skipped  # counted in keys
+            expires_at = int(self._clock.wall_seconds() + ttl_seconds) if ttl_seconds is not None else 0
+            if present and (priority > 0 or expires_at):
+                self._blocks.renew(rows, priority, expires_at)
+            if present == len(keys):
+                return ReserveReply(0, skipped + present)
+            if present and self._blocks.index.depth(rows[-1]) != skipped + present - 1:  # the keys are not one chain
+                return ReserveReply(0, 0, stopped_at=0, reason=MissReason.DIVERGED)
+            in_flight_rows = self._collective.in_flight_rows(put) if put is not None else {}
+            is_cut_off = skipped > 0 and not present
+            if is_cut_off or (
+                present < first_block and not self._stand(number, keys[present:first_block], in_flight_rows)
+            ):
+                reason, _ = self._why(number, keys, len(rows))
+                return ReserveReply(0, skipped + present, stopped_at=skipped + present, reason=reason)
+            parts = len(self._blocks.spaces[number].classes)
+            done = [0] * parts
+            places: list[list[int]] = [[] for _ in range(parts)]
+            record = ReservationRecord(
+                self._new_number(), number, priority, expires_at, done, places, room_until=ends_at
+            )
+            asked, record.is_fetched = len(keys), couriers > 0
+            if self._shared.fetched is not None and record.is_fetched:
+                keys = keys[: present + self._shared.fetched.room(number, couriers)]
+            stopped_at, reason = self._begin_rows(record, keys, present, in_flight_rows)
+            if stopped_at is None and len(keys) < asked:
+                stopped_at, reason = len(keys), MissReason.BUSY
+            if skipped:  # from here on counted in blocks of the chain
+                record.indexes = [skipped + position for position in record.indexes]
+                stopped_at = skipped + stopped_at if stopped_at is not None else None
+            if not record.rows:
+                return ReserveReply(0, skipped + present, stopped_at=stopped_at, reason=reason)
+            self.records[record.number] = record
+            if put is not None:
+                self._collective.reserved(put, record)
+                record.is_collective = True
+        try:
+            short = self._find_slots(record)
+        except BaseException:  # interrupted: no client will learn this reservation's number
+            self.abort(record.number)
+            raise
+        if short is not None:
+            stopped_at, reason = self._shorten(record, short)
+        elif stopped_at is None:
+            stopped_at, reason = self._tail_evicted(record, keys, skipped)
+        present += skipped
+        if not record.filled:
+            self.abort(record.number)
+            return ReserveReply(0, present, stopped_at=stopped_at, reason=reason, detail=record.detail)
+        return ReserveReply(
+            record.number,
+            present,
+            record.indexes[: record.filled],
+            tuple(record.places),
+            stopped_at,
+            reason,
+            record.detail,
+        )
+
+    def _stand(self, number: int, keys: Sequence[bytes], in_flight_rows: Mapping[int, int]) -> bool:
+        index = self._blocks.index
+        rows = [index.find(number, key) for key in keys]
+        return all(row in in_flight_rows or (row != NO_ROW and index.state(row) is RowState.VISIBLE) for row in rows)
+
+    def _begin_rows(
+        self, record: ReservationRecord, keys: Sequence[bytes], present: int, in_flight_rows: Mapping[int, int]
+    ) -> tuple[int | None, MissReason | None]:
+        """Rows for all blocks that are not readable, up to one that another put is storing.
+
+        in_flight_rows: rows of other puts that this one may follow, with their reservations.
+        """
+        blocks, index = self._blocks, self._blocks.index
+        parent = index.find(record.namespace, keys[present - 1]) if present else NO_ROW
+        parent_key = (
+            keys[present - 1] if present else root_key(blocks.spaces[record.namespace].namespace.layout.block_tokens)
+        )
+        filling = {row for other in self.records.values() for row in other.repairs}
+        stopped: tuple[int | None, MissReason | None] = (None, None)
+        for position in range(present, len(keys)):
+            key = keys[position]
+            row = index.find(record.namespace, key)
+            state = index.state(row) if row != NO_ROW else RowState.FREE
+            if row not in in_flight_rows and (state == RowState.PENDING or row in filling or row in record.repairs):
+                stopped = (position, MissReason.IN_FLIGHT)
+                break
+            if row != NO_ROW and index.parent(row) != parent:  # not one chain: this key has another parent
+                stopped = (position, MissReason.DIVERGED)
+                break
+            if row in in_flight_rows:
+                record.depends_on.add(in_flight_rows[row])
+            elif state != RowState.VISIBLE:
+                if row == NO_ROW:
+                    row = blocks.begin(record.namespace, key, parent, record.priority, record.expires_at)
+                else:
+                    index.renew(row, record.priority, record.expires_at)
+                    record.repairs.add(row)
+                record.rows.append(row)
+                record.parents.append(parent_key)
+                record.indexes.append(position)
+            parent, parent_key = row, key
+        record.generations.extend(blocks.next_generations(record.namespace, len(record.rows)))
+        if record.repairs:
+            self._pin(record.namespace, sorted(record.repairs))
+        return stopped
+
+    def _find_slots(self, record: ReservationRecord) -> MissReason | None:
+        """Slots that are free, or else what room can be made; returns why there are fewer than wanted."""
+        with self._shared.lock:
+            is_open = not (record.cancelled or self._shared.closed)
+            classes = self._blocks.spaces[record.namespace].classes if is_open else ()
+            if classes and min(map(self._blocks.dram.free_slots, classes)) >= len(record.rows):
+                for column, places in zip(
+                    record.places, self._blocks.place(record.namespace, record.rows), strict=True
+                ):
+                    column += places
+                record.filled = len(record.rows)
+                return None
+        return self._room.find_slots(record)
+
+    def _tail_evicted(
+        self, record: ReservationRecord, keys: Sequence[bytes], skipped: int
+    ) -> tuple[int, MissReason] | tuple[None, None]:
+        """Blocks behind the last one to fill were readable, and may have been evicted to make room for it."""
+        with self._shared.lock:
+            for position in range(record.indexes[-1] + 1 - skipped, len(keys)):
+                if self._blocks.index.find(record.namespace, keys[position]) == NO_ROW:
+                    return skipped + position, MissReason.EVICTED
+        return None, None
+
+    def _shorten(self, record: ReservationRecord, reason: MissReason) -> tuple[int, MissReason]:
+        with self._shared.lock:
+            stopped_at = record.indexes[record.filled]
+            if record.cancelled:
+                record.detail = ""
+                return stopped_at, MissReason.DISABLED
+            self._give_up(record, record.filled)
+            return stopped_at, reason
+
+    # Filling ---------------------------------------------------------------------------------------------------------
+
+    def commit(self, reservation: int, part: int, first: int, digests: Sequence[Sequence[bytes]]) -> int:
+        """As `Store.commit`."""
+        done = 0
+        for at in range(0, max(1, len(digests)), SEALED_BLOCKS):
+            if at:
+                with self._shared.lock:
+                    self._shared.moves_done.wait(GIVE_WAY_SECONDS)
+            done = self._commit(reservation, part, first + at, digests[at : at + SEALED_BLOCKS])
+        return done
+
+    def _commit(self, reservation: int, part: int, first: int, digests: Sequence[Sequence[bytes]]) -> int:
+        with self._shared.lock:
+            share = self._collective.participants.get(reservation)
+            record = share.record if share is not None else self.records.get(reservation)
+            if record is None or record.cancelled or record.is_ending or record.is_cancelling or self._shared.closed:
+                return 0
+            assert share is None or part in share.parts, "each fills its own parts"
+            start = record.done[part]
+            assert first == start, "blocks are committed in their order"
+            assert start + len(digests) <= record.filled, "committed more blocks than were reserved"
+            stop = start + len(digests)
+            columns = (record.rows, record.parents, record.indexes, record.generations)
+            unsealed = zip(*(column[start:stop] for column in columns), digests, strict=True)
+            self._blocks.seal(record.namespace, part, list(unsealed))
+            record.done[part] = stop
+            done = share.done if share is not None else min(record.done)
+            if share is not None and done == record.filled:
+                self._collective.let_go(reservation)
+            self._publish(record, min(record.done))
+            return done
+
+    def _publish(self, record: ReservationRecord, complete: int) -> None:
+        if record.depends_on:
+            return  # what these blocks follow comes first
+        blocks = self._blocks
+        start = record.published
+        rows = record.rows[start:complete]
+        blocks.publish(record.namespace, rows, record.generations[start:complete])
+        if self._shared.fetched is not None and record.is_fetched:
+            self._shared.fetched.came(record.namespace, rows, record.fetched_from)
+            blocks.tally.stored_tokens -= len(rows) * blocks.spaces[record.namespace].namespace.layout.block_tokens
+        if record.repairs:
+            refilled = record.repairs.intersection(rows)
+            record.repairs -= refilled
+            self._unpin(record.namespace, sorted(refilled))
+        record.published = complete
+        if complete > start:
+            blocks.counters["fetched_blocks" if record.is_fetched else "stored_blocks"] += complete - start
+        if complete == len(record.rows):
+            del self.records[record.number]
+            self._touch_published(record)
+            if record.is_collective and self._collective.visible(record, self._clock.monotonic_seconds()):
+                self._publish_behind(record)
+
+    def _publish_behind(self, record: ReservationRecord) -> None:
+        for other in [one for one in self.records.values() if record.number in one.depends_on]:
+            other.depends_on.discard(record.number)
+            self._publish(other, min(other.done))
+
+    def _touch_published(self, record: ReservationRecord) -> None:
+        """Count a stored chain as used, as far as it is readable. Once: until then the reservation's rows pin it."""
+        if not record.published:
+            return
+        chain = self._blocks.index.chain(record.rows[record.published - 1])
+        if len(chain) <= LOCKED_BLOCKS:
+            self._blocks.used(chain, record.published)
+        else:
+            self._blocks.counted(chain, record.published)
+            self._long_leases.refreshing.append((chain, record.published))
+
+    # Ending ----------------------------------------------------------------------------------------------------------
+
+    def abort(self, reservation: int) -> None:
+        """End a reservation; invisible blocks are given up. In a collective put for all; this producer writes no
+        more."""
+        with self._shared.lock:
+            if self._collective.participants.get(reservation) is not None:
+                self._abort_share(self._collective.let_go(reservation).record)
+            else:
+                record = self.records.get(reservation)
+                if record is None or self._shared.closed or record.is_ending:
+                    return
+                record.is_ending = True
+                try:
+                    self._abort(record)
+                finally:  # if it was interrupted, it may be asked for again
+                    record.is_ending = False
+        self._room.retire_emptied()
+        if self._long_leases.refreshing:  # soon: rows evicted meanwhile may become another namespace's
+            self._long_leases.refresh()
+
+    def cancel(self, reservation: int) -> None:
+        """End a reservation whose unreachable producer may still write: its blocks go now, its slots with `abort`."""
+        with self._shared.lock:
+            share = self._collective.participants.get(reservation)
+            record = share.record if share is not None else self.records.get(reservation)
+            if record is None or record.cancelled or record.is_ending or self._shared.closed:
+                return
+            self._touch_published(record)
+            self._orphan_the_last(record)
+            if not (record.cancelled or record.is_ending or self._shared.closed):
+                self._cancel(record)
+        self._room.retire_emptied()
+        if self._long_leases.refreshing:
+            self._long_leases.refresh()
+
+    def cancel_all(self, number: int) -> None:
+        """Cancel a namespace's reservations. Under the lock, which is released between pieces."""
+        while not self._shared.closed:
+            mine = (one for one in self.records.values() if one.namespace == number and not one.cancelled)
+            record = next(mine, None)
+            if record is None:
+                return
+            self._orphan_the_last(record, also_ending=True)
+            if self.records.get(record.number) is record and not (record.cancelled or self._shared.closed):
+                self._cancel(record)
+
+    def expire_due(self, now: float) -> None:
+        """Cancel collective puts whose time is over. Under the lock."""
+        for record in self._collective.expire_due(now):
+            self._touch_published(record)
+            self._cancel(record)
+            self._blocks.counters["lapsed_joint_puts"] += 1
+
+    def _abort(self, record: ReservationRecord) -> None:
+        """Under the lock, which is released between pieces: it may be cancelled, and the store closed, meanwhile."""
+        if not record.cancelled:
+            self._touch_published(record)
+        most = max(1, ABORTED_PLACES // record.parts)
+        while not (self._shared.closed or record.cancelled) and len(record.rows) - record.published > most:
+            self._give_up(record, len(record.rows) - most)
+            self._shared.moves_done.wait(GIVE_WAY_SECONDS)
+        while not self._shared.closed and len(record.abandoned_slots) > ABORTED_PLACES:
+            self._blocks.free_abandoned_slots(record.abandoned_slots[-ABORTED_PLACES:])
+            del record.abandoned_slots[-ABORTED_PLACES:]
+            self._shared.moves_done.wait(GIVE_WAY_SECONDS)
+        if self._shared.closed or self.records.get(record.number) is not record:
+            return
+        if record.cancelled:
+            self._free_cancelled(record)
+        else:
+            self._give_up(record, record.published)
+            self._blocks.free_abandoned_slots(record.abandoned_slots)
+            del self.records[record.number]
+            self._collective.freed(record)
+
+    def _abort_share(self, record: ReservationRecord) -> None:
+        if self._shared.closed:
+            return
+        if not record.cancelled:
+            self._touch_published(record)
+            self._cancel(record)
+        elif not self._collective.is_written(record):
+            self._free_cancelled(record)
+
+    def _give_up(self, record: ReservationRecord, start: int) -> None:
+        for row in reversed(record.rows[start:]):
+            if row in record.repairs:
+                record.repairs.discard(row)
+                self._blocks.index.not_refilled(row)
+                self._blocks.unfill(row)
+                self._unpin(record.namespace, [row])
+            else:
+                self._blocks.give_up(row)
+        self._cut(record, start)
+
+    def _cancel(self, record: ReservationRecord) -> None:
+        """End a reservation whose namespace is dropped or whose producer is lost: its rows and their descendants go
+        now, its slots once all producers are done."""
+        for other in list(self.records.values()):
+            if record.number in other.depends_on and not other.cancelled:
+                self._cancel(other)
+        self._orphan(record, record.published)
+        record.depends_on.clear()
+        record.cancelled = True
+        if self._collective.lost(record, self._clock.monotonic_seconds()):
+            self._free_cancelled(record)
+
+    def _orphan_the_last(self, record: ReservationRecord, *, also_ending: bool = False) -> None:
+        """Orphan the rows of a long reservation but for as many as `_cancel` takes at a time. Under the lock, which is
+        released between pieces: the reservation may be cancelled or aborted and the store closed meanwhile.
+        also_ending: also if it is being aborted."""
+        most = max(1, ABORTED_PLACES // record.parts)
+        record.is_cancelling = True
+        while not (record.is_collective or record.cancelled or self._shared.closed) and (
+            also_ending or not record.is_ending
+        ):
+            start = len(record.rows) - most
+            if start <= record.published:
+                return
+            self._orphan(record, start)
+            self._cut(record, start)
+            self._shared.moves_done.wait(GIVE_WAY_SECONDS)
+
+    def _orphan(self, record: ReservationRecord, start: int) -> None:
+        for row in reversed(record.rows[start:]):
+            if row in record.repairs:
+                record.repairs.discard(row)
+                self._blocks.index.not_refilled(row)
+                self._unpin(record.namespace, [row])
+                record.abandoned_slots.extend(self._blocks.residency.forget(row))
+            else:
+                record.abandoned_slots.extend(self._blocks.orphan(row))
+
+    def _cut(self, record: ReservationRecord, start: int) -> None:
+        for column in (record.rows, record.parents, record.indexes, record.generations):
+            del column[start:]
+        record.filled = min(record.filled, start)
+
+    def _free_cancelled(self, record: ReservationRecord) -> None:
+        self.records.pop(record.number, None)
+        self._collective.freed(record)
+        self._blocks.free_abandoned_slots(record.abandoned_slots)
+        self._room.emptied[record.namespace] = None
