@@ -50,8 +50,8 @@ from kvstore.config import (
     parse_rate,
     parse_writes,
 )
-from kvstore.core.below import Lower
 from kvstore.core.levels import WRITES
+from kvstore.core.rows.below import Lower
 from kvstore.core.rows.index import IndexRetentionHints, PrefixIndex
 from kvstore.core.store import DROP_SECONDS, Store
 from kvstore.core.table import BlockTable

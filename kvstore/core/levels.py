@@ -18,8 +18,8 @@ from itertools import count, takewhile
 
 from kvstore.block.account import REASON_OF_FINDING, MissReason
 from kvstore.config import Limits, format_size
-from kvstore.core.below import Lower
 from kvstore.core.promote import Promoter, SlotRequest
+from kvstore.core.rows.below import Lower
 from kvstore.core.rows.index import NO_ROW, RowState
 from kvstore.core.table import BlockTable, OpenedNamespace
 from tiering.clock import Clock

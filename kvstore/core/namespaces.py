@@ -18,13 +18,13 @@ from kvstore.block.about import check_can_be_kept
 from kvstore.block.errors import BadInput
 from kvstore.block.identity import Namespace, TenantKeys
 from kvstore.core import GIVE_WAY_SECONDS, Shared
-from kvstore.core.below import Lower
 from kvstore.core.dram_recovery import Recovery
 from kvstore.core.lease_pieces import Endings, LongLeases
 from kvstore.core.leases import LeaseTable
 from kvstore.core.levels import Levels
 from kvstore.core.reservations import ABORTED_PLACES, Reservations
 from kvstore.core.room import Room
+from kvstore.core.rows.below import Lower
 from kvstore.core.scrub import Retirement
 from kvstore.core.table import BlockTable, OpenedNamespace
 from kvstore.core.usage import check_fits

@@ -29,7 +29,7 @@ from msgspec.structs import replace
 from kvstore.block.about import unpack_about
 from kvstore.block.identity import TenantKeys, root_key
 from kvstore.config import MAX_NAMESPACES
-from kvstore.core.below import Lower
+from kvstore.core.rows.below import Lower
 from kvstore.core.rows.index import NO_ROW, Column, RowState
 from kvstore.core.rows.recovery_order import AT_ROOT, ELSEWHERE, RecoveryOrder, recovery_order, split_keys
 from kvstore.core.table import BlockTable, OpenedNamespace

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from kvstore.block.account import REASON_OF_FINDING, MissReason
-from kvstore.core.below import Lower
+from kvstore.core.rows.below import Lower
 from kvstore.core.table import BlockTable
 from tiering.clock import Clock
 from tiering.counts.tally import CheckedAt

@@ -14,11 +14,11 @@ from numbers import Integral
 from kvstore.block.account import MissReason
 from kvstore.block.errors import BadInput
 from kvstore.core import GIVE_WAY_SECONDS, Shared
-from kvstore.core.below import Lower
 from kvstore.core.collective import ReservationRecord
 from kvstore.core.lease_pieces import Endings
 from kvstore.core.leases import LeaseTable
 from kvstore.core.promote import SlotRequest
+from kvstore.core.rows.below import Lower
 from kvstore.core.table import BlockTable
 from tiering.counts.tally import CheckedAt
 from tiering.dram.extents import Extent

@@ -25,9 +25,9 @@ import numpy as np
 
 from kvstore.block.account import MissReason
 from kvstore.config import check_pieces
-from kvstore.core.below import Lower
 from kvstore.core.levels import Levels
 from kvstore.core.promote import READS
+from kvstore.core.rows.below import Lower
 from kvstore.core.rows.index import RowState
 from kvstore.core.table import BlockTable
 from tiering.clock import Clock

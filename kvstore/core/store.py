@@ -21,7 +21,6 @@ from kvstore.block.errors import BadInput, StoreClosed
 from kvstore.block.identity import NOWHERE, Identity, Namespace, NodeIdentity, TenantKeys
 from kvstore.config import Limits
 from kvstore.core import Fetched, Shared
-from kvstore.core.below import Lower
 from kvstore.core.collective import CollectivePuts, ReservationRecord
 from kvstore.core.dram_recovery import DramRecovery, Recovery
 from kvstore.core.lease_pieces import Endings, LongLeases
@@ -31,6 +30,7 @@ from kvstore.core.namespaces import NamespaceVerbs
 from kvstore.core.nvme_recovery import NvmeRecovery
 from kvstore.core.reservations import Reservations
 from kvstore.core.room import Room, SharedExtents
+from kvstore.core.rows.below import Lower
 from kvstore.core.rows.index import NO_ROW, TierRuns, tier_runs
 from kvstore.core.scrub import Adjustments, Scrubbing
 from kvstore.core.table import BlockTable

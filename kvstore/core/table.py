@@ -17,7 +17,7 @@ from functools import cached_property
 
 from kvstore.block.about import pack_about, sealers_of, stamps_of
 from kvstore.block.identity import Namespace, TenantKeys
-from kvstore.core.below import BlocksBelow, DirtyBlocks, Lower
+from kvstore.core.rows.below import BlocksBelow, DirtyBlocks, Lower
 from kvstore.core.rows.index import NO_ROW, PrefixIndex, RowState
 from kvstore.core.rows.reclaim import ExtentReclaim, givers
 from tiering.counts.tally import CAUSE_OF, CopyKind, EvictedTo, EvictionCause, Tally, TierName

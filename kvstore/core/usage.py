@@ -13,9 +13,9 @@ from kvstore.block.errors import BadInput
 from kvstore.block.identity import Namespace
 from kvstore.config import Limits
 from kvstore.core import Shared
-from kvstore.core.below import Lower
 from kvstore.core.dram_recovery import Recovery
 from kvstore.core.leases import LeaseTable
+from kvstore.core.rows.below import Lower
 from kvstore.core.scrub import Scrubbing
 from kvstore.core.table import BlockTable
 from kvstore.protocol.status import RecoveryStatus, TenantStatus, printable

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.core.below import DirtyBlocks
+from kvstore.core.rows.below import DirtyBlocks
 
 
 def test_what_is_used_is_looked_at_last() -> None:

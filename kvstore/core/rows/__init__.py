@@ -1,1 +1,1 @@
-"""Blocks as rows, pure: which there are, and the orders in which they are reclaimed, flushed and recovered."""
+"""Blocks as rows, without lock and leases: which there are, which NVMe has, and the orders of reclaim and recovery."""
