@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 import tracemalloc
 from array import array
 from collections.abc import Sequence
@@ -685,3 +687,20 @@ def test_room_is_fitted_to_how_full_the_tier_was() -> None:
     for _ in range(adaptive_arrays.RECKON_USES):  # one kind after the other, and with the first one room is looked at
         policy.used([0], 1)
     assert policy._numbers[adaptive_arrays.LRU + adaptive_arrays.MOST] == 600
+
+
+def test_a_change_in_any_file_that_was_compiled_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numba looks at an entrance's own file alone: its name says which text the others had."""
+
+    def entrance() -> None: ...
+
+    def name(changed: object) -> str:
+        with monkeypatch.context() as patched:
+            patched.setattr(inspect, "getsource", lambda module: f"{module.__name__}: {module is changed}")
+            adaptive_loops._name_by_source([entrance])
+        return entrance.__qualname__
+
+    called = [one for one in vars(adaptive_loops).values() if hasattr(one, "py_func")]
+    others = {sys.modules[one.py_func.__module__] for one in called} - {adaptive_loops}
+    assert {adaptive_arrays, adaptive_rings} < others
+    assert len({name(changed) for changed in (None, *others)}) == 1 + len(others)
