@@ -133,8 +133,8 @@ class Served:
 
 
 @contextmanager
-def viewed(observe_socket: str) -> Iterator[int]:
-    """A console shows the sidecar, and a page's stream is read; yields the console's process."""
+def viewed(observe_socket: str) -> Iterator[tuple[int, str]]:
+    """A console shows the sidecar, and a page's stream is read; yields the console's process and its address."""
     command = [
         sys.executable,
         "-m",
@@ -153,7 +153,7 @@ def viewed(observe_socket: str) -> Iterator[int]:
             with urllib.request.urlopen(f"{url}api/stream", timeout=SECONDS) as stream:
                 reading = [sys.executable, "-c", "import sys\nwhile sys.stdin.buffer.read1(1 << 16): pass"]
                 with subprocess.Popen(reading, stdin=stream.fileno()) as page:
-                    yield console.pid
+                    yield console.pid, url
                     page.kill()
         finally:
             console.terminate()
@@ -182,7 +182,7 @@ def served(options: LookupOptions) -> Iterator[Served]:
         for prompt in prompts(options):
             assert handle.put(prompt, pages).stored == options.prompt_blocks
         data = sidecar.folder / "kv"
-        console = stack.enter_context(viewed(str(data / "observe.sock")))
+        console, _ = stack.enter_context(viewed(str(data / "observe.sock")))
         switch = Switch(link, console, f"http://127.0.0.1:{sidecar.http_port}/metrics")
         stack.enter_context(switch.scraping())
         yield Served(handle, ask.stat(str(data / "admin.sock"), SystemClock()).pid, console, switch)

@@ -15,32 +15,37 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
-import subprocess
+import os
 import sys
 import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from http.client import HTTPException
 from itertools import chain
 from math import sqrt
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
 
+from insight_cost import viewed
 from kv_bench.network.flood import stub_of
 from kvstore.bench.sidecar import Sidecar
-from kvstore.bench.traffic.engines import Endpoint, connector, vllm_server
+from kvstore.bench.traffic.engines import KVSTORE, Endpoint, EngineOptions, connector, vllm_server
 from kvstore.bench.traffic.random_llama import TINY, kv_bytes_per_token, save_model
 from kvstore.bench.traffic.run import TrafficOptions
 from kvstore.bench.traffic.run import run as run_traffic
-from kvstore.bench.traffic.workload import Workload
 from kvstore.insight.trace import Trace, read_trace
 from kvstore.wire.store_pb2 import MatchRequest, NamespacesRequest, Prompt
+from tiering.frame import KEY_BYTES
 
 SLOPE_MIB = 4.0
 """An hour, of each process."""
@@ -48,7 +53,7 @@ MORE_DESCRIPTORS = 2
 """A connection that is open just then."""
 LONGEST_TOKENS = 4096
 DRAM, NVME = "96MiB", "192MiB"
-SAMPLE_SECONDS, ASK_SECONDS = 2.0, 1.0
+TURN_SECONDS, ASK_SECONDS = 2.0, 30.0
 WARM_UP_SHARE = 0.25
 TOKEN = "a-token-of-the-soak"
 ROLES = ("sidecar", "network", "console")
@@ -104,139 +109,92 @@ def processes_under(keeper: int) -> dict[str, int]:
     return found
 
 
-@contextmanager
-def console_of(sidecar: Sidecar, scratch: Path) -> Iterator[tuple[int, str]]:
-    """A console with one open page; yields its process and its address."""
-    command = [sys.executable, "-m", "kvstore", "console", "--socket", str(sidecar.folder / "kv" / "observe.sock")]
-    command += ["--listen", "127.0.0.1:0", "--json"]
-    with (
-        (scratch / "console.log").open("wb") as log,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as console,
-    ):
-        try:
-            assert console.stdout is not None
-            url = json.loads(console.stdout.readline())["console"]
-            with urllib.request.urlopen(f"{url}api/stream", timeout=60) as stream:
-                over = threading.Event()
-
-                def read() -> None:
-                    while not over.is_set():
-                        stream.read1(1 << 16)
-
-                page = threading.Thread(target=read, daemon=True)
-                page.start()
-                yield console.pid, url
-                over.set()
-                page.join()
-        finally:
-            console.terminate()
-
-
-@contextmanager
-def asking(urls: list[str], address: str, failures: list[str]) -> Iterator[dict[str, int]]:
-    """Ask each address and the gRPC service once a second meanwhile; yields how often each was answered."""
-    over, counts = threading.Event(), dict.fromkeys([*urls, "grpc"], 0)
-    metadata = [("authorization", f"Bearer {TOKEN}")]
-    stub = stub_of(address)
+def asked_of(urls: list[str], grpc_address: str) -> dict[str, Callable[[], None]]:
+    """What is asked beside the traffic, by name: each address, and a look-up of unknown keys by gRPC."""
+    stub, metadata = stub_of(grpc_address), [("authorization", f"Bearer {TOKEN}")]
 
     def fetch(url: str) -> None:
-        with urllib.request.urlopen(url, timeout=30) as answer:
+        with urllib.request.urlopen(url, timeout=ASK_SECONDS) as answer:
             answer.read()
 
     def match() -> None:
-        found = stub.Namespaces(NamespacesRequest(), timeout=30, metadata=metadata).namespaces
+        found = stub.Namespaces(NamespacesRequest(), timeout=ASK_SECONDS, metadata=metadata).namespaces
         for one in found[:1]:
-            keys = np.random.default_rng(counts["grpc"]).bytes(32 * 512)
-            stub.Match(MatchRequest(namespace=one.id, prompt=Prompt(keys=keys)), timeout=30, metadata=metadata)
+            prompt = Prompt(keys=os.urandom(512 * KEY_BYTES))
+            stub.Match(MatchRequest(namespace=one.id, prompt=prompt), timeout=ASK_SECONDS, metadata=metadata)
 
-    asked: dict[str, Callable[[], None]] = {url: partial(fetch, url) for url in urls} | {"grpc": match}
-
-    def ask() -> None:
-        while not over.wait(ASK_SECONDS):
-            for name, once in asked.items():
-                try:
-                    once()
-                    counts[name] += 1
-                except (OSError, grpc.RpcError) as error:
-                    failures.append(f"{name}: {error!r}"[:200])
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    try:
-        yield counts
-    finally:
-        over.set()
-        thread.join()
+    return {url: partial(fetch, url) for url in urls} | {"grpc": match}
 
 
-def soak(trace: Trace, options: TrafficOptions, python: str, say: Callable[[str], None]) -> dict[str, object]:
+def turns(
+    asked: dict[str, Callable[[], None]],
+    watched: dict[str, Watched],
+    answers: Counter[str],
+    failures: list[str],
+    over: threading.Event,
+) -> None:
+    """Sample each process and ask each once, turn by turn, until `over` is set."""
+    began_at = time.monotonic()
+    while not over.wait(TURN_SECONDS):
+        for one in watched.values():
+            one.sample(time.monotonic() - began_at)
+        for name, once in asked.items():
+            try:
+                once()
+                answers[name] += 1
+            except (OSError, HTTPException, grpc.RpcError) as error:
+                failures.append(f"{name}: {error!r}"[:200])
+
+
+def soak(trace: Trace, options: TrafficOptions, python: str, say: Callable[[str], None]) -> dict[str, Any]:
     failures: list[str] = []
+    answers: Counter[str] = Counter()
+    over = threading.Event()
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstore-soak-")))
-        workload = Workload.of(
-            trace,
-            longest=LONGEST_TOKENS,
-            seconds=options.seconds,
-            requests=options.requests,
-            speed=options.speed,
-            vocabulary=options.vocabulary,
-            seed=options.seed,
-        )
+        workload = options.workload(trace, LONGEST_TOKENS)
         asked_mib = workload.working_set_tokens * kv_bytes_per_token(TINY) >> 20
         say(f"{len(workload.requests)} requests, which ask for {asked_mib} MiB; {DRAM} of memory, {NVME} of disk")
         settings = {"dram": DRAM, "nvme": NVME}
         sidecar = stack.enter_context(Sidecar(settings, has_health=True, tokens={"default": TOKEN}))
         sidecar.greeted()
         sidecar.ready()
-        console, page = stack.enter_context(console_of(sidecar, scratch))
+        console, page = stack.enter_context(viewed(str(sidecar.folder / "kv" / "observe.sock")))
         model = scratch / "model"
         save_model(TINY, model)
-        pages = max(-(-workload.longest_tokens // 128), workload.working_set_tokens // 1280) + 2
-        flags = ["--num-gpu-blocks-override", str(pages), "--max-model-len", str(workload.longest_tokens)]
-        flags += ["--enable-prefix-caching"]
+        flags = EngineOptions((KVSTORE,)).flags(KVSTORE, workload)
         server = stack.enter_context(vllm_server("soak", model, scratch, flags, connector(sidecar.socket), python))
         server.wait()
         found = processes_under(sidecar._process.pid)
         watched = {role: Watched(process) for role, process in (found | {"console": console}).items()}
         assert set(watched) == set(ROLES), watched
-        metrics = f"http://127.0.0.1:{sidecar.http_port}/metrics"
-        endpoint = Endpoint("kvstore", server.url, (), f"http://127.0.0.1:{sidecar.http_port}")
-        counts = stack.enter_context(asking([metrics, f"{page}api/status"], sidecar.grpc, failures))
-        over, began_at = threading.Event(), time.monotonic()
-
-        def sample() -> None:
-            while True:
-                for one in watched.values():
-                    one.sample(time.monotonic() - began_at)
-                if over.wait(SAMPLE_SECONDS):
-                    return
-
-        sampler = threading.Thread(target=sample)
-        sampler.start()
+        told = f"http://127.0.0.1:{sidecar.http_port}"
+        asked = asked_of([f"{told}/metrics", f"{page}api/status"], sidecar.grpc)
+        beside = stack.enter_context(ThreadPoolExecutor(1)).submit(turns, asked, watched, answers, failures, over)
+        stack.callback(over.set)
 
         def show(what: str, done: int, of: int) -> None:
+            if beside.done():
+                beside.result()  # what ended it
             if done and not done % 100:
                 memory = ", ".join(f"{role} {one.mib[-1]:.1f} MiB" for role, one in watched.items())
                 say(f"{what}: {done} of {of}; {memory}")
 
-        try:
-            result = run_traffic(trace, [endpoint], options, show)
-        finally:
-            over.set()
-            sampler.join()
+        result = run_traffic(trace, [Endpoint("kvstore", server.url, (), told)], options, show)
+        over.set()
+        beside.result()
         is_same = processes_under(sidecar._process.pid) == found
     (turn,) = result.turns["kvstore"]
-    seconds = time.monotonic() - began_at
     rows = {role: one.figures(WARM_UP_SHARE * options.seconds) for role, one in watched.items()}
     return {
         "bench": "soak",
         "trace": trace.name,
-        "seconds": round(seconds, 1),
+        "seconds": round(turn.seconds, 1),
         "requests": len(workload.requests),
         "asked_mib": asked_mib,
         "failed_requests": turn.failed,
         "failures": failures[:10],
-        "answers": counts,
+        "answers": dict(answers),
         "is_same_processes": is_same,
         "processes": rows,
         "is_met": is_same
@@ -267,7 +225,7 @@ def main() -> None:
     if given.json:
         print(json.dumps(told))
     else:
-        for role, row in told["processes"].items():  # type: ignore[attr-defined]
+        for role, row in told["processes"].items():
             print(
                 f"{role:8} {row['mib_warm']:6.1f} MiB warm, {row['mib_at_the_end']:6.1f} at the end: "
                 f"{row['slope_mib']:+.2f} MiB an hour (standard error {row['slope_error_mib']:.2f}; "

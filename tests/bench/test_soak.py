@@ -44,4 +44,5 @@ def test_a_process_is_sampled() -> None:
     with open(os.devnull) as _:
         one.sample(1.0)
     assert one.descriptors[1] == one.descriptors[0] + 1
-    assert one.mib[1] - one.mib[0] == pytest.approx(held.nbytes / (1 << 20), abs=4)
+    huge_page = 2  # MiB: the kernel may give one for less at either end
+    assert one.mib[1] - one.mib[0] == pytest.approx(held.nbytes / (1 << 20), abs=2 * huge_page)

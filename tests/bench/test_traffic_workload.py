@@ -87,6 +87,21 @@ def test_the_longest_request_just_fits() -> None:
         made(trace, longest=4)
 
 
+@given(CHAINS, st.sampled_from([1.0, 0.5, 0.25]), st.sampled_from([16, 24, 64, 96]))
+@settings(deadline=None)
+def test_what_pages_can_find_is_what_a_cache_of_these_tokens_finds(
+    chains: list[tuple[list[int], int]], scale: float, page: int
+) -> None:
+    workload, seen, found = made(trace_of(chains), scale=scale), set(), 0
+    for request in workload.requests:
+        prompt = workload.prompt(request, 0)
+        pages = [tuple(prompt[:end]) for end in range(page, len(prompt) + 1, page)]
+        wanted = [one for one in pages if len(one) < len(prompt)]
+        found += page * next((at for at, one in enumerate(wanted) if one not in seen), len(wanted))
+        seen.update(pages)
+    assert workload.findable_tokens(page) == found
+
+
 def test_what_a_recording_does_not_know_is_made_up() -> None:
     assert made(trace_of([([0], 5)], outputs=0)).requests[0].output == UNKNOWN_OUTPUT
 

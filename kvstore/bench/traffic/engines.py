@@ -101,6 +101,12 @@ class EngineOptions:
         share = int(self.own_share * workload.working_set_tokens)
         return max(-(-share // PAGE_TOKENS), -(-workload.longest_tokens // PAGE_TOKENS)) + SPARE_PAGES
 
+    def flags(self, kind: str, workload: Workload) -> list[str]:
+        """Of an engine of that kind."""
+        caches = "--no-enable-prefix-caching" if kind == NONE else "--enable-prefix-caching"
+        pages, longest = str(self.pages(workload)), str(workload.longest_tokens)
+        return ["--num-gpu-blocks-override", pages, "--max-model-len", longest, caches]
+
     def to_dict(self) -> dict[str, object]:
         return {"engines": list(self.kinds), "shape": self.shape, "own_share": self.own_share}
 
@@ -122,9 +128,7 @@ def started(
         for name, role in PARTS.get(kind, {kind: "kv_both"}).items():
             tell(f"starting an engine: {name}", 0, 0)
             transfer = connector(sidecars[kind].socket, role) if kind in sidecars else None
-            flags = ["--num-gpu-blocks-override", str(options.pages(workload))]
-            flags += ["--max-model-len", str(workload.longest_tokens)]
-            flags += ["--no-enable-prefix-caching"] if kind == NONE else ["--enable-prefix-caching"]
+            flags = options.flags(kind, workload)
             servers[name] = stack.enter_context(vllm_server(name, model, scratch, flags, transfer))
             servers[name].wait()  # one at a time: each takes all cores to start
     return [_endpoint(kind, servers, sidecars.get(kind), scratch, stack) for kind in options.kinds]

@@ -90,9 +90,11 @@ class TrafficResult:
         """What is printed. No request is to fail: where one did, the figures are of others than the trace asked for."""
         workload = self.workload
         shared = workload.shared_tokens / workload.prompt_tokens
+        findable = self.about.get("findable_tokens")
         title = (
             f"{workload.name}: {len(workload.requests)} requests in {workload.requests[-1].at:.0f} s, "
-            f"{workload.prompt_tokens:,} prompt tokens, of which {shared:.0%} are in blocks seen before; "
+            f"{workload.prompt_tokens:,} prompt tokens, of which {shared:.0%} are in blocks seen before"
+            f"{'' if findable is None else f' and {findable / workload.prompt_tokens:.1%} in pages of an engine'}; "
             f"{workload.scale:.3g} tokens for one of the trace, {self.speed:g} times as fast"
         )
         words = [

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvstore.bench.traffic.counters import engine_tokens, grown, sidecar_tokens
-from kvstore.bench.traffic.engines import Endpoint, EngineOptions, started
+from kvstore.bench.traffic.engines import PAGE_TOKENS, Endpoint, EngineOptions, started
 from kvstore.bench.traffic.replay import PromptForm, SendOptions, path_of, replay, request_body
 from kvstore.bench.traffic.result import Slo, TrafficResult, TurnFigures
 from kvstore.bench.traffic.workload import TrafficRequest, Workload
@@ -51,28 +51,32 @@ class TrafficOptions:
     headers: dict[str, str] = field(default_factory=dict)
     engines: EngineOptions | None = None
 
+    def workload(self, trace: Trace, longest: int) -> Workload:
+        """What of a trace is sent; longest, and what it raises: as in `Workload.of`."""
+        return Workload.of(
+            trace,
+            longest=longest,
+            seconds=self.seconds,
+            requests=self.requests,
+            speed=self.speed,
+            scale=self.scale,
+            vocabulary=self.vocabulary,
+            seed=self.seed,
+        )
+
 
 def run(trace: Trace, endpoints: Sequence[Endpoint], options: TrafficOptions, progress: Progress) -> TrafficResult:
     """Raises `BadInput`, and `StoreError` if an engine does not start or no endpoint answers."""
     with ExitStack() as stack:
         models = {} if options.engines is not None else asyncio.run(_models(endpoints, options))
         longest = min((one.max_model_len or LONGEST_TOKENS for one in models.values()), default=LONGEST_TOKENS)
-        workload = Workload.of(
-            trace,
-            longest=longest,
-            seconds=options.seconds,
-            requests=options.requests,
-            speed=options.speed,
-            scale=options.scale,
-            vocabulary=options.vocabulary,
-            seed=options.seed,
-        )
+        workload = options.workload(trace, longest)
         result = TrafficResult(workload, options.speed)
         if options.engines is not None:
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstore-bench-")))
             endpoints = started(options.engines, workload, options.turns, scratch, stack, progress)
             models = asyncio.run(_models(endpoints, options))
-            result.about = options.engines.to_dict()
+            result.about = options.engines.to_dict() | {"findable_tokens": workload.findable_tokens(PAGE_TOKENS)}
         asyncio.run(_turns(endpoints, models, workload, options, result, progress))
     return result
 

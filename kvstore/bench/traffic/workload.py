@@ -119,6 +119,20 @@ class Workload:
             seen.update(whole)
         return found
 
+    def findable_tokens(self, page_tokens: int) -> int:
+        """In whole pages that an unlimited cache finds; an engine computes the last token of each prompt itself."""
+        seen: set[tuple[int, int]] = set()
+        found = 0
+        for one in self.requests:
+            tokens = self.tokens_of(one)
+            # A page is named by the block in which it ends: that block's number stands for all before it.
+            ends = range(page_tokens, tokens + 1, page_tokens)
+            pages = [(one.chain[(end - 1) // self.block_tokens], end) for end in ends]
+            wanted = pages[: (tokens - 1) // page_tokens]
+            found += page_tokens * next((at for at, page in enumerate(wanted) if page not in seen), len(wanted))
+            seen.update(pages)
+        return found
+
     def tokens_of(self, request: TrafficRequest) -> int:
         """Of its prompt."""
         return (len(request.chain) - 1) * self.block_tokens + request.tail
