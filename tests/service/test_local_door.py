@@ -429,7 +429,7 @@ def test_memory_is_not_inherited_by_programs_that_a_client_starts(
 def test_an_answer_that_comes_too_late_leaves_nothing(sidecar: Sidecar) -> None:
     with sidecar.client() as store:
         handle = store.namespace(model=MODEL, layout=small_layout())
-        handle.put(ids(512), random_pages(handle.layout, 8))
+        assert handle.put(ids(512), random_pages(handle.layout, 8)).stored == 8
         keys, unknown = handle.match(ids(512)).keys, handle.match(ids(64, 9)).keys
         limits = handle.door._limits
         handle.door._limits = replace(limits, lease=0.0, fill=0.0)
