@@ -42,7 +42,7 @@ REASONS: dict[MissReason, ReasonText] = {
     ),
     MissReason.PARTIAL_BLOCK: ReasonText(
         "The prompt's tail, which fills no block; only whole blocks are stored.",
-        "Every prompt has one.",
+        "Nearly every prompt has one; where it fills its blocks exactly, its last token is computed instead (last_token).",
         "Nothing.",
         True,
     ),
@@ -122,7 +122,7 @@ REASONS: dict[MissReason, ReasonText] = {
     ),
     MissReason.AUDIT: ReasonText(
         "Computed on purpose, to compare it with what is stored.",
-        "One hit in a thousand is checked this way.",
+        "An engine's first two hits are checked this way, and one in a thousand after them.",
         "Nothing.",
         True,
     ),
