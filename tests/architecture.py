@@ -132,9 +132,9 @@ CLOSED_ROOMS = {
     # Kernels are reached through launchers; the rest of this room has to work where there is no triton.
     "kv_kernels": {
         "triton": (
-            "kernels/kv_kernels/paged.py",
-            "kernels/kv_kernels/paged_digest.py",
-            "kernels/kv_kernels/paged_int8.py",
+            "kernels/kv_kernels/triton_raw.py",
+            "kernels/kv_kernels/triton_digest.py",
+            "kernels/kv_kernels/triton_int8.py",
         )
     },
     # The sidecar's process has no web framework and no grpc: console and network are processes of their own.
@@ -145,14 +145,14 @@ CLOSED_ROOMS = {
         "uvicorn": ("kvstore/console/serve.py", "kvstore/openai/serve.py"),
         "pydantic": (),
         "grpc": (
-            "kvstore/network/door.py",
+            "kvstore/network/grpc_server.py",
             "kvstore/network/dialling.py",
             "kvstore/wire/store_pb2_grpc.py",
             "kvstore/wire/admin_pb2_grpc.py",
             "kvstore/wire/score_pb2_grpc.py",
             "kvstore/wire/peer_pb2_grpc.py",
         ),
-        "grpc_health": ("kvstore/network/door.py",),
+        "grpc_health": ("kvstore/network/grpc_server.py",),
         "grpc_reflection": ("kvstore/network/reflection.py",),
         "google": (
             "kvstore/network/answers.py",

@@ -12,7 +12,7 @@ import torch
 
 from chaos import ChaosDevice
 from chaos_worker import ChaosWorker
-from kv_kernels import paged
+from kv_kernels import triton_raw
 from kv_kernels.device_transfers import DeviceTransfers, Workers
 from kv_kernels.worker import ThreadWorker
 from small_engine import HastyDevice, NoWait
@@ -20,7 +20,8 @@ from small_engine import HastyDevice, NoWait
 SEGMENT_BYTES, SEGMENTS = 24 << 10, 2
 
 needs_interpreter = pytest.mark.skipif(
-    not hasattr(paged._gather, "rewrite"), reason="there is a GPU: kernels are compiled, and cannot take pages of a CPU"
+    not hasattr(triton_raw._gather, "rewrite"),
+    reason="there is a GPU: compiled kernels cannot take pages of a CPU",
 )
 
 

@@ -93,7 +93,7 @@ BROKEN: tuple[tuple[str, str, str], ...] = (
     ("room", "tiering/remote/valkey.py", "from tiering.nvme.tier import NvmeTier"),
     # What a room must not know of.
     ("closed-room", "tiering/dram/tier.py", "import kv_kernels.transfer"),
-    ("closed-room", "tiering/hbm.py", "from kv_kernels import paged"),
+    ("closed-room", "tiering/hbm.py", "from kv_kernels import triton_raw"),
     ("closed-room", "tiering/nvme/tier.py", "import torch"),
     ("closed-room", "tiering/nvme/tier.py", "from torch.cuda import Stream"),
     ("closed-room", "tiering/nvme/tier.py", "def f():\n    import torch"),
@@ -109,8 +109,8 @@ BROKEN: tuple[tuple[str, str, str], ...] = (
     ("engine", "engine_adapter/sglang_storage.py", "from vllm.v1 import core"),
     ("engine", "kvstore/insight/planner.py", "def f():\n    from transformers import AutoConfig"),
     ("engine", "kvstore/demo/run.py", "import vllm"),
-    ("engine", "kernels/kv_kernels/paged.py", "import sglang.srt"),
-    ("foreign-folder", "kvstore/core/store.py", "from kernels.kv_kernels import paged"),
+    ("engine", "kernels/kv_kernels/triton_raw.py", "import sglang.srt"),
+    ("foreign-folder", "kvstore/core/store.py", "from kernels.kv_kernels import triton_raw"),
     ("foreign-folder", "tiering/dram/tier.py", "import tests.fakes"),
     ("foreign-folder", "kvstore/cli/bench.py", "def f():\n    from kv_bench import restart"),
     ("foreign-folder", "kernels/kv_kernels/transfer.py", "from chaos import ChaosDevice"),
@@ -193,7 +193,7 @@ BROKEN: tuple[tuple[str, str, str], ...] = (
     ("environment", "kvstore/config.py", "import os\nos.environ.get('X')"),
     ("environment", "kvstore/node.py", "import os\nos.getenv('X')"),
     ("environment", "kvstore/demo/run.py", "from os import environ"),
-    ("environment", "kernels/kv_kernels/paged.py", "import os\nos.environ"),
+    ("environment", "kernels/kv_kernels/triton_raw.py", "import os\nos.environ"),
     ("environment", "engine_adapter/adapter.py", "import os\nos.getenv('X')"),
     # Code from data.
     ("unsafe", "kvstore/events.py", "import pickle"),
@@ -204,7 +204,7 @@ BROKEN: tuple[tuple[str, str, str], ...] = (
     ("unsafe", "kvstore/bench/rig.py", "import numpy\nnumpy.load('x', allow_pickle=True)"),
     ("unsafe", "kvstore/config.py", "eval('1')"),
     ("unsafe", "kvstore/demo/run.py", "exec('1')"),
-    ("unsafe", "kernels/kv_kernels/paged.py", "import builtins\nbuiltins.exec('1')"),
+    ("unsafe", "kernels/kv_kernels/triton_raw.py", "import builtins\nbuiltins.exec('1')"),
     ("unsafe", "kvstore/config.py", "import yaml\nyaml.load('x', Loader=yaml.SafeLoader)"),
     # Names.
     ("vague-name", "kvstore/utils.py", ""),
@@ -262,8 +262,8 @@ KEPT: tuple[tuple[str, str], ...] = (
     ("kvstore/__init__.py", "def open(url):\n    from kvstore.service import client"),
     ("kvstore/core/store.py", "def f():\n    import lmdb"),
     ("tiering/hbm.py", "import torch"),
-    ("kernels/kv_kernels/paged.py", "import triton\nimport triton.language as tl"),
-    ("kernels/kv_kernels/paged_int8.py", "import triton"),
+    ("kernels/kv_kernels/triton_raw.py", "import triton\nimport triton.language as tl"),
+    ("kernels/kv_kernels/triton_int8.py", "import triton"),
     # Types and pure members of the modules whose acts are handed in.
     ("tiering/policies/lru.py", "import random\ndef f(rng: random.Random): return rng.random()"),
     (

@@ -21,21 +21,21 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from kv_kernels import paged, paged_int8
+from kv_kernels import triton_int8, triton_raw
 from kv_kernels.copies import BlockCopy, Digest, Encoded, Flaw
 from kv_kernels.device import Device, Direction, Region, Stream
 from kv_kernels.device_tables import DIGEST_BYTES, Findings, TableMemory, Tables, TableShape
-from kv_kernels.paged_digest import SHORTEST_BYTES, digest_slices
 from kv_kernels.pinned import PinnedExtents
 from kv_kernels.pools import RAW_BYTES, PoolTable
 from kv_kernels.transfer import Loader, Saver
 from kv_kernels.transfer_state import LayerSlice, Saving, Transfer, TransferOutcome, layer_slices
+from kv_kernels.triton_digest import SHORTEST_BYTES, digest_slices
 
 _Rows = np.ndarray[Any, Any]
 
 
 class DeviceContext(NamedTuple):
-    """What all copies of a device share. segment_bytes: of staging memory. keys: `paged_digest.digest_keys`."""
+    """What all copies of a device share. segment_bytes: of staging memory. keys: `triton_digest.digest_keys`."""
 
     device: Device
     loader: Loader
@@ -245,10 +245,10 @@ class _Gather(_Kernel):
         move = self.move
         table = move.table[frames.start : frames.stop]
         if move.codec is None:
-            paged.gather(move.pools[at], table, staged)
+            triton_raw.gather(move.pools[at], table, staged)
         else:
             status = move.findings.status[frames.start : frames.stop]
-            paged_int8.gather_quantize(move.pools[at], move.codec, table, staged, status)
+            triton_int8.gather_quantize(move.pools[at], move.codec, table, staged, status)
         self._digest(staged, frames, at)
 
 
@@ -258,9 +258,9 @@ class _Scatter(_Kernel):
         table = move.table[frames.start : frames.stop]
         self._digest(staged, frames, at)
         if move.codec is None:
-            paged.scatter(move.pools[at], table, staged)
+            triton_raw.scatter(move.pools[at], table, staged)
         else:
-            paged_int8.dequantize_scatter(move.pools[at], move.codec, table, staged)
+            triton_int8.dequantize_scatter(move.pools[at], move.codec, table, staged)
 
 
 def _page(plane: torch.Tensor, page: int) -> Region:

@@ -20,9 +20,9 @@ from kv_kernels.device import Device
 from kv_kernels.device_copy import DeviceContext, DeviceCopy
 from kv_kernels.device_tables import TableMemory
 from kv_kernels.int8 import ALIGN_BYTES, KC64, TH, Axis, SliceForm
-from kv_kernels.paged_digest import digest_keys
 from kv_kernels.pinned import PinnedExtents
 from kv_kernels.transfer import Loader, Saver
+from kv_kernels.triton_digest import digest_keys
 from kv_kernels.worker import ThreadWorker, Worker
 
 SEGMENT_BYTES, SEGMENTS = 128 << 20, 2

@@ -2,8 +2,8 @@
 
 A `PoolTable` is built once, when an engine registers its pages; afterwards a launch needs no Python per layer. A layout
 is nothing but strides: pages may be token-major, head-major, fused K and V, or keep K transposed. Every launch's
-checks, before it touches memory, are here too. Nothing here imports triton; the kernels are in `paged` and
-`paged_int8`, their twins in plain torch in `reference`.
+checks, before it touches memory, are here too. Nothing here imports triton; the kernels are in `triton_raw` and
+`triton_int8`, their twins in plain torch in `reference`.
 """
 
 from __future__ import annotations

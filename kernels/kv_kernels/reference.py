@@ -1,8 +1,8 @@
 """Plain torch versions of the transfer operations, on any device.
 
-The reference for every faster route: `host` on the CPU (`ReferenceRawCopy`), the kernels of `paged` and `paged_int8` on
-a GPU (`gather`, `scatter`, `gather_quantize`, `dequantize_scatter`: the same signatures and the same bits). Also the
-route of devices without triton. Written for reading, one index operation per plane; the only file in this folder that
+The reference for every faster route: `host` on the CPU (`ReferenceRawCopy`), the kernels of `triton_raw` and
+`triton_int8` on a GPU (`gather`, `scatter`, `gather_quantize`, `dequantize_scatter`: the same signatures and the same
+bits). Also the route of devices without triton. Written for reading, one index operation per plane; the only file in this folder that
 must be right by inspection.
 """
 
@@ -27,7 +27,7 @@ def gather(
     first: int = 0,
     last: int | None = None,
 ) -> None:
-    """The twin of `paged.gather`."""
+    """The twin of `triton_raw.gather`."""
     launch = check_launch(pools, None, table, payloads, payload_at, first, last)
     for row, pages in zip(payloads, table.tolist(), strict=True):
         at = payload_at + launch.first * launch.slice_bytes
@@ -44,7 +44,7 @@ def scatter(
     first: int = 0,
     last: int | None = None,
 ) -> None:
-    """The twin of `paged.scatter`."""
+    """The twin of `triton_raw.scatter`."""
     launch = check_launch(pools, None, table, payloads, payload_at, first, last)
     for row, pages in zip(payloads, table.tolist(), strict=True):
         at = payload_at + launch.first * launch.slice_bytes
@@ -64,7 +64,7 @@ def gather_quantize(
     first: int = 0,
     last: int | None = None,
 ) -> None:
-    """The twin of `paged_int8.gather_quantize`."""
+    """The twin of `triton_int8.gather_quantize`."""
     launch = check_launch(pools, codec, table, payloads, payload_at, first, last)
     check_status(status, launch, pools.device)
     assert launch.form is not None
@@ -91,7 +91,7 @@ def dequantize_scatter(
     first: int = 0,
     last: int | None = None,
 ) -> None:
-    """The twin of `paged_int8.dequantize_scatter`."""
+    """The twin of `triton_int8.dequantize_scatter`."""
     launch = check_launch(pools, codec, table, payloads, payload_at, first, last)
     assert launch.form is not None
     for row, pages in zip(payloads, table.tolist(), strict=True):

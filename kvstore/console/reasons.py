@@ -42,7 +42,7 @@ REASONS: dict[MissReason, ReasonText] = {
     ),
     MissReason.PARTIAL_BLOCK: ReasonText(
         "The prompt's tail, which fills no block; only whole blocks are stored.",
-        "Nearly every prompt has one; where it fills its blocks exactly, its last token is computed instead (last_token).",
+        "Nearly every prompt has one; if it fills its blocks, its last token is computed instead (last_token).",
         "Nothing.",
         True,
     ),

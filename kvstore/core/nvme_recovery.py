@@ -38,7 +38,7 @@ from tiering.errors import BlockCorrupt, TierError, TierUnavailable
 from tiering.faults import SHORTAGES, kind_of
 from tiering.files import private_pages
 from tiering.frame import HEADER_BYTES, MacKeys, open_header, verify_payload
-from tiering.nvme.recovery import Found
+from tiering.nvme.slab_recovery import Found
 from tiering.nvme.tier import NvmeTier
 from tiering.tier import NO_PLACE, SlotClass
 

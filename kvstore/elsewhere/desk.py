@@ -39,7 +39,7 @@ from kvstore.elsewhere.questions import (
 from kvstore.node import EmbeddedStore
 from kvstore.protocol import courier as c
 from kvstore.protocol import messages as m
-from kvstore.protocol.hand_off import HandOff, hand_off_in
+from kvstore.protocol.hand_off_ticket import HandOff, hand_off_in
 from kvstore.protocol.replies import ReserveReply
 from kvstore.protocol.status import ElsewhereStatus, SourceStatus, printable
 from kvstore.service.dispatch import Handlers

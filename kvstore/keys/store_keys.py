@@ -22,9 +22,9 @@ from kvstore.config import KeysOptions, format_size
 from kvstore.keys.pool_keys import PoolKeys, TenantSecrets, file_name
 from kvstore.keys.secret_dir import SecretDirectory
 from tiering.files import DirectoryLock
-from tiering.nvme.recovery import LeftAlone
 from tiering.nvme.slab import STAMP_SLAB, slab_name
 from tiering.nvme.slab_files import ReadOnlyFiles
+from tiering.nvme.slab_recovery import LeftAlone
 
 _log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from kvstore.block.errors import BadInput
 from kvstore.config import is_loopback
 from kvstore.network.credentials import Certificates, Rotated, SourceFile, Tokens, caller_of_uris, server_context
-from kvstore.network.door import (
+from kvstore.network.grpc_server import (
     HEALTH,
     SERVICES,
     Answers,

@@ -40,7 +40,7 @@ class Cancel(msgspec.Struct, array_like=True, frozen=True, tag="cancel"):
 
 
 class SealTicket(msgspec.Struct, array_like=True, frozen=True, tag="seal_ticket"):
-    """A ticket for a chain, from its first block on, by which another engine waits for it (`protocol.hand_off`). Its
+    """A ticket for a chain, from its first block on, by which another engine waits for it (`hand_off_ticket`). Its
     stored blocks are retained for so many seconds, as with a put's `ttl`."""
 
     namespace: int

@@ -23,7 +23,7 @@ from kvstore.block.account import MissReason
 from kvstore.block.identity import Identity, Prompt
 from kvstore.client.edge import contained
 from kvstore.node import EmbeddedStore
-from kvstore.protocol.hand_off import HandOff
+from kvstore.protocol.hand_off_ticket import HandOff
 from paged_engine import PagedEngine, Request, Shape, SharedStore
 from service.sidecar import Sidecar
 from tiering.counts.awaits import AwaitEnd

@@ -21,8 +21,8 @@ from simulation.disk import SimulatedFiles
 from simulation.machine import MAC_KEY, SLAB_BYTES, Machine
 from tiering.errors import BlockCorrupt, TierFull
 from tiering.frame import HEADER_BYTES, Sealer, Stamp, digest, open_header, verify_payload
-from tiering.nvme.recovery import Found
 from tiering.nvme.slab import DOUBTS, META, SLOTS_PER_RECORD, STAMP_PAGES, doubt_key, record_key, slab_name
+from tiering.nvme.slab_recovery import Found
 from tiering.nvme.tier import NvmeTier
 from tiering.slab_header import PAGE_BYTES
 from tiering.tier import SlotClass, extent_of, place_of

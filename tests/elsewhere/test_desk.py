@@ -20,7 +20,7 @@ from kvstore.client.connection import checked_facts
 from kvstore.elsewhere.desk import MOST_OF_TENANT
 from kvstore.protocol import courier as c
 from kvstore.protocol import messages as m
-from kvstore.protocol.hand_off import HandOff
+from kvstore.protocol.hand_off_ticket import HandOff
 from kvstore.service.connections import DoorLimits
 from service.sidecar import Sidecar
 from tiering.counts.awaits import AwaitEnd

@@ -25,7 +25,7 @@ from engines.two_roles import BLOCK, Engines, drawn, full, is_right, killed
 from kvstore.block.identity import Identity, Namespace, PrefixHasher, token_bytes
 from kvstore.client.framing import FramedSocket
 from kvstore.protocol import messages as m
-from kvstore.protocol.hand_off import sealed
+from kvstore.protocol.hand_off_ticket import sealed
 from tiering.clock import SystemClock
 from valkey_server import valkey_server
 from waiting import wait_until

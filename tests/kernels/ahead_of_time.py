@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kv_kernels import paged, paged_digest, paged_int8
+from kv_kernels import triton_digest, triton_int8, triton_raw
 from kv_kernels.pools import PoolTable
 
 TARGETS = {
@@ -82,7 +82,7 @@ def _argument(value: Any, path: tuple[int, ...], constants: dict[Any, Any], attr
 
 def kept(name: str, codec: str | None, pools: PoolTable) -> Kept:
     """The kernel of a launcher, with the arguments of a launch over two blocks of 128 tokens."""
-    module = paged if codec is None else paged_int8
+    module = triton_raw if codec is None else triton_int8
     table = torch.zeros(2, 128 // pools.page_tokens, dtype=torch.int64)
     payloads = torch.zeros(2, 4096 + pools.layers * 128 * pools.heads * sum(pools.widths) * 5, dtype=torch.uint8)
     stand_in = Kept(getattr(module, f"_{name}"))
@@ -96,12 +96,12 @@ def kept(name: str, codec: str | None, pools: PoolTable) -> Kept:
 
 def kept_digest() -> Kept:
     """The digest kernel, with the arguments of a launch over two blocks of four slices."""
-    stand_in = Kept(paged_digest._digest_slice)
-    paged_digest._digest_slice = stand_in
+    stand_in = Kept(triton_digest._digest_slice)
+    triton_digest._digest_slice = stand_in
     payload = torch.zeros(2, 4096 + 4 * 139264, dtype=torch.uint8)
-    keys = paged_digest.digest_keys(payload.device)
-    paged_digest.digest_slices(payload, 4096, 139264, torch.zeros(2, 4, 2, dtype=torch.int64), keys)
-    paged_digest._digest_slice = stand_in.kernel
+    keys = triton_digest.digest_keys(payload.device)
+    triton_digest.digest_slices(payload, 4096, 139264, torch.zeros(2, 4, 2, dtype=torch.int64), keys)
+    triton_digest._digest_slice = stand_in.kernel
     return stand_in
 
 

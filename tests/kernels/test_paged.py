@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kv_kernels import paged, paged_int8, reference
+from kv_kernels import reference, triton_int8, triton_raw
 from kv_kernels.pools import PoolTable
 from paged_memory import DEVICE, Case, Memory, kernels_can_run, ones, page_table, random_bits
 
@@ -54,7 +54,7 @@ def test_gather_is_the_twin_bit_for_bit(case: Case) -> None:
     want, got = payloads_for(case), payloads_for(case).to(DEVICE)
     reference.gather(memory.pools, table, want, HEADER, *case.span)
     there = memory.copy(DEVICE)
-    paged.gather(there.pools, _on_device(table), got, HEADER, *case.span)
+    triton_raw.gather(there.pools, _on_device(table), got, HEADER, *case.span)
     assert torch.equal(got.cpu(), want)
     assert torch.equal(there.bits(), memory.bits()), "a gather writes no page"
     layer_bytes = case.raw_bytes // case.layers
@@ -70,7 +70,7 @@ def test_scatter_is_the_twin_and_touches_nothing_else(case: Case) -> None:
     want, got = Memory.of(case, ones), Memory.of(case, ones).copy(DEVICE)
     reference.scatter(want.pools, table, payloads, HEADER, *case.span)
     sent = payloads.to(DEVICE, copy=True)
-    paged.scatter(got.pools, _on_device(table), sent, HEADER, *case.span)
+    triton_raw.scatter(got.pools, _on_device(table), sent, HEADER, *case.span)
     assert torch.equal(got.bits(), want.bits())
     assert torch.equal(sent.cpu(), payloads)
     named = set(table.flatten().tolist())
@@ -86,14 +86,14 @@ def test_there_and_back(case: Case) -> None:
     """scatter(gather(x)) == x in other pages, and gather(scatter(y)) == y."""
     memory, table = Memory.of(case, random_bits(5)).copy(DEVICE), _on_device(page_table(case, 6))
     payloads = payloads_for(case).to(DEVICE)
-    paged.gather(memory.pools, table, payloads, HEADER)
+    triton_raw.gather(memory.pools, table, payloads, HEADER)
     other, elsewhere = Memory.of(case, ones).copy(DEVICE), _on_device(page_table(case, 7))
-    paged.scatter(other.pools, elsewhere, payloads, HEADER)
+    triton_raw.scatter(other.pools, elsewhere, payloads, HEADER)
     for planes, copies in zip(memory.planes, other.planes, strict=True):
         for plane, copy in zip(planes, copies, strict=True):
             assert torch.equal(_bits(plane[table.flatten().long()]), _bits(copy[elsewhere.flatten().long()]))
     again = payloads_for(case).to(DEVICE)
-    paged.gather(other.pools, elsewhere, again, HEADER)
+    triton_raw.gather(other.pools, elsewhere, again, HEADER)
     assert torch.equal(again, payloads)
 
 
@@ -106,10 +106,10 @@ def test_offsets_have_64_bits(strides: tuple[int, ...]) -> None:
     pools, table = PoolTable.of([[plane]]), torch.tensor([[4]], device=DEVICE)
     want, got = (torch.zeros(1, 4096, dtype=torch.uint8, device=DEVICE) for _ in range(2))
     reference.gather(pools, table, want)
-    paged.gather(pools, table, got)
+    triton_raw.gather(pools, table, got)
     assert torch.equal(got, want) and torch.equal(got.view(64, 64), plane[4, :, 0])
     plane[4] = 0
-    paged.scatter(pools, table, want)
+    triton_raw.scatter(pools, table, want)
     assert torch.equal(got.view(64, 64), plane[4, :, 0])
 
 
@@ -117,8 +117,8 @@ def test_no_blocks_and_no_layers_launch_nothing() -> None:
     case = CASES[0]
     memory, payloads = Memory.of(case, ones).copy(DEVICE), payloads_for(case, 1).to(DEVICE)
     table = _on_device(page_table(case, 1))
-    paged.scatter(memory.pools, table, payloads, HEADER, 2, 2)
-    paged.scatter(memory.pools, table[:0], payloads[:0], HEADER)
+    triton_raw.scatter(memory.pools, table, payloads, HEADER, 2, 2)
+    triton_raw.scatter(memory.pools, table[:0], payloads[:0], HEADER)
     assert bool((memory.bits() == 0xFF).all())
 
 
@@ -155,17 +155,17 @@ def test_a_launch_asks_torch_for_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     payloads = payloads_for(case).to(DEVICE)
     status = torch.zeros(case.blocks, dtype=torch.int32, device=DEVICE)
     kernels = {}
-    for module, name in ((paged, "gather"), (paged, "scatter")):
+    for module, name in ((triton_raw, "gather"), (triton_raw, "scatter")):
         kernels[name] = Launched()
         monkeypatch.setattr(module, f"_{name}", kernels[name])
     for name in ("gather_quantize", "dequantize_scatter"):
         kernels[name] = Launched()
-        monkeypatch.setattr(paged_int8, f"_{name}", kernels[name])
+        monkeypatch.setattr(triton_int8, f"_{name}", kernels[name])
     with Operations() as operations:
-        paged.gather(pools, table, payloads, HEADER)
-        paged.scatter(pools, table, payloads, HEADER, 1, 5)
-        paged_int8.gather_quantize(pools, "int8-kc64", table, payloads, status, HEADER)
-        paged_int8.dequantize_scatter(pools, "int8-th", table, payloads, HEADER)
+        triton_raw.gather(pools, table, payloads, HEADER)
+        triton_raw.scatter(pools, table, payloads, HEADER, 1, 5)
+        triton_int8.gather_quantize(pools, "int8-kc64", table, payloads, status, HEADER)
+        triton_int8.dequantize_scatter(pools, "int8-th", table, payloads, HEADER)
     assert operations.seen == []
     assert [kernel.grids for kernel in kernels.values()] == [[(120,)], [(96,)], [(120,)], [(120,)]]
 
@@ -231,7 +231,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("changes", "said"), BAD, ids=[said for _, said in BAD])
 def test_arguments_that_do_not_fit(changes: dict[str, Any], said: str) -> None:
     """By kernel and twin alike, in one line, before anything is touched."""
-    for operation in (paged.gather, paged.scatter, reference.gather, reference.scatter):
+    for operation in (triton_raw.gather, triton_raw.scatter, reference.gather, reference.scatter):
         with pytest.raises(ValueError, match=said) as caught:
             operation(**{**GOOD, **changes})
         assert "\n" not in str(caught.value)
@@ -240,7 +240,7 @@ def test_arguments_that_do_not_fit(changes: dict[str, Any], said: str) -> None:
 def test_numbers_of_eight_bytes_are_not_moved() -> None:
     pools = PoolTable.of([[plane(dtype=torch.float64)]])
     with pytest.raises(ValueError, match="raw moves 1, 2 or 4"):
-        paged.gather(**{**GOOD, "pools": pools})
+        triton_raw.gather(**{**GOOD, "pools": pools})
 
 
 @pytest.mark.slow

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_kernels import paged_digest
-from kv_kernels.paged_digest import SHORTEST_BYTES, as_bytes, digest_keys, digest_slices
+from kv_kernels import triton_digest
+from kv_kernels.triton_digest import SHORTEST_BYTES, as_bytes, digest_keys, digest_slices
 from paged_memory import DEVICE
 from tiering.frame import digest
 
@@ -123,8 +123,8 @@ def test_a_launch_is_on_the_payloads_device_and_may_have_many_blocks(monkeypatch
         def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
             return lambda *arguments, **options: launches.append((entered[-1] if entered else None, grid))
 
-    monkeypatch.setattr(paged_digest, "on_device", on_device, raising=False)
-    monkeypatch.setattr(paged_digest, "_digest_slice", Noted())
+    monkeypatch.setattr(triton_digest, "on_device", on_device, raising=False)
+    monkeypatch.setattr(triton_digest, "_digest_slice", Noted())
     payload = torch.zeros(70_000, 256, dtype=torch.uint8, device=DEVICE)
     into = torch.zeros(70_000, 1, 2, dtype=torch.int64, device=DEVICE)
     digest_slices(payload, 0, 256, into, digest_keys(payload.device))

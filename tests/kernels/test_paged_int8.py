@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from kv_kernels import int8, paged_int8, reference
+from kv_kernels import int8, reference, triton_int8
 from kv_kernels.int8 import KC64, TH, Axis, dequantize, quantize, slice_form
 from paged_memory import DEVICE, Case, Memory, kernels_can_run, ones, page_table
 
@@ -101,7 +101,7 @@ def twin_payloads(codec: str, case: Case, memory: Memory, table: torch.Tensor) -
 def kernel_payloads(codec: str, case: Case, memory: Memory, table: torch.Tensor) -> torch.Tensor:
     payloads, status = payloads_for(codec, case).to(DEVICE), status_for(case).to(DEVICE)
     there = memory.copy(DEVICE)
-    paged_int8.gather_quantize(there.pools, codec, table.to(DEVICE), payloads, status, HEADER, *case.span)
+    triton_int8.gather_quantize(there.pools, codec, table.to(DEVICE), payloads, status, HEADER, *case.span)
     assert status.tolist() == [0] * case.blocks
     assert torch.equal(there.bits(), memory.bits()), "a gather writes no page"
     return payloads.cpu()
@@ -131,7 +131,7 @@ def test_dequantizing_is_the_twin_bit_for_bit(codec: str, case: Case) -> None:
     want, got = Memory.of(case, ones), Memory.of(case, ones).copy(DEVICE)
     reference.dequantize_scatter(want.pools, codec, table, payloads, HEADER, *case.span)
     sent = payloads.to(DEVICE, copy=True)
-    paged_int8.dequantize_scatter(got.pools, codec, table.to(DEVICE), sent, HEADER, *case.span)
+    triton_int8.dequantize_scatter(got.pools, codec, table.to(DEVICE), sent, HEADER, *case.span)
     assert torch.equal(got.bits(), want.bits())
     assert torch.equal(sent.cpu(), payloads)
     named = set(table.flatten().tolist()) - {-1}
@@ -191,7 +191,7 @@ def test_along_the_wrong_axis_a_biased_channel_would_be_lost() -> None:
         plane[..., channel] += 300
     payloads = kernel_payloads(KC64, case, memory, table)
     back = Memory.of(case, ones).copy(DEVICE)
-    paged_int8.dequantize_scatter(back.pools, KC64, table.to(DEVICE), payloads.to(DEVICE), HEADER)
+    triton_int8.dequantize_scatter(back.pools, KC64, table.to(DEVICE), payloads.to(DEVICE), HEADER)
 
     def error(x: torch.Tensor, y: torch.Tensor) -> float:
         """Of the channels that have no bias."""
@@ -230,7 +230,7 @@ def test_what_cannot_be_written_is_reported_by_block(codec: str, dtype: str) -> 
     reference.gather_quantize(memory.pools, codec, table, payloads, want, HEADER)
     assert want.tolist() == [0, 1, 1, 2, 2, 2, 1, 0, 2]
     there, got, status = memory.copy(DEVICE), payloads_for(codec, case).to(DEVICE), status_for(case).to(DEVICE)
-    paged_int8.gather_quantize(there.pools, codec, table.to(DEVICE), got, status, HEADER)
+    triton_int8.gather_quantize(there.pools, codec, table.to(DEVICE), got, status, HEADER)
     assert status.tolist() == want.tolist()
     for block in (0, 7):
         assert torch.equal(got[block].cpu(), payloads[block])
@@ -269,7 +269,7 @@ def test_arguments_that_do_not_fit(changes: dict[str, Any], said: str) -> None:
     case = Case("token-major", changes.get("dtype", "float16"), 64, 1, 1, (8, 8), layers=1, blocks=1)
     memory, table, payloads = Memory.of(case, ones), page_table(case, 1), torch.zeros(1, 8192, dtype=torch.uint8)
     status = changes.get("status", torch.zeros(1, dtype=torch.int32))
-    for module in (paged_int8, reference):
+    for module in (triton_int8, reference):
         with pytest.raises(ValueError, match=said):
             module.gather_quantize(memory.pools, changes.get("codec", KC64), table, payloads, status)
         if "status" not in changes:

@@ -20,7 +20,7 @@ pytest.importorskip("grpc_health", reason="grpcio-health-checking is not install
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # noqa: E402
 
-from kvstore.network.door import MOST_CONNECTIONS  # noqa: E402, F401
+from kvstore.network.grpc_server import MOST_CONNECTIONS  # noqa: E402, F401
 from kvstore.wire import admin_pb2_grpc, score_pb2_grpc, store_pb2, store_pb2_grpc  # noqa: E402
 from network.tokens import ENVIRONMENT, OPERATOR_TOKEN, token_of  # noqa: E402
 

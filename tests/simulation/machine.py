@@ -11,7 +11,7 @@ from simulation.power import Power
 from tiering.errors import BlockCorrupt
 from tiering.frame import HEADER_BYTES, FrameHeader, Sealer, Stamp, digest, open_header, verify_payload
 from tiering.nvme.frame_index import FrameIndex
-from tiering.nvme.recovery import Found
+from tiering.nvme.slab_recovery import Found
 from tiering.nvme.tier import NvmeTier
 from tiering.tier import SlotClass
 

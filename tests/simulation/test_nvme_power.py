@@ -14,7 +14,7 @@ import pytest
 from simulation.machine import CLASSES, MAC_KEY, STAMPS, Frame, Machine
 from simulation.power import PowerLoss
 from tiering.errors import TierFull
-from tiering.nvme.recovery import Found
+from tiering.nvme.slab_recovery import Found
 from tiering.nvme.tier import NvmeTier
 from tiering.slots import FrameState
 from tiering.tier import place_of

@@ -18,8 +18,8 @@ import pytest
 
 import tiering.nvme.group_commit
 import tiering.nvme.index_records
-import tiering.nvme.recovery
 import tiering.nvme.session
+import tiering.nvme.slab_recovery
 import tiering.nvme.tier
 from simulation.power import PowerLoss
 from simulation.test_nvme_power import Life
@@ -31,7 +31,7 @@ SOURCES = {
         tiering.nvme.index_records,
         tiering.nvme.session,
         tiering.nvme.group_commit,
-        tiering.nvme.recovery,
+        tiering.nvme.slab_recovery,
         tiering.nvme.tier,
     )
 }

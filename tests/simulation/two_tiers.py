@@ -33,8 +33,8 @@ from tiering.errors import TierUnavailable
 from tiering.files import DirectoryLock, make_directory
 from tiering.nvme.frame_index import Change, FrameIndex
 from tiering.nvme.lmdb_index import LmdbMaker
-from tiering.nvme.recovery import Found
 from tiering.nvme.slab_files import DirectFiles, Files
+from tiering.nvme.slab_recovery import Found
 from tiering.nvme.tier import NvmeTier
 from tiering.policies.admission import AdmissionMaker, AdmitAll
 from tiering.policies.lru import LeafFirstLru

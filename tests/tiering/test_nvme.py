@@ -26,7 +26,6 @@ from simulation.power import PowerLoss
 from tiering.errors import BlockMissing, IndexDoubtful, TierError, TierFull, TierUnavailable
 from tiering.frame import HEADER_BYTES, Stamp, digest
 from tiering.nvme.lmdb_index import DATA_FILE
-from tiering.nvme.recovery import Found
 from tiering.nvme.slab import (
     ENTRY,
     META,
@@ -41,6 +40,7 @@ from tiering.nvme.slab import (
     slab_name,
     split_entries,
 )
+from tiering.nvme.slab_recovery import Found
 from tiering.nvme.tier import NvmeTier
 from tiering.slab_header import PAGE_BYTES
 from tiering.slots import FrameState

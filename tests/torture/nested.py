@@ -51,7 +51,6 @@ from tiering.dram.extents import Extent
 from tiering.dram.keeping import Ledger
 from tiering.errors import BlockCorrupt
 from tiering.frame import HEADER_BYTES, Sealer, Stamp, open_header, parse_header
-from tiering.nvme.recovery import Found
 from tiering.nvme.slab import (
     EMPTY,
     ENTRY,
@@ -67,6 +66,7 @@ from tiering.nvme.slab import (
     pack_record,
     split_entries,
 )
+from tiering.nvme.slab_recovery import Found
 from tiering.slab_header import PAGE_BYTES, SlabHeader, read_slab_header
 from tiering.tier import SlotClass, place_of
 from torture.mutate import EDGES, WIDE, as_json, invalid_pages, mutated, odd

@@ -20,8 +20,8 @@ from tiering.errors import TierFull
 from tiering.frame import HEADER_BYTES
 from tiering.nvme.frame_index import FrameIndex
 from tiering.nvme.lmdb_index import discard, open_index
-from tiering.nvme.recovery import Found
 from tiering.nvme.slab_files import DirectFiles
+from tiering.nvme.slab_recovery import Found
 from torture.nursery import Nursery, Voice
 
 KEYS = 60

@@ -21,10 +21,10 @@ from tiering.nvme.frame_index import IndexMaker
 from tiering.nvme.group_commit import BatchRequest, GroupCommit
 from tiering.nvme.header_scan import HeaderScan
 from tiering.nvme.index_records import IndexRecords, NvmeSlab
-from tiering.nvme.recovery import Found, Progress, SlabRecovery
 from tiering.nvme.session import StoreSession, take_up
 from tiering.nvme.slab import MAX_NUMBER, SLOTS_PER_RECORD, record_key, slab_number, unproven_key
 from tiering.nvme.slab_files import Files
+from tiering.nvme.slab_recovery import Found, Progress, SlabRecovery
 from tiering.slab_header import PAGE_BYTES, SlabHeader
 from tiering.slots import FrameState, SlotLedger
 from tiering.tier import Column, SlotClass, Usage, extent_of, place_of, slot_of

@@ -21,13 +21,13 @@ from kvstore.block.errors import BadInput
 from tiering.frame import HEADER_BYTES, digest, frame_bytes
 
 try:
-    from kv_kernels import paged, paged_digest, paged_int8
+    from kv_kernels import triton_digest, triton_int8, triton_raw
 except ImportError:
     _HAS_TRITON = False
     _COMPILER_ERRORS: tuple[type[Exception], ...] = ()
 else:
     _HAS_TRITON = True
-    _COMPILER_ERRORS = (paged.triton.TritonError,)  # this room does not import triton itself
+    _COMPILER_ERRORS = (triton_raw.triton.TritonError,)  # this room does not import triton itself
 
 RAW = "raw"
 CODECS = (RAW, KC64, TH)
@@ -83,12 +83,12 @@ def route_named(given: str | None, device: torch.device) -> Route:
         raise BadInput("the kernels need the package triton; run in a checkout: pip install '.[gpu]'")
     return Route(
         TRITON,
-        paged.gather,
-        paged.scatter,
-        paged_int8.gather_quantize,
-        paged_int8.dequantize_scatter,
-        paged_digest.digest_slices,
-        paged_digest.digest_keys,
+        triton_raw.gather,
+        triton_raw.scatter,
+        triton_int8.gather_quantize,
+        triton_int8.dequantize_scatter,
+        triton_digest.digest_slices,
+        triton_digest.digest_keys,
     )
 
 
@@ -98,7 +98,7 @@ def told(error: BaseException) -> str:
 
 
 def _digest(payload: torch.Tensor, payload_at: int, slice_bytes: int, into: torch.Tensor, keys: torch.Tensor) -> None:
-    """The twin of `paged_digest.digest_slices`, by xxhash on the CPU."""
+    """The twin of `triton_digest.digest_slices`, by xxhash on the CPU."""
     for row, digests in zip(payload.cpu().numpy(), into, strict=True):
         for number in range(into.shape[1]):
             at = payload_at + number * slice_bytes

@@ -102,7 +102,7 @@ class Transfers:
             self._slices = layer_slices(shape.layers, size // shape.layers, layers_at_once, HEADER)
             room = max(segment_bytes, *(part.size_bytes for part in self._slices))
             segment = -(-room // 256) * 256
-            self._nvme_recovery = Loader(self._device, extents, load, segment, SEGMENTS)
+            self._loader = Loader(self._device, extents, load, segment, SEGMENTS)
             self._saver = Saver(self._device, extents, save, segment, SEGMENTS)
             self._kernels = [
                 PagedKernel(pool, self._slices, route, codec, is_load=is_load)
@@ -122,7 +122,7 @@ class Transfers:
         """Start a load, a save, or one of each. Raises RuntimeError if refused."""
         started: list[Transfer | None] = []
         if direction in (LOAD, BOTH):
-            started.append(self._nvme_recovery.load(self.slots, self._slices, self._kernels[0], _nothing))
+            started.append(self._loader.load(self.slots, self._slices, self._kernels[0], _nothing))
         if direction in (SAVE, BOTH):
             after = self._device.compute().record()
             started.append(self._saver.save(self.slots, self._slices, self._kernels[1], after, _yes, _nothing))

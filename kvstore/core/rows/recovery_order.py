@@ -18,7 +18,7 @@ import numpy as np
 
 from kvstore.core.rows.index import Column
 from tiering.frame import KEY_BYTES, MAX_BLOCK_INDEX, MAX_NUMBER
-from tiering.nvme.recovery import Found
+from tiering.nvme.slab_recovery import Found
 
 AT_ROOT, ELSEWHERE = -1, -2
 """A parent's position where it has none: a first block; a parent that was not found on disk."""

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kv_kernels.paged import on_device
+from kv_kernels.triton_raw import on_device
 
 SHORTEST_BYTES = 241
 """Shorter inputs have other forms in XXH3."""

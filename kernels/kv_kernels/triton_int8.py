@@ -7,7 +7,7 @@ of Blackwell all the same. When quantizing a clamp stands between the two, and w
 (8 bits) and a scale (11 bits) is exact. A zero point of -0.0 is stored as 0.0.
 
 One launch covers all blocks, a range of layers, all heads and both planes; a program takes 64 tokens of one block,
-layer and head. See `paged` for pools, page tables and payloads. With `paged` the only file that imports triton.
+layer and head. See `triton_raw` for pools, page tables and payloads.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import triton
 import triton.language as tl
 
 from kv_kernels.int8 import GROUP, Axis, PlaneForm
-from kv_kernels.paged import WARPS, pages_of, place, pool_at, power_of_two, run, step_of
 from kv_kernels.pools import PoolTable, check_launch, check_status
+from kv_kernels.triton_raw import WARPS, pages_of, place, pool_at, power_of_two, run, step_of
 
 _TILE = 8192
-"""Numbers that a program of `paged.WARPS` warps holds at a time."""
+"""Numbers that a program of `triton_raw.WARPS` warps holds at a time."""
 _PAIRS_TILE, _LANES = 2048, 32
 """Where channels go in pairs: numbers of V that a warp holds at a time, and pairs that it has."""
 _AT_ONCE = tl.constexpr(16)
@@ -44,7 +44,7 @@ def gather_quantize(
 ) -> None:
     """Quantize the blocks of `table` into payloads, layers [first, last) of them; padding is written as zeros.
 
-    codec: `int8.KC64` or `int8.TH`. table, payloads: as in `paged.gather`.
+    codec: `int8.KC64` or `int8.TH`. table, payloads: as in `triton_raw.gather`.
     status: int32 [blocks], zeroed by the caller. Of each block the worst of its groups, as the value of a `Flaw`, or
     0. Nothing is promised about the payload of a block that is not 0.
     Raises `ValueError` where the arguments do not fit together (`pools.check_launch`).

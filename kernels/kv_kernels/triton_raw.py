@@ -5,7 +5,8 @@
 
 One launch covers all blocks, a range of layers, all heads and both planes; a program copies the 64 tokens of one block,
 layer and head. The host allocates nothing and waits for nothing. Offsets have 64 bits: the pages of 128k tokens of an
-8B model hold more numbers than 32 bits can count. With `paged_int8` the only file that imports triton.
+8B model hold more numbers than 32 bits can count.
+This file, `triton_int8` and `triton_digest` are the only ones that import triton.
 """
 
 from __future__ import annotations
