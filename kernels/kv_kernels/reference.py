@@ -2,8 +2,8 @@
 
 The reference for every faster route: `host` on the CPU (`ReferenceRawCopy`), the kernels of `triton_raw` and
 `triton_int8` on a GPU (`gather`, `scatter`, `gather_quantize`, `dequantize_scatter`: the same signatures and the same
-bits). Also the route of devices without triton. Written for reading, one index operation per plane; the only file in this folder that
-must be right by inspection.
+bits). Also the route of devices without triton. Written for reading, one index operation per plane; the only file in
+this folder that must be right by inspection.
 """
 
 from __future__ import annotations
