@@ -1,8 +1,8 @@
 """The engine-neutral half of an adapter: one request's way through the store.
 
 An engine's adapter knows tensors, streams and schedulers; this file knows the store's verbs, the grid, and how every
-prompt token is accounted for. It is the edge at which any fault of the store becomes a miss: nothing here raises
-because of the store, and after one fault a request goes on without it. Must never import an engine.
+prompt token is accounted for. Any fault of the store becomes a miss here: nothing raises because of the store, and
+after one fault a request goes on without it. Must never import an engine.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from kvstore.client.handle import Lease, Match, NamespaceHandle
 SAVE_DEADLINE_MS = 1000.0
 """How long a save waits for the store, whatever its size: another request may be waiting behind it."""
 SAVE_BYTES_PER_MS = 500_000
-"""Added to that by a save's size: a store that touches its memory for the first time gets some 2 GB a second from the
-system."""
+"""Added to that for each save, its bytes divided by this: memory that the store touches for the first time comes from
+the system at some 2 GB a second."""
 
 _AWAY = frozenset({MissReason.UNREACHABLE, MissReason.DEADLINE, MissReason.DISABLED})
 
@@ -82,8 +82,8 @@ class BlockPool(Protocol):
         ...
 
     def save(self, keys: Sequence[bytes], pages: Pages, decoded: range) -> None:
-        """Keep what fits of these blocks, whose KV is in pages that begin with the first of them; `decoded` of them
-        are not as the engine computed them."""
+        """Keep what fits of these blocks, whose KV is in pages that begin with the first of them. decoded: numbers of
+        the blocks that an inexact codec restored; the engine computed the others."""
         ...
 
 
@@ -161,12 +161,13 @@ class Report:
 
 
 class StoreRequest:
-    """`EngineAdapter` for one request on a namespace. Without one, or with a closed store, every token is `disabled`.
+    """`EngineAdapter` for one request on a namespace. Without a namespace, or with a closed store, every token is a
+    `disabled` miss.
 
-    report: is filled in; its chunk_tokens is the grid, to which a match is cut. An engine whose results do not depend
-    on how prefill is cut passes its block size. pool: asked before the store. deadline_ms: of a look-up;
-    save_deadline_ms: of a save, as in `NamespaceHandle.put`, and ttl likewise. ticket: of the engine that computes the
-    prompt, whose blocks are waited for. Not thread-safe.
+    report: filled in here; a match is cut to its chunk_tokens, the grid. An engine whose results do not depend on how
+    prefill is split passes its block size. pool: asked before the store. deadline_ms: of a look-up; save_deadline_ms:
+    of a save, as in `NamespaceHandle.put`, and ttl likewise. ticket: from the engine that computes the prompt; the
+    look-up waits for that engine's blocks. Not thread-safe.
     """
 
     def __init__(
@@ -194,9 +195,9 @@ class StoreRequest:
         self._keys: list[bytes] = []
         self._pooled_tokens = 0
         self.is_away = False
-        """Whether the last save found that the store cannot be asked: another one soon would be in vain."""
+        """Whether the last save found the store unreachable, too slow or disabled: another one soon would fail too."""
         self._decoded = range(0)
-        """Blocks in the request's pages that are not as the engine computed them: they are not offered."""
+        """Blocks in the request's pages that an inexact codec restored: they are not offered to the store."""
 
     def matched_tokens(self, token_ids: Sequence[int]) -> int:
         """Match; take from the pool what it has; lease the rest, as far as the grid can use it."""
@@ -215,7 +216,7 @@ class StoreRequest:
         return report.account.hit_tokens
 
     def sealed(self, token_ids: Sequence[int], seconds: float) -> str:
-        """A ticket by which another engine waits for the prompt's full blocks; "" where there is none to be had."""
+        """A ticket with which another engine waits for the prompt's full blocks; "" if none can be made."""
         if self._namespace is None:
             return ""
         try:
@@ -357,12 +358,12 @@ class StoreRequest:
         return account
 
     def _decodes(self, computed: int, blocks: int) -> range:
-        """How many of so many restored blocks are decoded, and not as the engine computed them."""
+        """Of the first `blocks` blocks, all restored, those that an inexact codec decoded: from `computed` on."""
         is_exact = self._namespace is not None and self._namespace.is_exact
         return range(blocks, blocks) if is_exact else range(min(computed, blocks), blocks)
 
     def _offered(self, block_tokens: int, tokens: int) -> list[tuple[int, int]]:
-        """Runs of a prefix, in tokens, that may be put."""
+        """Runs of a prefix that may be put, as (first token, stop token): all but the decoded blocks."""
         start, stop = self._decoded.start * block_tokens, self._decoded.stop * block_tokens
         if start == stop:
             return [(0, tokens)]

@@ -1,9 +1,9 @@
 """The digests of LoRA adapters that an engine has loaded, for a thread that must not wait.
 
 An engine reads an adapter's files once, under a number that it gives the adapter, and keeps the weights; the files at
-the path may change later. So a digest belongs to a number and to the files as they were then. Changed files are other
-weights if the engine reads them anew, and a doubt if not: such an adapter is not cached any more. Must never put a path
-or a name into an identity.
+the path may change later. So a digest belongs to a number and to the files as they were then. If the files change and
+the engine reads them anew, the adapter gets a new digest; if it does not, the adapter's weights are in doubt, and
+nothing is cached for it any more. Must never put a path or a name into an identity.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MAX_ADAPTERS = 4096
-"""Beyond it the first one seen is forgotten, and read again."""
+"""With more, the adapter that was seen first is forgotten, and read again when it is next used."""
 
 Signature = tuple[tuple[str, int, int, int], ...]
 
@@ -27,7 +27,7 @@ class _Known:
 
 
 class AdapterDigests:
-    """By the engine's number of each adapter. One thread asks."""
+    """Digests by the engine's number of each adapter. One thread asks."""
 
     def __init__(self, digest: Callable[[Path], str | None]) -> None:
         """digest: of an adapter's folder; None if it cannot be read. Called in threads."""

@@ -22,7 +22,7 @@ COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
 
 @dataclass(frozen=True, slots=True)
 class ConnectorFamily:
-    """One name. labels: beside those that the engine puts on all of its metrics. text: what is counted, in one line."""
+    """One metric. labels: those besides the engine's, which are on all metrics. text: what is counted, in one line."""
 
     name: str
     kind: str
@@ -121,7 +121,7 @@ Observation = tuple[str, tuple[str, ...], float]
 
 
 def observations(counts: Mapping[str, Any]) -> Iterator[Observation]:
-    """What one step's counts are, in new names and in former ones."""
+    """One step's counts as observations, each under its new name and its former one."""
     for name, count in counts.items():
         if name == LOAD_SECONDS:
             yield from ((f"{PREFIX}load_wait_seconds", (), seconds) for seconds in count)
@@ -159,7 +159,8 @@ def _counted(name: str, count: float) -> Iterator[Observation]:
 
 
 def _is_up(counts: Mapping[str, Any]) -> bool | None:
-    """None if no request asked the store. If it reported blocks elsewhere, those nodes are the unreachable ones."""
+    """Whether the store answered; None if no request asked it. A store that was asked what is elsewhere is up:
+    `unreachable` then means other nodes."""
     if counts.get("cost_locates"):
         return True
     if counts.get(f"miss_{MissReason.UNREACHABLE}"):

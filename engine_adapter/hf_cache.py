@@ -6,7 +6,7 @@
 
 A request: 1. match and lease. 2. restore into a preallocated buffer. 3. prefill the rest chunk by chunk. 4. the first
 token. 5. decode; between two tokens one chunk of a prompt is saved. 6. save the rest, and generated blocks. So nothing
-is saved before a first token, but in a batch where the next prompt begins as one before it does.
+is saved before a first token, except in a batch where a prompt begins like an earlier one.
 Must never change the user's model for longer than one forward pass, nor let a fault of the store reach the user.
 """
 
@@ -40,17 +40,17 @@ from kvstore.config import parse_size
 
 CHUNK_TOKENS_CPU = 384
 """Smaller chunks waste some of the cores' work, a coarser grid loses more of a prefix to cutting. `kvstore demo` prints
-what becomes of both: the time to a cold first token beside plain `generate`, and to a warm one."""
+what both cost: the time to a cold first token beside plain `generate`, and to a warm one."""
 
 CHUNK_TOKENS_CUDA = 2048
 """Enough rows to keep a large GPU busy; smaller chunks read the weights more often."""
 
 MAX_NAMESPACES = 16
-"""Handles that a cache keeps, of as many states of its model: adapters take turns."""
+"""Namespaces that a cache keeps open, one for each state of its model, as where adapters are switched."""
 TICKET_SECONDS = 60.0
 """For how long a ticket of `prefill` is good, and its blocks are retained."""
 MAX_PAUSE_SECONDS = 60.0
-"""Before retrying to open a namespace that a store refused."""
+"""Longest pause before retrying to open a namespace that a store refused."""
 
 _log = getLogger(__name__)
 
@@ -152,7 +152,7 @@ class PrefixCache:
         self.pool = self._new_pool()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """Of `copy` and `pickle`: refused. Raises `TypeError`."""
+        """Refuse `copy` and `pickle`. Raises `TypeError`."""
         raise TypeError(
             "a PrefixCache cannot be copied, deep-copied or pickled, since it belongs to its model and to an open "
             "store of this process; make another one, PrefixCache(model, store), with the same store or one that is "
@@ -253,7 +253,7 @@ class PrefixCache:
         stop_tokens: Sequence[int] | None = None,
         extra_keys: Sequence[ExtraKey | bytes | str] = (),
     ) -> TokenStream:
-        """As `generate_batch`, token by token. Leaving early keeps what was computed; call `close` then."""
+        """As `generate_batch`, token by token. To stop early, call `close`: what was computed is kept."""
         tokens = prompts_of(prompts, attention_mask, self._config, self._settings)
         return self._stream(tokens, max_new_tokens, sampling, stop_tokens, extra_keys)
 
@@ -309,7 +309,7 @@ class PrefixCache:
                 ]
                 yield from watch.hand_out(accepted)
                 if not (self._identity.is_plain or self._watch.is_opaque):
-                    for row in rows:  # adapters may take turns, and back again before a block is full
+                    for row in rows:  # adapters may be switched and back before a block is full
                         self._withdraw_if_changed(row)
         finally:
             for row in rows:
@@ -320,7 +320,7 @@ class PrefixCache:
 
     def _prefill(self, row: _PromptRow, buffers: BufferSet, *, saves: bool = False) -> torch.Tensor:
         """Restore what the store has, compute the rest; returns the logits of the last token, [1, vocabulary]. saves:
-        each chunk, before the next one is computed."""
+        whether each chunk is saved before the next one is computed."""
         self._withdraw_if_changed(row)
         matched = row.request.matched_tokens(row.tokens)
         start = row.request.load(buffers.pages(row.number, matched)) if matched else 0
@@ -346,8 +346,8 @@ class PrefixCache:
                 self._save(other, buffers, other.with_kv)
 
     def _save_next(self, rows: Sequence[_PromptRow], buffers: BufferSet) -> None:
-        """Save one chunk of one prompt, so that no token waits long. None if the store is away: the save behind the
-        last token offers everything."""
+        """Save one chunk of one prompt, so that no token waits long. Rows whose store is away are left out: the save
+        behind the last token offers everything."""
         for row in rows:
             if row.request.is_away:
                 continue
@@ -361,7 +361,7 @@ class PrefixCache:
         """Offer a row's full blocks up to that token, if there are new ones."""
         if self.kept is SavedBlocks.WHOLE_CHUNKS:
             stop = self._kept_tokens(min(stop, row.prompt_tokens))
-        if self._watch.is_opaque:  # a hook may have done anything between two tokens, and taken it back
+        if self._watch.is_opaque:  # a hook may have changed it between two tokens, and back
             stop = min(stop, row.prompt_tokens)
         stop = stop // self.layout.block_tokens * self.layout.block_tokens
         if stop > row.offered:
@@ -374,7 +374,7 @@ class PrefixCache:
         return prompt_tokens // self.chunk_tokens * self.chunk_tokens if whole_chunks else prompt_tokens
 
     def _withdraw_if_changed(self, row: _PromptRow) -> None:
-        """The caller may change the model between two tokens."""
+        """Stop using the store for a row whose model has changed, which the caller may do between two tokens."""
         if row.request.is_open and not self._watch.is_still(row.generation):
             row.request.withdraw(CHANGED)
 
@@ -400,7 +400,7 @@ class PrefixCache:
             self.namespace, self._is_unopened = None, True
             _log.warning("nothing is kept or found of the model as it is now: %s", error)
         self._identity = identity
-        self.pool = self._new_pool()  # keys of a pool say nothing of the namespace
+        self.pool = self._new_pool()  # a pool's keys do not name the namespace
 
     def _new_pool(self) -> HbmBlocks | None:
         if self._pool_bytes <= 0 or self.namespace is None:
@@ -492,7 +492,7 @@ class TokenStream:
 
 
 class _PromptRow:
-    """One prompt on its way. tokens: prompt and answer. with_kv: leading tokens whose KV the buffer holds."""
+    """One prompt being answered. tokens: prompt and answer. with_kv: leading tokens whose KV the buffer holds."""
 
     def __init__(
         self, number: int, prompt: array[int], request: StoreRequest, chooser: Chooser, generation: int

@@ -19,7 +19,7 @@ from kvstore.protocol.told import MAX_TOLD_REQUESTS, MAX_TOLD_TEXT, RequestTold,
 
 
 class CacheNews:
-    """Of one cache. One thread."""
+    """The news of one cache. Used by one thread."""
 
     def __init__(self) -> None:
         self.speed = PrefillSpeed()

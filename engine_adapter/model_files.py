@@ -1,4 +1,4 @@
-"""Who a model and an adapter are, by what their files hold.
+"""Identities of models and LoRA adapters, made from the contents of their files.
 
     model_fingerprint(model_dir) -> str             64 hexadecimal digits, for `Namespace.model`
     adapter_digest(adapter_dir)  -> str | None      64 hexadecimal digits, for an extra key of prompts that use a LoRA
@@ -143,7 +143,7 @@ def _settings_files(place: Path) -> list[Path]:
 
 
 def _config_digest(place: Path) -> bytes:
-    """Of the fields that count; of nothing without a configuration, as beside a GGUF file."""
+    """Digest of the fields that can change KV; of nothing where there is no configuration, as beside a GGUF file."""
     path = place / _CONFIG
     if place.is_file() or not path.exists():
         return blake2b(digest_size=32).digest()

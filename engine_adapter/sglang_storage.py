@@ -3,7 +3,7 @@
 SGLang copies pages between the GPU and host pools; this copies them between those pools and the store. It sees pages
 and their hashes: SHA-256 over the whole prefix, from a root that is the same in every process. Everything else that
 decides a page's bytes is in the namespace, one for each pool and rank. SGLang calls from threads of its own, which may
-wait. Must know nothing of how chunks are kept, and no fault of the store leaves it: it is a miss, or `False`.
+wait. Must know nothing of how chunks are kept. Any fault of the store becomes a miss here, or `False`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class KvStoreHiCache(HiCacheStorage):
     """Pages of SGLang's host pools, kept in the store.
 
     Its parameters, in the extra configuration, are those of docs/sglang.md. Raises `BadInput`, one line, for an engine
-    or a pool that it cannot serve without a doubt.
+    or a pool whose pages it cannot tell apart with certainty.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None) -> None:
@@ -87,12 +87,12 @@ class KvStoreHiCache(HiCacheStorage):
         self.registered_pools: dict[str, Any] = {}
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """The pool of the KV itself."""
+        """Register the pool of the KV itself."""
         super().register_mem_pool_host(mem_pool_host)
         self.register_mem_host_pool_v2(mem_pool_host, PoolName.KV)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
-        """One pool more; its namespace is opened in the background. Raises `BadInput`."""
+        """Register one more pool; its namespace is opened in the background. Raises `BadInput`."""
         name = str(host_pool_name)
         if self.registered_pools.get(name) is host_pool:
             return
@@ -113,7 +113,7 @@ class KvStoreHiCache(HiCacheStorage):
         self._spaces[name] = ChunkSpace(spec, runs, slots, self._stores, self.outcomes)
 
     def close(self) -> None:
-        """Hang up. SGLang's threads are over then. Safe to call again."""
+        """Disconnect. SGLang's threads have ended by then. Safe to call again."""
         for space in self._spaces.values():
             space.close()
 
@@ -128,7 +128,7 @@ class KvStoreHiCache(HiCacheStorage):
         return space.found(_names(keys), fetch_ms=fetch_ms) if space is not None else 0
 
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Extra = None) -> list[bool]:
-        """Load pages, verified; `False` from the first on that does not come."""
+        """Load pages, verified; `False` from the first page on that does not come."""
         return self._load("kv", keys, host_indices, extra_info)
 
     def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Extra = None) -> list[bool]:
@@ -154,7 +154,7 @@ class KvStoreHiCache(HiCacheStorage):
         return {one.name: self._load(str(one.name), one.keys or [], one.host_indices, extra_info) for one in transfers}
 
     def batch_set_v2(self, transfers: list[PoolTransfer], extra_info: Extra = None) -> dict[str, list[bool]]:
-        """As `batch_set_v1`, of each pool. Of one that holds trailing pages only, what is before them is not there."""
+        """As `batch_set_v1`, of each pool. A pool of trailing pages only does not have the pages before them."""
         stored = {}
         for one in transfers:
             info = extra_info if one.hit_policy is PoolHitPolicy.ALL_PAGES else None
@@ -166,7 +166,7 @@ class KvStoreHiCache(HiCacheStorage):
         return self.batch_get([key], [target_location])[0]
 
     def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[Any]:
-        """As `get`, page by page; None from the first on that does not come."""
+        """As `get`, page by page; None from the first page on that does not come."""
         done, space = 0, self._spaces.get("kv")
         for name, target in zip(_names(keys), target_locations or [], strict=False):
             page = self._flat(target)
@@ -225,7 +225,7 @@ class KvStoreHiCache(HiCacheStorage):
             speeds.append(pages * self._spaces[pool].chunk_bytes / 1e9 / max(1e-9, perf_counter() - began))
 
     def _pages(self, pool: str, keys: Sequence[str], host_indices: torch.Tensor | None) -> Pages | None:
-        """The pool's pages that these tokens fill, for keys that are known; None where they fill no whole ones."""
+        """The pool's pages that these tokens fill, for keys that are known; None unless they fill whole pages."""
         space, page = self._spaces.get(pool), getattr(self.registered_pools.get(pool), "page_size", 1)
         if space is None or host_indices is None or len(host_indices) != len(keys) * page:
             return None
@@ -283,7 +283,7 @@ def is_replicated(config: HiCacheStorageConfig, pool: Any, name: str) -> bool:
 
 
 def rank_facts(config: HiCacheStorageConfig, pool: Any, name: str) -> str:
-    """Whose share of a page a pool has, as text."""
+    """Which ranks' share of a page a pool has, as text."""
     tp = "any" if is_replicated(config, pool, name) else f"{config.tp_rank} of {config.tp_size}"
     others = f"cp {config.attn_cp_rank} of {config.attn_cp_size}, dcp {config.dcp_rank} of {config.dcp_size}"
     pp = f"pp {config.pp_rank} of {config.pp_size}, layers {pool.start_layer} to {pool.end_layer}"
@@ -320,6 +320,6 @@ def _is_first(info: Extra) -> bool:
 
 
 def _names(keys: Sequence[str]) -> list[bytes]:
-    """As bytes, up to the first that is no hash of the known kind."""
+    """The keys as bytes, up to the first that is not a hash of the known kind."""
     known = [len(key) == HASH_DIGITS and key.isascii() for key in keys]
     return [key.encode() for key in keys[: [*known, False].index(False)]]

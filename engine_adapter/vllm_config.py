@@ -23,14 +23,14 @@ from kvstore.block.errors import BadInput
 ATTENTION_SPECS = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec")
 """KV groups of these kinds can be stored."""
 PLACES = ("_name_or_path", "_commit_hash", "transformers_version")
-"""In a model's configuration: where it was found, and by what it was written."""
+"""Fields of a model's configuration that say where it was found and what wrote it."""
 WITHOUT_LAYERS = ("ngram", "ngram_gpu", "suffix")
 """Ways to draft tokens that need no layers."""
 
 
 def unsupported(config: Any, groups: Any, *, is_failure_told: bool) -> str:
     """Why this engine's KV cannot be stored at all; empty where it can. is_failure_told: whether the engine can be told
-    that a request's load has failed; of single pages it cannot be told where pages of a prompt are missing."""
+    that a request's load has failed, which is needed where it cannot be told which pages (`is_told_by_page`)."""
     parallel = config.parallel_config
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
@@ -55,9 +55,9 @@ def unsupported(config: Any, groups: Any, *, is_failure_told: bool) -> str:
 
 
 def reuse_refused(config: Any) -> str:
-    """Why nothing of one request's KV is used in another one: vLLM itself does not do it. Empty where it does. vLLM
-    says the same of an engine whose user wants that, and of a model, a platform or an attention whose steps would not
-    read what lies before them, or whose KV does not depend on what lies before it alone: which of these is not said."""
+    """Why one request's KV must not be used in another: vLLM's own prefix caching is off. Empty where it is on. vLLM
+    switches it off because a user wants that, or for a model, a platform or an attention whose steps would not read the
+    KV before them, or whose KV depends on more than the tokens before it; it does not tell which."""
     if config.cache_config.enable_prefix_caching:
         return ""
     return (
@@ -68,16 +68,16 @@ def reuse_refused(config: Any) -> str:
 
 
 def is_told_by_page(groups: Any) -> bool:
-    """Whether vLLM takes the word that pages of a load did not come: of one group, none of whose pages may be missing
-    in its tables as those that left a window are."""
+    """Whether vLLM can be told which pages a load did not bring: only with a single group whose tables have all pages
+    of a prompt, which those of a sliding window do not."""
     kinds = [type(group.kv_cache_spec).__name__ for group in groups.kv_cache_groups]
     return len(kinds) == 1 and kinds != ["SlidingWindowSpec"]
 
 
 def unwaitable(config: Any) -> str:
-    """Why no step of this engine may wait for a load; empty where one may. Where such a load fails, vLLM computes again
-    what it was to bring, or ends the request. What was scheduled before that is known it takes back in neither case,
-    and the second model runner goes on from a wrong place (vLLM issue 49250)."""
+    """Why no step of this engine may wait for a load; empty where one may. If such a load fails, vLLM computes its
+    tokens again, or ends the request. In neither case does it take back steps that it scheduled before it knew, and the
+    second model runner goes on from a wrong place (vLLM issue 49250)."""
     if config.scheduler_config.async_scheduling:
         return "steps are scheduled ahead (async_scheduling)"
     if getattr(config, "use_v2_model_runner", False):
@@ -86,7 +86,8 @@ def unwaitable(config: Any) -> str:
 
 
 def with_load_mode(settings: ConnectorSettings, unwaitable: str) -> tuple[ConnectorSettings, str]:
-    """Where no step may wait for a load, they all run beside the steps; and what of the settings that overrules."""
+    """The settings, with all loads beside the steps if no step may wait for one; and a line about a setting that this
+    overrules, or ""."""
     if not unwaitable or settings.load is LoadMode.ASYNC:
         return settings, ""
     overruled = ""
@@ -105,7 +106,7 @@ def has_draft_layers(config: Any) -> bool:
 
 
 def fingerprint(config: Any) -> str:
-    """Of the weights' files. Raises `BadInput`."""
+    """Fingerprint of the weights' files. Raises `BadInput`."""
     model = config.model_config
     try:
         return _fingerprint(config, getattr(model, "model_weights", "") or model.model, model.revision)
@@ -114,8 +115,8 @@ def fingerprint(config: Any) -> str:
 
 
 def draft_fingerprint(config: Any) -> str:
-    """Of a draft model of its own, whose layers have KV in the blocks as well; empty where there is none. Raises
-    `BadInput`."""
+    """Fingerprint of a separate draft model, whose layers have KV in the blocks as well; empty where there is none.
+    Raises `BadInput`."""
     draft = getattr(config.speculative_config, "draft_model_config", None)
     if draft is None or draft.model == config.model_config.model:
         return ""
@@ -130,7 +131,7 @@ def _fingerprint(config: Any, name: str, revision: str | None) -> str:
 
 
 def registered_pages(config: Any, groups: Any, kv_caches: Mapping[str, torch.Tensor]) -> EnginePages:
-    """What the pages of this worker are, of all its groups."""
+    """Register the pages of this worker, of all its KV groups."""
     parallel = config.parallel_config
     registered = []
     for number, group in enumerate(groups.kv_cache_groups):
@@ -156,7 +157,7 @@ def registered_pages(config: Any, groups: Any, kv_caches: Mapping[str, torch.Ten
 
 
 def _scales(layers: Mapping[str, Any], names: Iterable[str]) -> str:
-    """Digest of the KV scales of all layers; empty where all are one."""
+    """Digest of the KV scales of all layers; empty where all are 1."""
     scales = [
         (name, scale, float(getattr(layers.get(name), f"{scale}_float", 1.0)))
         for name in names
@@ -168,8 +169,8 @@ def _scales(layers: Mapping[str, Any], names: Iterable[str]) -> str:
 
 
 def model_settings(config: Any) -> dict[str, object]:
-    """What a model is made of besides its weights' files, as vLLM has resolved it: overrides are in it, and what was
-    given beside the model. Not how the engine computes."""
+    """What defines a model besides its weights' files, as vLLM has resolved it: with overrides, and with what was given
+    beside the model. Not how the engine computes."""
     model = config.model_config
     draft = getattr(config.speculative_config, "draft_model_config", None)
     return {
@@ -184,7 +185,7 @@ def model_settings(config: Any) -> dict[str, object]:
 
 
 def plain(value: object) -> str:
-    """As text that is equal for what is equal, without the place where a model was found."""
+    """The value as text: equal values give equal text, wherever the model was found."""
     return json.dumps(_without_places(value), sort_keys=True, default=str)
 
 

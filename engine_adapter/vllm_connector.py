@@ -4,9 +4,9 @@
      "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
      "kv_connector_extra_config": {"url": "unix:/run/kvstore/kvstore.sock"}}
 
-One file for vLLM 0.28, 0.31 and 0.32: it translates hooks and knows nothing of the store. What is decided is in
-`paged/scheduler.py`, what is done in `paged/worker.py`, what pages are in `paged/pages.py`. Nothing but this file and
-`vllm_tier` imports vLLM. Source of the interface: vllm/distributed/kv_transfer/kv_connector/v1/base.py.
+One file for vLLM 0.28, 0.31 and 0.32: it translates hooks and knows nothing of the store. `paged/scheduler.py` decides,
+`paged/worker.py` loads and saves, `paged/pages.py` finds out how KV lies in the pages. Only this file and `vllm_tier`
+import vLLM. Source of the interface: vllm/distributed/kv_transfer/kv_connector/v1/base.py.
 """
 
 from __future__ import annotations
@@ -81,19 +81,19 @@ from kvstore.block.errors import BadInput
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is below its own name
 
 START_SECONDS = 10.0
-"""An engine that starts waits so long for its store, once."""
+"""How long an engine waits for its store, once, when it starts."""
 
 
 @dataclass
 class StepPlanMetadata(KVConnectorMetadata):
-    """One step, to every worker."""
+    """One step's plan, from the scheduler to every worker."""
 
     step: StepPlan
 
 
 @dataclass
 class StepReportsMetadata(KVConnectorWorkerMetadata):
-    """One step, from the workers."""
+    """One step's reports, from the workers to the scheduler."""
 
     step: StepReports
 
@@ -106,7 +106,7 @@ class StepReportsMetadata(KVConnectorWorkerMetadata):
 
 @dataclass
 class Handshake(KVConnectorHandshakeMetadata):
-    """What the pages of one worker are, to the scheduler."""
+    """How KV lies in one worker's pages, for the scheduler."""
 
     facts: WorkerSpec
 
@@ -116,11 +116,11 @@ class ConnectorCounts(KVConnectorStats):
     """Counts since the last step. data: flat, by name."""
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Forget all counts."""
         self.data.clear()
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """The sum; of present values the latter."""
+        """Add the other's counts; of present values (`SAVING`), take the other's."""
         for name, count in other.data.items():
             is_new = name not in self.data or name.startswith(SAVING)
             self.data[name] = count if is_new else self.data[name] + count
@@ -131,12 +131,12 @@ class ConnectorCounts(KVConnectorStats):
         return {name: round(count, 2) for name, count in self.data.items() if name != LOAD_SECONDS}
 
     def is_empty(self) -> bool:
-        """Whether there is nothing to tell."""
+        """Whether nothing was counted."""
         return not self.data
 
 
 class ConnectorMetrics(KVConnectorPromMetrics):
-    """The same in Prometheus, as `connector_metrics` says."""
+    """The same counts as Prometheus metrics; see `connector_metrics`."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
@@ -148,7 +148,7 @@ class ConnectorMetrics(KVConnectorPromMetrics):
 
 
 class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
-    """Either half, by its role."""
+    """The scheduler's half of the connector, or a worker's, by its role."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
@@ -170,18 +170,18 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A save that is dropped is a miss later on, and no reason to compute anything again."""
+        """No: a dropped save is only a miss later, and vLLM need not compute anything again."""
         return False
 
     # Worker ----------------------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Find out what the pages are."""
+        """Find out how KV lies in the pages, and start the worker's half."""
         pages = registered_pages(self._config, self._groups_config, kv_caches)
         if pages.facts.refused:
             logger.warning("nothing is stored by this worker: %s", pages.facts.refused)
         elif not self._settings.without_prefix_caching:
-            # A layer may have switched it off while it was made, which its own process alone knows.
+            # A layer may have switched prefix caching off when it was built, which only this process knows.
             pages.facts = replace(pages.facts, refused=reuse_refused(self._config))
         self._worker = PagedWorker(
             pages,
@@ -193,47 +193,47 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def _save_patience(self, facts: WorkerSpec) -> float:
-        """Seconds; None if the engine computes on another device, another one waits, or several workers save one
-        block."""
+        """Seconds that a save waits until the engine is idle. 0 if the engine computes on another device, another
+        engine waits for its saves, or several workers save one block."""
         is_producer = self._config.kv_transfer_config.kv_role == "kv_producer"
         if facts.device != "cpu" or is_producer or self._config.parallel_config.tensor_parallel_size > 1:
             return 0.0
         return self._settings.save_patience_ms / 1000
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Carried to the scheduler before the first request. A `MultiConnector` carries one child's only, to all of
-        them: there the facts go with the first step's report."""
+        """vLLM carries this to the scheduler before the first request. A `MultiConnector` passes one child's to all
+        children: there the worker's spec goes with its first report instead."""
         if self._worker is None or get_kv_transfer_group() is not self:
             return None
         self._is_told = True
         return Handshake(self._worker.pages.facts)
 
     def handle_preemptions(self, *args: Any, **kwargs: Any) -> None:
-        """Before the step writes to any page."""
+        """vLLM calls this before the step writes to any page."""
         metadata = args[0] if args else kwargs.get("kv_connector_metadata")
         if self._worker is not None and isinstance(metadata, StepPlanMetadata):
             self._worker.begin(metadata.step)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """The same, in steps without a forward."""
+        """The same, for steps without a forward pass."""
         super().bind_connector_metadata(connector_metadata)
         self.handle_preemptions(connector_metadata)
 
     def start_load_kv(self, *args: Any, **kwargs: Any) -> None:
-        """Loads that the step waits for, before its forward; the others begin."""
+        """Before the forward pass: run the loads that the step waits for, and start the others."""
         if self._worker is not None:
             self._worker.start_loads()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Where layers come one by one: wait for this one."""
+        """If loads go layer by layer: wait for this layer."""
         if self._worker is not None:
             self._worker.wait_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Blocks are saved whole, after the step."""
+        """Do nothing: blocks are saved whole, after the step."""
 
     def wait_for_save(self) -> None:
-        """After the forward; nothing is waited for."""
+        """After the forward pass: start the saves, without waiting for them."""
         if self._worker is not None:
             self._worker.start_saves()
 
@@ -243,7 +243,8 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return None, received or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """The same, and which of them brought less; with several groups or windows that is all that is told."""
+        """The same, and the requests whose load brought less. With several groups or windows vLLM is told these;
+        else `get_block_ids_with_load_errors` names the pages."""
         received, failed = self._finished()
         if is_told_by_page(self._groups_config):
             failed = set()
@@ -258,7 +259,7 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return received, failed
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Pages that a load was to bring and did not."""
+        """Pages that a load should have filled and did not."""
         invalid, self._invalid = self._invalid, set()
         return invalid
 
@@ -281,7 +282,7 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
     # Scheduler -------------------------------------------------------------------------------------------------------
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """Every worker has told what its pages are."""
+        """Begin, now that every worker has described its pages."""
         facts = [one.facts for _, one in sorted(metadata.items()) if isinstance(one, Handshake)]
         if self._scheduler is not None and facts:
             self._scheduler.is_alone = True
@@ -290,43 +291,44 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """The same by (pipeline, tensor) rank; an engine with pipeline stages is refused when it is looked at."""
+        """The same by (pipeline, tensor) rank; `unsupported` refuses an engine with several pipeline stages."""
         self.set_xfer_handshake_metadata({rank: one for (stage, rank), one in metadata.items() if stage == 0})
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """The engine's own cache."""
+        """Keep the engine's own cache, to evict invalid pages from it."""
         if self._scheduler is not None:
             self._scheduler.pool = gpu_block_pool
 
     def on_new_request(self, request: Any) -> None:
-        """Its look-up begins."""
+        """Start the look-up of a new request."""
         if self._scheduler is not None:
             self._scheduler.added(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens behind the engine's own, and whether they are loaded beside its steps."""
+        """How many tokens are promised behind the engine's own (None: ask again), and whether they are loaded beside
+        its steps."""
         if self._scheduler is None:
             return 0, False
         return self._scheduler.half.matched(request.request_id, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """The request has pages."""
+        """vLLM has given the request pages."""
         if self._scheduler is not None:
             self._scheduler.half.allocated(request.request_id, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """Orders of this step."""
+        """This step's orders to the workers."""
         assert self._scheduler is not None
         return StepPlanMetadata(self._scheduler.step(scheduler_output))
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Reports of the workers."""
+        """Take the workers' reports."""
         reports = getattr(connector_output, "kv_connector_worker_meta", None)
         if self._scheduler is not None:
             self._scheduler.reported(reports.step if isinstance(reports, StepReportsMetadata) else None)
 
     def request_finished(self, request: Any, *args: Any, **kwargs: Any) -> tuple[bool, dict[str, Any] | None]:
-        """Its pages are free at once: saves that still read them are fenced when they are used again."""
+        """vLLM may free its pages at once: saves that still read them end before the pages are written to again."""
         return False, self._scheduler.finished(request) if self._scheduler is not None else None
 
     def request_finished_all_groups(
@@ -347,7 +349,7 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return {source: tokens for source, tokens in sources.items() if tokens}
 
     def take_events(self) -> Iterable[Any]:
-        """KV events about blocks that the store has got, and about what became of them."""
+        """KV events about blocks that the store has got, and that it then moved or evicted."""
         events_config = self._config.kv_events_config
         if self._scheduler is None or events_config is None or not events_config.enable_kv_cache_events:
             return ()
@@ -363,12 +365,12 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
-        """The mirror, in the process that logs."""
+        """The counts again, in the process that logs them."""
         return ConnectorCounts(data=data or {})
 
     @classmethod
     def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> KVConnectorPromMetrics | None:
-        """Counters of Prometheus."""
+        """The metrics for Prometheus."""
         return ConnectorMetrics(*args, **kwargs)
 
     def reset_cache(self) -> bool | None:
@@ -386,7 +388,7 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 class _SchedulerSide:
-    """vLLM's scheduler as `PagedScheduler` sees it."""
+    """Translates vLLM's scheduler for `PagedScheduler`."""
 
     def __init__(self, config: VllmConfig, groups: Any, settings: ConnectorSettings, session: str) -> None:
         self.half = PagedScheduler(
@@ -406,7 +408,7 @@ class _SchedulerSide:
         self._block_events: BlockEvents | None = None
 
     def begin(self, facts: Sequence[WorkerSpec], wait_seconds: float = START_SECONDS) -> None:
-        """The pages are known: name the namespace. What forbids that is logged, and the engine runs without."""
+        """The pages are known: open the namespace. If the KV cannot be stored, log why, and run without the store."""
         refused = unsupported(
             self._config, self._groups, is_failure_told=KVConnectorTransferResults is not None
         ) or next((one.refused for one in facts if one.refused), "")
@@ -453,7 +455,7 @@ class _SchedulerSide:
         )
         if not is_there:
             self.half.tell_when_open(lambda: logger.info("kvstore: ready at %s", self._settings.url))
-        # Beside other connectors a child does not see what was said for all of them.
+        # Beside other connectors, a child does not see the settings that hold for all of them.
         if self.is_alone and self._config.kv_transfer_config.kv_load_failure_policy != "recompute":
             logger.warning(
                 "kvstore: a request whose load fails ends with an error; set "
@@ -472,7 +474,7 @@ class _SchedulerSide:
             self.pool.evict_blocks(invalid_pages)
 
     def added(self, request: Any) -> None:
-        """A request that was not there before."""
+        """A new request: read its spec, and look it up."""
         mine = self._requests[request.request_id] = EngineView(request)
         facts = self.reader.facts(request)
         mine.extra_keys = facts.extra_keys
@@ -509,7 +511,7 @@ class _SchedulerSide:
         return self.half.step(set(scheduled), due, grown, self._work(output))
 
     def _begin_with(self, output: Any, cached: Any, resumed: Any) -> None:
-        """Beside other connectors: what requests have when they begin to run."""
+        """Beside other connectors: pass on how many tokens each request has when it begins to run."""
         for new in output.scheduled_new_reqs:
             self.half.begins_with(new.req_id, new.num_computed_tokens)
         for request_id, tokens in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
@@ -517,7 +519,7 @@ class _SchedulerSide:
                 self.half.begins_with(request_id, tokens)
 
     def _is_other(self, mine: EngineView) -> bool:
-        """Whether its adapter's files changed since it came: the engine may have read them anew for a request."""
+        """Whether its LoRA adapter's files changed since it was added: the engine may have read them anew since."""
         if mine.request.lora_request is None or not mine.extra_keys:
             return False
         return self.reader.facts(mine.request).extra_keys != mine.extra_keys
@@ -535,7 +537,7 @@ class _SchedulerSide:
         return StepWork(prefills, len(scheduled) - len(prefills))
 
     def _kept_tables(self, output: Any) -> Callable[[str], Sequence[Sequence[int]]]:
-        """Before 0.31 the scheduler does not tell a request's pages: they are put together from its steps."""
+        """Before 0.31 vLLM's scheduler does not tell a request's pages: they are collected from its steps."""
         for one in output.scheduled_new_reqs:
             self._tables[one.req_id] = [list(group) for group in one.block_ids]
         cached = output.scheduled_cached_reqs
@@ -574,7 +576,7 @@ class _SchedulerSide:
 
     @property
     def _kind(self) -> str | None:
-        """Of the layers, in vLLM's word."""
+        """vLLM's word for the kind of the layers."""
         spec = self._groups.kv_cache_groups[0].kv_cache_spec
         return str(get_kv_cache_spec_kind(spec).value) if get_kv_cache_spec_kind is not None else None
 
@@ -585,7 +587,7 @@ class _SchedulerSide:
 
 
 def _extra_keys(request: Any, first: int, stop: int) -> Any:
-    """Of a request's one hash of these tokens, as events have them; None where there are none."""
+    """Extra keys of a request's one hash of tokens first .. stop - 1, as events have them; None if it has none."""
     keys, _ = generate_block_hash_extra_keys(request, first, stop, 0)
     as_told = getattr(kv_cache_utils, "to_event_extra_keys", list)  # earlier versions tell them as they are
     return as_told([keys])[0] if keys else None

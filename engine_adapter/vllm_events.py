@@ -36,7 +36,7 @@ class EventBlock:
 
 
 class BlockEvents:
-    """Of one engine."""
+    """Makes the KV events of one engine."""
 
     def __init__(
         self,
@@ -46,8 +46,8 @@ class BlockEvents:
         extra_keys: Callable[[Any, int, int], Any],
         kind: str | None,
     ) -> None:
-        """stored, removed: vLLM's events. hash_of: a block's hash as events have it. extra_keys: of the one hash of a
-        request's tokens from one to before another. kind: of the layers, in vLLM's word."""
+        """stored, removed: vLLM's event classes. hash_of: a block's hash in the form that events use. extra_keys: of
+        (request, first, stop), those of the one hash of tokens first .. stop - 1. kind: vLLM's word for the layers."""
         self._stored, self._removed = stored, removed
         self._hash_of = hash_of
         self._extra_keys = extra_keys
@@ -55,8 +55,8 @@ class BlockEvents:
         self._of_removed = self._known(removed, {"locality": LOCALITY})
 
     def described(self, view: Any, number: int, block_tokens: int, hash_tokens: int) -> EventBlock | None:
-        """A request's block of that number, for later; None where it is no whole number of the engine's hashes, or the
-        engine has not hashed it. view: an `EngineView`."""
+        """Describe a request's block of that number for later events. None if a block is not a whole number of the
+        engine's hashes, or the engine has not hashed it. view: an `EngineView`."""
         request, each = view.request, block_tokens // hash_tokens
         first, stop = number * each, (number + 1) * each
         hashes = request.block_hashes
@@ -74,7 +74,7 @@ class BlockEvents:
         )
 
     def of(self, news: Iterable[Announcement[EventBlock]], hash_tokens: int) -> list[Any]:
-        """Events, in the order of the news; of one block the removal comes first."""
+        """The events for these announcements, in their order; if a block moved, its removal comes first."""
         events: list[Any] = []
         for one in news:
             block = one.block

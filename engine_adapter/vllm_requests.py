@@ -25,24 +25,24 @@ HINTS = ("store", "ttl", "priority", "conversation", "ticket", "await")
 ACCOUNT = frozenset(
     ("asked", "hits", "misses", "detail", "load_ms", "saved_blocks", "put_reasons", "ignored", "block_tokens")
 )
-"""What an engine reports there of a request that it has ended: a proxy may pass it on to the next engine, for which it
-means nothing."""
+"""What an engine reports there about a request that is over. A proxy may pass it on to the next engine, which ignores
+it."""
 PRODUCER, CONSUMER = "kv_producer", "kv_consumer"
 
 
 class RequestReader:
-    """One engine's."""
+    """Reads the requests of one engine."""
 
     def __init__(self, adapters: AdapterDigests, role: str = "kv_both", traced: Any = None) -> None:
         """role: vLLM's `kv_role`. A producer hands all of its prompts over and waits for none; a consumer hands none
-        over; one that is both hands those over of which the request says so. traced: the engine's model, where requests
-        that bring a `traceparent` are traced."""
+        over; one that is both hands over the requests that ask for it. traced: the engine's model, if requests that
+        bring a `traceparent` are to be traced."""
         self._adapters = adapters
         self._role = role
         self._spans = SpanQueue(str(traced.served_model_name), time.time_ns) if traced is not None else None
 
     def facts(self, request: Any) -> RequestSpec:
-        """Of a new request. One that this version cannot read is refused."""
+        """The spec of a new request. One that this version cannot read is refused."""
         facts = _refused("")
 
         def failed(error: Exception) -> None:
@@ -92,7 +92,7 @@ class RequestReader:
 
 
 def hinted(facts: RequestSpec, params: Any) -> RequestSpec:
-    """With the hints of the request's user; unknown ones are named in the answer and have no effect."""
+    """The spec with the hints of the request's user; unknown hints are named in the answer and have no effect."""
     given = params.get("kvstore") if isinstance(params, dict) else None
     if given is None:
         return facts
@@ -131,7 +131,7 @@ def _refused(detail: str) -> RequestSpec:
 
 
 class EngineView:
-    """`EngineRequest` over one of vLLM's. extra_keys: what its KV depends on besides tokens, as it was when it came."""
+    """`EngineRequest` over one of vLLM's. extra_keys: what its KV depends on besides tokens, read when it was added."""
 
     def __init__(self, request: Any) -> None:
         self.request = request
@@ -140,21 +140,21 @@ class EngineView:
 
     @property
     def request_id(self) -> str:
-        """vLLM's."""
+        """vLLM's name for it."""
         return str(self.request.request_id)
 
     @property
     def num_tokens(self) -> int:
-        """Known ones: drafts that are not accepted are none of them."""
+        """The prompt's and the accepted ones: drafts count once they are accepted."""
         return int(self.request.num_tokens)
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Of the prompt."""
+        """Tokens of the prompt."""
         return int(self.request.num_prompt_tokens)
 
     def token_ids(self, first: int, stop: int) -> list[int]:
-        """Known ones."""
+        """The ids of tokens first .. stop - 1."""
         return list(self.request.all_token_ids[first:stop])
 
     def final(self, computed: int, *, has_drafts: bool) -> int:

@@ -2,9 +2,9 @@
 
 vLLM copies between the GPU and its primary tier in host memory; this tier copies between that memory and the store. It
 sees slots of bytes and `OffloadKey`s, which are vLLM's block hashes with a group's number: 256 bits of SHA-256 over the
-whole prefix, from a root that is the same in every process, or this tier refuses to begin. All else that decides a
-chunk's bytes is in the namespace. The interface is vLLM's to change, and it does: versions are pinned, and what differs
-between them is written down here and nowhere else. The tier of vLLM; must know nothing of how chunks are kept.
+whole prefix, from a root that must be the same in every process: else this tier serves nothing. All else that decides a
+chunk's bytes is in the namespace. vLLM changes this interface between versions: they are pinned, and only this file
+knows how they differ. Must know nothing of how chunks are kept.
 
 All methods run in vLLM's scheduler, return at once and never raise because of the store; see `chunks.store`.
 """
@@ -75,7 +75,7 @@ class KvStoreTier(SecondaryTierManager):
     """Chunks of vLLM's primary tier, kept in the store.
 
     Its parameters, in the tier's JSON, are those of docs/vllm-tier.md.
-    Raises `BadInput`, one line, for an engine that it cannot serve without a doubt.
+    Raises `BadInput`, one line, for an engine whose chunks it cannot tell apart with certainty.
     """
 
     medium = Medium.STORAGE
@@ -109,7 +109,7 @@ class KvStoreTier(SecondaryTierManager):
         check_engine(config, hash_seed)
         self._hash_seed = None if hash_seed is None else str(hash_seed)  # as PYTHONHASHSEED, it is text
         self._hash_name: str = config.cache_config.prefix_caching_hash_algo
-        self._is_root_right: bool | None = None  # the root is not made yet when a tier is
+        self._is_root_right: bool | None = None  # vLLM makes the root after its tiers
         memory = np.asarray(primary_kv_view).view(np.uint8)
         model = model_fingerprint(model_dir or weights_directory(config))
         groups = group_numbers(offloading_spec)
@@ -142,7 +142,7 @@ class KvStoreTier(SecondaryTierManager):
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
-        """What it asked for and did not load is released."""
+        """Release the chunks that the request asked for and did not load."""
         self._chunks.forget(req_context.req_id)
 
     def lookup(self, key: Any, req_context: Any) -> LookupResult:
@@ -185,7 +185,7 @@ class KvStoreTier(SecondaryTierManager):
         return results
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Chunks that were stored. What the store evicts later is not published: a look-up says so."""
+        """Chunks that were stored. Later evictions in the store are not published: a look-up finds out."""
         if self._events:
             events, self._events = self._events, []
             yield from events
@@ -195,7 +195,7 @@ class KvStoreTier(SecondaryTierManager):
         self._chunks.drain()
 
     def shutdown(self) -> None:
-        """End all threads and hang up. Safe to call again."""
+        """End all threads and disconnect. Safe to call again."""
         self._chunks.close()
 
     @classmethod
@@ -212,8 +212,8 @@ class KvStoreTier(SecondaryTierManager):
         return stats if counts else None
 
     def _check_root(self) -> None:
-        """Whether block hashes begin where they begin in every other process: decided with the first request, because
-        vLLM makes the root after its tiers."""
+        """Check that block hashes start from the same root as in every other process. Done with the first request,
+        because vLLM makes the root after its tiers."""
         if self._is_root_right is not None:
             return
         seed = kv_cache_utils.get_none_hash_seed() if _FIXED_ROOT and self._hash_seed is None else self._hash_seed
@@ -290,8 +290,8 @@ def weights_directory(config: Any) -> str:
 
 
 def group_numbers(spec: Any) -> dict[int, int]:
-    """Tokens of a block of each KV group, by the number that keys have at their end: the group's place in vLLM's
-    configuration, which 0.28 does not tell apart from its place among the groups that are offloaded."""
+    """Tokens of a block of each KV group, by the group number at the end of an `OffloadKey`: the group's place in
+    vLLM's configuration. vLLM 0.28 does not tell this apart from its place among the offloaded groups."""
     groups = spec.config.groups
     return {int(getattr(group, "group_id", place)): int(group.tokens_per_block) for place, group in enumerate(groups)}
 
@@ -330,7 +330,7 @@ def engine_facts(config: Any, spec: Any, chunk_bytes: int) -> dict[str, str]:
 
 
 def _platform() -> str:
-    """Kernels pack pages as it suits the device: on CPUs with AMX otherwise than on those without."""
+    """The device, for which kernels pack pages: on CPUs with AMX differently from those without."""
     device = str(current_platform.device_type)
     if device == "cpu":
         has_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: None)()

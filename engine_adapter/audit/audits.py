@@ -1,13 +1,14 @@
 """The first hits, and one in a thousand after them, are computed all the same: to compare what is stored with what the
 engine computes, and to measure what a hit saves.
 
-    1. `Holdout.begins` when a request hits: whether it is to be computed. Then all that the store found for it is a
-       miss (`MissReason.AUDIT`), and `Holdout.ended` once it is through. Until the first comparisons have found nothing
-       wrong (the trial), and where all hits are audited, every hit is computed, also those that are not compared.
-    2. `audit_blocks.compare_block` for each block that was found, beside the block that was computed.
+    1. `Holdout.begins` decides, when a request hits, whether it is computed. If so, all that the store found for it is
+       a miss (`MissReason.AUDIT`), and `Holdout.ended` is called when it is over. Every hit is computed, also those
+       that are not compared, where all hits are audited and until the first comparisons have found nothing wrong (the
+       trial).
+    2. `blocks.compare_block` for each block that was found, beside the block that was computed.
     3. `Audits.record` counts the verdicts, and tells the caller of a namespace that has drifted.
-    4. `TtftSaving.record` for held-out requests and hits alike: the same chance decided which is which, so the
-       difference of their times is what hits save, and not what somebody reckons.
+    4. `TtftSaving.record` for held-out requests and hits alike: chance alone decided which is which, so the difference
+       of their times measures what hits save.
 
 No torch, clock or randomness here: they are handed in. Must never log tokens or keys. Not thread-safe.
 """
@@ -25,7 +26,7 @@ from kvstore.block.errors import BadInput
 _log = getLogger(__name__)
 
 FRACTION = 1 / 1000
-"""Of the hits: costs a thousandth of what they save."""
+"""Share of the hits that are audited: this costs a thousandth of what hits save."""
 LONGEST_AUDIT_SECONDS = 600.0
 """After this, a held-out request that never ended no longer blocks further audits."""
 
@@ -38,13 +39,13 @@ MOST_GIVEN_UP = 16
 
 
 class Holdout:
-    """Which hits are computed all the same; one of these at a time is compared. hits: considered. held_out: compared.
-    busy: would be, but another comparison was under way. first_left: comparisons that must find nothing wrong before a
-    hit is loaded."""
+    """Decides which hits are computed all the same; one of these at a time is compared. Counts: hits, that were
+    considered; held_out, chosen to be compared; busy, not compared since another comparison was in progress.
+    first_left: comparisons that must find nothing wrong before a hit is loaded."""
 
     def __init__(self, choose: Callable[[], float], fraction: float = FRACTION, first: int = FIRST_HITS) -> None:
-        """choose: evenly from 0 up to 1, as `random.Random.random`. fraction: 0 turns it off, the first ones too; with
-        1 no hit is ever loaded. Raises `BadInput`."""
+        """choose: uniform random numbers in [0, 1), as `random.Random.random`. fraction: 0 turns audits off, the first
+        ones too; with 1 no hit is ever loaded. Raises `BadInput`."""
         if not 0.0 <= fraction <= 1.0:
             raise BadInput(f"an audit of {fraction} of all hits; give a fraction from 0 (off) to 1")
         self._choose = choose
@@ -122,10 +123,10 @@ _SEVERITY = (AuditVerdict.EXACT, AuditVerdict.CLOSE, AuditVerdict.DRIFTED)
 @dataclass(frozen=True, slots=True)
 class AuditResult:
     """One block. relative_error: root mean square of the difference over that of the computed numbers, of the block.
-    max_abs_error: of one number. worst_error: the relative error, less what the codec makes of it, of the layer's plane
-    where it is largest beside what is allowed there (allowed_error, in `worst_layer`). outside_share: of the numbers,
-    those further off than the codec's bound; None for a codec that changes nothing. An error that is not a number, or
-    relative to nothing, is `UNLIKE_ANYTHING`.
+    max_abs_error: of one number. worst_error: the relative error without the codec's share, of the plane where it is
+    largest compared with what is allowed there (allowed_error; the plane is in `worst_layer`). outside_share: the share
+    of numbers further off than the codec's bound; None for a codec that changes nothing. An error that is not finite,
+    or relative to zero, is `UNLIKE_ANYTHING`.
     """
 
     verdict: AuditVerdict
@@ -138,17 +139,17 @@ class AuditResult:
 
     @property
     def of_allowed(self) -> float:
-        """How much of what is allowed; above 1 it has drifted."""
+        """The worst error over what is allowed; above 1 the block has drifted."""
         return self.worst_error / self.allowed_error if self.worst_error else 0.0
 
 
 LEAST_EXPONENT, MOST_EXPONENT = -10, 10
-"""Of the histogram: errors from a thousandth of what is allowed to a thousand times as much."""
+"""Powers of two of the histogram: errors from a thousandth of what is allowed to a thousand times as much."""
 
 
 @dataclass
 class AuditCounts:
-    """What audits found. audits: held-out requests of which blocks were compared; drifted_audits: those with a block
+    """What audits found. audits: held-out requests whose blocks were compared; drifted_audits: those with a block
     that has drifted. exact, close, drifted: blocks. worst_...: the largest of any block. errors: close and drifted
     blocks by the power of two above error / allowed.
     """
@@ -256,7 +257,7 @@ class Audits:
 # What a hit saves -------------------------------------------------------------------------------------------------
 
 MOST_BITS = 24
-"""Of a number of tokens: longer prompts share a bin."""
+"""Most bits of a number of tokens: longer prompts share a bin."""
 LEAST_OF_AN_ARM = 2
 """Times needed in each arm of a bin before their variance is estimated."""
 
@@ -309,8 +310,8 @@ class TtftSaving:
         arms[held_out].add(ttft_seconds)
 
     def estimate(self) -> HitSaving | None:
-        """The mean of the bins' differences, by their hits, with its standard error (Welch: each arm has a variance of
-        its own). None until some bin has two of each."""
+        """The mean of the bins' differences, weighted by their hits, with its standard error (Welch: each arm has a
+        variance of its own). None until some bin has two of each."""
         total = variance = 0.0
         hits = held_out = bins = 0
         for loaded, computed in self._matched():

@@ -36,9 +36,9 @@ Planes = Mapping[int, Sequence[torch.Tensor]]
 # sqrt(layers) in 16 bits with weights drawn so wide that errors grow from layer to layer, and 1.3 u with usual ones;
 # the demo's trained model at most 0.4 u; in float32 at most 0.0031 of what is allowed. 8-bit codecs change little.
 #
-# What is found for certain, as the tests show: weights each off by its own share of itself. In the random models by 2
-# in 100 in bfloat16, 3 in 1000 in float16, 1 in 1000 in float32; in the trained one, which has learned not to mind, by
-# 5 in 100, 1 in 100, 2 in 1000. Not found: 1 in 1000 in bfloat16, in which such weights are mostly the same numbers.
+# The tests show which changes are found for certain if every weight changes by a random share of itself: in the random
+# models 2 in 100 on average in bfloat16, 3 in 1000 in float16, 1 in 1000 in float32; in the trained model, which is
+# less sensitive, 5 in 100, 1 in 100, 2 in 1000. Not found: 1 in 1000 in bfloat16, where most weights stay as they are.
 #
 # What was computed behind a prefix that an 8-bit codec had restored carries that prefix's errors: in every layer,
 # attention reads a K and a V that are each off by what the codec makes of them. These are two roundings more in each
@@ -52,10 +52,10 @@ ALLOWED_AT_FIRST: dict[torch.dtype, float] = {
     torch.float16: 4 * 2.0**-11,
     torch.bfloat16: 4 * 2.0**-8,
 }
-"""In a model's first layer."""
+"""Relative error (rms) that is allowed in a model's first layer."""
 
 ALLOWED_CARRIED = 4
-"""Times what an 8-bit codec makes of a layer's K and V, in a model's first layer."""
+"""Times the error that an 8-bit codec makes in a layer's K and V: allowed in a model's first layer."""
 
 EIGHT_BITS: dict[torch.dtype, float] = {torch.float8_e4m3fn: 2.0**-3, torch.float8_e5m2: 2.0**-2}
 """Distance of neighbouring numbers, relative to the smaller one, of KV that a bfloat16 model keeps in 8-bit floats."""
@@ -83,10 +83,10 @@ def allowed_error(dtype: torch.dtype, layer: int) -> float:
 def compare_block(
     stored: Planes, computed: Planes, codec: str, deepest: int | None = None, *, is_first: bool = True
 ) -> AuditResult:
-    """stored: as decoded. computed: as the engine has it. codec: the namespace's, of which each number may be off by
-    its bound. deepest: the model's last layer, where layers are not numbered by depth. is_first: nothing lies before
-    the block; else it may have been computed behind what the codec restored. Raises `BadInput` where the two are not of
-    one shape."""
+    """Compare one block. stored: as decoded. computed: as the engine has it. codec: the namespace's, whose bound each
+    number may be off by. deepest: the model's last layer, where layers are not numbered by depth. is_first: whether it
+    is a prompt's first block; a later one may have been computed behind blocks that the codec restored. Raises
+    `BadInput` if the two are not of one shape."""
     rows, allowed, layers = [], [], []
     for layer, planes in computed.items():
         if layer not in stored or len(stored[layer]) != len(planes):
@@ -124,7 +124,7 @@ def compare_opaque(
     stored: Planes, computed: Planes, dtype: torch.dtype, deepest: int | None = None
 ) -> AuditResult | None:
     """The same for opaque pages, in which the places of K and V are unknown. dtype: of the engine's tensors. If these
-    are no floats, only equal bytes are a result: else None."""
+    are not floats, equal bytes are `EXACT`, and for all others there is no verdict: None."""
     size = torch.empty((), dtype=dtype).element_size()
     widths = [plane.shape[-1] for planes in computed.values() for plane in planes if plane.dtype is torch.uint8]
     if dtype in ALLOWED_AT_FIRST and all(width % size == 0 for width in widths):
@@ -143,7 +143,7 @@ def _as_numbers(block: Planes, dtype: torch.dtype) -> Planes:
 
 
 def _codec_error(table: torch.Tensor, layers: int) -> float:
-    """Relative error (rms) that the codec makes of a layer's planes together, in a layer like all others."""
+    """Relative error (rms) that the codec makes in all planes of a layer together, averaged over the layers."""
     shares = table[:, 2] / table[:, 1]
     return sqrt(float(shares[shares.isfinite()].sum()) / layers)
 
@@ -160,12 +160,12 @@ def _axis(codec: str, plane: int, planes: int) -> Axis | None:
 
 
 def _compare_plane(stored: torch.Tensor, computed: torch.Tensor, axis: Axis | None) -> torch.Tensor:
-    """[8]: sums of squares of the difference, of what was computed, of what the codec makes of that, and of the
-    difference less the latter; the largest difference; numbers outside the codec's bound; numbers; 1 if they are the
-    same.
+    """[8]: sums of squares of 0 the difference, 1 the computed numbers, 2 the codec's errors in these, 3 the difference
+    without the codec's errors; 4 the largest difference; 5 how many numbers are outside the codec's bound; 6 how many
+    numbers there are; 7 is 1 if both are the same.
 
-    A codec's errors are independent of what else is off, so squares add up; and what it makes of the computed numbers
-    is on average what it made of the stored ones. A sum of n squares of evenly spread errors has a standard deviation
+    A codec's errors are independent of all others, so squares add up; and its errors in the computed numbers are on
+    average as large as those in the stored ones. A sum of n squares of evenly spread errors has a standard deviation
     of 0.9 / sqrt(n) of itself, the difference of two 1.3 / sqrt(n): three of those are taken off as well.
     """
     if stored.shape != computed.shape or stored.dtype != computed.dtype:
@@ -179,7 +179,7 @@ def _compare_plane(stored: torch.Tensor, computed: torch.Tensor, axis: Axis | No
         expected, bound = _through_codec(stored, computed, axis)
     is_equal = torch.equal(_bits(stored), _bits(expected))
     size = computed.float()
-    # Bit for bit is bit for bit, also where a number is none.
+    # Equal bits do not differ, even where a number is NaN.
     difference = torch.zeros_like(size) if is_equal and axis is None else (stored.float() - size).abs()
     of_codec = (expected.float() - size).square().sum()
     return torch.stack(
@@ -197,8 +197,8 @@ def _compare_plane(stored: torch.Tensor, computed: torch.Tensor, axis: Axis | No
 
 
 def _through_codec(stored: torch.Tensor, computed: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the codec makes of the computed plane, and how far each number may be off. The plane itself and no bound
-    where the codec could not write it: then it is not what was stored."""
+    """The computed plane after the codec, and how far each number may be off. If the codec cannot write the plane, it
+    is not what was stored: then the plane itself, and a bound of 0."""
     if computed.dtype not in DECODED_SPACING or (axis is Axis.CHANNEL and computed.shape[1] % int8.GROUP):
         raise BadInput(
             f"a block of {list(computed.shape)} numbers of {computed.dtype} is none of an 8-bit codec: give 16- or "

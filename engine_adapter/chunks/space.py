@@ -1,8 +1,7 @@
 """Chunks of one kind, found, loaded and stored by threads that may wait: an engine's own I/O threads.
 
-A namespace is opened in the background, over two connections, so that stores do not delay look-ups. This is the edge at
-which any fault becomes a miss, or a chunk that is not stored; nothing raises because of the store. Must never import an
-engine.
+A namespace is opened in the background, over two connections, so that stores do not delay look-ups. Any fault of the
+store becomes a miss here, or a chunk that is not stored; nothing raises because of it. Must never import an engine.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from kvstore.client.handle import Match, NamespaceHandle
 from kvstore.protocol import messages as m
 
 KNOWN_KEYS = 1 << 14
-"""Names whose keys are remembered: those before a batch are hashed again with every batch."""
+"""Names whose keys are remembered, since those before a batch are needed again with every batch."""
 CLOSE_SECONDS = 1.0
 
 _NO_CHAIN = frozenset(
     {MissReason.DIVERGED, MissReason.ABSENT, MissReason.EVICTED, MissReason.CORRUPT, MissReason.OTHER_NAMESPACE}
 )
-"""Why chunks cannot be stored behind those before: these are missing, or in another chain."""
+"""Why chunks cannot be stored behind the chunks before them: those are missing, or in another chain."""
 
 _log = getLogger(__name__)
 
@@ -64,7 +63,7 @@ class ChunkOutcomes:
 
     @contextmanager
     def caught(self) -> Iterator[None]:
-        """A context that a fault of the store ends early, and that lets nothing through."""
+        """A context that a fault of the store ends early: the fault is counted, and not raised."""
         with contained(self._failed):
             yield
 
@@ -120,13 +119,13 @@ class ChunkSpace:
         return Pages(self.planes, slots, self.block_tokens)
 
     def prompt(self, handle: NamespaceHandle, names: Sequence[bytes]) -> Prompt:
-        """Chunks by their keys, each of which tells nothing of the others."""
+        """These chunks as a prompt: their keys, each independent of the others."""
         return Prompt(len(names) * self.block_tokens, [self._key(handle, name) for name in names])
 
     def found(self, names: Sequence[bytes], *, counts: bool = True, fetch_ms: float = 0.0) -> int:
-        """How many leading chunks are stored. counts: as a look-up, for people. fetch_ms: chunks elsewhere count as
-        found if `load` could fetch them in that time; 0 if the names are no prompt's first ones, or nothing is to be
-        fetched."""
+        """How many leading chunks are stored. counts: whether statistics count it as a look-up. fetch_ms: chunks
+        elsewhere count as found if `load` could fetch them in that time; 0 if the names are not a prompt's first ones,
+        or nothing is to be fetched."""
         blocks, handle = 0, self.handle
         with self._outcomes.caught():
             if handle is not None and names:
@@ -141,8 +140,9 @@ class ChunkSpace:
         return blocks
 
     def load(self, names: Sequence[bytes], pages: Pages, deadline_ms: float, *, fetches: bool = False) -> int:
-        """How many leading chunks are in their pages now, verified. deadline_ms: for promotions and fetches of all of
-        them. The leases tell what is stored. fetches: as in `found`."""
+        """Load leading chunks into their pages; returns how many are there now, verified. There is no look-up before:
+        the leases tell what is stored. deadline_ms: for promotions and fetches of all of them. fetches: whether chunks
+        elsewhere are fetched."""
         done, ends_at, reason, handle = 0, self._clock() + deadline_ms / 1000, None, self.handle
         with self._outcomes.caught():
             while handle is not None and done < len(names):  # a lease may be for fewer: pins are bounded
@@ -163,14 +163,14 @@ class ChunkSpace:
         return done
 
     def _fetched(self, handle: NamespaceHandle, prompt: Prompt, here: int, ends_at: float) -> bool:
-        """Whether it waited for chunks from elsewhere, at most until then."""
+        """Wait for chunks from elsewhere, until `ends_at` at most; returns whether it waited."""
         fetch = FetchPolicy(BoundedFetch(len(prompt.keys), max(0.0, ends_at - self._clock())), self.block_tokens)
         return handle.has_courier and wait_for_blocks(handle, prompt, "", WaitPlan(None, fetch), here)
 
     def store(self, before: Sequence[bytes], names: Sequence[bytes], pages: Pages, deadline_ms: float) -> list[bool]:
-        """Which of these chunks are held now, those stored before included. before: the chunks before them, from the
-        beginning on, as far as they are known. If they do not fit behind those, each is stored by itself: the last ones
-        first, since what was used last is evicted last."""
+        """Store chunks; returns which of them are held now, those stored before included. before: the chunks before
+        them, from the beginning on, as far as they are known. If they cannot be stored behind those, each is stored by
+        itself: the last ones first, since what was used last is evicted last."""
         held, ends_at = [False] * len(names), self._clock() + deadline_ms / 1000
         with self._outcomes.caught():
             if self._writing.now() is None:
@@ -199,6 +199,6 @@ class ChunkSpace:
         return False
 
     def close(self) -> None:
-        """Hang up. Safe to call again."""
+        """Disconnect. Safe to call again."""
         for opener in (self._reading, self._writing):
             opener.close(CLOSE_SECONDS)

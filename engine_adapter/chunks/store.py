@@ -8,8 +8,8 @@ For engines whose offloading hands out (name, slot) pairs, one by one. Each chun
     threads of a `PagedWorker`                                  get            put
                                  forget: what an owner asked for and did not load is released
 
-Nothing waits for the store but `drain` and `close`, and nothing raises because of it: this is the edge at which any
-fault becomes a miss, or a failed job. Must never import an engine.
+Only `drain` and `close` wait for the store. Any fault of the store becomes a miss here, or a failed job; nothing raises
+because of it. Must never import an engine.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class ChunkState(Enum):
 class ChunkLimits:
     """Named upper bounds. asked: chunks asked for or held at a time; beyond that they are missing. queued_stores:
     chunks that wait to be stored, whose slots the engine cannot use meanwhile; beyond that they fail at once.
-    load_threads: that copy, of each space. lease_ms: how long a chunk may take to come up from a lower tier.
-    ask_seconds: beyond that, how long an answer may take; then a chunk is missing. hold_seconds: how long one is held
-    that is not loaded. drain_seconds: after which `drain` gives up what has not begun."""
+    load_threads: threads that copy, in each space. lease_ms: how long a chunk's promotion from a lower tier may take.
+    ask_seconds: beyond that, how long an answer may take before the chunk is missing. hold_seconds: how long a chunk is
+    held without being loaded. drain_seconds: after which `drain` gives up what has not begun."""
 
     asked: int = 4096
     queued_stores: int = 1024
@@ -110,7 +110,7 @@ class ChunkStore:
         """space_of: the space that a chunk's name belongs to; -1 for none. The spaces are closed with this."""
         self.limits = limits
         self._spaces, self._space_of, self._outcomes, self._clock = spaces, space_of, outcomes, clock
-        self._unmap_wait = limits.ask_seconds + limits.lease_ms / 1000
+        self._answer_seconds = limits.ask_seconds + limits.lease_ms / 1000
         self._asked: dict[bytes, _Asked] = {}
         self._of_owner: dict[str, set[bytes]] = {}
         self._missing: dict[str, set[bytes]] = {}
@@ -137,7 +137,7 @@ class ChunkStore:
             self._waiting.append(asked)
         asked.owners.add(owner)
         self._of_owner.setdefault(owner, set()).add(name)
-        if asked.state is ChunkState.PENDING and self._clock() > asked.since + self._unmap_wait:
+        if asked.state is ChunkState.PENDING and self._clock() > asked.since + self._answer_seconds:
             self._answer(asked, None)
         if asked.state is ChunkState.MISSING:
             self._let_go(asked)
@@ -156,8 +156,8 @@ class ChunkStore:
                     self._let_go(asked)
 
     def proceed(self, seconds: float = 0.0) -> None:
-        """Go on with pending requests, and wait at most so long for answers. An idle engine calls so often that other
-        threads hardly get the interpreter."""
+        """Advance pending requests, and wait at most `seconds` for answers: without that wait, an idle engine calls so
+        often that other threads hardly get the interpreter's lock."""
         for _ in range(1 + int(seconds / POLL_SECONDS)):
             room = min(IN_FLIGHT - len(self._under_way), len(self._waiting))
             burst = [self._waiting.popleft() for _ in range(room)]
@@ -169,7 +169,7 @@ class ChunkStore:
             time.sleep(POLL_SECONDS)
 
     def _is_answered(self, asked: _Asked) -> bool:
-        """One step further with a chunk: submitted, found, pinned."""
+        """Take a chunk one step further: submitted, found, pinned. Returns whether there is an answer."""
         if asked.state is not ChunkState.PENDING:
             return True
         handle, lease = asked.handle, None
@@ -192,7 +192,7 @@ class ChunkStore:
         return True
 
     def _is_fetching(self, asked: _Asked, handle: NamespaceHandle) -> bool:
-        """Whether a missing chunk may be here soon. Asked once: it is looked up again after that."""
+        """Whether a missing chunk may be here soon. It is looked for elsewhere once, and then looked up again."""
         wait = asked.wait
         if wait is None:
             fetch = FetchPolicy(BoundedFetch(1, self.limits.lease_ms / 1000), handle.block_tokens)
@@ -341,7 +341,7 @@ def _tables(space: ChunkSpace, slot: int) -> tuple[PageRun, ...]:
 
 
 def _worker_of(space: ChunkSpace, limits: ChunkLimits, clock: Callable[[], float]) -> PagedWorker:
-    """A chunk is a page of the worker's, which stores over a connection of its own."""
+    """A worker whose pages are chunks. It stores over a connection of its own."""
     pages = EnginePages(WorkerSpec(0, space.block_tokens, (), "", "", "cpu", space.chunk_bytes), space.planes, 1)
     worker = PagedWorker(pages, lambda _: space.stores[1], clock, load_threads=limits.load_threads, save_bytes=1 << 62)
     worker.begin(StepPlan(namespace=space.spec))

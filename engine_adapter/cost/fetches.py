@@ -5,9 +5,9 @@
                         '-- fetching: all of it --'
                                    '- gained: what computing this would take, less loading it -'
 
-A fetch is waited for no longer than computing the same takes, and than a few times what it is expected to take: so a
-request is never slower than without the fetch by more than that wait. A fetch that ended teaches how fast its tier is;
-what is always declined is tried once in a while, as with loads. Pure: no clock, no waiting. Not thread-safe.
+A request waits for a fetch no longer than computing the same takes, and no longer than a few times the fetch's expected
+duration: so a fetch makes a request slower by that wait at most. A fetch that ended teaches how fast its tier is;
+fetches that would be declined are tried now and then, as with loads. Pure: no clock, no waiting. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from kvstore.block.account import HitTier
 PATIENCE = 4.0
 """A fetch is waited for no longer than so many times its expected duration."""
 LEAST_WAIT_SECONDS = 0.05
-"""But at least for so long, in which any machine may do something else."""
+"""But at least for this long, since any machine may be busy with something else."""
 UNLEARNED_SECONDS = 2.0
 """The longest wait of an engine that has not learned how fast it computes, and for fetches of unknown duration."""
 
 
 @dataclass(frozen=True, slots=True)
 class FetchDecision:
-    """tokens: up to which the chain is fetched; 0: nothing is. seconds: to wait for that. expected_seconds: that it
-    takes, with `waiting_seconds` until its end is noticed."""
+    """tokens: the chain is fetched up to this one; 0: nothing is. seconds: how long to wait for that. expected_seconds:
+    how long it should take, with `waiting_seconds` until its end is noticed."""
 
     tier: HitTier
     tokens: int
@@ -63,8 +63,8 @@ class FetchModel:
         now: float,
     ) -> FetchDecision:
         """here, located: up to which token the store has the chain, and could have it; at a block's boundary. local:
-        what the engine has itself. told_ms: that fetching all of it is said to take, infinite where that is not known.
-        others_running: the end of a fetch is noticed half a step late on average."""
+        what the engine has itself. told_ms: how long the store expects to fetch all of it, infinite if unknown.
+        others_running: whether the engine is busy, so that a fetch's end is noticed half a step late on average."""
         costs, prefill = self._costs, self._costs.prefill
         here, local, located, prompt = map(as_tokens, (here, local, located, prompt))
         start, told = max(here, local), 1e-3 * told_ms if isfinite(told_ms) and told_ms > 0 else 0.0

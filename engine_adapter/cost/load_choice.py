@@ -31,14 +31,14 @@ class StepWork:
 
 
 @dataclass(slots=True)
-class _Under:
+class _StartedLoad:
     decision: Decision
     started_at: float
     fetch_seconds: float
 
 
 class LoadChoice:
-    """Of one engine and namespace."""
+    """Decides how far to load, for one engine and namespace."""
 
     def __init__(self, bytes_per_token: float, *, is_on: bool, audit: float, choose: Callable[[], float]) -> None:
         """bytes_per_token: of the payloads. is_on: whether tokens that are slower to load are computed; speeds are
@@ -52,7 +52,7 @@ class LoadChoice:
         """By request whose load has not begun: how long it waited for fetches that brought blocks."""
         self._is_on = is_on
         self._decided: dict[str, Decision] = {}
-        self._under_way: dict[str, _Under] = {}
+        self._under_way: dict[str, _StartedLoad] = {}
         self._steps: deque[tuple[int, float, StepWork, bool]] = deque(maxlen=STEPS_AHEAD)
         self._last_report_at = 0.0
         self._told: dict[str, int | float] = {}
@@ -87,7 +87,7 @@ class LoadChoice:
         """The load of a request begins."""
         decision = self._decided.pop(request, None)
         if decision is not None:
-            self._under_way[request] = _Under(decision, now, self.fetch_seconds.pop(request, 0.0))
+            self._under_way[request] = _StartedLoad(decision, now, self.fetch_seconds.pop(request, 0.0))
 
     def ended(self, request: str, seconds: float | None, loaded_tokens: int, now: float) -> None:
         """A request's load has ended, after that time; None: it ended just now."""
@@ -103,7 +103,7 @@ class LoadChoice:
         self.fetch_seconds.pop(request, None)
 
     def step_begins(self, number: int, work: StepWork, now: float, waits: bool) -> None:
-        """A step is scheduled; numbers rise. waits: for a load."""
+        """A step is scheduled; numbers rise. waits: whether it waits for a load."""
         self._steps.append((number, now, work, waits))
 
     def step_ends(self, number: int, now: float) -> None:

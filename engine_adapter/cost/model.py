@@ -35,10 +35,10 @@ class Decision:
     """What to do with one found prefix. Times in milliseconds.
 
     load_tokens: from `local_tokens` on, and up to a block's boundary (0: compute everything). declined_tokens: of
-    whole blocks that were found behind. reason: why those are a miss, if there are any. predicted_load_ms: with
-    everything that is waited for. predicted_compute_ms: of what is loaded; None before speeds were learned.
-    is_explored: loaded against what is believed. parts: bytes by tier. waiting_seconds: what of the load's time is
-    expected not to be its own.
+    whole blocks that were found behind. reason: why those are a miss, if there are any. predicted_load_ms: with all
+    waiting. predicted_compute_ms: of computing what is loaded; None before speeds were learned. is_explored: whether
+    more is loaded than is believed to be best. parts: bytes by tier. waiting_seconds: the part of the load's time that
+    is expected to be waiting.
     """
 
     local_tokens: int
@@ -61,8 +61,8 @@ class Decision:
         return self.predicted_compute_ms is not None
 
     def remaining_seconds(self, elapsed_seconds: float) -> float:
-        """What is left of its load for those that queue behind it, without what it waits for itself. A late load is
-        expected to be as late again, so that a tier that hangs is noticed before anything comes of it."""
+        """How long loads queued behind this one still wait for it, without this one's own waiting. A load that is late
+        is expected to take as long again as it is late, so that a tier that hangs is noticed before its load ends."""
         predicted = 1e-3 * self.predicted_load_ms
         left = predicted - max(0.0, elapsed_seconds)
         return min(left, predicted - self.waiting_seconds) if left > 0.0 else min(-left, LONGEST_SECONDS)
@@ -73,8 +73,8 @@ class CostCounts:
     """Outcomes of the decisions. Tokens of whole blocks: loaded + declined is what was found.
 
     explored: decisions that loaded more than was believed right. unlearned: those before speeds were learned. judged:
-    finished loads that were compared with computing; regret_ms and saved_ms: by how much they took longer, or less,
-    with the fetch before them. locates: how often the store was asked what is elsewhere; fetches: that ended;
+    finished loads that were compared with computing; regret_ms and saved_ms: by how much they, with the fetch before
+    them, took longer or less. locates: how often the store was asked what is elsewhere; fetches: that ended;
     short_fetches: of these, those that did not bring all.
     """
 
@@ -130,7 +130,7 @@ class CostModel:
         self._declining = 0  # decisions in a row, by count, that declined something and explored nothing
 
     def predicted_load_ms(self, runs: Sequence[tuple[HitTier, int]], now_seconds: float) -> float:
-        """Loading runs of so many tokens, with nothing before it."""
+        """What loading these runs, as (tier, tokens), is expected to take with no load before it."""
         parts = [(tier, as_tokens(tokens) * self.bytes_per_token) for tier, tokens in runs]
         return 1e3 * self.loads.seconds(parts, now_seconds)
 
@@ -147,12 +147,12 @@ class CostModel:
         """How much of a prefix to load.
 
         local_tokens: what the engine has of it. runs: what was found behind, in order, as (tier, tokens).
-        queued_seconds: what is left of the loads under way, which go first (`Decision.remaining_seconds` of each, added
-        up where they go one after another). others_running: whether the engine is busy
-        with other requests, so that the end of a load that runs beside is noticed half a step late on average.
+        queued_seconds: what is left of the loads in progress, which go first (`Decision.remaining_seconds` of each,
+        added up where they go one after another). others_running: whether the engine is busy with other requests, so
+        that the end of a load beside its steps is noticed half a step late on average.
 
-        Computing gets cheaper by the token the shorter the rest is (attention), and loading a run costs the same for
-        each: their sum bends down along a run, so the best place to stop is one of its ends.
+        Each token of a run takes as long to load as any other, while a later token takes longer to compute (attention).
+        So loading plus computing the rest is a concave function of where to stop, and cheapest at one end of a run.
         """
         local, prompt, block = as_tokens(local_tokens), as_tokens(prompt_tokens), max(1, as_tokens(block_tokens))
         found = self._found(local, runs, prompt, block, lambda tier: self.loads.of_tier(tier, now_seconds))
@@ -199,8 +199,8 @@ class CostModel:
         fetch_seconds: float = 0.0,
     ) -> None:
         """The load of a decision has ended, after that time with all its waiting. loaded_tokens: what came, if it was
-        not all; the speeds learn from such a load only that it took at least so long. fetch_seconds: that its request
-        waited before for what was elsewhere."""
+        not all; the speeds learn from such a load only that it took at least so long. fetch_seconds: how long its
+        request waited before that for a fetch."""
         if not decision.load_tokens:
             return
         loaded = decision.load_tokens if loaded_tokens is None else min(as_tokens(loaded_tokens), decision.load_tokens)
@@ -303,7 +303,7 @@ class _Run(NamedTuple):
         return self.base_seconds + (token - self.start) * self.token_seconds
 
     def token_at(self, seconds: float) -> int:
-        """Up to which token of this run a load of that time comes; 0, if not as far as its start."""
+        """The token of this run that a load reaches in `seconds`; 0 if it does not reach the run's start."""
         if seconds <= self.base_seconds:
             return 0
         if self.seconds_at(self.stop) <= seconds:

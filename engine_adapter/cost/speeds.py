@@ -15,7 +15,7 @@ from operator import mul
 from kvstore.block.account import HitTier
 
 SHORTEST_SECONDS, LONGEST_SECONDS = 1e-9, 3600.0
-"""No step and no load takes less or more; what claims to is not learned from."""
+"""No step and no load takes less or more; nothing is learned from a time outside this range."""
 MOST_TOKENS = 1 << 26
 """No prompt is longer; counts are cut to it, so that products of them stay exact enough in a double."""
 MOST_BYTES = 2.0**60
@@ -44,13 +44,14 @@ def as_tokens(count: int) -> int:
 
 TOKENS_UNIT = 1024.0
 PAIRS_UNIT = TOKENS_UNIT * TOKENS_UNIT
-"""Of n and q: keeps the sums below of one order of magnitude."""
+"""Units of n and q, which keep the sums below within one order of magnitude."""
 RIDGE = (1e-3, 1e-6, 1e-3, 1e-3)
 KEPT = 0.99
-"""What a step's weight is after one more: about a hundred steps are remembered."""
+"""Each step multiplies the weights of all earlier ones by this: about a hundred steps are remembered."""
 LEAST_STEPS = 8
 LEAST_STEP_TOKENS = 128
-"""Speeds are known after that many steps with so many new tokens each: below, a step's fixed cost hides the rest."""
+"""Speeds are known after that many steps of at least that many new tokens: in smaller ones, the fixed cost hides the
+rest."""
 OUTLIER = 4.0
 """Times the usual relative error, beyond which an error counts no more than this (Huber's weights): a step during which
 the machine did something else."""
@@ -109,8 +110,8 @@ class PrefillSpeed:
         return self._telling_steps >= LEAST_STEPS
 
     def seconds(self, start_token: int, stop_token: int) -> float | None:
-        """Computing the tokens start .. stop - 1 of a prompt behind those before, alone in one step. None until enough
-        was seen."""
+        """What computing the tokens start .. stop - 1 of a prompt, behind those before, takes in a step of its own.
+        None until enough was seen."""
         more = self.more_seconds(start_token, stop_token)
         if more is None or as_tokens(stop_token) <= as_tokens(start_token):
             return more
@@ -143,7 +144,7 @@ class PrefillSpeed:
         }
 
     def _weight(self, features: tuple[float, ...], step_seconds: float) -> float:
-        """What this step counts: relative to its size, and less where it is far off what was expected."""
+        """The weight of this step: it makes errors relative to the step's time, and is less for an outlier."""
         if not self.is_learned:
             return 1.0 / (step_seconds * step_seconds)  # slow first steps, which compile or load, count least
         expected: float = sum(map(mul, self._coefficients(), features))
@@ -162,8 +163,8 @@ class PrefillSpeed:
 
 
 def _least_squares(squares: list[list[float]], products: list[float]) -> list[float]:
-    """Not negative. What comes out negative is set to 0, the worst first, and the others are fitted again; the last one
-    left cannot be negative, as neither times nor features are."""
+    """The four numbers, none negative. Negative ones are set to 0, the lowest first, and the others are fitted again;
+    the last one left cannot be negative, as neither times nor features are."""
     active = [index for index in range(4) if squares[index][index] > _FORGOTTEN]
     while active:
         solved = _solve(squares, products, active)
@@ -229,10 +230,10 @@ PRIORS: Mapping[HitTier, TierPrior] = {
     HitTier.PEER: TierPrior(1e-3, 5e9),
     HitTier.REMOTE: TierPrior(1e-3, 3e9),
 }
-"""Of good machines: who hopes too much of a tier finds out with the first load, who hopes too little never asks."""
+"""Of good machines: the first load corrects a prior that is too fast, and nothing would test one that is too slow."""
 HALF_LIFE_SECONDS = 900.0
 HOPE_SECONDS = HALF_LIFE_SECONDS / 16
-"""Below, what time has brought back is less than noise."""
+"""Within this time of a load, a belief moves back to the prior by less than noise."""
 PRIOR_VARIANCE = 1.0
 """Of a logarithm: e times slower or faster is one standard deviation."""
 NOISE_VARIANCE = 0.04
@@ -260,7 +261,7 @@ class _TierBelief:
     loads: int = 0
 
     def speeds(self, now_seconds: float) -> tuple[float, float]:
-        """Seconds of overhead, and per byte: as last seen, and as far back at the prior as that is ago."""
+        """Seconds of overhead, and per byte: as last seen, moved back to the prior by the time since then."""
         kept = self._kept(now_seconds)
         return (
             self.overhead_seconds * exp(kept * self.slow_overhead),
@@ -278,7 +279,7 @@ class _TierBelief:
         self.seen_at = now_seconds
 
     def doubt(self, overhead_share: float, bytes_share: float) -> float:
-        """Variance of a load's logarithm that is this tier's."""
+        """This tier's part of the variance of a load time's logarithm."""
         return (
             overhead_share * overhead_share * self.variance_overhead
             + 2 * overhead_share * bytes_share * self.covariance
@@ -286,7 +287,7 @@ class _TierBelief:
         )
 
     def startle(self, variance: float) -> None:
-        """It is not what it was: nothing is known better than this."""
+        """The tier has changed: raise both variances to this at least."""
         self.variance_overhead = max(self.variance_overhead, variance)
         self.variance_bytes = max(self.variance_bytes, variance)
 
@@ -327,7 +328,7 @@ class LoadSpeed:
         return belief.speeds(now_seconds) if belief is not None else (0.0, 0.0)
 
     def doubted_of_tier(self, tier: HitTier, now_seconds: float) -> tuple[float, float]:
-        """As `of_tier`, or as it was when last seen where that was slower: without the hope that time brings."""
+        """As `of_tier`, but no faster than when the tier was last seen."""
         belief = self._beliefs.get(tier)
         if belief is None:
             return (0.0, 0.0)
@@ -340,7 +341,7 @@ class LoadSpeed:
         return belief is not None and belief.loads > 0 and now_seconds - belief.seen_at > HOPE_SECONDS
 
     def seconds(self, parts: Sequence[tuple[HitTier, float]], now_seconds: float) -> float:
-        """A load of so many bytes from each tier. A tier's overhead is paid once, whatever is loaded from it."""
+        """What a load of these bytes from each tier takes. Each tier's overhead is paid once, whatever its size."""
         total = 0.0
         for tier, size_bytes in _joined(parts).items():
             overhead, byte_seconds = self.of_tier(tier, now_seconds)

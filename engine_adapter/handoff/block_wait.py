@@ -5,17 +5,18 @@
                          > wait: the store tells when the next block is there    > look
                          > that would take longer than computing it, or ended short: over
 
-Without a ticket there is one fetch, and no other wait. With one, what is not here is looked for elsewhere again and
-again while it is waited for, since the other engine may be on another node.
+Without a ticket there is one fetch, and no other wait. With one, missing blocks are looked for elsewhere again and
+again during the wait, since the other engine may be on another node.
 
-The first block is waited for as long as a quarter of what computing the missing tokens takes; every block that has come
-allows for as much again as computing it would have taken. So blocks are waited for as long as they come sooner than
-they would be computed, and a wait in vain costs a quarter of the prompt. What a ticket names is compared with the
-prompt's own keys, and no other keys are ever looked up: a stale or forged one shortens a wait, and nothing else.
+A request waits for the first block at most a quarter of the time that computing the missing tokens takes; each block
+that arrives extends the wait by the time that computing it would have taken. So a request waits as long as blocks
+arrive sooner than it would compute them, and a wait in vain costs a quarter of computing the prompt. A ticket's key is
+compared with the prompt's own keys, and no other keys are ever looked up: a stale or forged ticket can only shorten a
+wait.
 
-`WaitPlan` has the order of things. `wait_for_blocks` waits; `BlockWait` is for a scheduler that must not. Asking it
-whether it is over looks at no socket, takes no lock and hashes nothing; `ParkedWaits.read` looks once for all of them.
-Must never import an engine.
+`WaitPlan` decides what comes next. `wait_for_blocks` blocks its thread; `BlockWait` is for a scheduler that must not.
+Asking it whether it is over reads no socket, takes no lock and hashes nothing; `ParkedWaits.read` reads the socket once
+for all waits. Must never import an engine.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from kvstore.protocol import messages as m
 from tiering.counts.awaits import MAX_AWAIT_SECONDS, AwaitEnd
 
 FIRST_SHARE = 0.25
-"""Of the time that computing the missing blocks takes: how long the first block is waited for."""
+"""Longest wait for the first block, as a share of the time that computing the missing blocks takes."""
 UNLEARNED_SECONDS = 2.0
-"""The same for an engine that has not learned how fast it computes, and between two blocks."""
+"""Longest wait for each block, if the engine has not learned how fast it computes."""
 OPEN_MS = 250.0
-"""A ticket must be opened by then, or it is not waited for; a look takes no longer either, and a wait has several."""
+"""Deadline of each of a wait's look-ups, and for opening a ticket: one that is not open by then is not waited for."""
 RELOCATE_SECONDS = 0.05
-"""While another engine, perhaps on another node, stores blocks, the store is asked so often how many there are."""
+"""How often the store is asked for the number of blocks while another engine, perhaps on another node, stores them."""
 _HIDDEN = frozenset({MissReason.ABSENT, MissReason.IN_FLIGHT, MissReason.DIVERGED, MissReason.EVICTED})
 """The store's reasons for blocks that a ticket would have promised."""
 
@@ -47,7 +48,7 @@ Seconds = Callable[[int, int], float | None]
 
 
 class WaitPolicy:
-    """For one prompt: whether to go on waiting, and how it is accounted. refused: why its ticket was of no use."""
+    """Decides for one prompt whether to go on waiting, and accounts for it. refused: why its ticket was useless."""
 
     def __init__(
         self, prompt: Prompt, block_tokens: int, compute: Seconds, clock: Callable[[], float], least_seconds: float
@@ -56,15 +57,15 @@ class WaitPolicy:
         self._keys, self._block_tokens = prompt.keys, block_tokens
         self._compute, self._clock, self._least_seconds = compute, clock, least_seconds
         self._wanted = max(0, prompt.tokens - 1) // block_tokens
-        self._began: tuple[float, int] | None = None  # when it was looked first, and how many blocks were there
-        self._came: tuple[float, int] = (0.0, -1)  # the same of the last block that came
+        self._began: tuple[float, int] | None = None  # the first look: when, and how many blocks were there
+        self._came: tuple[float, int] = (0.0, -1)  # the same when the last block came
         self.is_over = False
         self.is_of_ticket = False
         self.refused: MissReason | None = None
         self.detail = ""
 
     def opened(self, told: m.TicketOpened) -> None:
-        """What its ticket promises."""
+        """Take what the ticket promises."""
         reason, detail = told.reason, told.detail
         if reason is None and not (0 < told.blocks <= len(self._keys) and self._keys[told.blocks - 1] == told.head):
             reason, detail = MissReason.STALE_HINT, "the ticket is of another prompt"
@@ -80,7 +81,7 @@ class WaitPolicy:
             self.refused, self.detail = located.reason, located.detail
 
     def seconds_left(self, blocks: int) -> float:
-        """So many blocks are here: how long to wait for the next one; 0 when that is over."""
+        """How long to wait for the next block, with `blocks` of them here; 0 ends the wait."""
         left = 0.0
         if not self.is_over and blocks < self._wanted:
             now = self._clock()
@@ -95,20 +96,20 @@ class WaitPolicy:
         return left
 
     def ended(self, end: AwaitEnd) -> None:
-        """The wait for that block is over."""
+        """The wait for one block is over."""
         self.is_over = end not in (AwaitEnd.READABLE, AwaitEnd.DEADLINE)
         if end is not AwaitEnd.READABLE:
             self.detail = f"{self.detail}: {end}"
 
     def account(self, account: Account) -> Account:
-        """The account, with the reason why the ticket was of no use, if it was of none."""
+        """The account; if the ticket was useless, with the reason for that instead of the store's."""
         if self.refused is None:
             return account
         origins = [(one.origin, one.tokens) for one in account.segments]
         return Account.of([(self.refused if origin in _HIDDEN else origin, tokens) for origin, tokens in origins])
 
     def _limit(self, blocks: int) -> float:
-        """Until when to wait for the block behind so many."""
+        """The time until which to wait for the block behind the first `blocks`."""
         assert self._began is not None
         began_at, first = self._began
         start = first * self._block_tokens
@@ -123,7 +124,7 @@ class WaitPolicy:
 
 @dataclass(frozen=True, slots=True)
 class AwaitStep:
-    """Wait for that block, so long. located: the number from `m.Located`, if it is fetched meanwhile."""
+    """Wait for one block, for this long. located: the number from `m.Located`, if it is fetched meanwhile."""
 
     block: int
     seconds: float
@@ -137,7 +138,7 @@ class WaitPlan:
     def __init__(self, policy: WaitPolicy | None, fetch: FetchPolicy | None) -> None:
         self.policy, self.fetch = policy, fetch
         self._blocks = 0
-        self._is_fetching = self._has_fetched = self._rests = self._was_fetched = False
+        self._is_fetching = self._has_fetched = self._skips_fetch = self._was_fetched = False
 
     def is_open(self, has_courier: bool) -> bool:
         """Whether it may wait for anything after another look."""
@@ -145,15 +146,15 @@ class WaitPlan:
         return may_wait or (has_courier and self.fetch is not None and not self.fetch.is_over)
 
     def looked(self, blocks: int, has_courier: bool) -> AwaitStep | m.Located | None:
-        """A look found so many blocks: what to wait for before the next look; None for nothing. An empty `m.Located`
-        stands for asking what is elsewhere."""
+        """After a look that found `blocks` of them: what to wait for before the next look; None for nothing. An empty
+        `m.Located` means that the store is to be asked what is elsewhere."""
         if self._has_fetched and self.fetch is not None:
             self.fetch.looked(blocks)
-            self._rests |= blocks <= self._blocks
+            self._skips_fetch |= blocks <= self._blocks
         self._blocks, self._has_fetched = blocks, False
         left = self.policy.seconds_left(blocks) if self.policy is not None else 0.0
-        rests, self._rests = self._rests, False
-        may_fetch = has_courier and self.fetch is not None and (bool(left) or not self.fetch.is_over) and not rests
+        skips, self._skips_fetch = self._skips_fetch, False
+        may_fetch = has_courier and self.fetch is not None and (bool(left) or not self.fetch.is_over) and not skips
         if may_fetch and self.fetch is not None and self.fetch.asks(blocks):
             return m.Located(0, 0)
         return self._waiting(left, has_courier)
@@ -173,14 +174,14 @@ class WaitPlan:
         return self._waiting(left, has_courier=True)
 
     def awaited(self, awaited: m.Awaited) -> None:
-        """That wait is over."""
+        """The wait for the last `AwaitStep` is over."""
         if self._is_fetching and self.fetch is not None:
             self._is_fetching, self._has_fetched, self._was_fetched = False, True, True
-            self._rests = awaited.end is not AwaitEnd.READABLE  # else a failing holder would be asked again at once
+            self._skips_fetch = awaited.end is not AwaitEnd.READABLE  # not to ask a failing holder again at once
             self.fetch.ended(awaited)
         elif self.policy is not None:
-            is_ours = awaited.end is AwaitEnd.SHORT and self._was_fetched  # what the fetch had begun, and not a put
-            self._rests |= is_ours
+            is_ours = awaited.end is AwaitEnd.SHORT and self._was_fetched  # not another engine's put
+            self._skips_fetch |= is_ours
             self.policy.ended(AwaitEnd.DEADLINE if is_ours else awaited.end)
 
     def ended(self) -> None:
@@ -211,8 +212,8 @@ class WaitPlan:
 
 
 def wait_for_blocks(namespace: NamespaceHandle, prompt: Prompt, ticket: str, plan: WaitPlan, blocks: int) -> bool:
-    """In a thread that may wait, after a look that found so many blocks: wait until the plan's blocks are here, or will
-    not come soon. Returns whether it waited, so that another look is due."""
+    """In a thread that may wait, after a look that found `blocks` of them: wait until the plan's blocks are here, or
+    will not come soon. Returns whether it waited, so that another look is due."""
     has_waited = False
     while (step := plan.looked(blocks, namespace.has_courier)) is not None:
         if isinstance(step, m.Located):
@@ -225,21 +226,21 @@ def wait_for_blocks(namespace: NamespaceHandle, prompt: Prompt, ticket: str, pla
 
 
 class ParkedWaits:
-    """Those of one scheduler that wait for the store. One thread."""
+    """The waits of one scheduler that the store has not answered. Used by one thread."""
 
     def __init__(self) -> None:
         self._parked: dict[PendingReply[m.Awaited], None] = {}
 
     def add(self, pending: PendingReply[m.Awaited]) -> None:
-        """One more."""
+        """Add one."""
         self._parked[pending] = None
 
     def remove(self, pending: PendingReply[m.Awaited]) -> None:
-        """It is over."""
+        """Remove one that is over. Safe to call again."""
         self._parked.pop(pending, None)
 
     def read(self) -> None:
-        """Read the socket once for all of them: each one asked then knows."""
+        """Read the socket once for all of them: afterwards each knows whether it was answered."""
         for pending in self._parked:
             if not pending.is_ready():
                 pending.poll()
@@ -247,7 +248,7 @@ class ParkedWaits:
 
 
 class BlockWait:
-    """Of one request. One thread."""
+    """The wait of one request. Used by one thread."""
 
     def __init__(
         self, namespace: NamespaceHandle, prompt: Prompt, ticket: str, plan: WaitPlan, parked: ParkedWaits
@@ -255,7 +256,7 @@ class BlockWait:
         """ticket: "" to wait for all full blocks of the prompt, where there is a policy for that."""
         self.plan = plan
         self.is_over = False
-        """Whether the last look stands."""
+        """Whether nothing more is waited for, so that the last look stands."""
         self._namespace, self._prompt, self._ticket, self._parked = namespace, prompt, ticket, parked
         self._opening = namespace.submit_open(ticket, OPEN_MS) if ticket and plan.policy is not None else None
         self._locating: PendingReply[m.Located] | None = None
@@ -272,7 +273,7 @@ class BlockWait:
         return self._opening is not None or self._pending is not None
 
     def may_look(self) -> bool:
-        """Whether to look up how much is there, unless it is over; else it is waiting, and this is asked again."""
+        """Whether the caller may look again how much is there, unless it is over. False: it still waits; ask again."""
         if self._opening is not None:
             told = self._opening.poll()
             if told is None:
@@ -296,7 +297,7 @@ class BlockWait:
         return True
 
     def goes_on(self, blocks: int) -> bool:
-        """A look found so many blocks: whether it waits on."""
+        """Whether it goes on waiting after a look that found `blocks` of them."""
         step = self.plan.looked(blocks, self._namespace.has_courier)
         if isinstance(step, m.Located):
             self._locating = self._namespace.submit_locate(self._prompt, self._ticket)

@@ -3,8 +3,8 @@
     looked, and more would be of use > LOCATING > nothing is worth it           over
                                                 > FETCHING: awaited > looked   over, or, with a ticket, again
 
-`FetchChoice` decides how far, by what computing takes; `block_wait` has the order of things. Blocks that were located
-and are not here in the end are misses by the reason that kept them away; located and not wanted is
+`FetchChoice` decides how far, compared with computing; `block_wait` decides what comes next. Located blocks that did
+not come in the end are misses with the reason for that; located blocks that were not wanted are misses as
 `cheaper_to_compute`. Must never import an engine.
 """
 
@@ -26,14 +26,14 @@ REASON_OF_END: dict[AwaitEnd, MissReason | None] = {
     AwaitEnd.GONE: MissReason.UNREACHABLE,
     AwaitEnd.FULL: MissReason.BUSY,
 }
-"""The reason if the store gives none for a fetch that did not come. Total."""
+"""The reason if the store gives none for a fetch that did not come. Has every `AwaitEnd`."""
 
 
 class FetchChoice(Protocol):
     """Decides for one prompt."""
 
     def asks(self, blocks: int) -> bool:
-        """So many blocks are here: whether those behind them would be of use, and the store is asked for them."""
+        """Whether blocks behind the first `blocks`, which are here, would be of use: if so, the store is asked."""
         ...
 
     def choose(self, located: m.Located, blocks: int) -> tuple[int, float]:
@@ -45,13 +45,13 @@ class FetchChoice(Protocol):
         ...
 
     def looked(self, blocks: int) -> None:
-        """After a fetch, or when it is not waited for any more: so many blocks are here."""
+        """After a fetch, or when it is not waited for any more: `blocks` of them are here."""
         ...
 
 
 class FetchPolicy:
-    """Of one prompt. is_over: nothing more is fetched, except while a ticket is waited for. reason: of the last fetch
-    that did not bring all."""
+    """The fetches of one prompt. is_over: nothing more is fetched, except while a ticket is waited for. reason: why the
+    last fetch did not bring all, None if it did."""
 
     def __init__(self, choice: FetchChoice, block_tokens: int) -> None:
         self._choice, self._block_tokens = choice, block_tokens
@@ -87,7 +87,7 @@ class FetchPolicy:
             self.detail = awaited.detail or f"block {self._stop} was to come from {self._where}: {awaited.end}"
 
     def looked(self, blocks: int) -> None:
-        """A look after a fetch found so many blocks."""
+        """A look after a fetch found `blocks` of them."""
         self._choice.looked(blocks)
 
     def account(self, account: Account) -> Account:
@@ -100,8 +100,8 @@ class FetchPolicy:
 
 
 class BoundedFetch:
-    """`FetchChoice` of an engine that has not learned what computing takes: all useful blocks, unless they are said to
-    take longer than so many seconds."""
+    """`FetchChoice` of an engine that has not learned what computing takes: all useful blocks, unless the store expects
+    that to take longer than `seconds`."""
 
     def __init__(self, usable_blocks: int, seconds: float) -> None:
         self._usable, self._seconds = usable_blocks, seconds

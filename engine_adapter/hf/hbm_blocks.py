@@ -1,8 +1,8 @@
 """Blocks in the pool on the engine's device, copied from and to its pages.
 
 A block in the pool is one row of numbers: for each layer, for each plane, [kv_head, token, width], as in a payload. A
-prompt's first blocks are always the last to go, so what is found is a prefix. Must never hold blocks of two namespaces:
-a block is found by its prefix key alone.
+prompt's first blocks are always evicted last, so what is found is a prefix. Must never hold blocks of two namespaces: a
+block is found by its prefix key alone.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from kvstore.block.pages import Pages
 from tiering.hbm import HbmPool, HbmUsage
 
 _DECODED = b"decoded"
-"""Behind a prefix key: the block as an inexact codec restored it."""
+"""Appended to a prefix key: the name of the block as an inexact codec restored it."""
 WINDOW_BLOCKS = 32
-"""Blocks gathered at once: what a copy needs beside the pool, and how many copies a long prefix takes."""
+"""Blocks gathered at once: more take more memory beside the pool, fewer make more copies of a long prefix."""
 
 
 class HbmBlocks:
     """`BlockPool` on one device, for one namespace."""
 
     def __init__(self, layout: Layout, device: torch.device, capacity_bytes: int) -> None:
-        """capacity_bytes: taken at once."""
+        """capacity_bytes: allocated at once."""
         (group,) = layout.groups
         self._block_tokens = layout.block_tokens
         self._shapes = [
@@ -57,8 +57,8 @@ class HbmBlocks:
         self._touch(keys)
 
     def save(self, keys: Sequence[bytes], pages: Pages, decoded: range) -> None:
-        """Keep as many of these blocks as fit, the first ones first; pages begin with the first of them. `decoded` of
-        them are not as the engine computed them."""
+        """Keep as many of these blocks as fit, the first ones first; pages begin with the first of them. decoded:
+        numbers of the blocks that an inexact codec restored."""
         count = min(len(keys), self._pool.usage().capacity_blocks)
         first = self.leading(keys[:count])
         for start in range(first, count, WINDOW_BLOCKS):
@@ -98,7 +98,7 @@ class HbmBlocks:
             self._pool.get(self._found(key))
 
     def _found(self, key: bytes) -> bytes:
-        """By which of a block's two names the pool has it, if it has it at all."""
+        """The name under which the pool has a block: its key, or else that of its decoded form."""
         return key if self._pool.leading([key]) else key + _DECODED
 
     def _pages_of(self, pages: Pages, block: int, blocks: int) -> tuple[torch.Tensor, int]:

@@ -185,8 +185,8 @@ class _Pads:
         self._maybe = ends | (set() if pad is None else {int(pad)})
 
     def check(self, row: array[int], is_matrix: bool) -> None:
-        """Refuse a prompt without a mask that has the token for padding in it; in a matrix also one that has at an end
-        what may be padding, as tokens that end a prompt often are."""
+        """Refuse a prompt without a mask that contains the padding token; in a matrix, also one that begins or ends
+        with a token that may be padding, as end-of-sequence tokens often are."""
         if self._pad is not None and self._pad in row:
             raise BadInput(
                 f"a prompt has the padding token {self._pad} in it and there is no attention_mask; pass the one that "

@@ -51,7 +51,7 @@ class ModelCall:
     ) -> torch.Tensor:
         """One forward pass over token_ids, [rows, tokens]; returns the last token's logits, [rows, vocabulary]."""
         if mask is not None and positions is None and self._takes_positions and self.takes_masks:
-            # Some models would count them from the mask, which has four dimensions here.
+            # Some models would count positions from the mask, which has four dimensions here.
             length = cache.get_seq_length()
             positions = torch.arange(length, length + token_ids.shape[1], device=token_ids.device)[None]
         with _attention_of(self._model.config, self._attention):

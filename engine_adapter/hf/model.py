@@ -67,7 +67,7 @@ def check_model(model: torch.nn.Module) -> None:
 
 
 def check_not_wrapped(model: torch.nn.Module) -> None:
-    """Raise `BadInput` for what holds a model and is none, or is compiled; the line says what to pass instead."""
+    """Raise `BadInput` for a wrapper around a model, or a compiled model; the line says what to pass instead."""
     kind = type(model)
     config: Any = getattr(model, "config", None)
     name = getattr(config, "model_type", kind.__name__)
@@ -132,7 +132,7 @@ def fingerprint(model: torch.nn.Module) -> str:
         try:
             for piece in _pieces(tensor, whole=total <= HASH_WHOLE_BYTES):
                 state.update(piece.cpu().numpy().tobytes())
-        except (RuntimeError, TypeError) as error:  # a subclass that names nothing inside, and refuses to be seen
+        except (RuntimeError, TypeError) as error:  # a subclass that names no inner tensors and hides its bytes
             raise unreadable(name, tensor, error) from error
     return state.hexdigest()
 

@@ -27,7 +27,7 @@ from kvstore.client.edge import contained
 CHUNK = 8
 PROBE_TOKENS = 2 * CHUNK
 ALIKE = CHUNK // 2
-"""In the trial, so many leading tokens of a chunk stay and the ones behind them change."""
+"""In the trial, this many leading tokens of a chunk stay the same, and those behind them change."""
 
 Kv = list[torch.Tensor]
 """K and V of each layer in turn, each [kv_heads, tokens, head_dim]."""
@@ -44,18 +44,18 @@ class Probe:
         self._device: torch.device = next(model.parameters()).device
         vocabulary = int(model.config.vocab_size)
         step = max(1, vocabulary // PROBE_TOKENS)
-        # Both ends of the vocabulary and odd strides between: no multiple of a power of two twice.
+        # Spread over the whole vocabulary; adding 3 makes the stride odd where the step is even.
         self._tokens = [(number * step + 3 * number) % vocabulary for number in range(PROBE_TOKENS)]
         self._others = [(token + vocabulary // 2 + 1) % vocabulary for token in self._tokens]
         capacity = -(-PROBE_TOKENS // layout.block_tokens) * layout.block_tokens
         self._buffers = BufferSet(layout, 1, capacity, self._device)
 
     def digest(self) -> str:
-        """Of the bits of K and V in every layer. Raises `BadInput` where the model cannot be run."""
+        """Digest of the bits of K and V in every layer. Raises `BadInput` where the model cannot be run."""
         return _digest(self._kv(self._tokens))
 
     def trial(self) -> str | None:
-        """The digest, after it was tried that a token's KV depends on nothing but the tokens before it.
+        """The digest, after checking that a token's KV does not depend on tokens behind it.
 
         None for a model that computes the same KV but not the same bits twice. Raises `BadInput`, with one line.
         """
@@ -93,7 +93,7 @@ class Probe:
 
     def _check(self, one: Kv, other: Kv, tokens: int, reason: str) -> None:
         for mine, theirs in zip(one, other, strict=True):
-            # Rounding, and no more: where experts share a chunk out, its shapes depend on all of its tokens.
+            # Only rounding may differ: where a chunk is split among experts, shapes depend on all of its tokens.
             tolerance = min(1e-2, sqrt(torch.finfo(mine.dtype).eps))
             mine, theirs = mine[:, :tokens].float(), theirs[:, :tokens].float()
             if not torch.allclose(mine, theirs, rtol=tolerance, atol=tolerance * float(mine.abs().max())):
@@ -117,7 +117,7 @@ def _is_equal(one: Kv, other: Kv, tokens: int) -> bool:
 
 @contextmanager
 def _one_thread(device: torch.device) -> Iterator[None]:
-    """On a CPU, sums are cut by the number of threads, and so are their last bits."""
+    """Run on one thread: on a CPU, the number of threads decides how sums are split, and so their last bits."""
     threads = torch.get_num_threads()
     if device.type == "cpu" and threads != 1:
         torch.set_num_threads(1)

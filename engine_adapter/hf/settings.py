@@ -26,13 +26,13 @@ APPLIED = frozenset(
     "begin_suppress_tokens exponential_decay_length_penalty sequence_bias watermarking_config "
     "renormalize_logits".split()
 )
-"""By transformers' logits processors."""
+"""Fields that transformers' logits processors apply."""
 
 APPLIED_TO_DRAWS = frozenset("top_k min_p top_h typical_p epsilon_cutoff eta_cutoff".split())
-"""By the same, where tokens are drawn: `model.generate` too leaves them out of a greedy answer."""
+"""Fields that they apply where tokens are drawn: `model.generate` too ignores these in a greedy answer."""
 
 SAID_BY_ARGUMENTS = frozenset("max_length max_new_tokens do_sample temperature top_p eos_token_id".split())
-"""`max_new_tokens` and `sampling` say these; `stop_tokens` does, or the config's eos_token_id."""
+"""Fields that the arguments `max_new_tokens`, `sampling` and `stop_tokens` (else the config's eos_token_id) replace."""
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "num_beams": (1, "beams are not searched"),
@@ -81,7 +81,7 @@ class HasTokens(Protocol):
 @dataclass(frozen=True)
 class Chooser:
     """How one row's next token is chosen. processors: of transformers, called with the row's tokens and its scores;
-    None where the model's settings ask for nothing. They say everything there is to say of a draw then."""
+    None where the model's settings ask for nothing. If there are any, they apply temperature and top_p too."""
 
     sampling: Sampling | None
     processors: Processors | None
@@ -134,7 +134,7 @@ def check_settings(config: Any) -> None:
             raise BadInput(f"the model's generation config has {name}={value!r}: {reason}; set it to {idle!r}")
         if name in APPLIED or name in APPLIED_TO_DRAWS or name in SAID_BY_ARGUMENTS or name in WITHOUT_EFFECT:
             continue
-        # What transformers itself does not know changes nothing in it, nor do notes of its own.
+        # Fields that transformers itself does not know, and its private notes, change no tokens.
         if name in standard and not name.startswith("_") and value != standard[name]:
             raise BadInput(
                 f"the model's generation config has {name}={value!r}, which PrefixCache does not know; set it to "
@@ -168,7 +168,7 @@ def _as_row(tokens: array[int], device: torch.device) -> torch.Tensor:
 
 
 def _asks_nothing(config: Any, name: str) -> bool:
-    """Whether a field that a processor stands for has the value for which transformers makes none."""
+    """Whether a field has the value for which transformers makes no processor."""
     value = getattr(config, name, None)
     if value is None or value is False:
         return True

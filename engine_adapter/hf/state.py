@@ -2,8 +2,8 @@
 
 Two views of it. `described` is text for an identity: which adapters are active, scaled, merged or disabled, hooks,
 patched forwards, modules of other libraries. `ModelLook` notices in about a millisecond that anything changed since
-the last look. Neither runs the model: what it computes is for `hf_probe` to find out. Must never put an address, a
-path or a name of this process into an identity.
+the last look. Neither runs the model: `probe` finds out what it computes. Must never put an address, a path or a name
+of this process into an identity.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from engine_adapter.hf.tensors import plain_tensors
 LIBRARIES = frozenset(
     "torch transformers transformers_modules peft torchao bitsandbytes gptqmodel optimum compressed_tensors".split()
 )
-"""Whose modules compute by what they hold. Code from anywhere else may depend on anything: only running it tells."""
+"""Their modules compute from their own fields only. Other code may depend on anything: only running it tells."""
 
 SAMPLES_PER_TENSOR = 8
 """Numbers of each weight that every look reads: an edit through `tensor.data` shows in nothing else."""
@@ -79,7 +79,7 @@ class ModelLook:
     """What a model's state was at one moment, to be compared with what it is: a millisecond for 400 modules.
 
     Containers are compared with copies and all else by identity first, so that this runs in the interpreter's own code.
-    Weights are known by where they lie, by their version and by a few of their numbers, and are not kept alive.
+    Weights are compared by address, version and a few of their numbers, and are not kept alive.
     """
 
     def __init__(self, model: torch.nn.Module, sampler: WeightSampler) -> None:
@@ -118,10 +118,10 @@ class ModelLook:
                 and all(now == before for now, before in self._containers)
             )
         except (RuntimeError, TypeError, ValueError):
-            return False  # values that cannot be compared are not the ones that were there
+            return False  # values that cannot be compared count as changed
 
     def is_same_weights(self) -> bool:
-        """Whether every parameter and buffer lies where it lay, as far as can be told with the numbers that it had."""
+        """Whether every parameter and buffer has the address, version and sampled numbers that it had."""
         places = self._places()
         return places == self._weights and self._sampler.numbers(places) == self._numbers
 
@@ -201,7 +201,7 @@ class WeightSampler:
 
 
 def _switches() -> list[object]:
-    """Of torch, by which kernels and the dtype that they compute in are chosen."""
+    """Torch's settings that decide which kernels run and in which dtype they compute, and its global hooks."""
     found: list[object] = [
         torch.get_default_dtype(),
         torch.get_float32_matmul_precision(),
@@ -241,7 +241,7 @@ def _module_described(module: torch.nn.Module) -> dict[str, object]:
 
 
 def _hooks(module: torch.nn.Module) -> list[object]:
-    """But those of transformers, which read outputs and come and go with how it was called before."""
+    """All but those of transformers, which only read outputs, and come and go with earlier calls."""
     return [
         hook
         for kind in _HOOKS
@@ -259,7 +259,7 @@ def _named(what: Any) -> str:
 
 
 def _value(value: Any, depth: int = MAX_DEPTH) -> Any:
-    """What JSON can write and the next process writes alike."""
+    """The value in a form that JSON can write, and that is the same in every process."""
     if isinstance(value, _ATOMS):
         return value
     if isinstance(value, bytes | torch.dtype | torch.device | torch.Size):

@@ -1,4 +1,4 @@
-"""Tensors as plain memory: those that a quantised weight is made of. Imports torch only."""
+"""The plain tensors that a quantised weight is made of. Imports torch only."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ MAX_NESTED = 8
 
 
 def plain_tensors(name: str, tensor: torch.Tensor, nested: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors with memory of their own that this one wraps, by name, with what the wrapper says of them in the
-    name; the tensor itself where it wraps none.
+    """The tensors with memory of their own that this one wraps, by name; the name includes the wrapper's context for
+    them. The tensor itself where it wraps none.
 
-    Libraries of quantisation subclass torch.Tensor and refuse to be seen as bytes; torch's own protocol for such
-    subclasses, which torch.compile needs too, names the tensors inside. Raises `BadInput` where one has no such names.
+    Quantisation libraries subclass torch.Tensor, and such tensors cannot be viewed as bytes; torch's own protocol for
+    these subclasses, which torch.compile needs too, names the tensors inside. Raises `BadInput` where one has no names.
     """
     if not hasattr(tensor, "__tensor_flatten__"):
         yield name, tensor

@@ -1,7 +1,7 @@
-"""Whose KV a model computes at this moment, and whether that changed since the last look.
+"""Which KV a model computes at this moment (its identity), and whether that changed since the last look.
 
-    1. every request   a look at the model's state (`hf_state.ModelLook`): nothing changed, and the identity stands
-    2. a change, or too long since the last run   the probe is run (`hf_probe`); its digest is part of the identity
+    1. every request   a look at the model's state (`state.ModelLook`): if nothing changed, the identity stands
+    2. a change, or too long since the last run   the probe is run (`probe`); its digest is part of the identity
     3. code that may change unseen (hooks, patched forwards)   the probe is run for every request
 
 Must never say that nothing changed because it did not look.
@@ -27,7 +27,7 @@ from kvstore.block.errors import BadInput
 from kvstore.block.layout import Layout
 
 PROBE_SECONDS = 5.0
-"""A digest is believed for so long, or for a hundred times as long as the probe takes: it costs at most 1 %."""
+"""A digest is trusted for this long, or for 100 times the probe's duration if that is longer: it costs at most 1 %."""
 
 _log = getLogger(__name__)
 
@@ -43,7 +43,7 @@ class ModelIdentity:
 
 
 class ModelWatch:
-    """Looks at one model for one cache. call: its forward passes. mask: those of chunks, where they need any."""
+    """Looks at one model for one cache. call: its forward passes. mask: the masks of chunks; None if they need none."""
 
     def __init__(
         self, model: torch.nn.Module, layout: Layout, chunk_tokens: int, clock: Callable[[], float] = time.monotonic
@@ -56,7 +56,7 @@ class ModelWatch:
         self.device: torch.device = next(model.parameters()).device
         self.probes = 0
         self.generation = 0
-        """Counts the changes that were found: what began in an earlier one was begun by another model."""
+        """Counts the changes that were found: a request of an earlier generation began with another model."""
         self._sampler = WeightSampler(model)
         self._prepare()
         self._text = described(model)
@@ -79,7 +79,8 @@ class ModelWatch:
         return ModelIdentity(self._weights, tuple(fields.items()), not self._text)
 
     def is_still(self, generation: int) -> bool:
-        """Whether the model is, to a look, as it was in that generation; where code may change unseen, to a run too."""
+        """Whether a look finds the model as it was in that generation; and a run of the probe, if code may change
+        unseen."""
         if generation != self.generation or not (self._seen.is_same_state() and self._seen.is_same_weights()):
             return False
         try:

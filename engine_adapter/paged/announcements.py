@@ -21,12 +21,12 @@ from kvstore.protocol import messages as m
 from tiering.frame import KEY_BYTES
 
 MOST_BLOCKS = 1 << 15
-"""Expected or announced, some 700 bytes each; a block that is dropped is taken back."""
+"""Expected or announced, some 700 bytes each; beyond that the oldest announcement is taken back."""
 ASK_EVERY_SECONDS = 0.02
 
 B = TypeVar("B")
 PLACES: tuple[HitTier | None, ...] = (None, HitTier.DRAM, HitTier.NVME)
-"""By the number in `m.Changed`."""
+"""A block's place by its number in `m.Changed`."""
 
 
 class TellsChanges(Protocol):

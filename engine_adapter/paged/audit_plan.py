@@ -6,7 +6,8 @@
 With a codec that is not exact, KV computed behind a restored prefix has that codec's errors, and small changes of the
 weights hide behind them. Nothing precedes a prompt's first block, so every other audit compares that one.
 
-Not thread-safe; nothing here waits. `audit` chooses the hits, `audit_blocks` compares. Must never import an engine.
+Not thread-safe; nothing here waits. `audit.audits` chooses the hits, `audit.blocks` compares. Must never import an
+engine.
 """
 
 from __future__ import annotations

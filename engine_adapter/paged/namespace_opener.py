@@ -74,8 +74,8 @@ class NamespaceOpener:
         return MissReason.DISABLED if self._closed or is_past else self.why_not()[0]
 
     def wait(self, number: int, seconds: float) -> NamespaceHandle | None:
-        """The handle of the namespace of that number, at most after that time; None at once if a later namespace is
-        wanted."""
+        """Wait for the namespace of that number, and return its handle; None after `seconds`, or at once if a later
+        namespace is wanted."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_known(number), seconds)
             return self._handle if self._number == number else None

@@ -1,7 +1,7 @@
 """What requests are promised: their look-ups, and up to which token what these find is loaded.
 
     looked up > found > how much of it is loaded is chosen, or that it is audited > leased > promised
-              > given to a load, or let go
+              > given to a load, or released
 
 A request for which no block can be loaded does not wait for its look-up: it is looked up late, once its computed blocks
 could be saved. Nothing here waits, except a third of a millisecond in a step that has nothing else to do. Must never
@@ -30,7 +30,7 @@ IDLE_WAIT_SECONDS = 0.0003
 """How long each step of an engine that runs nothing waits for answers: otherwise an answer costs it a whole step."""
 IDLE_PAUSE_SECONDS = 0.00002
 AWAIT_PAUSE_SECONDS = 0.001
-"""The same, once in a step, if all it could do is wait for blocks that another engine stores."""
+"""How long such a step sleeps, once, if all it could do is wait for blocks that another engine stores."""
 HELD_OUT = "computed all the same, as the first hits of an engine and a share of all others are (audit)"
 
 

@@ -81,8 +81,8 @@ class EngineRequest(Protocol):
 class RequestSpec:
     """What a request's KV depends on besides its tokens, and its user's wishes. refused: why it is neither looked up
     nor saved, else None. ttl, priority: None if not given. ignored: wishes that were not understood. ticket: of the
-    engine that computes its prompt; awaits: another engine does, without a ticket. hands_over: another engine continues
-    it, with a ticket from here. trace: notes what the store does for it."""
+    engine that computes its prompt; awaits: another engine computes it, without a ticket. hands_over: another engine
+    continues it, with a ticket from here. trace: notes what the store does for it."""
 
     extra_keys: tuple[ExtraKey, ...] = ()
     refused: MissReason | None = None
@@ -98,7 +98,7 @@ class RequestSpec:
     trace: RequestTrace = NO_TRACE
 
     def kept_seconds(self, usual: float | None, handed_over: float) -> float | None:
-        """For how long its blocks are retained. usual: if it says nothing; handed_over: at least, if handed over."""
+        """For how long its blocks are retained. usual: if it does not say; handed_over: the least if it hands over."""
         given = self.ttl if self.ttl is not None else usual
         return max(given or 0.0, handed_over) if self.hands_over else given
 
@@ -234,7 +234,7 @@ class RequestState:
         return held
 
     def told(self) -> dict[str, Any]:
-        """The report for its user when it is over. load_ms: None if the step that loaded is the one that ends it."""
+        """The report for its user when it is over. load_ms: None if its load has not been reported yet."""
         told: dict[str, Any] = {
             **self.account.to_dict(),
             "detail": self.detail,
@@ -269,7 +269,7 @@ class RequestFetch:
         self._first = self._stop = 0  # the blocks that are expected
 
     def asks(self, blocks: int) -> bool:
-        """Nothing for an admitted request, and never for the last token, which is computed."""
+        """Not for an admitted request, and never for the last token, which is computed."""
         local = self._state.local_tokens // self._block_tokens
         asks = not self._state.is_admitted and self._usable > max(blocks, local)
         self._choice.costs.counts.locates += asks

@@ -111,7 +111,7 @@ class PagedScheduler:
             self._loads = LoadPlan(layout.page_tokens, layout.block_tokens)
         self._facts, self._ranks = facts, tuple(ranks)
         if not self._is_broken:
-            self._promises.refused = None  # also an audit's drift: these are other weights, or another name for them
+            self._promises.refused = None  # also after drift: these are other weights, or renamed ones
         self._is_exact, self._plan = codec.is_exact, SavePlan(ranks, layout.page_tokens, layout.block_tokens)
         self.choice = LoadChoice(
             payload_bytes / layout.block_tokens,
@@ -153,8 +153,8 @@ class PagedScheduler:
         self._loads.give_up()
 
     def renamed(self, weights_epoch: int) -> None:
-        """The weights were changed in place: KV stored before, or computed by requests that run now, belongs to
-        none."""
+        """The weights were changed in place: KV stored before is not found any more, and KV of requests that run now is
+        not stored."""
         if self._facts is None:
             return
         for state in self._states.values():
@@ -170,12 +170,12 @@ class PagedScheduler:
 
     @property
     def block_tokens(self) -> int:
-        """Of a stored block; 0 if nothing can be stored."""
+        """Tokens of a stored block; 0 if nothing can be stored."""
         return self._facts.layout.block_tokens if self._facts is not None else 0
 
     @property
     def page_tokens(self) -> int:
-        """Of the engine's page."""
+        """Tokens of the engine's page."""
         return self._facts.layout.page_tokens if self._facts is not None else 1
 
     # A request -------------------------------------------------------------------------------------------------------

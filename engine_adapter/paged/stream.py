@@ -18,7 +18,7 @@ import torch
 
 
 class EngineStream:
-    """Of one device. Thread-safe."""
+    """The streams of one device. Thread-safe."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

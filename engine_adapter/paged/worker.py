@@ -50,9 +50,9 @@ from tiering.frame import KEY_BYTES
 _log = getLogger(__name__)
 
 PIECE_BYTES = 8 << 20
-"""Of a save, put at a time: other clients' blocks go in between, and a fence waits for one piece at most."""
+"""A save is put in pieces of this size: other clients' blocks go in between, and a fence waits for one at most."""
 SAVE_NICENESS = 10
-"""If the engine computes on the same CPU cores, it goes first."""
+"""Niceness of the thread that saves: an engine that computes on the same CPU cores goes first."""
 OPEN_SECONDS = 5.0
 """How long a load waits for its namespace to be opened, which happens once."""
 WINDOW_FENCE_SECONDS = 0.02
@@ -103,14 +103,14 @@ class PagedWorker:
         self._changed = threading.Condition(self._lock)
         self._namespace: NamespaceOpener | None = None
         self._loads: deque[tuple[LoadOrder, float, Any]] = deque()
-        """Each with the time, and with the mark of the step before."""
+        """Each with the time when it was ordered, and with the stream's mark behind earlier steps."""
         self._loading = 0
         self._saves: deque[_Reader] = deque()
         self._saving: _Reader | None = None
         self._is_reading = False
         self._waiting_bytes = 0
         has_windows = any(group.window for group in pages.facts.groups)
-        self._unmap_wait = SavePatience(0.0 if has_windows else save_patience)
+        self._save_patience = SavePatience(0.0 if has_windows else save_patience)
         self._is_hurried = False
         self._done_loads: list[LoadReport] = []
         self._reports: list[LoadReport] = []
@@ -139,7 +139,7 @@ class PagedWorker:
             return
         self._orders = orders
         if orders.number:
-            self._unmap_wait.step_began()
+            self._save_patience.step_began()
         if orders.namespace is not None:
             if self._namespace is None:
                 shard = self._rank if orders.namespace.layout.head_shards > 1 else None
@@ -194,8 +194,8 @@ class PagedWorker:
             for order in orders:
                 size = sum(len(run.pages) for run in order.tables[:1]) * self.pages.facts.page_bytes
                 if is_stale or self._waiting_bytes + size > self._save_bytes or self._closed:
-                    if not is_stale and self._saves:  # the waiting saves might have gone
-                        self._unmap_wait.gave_up(now)
+                    if not is_stale and self._saves:  # if they had not waited, there might be room
+                        self._save_patience.gave_up(now)
                     reason = None if is_stale else MissReason.BUSY
                     self._report_save(order, 0, 0, 0.0, reason, dropped=True)
                     continue
@@ -222,7 +222,7 @@ class PagedWorker:
     def take_reports(self) -> StepReports | None:
         """New reports for the scheduler; None without any. The step is over."""
         with self._lock:
-            self._unmap_wait.step_ended(self._clock())
+            self._save_patience.step_ended(self._clock())
             step = self._orders.number if self._orders.number != self._told_step else 0
             self._told_step = self._orders.number
             if not step and not self._reports and not self._save_reports and not self._audit_reports:
@@ -319,7 +319,7 @@ class PagedWorker:
                         tokens = max(tokens, got)
                     else:
                         reason = lease.reason or MissReason.STALE_HINT
-        # An engine of several groups hears of nothing but the reason.
+        # An engine with several groups is told only by the reason that the load failed.
         reason = None if tokens >= order.stop_token else reason or MissReason.STALE_HINT
         seconds = self._clock() - asked_at
         return LoadReport(order.number, order.request, self._rank, tokens, seconds, reason)
@@ -365,7 +365,7 @@ class PagedWorker:
                 self._waiting_bytes -= reader.bytes
                 is_dropped = reader.dropped and reason is MissReason.DISABLED
                 if is_dropped:
-                    self._unmap_wait.gave_up(self._clock())
+                    self._save_patience.gave_up(self._clock())
                 self._report_save(order, held, stored, self._clock() - started, reason, dropped=is_dropped)
 
     def _pause(self) -> float | None:
@@ -377,16 +377,16 @@ class PagedWorker:
 
     def _pause_of(self, save: _Reader) -> float:
         """How long one save still waits for the engine. Under the lock."""
-        if not self._unmap_wait or self._is_hurried or self._waiting_bytes > PRESSED_SHARE * self._save_bytes:
+        if not self._save_patience or self._is_hurried or self._waiting_bytes > PRESSED_SHARE * self._save_bytes:
             return 0
         # An audit's lease runs out, and other engines wait for urgent saves.
         if any(isinstance(reader.order, AuditOrder) or reader.order.is_urgent for reader in (save, *self._saves)):
             return 0
-        return self._unmap_wait.seconds_left(save.since, self._clock())
+        return self._save_patience.seconds_left(save.since, self._clock())
 
-    def _let_pass(self, save: _Reader) -> None:
-        """The saver's thread, between two pieces: an engine that has work again goes first."""
-        if not self._unmap_wait:
+    def _yield_to_engine(self, save: _Reader) -> None:
+        """The saver's thread, between two pieces: wait while an engine that has work again goes first."""
+        if not self._save_patience:
             return
         with self._changed:
             while not self._closed and not save.dropped and (pause := self._pause_of(save)):
@@ -466,7 +466,7 @@ class PagedWorker:
                     return result.stopped_at or 0, stored, result.reason
                 first = held = stop
                 if first < len(keys):
-                    self._let_pass(save)
+                    self._yield_to_engine(save)
         return held, stored, reason
 
     def _fence(self, numbers: set[int]) -> None:
@@ -487,7 +487,7 @@ class PagedWorker:
                 else:
                     self._waiting_bytes -= reader.bytes
                     self._report_save(reader.order, 0, 0, 0.0, None, dropped=True)
-                    self._unmap_wait.gave_up(self._clock())
+                    self._save_patience.gave_up(self._clock())
             self._saves = kept
             if self._saving is not None and self._saving.order.number in numbers:
                 self._saving.dropped = True

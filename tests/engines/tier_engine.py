@@ -178,7 +178,7 @@ def be_patient(tier: Any) -> None:
     """Answers may be as late as a busy machine makes them: a late one would be a miss, which is not what is tested."""
     for store in tier._stores:
         store._door._limits = CallLimits(match=10.0, lease=10.0)
-    tier._chunks._unmap_wait = 30.0
+    tier._chunks._answer_seconds = 30.0
 
 
 def takes(function: Any) -> set[str]:
