@@ -95,7 +95,7 @@ class FetchModel:
         self._declining = (self._declining + (not is_cheaper)) % self._explore_every
         if not is_cheaper and self._declining:
             return decided(0, 0.0)
-        # Exploration: as much as takes no longer than computing everything, if the tier is as it was when last seen.
+        # A probe: as much as takes no longer than computing everything, if the tier is as it was when last seen.
         affordable = prefill.more_seconds(start, prompt) or 0.0
         share = min(1.0, affordable / max(1e-9, fetching(located, costs.loads.doubted_of_tier)))
         block = max(1, block_tokens)

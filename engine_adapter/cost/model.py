@@ -8,7 +8,7 @@
     2. `finished` when the load has ended: what it took teaches the speeds, and regret is counted.
 
 A tier whose speed was never learned is loaded from. A load that would be declined is tried now and then all the same,
-as an *exploration load*, since a belief that is never tested cannot be corrected; so is a tier that was slow when last
+as a *probe*, since a belief that is never tested cannot be corrected; so is a tier that was slow when last
 seen and is only hoped to be better now. Pure: no clock, no waiting, some microseconds a call; must never raise for any
 number that it is given. Not thread-safe.
 """
@@ -173,7 +173,7 @@ class CostModel:
                 certain = min(chosen, self._cheapest(doubted, waiting))
                 is_explored = is_due or certain < chosen
                 if is_explored:
-                    chosen = min(self._exploration_load(doubted, certain, block), last if is_due else chosen)
+                    chosen = min(self._probe(doubted, certain, block), last if is_due else chosen)
         parts, load_seconds = found.cut(chosen, self.bytes_per_token)
         load_tokens = chosen - found.local
         compute_seconds = self.prefill.more_seconds(found.local, chosen)
@@ -268,7 +268,7 @@ class CostModel:
         self._declining = (self._declining + 1) % self._explore_every
         return self._declining == 0
 
-    def _exploration_load(self, doubted: _Found, chosen: int, block: int) -> int:
+    def _probe(self, doubted: _Found, chosen: int, block: int) -> int:
         """Further than was chosen: by one block at least, and up to where loading takes no longer than computing
         everything would, if the tiers are as they were when last seen."""
         affordable = self.prefill.more_seconds(doubted.local, doubted.prompt) or 0.0

@@ -257,7 +257,7 @@ def test_a_load_that_was_cut_short_early_does_not_look_fast() -> None:
     assert model.loads.seconds(decision.parts, 0.0) > 1.5 * decision.predicted_load_ms / 1e3
 
 
-def test_one_decision_in_many_tries_a_helping_of_what_it_would_decline() -> None:
+def test_one_decision_in_many_probes_what_it_would_decline() -> None:
     slow = {**PRIORS, HitTier.NVME: TierPrior(1e-3, 0.5e9)}
     model = model_of(slow, explore_every=EXPLORE_EVERY)
     case = Case(0, [(HitTier.DRAM, 1024), (HitTier.NVME, 8192)], 12000, 64, 0.0, False)
@@ -395,14 +395,14 @@ def test_a_throttled_disk_never_makes_it_slower_than_computing(seed: int, second
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_what_is_asked_seldom_tries_a_slow_tier_more_often_but_by_helpings(seed: int) -> None:
+def test_what_is_asked_seldom_probes_a_slow_tier_more_often(seed: int) -> None:
     simulation = Simulation(seed, seconds_between=100.0)
     simulation.run(60, throttle=1.0)
     simulation.run(12, throttle=THROTTLE)
     slow = simulation.run(800, throttle=THROTTLE)
     computing = sum(request.if_computed for request in slow)
     assert sum(request.seconds for request in slow) <= computing * (1 + 1 / EXPLORE_EVERY + 0.01)
-    assert percentile(slow, 0.95) <= 1.0, "a helping takes no longer than computing"
+    assert percentile(slow, 0.95) <= 1.0, "a probe takes no longer than computing"
     assert declined_share(slow) > 0.97
 
 
