@@ -2,8 +2,8 @@
 
     about    number of parts, 2 bytes > payload bytes of each part, 8 bytes each > `Namespace.pack`
 
-It must fit into a slab's header, and each part's payload into a frame. A namespace for which they do not is refused
-when a client opens it; one that is found on a disk, written by another version, is left out.
+The record must fit into a slab's header, and each part's payload into a frame. If they do not, the store refuses the
+namespace when a client opens it, and skips it when recovery finds it on a disk, written by another version.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ MOST_PAYLOAD, LEAST_PAYLOAD = 2, 64
 """Bounds of a payload, relative to the bytes of its numbers: at most MOST_PAYLOAD times as many, at least
 1/LEAST_PAYLOAD."""
 SLICE_PARAMETER_BYTES = 4096
-"""Beside the codes of a layer slice."""
+"""Room for a codec's parameters, beside the codes of a layer slice."""
 
 
 def pack_about(namespace: Namespace, payload_bytes: Sequence[int]) -> bytes:
-    """payload_bytes: of each part."""
+    """The record of a namespace. payload_bytes: of each part."""
     return struct.pack(f"<H{len(payload_bytes)}Q", len(payload_bytes), *payload_bytes) + namespace.pack()
 
 
@@ -43,7 +43,7 @@ def unpack_about(about: bytes) -> tuple[list[int], Namespace]:
 
 
 def stamps_of(keys: TenantKeys, namespace: Namespace, payload_bytes: Sequence[int]) -> tuple[Stamp, ...]:
-    """Of each part, in the tenant's first epoch: as clients know them, and slab headers name them, in every epoch."""
+    """The stamp of each part, in the tenant's first epoch: clients and slab headers have this one in every epoch."""
     layout, digest = namespace.layout, namespace.digest()
     return tuple(
         Stamp(
@@ -63,7 +63,7 @@ def stamps_of(keys: TenantKeys, namespace: Namespace, payload_bytes: Sequence[in
 
 
 def sealers_of(keys: TenantKeys, stamps: Sequence[Stamp]) -> tuple[Sealer, ...]:
-    """Of each part, in the epoch of these keys."""
+    """The sealer of each part, in the epoch of these keys."""
     return tuple(Sealer(replace(one, key_id=keys.key_id, epoch=keys.epoch), keys.mac) for one in stamps)
 
 

@@ -1,8 +1,8 @@
 """Where every token asked for came from, or why it did not come.
 
 `MissReason` is a closed set: it is appended to, never renamed, because people's dashboards and alerts name its members.
-`Account` is the only way in which hits and misses are reported: a prompt cut into segments in the order of its tokens,
-so that the sums match by construction and not by care.
+`Account` is the only way in which hits and misses are reported. It cuts a prompt into segments in the order of its
+tokens, so hits and misses always add up to the tokens asked.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ class MissReason(StrEnum):
     PARTIAL_BLOCK = "partial_block"  # the tail that does not fill a block; only full blocks are stored
     LAST_TOKEN = "last_token"  # the engine has to compute at least one token
     GRID = "grid"  # cut off so that cold and warm prefill compute the same shapes
-    WARMING = "warming"  # the store is not ready yet: its index is loading after a restart, the namespace being opened
+    WARMING = "warming"  # not ready yet: the index is loading after a restart, or the namespace is being opened
     IN_FLIGHT = "in_flight"  # being stored at this moment
-    PINNED_FULL = "pinned_full"  # what may be pinned at once is pinned, or what could make room is leased
-    DEADLINE = "deadline"  # it did not come in time; or the room for it, which others still map, store into or move
+    PINNED_FULL = "pinned_full"  # leases pin as much as they may, or hold what could be evicted
+    DEADLINE = "deadline"  # too late: the blocks, or memory for them that others still map, store into or move
     TIER_DOWN = "tier_down"  # the tier that holds it does not answer
-    UNREACHABLE = "unreachable"  # the store itself does not answer, or none of those elsewhere that hold it
+    UNREACHABLE = "unreachable"  # the store does not answer, or no node or remote engine that holds it does
     CORRUPT = "corrupt"  # a check failed; the frame is quarantined
     KEY_MISMATCH = "key_mismatch"  # it was written under a key that this store does not hold
     STALE_HINT = "stale_hint"  # a directory, a ticket or another node said it was there, and it was not
-    QUOTA = "quota"  # the tenant's limit; all that may go is kept for others; a prompt that alone takes all it may
+    QUOTA = "quota"  # the tenant's limit is reached, by this prompt alone or not; or others are guaranteed the rest
     NOT_ADMITTED = "not_admitted"  # the policy chose not to keep it
     CHEAPER_TO_COMPUTE = "cheaper_to_compute"  # loading would take longer than computing
     AUDIT = "audit"  # computed on purpose, to compare with what is stored
@@ -54,8 +54,8 @@ class MissReason(StrEnum):
     DISABLED = "disabled"  # nothing was asked: the store is closed or not used, the namespace dropped, the request over
     NONFINITE = "nonfinite"  # not stored: it holds a NaN or an infinity, which the codec cannot write
     OUT_OF_RANGE = "out_of_range"  # not stored: its numbers are too far apart for the codec's scales
-    INCOMPLETE = "incomplete"  # not stored: pages of one of its groups are not there any more, as behind a window
-    BUSY = "busy"  # as much is under way for the asker as may be; the store can be asked again soon
+    INCOMPLETE = "incomplete"  # not stored: the engine has freed pages of one of its groups, as behind a window
+    BUSY = "busy"  # as much is in flight for the client as may be; it can ask again soon
 
 
 # What a tier reports about a block, as a reason for its tokens. Total: a test walks over every member of `TierMiss`.
@@ -165,7 +165,7 @@ class Account:
         return Account.of(parts)
 
     def missed_before(self, stop_token: int, reason: MissReason) -> Account:
-        """The same prompt with every miss before `stop_token` for that reason.
+        """The same prompt with `reason` for every miss before `stop_token`.
 
         >>> Account.of([(HitTier.DRAM, 64), (MissReason.ABSENT, 128)]).missed_before(128, MissReason.DEADLINE).misses
         {<MissReason.DEADLINE: 'deadline'>: 64, <MissReason.ABSENT: 'absent'>: 64}
@@ -179,7 +179,7 @@ class Account:
         return Account.of(parts)
 
     def behind(self, tier: HitTier, tokens: int) -> Account:
-        """The same prompt with its first so many tokens found in that tier, which is above the others."""
+        """The same prompt with its first `tokens` tokens counted as found in `tier`, which is above the others."""
         parts: list[tuple[HitTier | MissReason, int]] = [(tier, tokens)]
         left = tokens
         for segment in self.segments:

@@ -5,8 +5,8 @@
     int8-th     8 bits: K and V symmetric per token and head. Not for models with outliers or a bias in K
 
 A payload is one layer slice after another. What an 8-bit slice looks like (codes, then K's scales and zero points, V's
-scales, padding) is drawn in `kv_kernels.int8`, with the bound on what comes back. On its way a block is encoded once:
-what was decoded is never offered again, and a namespace keeps the codec it was opened with.
+scales, padding) is drawn in `kv_kernels.int8`, with the bound on each number's error. A block is encoded only once:
+engines never offer decoded blocks again, and a namespace keeps the codec it was opened with.
 
 The contract is in `pages`. This file imports torch; it is handed in when a store is opened, so that others need not.
 """

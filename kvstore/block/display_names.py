@@ -1,9 +1,9 @@
-"""What engines call their models: for people, beside the fingerprints that decide.
+"""The names that engines give their models. They are shown to people; the store itself goes by fingerprints.
 
     an engine opens a namespace > its name, cut and printable, by tenant and namespace > DIR/names, in the background
 
-No name is part of an identity, and none is needed: a directory without the file, or with a damaged one, only lacks the
-names. At most `MOST_NAMES` are kept of a tenant; the one noted longest ago makes room.
+No name is part of an identity: a store whose file is missing or damaged lacks only the names. It keeps at most
+`MOST_NAMES` of a tenant, and drops the one noted longest ago for a new one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 def shown(name: str) -> str:
-    """As much of a name as fits a terminal; of a long path its end, which tells models apart."""
+    """A name cut to fit a terminal: of a long path its end, which tells models apart."""
     kept = "".join(one for one in name[-_MOST_READ:] if one.isprintable()).strip()
     return kept if len(kept) <= MOST_CHARACTERS else f"...{kept[3 - MOST_CHARACTERS :]}"
 
@@ -46,7 +46,7 @@ class DisplayNames:
     none of another's."""
 
     def __init__(self, path: Path, faults: FaultReports | None = None) -> None:
-        """Reads what is there."""
+        """Read the names that the file has."""
         self._path = path
         self._faults = faults or Unheard()
         self._lock = threading.Lock()
@@ -56,11 +56,11 @@ class DisplayNames:
         self._writer: threading.Thread | None = None
 
     def get(self, tenant: bytes, digest: bytes) -> str:
-        """The name, or nothing."""
+        """The name; empty if none is known."""
         return self._names.get(tenant.hex(), {}).get(digest.hex(), "")
 
     def note(self, tenant: bytes, digest: bytes, name: str) -> None:
-        """An engine opened that namespace and calls its model so."""
+        """Record what the engine that opened a namespace calls its model."""
         name = shown(name)
         if not name or self.get(tenant, digest) == name:
             return
@@ -79,7 +79,7 @@ class DisplayNames:
                 self._write_soon()
 
     def close(self) -> None:
-        """Write what was noted, unless that takes long."""
+        """Wait until the noted names are written, for `CLOSE_SECONDS` at most."""
         self._closing.set()
         writer = self._writer
         if writer is not None:
@@ -93,14 +93,14 @@ class DisplayNames:
         writer = threading.Thread(target=self._write, name="kv-names", daemon=True)
         try:
             writer.start()
-        except (RuntimeError, MemoryError) as error:  # with the next name, then
+        except (RuntimeError, MemoryError) as error:  # the next name tries again
             self._faults.failed(MODEL_NAMES, kind_of(error), "no thread writes them")
             return
         self._writer = writer
 
     def _write(self) -> None:
-        """Until all is written; at most once in `PAUSE_SECONDS`, whatever engines do. A failed write is tried again, so
-        that the fault ends with its cause."""
+        """Write until all names are on disk, at most once in `PAUSE_SECONDS`, whatever engines do. A failed write is
+        tried again, so that the reported fault ends when its cause does."""
         while True:
             with self._lock:
                 if self._is_written:

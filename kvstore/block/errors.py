@@ -12,7 +12,7 @@ _SHOWN_BITS = 256
 
 
 def shown(value: object) -> str:
-    """A wrong value as an error line shows it: short, printable, and never itself a fault."""
+    """A wrong value as an error line shows it: short and printable. Raises nothing itself."""
     if isinstance(value, int) and value.bit_length() > _SHOWN_BITS:
         return f"a number of {value.bit_length()} bits"
     try:
@@ -43,11 +43,11 @@ class KeysUnusable(StoreError):
 
 
 class TenantPurged(KeysUnusable):
-    """A pool has keys of a tenant that was purged here; the text says how it comes back."""
+    """A pool has keys of a tenant that was purged here; the text says how to serve the tenant again."""
 
 
 class OutOfResources(StoreError):
-    """The machine has no memory, threads, descriptors or disk space for it now; the same may go well later."""
+    """The machine has no memory, threads, descriptors or disk space for it now; the same call may succeed later."""
 
 
 class LeaseExpired(StoreError):

@@ -1,8 +1,8 @@
-"""Who a block is: tenants' keys, prefix keys, namespaces; and the numbers that tenants see.
+"""What identifies a block: tenants' keys, prefix keys and namespaces; and the numbers that tenants see.
 
 A block is (tenant, namespace, prefix key). The prefix key is a chain of keyed BLAKE2b-256 over the prompt, so it can be
 neither guessed nor computed without the tenant's identity key; the namespace is everything else that must be equal for
-KV to be interchangeable. xxHash has no place here: it is a checksum. Token ids are hashed and forgotten.
+KV to be interchangeable. xxHash is a checksum, and is not used here. Token ids are hashed and never kept.
 
     key[i] = BLAKE2b-256(identity key; key[i-1] | token ids of block i, uint32 little-endian | framed extra keys)
     key[-1] = a constant of this format and the block size
@@ -39,7 +39,7 @@ MAX_CONFIG_FIELDS, MAX_FIELD_CHARACTERS, MAX_VALUE_CHARACTERS = 64, 128, 4096
 MAX_PACKED_BYTES = MAX_ABOUT_BYTES
 """Of a packed namespace: what a slab's header, which is kept beside its blocks, has room for."""
 MAX_UNPACKED_BYTES = 64 << 10
-"""Of the text within: deflate can make a thousand bytes of one."""
+"""Of its text once inflated: deflate can make a thousand bytes of one."""
 NUMBER_KEY_BYTES = 16
 NUMBER_ROUNDS = 6
 _WORD_BYTES = 8
@@ -62,8 +62,8 @@ class ExtraKey:
 class Prompt:
     """A prompt that was hashed before: verbs take it in place of token ids. `NamespaceHandle.hashed` makes it.
 
-    tokens: how many it has. keys: the prefix key of every full block, so that another process of the same tenant can
-    name them without the tokens. At least len(keys) blocks of tokens.
+    tokens: how many it has, enough for len(keys) blocks or more. keys: the prefix key of every full block, so that
+    another process of the same tenant can name the blocks without the tokens.
     """
 
     tokens: int
@@ -75,12 +75,12 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class TenantKeys:
-    """A tenant's keys, one per use, derived from secrets of 32 bytes. Never logged, never sent but `identity`.
+    """A tenant's keys, one per use, derived from secrets of 32 bytes. Never logged; only `identity` is ever sent.
 
-    Of the first secret, for good: tenant, an opaque id; identity, which names blocks and goes to the tenant's own
-    clients; fingerprint, first_epoch: its key id and epoch, which tell identities apart and nothing about them;
-    slab_mac, which signs what says where frames are. Of the secret of an epoch: key_id, epoch, and mac, which signs
-    headers. Neither MAC key leaves the daemon.
+    Derived from the first secret, and never changed: tenant, an opaque id; identity, which names blocks and goes to the
+    tenant's own clients; fingerprint and first_epoch, that secret's key id and epoch, which tell identities apart and
+    reveal nothing about them; slab_mac, which signs slab headers and index records. Derived from an epoch's secret:
+    key_id, epoch, and mac, which signs frame headers. Neither MAC key leaves the daemon.
     """
 
     tenant: bytes
@@ -101,7 +101,7 @@ class TenantKeys:
         return TenantKeys(tenant, key_id, epoch, identity, mac, key_id, epoch, mac)
 
     def in_epoch(self, secret: bytes, epoch: int) -> TenantKeys:
-        """The same identity, with frames that are signed by another secret."""
+        """The same identity in another epoch, whose secret signs its frames."""
         assert len(secret) == SECRET_BYTES
         key_id, mac = _derived(secret, "key-id", epoch)[:KEY_ID_BYTES], _derived(secret, "header-mac", epoch)
         return replace(self, key_id=key_id, epoch=epoch, mac=mac)
@@ -117,12 +117,12 @@ class NodeIdentity:
 
 
 NOWHERE = NodeIdentity()
-"""Of a store without a directory."""
+"""The identity of a store without a directory."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Identity:
-    """What a hand-off of a tenant's blocks names, and is sealed with. Stays inside the sidecar.
+    """What a ticket for a hand-off of a tenant's blocks names, and is sealed with. Never leaves the sidecar.
 
     key_id: 8 bytes, the tenant's fingerprint, the same on all nodes of a pool and in all epochs. key: 32 bytes, the
     tenant's identity key, likewise. node, incarnation: of this store, as in `NodeIdentity`.
@@ -168,7 +168,7 @@ class KeyRing:
         return self._mac.get((tenant, key_id, epoch))
 
     def slab_key(self, tenant: bytes, key_id: bytes, epoch: int) -> bytes | None:
-        """Likewise, for slab headers and index records; also where the first epoch is accepted for frames no more."""
+        """The same for slab headers and index records; it stays valid once the first epoch is retired for frames."""
         return self._slab.get((tenant, key_id, epoch))
 
 
@@ -421,15 +421,16 @@ class Namespace:
 # count ---> upper and lower half of `bits` bits ---> NUMBER_ROUNDS x (upper, lower = lower, upper ^ F(round, lower))
 #
 # That is a Feistel network with keyed BLAKE2b for F (Luby and Rackoff, 1988), so no two counts have one number,
-# whatever F is. The way back from a number to its count is not needed: tables are by the number. The key is handed in.
+# whatever F is. The store never turns a number back into its count: its tables are keyed by the number. The key is
+# handed in.
 
 
 class Numbers:
     """Distinct numbers above 0 that do not reveal how many were drawn. Thread-safe."""
 
     def __init__(self, key: bytes, bits: int) -> None:
-        """key: `NUMBER_KEY_BYTES` random bytes. bits: even. The first 2**bits numbers are below 2**bits; further ones
-        are from there to twice as much, and so on."""
+        """key: `NUMBER_KEY_BYTES` random bytes. bits: even. The first 2**bits numbers are below 2**bits, as many more
+        are from there to 2 * 2**bits, and so on."""
         assert bits % 2 == 0 and 0 < bits <= 64 and len(key) == NUMBER_KEY_BYTES
         self._half = bits // 2
         self._bits = bits
@@ -465,7 +466,7 @@ def _is_ascii_text(given: str) -> bool:
 
 
 def _inflated(packed: bytes) -> Any:
-    """What JSON says in deflated text. Raises `ValueError`."""
+    """The value that deflated JSON holds. Raises `ValueError`."""
     if len(packed) > MAX_PACKED_BYTES:
         raise ValueError(f"{len(packed)} bytes; a packed namespace has at most {MAX_PACKED_BYTES}")
     inflating = zlib.decompressobj()

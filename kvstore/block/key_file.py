@@ -1,5 +1,6 @@
-"""The file of tenants' keys in a store's directory: the secrets of those who have one of this store's own; and of those
-whose secrets are a pool's, under which keys they were served here, and which of these must not be served again.
+"""The file of tenants' keys in a store's directory. For a tenant with a secret of this store's own it has that secret;
+for a tenant whose secrets are a pool's, the keys under which it was served here. It also lists the identities of purged
+tenants, which must not be served again.
 
     {"version": 1, "tenants": {NAME: {"secret", "epoch"}}}
     {"version": 2, "tenants": {..., NAME: {"fingerprint", "epochs": {KEY ID: EPOCH}}}, "purged": {FINGERPRINT: NAME}}
@@ -21,7 +22,7 @@ from tiering.files import Unfit, read_secret_file, write_secret_file
 from tiering.frame import KEY_ID_BYTES
 
 KEY_FILE_VERSION, POOL_VERSION = 1, 2
-"""The second one where anything is a pool's."""
+"""The second version is written once the file has anything of a pool's tenants."""
 
 MAX_EPOCH = (1 << 32) - 1
 
@@ -39,14 +40,14 @@ def is_tenant_name(name: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PooledTenant:
-    """Under which keys of a pool a tenant is served here. fingerprint: of its identity, in hexadecimal. epochs: that
-    frames here may be signed in, by their key ids."""
+    """The keys of a pool under which a tenant is served here. fingerprint: of its identity, in hexadecimal. epochs: by
+    key id, those that frames here may be signed in."""
 
     fingerprint: str
     epochs: Mapping[str, int]
 
     def told(self) -> dict[str, object]:
-        """As the file has it."""
+        """The entry as the file has it."""
         return {"fingerprint": self.fingerprint, "epochs": dict(self.epochs)}
 
     @staticmethod
@@ -75,7 +76,7 @@ class KeyFile:
         self._secrets: dict[str, tuple[int, bytes]] = {}
         self.pooled: dict[str, PooledTenant] = {}
         self.purged: dict[str, str] = {}
-        """Names of purged tenants by the fingerprint of their identity, which a pool may have still."""
+        """Names of purged tenants by the fingerprint of their identity. A pool may still have keys of these."""
         try:
             raw = read_secret_file(path, MOST_KEYS_BYTES)
         except Unfit as error:
@@ -138,9 +139,9 @@ class KeyFile:
             return self._tenants.get(name) or self._new_tenant(name)
 
     def retire(self, name: str) -> None:
-        """A tenant's secret is gone when this returns; if the tenant ever comes back it gets a new one. A tenant of a
-        pool is not served under that identity again before `revive`. Raises `KeysUnusable`; after a crash the secret
-        may then be there or not."""
+        """Remove a tenant's secret, durably; if the tenant ever comes back it gets a new one. A tenant of a pool is not
+        served under that identity again before `revive`. Raises `KeysUnusable`; after a crash the secret may then be
+        there or not."""
         with self._lock:
             secrets, pooled, purged = dict(self._secrets), dict(self.pooled), dict(self.purged)
             secrets.pop(name, None)
@@ -152,7 +153,7 @@ class KeyFile:
             self._write(secrets, pooled, purged, "a retired key must be gone from there")
 
     def revive(self, name: str) -> list[str]:
-        """A purged tenant of a pool may be served again; returns the fingerprints of its identities. Raises
+        """Allow a purged tenant of a pool to be served again; returns the fingerprints of its identities. Raises
         `BadInput`, `KeysUnusable`."""
         with self._lock:
             found = [fingerprint for fingerprint, purged in self.purged.items() if purged == name]
@@ -164,8 +165,8 @@ class KeyFile:
             return found
 
     def adopt(self, name: str, found: PooledTenant) -> None:
-        """A tenant is served under these keys of a pool from now on: on disk before anything is signed by them, and in
-        place of a secret that it had here. Raises `KeysUnusable`."""
+        """Serve a tenant under these keys of a pool from now on, in place of a secret that it had here. The file is
+        written before anything is signed by them. Raises `KeysUnusable`."""
         with self._lock:
             if self.pooled.get(name) == found and name not in self._secrets:
                 return

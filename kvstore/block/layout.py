@@ -49,7 +49,7 @@ class Attention(StrEnum):
     """The kind of attention of a group's layers; it decides which blocks of a prefix a load needs."""
 
     FULL = "full"
-    SLIDING = "sliding"  # a token sees so many of the last ones, itself included; a load needs the end of a prefix only
+    SLIDING = "sliding"  # a token sees the last `window` tokens, itself included; a load needs only a prefix's end
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class KvGroup:
 
     @property
     def window_fields(self) -> tuple[int, ...]:
-        """The window, if there is one: groups without are described as before windows existed."""
+        """The window, if there is one. Without one a group is described, and digested, as before windows existed."""
         return (self.window,) if self.window else ()
 
 
@@ -185,9 +185,9 @@ class Layout:
         for name in ("block_tokens", "page_tokens", "head_shards", "layer_shards"):
             given = getattr(self, name)
             if isinstance(given, Integral) and not isinstance(given, bool):
-                object.__setattr__(self, name, int(given))  # numpy's own numbers are no text that another process reads
+                object.__setattr__(self, name, int(given))  # numpy's own integers do not go into JSON
         for name in ("head_shards", "layer_shards"):
-            if not is_whole(getattr(self, name), -MAX_SHARDS, MAX_SHARDS):  # what is too few is said below
+            if not is_whole(getattr(self, name), -MAX_SHARDS, MAX_SHARDS):  # too few is refused below
                 raise BadInput(f"{name}={shown(getattr(self, name))}; give a whole number from 1 to {MAX_SHARDS}")
         numbers = [layer for group in self.groups for layer in group.layers]
         if len(set(numbers)) != len(numbers):
@@ -210,8 +210,8 @@ class Layout:
     def parts_of(self, shard: int | None) -> tuple[Part, ...]:
         """The parts of a tensor-parallel rank: of each group its share of the heads, as its own pages have them.
 
-        A group of fewer heads than ranks, as a latent one, is held by several: neighbours have the same share. None:
-        all parts, for pages that hold all heads. Raises `BadInput`.
+        A group with fewer heads than there are ranks, such as a latent one, is replicated: neighbouring ranks have the
+        same share. shard: the rank; None for all parts, for pages that hold all heads. Raises `BadInput`.
         """
         if shard is None:
             return self.parts
@@ -256,7 +256,7 @@ class Layout:
     ) -> Layout:
         """One latent plane of latent_dim + rope_dim numbers per token (DeepSeek-V2, arXiv 2405.04434).
 
-        head_shards: ranks, all of which hold the same; it is one part, whichever rank stores it.
+        head_shards: ranks. All hold the same plane, so it is one part, and any of them may store it.
         """
         _check_layers(layers)
         for name, given in (("latent_dim", latent_dim), ("rope_dim", rope_dim)):
@@ -295,7 +295,7 @@ def _are_whole(values: object, least: int, most: int) -> bool:
 
 
 def check_name(what: str, given: object) -> None:
-    """Raise `BadInput` unless it is short, printable text. what: begins the line."""
+    """Raise `BadInput` unless it is short, printable text. what: the beginning of the error's text."""
     if not isinstance(given, str) or len(given) > MAX_NAME_CHARACTERS or not given.isprintable():
         raise BadInput(f"{what} is {shown(given)}; give printable text of at most {MAX_NAME_CHARACTERS} characters")
 

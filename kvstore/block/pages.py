@@ -2,12 +2,12 @@
 
 `Pages` says where an engine's KV lies: per layer and plane one tensor of pages, any strides, and a page table. A codec
 is bound once to a view of pages and one part (`Codec.bind`), and the bound `Coder` then encodes or decodes blocks, as
-many at a time as there are. Digests are taken by the coder, in host memory layer slice by layer slice while the bytes
-are hot in the cache: that is why the digest function is handed in. The codecs themselves are in `codec`; nothing here
+many at a time as there are. The coder computes digests in host memory, of each layer slice while its bytes are still in
+the CPU's cache: that is why the digest function is handed in. The codecs themselves are in `codec`; nothing here
 imports torch.
 
-A coder never calls bytes good that it has not compared; what it wrote into pages before a digest failed is garbage, and
-the caller must not report those pages as loaded.
+A coder reports a block as good only after comparing its digests. What it wrote into pages before a digest failed is
+garbage, and the caller must not report those pages as loaded.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class GroupPages:
     """The pages of one group of layers that has a page table of its own.
 
     table: table[i] is the physical page of logical page first_page + i. Logical pages before `first_page` are missing:
-    of a sliding window an engine frees those that no token will see again.
+    an engine frees pages behind a sliding window, which no token will see again.
     """
 
     table: Sequence[int]
@@ -120,8 +120,8 @@ class Pages:
                 raise LayoutMismatch("the page table names a page twice; a page can hold one piece of a prompt only")
 
     def check_apart(self, layout: Layout) -> None:
-        """Raise `LayoutMismatch` where two groups name the same page of planes that both of them have. A codec was
-        bound to these pages before, so all layers are there."""
+        """Raise `LayoutMismatch` where two groups name the same page of planes that both of them have. Call it after
+        binding a codec to these pages, which checks that all layers are there."""
         if len(layout.groups) == 1:
             return
         named = [set(page_numbers(self.of_group(group.name).table)) for group in layout.groups]
@@ -163,11 +163,11 @@ class Coder(Protocol):
     """
 
     def encode(self, tokens: Sequence[int], into: Sequence[FrameSpan], digest: Digest) -> Encoded:
-        """Encode blocks; yields of each in order the digest of every layer slice, or why the codec cannot write that
-        block: what is in its payload then, and in those behind it, is garbage, and there is nothing more to come.
+        """Encode blocks; yields for each in order the digest of every layer slice. For a block that the codec cannot
+        write it yields the reason and ends: the payloads of that block and of those after it are garbage.
 
-        into: of each block the frame's payload, exactly `Codec.payload_bytes(part)` long. What was yielded has landed;
-        later blocks may be under way, so close the generator before the other slots are given up.
+        into: of each block the frame's payload, exactly `Codec.payload_bytes(part)` long. A payload is complete once
+        its digests are yielded; later ones may be in flight, so close the generator before giving up their slots.
         """
         ...
 
@@ -179,8 +179,8 @@ class Coder(Protocol):
         expected: Sequence[Sequence[bytes]],
         digest: Digest,
     ) -> int:
-        """Decode blocks into the pages and compare a private copy of every layer slice with `expected`; returns how
-        many leading blocks are good: those before the first of which any digest differs.
+        """Decode blocks into the pages and compare the digest of a private copy of every layer slice with `expected`.
+        Returns how many leading blocks are good: those before the first one with a digest that differs.
 
         skip: tokens of the first block that are left out (a multiple of the page), so that tokens[0] + skip >= 0.
         """
@@ -199,8 +199,8 @@ class Codec(Protocol):
         ...
 
     def prepare(self, layout: Layout) -> None:
-        """Work that takes long at first, as compiling does, so that no request waits for it. Called when a namespace is
-        opened; safe to call again."""
+        """Do slow work that is needed once, such as compiling, so that no request waits for it. Called when a namespace
+        is opened; safe to call again."""
         ...
 
     def bind(self, pages: Pages, layout: Layout, part: Part) -> Coder:

@@ -14,7 +14,7 @@ RAW = "raw"
 INT8_CODECS = (KC64, TH)
 CODEC_NAMES = (*INT8_CODECS, RAW)
 INT8_DTYPES = ("bfloat16", "float16", "float32")
-"""Of the pools whose numbers an 8-bit codec writes."""
+"""Dtypes of KV that an 8-bit codec can write."""
 
 
 def int8_form(codec: str, part: Part) -> SliceForm:

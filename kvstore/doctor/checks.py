@@ -19,7 +19,8 @@ from tiering.nvme.slab_files import disk_room
 
 
 def checks_of(settings: Settings, named_socket: bool, engine: Mapping[str, Any] | None) -> list[Check]:
-    """In the order in which they are told. named_socket: the caller named the socket, so that it is to be there."""
+    """The checks, in the order in which findings are shown. named_socket: the caller named the socket, so it must
+    exist."""
     data = Path(settings.store.data)
     checks = [Check("kernel", machine.kernel)]
     limit = machine.memory_bytes()
@@ -61,7 +62,7 @@ def _dram(settings: Settings, limit: int) -> DramConfig:
 
 
 def _nvme(settings: Settings) -> NvmeConfig | str | None:
-    """Its sizes; why it cannot have them; None where it is off. Makes no directory."""
+    """The sizes of the NVMe tier, or why it cannot have them; None where it is off. Makes no directory."""
     given, data = settings.store.nvme, Path(settings.store.data)
     if given is None or given == OFF:
         return None
@@ -79,7 +80,7 @@ def _descriptors(settings: Settings, dram: DramConfig) -> Iterator[Finding]:
 
 
 def _sidecar(settings: Settings) -> Iterator[Finding]:
-    """Its state, and whether the directory is its own."""
+    """The sidecar's state, and whether it is the process that uses the data directory."""
     path, data = settings.observe_socket, Path(settings.store.data)
     told = sidecar.status_of(path)
     yield from directory.use(data, told.pid if told is not None else None)
@@ -87,7 +88,7 @@ def _sidecar(settings: Settings) -> Iterator[Finding]:
 
 
 def _wanted(settings: Settings, has_engine: bool) -> dict[str, str]:
-    """Distributions that these settings need, and which of them does."""
+    """Distributions that these settings need, each with the setting that needs it."""
     found = dict.fromkeys(("msgspec", "xxhash", "numpy", "typer", "rich"), "kvstore serve")
     if settings.store.nvme != OFF:
         found["lmdb"] = "store.nvme"

@@ -21,7 +21,7 @@ from tiering.nvme.slab_files import disk_room
 
 PAGE_BYTES = 4096
 WITHOUT_UNNAMED = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT)
-"""What a file system says that has no unnamed files."""
+"""Errors of a file system that has no unnamed files."""
 
 
 def directory_rights(path: Path) -> Iterator[Finding]:
@@ -101,7 +101,7 @@ def use(path: Path, sidecar: int | None) -> Iterator[Finding]:
 
 
 def room(path: Path, nvme: NvmeConfig | str | None) -> Iterator[Finding]:
-    """nvme: its sizes, or why they cannot be had; None where there is no such tier."""
+    """Whether the disk has room for NVMe. nvme: its sizes, or why they cannot be had; None without such a tier."""
     if nvme is None:
         yield ok("disk", "store.nvme is off, so no room is needed")
     elif isinstance(nvme, str):
@@ -113,7 +113,7 @@ def room(path: Path, nvme: NvmeConfig | str | None) -> Iterator[Finding]:
 
 
 def direct_io(path: Path) -> Iterator[Finding]:
-    """A page is written past the page cache and read again, in a file without a name."""
+    """Whether direct I/O works: write a page past the page cache and read it again, in an unnamed file."""
     where = existing(path / "nvme")
     try:
         descriptor = os.open(where, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
@@ -149,5 +149,5 @@ def direct_io(path: Path) -> Iterator[Finding]:
 
 
 def existing(path: Path) -> Path:
-    """The path, or what is there of it."""
+    """The path, or the nearest directory above it that exists."""
     return next((one for one in (path, *path.absolute().parents) if one.exists()), Path("/"))

@@ -1,4 +1,4 @@
-"""What a check finds, and how checks are run: side by side in threads, each for so long, whatever it waits for."""
+"""What a check finds, and how checks are run: in parallel threads, each with a time limit, whatever it waits for."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Health(StrEnum):
     """What a finding says."""
 
     OK = "ok"
-    NOTE = "note"  # nothing is lacking, and who reads it may want to know
+    NOTE = "note"  # nothing lacks, but the operator may want to know
     LACKS = "lacks"
 
 
@@ -37,7 +37,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """look: yields findings; it may be left waiting. seconds: for which its findings are waited for."""
+    """look: yields findings. seconds: how long these are waited for; a `look` that takes longer is left running."""
 
     name: str
     look: Callable[[], Iterable[Finding]]
@@ -85,7 +85,7 @@ def lacks(check: str, text: str, remedy: str) -> Finding:
 
 
 def refused(check: str, error: Exception) -> Finding:
-    """Of an error of this product, whose line ends with what to do."""
+    """A finding made of an error of this product, whose line ends with what to do."""
     text, _, remedy = one_line(str(error) or type(error).__name__).partition("; ")
     return Finding(check, Health.LACKS, text, remedy)
 

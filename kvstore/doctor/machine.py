@@ -27,7 +27,7 @@ BESIDE_BYTES = 600 << 20
 PAGE_TABLE_SHARE = 512
 SPARE_DESCRIPTORS = 128
 GPU_SECONDS = 90.0
-"""For which torch is waited for: on a busy machine its import alone takes long."""
+"""How long torch is waited for: on a busy machine its import alone takes long."""
 DISTRIBUTION = "prefix-kvstore"
 PACKAGES = (
     *("msgspec", "xxhash", "numpy", "lmdb", "numba", "typer", "rich"),
@@ -129,7 +129,7 @@ def descriptors(dram: DramConfig, nvme: NvmeConfig | None, connections: int) -> 
 
 
 def locked_memory(wants_rdma: bool) -> Iterator[Finding]:
-    """The limit of locked memory, which RDMA alone is charged to."""
+    """The limit of locked memory, which only RDMA uses."""
     most = _most(resource.RLIMIT_MEMLOCK)
     has = "any amount" if most == inf else format_size(int(most))
     if wants_rdma and most < 1 << 30:
@@ -143,7 +143,7 @@ def locked_memory(wants_rdma: bool) -> Iterator[Finding]:
 
 
 def packages(wanted: Mapping[str, str]) -> Iterator[Finding]:
-    """Versions that are installed against the floors of this distribution. wanted: distributions that the settings
+    """Compare installed versions with the lowest that this distribution allows. wanted: distributions that the settings
     need, and what for."""
     try:
         floors = floors_of(metadata.requires(DISTRIBUTION) or [])
@@ -233,7 +233,7 @@ def gpu(is_wanted: bool) -> Iterator[Finding]:
 
 
 def _most(limit: int) -> float:
-    """What this process may have of it; endless where it is not limited."""
+    """This process's soft limit of a resource; infinite where there is none."""
     soft, _ = resource.getrlimit(limit)
     return inf if soft == resource.RLIM_INFINITY else soft
 

@@ -26,7 +26,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 def engines_socket(check: str, path: str, is_needed: bool) -> Iterator[Finding]:
-    """The socket that engines open. is_needed: it was named, so that its absence lacks."""
+    """Check the socket that engines open. is_needed: the caller named it, so its absence is a fault."""
     absence = _absence(path)
     if absence:
         if is_needed:
@@ -100,7 +100,8 @@ def status_of(path: str) -> SidecarStatus | None:
 
 
 def state(path: str, told: SidecarStatus | None, now: float) -> Iterator[Finding]:
-    """What the sidecar told its observers. path: of their socket. now: Unix time, when it had told."""
+    """Findings from what the sidecar told its observers. path: of the observers' socket. now: Unix time, when it had
+    told."""
     if told is None:
         if not _absence(path):
             yield note("sidecar", f"{path}, the observers' socket, tells nothing", "ask as a user of observe.users")

@@ -1,8 +1,8 @@
-"""Which node a store is: 16 random bytes in `DIR/node`, for good, and on this host at most one store that has them.
+"""Which node a store is: 16 random bytes in `DIR/node`, kept for good, which one store at a time has on this host.
 
-A copy of a directory has the same ones. Two of them that run would take each other's place in a pool, so the second one
-is told from the first as far as one host can: both bind the node's name, which the kernel gives once in each network
-namespace and takes back with the process. A store that has it not is a clone, and says so.
+A copy of a directory has the same bytes, and two running copies would take each other's place in a pool. So a store
+binds a socket name made of these bytes, which the kernel gives to one process in each network namespace and frees when
+that process ends; it finds copies on this host only. A store that cannot have the name is a clone, and warns of it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MOST_BYTES = 4096
 
 
 def node_of(path: Path, reach: Reach = go_on) -> NodeIdentity:
-    """The node of the directory with this file, which is made if it is missing, in a new run. Raises `KeysUnusable`."""
+    """The node that this file names, in a new run. The file is made if it is missing. Raises `KeysUnusable`."""
     mend = f"restore it, or remove {path} to have this directory be a new node"
     try:
         raw = read_secret_file(path, MOST_BYTES)
@@ -83,7 +83,7 @@ class NodeLock:
         ]
 
     def close_after_fork(self) -> None:
-        """In a forked child: it is the parent's."""
+        """Close it in a forked child: the name is the parent's."""
         self.release()
 
     def release(self) -> None:

@@ -106,7 +106,7 @@ def _epoch(given: Mapping[str, object]) -> Epoch:
 
 
 def file_name(tenant: str) -> str:
-    """Of a tenant's file: what Kubernetes takes as a key of a secret, too."""
+    """The name of a tenant's file, which Kubernetes takes as a key of a secret, too."""
     if _PLAIN.fullmatch(tenant):
         return tenant + SUFFIX
     return f"tenant.{blake2b(tenant.encode(), digest_size=16).hexdigest()}{SUFFIX}"
@@ -114,14 +114,14 @@ def file_name(tenant: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PoolKeys:
-    """A directory's tenants' secrets by name, and faults of other files, by theirs."""
+    """What a directory holds. tenants: secrets by the tenant's name. faults: of unusable files, by the file's name."""
 
     tenants: Mapping[str, TenantSecrets]
     faults: Mapping[str, str]
 
     @staticmethod
     def read(directory: SecretDirectory) -> PoolKeys:
-        """Raises `KeysUnusable` where the directory cannot be read at all."""
+        """Read all files. Raises `KeysUnusable` where the directory cannot be read at all."""
         tenants: dict[str, TenantSecrets] = {}
         faults: dict[str, str] = {}
         try:

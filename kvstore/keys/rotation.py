@@ -1,10 +1,10 @@
 """Rotation: a store follows its directory of keys while it serves.
 
-    an epoch more    accepted, then it signs what is sealed from now on; what is there stays readable
-    an epoch less    accepted no more, then what it signed is taken out of every tier, as far as it is not in use, and
-                     looked at again; once nothing is left, DATA/keys forgets the epoch
+    an epoch more    the store accepts it, then signs new frames with it; stored frames stay readable
+    an epoch less    the store accepts it no more, then removes the blocks that it signed from every tier. It tries
+                     blocks in use again later; once none is left, DATA/keys forgets the epoch
 
-After a crash DATA/keys says which retired epochs may have left something. Called by one thread.
+After a crash DATA/keys says of which retired epochs blocks may be left. Called by one thread.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ class FollowsEpochs(Protocol):
     def retire(
         self, tenant: bytes, epochs: Container[tuple[bytes, int]], rows: Mapping[int, Sequence[int]] | None = None
     ) -> dict[int, list[int]]:
-        """Take out the blocks that these signed; returns what is left, by namespace."""
+        """Remove the blocks that these epochs signed; returns those still in use, by namespace. rows: what an earlier
+        call returned; None for all."""
         ...
 
 
 class KeyRotation:
-    """Of one store."""
+    """Follows the directory of keys for one store."""
 
     def __init__(self, keys: StoreKeys, ring: KeyRing, store: FollowsEpochs) -> None:
         self._keys, self._ring, self._store = keys, ring, store
@@ -51,7 +52,7 @@ class KeyRotation:
         self._retiring = {name for name in keys.served() if keys.retired(name)}
 
     def step(self) -> None:
-        """Take in changes, and go on with retired epochs."""
+        """Apply changes of the directory, and go on removing what retired epochs signed."""
         for name in self._keys.reload():
             accepted, retired = self._keys.accepted(name), self._keys.retired(name)
             if not accepted:  # purged since

@@ -1,8 +1,8 @@
 """A directory of secrets that nodes share: small files, one for each tenant, that are read and replaced as a whole.
 
-It may be a mount that can only be read. In one of Kubernetes each name is a link to `..data/NAME`, and `..data` one to
-a directory that is another one after each change: links are followed, and names that begin with a dot are left alone.
-What stands there may be anything: a FIFO is not waited for, and no more is read of a file than it may have.
+It may be a read-only mount. In a mount of Kubernetes each name is a link to `..data/NAME`, and `..data` is a link to a
+directory, a new one after each change: the store follows links, and ignores names that begin with a dot. A name may
+stand for anything: the store does not wait for a FIFO, and reads no more of a file than a file of secrets may have.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SecretDirectory:
         self._reach = reach
 
     def names(self) -> list[str]:
-        """Of files of secrets, sorted. Raises `OSError`, and `Unfit` where there are too many."""
+        """The names of files of secrets, sorted. Raises `OSError`, and `Unfit` where there are too many."""
         found = []
         with os.scandir(self.path) as entries:
             for entry in islice(entries, MOST_ENTRIES):

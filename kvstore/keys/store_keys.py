@@ -1,10 +1,10 @@
 """The keys that a store serves its tenants under: secrets of its own, or those of a pool's directory.
 
     no directory    DATA/keys has a secret of each tenant, and makes one for a new tenant
-    a directory     its secrets, looked at again and again; DATA/keys remembers which identity each tenant had here, and
-                    which tenants were purged. Another identity is served after an explicit cold start alone
+    a directory     its secrets, read again when they change; DATA/keys remembers which identity each tenant had here,
+                    and which tenants were purged. Another identity is served only after an explicit cold start
 
-What is wrong with a directory while a store runs changes nothing but what is said: what was served is served on.
+If a directory becomes unusable while a store runs, the store only warns, and serves on under the keys that it has.
 """
 
 from __future__ import annotations
@@ -98,14 +98,14 @@ class StoreKeys:
             return by_name[name][-1]
 
     def retire(self, name: str) -> None:
-        """A tenant was purged: its own secret is gone when this returns, and one of a pool is not served before it is
-        revived. Raises `KeysUnusable`."""
+        """Retire the keys of a purged tenant: a secret of this store's own is gone when this returns, and a pool's is
+        not served before it is revived. Raises `KeysUnusable`."""
         with self._lock:
             self._own.retire(name)
             served = self._served.pop(name, None)
             if served is not None:
                 self._trouble[file_name(name)] = self._purged(name, served[-1].fingerprint.hex())
-                self._stamp = None  # perhaps it has others for the tenant already
+                self._stamp = None  # the directory may have other keys for the tenant already
 
     def fill(self, ring: KeyRing) -> None:
         """Add every epoch of every tenant, accepted or retired, to a ring."""
@@ -138,7 +138,7 @@ class StoreKeys:
                 self._trouble[""] = there
             else:
                 self._take(there)
-            self._stamp = stamp if not self._is_full else None  # room may come without a change there
+            self._stamp = stamp if not self._is_full else None  # DATA/keys may get room while the directory stays
             for key, trouble in self._trouble.items():
                 if self._is_followed and str(trouble_before.get(key)) != str(trouble):
                     _log.warning("%s", trouble)
@@ -183,7 +183,7 @@ class StoreKeys:
             _log.warning("tenant %s begins cold: its identity is %s, and was %s", name, fingerprint, had.fingerprint)
             had = None
         epochs = {keys.key_id.hex(): keys.epoch for keys in accepted}
-        # What was retired stays on record until nothing is left of it.
+        # Retired epochs stay on record until nothing that they signed is left.
         try:
             self._own.adopt(name, PooledTenant(fingerprint, {**(had.epochs if had is not None else {}), **epochs}))
         except KeysUnusable:
@@ -208,7 +208,7 @@ class StoreKeys:
             return [(bytes.fromhex(key_id), epoch) for key_id, epoch in on_record if key_id not in accepted]
 
     def accepted(self, name: str) -> list[TenantKeys]:
-        """A served tenant's keys in every epoch; the last ones sign. None of one that was purged."""
+        """A served tenant's keys in every accepted epoch; the last ones sign. Empty for a purged tenant."""
         with self._lock:
             return self._served.get(name, [])
 
@@ -218,7 +218,7 @@ class StoreKeys:
             return list(self._served)
 
     def gone(self, name: str, epochs: Epochs) -> None:
-        """Nothing that these epochs signed is stored any more. Raises `KeysUnusable`."""
+        """Forget these epochs: nothing that they signed is stored any more. Raises `KeysUnusable`."""
         with self._lock:
             had = self._own.pooled.get(name)
             if had is not None:
@@ -261,8 +261,8 @@ class StoreKeys:
 
 
 def ring_of(own: KeyFile, directory: str | None = None) -> tuple[KeyRing, dict[bytes, str]]:
-    """What can be verified with DATA/keys and a pool's directory, and names by tenants' ids. Writes nothing. Raises
-    `KeysUnusable`."""
+    """The keys of DATA/keys and of a pool's directory, to verify frames, and names by tenants' ids. Writes nothing.
+    Raises `KeysUnusable`."""
     own_keys = own.by_name()
     ring, names = KeyRing(own_keys.values()), {one.tenant: name for name, one in own_keys.items()}
     pool = PoolKeys.read(SecretDirectory(Path(directory))).tenants if directory is not None else {}
@@ -294,7 +294,8 @@ def revive(path: Path, tenant: str) -> list[str]:
 
 
 def refuse_new_keys(path: Path) -> None:
-    """Slabs that stand there need keys that are gone: beside new ones they would be left alone for ever."""
+    """Raise `KeysUnusable` if a directory without a key file has slabs: a store with new keys could never use them.
+    Raises `BadInput` if they cannot be looked at."""
     try:
         sizes = ReadOnlyFiles(path / "nvme").sizes()
     except (FileNotFoundError, NotADirectoryError):

@@ -2,9 +2,9 @@
 
     accept > read until the empty line > answer > close the sending half > read what is left > close
 
-Its clients may be slow or hostile, and cost nothing but its own thread's time, which is bounded: so many connections at
-a time, so many new ones a second, so many bytes and seconds for each. Where connections are short, one that has sent no
-whole request makes room, the oldest first. What a page takes long for is made in a second thread, so that probes are
+Slow or hostile clients cost only this server's own thread, and a bounded part of its time: there are limits on
+connections at a time, on new ones a second, and on the bytes and seconds of each. When all connections are taken, the
+server closes the oldest one that has sent no whole request. A second thread makes slow pages, so that probes are
 answered meanwhile. Knows nothing of the sidecar; must never call it but through the pages that it is handed.
 """
 
@@ -36,10 +36,10 @@ LINGER_SECONDS, LINGER_BYTES = 1.0, 64 << 10
 """How long, and how much, an answered client may go on sending: a connection that is closed with unread bytes loses the
 answer."""
 ACCEPTS_PER_SECOND, ACCEPT_BURST = 200.0, 200.0
-"""New connections: those of a flood take a few hundredths of a processor, and delay no engine."""
+"""Limits on new connections: at these a flood takes a few hundredths of a processor, and delays no engine."""
 BACKLOG = 512
-"""Connections that wait in the kernel, in order: a scraper among them for `BACKLOG / ACCEPTS_PER_SECOND` seconds at
-most, less than it waits."""
+"""Connections that may wait in the kernel, in order. A scraper among them waits `BACKLOG / ACCEPTS_PER_SECOND` seconds
+at most, which is less than its timeout."""
 LOOK_SECONDS = 0.25
 """How often late connections are looked for, while there are any."""
 PLAIN, JSON = "text/plain; charset=utf-8", "application/json"

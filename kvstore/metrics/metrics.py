@@ -4,7 +4,7 @@
     tokens and look-ups     one copy, under the lock of `Counting`: so their sum holds in every scrape
     the door, the moves     single numbers, each read at once
 
-Text is made without any lock but its own. A faster scraper gets the last page again.
+The text is made under no lock but that of `Metrics`. A scraper that asks more often gets the last page again.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def _tiers(usage: StoreUsage) -> _Found:
 
 
 def _tier_events(usage: StoreUsage) -> _Found:
-    """Of the tiers that there are."""
+    """Events of those tiers that the store has."""
     tally, scrub = usage.tally, usage.scrub
     if tally is None:
         return
@@ -217,7 +217,7 @@ def _tier_events(usage: StoreUsage) -> _Found:
     yield "quarantined_blocks_total", {(tier.value,): tally.quarantined[tier] for tier in tiers}
     yield "stored_tokens_total", _one(tally.stored_tokens)
     verified, damaged = dict(tally.verified_bytes), dict(tally.damaged)
-    del verified[CheckedAt.SCRUB], damaged[CheckedAt.SCRUB]  # it counts for itself
+    del verified[CheckedAt.SCRUB], damaged[CheckedAt.SCRUB]  # the scrub's own counts are taken below
     if scrub is not None:
         verified[CheckedAt.SCRUB], damaged[CheckedAt.SCRUB] = scrub.bytes, scrub.damaged
     yield "verified_bytes_total", {(at.value,): count for at, count in verified.items()}

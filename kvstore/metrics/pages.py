@@ -2,10 +2,9 @@
 
     GET /livez     200 for as long as the process serves its door at all
     GET /readyz    200 once everything on disk can be found; 503 with `warming` before, with `stopping` at the end;
-                   200 with `degraded` and the reasons while something does not work; with `warnings` of what should be
-                   seen to
-    GET /metrics   Prometheus's text format. Sums over tenants tell one tenant of another: where several are configured
-                   it takes a token, and so it does where there is a token at all
+                   200 with `degraded` and the reasons while something does not work; with `warnings` for the operator
+    GET /metrics   Prometheus's text format. It takes a token where one is set, and where several tenants are
+                   configured, since sums over all tenants tell one tenant of another
 
 `livez` and `readyz` tell nothing of tenants and blocks, and take no token.
 """
@@ -38,12 +37,12 @@ class MetricsAccess:
         self.change_token(token)
 
     def change_token(self, token: str | None) -> None:
-        """Another one is to be sent from now on."""
+        """Require another token from now on; None: no token is set."""
         self._token = token.encode() if token is not None else None
 
     @property
     def is_closed(self) -> bool:
-        """Whether no client may read them."""
+        """Whether no client may read metrics: several tenants are configured, and no token is set."""
         return self._token is None and self._is_shared
 
     def refusal(self, request: HttpRequest) -> HttpAnswer | None:
@@ -84,8 +83,8 @@ def sidecar_pages(
     warnings: Callable[[], list[str]] = lambda: [],
     here: NodeIdentity = NOWHERE,
 ) -> Mapping[str, Page]:
-    """By path. reasons: for `degraded`, a line each. metrics: the page. warnings: for the operator, a line each,
-    without anything of tenants. here: which node this is."""
+    """The pages by path. reasons: for `degraded`, a line each. metrics: makes that page. warnings: for the operator, a
+    line each, without anything of tenants. here: which node this is."""
 
     def livez(request: HttpRequest) -> HttpAnswer:
         alive = is_alive()

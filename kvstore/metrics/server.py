@@ -30,8 +30,8 @@ def _token(settings: Settings) -> str | None:
 
 
 def server_of(host: str, port: int, daemon: Daemon, version: str) -> SidecarServer:
-    """To be started and closed by the caller. port: 0 for any that is free. version: of the program. Raises `BadInput`
-    where the address cannot be had, or the token cannot be read."""
+    """A server, which the caller starts and closes. port: 0 for any that is free. version: of the program. Raises
+    `BadInput` where the address cannot be had, or the token cannot be read."""
     settings, clock = daemon.settings, daemon.store.core.clock
     access = MetricsAccess(_token(settings), is_shared=len(settings.sockets()) > 1)
     if access.is_closed:

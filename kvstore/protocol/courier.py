@@ -4,12 +4,12 @@ An engine asks how much of a chain is elsewhere, decides, and waits for what it 
 
     Locate > Located      Await(located=...) > Awaited      then a lease, as ever
 
-A courier is a process of this host that fetches such blocks. It comes in at a socket of its own, where its `Hello`
-names the tenant that it works for, and has few verbs there: it reserves slots, fills them, and has the sidecar look at
-the headers that came with the payloads. It can lose bytes, never invent them.
+A courier is a process of this host that fetches such blocks. It connects to a socket of its own, where its `Hello`
+names the tenant that it works for and few verbs are allowed: it reserves slots, fills them, and has the sidecar check
+the headers that came with the payloads. It can lose bytes, but cannot forge them.
 
     Questions > QuestionsReply      Reserve > Reserved > (the slots are filled) > Adopt > Counted
-    Holdings > HoldingsReply, and then Changes > Changed: what others may be told of
+    Holdings > HoldingsReply, and then Changes > Changed: the blocks that it may announce to others
 
 All from version 4 on.
 """
@@ -43,8 +43,8 @@ _Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class Locate(msgspec.Struct, array_like=True, frozen=True, tag="locate"):
-    """How many leading blocks of a chain could be here soon. ticket: of a hand-off, whose node then has them. Answered
-    after `LOCATE_SECONDS` at most."""
+    """An engine asks how many leading blocks of a chain could be here soon. ticket: of a hand-off; its node is then
+    taken to have them. The sidecar answers after `LOCATE_SECONDS` at most."""
 
     namespace: int
     keys: _Keys
@@ -66,9 +66,9 @@ class Located(msgspec.Struct, array_like=True, frozen=True, tag="located"):
 
 
 class Adopt(msgspec.Struct, array_like=True, frozen=True, tag="adopt"):
-    """As `Commit`, for payloads that lie in the slots of a reservation and were checked against the digests of their
-    headers. headers: of these frames as they came, of the part's blocks from `first` on. tier: where they came from,
-    `peer` or `remote`. Answered by `Counted`; if any header fails, none is adopted."""
+    """As `Commit`, for payloads that a courier put into a reservation's slots and checked against the digests in their
+    headers. headers: of these frames as they came, for the part's blocks from `first` on. tier: where they came from,
+    `peer` or `remote`. Answered by `Counted`; if any header fails the sidecar's check, no block is adopted."""
 
     reservation: int
     part: int
@@ -97,8 +97,8 @@ class HoldingsReply(msgspec.Struct, array_like=True, frozen=True, tag="holdings"
 
 
 class LocateQuestion(msgspec.Struct, array_like=True, frozen=True):
-    """How far does this chain lead elsewhere? number: for the answer. namespace: by the tenant's number. present:
-    blocks that are here. door, node, incarnation: of a ticket, or nothing."""
+    """Asks a courier how many leading blocks of a chain it could fetch. number: for the answer. namespace: by the
+    tenant's number. present: leading blocks that are here. door, node, incarnation: of a ticket, or empty."""
 
     number: int
     namespace: int
@@ -133,8 +133,9 @@ class Forget(msgspec.Struct, array_like=True, frozen=True):
 
 
 class QuestionAnswered(msgspec.Struct, array_like=True, frozen=True):
-    """By its number. blocks: leading blocks of the chain that could be fetched (to a `LocateQuestion`), that are here
-    now (to a `FetchQuestion`), or that could not be forgotten (to a `Forget`). reason: why there are no more.
+    """A courier's answer. number: the question's. blocks: leading blocks of the chain that could be fetched (to a
+    `LocateQuestion`), that are here now (to a `FetchQuestion`), or blocks that could not be forgotten (to a `Forget`).
+    reason: why there are no more.
     not_reached: to a `Forget`, the other nodes that may have copies: the id of each, in hexadecimal, empty if it is not
     known, and its address."""
 
@@ -183,8 +184,8 @@ class CourierFigures(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Questions(msgspec.Struct, array_like=True, frozen=True, tag="questions"):
-    """A courier answers, and asks for new questions. Answered at once; its notification pipe tells when there are more.
-    told: for people, now and then."""
+    """A courier sends answers, and asks for new questions. The sidecar replies at once; the notification pipe tells the
+    courier when there are more. told: its figures for people, sent now and then."""
 
     answers: Annotated[list[QuestionAnswered], Meta(max_length=MAX_QUESTIONS)] = []
     told: CourierFigures | None = None

@@ -42,8 +42,8 @@ class ReservationLost(StoreClosed):
 class Collective:
     """A put that several processes make together, each of its own parts.
 
-    name: by which they find each other: the same for all, and for no other put of theirs. parts: of the block, that the
-    caller fills. session: theirs; left out by a client of a sidecar, which knows it.
+    name: the same for all of them and for no other put of theirs; the store joins them by it. parts: those of the block
+    that the caller fills. session: theirs; a client of a sidecar leaves it out, since the sidecar knows it.
     """
 
     name: str
@@ -52,8 +52,8 @@ class Collective:
 
 
 class AttachLease(msgspec.Struct, frozen=True):
-    """Hold a lease that another process of the engine holds; it ends with the last of its holders. run, reply: of the
-    store that granted it, as a ticket names them."""
+    """Share a lease that another process of the engine holds; it ends when its last holder releases it. run, reply: of
+    the store that granted it, as a ticket names them."""
 
     run: bytes
     reply: LeaseReply
@@ -84,7 +84,7 @@ class Submitted(Protocol[R_co]):
         ...
 
     def cancel(self) -> None:
-        """Undo a later answer. Nothing else is called afterwards."""
+        """Give up; an answer that still comes is undone. Call nothing else afterwards."""
         ...
 
     def cancel_from_finalizer(self) -> None:
@@ -119,8 +119,8 @@ class Door(Protocol):
         ...
 
     def submit(self, request: Request, kind: type[A], seconds: float) -> Submitted[A]:
-        """The same, without blocking: the answer is polled for, and after so many seconds it is a miss. A `Commit` has
-        no answer to poll for: the next one that is called tells how far it came."""
+        """The same, without blocking: the caller polls for the answer, which is a miss after so many seconds. A
+        submitted `Commit` has no answer of its own: that of the next `Commit` made with `call` counts its blocks."""
         ...
 
     def memory(self, held: int, places: Sequence[int], *, writable: bool = False) -> list[FrameSpan]:
@@ -135,16 +135,16 @@ class Door(Protocol):
 
 class StoreClient(Protocol):
     """The client whose request is handled. named: the namespaces that it opened, by its tenant's numbers for them.
-    session_name: of its session among all tenants'."""
+    session_name: names its session among those of all tenants."""
 
     @property
     def named(self) -> dict[int, int]:
-        """Store numbers by the tenant's."""
+        """The store's number of each namespace, by the tenant's."""
         ...
 
     @property
     def keys(self) -> TenantKeys:
-        """The tenant's."""
+        """The tenant's keys."""
         ...
 
     @property
@@ -155,7 +155,7 @@ class StoreClient(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TenantClient:
-    """`StoreClient` that is of no session: one in the store's own process."""
+    """A `StoreClient` without a session: one in the store's own process."""
 
     keys: TenantKeys
     session_name: bytes = b""
@@ -195,7 +195,7 @@ MAX_COLLECTIVE_CHARACTERS = 256
 """Of a collective put's name as a user gives it."""
 
 WINDOW_CHARACTERS = 16
-"""Appended to it: the window of blocks that it is about."""
+"""Of what is appended to it: the window of blocks that this part of the put fills."""
 
 
 def check_collective(name: str) -> None:

@@ -2,8 +2,8 @@
 
     text    "kv1." > urlsafe base64 of: body, MessagePack > MAC, 16 bytes
 
-The MAC is keyed with the tenant's identity key, and only sidecars make and check it. The head commits to every token
-before it, so opening a ticket that is stale, forged or another prompt's can only miss: no ticket leads to KV that its
+The MAC is keyed with the tenant's identity key, and only sidecars make and check it. The head depends on every token
+before it, so a ticket that is stale, forged or of another prompt can only end in a miss: no ticket leads to KV that its
 prompt does not have. A ticket that does not open is a miss with a reason. No token, place or generation is in it.
 """
 
@@ -33,7 +33,8 @@ _PERSON = b"kv-hand-off"
 class HandOff(msgspec.Struct, array_like=True, frozen=True):
     """key_id: the tenant's fingerprint. namespace: the beginning of its digest. head: the prefix key of the last block
     promised, which names every token before it; blocks: how many there are. owner, incarnation: the node, and its run.
-    door: where peers reach it, a hint. until_ms: Unix time, to give up sooner."""
+    door: where peers reach the node, a hint. until_ms: Unix time at which the ticket is over, so that others give up
+    sooner."""
 
     key_id: bytes
     namespace: bytes
@@ -46,7 +47,7 @@ class HandOff(msgspec.Struct, array_like=True, frozen=True):
     until_ms: int
 
     def seal(self, identity: Identity) -> str:
-        """As text."""
+        """The ticket's text, with its MAC."""
         body = _encoder.encode(self)
         return PREFIX + base64.urlsafe_b64encode(body + _mac(identity, body)).decode()
 

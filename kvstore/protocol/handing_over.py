@@ -23,9 +23,9 @@ MAX_TICKET_SECONDS = 3600.0
 
 
 class Await(msgspec.Struct, array_like=True, frozen=True, tag="await"):
-    """Answer when the last of these keys is readable, or will not be for now: see `tiering.counts.awaits`. They are
-    consecutive in a chain; one is enough. Does not count against the connection's requests under way. seconds: at most
-    30. located: of a `Located`, whose blocks up to the last of these keys are fetched meanwhile. From version 3 on."""
+    """The sidecar answers when the last of these keys is readable, or will not be for now: see `tiering.counts.awaits`.
+    keys: consecutive in a chain; one is enough. Does not count against the connection's requests in flight. seconds: at
+    most 30. located: of a `Located`, whose blocks up to the last key are fetched meanwhile. From version 3 on."""
 
     namespace: int
     keys: Annotated[list[Annotated[bytes, Meta(max_length=32)]], Meta(min_length=1, max_length=MAX_AWAITED_KEYS)]
@@ -40,8 +40,8 @@ class Cancel(msgspec.Struct, array_like=True, frozen=True, tag="cancel"):
 
 
 class SealTicket(msgspec.Struct, array_like=True, frozen=True, tag="seal_ticket"):
-    """A ticket for a chain, from its first block on, by which another engine waits for it (`hand_off_ticket`). Its
-    stored blocks are retained for so many seconds, as with a put's `ttl`."""
+    """Ask for a ticket for a chain, from its first block on, by which another engine waits for it
+    (`hand_off_ticket`). The sidecar retains the stored blocks for `seconds`, as with a put's `ttl`."""
 
     namespace: int
     keys: Annotated[list[Annotated[bytes, Meta(max_length=32)]], Meta(min_length=1, max_length=MAX_KEYS)]
@@ -49,7 +49,7 @@ class SealTicket(msgspec.Struct, array_like=True, frozen=True, tag="seal_ticket"
 
 
 class OpenTicket(msgspec.Struct, array_like=True, frozen=True, tag="open_ticket"):
-    """What a ticket promises, in a namespace."""
+    """Ask what a ticket promises in a namespace."""
 
     namespace: int
     ticket: str

@@ -1,11 +1,11 @@
-"""A lease as bytes that another process of the same engine reads it by.
+"""A lease as bytes, by which another process of the same engine reads the leased blocks.
 
     ticket    version, 1 byte > MAC, 32 bytes > body, MessagePack
 
-The MAC is keyed with the tenant's identity key, which the clients of that tenant have, and covers what the namespace
-is: damaged bytes, and those of another tenant or namespace, are told from good ones before anything in them is looked
-at. What a good one promises is checked where it is used: the sidecar knows the lease or does not, and the reader
-verifies header and payload of every block as ever. No payload, token or prompt is in it.
+The MAC is keyed with the tenant's identity key, which the clients of that tenant have, and covers the namespace's
+stamps: a process rejects damaged bytes, and a ticket of another tenant or namespace, before it decodes the body. What a
+good ticket promises is checked where it is used: the sidecar knows the lease or does not, and the reader verifies
+header and payload of every block as always. No payload, token or prompt is in it.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class LeaseTicket(msgspec.Struct, array_like=True, frozen=True):
         )
 
     def seal(self, grant: Grant) -> bytes:
-        """As bytes, for those who were granted the same namespace."""
+        """The ticket as bytes, which a process with a grant for the same namespace can open."""
         body = _encoder.encode(self)
         return bytes([TICKET_VERSION]) + _mac(grant, body) + body
 
@@ -118,7 +118,7 @@ class LeaseTicket(msgspec.Struct, array_like=True, frozen=True):
         )
 
     def prompt_keys(self) -> list[bytes]:
-        """By block; those before the first pinned one are nothing."""
+        """The prefix key of each block; empty for blocks before the first pinned one."""
         return [b""] * self.first_block + _cut(self.keys, KEY_BYTES)
 
     def account(self) -> Account:

@@ -65,7 +65,7 @@ MAX_BODY_BYTES = 9 << 18
 """Of one message: keys of 65,536 blocks."""
 
 NO_NUMBER = 0
-"""Of an answer to a malformed request: the connection ends with it."""
+"""The number of an answer to a malformed request, with which the sidecar ends the connection."""
 
 MAX_EXTENTS = 32
 """Descriptors beside one frame; the kernel takes at most 253."""
@@ -74,14 +74,14 @@ MIN_SESSION_BYTES, MAX_SESSION_BYTES = 16, 64
 """Of a session's token."""
 
 OLDER_MAX_KEYS = 30_000
-"""Of a sidecar that does not say how many it takes."""
+"""Assumed of a sidecar that does not say how many keys it takes."""
 MAX_LEASES = 4096
 MAX_COMMITTED = 8192
 DROP_SECONDS = 30.0
 MAX_NAME = 128
 """Characters of a tenant's name, or of a namespace's id."""
 RECORDING_BYTES = 16
-"""What a recording is called."""
+"""Of a recording's name."""
 
 Keys = Annotated[list[Annotated[bytes, Meta(max_length=32)]], Meta(max_length=MAX_KEYS)]
 Numbers = Annotated[list[int], Meta(max_length=MAX_LEASES)]
@@ -129,9 +129,9 @@ class OpenNamespace(msgspec.Struct, array_like=True, frozen=True, tag="namespace
 
 
 class MatchPrefix(msgspec.Struct, array_like=True, frozen=True, tag="match"):
-    """As `Door.match`. counts: whether it is a look-up for an engine's request, which people want to see counted.
-    request: the engine's name for that, for people. counts_short: whether also where not all of it is here; the client
-    that may have the rest fetched asks again then."""
+    """Look up the longest readable prefix. counts: whether it is for an engine's request, and so to be counted as a
+    look-up. request: the engine's name for that, for people. counts_short: whether it counts even if not all blocks are
+    here; a client that may have the rest fetched sends false, and asks again."""
 
     namespace: int
     keys: Keys
@@ -141,9 +141,9 @@ class MatchPrefix(msgspec.Struct, array_like=True, frozen=True, tag="match"):
 
 
 class LeasePrefix(msgspec.Struct, array_like=True, frozen=True, tag="lease"):
-    """As `Door.lease`. request: the engine's own name for what it serves, by which all its leases can be released.
-    counts: as in `MatchPrefix`. found: blocks that the look-up before it found, where the lease is of fewer; for the
-    counts alone."""
+    """Pin the longest readable prefix; the sidecar promotes blocks from lower tiers until the deadline. request: the
+    engine's own name for what it serves, by which all its leases can be released. counts: as in `MatchPrefix`. found:
+    blocks that the look-up before it found, if the lease is of fewer; for the counts alone."""
 
     namespace: int
     keys: Keys
@@ -161,20 +161,20 @@ class Attach(msgspec.Struct, array_like=True, frozen=True, tag="attach"):
 
 
 class Release(msgspec.Struct, array_like=True, frozen=True, tag="release"):
-    """Let go of leases. Unknown ones are ignored."""
+    """Release leases. The sidecar ignores unknown ones."""
 
     leases: Numbers
 
 
 class ReleaseRequest(msgspec.Struct, array_like=True, frozen=True, tag="release_request"):
-    """Let go of every lease of the session that this connection holds and that was taken for a request of the engine.
-    (The client of this house keeps books of its own: it must not let go of what it is reading at the moment.)"""
+    """Release every lease of the session that this connection holds and that was taken for a request of the engine.
+    (The client in this repository tracks leases itself: it must not release one that it is reading at the moment.)"""
 
     request: str
 
 
 class ReportFrame(msgspec.Struct, array_like=True, frozen=True, tag="report"):
-    """As `Door.report`."""
+    """A frame failed its reader's check: the sidecar verifies it too, and quarantines the block if it fails again."""
 
     lease: int
     block: int
@@ -182,10 +182,10 @@ class ReportFrame(msgspec.Struct, array_like=True, frozen=True, tag="report"):
 
 
 class Reserve(msgspec.Struct, array_like=True, frozen=True, tag="reserve"):
-    """As `Door.reserve`. collective: a name within the session, for a put that several of its connections make
-    together; parts: those that the caller fills, all of them if it names none. (A sidecar that knows neither field
-    reserves for each caller alone, so that nothing becomes visible.) skipped: blocks of the chain before the first key;
-    a sidecar whose `Welcome` says how many keys it takes knows what that is."""
+    """Reserve slots for a chain's missing blocks from `first_block` on. collective: a name within the session, for a
+    put that several of its connections make together; parts: those that the caller fills, all of them if it names none.
+    (A sidecar that knows neither field reserves for each caller alone; no block then gets all parts or is visible.)
+    skipped: blocks of the chain before the first key; sidecars whose `Welcome` says how many keys they take know it."""
 
     namespace: int
     keys: Keys
@@ -198,7 +198,8 @@ class Reserve(msgspec.Struct, array_like=True, frozen=True, tag="reserve"):
 
 
 class Commit(msgspec.Struct, array_like=True, frozen=True, tag="commit"):
-    """As `Door.commit`, also in what the answer counts."""
+    """Seal the next blocks of a part, from `first` on, and publish those that are complete. digests: of each block, one
+    of each layer slice. Answered by `Counted`."""
 
     reservation: int
     part: int
@@ -207,13 +208,13 @@ class Commit(msgspec.Struct, array_like=True, frozen=True, tag="commit"):
 
 
 class Abort(msgspec.Struct, array_like=True, frozen=True, tag="abort"):
-    """As `Door.abort`."""
+    """End a reservation, and give up its blocks that are not visible yet; in a collective put, for all participants."""
 
     reservation: int
 
 
 class Persist(msgspec.Struct, array_like=True, frozen=True, tag="persist"):
-    """As `Door.persist`."""
+    """Make leading blocks durable, within so many seconds."""
 
     namespace: int
     keys: Keys
@@ -221,20 +222,22 @@ class Persist(msgspec.Struct, array_like=True, frozen=True, tag="persist"):
 
 
 class Extents(msgspec.Struct, array_like=True, frozen=True, tag="extents"):
-    """Descriptors of the tenant's extents; other numbers are left out, as gone ones are. writable: to fill slots."""
+    """Ask for descriptors of the tenant's extents. The answer leaves out those that are gone, and those of others.
+    writable: to fill slots."""
 
     numbers: Annotated[list[int], Meta(max_length=MAX_EXTENTS)]
     writable: bool
 
 
 class Ping(msgspec.Struct, array_like=True, frozen=True, tag="ping"):
-    """Ask for given-back extents. wants_bell: the answer may be `NotifyPipeReply` in place of `Done`."""
+    """Ask which extents were given back (`Reply.retired`). wants_bell: the answer may be `NotifyPipeReply` in place of
+    `Done`."""
 
     wants_bell: bool = False
 
 
 class Changes(msgspec.Struct, array_like=True, frozen=True, tag="changes"):
-    """A namespace's changes from that number on; 0: from now on. From version 2 on."""
+    """Ask for a namespace's changes from the number `after` on; 0: from now on. From version 2 on."""
 
     namespace: int
     after: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
@@ -242,7 +245,7 @@ class Changes(msgspec.Struct, array_like=True, frozen=True, tag="changes"):
 
 class Tell(msgspec.Struct, array_like=True, frozen=True, tag="tell"):
     """An engine reports on its requests, what hits saved, and sketches of prompts that missed much, for people. From
-    version 2 on; posted."""
+    version 2 on; the engine does not wait for the answer."""
 
     requests: Annotated[list[RequestTold], Meta(max_length=MAX_TOLD_REQUESTS)]
     savings: SavingsTold | None = None
@@ -257,7 +260,7 @@ class Drop(msgspec.Struct, array_like=True, frozen=True, tag="drop"):
 
 
 class Namespaces(msgspec.Struct, array_like=True, frozen=True, tag="namespaces"):
-    """The tenant's own namespaces, from that place of the list on."""
+    """List the tenant's own namespaces, from position `first` on."""
 
     first: int = 0
 
@@ -353,9 +356,9 @@ class Request(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Welcome(msgspec.Struct, array_like=True, frozen=True, tag="welcome"):
-    """version: to be spoken from here on. run: names this run of the sidecar. session: for others that join. max_keys:
-    blocks of one chain that the sidecar takes in a message. fingerprint: of the tenant's keys. node, incarnation: which
-    node this is, and which run of it."""
+    """version: the one that both speak from now on. run: names this run of the sidecar. session: the token by which
+    other connections join. max_keys: blocks of one chain that the sidecar takes in a message. fingerprint: of the
+    tenant's keys. node, incarnation: which node this is, and which run of it."""
 
     version: int
     run: bytes
@@ -373,7 +376,7 @@ class Granted(msgspec.Struct, array_like=True, frozen=True, tag="granted"):
 
 
 class Matched(msgspec.Struct, array_like=True, frozen=True, tag="matched"):
-    """To `MatchPrefix`. has_courier: whether one is there that knows what is elsewhere (`Locate`)."""
+    """To `MatchPrefix`. has_courier: whether a courier is connected, so that `Locate` may find blocks elsewhere."""
 
     reply: MatchReply
     has_courier: bool = False

@@ -1,8 +1,8 @@
 """A pipe by which the sidecar notifies a client: readable while there is something to ask for.
 
-A pipe and not a socket: nothing comes back through it, descriptors of memory least of all. Its ends are two open files,
-so that a client can change nothing about the one that is written to; and a byte that finds no room is not needed: those
-before it say the same.
+A pipe and not a socket, so that a client can send nothing back, descriptors of memory least of all. Its ends are two
+open files, so that a client cannot change the end that the sidecar writes to. When the pipe is full the sidecar drops
+the byte: those before it say the same.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class NotifyPipe:
         return True
 
     def close(self) -> None:
-        """The client sees the end of the pipe."""
+        """Close the pipe; the client reads its end."""
         os.close(self._descriptor)
 
 
@@ -50,7 +50,7 @@ class NotifyPipeEnd:
             return False
 
     def close(self) -> None:
-        """Once, and not while a thread waits."""
+        """Close this end, once; not while a thread waits."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)

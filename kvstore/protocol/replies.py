@@ -28,7 +28,7 @@ class Grant(msgspec.Struct, frozen=True):
 
 
 class MatchReply(msgspec.Struct, frozen=True):
-    """How many leading blocks are there, in which tier (runs of blocks), and why it ended there."""
+    """How many leading blocks are readable, in which tiers (runs of blocks), and why the match ended there."""
 
     blocks: int
     tiers: tuple[tuple[HitTier, int], ...] = ()
@@ -58,8 +58,8 @@ class LeaseReply(msgspec.Struct, frozen=True):
 class ReserveReply(msgspec.Struct, frozen=True):
     """Which blocks of the offered chain are to be filled (`blocks`, ascending) and where, one list of places per part.
 
-    present: offered blocks that were there before. stopped_at: the first block that will not be held, and why. detail:
-    of the reason, for people.
+    present: offered blocks that were stored before. stopped_at: the first block that the store will not take. reason:
+    why. detail: of the reason, for people.
     """
 
     reservation: int

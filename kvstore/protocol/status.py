@@ -29,8 +29,8 @@ class Readiness(StrEnum):
     """A sidecar's state."""
 
     READY = "ready"
-    WARMING = "warming"  # it serves, and may call a miss warming
-    DEGRADED = "degraded"  # it serves; something ran out or fails, or what is on disk could not all be taken in
+    WARMING = "warming"  # it serves, and a miss may have the reason `warming`
+    DEGRADED = "degraded"  # it serves; a resource ran out or fails, or recovery could not take in all that is on disk
     STOPPING = "stopping"
 
 
@@ -133,8 +133,8 @@ class DoorStatus(msgspec.Struct, frozen=True):
 
 
 class RecoveryStatus(msgspec.Struct, frozen=True):
-    """Recovery of what an earlier run left on disk: slots looked at, of how many; blocks that can be found by now.
-    verified_bytes, to_verify_bytes: of frames that must be read before they count, since a crash took the index."""
+    """Recovery of what an earlier run left on disk. slots: examined, of all_slots. blocks: that can be found by now.
+    verified_bytes, to_verify_bytes: of frames that must be read before they count, as a crash lost the index."""
 
     slots: int = 0
     all_slots: int = 0
@@ -153,11 +153,11 @@ class WhatIfPoint(msgspec.Struct, frozen=True):
 
 
 class WhatIfStatus(msgspec.Struct, frozen=True):
-    """Hit rates of other sizes, estimated from a sample of the look-ups of about the last hour: for least recently
-    used, and as if everything was kept. budget_bytes: of all tiers. points: at some multiples of it, the ceiling last.
-    curve: sizes from nothing found to all of it, rising. asked_tokens: faded, by half in each half hour.
-    tokens_per_second: that were asked for. sample_ratio: of names. seconds: since when it counts. words: what to say
-    beside the figures."""
+    """Hit rates that other sizes would have, estimated from a sample of the look-ups of about the last hour: with LRU
+    eviction, and if nothing was evicted. budget_bytes: of all tiers. points: at some multiples of it, the ceiling last.
+    curve: rising sizes, from one that finds nothing to one that finds all. asked_tokens: their weight halves in each
+    half hour. tokens_per_second: that were asked for. sample_ratio: of names. seconds: how long it has counted. words:
+    a sentence to show beside the figures."""
 
     budget_bytes: int
     points: list[WhatIfPoint]
@@ -173,10 +173,10 @@ class WhatIfStatus(msgspec.Struct, frozen=True):
 
 
 class SavingsStatus(msgspec.Struct, frozen=True):
-    """What engines say that hits saved, since the sidecar began. saved_seconds, regret_seconds: of GPUs, by how much
-    loads took less, and more, than computing the same would have: estimated, by the speeds that each engine has
-    learned. engines: that told it. ttft_saved_ms: of the time to the first token, measured on hits that were computed
-    all the same, with its standard error; None where too few were."""
+    """What engines report that hits saved, since the sidecar began. saved_seconds, regret_seconds: GPU seconds by which
+    loads were faster, and slower, than computing the same would have been, estimated by the speeds that each engine has
+    learned. engines: that reported. ttft_saved_ms: of the time to the first token, measured on hits that an engine
+    computed all the same, to compare, with its standard error; None where too few were."""
 
     saved_seconds: float
     regret_seconds: float
@@ -243,15 +243,15 @@ class ElsewhereStatus(msgspec.Struct, frozen=True):
 
 
 class SidecarStatus(msgspec.Struct, frozen=True):
-    """All of it. counters: events since the start. departed: connections that are gone and may still map memory.
-    hidden_namespaces, hidden_sessions: that are there and left out, so that this stays of a size. policy, nvme_writes,
-    retained_fraction: as they were set; nvme_writes: None without such a tier. retained: what is kept for a time.
-    health: "ok", or "degraded (why)"; faults: what the machine does not give at the moment; fault_counts: how often it
-    did not since the start, by kind. policy_note: why blocks do not go by the policy that was set; "" where they do.
-    whatif: what other sizes would find. savings: what hits saved, as engines tell. node, incarnation: which node this
-    is, and which run of it, in hexadecimal. keys: of tenants. warnings: what keeps nothing from being served here, and
-    should be seen to: keys that differ, a node's id that two have. awaits: who waits for blocks. elsewhere: what
-    couriers bring; None where none is wanted."""
+    """The whole report. counters: events since the start. departed: connections that are gone and may still map memory.
+    hidden_namespaces, hidden_sessions: how many the lists leave out, so that the report stays small. policy,
+    nvme_writes, retained_fraction: as they were set; nvme_writes: None without such a tier. retained: kept for a time,
+    as clients asked. health: "ok", or "degraded (why)"; faults: what the machine refuses at the moment; fault_counts:
+    how often it refused since the start, by kind. policy_note: why eviction does not follow the policy that was set; ""
+    where it does. whatif: what other sizes would find. savings: what hits saved, as engines report. node, incarnation:
+    which node this is, and which run of it, in hexadecimal. keys: of tenants. warnings: problems that stop no serving
+    here and that the operator should see to: keys that differ, a node's id that two have. awaits: waits for blocks.
+    elsewhere: what couriers bring; None where none is wanted."""
 
     run: str
     pid: int
@@ -327,7 +327,8 @@ def printable(text: str) -> str:
 
 
 def pick(wanted: str, digests: Sequence[str], words: Sequence[str], whose: str, more: str) -> int:
-    """The one of these digests that begins so. words: on each. whose, more: for messages. Raises `BadInput`."""
+    """The index of the one digest that begins with `wanted`. words: about each digest. whose, more: for messages.
+    Raises `BadInput`."""
     found = [at for at, digest in enumerate(digests) if wanted and digest.startswith(wanted.lower())]
     if len(found) == 1:
         return found[0]

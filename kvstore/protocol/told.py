@@ -41,10 +41,10 @@ class RequestTold(msgspec.Struct, frozen=True):
 
 
 class SavingsTold(msgspec.Struct, array_like=True, frozen=True):
-    """What loads brought an engine since it told it last, by the speeds that it has learned. saved_seconds,
+    """What loads saved an engine since its last report, by the speeds that it has learned. saved_seconds,
     regret_seconds: by how much loads took less, and more, than computing the same would have, times its GPUs.
-    ttft_saved_ms: what a hit saves of the time to the first token, from hits that were computed all the same, with its
-    standard error; None where too few were."""
+    ttft_saved_ms: what a hit saves of the time to the first token, measured on hits that the engine computed all the
+    same, to compare, with its standard error; None where too few were."""
 
     saved_seconds: float = 0.0
     regret_seconds: float = 0.0
@@ -65,7 +65,7 @@ class PromptParted(msgspec.Struct, array_like=True, frozen=True):
 
 
 class PromptTold(msgspec.Struct, array_like=True, frozen=True):
-    """A prompt that missed much: one of `every` such, as a sketch that says nothing of its tokens to who has not the
+    """A prompt that missed much: one of `every` such, as a sketch that reveals nothing of its tokens without the
     tenant's key. namespace: by the client's number. tokens: of it; stored_tokens: that were found. chain: `LINK_BYTES`
     of each full block's key. fingerprints, places: of runs of its tokens, `FINGERPRINT_BYTES` and `PLACE_BYTES` each,
     little-endian, places rising. start, salt, adapter: keyed digests of its first tokens and of what else its keys
@@ -85,14 +85,14 @@ class PromptTold(msgspec.Struct, array_like=True, frozen=True):
 
 
 def told_name(request: str) -> str:
-    """An engine's name of a request in a form that can be sent: clients may give long ones, or no text."""
+    """An engine's name of a request, cut and made encodable, since clients may give long ones or invalid text."""
     return request.encode("utf-8", "replace").decode()[:MAX_REQUEST_CHARACTERS]
 
 
 class GoneNote(msgspec.Struct, frozen=True):
-    """How the first block that was missed had gone. at: Unix time, to a second. tier: the last one that had it. cause:
-    room, in that tier; declined (room in DRAM, and NVMe was not to have it); ttl (room, once its ttl was over or as
-    more was retained than may be); drop."""
+    """How the first missed block was lost. at: Unix time, to a second. tier: the last one that had it. cause: room
+    (evicted from that tier), declined (evicted from DRAM, and the policy did not write it to NVMe), ttl (evicted once
+    its ttl was over, or because more was retained than may be), or drop."""
 
     at: float
     tier: str
@@ -145,11 +145,11 @@ class RequestRecord(msgspec.Struct, frozen=True):
 
 
 class HotPrefix(msgspec.Struct, frozen=True):
-    """A stored prefix that many look-ups found and that no longer one explains. id: the first digits of its key.
-    tokens, bytes: of it. requests_per_hour: look-ups that ended at it, or behind it at what few asked for;
-    saved_tokens_per_hour: that leases granted of it, saved_seconds_per_hour: by what its engines told, None where they
-    told nothing. stored_tokens, tiers: of it that can be read now, blocks by tier. used_at: about; retained_until: None
-    where no client asked for that."""
+    """A stored prefix that many look-ups found, and not only as the beginning of a longer hot one. id: the first digits
+    of its key. tokens, bytes: of it. requests_per_hour: look-ups that ended at it, or further on where few others did.
+    saved_tokens_per_hour: that leases granted of it. saved_seconds_per_hour: estimated from its engines' reports, None
+    without any. stored_tokens, tiers: what of it can be read now, tiers in blocks. used_at: approximate.
+    retained_until: None where no client asked for that."""
 
     id: str
     tenant: str
@@ -167,10 +167,10 @@ class HotPrefix(msgspec.Struct, frozen=True):
 
 
 class PromptParting(msgspec.Struct, frozen=True):
-    """Prompts that part alike from earlier ones. sentence: what is wrong, and what to do. kind: a `PromptChange`.
-    place, last_place: the first token that differs, over these prompts; is_exact: else the start of its block.
-    Lengths are medians, None where they are not known. lost_tokens_per_hour: computed though an earlier prompt had them
-    behind the change. prompts: that were sampled."""
+    """Prompts that differ from earlier ones in the same way. sentence: what is wrong, and what to do. kind: a
+    `PromptChange`. place, last_place: the least and the greatest position of the first token that differs; of the start
+    of its block unless is_exact. Lengths are medians, None where they are not known. lost_tokens_per_hour: computed,
+    though an earlier prompt had the same ones after the change. prompts: that were sampled."""
 
     sentence: str
     tenant: str
@@ -191,9 +191,9 @@ class PromptParting(msgspec.Struct, frozen=True):
 
 
 class PrefixFigures(msgspec.Struct, frozen=True):
-    """What was seen of prompts in about the last hour: what counted half an hour ago counts half. seconds: since when;
-    lookups: that were seen, of which sampled were followed, and dropped came too fast. prompts: sketches that engines
-    sent; sketches, sketch_bytes: that are kept, None to a tenant."""
+    """What was seen of prompts in about the last hour; the weight of each halves in half an hour. seconds: how long
+    this has counted. lookups: all; sampled: those followed; dropped: those that came too fast. prompts: sketches that
+    engines sent. sketches, sketch_bytes: that are kept, None for a tenant."""
 
     hottest: list[HotPrefix]
     partings: list[PromptParting]
