@@ -31,7 +31,7 @@ def patient(store: SidecarStore) -> SidecarStore:
     """A store whose answers may be as late as a busy machine makes them; a test of deadlines sets its own. Also in a
     process that a test starts: nothing else is patient there."""
     patience.wait_for_leases()
-    store._door._limits = CallLimits(match=10.0, lease=10.0)
+    store._door._limits = CallLimits(connect=10.0, match=10.0, lease=10.0)
     return store
 
 

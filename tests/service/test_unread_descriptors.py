@@ -199,7 +199,7 @@ def test_connections_that_ended_with_some_unread_count_for_their_tenant(sidecar:
     for _ in range(most):
         peer = come_in(sidecar.path)
         ask_unheard(peer, 1)
-        wait_until(lambda: all(one.unread.count() for one in connections(sidecar)))
+        wait_until(lambda: all(one.unread.sent_count for one in connections(sidecar)))  # and no longer queued
         peer.socket.shutdown(socket.SHUT_WR)
         wait_until(lambda: not connections(sidecar))
         ended.append(peer)
