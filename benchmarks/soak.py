@@ -6,8 +6,9 @@ A recorded trace is replayed against a vLLM with our connector, as `kvstore benc
 memory and disk are both smaller than what the trace asks for: blocks are evicted, demoted, promoted and dropped all the
 time. Beside it a page of the console is open and metrics, console and gRPC are asked again and again. The slope of each
 process's anonymous memory is that of a line of least squares through all samples after the warm-up (`RssAnon` in
-/proc/PID/status: what the tier maps has a budget of its own). Status 1: a slope above its bar, more descriptors at the
-end than after the warm-up, a request that failed, or a process that was started anew.
+/proc/PID/status: what the tier maps has a budget of its own). Descriptors of extents and slabs do not count either, for
+the same reason. Status 1: a slope above its bar, more descriptors at the end than after the warm-up, a request that
+failed, or a process that was started anew.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from http.client import HTTPException
@@ -57,11 +58,20 @@ TURN_SECONDS, ASK_SECONDS = 2.0, 30.0
 WARM_UP_SHARE = 0.25
 TOKEN = "a-token-of-the-soak"
 ROLES = ("sidecar", "network", "console")
+SLAB_SUFFIX = ".slab"
+
+
+def is_of_a_tier(descriptor: Path) -> bool:
+    """Whether it is of an extent or a slab: budgets bound these, and they come while the tiers fill."""
+    with suppress(FileNotFoundError):
+        what = os.readlink(descriptor)
+        return what.startswith("/memfd:kv-extent") or what.endswith(SLAB_SUFFIX)
+    return False
 
 
 @dataclass
 class Watched:
-    """Samples of one process: seconds since the start, anonymous MiB, descriptors."""
+    """Samples of one process: seconds since the start, anonymous MiB, descriptors but those of tiers."""
 
     process: int
     at: list[float] = field(default_factory=list)
@@ -73,7 +83,7 @@ class Watched:
         (kib,) = (int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon:"))
         self.at.append(at)
         self.mib.append(kib / 1024)
-        self.descriptors.append(sum(1 for _ in Path(f"/proc/{self.process}/fd").iterdir()))
+        self.descriptors.append(sum(not is_of_a_tier(one) for one in Path(f"/proc/{self.process}/fd").iterdir()))
 
     def figures(self, warm_at: float) -> dict[str, float]:
         """slope_mib: an hour, by least squares, with its standard error. descriptors_more: between the first and the

@@ -41,8 +41,10 @@ def test_a_process_is_sampled() -> None:
     one = Watched(os.getpid())
     one.sample(0.0)
     held = np.ones(32 << 17)
+    extent = os.memfd_create("kv-extent")
     with open(os.devnull) as _:
         one.sample(1.0)
+    os.close(extent)
     assert one.descriptors[1] == one.descriptors[0] + 1
     huge_page = 2  # MiB: the kernel may give one for less at either end
     assert one.mib[1] - one.mib[0] == pytest.approx(held.nbytes / (1 << 20), abs=2 * huge_page)
