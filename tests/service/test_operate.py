@@ -300,7 +300,8 @@ def test_drop_and_purge(sidecar: Running, tmp_path: Path) -> None:
     handle = store.namespace(model=MODEL, layout=small_layout())
     handle.put(ids(640), random_pages(handle.layout, 10), durability="disk")
     one = handle.namespace.digest().hex()[:8]
-    assert told("drop", one, "--data", data) == {"namespace": one, "blocks": 10}
+    here_alone = {"elsewhere": "", "not_reached": []}
+    assert told("drop", one, "--data", data) == {"namespace": one, "blocks": 10, **here_alone}
     assert handle.match(ids(640)).blocks == 0
     assert f"there is: {one}" in refused("drop", "zz", "--data", data)
     assert "there are none" in refused("drop", one, "--tenant", "nobody", "--data", data)
@@ -309,7 +310,7 @@ def test_drop_and_purge(sidecar: Running, tmp_path: Path) -> None:
     assert "tenant 'nobody' has no keys here; there are: default" in refused("purge", "nobody", "--yes", "--data", data)
     assert handle.match(ids(640)).blocks == 10
     secret = json.loads((tmp_path / "kv" / "keys").read_text())["tenants"]["default"]["secret"]
-    assert told("purge", "default", "--yes", "--data", data) == {"tenant": "default", "blocks": 10}
+    assert told("purge", "default", "--yes", "--data", data) == {"tenant": "default", "blocks": 10, **here_alone}
     assert secret not in (tmp_path / "kv" / "keys").read_text(), "whoever comes again meanwhile has another one"
     crash(process, said)
     process.communicate()
