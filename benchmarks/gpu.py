@@ -53,7 +53,7 @@ class Step:
     kernel_tests: bool = False
 
 
-KERNEL_TESTS = ("test_paged.py", "test_paged_int8.py", "test_paged_digest.py", "test_cuda.py")
+KERNEL_TESTS = ("test_triton_raw.py", "test_triton_int8.py", "test_triton_digest.py", "test_cuda.py")
 ADAPTER_TESTS = ("tests/adapters/test_engine_stream.py", "tests/adapters/test_paged_engine.py")
 BENCH = ("kvstore", "bench")
 STEPS = (

@@ -6,9 +6,8 @@ A recorded trace is replayed against a vLLM with our connector, as `kvstore benc
 memory and disk are both smaller than what the trace asks for: blocks are evicted, demoted, promoted and dropped all the
 time. Beside it a page of the console is open and metrics, console and gRPC are asked again and again. The slope of each
 process's anonymous memory is that of a line of least squares through all samples after the warm-up (`RssAnon` in
-/proc/PID/status: what the tier maps has a budget of its own). Descriptors of extents and slabs do not count either, for
-the same reason. Status 1: a slope above its bar, more descriptors at the end than after the warm-up, a request that
-failed, or a process that was started anew.
+/proc/PID/status: what the tier maps has a budget of its own). Status 1: a slope above its bar, more descriptors at the
+end than after the warm-up (`more_by_kind` says of what), a request that failed, or a process that was started anew.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import argparse
 import gzip
 import json
 import os
+import re
 import sys
 import tempfile
 import threading
@@ -25,7 +25,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from http.client import HTTPException
@@ -58,43 +58,43 @@ TURN_SECONDS, ASK_SECONDS = 2.0, 30.0
 WARM_UP_SHARE = 0.25
 TOKEN = "a-token-of-the-soak"
 ROLES = ("sidecar", "network", "console")
-SLAB_SUFFIX = ".slab"
 
 
-def is_of_a_tier(descriptor: Path) -> bool:
-    """Whether it is of an extent or a slab: budgets bound these, and they come while the tiers fill."""
-    with suppress(FileNotFoundError):
-        what = os.readlink(descriptor)
-        return what.startswith("/memfd:kv-extent") or what.endswith(SLAB_SUFFIX)
-    return False
+def kind_of(descriptor: Path) -> str:
+    """What it is of, without the numbers that tell one from another; empty if it was closed meanwhile."""
+    try:
+        return re.sub(r"[0-9a-f]*[0-9]+[0-9a-f]*", "", Path(os.readlink(descriptor)).name)
+    except FileNotFoundError:
+        return ""
 
 
 @dataclass
 class Watched:
-    """Samples of one process: seconds since the start, anonymous MiB, descriptors but those of tiers."""
+    """Samples of one process: seconds since the start, anonymous MiB, descriptors by kind."""
 
     process: int
     at: list[float] = field(default_factory=list)
     mib: list[float] = field(default_factory=list)
-    descriptors: list[int] = field(default_factory=list)
+    descriptors: list[Counter[str]] = field(default_factory=list)
 
     def sample(self, at: float) -> None:
         status = Path(f"/proc/{self.process}/status").read_text()
         (kib,) = (int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon:"))
         self.at.append(at)
         self.mib.append(kib / 1024)
-        self.descriptors.append(sum(not is_of_a_tier(one) for one in Path(f"/proc/{self.process}/fd").iterdir()))
+        self.descriptors.append(Counter(map(kind_of, Path(f"/proc/{self.process}/fd").iterdir())))
 
-    def figures(self, warm_at: float) -> dict[str, float]:
+    def figures(self, warm_at: float) -> dict[str, Any]:
         """slope_mib: an hour, by least squares, with its standard error. descriptors_more: between the first and the
-        last tenth of the samples, medians."""
+        last tenth of the samples, medians. more_by_kind: between the first sample and the last."""
         first = next(at for at, seconds in enumerate(self.at) if seconds >= warm_at)
         hours, mib = np.array(self.at[first:]) / 3600, np.array(self.mib[first:])
         spread = float(((hours - hours.mean()) ** 2).sum())
         slope = float(((hours - hours.mean()) * mib).sum()) / spread
         rest = mib - mib.mean() - slope * (hours - hours.mean())
         tenth = max(1, len(hours) // 10)
-        counts = self.descriptors[first:]
+        kinds = self.descriptors[first:]
+        counts = [one.total() for one in kinds]
         more = float(np.median(counts[-tenth:])) - float(np.median(counts[:tenth]))
         return {
             "slope_mib": slope,
@@ -103,6 +103,7 @@ class Watched:
             "mib_at_the_end": float(np.median(mib[-tenth:])),
             "descriptors": float(np.median(counts[-tenth:])),
             "descriptors_more": more,
+            "more_by_kind": {kind: now - kinds[0][kind] for kind, now in kinds[-1].items() if now > kinds[0][kind]},
             "samples": len(hours),
         }
 

@@ -268,6 +268,7 @@ class TenantUnread:
 SLOW_SECONDS = 0.001
 RARELY = 100
 ALLOWED_SECONDS = 0.02
+"""Of slow hand-overs, before a tenant waits; refilled by a hundredth of the time that passes."""
 
 
 class SlowExtents:
@@ -279,7 +280,7 @@ class SlowExtents:
         """now: seconds that never go back. thread_seconds: processor time of the calling thread."""
         self._now = now
         self.thread_seconds = thread_seconds
-        self._settled_at: dict[bytes, float] = {}  # when a tenant's slow hand-overs will have been its share
+        self._settled_at: dict[bytes, float] = {}  # by tenant: when its slow hand-overs will be a hundredth of the time
 
     def waits(self, tenant: bytes) -> bool:
         """Whether a tenant gets no extent for now."""
@@ -291,8 +292,8 @@ class SlowExtents:
             del self._settled_at[tenant]
         return left > RARELY * ALLOWED_SECONDS
 
-    def is_slow(self, tenant: bytes, since: float) -> bool:
-        """Counts work for a tenant since then, by `thread_seconds`; whether the tenant now waits."""
+    def waits_after(self, tenant: bytes, since: float) -> bool:
+        """Count what a hand-over took since then, by `thread_seconds`; returns whether the tenant now waits."""
         took = self.thread_seconds() - since
         if took > SLOW_SECONDS:
             self._settled_at[tenant] = max(self._now(), self._settled_at.get(tenant, 0.0)) + RARELY * took

@@ -460,7 +460,7 @@ class Handlers:
                 if shared is not None:
                     extents.append(m.ExtentEntry(number, shared.size_bytes, shared.frame_bytes))
                     descriptors.append(shared.descriptor)
-                if self._slow.is_slow(tenant, began_at):
+                if self._slow.waits_after(tenant, began_at):
                     break
         except BaseException:
             for one in descriptors:

@@ -39,9 +39,9 @@ def test_a_tenant_that_took_long_waits_and_no_other() -> None:
     slow = SlowExtents(time.seconds, time.thread_seconds)
     since = slow.thread_seconds()
     time.worked += SLOW_SECONDS / 2
-    assert not slow.is_slow(b"a", since) and not slow.waits(b"a")
+    assert not slow.waits_after(b"a", since) and not slow.waits(b"a")
     time.worked += ALLOWED_SECONDS + SLOW_SECONDS
-    assert slow.is_slow(b"a", since)
+    assert slow.waits_after(b"a", since)
     assert slow.waits(b"a") and not slow.waits(b"b")
     time.now += 1.4 * RARELY * SLOW_SECONDS
     assert slow.waits(b"a")
@@ -57,7 +57,7 @@ def test_a_few_slow_hand_overs_are_allowed() -> None:
     while not slow.waits(b"a"):
         since = slow.thread_seconds()
         time.worked += each
-        slow.is_slow(b"a", since)
+        slow.waits_after(b"a", since)
         count += 1
     assert count == int(ALLOWED_SECONDS / each) + 1
 
@@ -71,7 +71,7 @@ def test_slow_hand_overs_take_a_hundredth_of_the_time() -> None:
             since = slow.thread_seconds()
             time.worked += 0.015
             spent += 0.015
-            slow.is_slow(b"a", since)
+            slow.waits_after(b"a", since)
     assert time.now / RARELY <= spent <= time.now / RARELY + ALLOWED_SECONDS + 0.015
 
 

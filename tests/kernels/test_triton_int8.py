@@ -1,6 +1,6 @@
 """8-bit payloads from paged pools and back: the kernels against their twins, and the twins against `int8`, bit for bit.
 
-Codes, scales, zero points, padding and decoded numbers are all compared as bits. See test_paged.py for where the
+Codes, scales, zero points, padding and decoded numbers are all compared as bits. See test_triton_raw.py for where the
 kernels run.
 """
 
