@@ -250,6 +250,7 @@ def test_a_poll_never_waits_for_a_sidecar_that_is_stopped(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_nothing_that_is_submitted_waits_for_a_sidecar_that_is_not_there(tmp_path: Path) -> None:
     with serving(tmp_path, "--nvme", "64MiB") as (_, said):
         store = kvstore.open(f"unix:{said['serving'][0]}")
