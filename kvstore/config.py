@@ -347,6 +347,13 @@ class NetworkSettings:
         """Whether there are other nodes."""
         return bool(self.peers) or self.directory is not None
 
+    @property
+    def seals(self) -> bool:
+        """Whether blocks that other nodes pull are sealed."""
+        if not self.wants_peers or self.listen is None:
+            return False
+        return self.seal == "always" or not is_loopback(host_and_port(self.pull or self.listen)[0])
+
 
 @dataclass(frozen=True, slots=True)
 class RemoteSettings:

@@ -140,8 +140,8 @@ CLOSED_ROOMS = {
     # The sidecar's process has no web framework and no grpc: console and network are processes of their own.
     "kvstore": {
         "triton": (),
-        "fastapi": ("kvstore/console/pages.py",),
-        "starlette": ("kvstore/console/pages.py",),
+        "fastapi": ("kvstore/console/http_api.py",),
+        "starlette": ("kvstore/console/http_api.py",),
         "uvicorn": ("kvstore/console/serve.py", "kvstore/openai/serve.py"),
         "pydantic": (),
         "grpc": (

@@ -245,7 +245,8 @@ class StatReport:
         if one is None:
             return
         came = ", ".join(f"{tier} {count:,}" for tier, count in one.adopted.items())
-        words = f"elsewhere: {_count(one.couriers, 'courier')}; blocks adopted: {came}; fetching {one.fetching:,}"
+        words = f"elsewhere: {_count(one.couriers, 'courier connection')}; blocks adopted: {came}"
+        words += f"; fetching {one.fetching:,}"
         words += f", {format_size(one.kept_bytes)} kept for who waits for them"
         if one.gave_way:
             words += f", {one.gave_way:,} gave way to others"

@@ -15,8 +15,8 @@ import uvicorn
 from kvstore.block.errors import BadInput
 from kvstore.console.access import ConsoleTokens, Guard
 from kvstore.console.audit import AuditLines, AuditLog
+from kvstore.console.http_api import make_app
 from kvstore.console.operate import OperatorActions, OperatorVerbs
-from kvstore.console.pages import make_app
 from kvstore.console.stream import Broadcast
 from kvstore.console.watch import SidecarWatch
 from tiering.clock import Clock

@@ -287,9 +287,10 @@ class Courier:
         self._session: _NodeSession | None = None
         self._is_closed = False
         self._tenants: list[_TenantWork] = []
+        token = parts.new_token(m.MIN_SESSION_BYTES)
         for name in parts.tenants:
             work = _TenantWork(self, name)
-            work.link = CourierLink(name, parts.socket, work, parts.clock, parts.new_token, parts.told)
+            work.link = CourierLink(name, parts.socket, work, parts.clock, token, parts.told)
             self._tenants.append(work)
 
     def runs(self) -> list[CourierRun]:

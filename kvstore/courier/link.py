@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -197,15 +197,16 @@ class CourierLink:
         path: str,
         errands: Errands,
         clock: Clock,
-        new_token: Callable[[int], bytes],
+        session: bytes,
         told: OncePerKind,
     ) -> None:
-        """path: of `courier.sock`."""
+        """path: of `courier.sock`. session: the token of all links of a courier: the sidecar counts what a courier
+        reports once, over whichever of its links it comes."""
         self.tenant = tenant
         self._path = path
         self._errands = errands
         self._clock = clock
-        self._new_token = new_token
+        self._session = session
         self._told = told
         self._run: CourierRun | None = None
         self._answers: deque[tuple[CourierRun, QuestionAnswered]] = deque()
@@ -277,9 +278,7 @@ class CourierLink:
             self._ends.wait(FIRST_PAUSE_SECONDS)
 
     def _connected(self) -> CourierRun:
-        wire = FramedSocket(
-            self._path, ENGINE, self._new_token(m.MIN_SESSION_BYTES), self._clock, CONNECT_SECONDS, tenant=self.tenant
-        )
+        wire = FramedSocket(self._path, ENGINE, self._session, self._clock, CONNECT_SECONDS, tenant=self.tenant)
         if wire.welcome.version < m.LOCATE_VERSION:
             wire.close()
             raise Rejected(

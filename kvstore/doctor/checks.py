@@ -101,6 +101,6 @@ def _wanted(settings: Settings, has_engine: bool) -> dict[str, str]:
         found |= dict.fromkeys(network, "the network process")
     if settings.network.directory is not None or settings.remote.url is not None:
         found["valkey"] = "network.directory or remote.url"
-    if settings.network.seal == "always":
-        found["cryptography"] = "network.seal"
+    if settings.network.seals:
+        found["cryptography"] = "sealing what other nodes pull"
     return found | ({"torch": "an engine"} if has_engine else {})

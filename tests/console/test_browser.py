@@ -15,7 +15,7 @@ from console.browser import CHROMIUM, Browser
 from console.running import LAYOUT, RunningConsole, console, serve_traffic, tell_prompts
 from elsewhere.courier import RawCourier
 from kvstore.block.account import MissReason
-from kvstore.console.pages import HELP, PAGES
+from kvstore.console.http_api import HELP, PAGES
 from kvstore.protocol import courier as c
 from kvstore.protocol.told import RequestTold
 from metrics.busy_sidecar import SOURCES, tell_sources

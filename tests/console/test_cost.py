@@ -15,7 +15,7 @@ import pytest
 
 from console.browser import CHROMIUM, Browser
 from console.running import RunningConsole, console, serve_traffic
-from kvstore.console.pages import HELP, PAGES
+from kvstore.console.http_api import HELP, PAGES
 from service.sidecar import Sidecar
 from waiting import wait_until
 

@@ -18,7 +18,7 @@ from kvstore.block.account import HitTier, MissReason
 from kvstore.block.codec import codec_named
 from kvstore.cli import ask
 from kvstore.client.sidecar_store import open_sidecar
-from kvstore.console.pages import PAGES
+from kvstore.console.http_api import PAGES
 from kvstore.node import SystemClock
 from service.sidecar import Sidecar, patient
 from tiering.nvme.lmdb_index import LmdbMaker

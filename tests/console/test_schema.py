@@ -14,7 +14,7 @@ schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not i
 from hypothesis import HealthCheck, given, settings  # noqa: E402
 
 from console.running import console, serve_traffic  # noqa: E402
-from kvstore.console.pages import ACTIONS  # noqa: E402
+from kvstore.console.http_api import ACTIONS  # noqa: E402
 from service.sidecar import Sidecar  # noqa: E402
 from tiering.nvme.lmdb_index import LmdbMaker  # noqa: E402
 

@@ -21,7 +21,7 @@ from console.running import RunningConsole, console, offer_prompts
 from kvstore.block.errors import BadInput
 from kvstore.cli import ask
 from kvstore.console.access import checked_tokens
-from kvstore.console.pages import PAGES, TENANT_PATHS
+from kvstore.console.http_api import PAGES, TENANT_PATHS
 from kvstore.node import SystemClock
 from kvstore.protocol.told import RequestTold
 from service.sidecar import patient

@@ -20,12 +20,13 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvstore.block.errors import BadInput
-from kvstore.config import DramConfig, NvmeConfig
-from kvstore.doctor import directory, machine, sidecar
+from kvstore.config import DramConfig, NetworkSettings, NvmeConfig, host_and_port
+from kvstore.doctor import checks, directory, machine, sidecar
 from kvstore.doctor.checks import checks_of
 from kvstore.doctor.engine import configuration, read_transfer_config
 from kvstore.doctor.findings import MOST_CHARACTERS, Check, Finding, Health, examine, lacks, ok, one_line
-from kvstore.service.settings import read_settings
+from kvstore.peers.transport import must_seal
+from kvstore.service.settings import Settings, read_settings
 from service.sidecar import Sidecar
 from test_cli import error_line, run_cli, run_here
 from tiering.files import DirectoryLock
@@ -185,6 +186,26 @@ def test_a_package_lacks_where_the_settings_need_it(monkeypatch: pytest.MonkeyPa
         "grpcio is not installed, and network.listen needs it; run: pip install 'prefix-kvstore[server]'"
     ]
     assert any("lmdb" in one for one in told(found, Health.NOTE))
+
+
+@pytest.mark.parametrize(
+    ("network", "is_needed"),
+    [
+        (NetworkSettings(), False),
+        (NetworkSettings("127.0.0.1:7470", peers=["127.0.0.1:7480"]), False),
+        (NetworkSettings("127.0.0.1:7470", peers=["127.0.0.1:7480"], seal="always"), True),
+        (NetworkSettings("10.77.0.11:7470", peers=["10.77.0.12:7470"]), True),
+        (NetworkSettings("[fd00::11]:7470", directory="valkey://10.77.0.9:6379"), True),
+        (NetworkSettings("127.0.0.1:7470", pull="10.77.0.11:7471", peers=["127.0.0.1:7480"]), True),
+        (NetworkSettings("10.77.0.11:7470"), False),
+        (NetworkSettings("unix:/run/kvstore/grpc.sock"), False),
+    ],
+)
+def test_cryptography_is_needed_where_blocks_leave_the_host(network: NetworkSettings, is_needed: bool) -> None:
+    assert ("cryptography" in checks._wanted(Settings(network=network), False)) is is_needed
+    if network.wants_peers and network.listen is not None:
+        host = host_and_port(network.pull or network.listen)[0]
+        assert must_seal(host, network.seal) is is_needed, "as the data server decides it"
 
 
 # The directory ----------------------------------------------------------------------------------------------------

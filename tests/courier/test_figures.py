@@ -1,0 +1,59 @@
+"""What a courier reports is counted once by its sidecar, however many tenants it has a connection for."""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from kvstore.courier import courier as courier_module
+from kvstore.courier.courier import Courier, CourierParts
+from kvstore.courier.figures import Figures, OncePerKind
+from kvstore.elsewhere import figures as told_module
+from kvstore.elsewhere.figures import FiguresTold
+from kvstore.node import SystemClock
+from kvstore.pool.speeds import SpeedBook
+from kvstore.protocol.courier import CourierFigures
+from kvstore.service.sessions import ClientState
+from service.sidecar import Sidecar
+from waiting import wait_until
+
+TENANTS = ("default", "red", "blue")
+
+
+def test_what_a_courier_of_several_tenants_reports_is_counted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, tell = Counter[bytes](), FiguresTold.tell
+
+    def counted(self: FiguresTold, caller: ClientState, figures: CourierFigures) -> None:
+        tell(self, caller, figures)
+        told[caller.keys.tenant] += 1
+
+    monkeypatch.setattr(FiguresTold, "tell", counted)
+    for module in (courier_module, told_module):  # each connection reports at once, and again and again
+        monkeypatch.setattr(module, "TOLD_SECONDS", 0.0)
+    clock = SystemClock()
+    figures = Figures(SpeedBook())
+    figures.came(b"another node", 3, 3 * 8192)
+    figures.begins(2)
+    with Sidecar(tmp_path, couriers=True) as sidecar:
+        for tenant in TENANTS:
+            sidecar.store.tenant_keys(tenant)
+        parts = CourierParts(
+            str(sidecar.courier_path), TENANTS, clock, secrets.token_bytes, figures, OncePerKind(clock)
+        )
+        courier = Courier(parts)
+        courier.start("")
+        try:
+            wait_until(lambda: len(told) == len(TENANTS) and min(told.values()) > 1)
+            status = sidecar.admin.facts().elsewhere
+            assert status is not None and status.couriers == len(TENANTS)
+            assert (status.fetched_blocks, status.fetched_bytes, status.fetching) == (3, 3 * 8192, 2)
+        finally:
+            courier.close()
+        wait_until(lambda: (facts := sidecar.admin.facts().elsewhere) is not None and not facts.couriers)
+        facts = sidecar.admin.facts().elsewhere
+        assert facts is not None and facts.fetched_blocks == 0, "a courier that is gone is not counted"
