@@ -72,6 +72,13 @@ class Elsewhere:
         return self.answer
 
 
+class StandingClock(SystemClock):
+    """No time goes by, however busy the machine is."""
+
+    def monotonic_seconds(self) -> float:
+        return 1000.0
+
+
 def scored(
     others: Elsewhere | None,
     seconds: float = 1.0,
@@ -79,7 +86,7 @@ def scored(
     keys: Sequence[bytes] = KEYS,
     nodes: Sequence[str] = (),
 ) -> Any:
-    clock = SystemClock()
+    clock = StandingClock()
     time = CallTime(clock, clock.monotonic_seconds() + seconds)
     call = DoorCall(DoorCaller("team"), time, cast(TenantLink, OwnBlocks(own)))
     prompt = store_pb2.Prompt(keys=b"".join(keys))
@@ -138,7 +145,7 @@ def test_where_no_other_node_is_known_only_a_question_that_names_one_is_partial(
 
 def test_a_prompt_is_scored_for_so_many_nodes_and_for_the_asked_one() -> None:
     many = {f"{number:032x}": (16 * number, "dram") for number in range(1, 2 * MOST_NODES)}
-    clock = SystemClock()
+    clock = StandingClock()
     call = DoorCall(DoorCaller("team"), CallTime(clock, clock.monotonic_seconds() + 1), cast(TenantLink, OwnBlocks(0)))
     scorer = Scorer(cast(StatusWatch, OneRate()), Elsewhere(many))
     found = scorer.of(call, SPACE, list(KEYS), False, [])
