@@ -145,8 +145,9 @@ def main() -> int:
     except AssertionError as error:
         print(f"a promise was broken: {error}", file=sys.stderr)
         return 1
-    if options.json:
-        print(json.dumps(sums))
+    finally:
+        if options.json:  # also of what went well before
+            print(json.dumps(sums))
     return 0
 
 
