@@ -63,7 +63,7 @@ ROLES = ("sidecar", "network", "console")
 def kind_of(descriptor: Path) -> str:
     """What it is of, without the numbers that tell one from another; empty if it was closed meanwhile."""
     try:
-        return re.sub(r"[0-9a-f]*[0-9]+[0-9a-f]*", "", Path(os.readlink(descriptor)).name)
+        return re.sub(r"[0-9a-f]*[0-9][0-9a-f]*", "", Path(os.readlink(descriptor)).name)
     except FileNotFoundError:
         return ""
 
@@ -86,7 +86,7 @@ class Watched:
 
     def figures(self, warm_at: float) -> dict[str, Any]:
         """slope_mib: an hour, by least squares, with its standard error. descriptors_more: between the first and the
-        last tenth of the samples, medians. more_by_kind: between the first sample and the last."""
+        last tenth of the samples, medians; more_by_kind: of what kind, likewise."""
         first = next(at for at, seconds in enumerate(self.at) if seconds >= warm_at)
         hours, mib = np.array(self.at[first:]) / 3600, np.array(self.mib[first:])
         spread = float(((hours - hours.mean()) ** 2).sum())
@@ -95,15 +95,19 @@ class Watched:
         tenth = max(1, len(hours) // 10)
         kinds = self.descriptors[first:]
         counts = [one.total() for one in kinds]
-        more = float(np.median(counts[-tenth:])) - float(np.median(counts[:tenth]))
+
+        def more(values: list[int]) -> float:
+            return float(np.median(values[-tenth:])) - float(np.median(values[:tenth]))
+
+        by_kind = {kind: more([one[kind] for one in kinds]) for kind in sorted(set().union(*kinds))}
         return {
             "slope_mib": slope,
             "slope_error_mib": sqrt(float((rest**2).sum()) / max(1, len(hours) - 2) / spread),
             "mib_warm": float(np.median(mib[:tenth])),
             "mib_at_the_end": float(np.median(mib[-tenth:])),
             "descriptors": float(np.median(counts[-tenth:])),
-            "descriptors_more": more,
-            "more_by_kind": {kind: now - kinds[0][kind] for kind, now in kinds[-1].items() if now > kinds[0][kind]},
+            "descriptors_more": more(counts),
+            "more_by_kind": {kind: count for kind, count in by_kind.items() if count > 0},
             "samples": len(hours),
         }
 

@@ -54,6 +54,6 @@ def test_what_a_courier_of_several_tenants_reports_is_counted_once(
             assert (status.fetched_blocks, status.fetched_bytes, status.fetching) == (3, 3 * 8192, 2)
         finally:
             courier.close()
-        wait_until(lambda: (facts := sidecar.admin.facts().elsewhere) is not None and not facts.couriers)
-        facts = sidecar.admin.facts().elsewhere
-        assert facts is not None and facts.fetched_blocks == 0, "a courier that is gone is not counted"
+        desk = sidecar.desk
+        assert desk is not None
+        wait_until(lambda: desk.status().fetched_blocks == 0)  # a courier that is gone is not counted
