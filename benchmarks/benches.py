@@ -164,7 +164,7 @@ def bench_ttft(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Of the model: tiny, 1b or 8b; 8b on a GPU, tiny on a CPU. With vllm: tiny or mid, which is usual.",
+            help="Of the model: tiny, 1b or 8b; 8b on a GPU, tiny on a CPU. With vllm: tiny, mid or 1b; 1b on a GPU.",
         ),
     ] = None,
     context: Annotated[
@@ -202,9 +202,10 @@ def bench_ttft(
 
     With --engine vllm a real vLLM on this machine's CPU: TTFT cold, from its own cache and from a sidecar in another
     process; what running streams notice of a load; what the connector's hooks take of a step; what the store costs
-    where it has nothing; and decode's first token where another engine prefills. It runs with the Python that has vLLM.
+    where it has nothing; and decode's first token where another engine prefills. It runs with the Python that has vLLM,
+    on a GPU with --device cuda, where it measures the first of these unless told --only.
     """
-    of_hf = {"--chunk": chunk, "--device": device, "--laps": laps, "--seconds": seconds}
+    of_hf = {"--chunk": chunk, "--laps": laps, "--seconds": seconds}
     of_vllm = {"--only": only, "--turns": turns, "--arrivals": arrivals, "--pairs": pairs}
     is_vllm = engine == "vllm"
     foreign = [name for name, value in (of_hf if is_vllm else of_vllm).items() if value is not None]
@@ -213,7 +214,14 @@ def bench_ttft(
         raise typer.BadParameter(f"{', '.join(foreign)} belongs to --engine {belongs}; leave it out with {engine}")
     if is_vllm:
         return _ttft_vllm(
-            {"shape": shape, "context": context, "turns": turns, "arrivals": arrivals, "pairs": pairs},
+            {
+                "shape": shape,
+                "context": context,
+                "turns": turns,
+                "arrivals": arrivals,
+                "pairs": pairs,
+                "device": device,
+            },
             only or [],
             as_json,
             check,

@@ -51,11 +51,16 @@ SLEEP_CYCLES = 200_000
 
 @dataclass(frozen=True)
 class Form:
-    """How an engine lays a page. make: (pages, tokens, heads, width) > shape. planes: K and V as [pages, tokens, heads,
-    width]."""
+    """How an engine lays a page. shape: of (pages, tokens, heads, width). planes: K and V as [pages, tokens, heads,
+    width]. is_turned: axes 1 and 2 lie in memory in the other order."""
 
     shape: Callable[[int, int, int, int], tuple[int, ...]]
     planes: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    is_turned: bool = False
+
+    def turned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same numbers and shape [..., pages, axis 1, axis 2, axis 3], as they lie in this form's memory."""
+        return tensor.transpose(-3, -2).contiguous().transpose(-3, -2) if self.is_turned else tensor
 
 
 def _halves(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,6 +90,7 @@ def _both(planes: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]
 
 FORMS: dict[str, Form] = {
     "heads-first": Form(lambda p, n, h, w: (p, h, n, 2 * w), lambda t: _halves(t.transpose(1, 2))),
+    "heads-first, turned": Form(lambda p, n, h, w: (p, h, n, 2 * w), lambda t: _halves(t.transpose(1, 2)), True),
     "tokens-first": Form(lambda p, n, h, w: (p, n, h, 2 * w), _halves),
     "slabs": Form(lambda p, n, h, w: (p, h, n, 2 * w), _slabs),
     "slabs-k-across": Form(lambda p, n, h, w: (p, h, n, 2 * w), _across),
@@ -328,7 +334,7 @@ class Rank:
         split, dtype = shape.kernel_pages, getattr(torch, shape.dtype)
         size = form.shape(shape.pages * split, shape.page_tokens // split, heads, WIDTH)
         layers = len(shape.windows) * shape.layers_each
-        memory = torch.full((layers, *size), 2.0, dtype=dtype, device=shape.device)
+        memory = form.turned(torch.full((layers, *size), 2.0, dtype=dtype, device=shape.device))
         self.tensors = {f"layer.{number}": memory[number] for number in range(layers)}
         self.planes = [form.planes(tensor) for tensor in self.tensors.values()]
         self.stacked = [

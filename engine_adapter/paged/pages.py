@@ -100,7 +100,17 @@ class EnginePages:
 
 
 def register(groups: Sequence[RegisteredGroup], rank: int, scales: str, write: Write) -> EnginePages:
-    """Find the pages' form, and prove it. If they cannot be stored, the spec says why (`refused`)."""
+    """Find the pages' form, and prove it. If they cannot be stored, the spec says why (`refused`): nothing is raised,
+    since it would end the engine's start."""
+    why: list[str] = []
+    with contained(lambda error: why.append(_first_line(error))):
+        return _register(groups, rank, scales, write)
+    page_tokens = groups[0].page_tokens if groups else 0
+    facts = WorkerSpec(rank, page_tokens, (), "", scales, "", 0, refused=f"its pages cannot be read: {why[0]}")
+    return EnginePages(facts, {}, 1)
+
+
+def _register(groups: Sequence[RegisteredGroup], rank: int, scales: str, write: Write) -> EnginePages:
     page_tokens = groups[0].page_tokens
     empty = next((group.name for group in groups if not group.layers), None)
     if empty is not None:
@@ -231,9 +241,9 @@ def _opaque(tensor: torch.Tensor, group: RegisteredGroup) -> tuple[int, list[tor
         split = half.shape[0] // group.num_pages
         page_bytes = half[0].nbytes
         tokens = group.page_tokens // split if split else 0
-        if not tokens or not half[0].is_contiguous() or page_bytes % tokens or half.shape[0] % group.num_pages:
+        flat = _as_bytes(half)
+        if not tokens or flat is None or page_bytes % tokens or half.shape[0] % group.num_pages:
             break
-        flat = half.flatten(1).view(torch.uint8)
         planes.append(flat.unflatten(1, (tokens, 1, page_bytes // tokens)))
     if not planes or len(planes) < len(halves) or group.page_tokens % (halves[0].shape[0] // group.num_pages):
         raise LayoutMismatch(
@@ -318,7 +328,10 @@ def _refusal(pages: EnginePages, groups: Sequence[RegisteredGroup]) -> str:
     if target[-1] >= groups[0].num_pages:
         return f"the engine has {groups[0].num_pages} pages; a block needs {count}"
     tensors = [tensor for group in groups for tensor in group.layers.values()]
-    rows = [row for tensor in tensors for row in _page_bytes(tensor, groups[0].num_pages)]
+    try:
+        rows = [row for tensor in tensors for row in _page_bytes(tensor, groups[0].num_pages)]
+    except LayoutMismatch as error:
+        return _first_line(error)
     random = torch.Generator().manual_seed(PROBE_SEED)
     touched = torch.tensor(source + target)
     before = [row[touched].clone() for row in rows]
@@ -356,16 +369,27 @@ def _copy_block(pages: EnginePages, layout: Layout, source: list[int], target: l
 
 
 def _page_bytes(tensor: torch.Tensor, num_pages: int) -> list[torch.Tensor]:
-    """All bytes of each page, as views [pages, bytes]. Raises `LayoutMismatch` if pages are not contiguous."""
+    """All bytes of each page, as views [pages, bytes]. Raises `LayoutMismatch` if a page is not one run of bytes."""
     halves = [tensor] if tensor.shape[0] % num_pages == 0 else list(tensor.unbind(0))
     rows = []
     for half in halves:
-        if half.shape[0] % num_pages or not half[0].is_contiguous():
-            raise LayoutMismatch(f"pages of shape {tuple(tensor.shape)} that are not contiguous cannot be compared")
+        flat = _as_bytes(half)
+        if half.shape[0] % num_pages or flat is None:
+            raise LayoutMismatch(
+                f"pages of shape {tuple(tensor.shape)} and strides {tensor.stride()} are no single runs of bytes, and "
+                "cannot be compared"
+            )
         split = half.shape[0] // num_pages
-        flat = half.flatten(1).view(torch.uint8)
         rows.append(flat if split == 1 else flat.unflatten(0, (num_pages, split)).flatten(1))
     return rows
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A view [pages, bytes] of pages [pages, ...], each in the order of memory: an engine may name a page's heads
+    before its tokens and lay them the other way round, as vLLM does on GPUs. None if a page is not one run of bytes."""
+    inner = sorted(range(1, tensor.dim()), key=lambda axis: (tensor.stride(axis), tensor.shape[axis]), reverse=True)
+    lying = tensor.permute(0, *inner)
+    return lying.flatten(1).view(torch.uint8) if lying[0].is_contiguous() else None
 
 
 def _first_line(error: Exception) -> str:

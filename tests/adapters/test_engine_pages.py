@@ -29,7 +29,8 @@ class Pool:
         self.tokens = TOKENS // split
         size = self.form.shape(pages * split, self.tokens, HEADS, WIDTH)
         torch.manual_seed(1)
-        self.layers = {f"layer.{number}": torch.randn(size).to(dtype) for number in range(layers)}
+        drawn = (torch.randn(size).to(dtype) for _ in range(layers))
+        self.layers = {f"layer.{number}": self.form.turned(tensor) for number, tensor in enumerate(drawn)}
         self.writes = 0
 
     def group(self, **given: Any) -> RegisteredGroup:
@@ -68,7 +69,8 @@ def no_write(*given: Any) -> None:
 def test_every_form_is_found_by_its_writing(form: str, dtype: torch.dtype, split: int) -> None:
     pool = Pool(form, dtype=dtype, split=split)
     pages = pool.registered()
-    assert pages.facts.packing == form and not pages.facts.refused and pool.writes >= 2
+    assert pages.facts.packing == form.removesuffix(", turned"), "how it lies in memory is no part of a payload"
+    assert not pages.facts.refused and pool.writes >= 2
     (group,) = pages.facts.groups
     assert (group.layers, group.kv_heads, group.widths) == ((0, 1), HEADS, (WIDTH, WIDTH))
     assert group.dtype == str(dtype).removeprefix("torch.") and pages.numbers == {"layer.0": 0, "layer.1": 1}
@@ -128,7 +130,7 @@ def second_layer_otherwise(pool: Pool) -> Write:
     return write
 
 
-@pytest.mark.parametrize("form", ["slabs", "planes-0-tokens", "planes-1-heads"])
+@pytest.mark.parametrize("form", ["slabs", "heads-first, turned", "planes-0-tokens", "planes-1-heads"])
 @pytest.mark.parametrize("wrong", [None, swapped, scaled, second_layer_otherwise])
 def test_pages_that_are_written_in_another_way_are_bytes(form: str, wrong: Callable[[Pool], Write] | None) -> None:
     pool = Pool(form)
@@ -201,6 +203,25 @@ def test_pages_that_cannot_be_made_out_are_refused() -> None:
     layers = {"layer.0": torch.zeros(PAGES * 3 + 1, 5)}
     facts = register([RegisteredGroup("a", layers, 2, (8, 8), TOKENS, PAGES)], 0, "", no_write).facts
     assert "cannot be made out" in facts.refused and "\n" not in facts.refused
+
+
+@pytest.mark.parametrize("write", [True, False])
+def test_pages_with_gaps_are_refused(write: bool) -> None:
+    """A page of which parts belong to something else: it is refused, and nothing is raised at an engine's start."""
+    pool = Pool("heads-first")
+    pool.layers = {name: torch.randn(PAGES, HEADS, 2 * TOKENS, 2 * WIDTH)[:, :, ::2] for name in pool.layers}
+    facts = pool.registered(None if write else no_write).facts
+    assert facts.refused and "\n" not in facts.refused and "strides" in facts.refused
+
+
+def test_no_error_of_the_proof_ends_an_engines_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*given: Any, **named: Any) -> None:
+        raise RuntimeError("CUDA error: out of memory\nfurther lines")
+
+    pool = Pool("slabs")
+    monkeypatch.setattr("engine_adapter.paged.pages._copy_block", failing)
+    facts = pool.registered().facts
+    assert facts.refused == "its pages cannot be read: CUDA error: out of memory"
 
 
 def test_groups_of_windows_have_layers_of_their_own() -> None:

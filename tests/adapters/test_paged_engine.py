@@ -128,6 +128,7 @@ def check_stored(store: Any, drawn: Drawn, error: float) -> int:
 SHAPES = {
     "as it is": Shape(),
     "ahead": Shape(ahead=1, form="planes-0-tokens"),
+    "ahead, pages turned": Shape(ahead=1, page_tokens=16, form="heads-first, turned"),
     "ahead, pages in pieces": Shape(ahead=1, kernel_pages=2, form="heads-first"),
     "pages of a block": Shape(pages=24, page_tokens=64, form="planes-1-heads"),
     "blocks of a page": Shape(pages=14, page_tokens=128, form="slabs-k-across"),
@@ -145,6 +146,7 @@ SHAPES = {
 ON_A_GPU = {
     "on a GPU": Shape(device="cuda"),
     "on a GPU, ahead": Shape(device="cuda", ahead=1, form="planes-0-tokens"),
+    "on a GPU, as vLLM's": Shape(device="cuda", ahead=1, page_tokens=16, form="heads-first, turned"),
     "on a GPU, 8 bits": Shape(device="cuda", codec="int8-kc64", error=INT8_ERROR, ahead=1),
 }
 SHAPES |= ON_A_GPU if torch.cuda.is_available() else {}

@@ -92,7 +92,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     made: dict[str, str] = {}
 
     def save(kind: str = "llama", **shape: Any) -> str:
-        name = json.dumps([kind, shape], sort_keys=True)
+        name = json.dumps([kind, shape], sort_keys=True, default=str)
         if name not in made:
             from engines import models
 
@@ -120,7 +120,11 @@ class Nursery:
 
     def run(self, plan: dict[str, Any]) -> list[Any]:
         """A plan's outcome, step by step."""
-        if plan.get("multiprocessing") or plan.get("options", {}).get("tensor_parallel_size", 1) > 1:
+        if (
+            plan.get("alone")
+            or plan.get("multiprocessing")
+            or plan.get("options", {}).get("tensor_parallel_size", 1) > 1
+        ):
             return self._alone(plan)
         self._runs += 1
         given, outcome, log = (self._scratch / f"{self._runs}.{kind}" for kind in ("plan", "outcome", "log"))
@@ -146,7 +150,8 @@ class Nursery:
         return told
 
     def _alone(self, plan: dict[str, Any]) -> list[Any]:
-        """Of engines with processes of their own: vLLM is told at its import which processors each of them has."""
+        """Of engines with processes of their own: vLLM is told at its import which processors each of them has, and a
+        process that has used a GPU cannot be forked."""
         done = subprocess.run(
             [sys.executable, "-m", "engines.session"],
             input=json.dumps(plan),

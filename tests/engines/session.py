@@ -271,6 +271,26 @@ class Session:
             answers += engine.step()
         return {"tokens": list(answers[-1].outputs[0].token_ids)}
 
+    def about(self, step: dict[str, Any]) -> dict[str, Any]:
+        """How this vLLM runs: what it chose where nothing was asked for."""
+        import torch
+        import vllm
+
+        config = self.llm.llm_engine.vllm_config
+        runner = self.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+        page, group = runner.kv_caches[0], runner.attn_groups[0]
+        backend = (group[0] if isinstance(group, list) else group).backend
+        return {
+            "vllm": vllm.__version__,
+            "torch": torch.__version__,
+            "pages": f"{page.dtype} {tuple(page.shape)} {tuple(page.stride())} {page.device}",
+            "runner": type(runner).__module__,
+            "is_async": bool(config.scheduler_config.async_scheduling),
+            "compiled": str(config.compilation_config.mode),
+            "graphs": str(config.compilation_config.cudagraph_mode),
+            "attention": backend.get_name(),
+        }
+
     def reset(self, step: dict[str, Any]) -> bool:
         """Forget the engine's own cache."""
         for _ in range(200):

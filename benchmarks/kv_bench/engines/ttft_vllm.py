@@ -40,6 +40,7 @@ from kv_bench.engines.vllm_rows import (
     HAND_OVERS,
     HOOKS,
     ITL,
+    ON_GPU,
     OVERHEAD,
     OWN,
     PARTS,
@@ -64,7 +65,8 @@ from kvstore.bench.traffic.random_llama import LLAMAS, TINY, kv_bytes_per_token,
 from kvstore.block.errors import BadInput, StoreError
 
 PAGE_TOKENS = 128
-"""Of vLLM's pages on a CPU."""
+"""Of vLLM's pages on a CPU, and two stored blocks where its pages are of 16 tokens."""
+CUDA = "cuda"
 MOST_COLD = 7
 """Prompts computed whole: each takes as long as many hits, whose ratios need many turns."""
 HEADROOM = 1.25
@@ -91,19 +93,29 @@ def options_for(
     turns: int | None = None,
     arrivals: int | None = None,
     pairs: int | None = None,
+    device: str | None = None,
 ) -> VllmOptions:
-    """The shape's default options, with what was given in their place. context: the prefix, such as "4k". Raises
-    `BadInput`."""
+    """The default options of the shape and the device, with what was given in their place. context: the prefix, such as
+    "4k". device: cpu or cuda. Raises `BadInput`."""
     if shape is not None and shape not in LLAMAS:
         raise BadInput(f"shape={shape!r}; allowed with --engine vllm: {', '.join(LLAMAS)}")
     for part in parts:
         if part not in PARTS:
             raise BadInput(f"only={part!r}; allowed: {', '.join(PARTS)}")
-    usual = SMALL if shape == TINY else VllmOptions()
+    if device not in (None, "cpu", CUDA):
+        raise BadInput(f"device={device!r}; allowed with --engine vllm: cpu, {CUDA}")
+    usual = ON_GPU if device == CUDA else SMALL if shape == TINY else VllmOptions()
     prefix_tokens = None if context is None else parse_tokens(context)
-    given = {"prefix_tokens": prefix_tokens, "turns": turns, "hand_overs": turns, "arrivals": arrivals, "pairs": pairs}
+    given = {
+        "shape": shape,
+        "prefix_tokens": prefix_tokens,
+        "turns": turns,
+        "hand_overs": turns,
+        "arrivals": arrivals,
+        "pairs": pairs,
+    }
     chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    options = replace(usual, **chosen, parts=tuple(part for part in PARTS if not parts or part in parts))
+    options = replace(usual, **chosen, parts=tuple(part for part in PARTS if part in (parts or usual.parts)))
     longest = options.longest_tokens - options.suffix_tokens - 1
     if options.prefix_tokens % PAGE_TOKENS or not 0 < options.prefix_tokens <= longest:
         raise BadInput(
@@ -163,15 +175,14 @@ class _Bench:
         prefix = self._tokens(options.prefix_tokens)
         with ExitStack() as stack:
             sidecar = stack.enter_context(self._sidecar(4 * options.prefix_tokens))
-            engines = self._started(
-                stack,
-                {
-                    PLAIN: None,
-                    RAW: _connector(sidecar.socket, RAW, PATIENT),
-                    DEFAULT: _connector(sidecar.socket, "auto", PATIENT),
-                    BARE: self._bare(stack, 4 * options.prefix_tokens),
-                },
-            )
+            transfers: dict[str, dict[str, Any] | None] = {
+                PLAIN: None,
+                RAW: _connector(sidecar.socket, RAW, PATIENT),
+                DEFAULT: _connector(sidecar.socket, "auto", PATIENT),
+            }
+            if options.device != CUDA:
+                transfers[BARE] = self._bare(stack, 4 * options.prefix_tokens)
+            engines = self._started(stack, transfers)
             for engine in engines.values():
                 self._prepare(engine, prefix)
             samples: dict[tuple[str, str], list[Sample]] = {}
@@ -332,7 +343,7 @@ class _Bench:
             self._processes += 1
             plan = {
                 "model": self._model,
-                "options": {"max_model_len": options.longest_tokens, **more},
+                "options": {"max_model_len": options.longest_tokens, **self._device_options(), **more},
                 "transfer": transfer,
             }
             logs = self._scratch / f"engine-{self._processes}"
@@ -341,6 +352,13 @@ class _Bench:
         for engine in engines.values():
             self.result.versions = engine.started()
         return engines
+
+    def _device_options(self) -> dict[str, Any]:
+        """A GPU is shared by the engines, and used as in service: with graphs, and planning ahead."""
+        if self._options.device != CUDA:
+            return {"enforce_eager": True}
+        # Pages of their own size, and not by what is free, which engines that start beside each other change.
+        return {"gpu_memory_utilization": self._options.share, "kv_cache_memory_bytes": self._options.kv_gib << 30}
 
     @contextmanager
     def _sidecar(self, tokens: int) -> Iterator[Sidecar]:

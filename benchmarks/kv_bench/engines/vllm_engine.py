@@ -74,7 +74,6 @@ class Driver:
         transfer = plan.get("transfer")
         arguments = EngineArgs(
             model=plan["model"],
-            enforce_eager=True,
             dtype="bfloat16",
             seed=0,
             skip_tokenizer_init=True,
@@ -267,7 +266,8 @@ def main() -> None:
     """Start, then answer line by line until the input ends."""
     out = os.fdopen(int(sys.argv[1]), "w")
     driver = Driver(json.loads(sys.stdin.readline()))
-    out.write(json.dumps({"vllm": vllm.__version__, "threads": torch.get_num_threads()}) + "\n")
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    out.write(json.dumps({"vllm": vllm.__version__, "threads": torch.get_num_threads(), "device": device}) + "\n")
     out.flush()
     for line in sys.stdin:
         step = json.loads(line)

@@ -15,7 +15,7 @@ from typing import Any
 
 from kvstore.bench.measure import quantile
 from kvstore.bench.row import MS, SHARE, BenchResult, Row, Section, Target
-from kvstore.bench.traffic.random_llama import MID, TINY
+from kvstore.bench.traffic.random_llama import LARGE, MID, TINY
 
 TTFT, ITL, HOOKS, OVERHEAD, HAND_OVER = PARTS = ("ttft", "itl", "hooks", "overhead", "hand-over")
 PLAIN, RAW, DEFAULT, BARE, AT_ONCE = ENGINES = ("no connector", "raw", "default codec", "bare copies", "saves at once")
@@ -38,7 +38,7 @@ class VllmOptions:
     streams: decoding, of stream_tokens each at first. arrivals: of each kind, with steps_between. load_prompts:
     arrivals while hooks are timed, of load_tokens, prefilled in chunks of chunk_tokens. pairs: with and without a
     store, each of pair_prompts new prompts of pair_tokens with answer_tokens. hand_overs: per way. kv_gib: of an
-    engine's own pages."""
+    engine's own pages. share: of a GPU's memory that an engine may take."""
 
     shape: str = MID
     parts: tuple[str, ...] = PARTS
@@ -62,6 +62,8 @@ class VllmOptions:
     kv_gib: int = 2
     longest_tokens: int = 8192
     seed: int = 0
+    device: str = "cpu"
+    share: float = 0.0
 
 
 SMALL = VllmOptions(
@@ -77,6 +79,21 @@ SMALL = VllmOptions(
     kv_gib=1,
 )
 """Only shows that it runs."""
+
+ON_GPU = VllmOptions(
+    LARGE,
+    parts=(TTFT,),
+    prefix_tokens=32768,
+    longest_tokens=40960,
+    load_prompts=80,
+    load_tokens=4096,
+    chunk_tokens=2048,
+    pair_tokens=8192,
+    kv_gib=8,
+    device="cuda",
+    share=0.3,
+)
+"""All engines are on one GPU."""
 
 
 at_most = partial(Target, is_least=False)
@@ -94,7 +111,8 @@ class VllmResult:
     def found(self) -> BenchResult:
         """A table, and what its words mean."""
         version, threads = (self.versions.get(name, "?") for name in ("vllm", "threads"))
-        title = f"vLLM {version}, {threads} threads, a random {self.options.shape} Llama"
+        where = f"{threads} threads" if self.options.device == "cpu" else str(self.versions.get("device"))
+        title = f"vLLM {version}, {where}, a random {self.options.shape} Llama"
         about = {"engine": "vllm", "versions": self.versions}
         return BenchResult("ttft", self.options, [Section(self.rows, title, WORDS)], about, self.faults)
 
@@ -143,6 +161,8 @@ def ttft_rows(samples: Samples) -> list[Row]:
     ]
     targets = {RAW: at_most(RAW_TO_OWN), DEFAULT: at_most(DEFAULT_TO_OWN), BARE: at_most(BARE_TO_OWN)}
     for engine in (RAW, DEFAULT, BARE):
+        if (engine, EXTERNAL) not in samples:
+            continue  # bare copies are a CPU's
         target = at_most(OWN_TO_OWN) if engine == RAW else None  # the codec has no part in it: once is enough
         rows.append(_row(f"{OWN}, {engine}", _times(samples[engine, OWN]), OWN, own, target))
         found = samples[engine, EXTERNAL]

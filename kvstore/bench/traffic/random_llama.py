@@ -17,26 +17,15 @@ from typing import Any
 
 from kvstore.block.errors import StoreError
 
-TINY, MID = SHAPES = ("tiny", "mid")
+TINY, MID, LARGE = SHAPES = ("tiny", "mid", "1b")
+_FIELDS = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim"
 LLAMAS: Mapping[str, Mapping[str, Any]] = {
-    TINY: {  # 3.5 million parameters
-        "vocab_size": 1000,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 32,
-    },
-    MID: {  # 98 million
-        "vocab_size": 4000,
-        "hidden_size": 1024,
-        "intermediate_size": 2816,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-    },
+    shape: dict(zip(_FIELDS.split(), map(int, sizes.split()), strict=True))
+    for shape, sizes in {
+        TINY: "1000 256 512 4 8 4 32",  # 3.5 million parameters
+        MID: "4000 1024 2816 8 16 4 64",  # 98 million
+        LARGE: "128000 2048 8192 16 32 8 64",  # 1.5 billion, for a GPU
+    }.items()
 }
 """By shape. They are run in bfloat16."""
 
@@ -73,9 +62,10 @@ def _main(shape: str, directory: str) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
+    torch.set_default_device("cuda" if torch.cuda.is_available() else "cpu")  # billions are drawn in seconds there
     config = LlamaConfig(
         **LLAMAS[shape],
-        max_position_embeddings=32768,
+        max_position_embeddings=65536,
         initializer_range=0.1,
         tie_word_embeddings=False,
         bos_token_id=None,
