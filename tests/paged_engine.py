@@ -364,7 +364,7 @@ class Rank:
                 plane[slots // tokens, slots % tokens] = part
 
         self.pages: EnginePages = register(groups, rank, "", write)
-        assert self.pages.facts.packing == shape.form, self.pages.facts
+        assert self.pages.facts.packing == shape.form.removesuffix(", turned"), self.pages.facts
 
 
 class SharedStore:

@@ -338,7 +338,7 @@ def _refusal(pages: EnginePages, groups: Sequence[RegisteredGroup]) -> str:
     try:
         for row in rows:
             row[torch.tensor(source)] = torch.randint(
-                0, 256, (count, row.shape[1]), generator=random, dtype=torch.uint8
+                0, 256, (count, *row.shape[1:]), generator=random, dtype=torch.uint8
             ).to(row.device)
         for is_exact in (False, True):
             for row in rows:
@@ -369,7 +369,8 @@ def _copy_block(pages: EnginePages, layout: Layout, source: list[int], target: l
 
 
 def _page_bytes(tensor: torch.Tensor, num_pages: int) -> list[torch.Tensor]:
-    """All bytes of each page, as views [pages, bytes]. Raises `LayoutMismatch` if a page is not one run of bytes."""
+    """All bytes of each page, as views [pages, kernel pages to a page, bytes]. Raises `LayoutMismatch` if a kernel page
+    is not one run of bytes."""
     halves = [tensor] if tensor.shape[0] % num_pages == 0 else list(tensor.unbind(0))
     rows = []
     for half in halves:
@@ -379,8 +380,7 @@ def _page_bytes(tensor: torch.Tensor, num_pages: int) -> list[torch.Tensor]:
                 f"pages of shape {tuple(tensor.shape)} and strides {tensor.stride()} are no single runs of bytes, and "
                 "cannot be compared"
             )
-        split = half.shape[0] // num_pages
-        rows.append(flat if split == 1 else flat.unflatten(0, (num_pages, split)).flatten(1))
+        rows.append(flat.unflatten(0, (num_pages, half.shape[0] // num_pages)))
     return rows
 
 

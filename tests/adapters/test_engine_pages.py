@@ -83,6 +83,17 @@ def test_every_form_is_found_by_its_writing(form: str, dtype: torch.dtype, split
         assert torch.equal(plane.float(), wanted.float())
 
 
+@pytest.mark.parametrize("split", [1, 2])
+@pytest.mark.parametrize("form", ["heads-first", "heads-first, turned", "slabs"])
+def test_layers_may_share_one_allocation_page_by_page(form: str, split: int) -> None:
+    """As engines lay it that move a page of all layers at once: a layer's next page lies behind the other layers'."""
+    pool = Pool(form, layers=3, split=split)
+    memory = torch.stack(list(pool.layers.values()), dim=1)
+    pool.layers = {name: pool.form.turned(memory)[:, number] for number, name in enumerate(pool.layers)}
+    facts = pool.registered().facts
+    assert not facts.refused and facts.packing == form.removesuffix(", turned")
+
+
 def test_k_that_lies_across_is_copied_as_it_lies_where_nobody_looks_into_it() -> None:
     pool = Pool("slabs-k-across")
     pages = pool.registered()

@@ -51,7 +51,7 @@ def test_the_schema_is_one() -> None:
 
 def test_the_whole_list_runs_on_a_cpu_and_adds_to_its_file(tmp_path: Path, gpu: ModuleType) -> None:
     path = tmp_path / "cpu.json"
-    first, last = [step.name for step in gpu.STEPS[:-1]], gpu.STEPS[-1].name
+    *first, last = [step.name for step in gpu.STEPS if not step.needs]
     ended = run("--device", "cpu", "--results", str(tmp_path), *_stages(first))
     before = json.loads(path.read_text())["stages"]
     assert ended.returncode == 0, (ended.stdout, ended.stderr, [entry["message"] for entry in before.values()])
@@ -110,6 +110,23 @@ def test_a_step_without_a_result_has_failed(gpu: ModuleType, module_in: Any) -> 
     assert entry_of(gpu, module_in("print('all is well')"))["status"] == "failed"
     entry = entry_of(gpu, module_in("import sys; sys.exit('the last line')"))
     assert (entry["status"], entry["message"], entry["result"]) == ("failed", "the last line", None)
+
+
+def test_tests_of_which_none_passes_have_failed(gpu: ModuleType, tmp_path: Path) -> None:
+    skipped = tmp_path / "test_all_skipped.py"
+    skipped.write_text("import pytest\n\n\ndef test_it() -> None:\n    pytest.skip('no GPU here')\n")
+    entry = entry_of(gpu, "pytest", "-q", str(skipped), kernel_tests=True)
+    assert (entry["status"], entry["message"]) == ("failed", "no GPU here")
+
+
+def test_a_step_that_needs_what_is_not_there_says_so_in_one_line(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu, "STEPS", (gpu.Step("far", ("x",), ("x",), 1, needs="a_package_of_nobody"),))
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--device", "cpu", "--stage", "far"])
+    assert gpu.main() == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("gpu: far needs a_package_of_nobody, which ") and sys.executable in line
 
 
 def test_a_command_that_is_not_there_has_failed(gpu: ModuleType) -> None:

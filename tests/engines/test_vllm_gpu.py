@@ -107,8 +107,7 @@ def test_what_is_stored_is_what_this_gpu_computes_anew(sidecar: Any, saved: Any,
     steps = [
         ask,
         {"do": "settle"},
-        {"do": "reset"},
-        {**ask, "as": "audited"},
+        {**ask, "as": "audited", "reset_before_each": True},
         {"do": "settle"},
         {"do": "generate", "prompts": [[1, 2, 3]]},
         {"do": "counted", "as": "counted"},
@@ -116,7 +115,7 @@ def test_what_is_stored_is_what_this_gpu_computes_anew(sidecar: Any, saved: Any,
     told = named(steps, run(plan(sidecar.url, saved(**SHAPE), GRAPHS, steps, codec=codec, audit=1.0)))
     print(codec, told["counted"])
     compared = {name: count for name, count in told["counted"].items() if name.startswith("audited_")}
-    assert sum(compared.values()) >= 6 and not compared.get("audited_drifted"), told["counted"]
+    assert sum(compared.values()) >= len(ask["prompts"]) - 1 and not compared.get("audited_drifted"), told["counted"]
 
 
 def test_many_at_once_some_given_up_and_few_pages(sidecar: Any, saved: Any, run: Any) -> None:
