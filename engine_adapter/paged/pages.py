@@ -369,19 +369,12 @@ def _copy_block(pages: EnginePages, layout: Layout, source: list[int], target: l
 
 
 def _page_bytes(tensor: torch.Tensor, num_pages: int) -> list[torch.Tensor]:
-    """All bytes of each page, as views [pages, kernel pages to a page, bytes]. Raises `LayoutMismatch` if a kernel page
-    is not one run of bytes."""
+    """All bytes of each page, as views [pages, kernel pages to a page, ..., bytes], wherever they lie. Raises
+    `LayoutMismatch` where numbers have gaps between them."""
     halves = [tensor] if tensor.shape[0] % num_pages == 0 else list(tensor.unbind(0))
-    rows = []
-    for half in halves:
-        flat = _as_bytes(half)
-        if half.shape[0] % num_pages or flat is None:
-            raise LayoutMismatch(
-                f"pages of shape {tuple(tensor.shape)} and strides {tensor.stride()} are no single runs of bytes, and "
-                "cannot be compared"
-            )
-        rows.append(flat.unflatten(0, (num_pages, half.shape[0] // num_pages)))
-    return rows
+    if any(half.shape[0] % num_pages or half.stride(-1) != 1 for half in halves):
+        raise LayoutMismatch(f"pages of shape {tuple(tensor.shape)} and strides {tensor.stride()} cannot be compared")
+    return [half.view(torch.uint8).unflatten(0, (num_pages, half.shape[0] // num_pages)) for half in halves]
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
