@@ -40,7 +40,7 @@ SAME_PLACE_TOKENS = 32
 MOST_PAIRS = 4096
 """Order is compared for at most this many runs; of more, for every n-th."""
 MOST_OWNERS = 8
-"""Sketches listed per fingerprint, so that a phrase which all prompts share does not list them all."""
+"""The newest sketches are listed per fingerprint, so that a phrase which all prompts share does not list them all."""
 
 _U64 = np.uint64
 
@@ -169,8 +169,9 @@ class SketchIndex:
         self._order.append(number)
         for one in np.unique(sketch.fingerprints).tolist():
             owners = self._owners.setdefault(one, [])
-            if len(owners) < MOST_OWNERS:
-                owners.append(number)
+            owners.append(number)
+            if len(owners) > MOST_OWNERS:
+                del owners[0]  # and not the newest, which is forgotten last
 
     def get(self, number: int) -> PromptSketch:
         """Raises `KeyError`."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvstore.insight.divergence import Divergence, PromptChange, PromptSketch, Shingler, SketchIndex
+from kvstore.insight.divergence import MOST_OWNERS, Divergence, PromptChange, PromptSketch, Shingler, SketchIndex
 from kvstore.insight.trace import Column
 from kvstore.prefixes.partings import MOST_GROUPS, Partings, SketchedPrompt
 from kvstore.prefixes.sketches import SketchTable
@@ -42,6 +42,20 @@ def test_a_table_of_columns_finds_what_one_of_lists_does() -> None:
         assert kept.tokens == len(tokens) and (np.diff(kept.places.astype(np.int64)) > 0).all()
         assert set(kept.fingerprints.tolist()) == set(sketch.fingerprints.tolist())
     assert len(table) == 40 and table.oldest == 80 and table.size_bytes < 40 * 2500 // 64 * 16 * 2
+
+
+def test_a_text_that_many_prompts_share_finds_the_newest_of_them() -> None:
+    """Also once the older ones are forgotten, which had filled its list when the newer ones came."""
+    shared = drawn(np.random.default_rng(SEED), 2000)
+    table, index = SketchTable(), SketchIndex(MOST_OWNERS + 2)
+    sketch = SHINGLER.sketch(shared)
+    for number in range(3 * MOST_OWNERS):
+        table.add(number, sketch)
+        index.add(number, sketch)
+        if len(table) > MOST_OWNERS + 2:
+            table.forget(table.oldest)
+        newest = set(range(max(0, number - MOST_OWNERS + 1), number + 1))
+        assert set(index.nearest(sketch, 0, 40)) == set(table.nearest(sketch, 0, 40)) == newest
 
 
 def test_nothing_in_an_empty_table_and_of_an_empty_sketch() -> None:
