@@ -5,7 +5,7 @@
 #   make test ARGS="-k frame -x"       ARGS go to the command behind demo, bench, gpu, torture, mutants and all tests
 #   make env PYTHON=/opt/python3.12    which Python a new environment is made from
 #   make mutants ARGS="--only ID"      whether the tests find that bug; all of them without ARGS (tests/mutants)
-#   make gpu STAGE=ttft                one step of the list for a GPU; all of them without STAGE
+#   make gpu STAGE=ttft                one step of the list for a GPU; all but vLLM's without STAGE
 #   make gpu PYTHON=python3            with that Python as it is, where no environment can be made
 #
 # On a machine without a GPU the CPU build of torch saves several gigabytes:
@@ -75,7 +75,7 @@ help:
 	@echo ''
 	@echo 'PYTHON=...   the Python to make $(VENV) from: 3.11 or 3.12; found by itself when not given'
 	@echo '             make gpu PYTHON=... makes none: it runs with that Python as it is'
-	@echo 'STAGE=...    steps of make gpu alone: tests, kernels, codec, ttft'
+	@echo 'STAGE=...    steps of make gpu alone: tests, kernels, codec, ttft, and with vLLM: vllm-tests, vllm'
 	@echo 'ARGS=...     further arguments for demo, bench, gpu, torture, mutants and all tests'
 
 env: $(STAMP)

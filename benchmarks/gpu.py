@@ -1,9 +1,9 @@
 """What is run on a GPU, and where its results go: `make gpu`.
 
-    python benchmarks/gpu.py                      all steps, in eight minutes at most
+    python benchmarks/gpu.py                      all steps but those of vLLM, in eight minutes at most
     python benchmarks/gpu.py --stage ttft         that one alone; may be given again
     python benchmarks/gpu.py --device cpu         small shapes on a CPU, which shows that the list runs
-    python benchmarks/gpu.py --stage vllm-tests --stage vllm --seconds 900
+    python benchmarks/gpu.py --stage vllm-tests --stage vllm --seconds 1300
                                                   a real vLLM: only where named, with the Python that has it
 
 Results are added to benchmarks/results/DEVICE.json (results.schema.json says what is in it): of each step the latest,
@@ -48,7 +48,8 @@ CUDA, CPU = "cuda", "cpu"
 @dataclass(frozen=True)
 class Step:
     """arguments: behind `python -m`, on a GPU. small: the same on a CPU. limit_s: when it is ended. kernel_tests: it is
-    pytest, whose report is the result; other steps print JSON. needs: a package without which it is no step of all."""
+    pytest, whose report is the result; other steps print JSON. needs: a package
+    that not every Python has; such a step runs only where it is named."""
 
     name: str
     arguments: tuple[str, ...]
@@ -91,7 +92,7 @@ STEPS = (
         "vllm-tests",
         ("pytest", "-q", "tests/engines/test_vllm_gpu.py"),
         ("pytest", "-q", "tests/engines/test_vllm_interface.py"),
-        limit_s=600,  # fifteen engines, one after another
+        limit_s=900,  # thirteen engines, one after another
         kernel_tests=True,
         needs="vllm",
     ),
@@ -220,7 +221,14 @@ def _run(step: Step, device: str, limit_s: float) -> dict[str, Any]:
         }
     if status is None:
         return entry | {"status": TIMED_OUT, "message": f"ended after {limit_s:.0f} seconds; {_last_line(errors)}"}
-    if status or entry["result"] is None or (step.kernel_tests and not entry["result"]["passed"]):
+    if (
+        step.kernel_tests
+        and entry["result"] is not None
+        and not (entry["result"]["passed"] or entry["result"]["failed"])
+    ):
+        why = "; ".join(entry["result"]["skipped"]) or _last_line(output)
+        return entry | {"status": FAILED, "message": f"no test ran: {why}"}
+    if status or entry["result"] is None:
         return entry | {"status": FAILED, "message": _why(entry["result"]) or _last_line(errors) or _last_line(output)}
     return entry
 
@@ -278,7 +286,7 @@ def _json(output: str) -> dict[str, Any] | None:
 
 def _why(result: dict[str, Any] | None) -> str:
     """What a result itself says is wrong."""
-    found = (result or {}).get("faults") or (result or {}).get("failed") or (result or {}).get("skipped") or []
+    found = (result or {}).get("faults") or (result or {}).get("failed") or []
     return "; ".join(map(str, found[:3])) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
 
 

@@ -101,6 +101,11 @@ FORMS: dict[str, Form] = {
 }
 
 
+def packing_of(form: str) -> str:
+    """What the adapter calls it: how it lies in memory is no part of a payload."""
+    return form.removesuffix(", turned")
+
+
 @dataclass(frozen=True)
 class Shape:
     """An engine. windows: of each KV group, 0 for full attention. ahead: steps that are scheduled before the output of
@@ -364,7 +369,7 @@ class Rank:
                 plane[slots // tokens, slots % tokens] = part
 
         self.pages: EnginePages = register(groups, rank, "", write)
-        assert self.pages.facts.packing == shape.form.removesuffix(", turned"), self.pages.facts
+        assert self.pages.facts.packing == packing_of(shape.form), self.pages.facts
 
 
 class SharedStore:

@@ -328,10 +328,7 @@ def _refusal(pages: EnginePages, groups: Sequence[RegisteredGroup]) -> str:
     if target[-1] >= groups[0].num_pages:
         return f"the engine has {groups[0].num_pages} pages; a block needs {count}"
     tensors = [tensor for group in groups for tensor in group.layers.values()]
-    try:
-        rows = [row for tensor in tensors for row in _page_bytes(tensor, groups[0].num_pages)]
-    except LayoutMismatch as error:
-        return _first_line(error)
+    rows = [row for tensor in tensors for row in _page_bytes(tensor, groups[0].num_pages)]
     random = torch.Generator().manual_seed(PROBE_SEED)
     touched = torch.tensor(source + target)
     before = [row[touched].clone() for row in rows]
@@ -380,7 +377,7 @@ def _page_bytes(tensor: torch.Tensor, num_pages: int) -> list[torch.Tensor]:
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
     """A view [pages, bytes] of pages [pages, ...], each in the order of memory: an engine may name a page's heads
     before its tokens and lay them the other way round, as vLLM does on GPUs. None if a page is not one run of bytes."""
-    inner = sorted(range(1, tensor.dim()), key=lambda axis: (tensor.stride(axis), tensor.shape[axis]), reverse=True)
+    inner = sorted(range(1, tensor.dim()), key=tensor.stride, reverse=True)
     lying = tensor.permute(0, *inner)
     return lying.flatten(1).view(torch.uint8) if lying[0].is_contiguous() else None
 

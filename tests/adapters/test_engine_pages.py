@@ -12,7 +12,7 @@ from engine_adapter.paged.pages import EnginePages, RegisteredGroup, layout_of, 
 from engine_adapter.paged.step_plan import PageRun
 from kvstore.block.errors import BadInput
 from kvstore.block.layout import Attention
-from paged_engine import FORMS
+from paged_engine import FORMS, packing_of
 from workbench import one_line
 
 PAGES, TOKENS, HEADS, WIDTH = 8, 32, 2, 16
@@ -69,7 +69,7 @@ def no_write(*given: Any) -> None:
 def test_every_form_is_found_by_its_writing(form: str, dtype: torch.dtype, split: int) -> None:
     pool = Pool(form, dtype=dtype, split=split)
     pages = pool.registered()
-    assert pages.facts.packing == form.removesuffix(", turned"), "how it lies in memory is no part of a payload"
+    assert pages.facts.packing == packing_of(form), "how it lies in memory is no part of a payload"
     assert not pages.facts.refused and pool.writes >= 2
     (group,) = pages.facts.groups
     assert (group.layers, group.kv_heads, group.widths) == ((0, 1), HEADS, (WIDTH, WIDTH))
@@ -234,6 +234,13 @@ def test_pages_that_cannot_be_made_out_are_refused() -> None:
     layers = {"layer.0": torch.zeros(PAGES * 3 + 1, 5)}
     facts = register([RegisteredGroup("a", layers, 2, (8, 8), TOKENS, PAGES)], 0, "", no_write).facts
     assert "cannot be made out" in facts.refused and "\n" not in facts.refused
+
+
+def test_numbers_with_gaps_between_them_are_refused() -> None:
+    pool = Pool("heads-first")
+    pool.layers = {name: torch.randn(PAGES, HEADS, TOKENS, 4 * WIDTH)[..., ::2] for name in pool.layers}
+    refused = register([pool.group()], 0, "", pool.write).facts.refused
+    assert "cannot be compared" in refused and "\n" not in refused
 
 
 def test_no_error_of_the_proof_ends_an_engines_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,7 +116,7 @@ def test_tests_of_which_none_passes_have_failed(gpu: ModuleType, tmp_path: Path)
     skipped = tmp_path / "test_all_skipped.py"
     skipped.write_text("import pytest\n\n\ndef test_it() -> None:\n    pytest.skip('no GPU here')\n")
     entry = entry_of(gpu, "pytest", "-q", str(skipped), kernel_tests=True)
-    assert (entry["status"], entry["message"]) == ("failed", "no GPU here")
+    assert (entry["status"], entry["message"]) == ("failed", "no test ran: no GPU here")
 
 
 def test_a_step_that_needs_what_is_not_there_says_so_in_one_line(

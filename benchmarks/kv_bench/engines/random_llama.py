@@ -13,9 +13,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kv_bench.engines.on_device import DeviceTimer
+from kvstore.bench.traffic.random_llama import LLAMAS, ONE_B
 from kvstore.block.errors import BadInput
 
-TINY, ONE_B, EIGHT_B = SHAPES = ("tiny", "1b", "8b")
+TINY, EIGHT_B = "tiny", "8b"
+SHAPES = (TINY, ONE_B, EIGHT_B)
 _SHAPES: dict[str, dict[str, Any]] = {
     TINY: {
         "vocab_size": 256,
@@ -26,15 +28,7 @@ _SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "head_dim": 16,
     },
-    ONE_B: {  # Llama 3.2 1B, with a smaller vocabulary
-        "vocab_size": 32768,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-    },
+    ONE_B: dict(LLAMAS[ONE_B]),
     EIGHT_B: {  # Llama 3 8B
         "vocab_size": 128256,
         "hidden_size": 4096,

@@ -66,7 +66,9 @@ from kvstore.block.errors import BadInput, StoreError
 
 PAGE_TOKENS = 128
 """Of vLLM's pages on a CPU, and two stored blocks where its pages are of 16 tokens."""
-CUDA = "cuda"
+CPU, CUDA = "cpu", "cuda"
+GPU_SHARE = 0.3
+"""Of a GPU's memory that each of its engines may take."""
 MOST_COLD = 7
 """Prompts computed whole: each takes as long as many hits, whose ratios need many turns."""
 HEADROOM = 1.25
@@ -102,8 +104,8 @@ def options_for(
     for part in parts:
         if part not in PARTS:
             raise BadInput(f"only={part!r}; allowed: {', '.join(PARTS)}")
-    if device not in (None, "cpu", CUDA):
-        raise BadInput(f"device={device!r}; allowed with --engine vllm: cpu, {CUDA}")
+    if device not in (None, CPU, CUDA):
+        raise BadInput(f"device={device!r}; allowed with --engine vllm: {CPU}, {CUDA}")
     usual = ON_GPU if device == CUDA else SMALL if shape == TINY else VllmOptions()
     prefix_tokens = None if context is None else parse_tokens(context)
     given = {
@@ -343,6 +345,7 @@ class _Bench:
             self._processes += 1
             plan = {
                 "model": self._model,
+                "device": options.device,
                 "options": {"max_model_len": options.longest_tokens, **self._device_options(), **more},
                 "transfer": transfer,
             }
@@ -358,7 +361,7 @@ class _Bench:
         if self._options.device != CUDA:
             return {"enforce_eager": True}
         # Pages of their own size, and not by what is free, which engines that start beside each other change.
-        return {"gpu_memory_utilization": self._options.share, "kv_cache_memory_bytes": self._options.kv_gib << 30}
+        return {"gpu_memory_utilization": GPU_SHARE, "kv_cache_memory_bytes": self._options.kv_gib << 30}
 
     @contextmanager
     def _sidecar(self, tokens: int) -> Iterator[Sidecar]:

@@ -71,6 +71,9 @@ class Driver:
     """An engine, its requests, and the clock."""
 
     def __init__(self, plan: dict[str, Any]) -> None:
+        own = "cuda" if torch.cuda.is_available() else "cpu"
+        if own != plan["device"]:
+            raise ValueError(f"this vLLM would run on {own}; give --device {own}")
         transfer = plan.get("transfer")
         arguments = EngineArgs(
             model=plan["model"],

@@ -15,7 +15,7 @@ from typing import Any
 
 from kvstore.bench.measure import quantile
 from kvstore.bench.row import MS, SHARE, BenchResult, Row, Section, Target
-from kvstore.bench.traffic.random_llama import LARGE, MID, TINY
+from kvstore.bench.traffic.random_llama import MID, ONE_B, TINY
 
 TTFT, ITL, HOOKS, OVERHEAD, HAND_OVER = PARTS = ("ttft", "itl", "hooks", "overhead", "hand-over")
 PLAIN, RAW, DEFAULT, BARE, AT_ONCE = ENGINES = ("no connector", "raw", "default codec", "bare copies", "saves at once")
@@ -38,7 +38,7 @@ class VllmOptions:
     streams: decoding, of stream_tokens each at first. arrivals: of each kind, with steps_between. load_prompts:
     arrivals while hooks are timed, of load_tokens, prefilled in chunks of chunk_tokens. pairs: with and without a
     store, each of pair_prompts new prompts of pair_tokens with answer_tokens. hand_overs: per way. kv_gib: of an
-    engine's own pages. share: of a GPU's memory that an engine may take."""
+    engine's own pages. device: cpu or cuda."""
 
     shape: str = MID
     parts: tuple[str, ...] = PARTS
@@ -63,7 +63,6 @@ class VllmOptions:
     longest_tokens: int = 8192
     seed: int = 0
     device: str = "cpu"
-    share: float = 0.0
 
 
 SMALL = VllmOptions(
@@ -80,19 +79,7 @@ SMALL = VllmOptions(
 )
 """Only shows that it runs."""
 
-ON_GPU = VllmOptions(
-    LARGE,
-    parts=(TTFT,),
-    prefix_tokens=32768,
-    longest_tokens=40960,
-    load_prompts=80,
-    load_tokens=4096,
-    chunk_tokens=2048,
-    pair_tokens=8192,
-    kv_gib=8,
-    device="cuda",
-    share=0.3,
-)
+ON_GPU = VllmOptions(ONE_B, parts=(TTFT,), prefix_tokens=32768, longest_tokens=40960, kv_gib=8, device="cuda")
 """All engines are on one GPU."""
 
 
@@ -160,9 +147,7 @@ def ttft_rows(samples: Samples) -> list[Row]:
         _row(f"{OWN}, {PLAIN}", own),
     ]
     targets = {RAW: at_most(RAW_TO_OWN), DEFAULT: at_most(DEFAULT_TO_OWN), BARE: at_most(BARE_TO_OWN)}
-    for engine in (RAW, DEFAULT, BARE):
-        if (engine, EXTERNAL) not in samples:
-            continue  # bare copies are a CPU's
+    for engine in (RAW, DEFAULT, *([BARE] if (BARE, EXTERNAL) in samples else [])):  # bare copies are a CPU's
         target = at_most(OWN_TO_OWN) if engine == RAW else None  # the codec has no part in it: once is enough
         rows.append(_row(f"{OWN}, {engine}", _times(samples[engine, OWN]), OWN, own, target))
         found = samples[engine, EXTERNAL]

@@ -17,14 +17,15 @@ from typing import Any
 
 from kvstore.block.errors import StoreError
 
-TINY, MID, LARGE = SHAPES = ("tiny", "mid", "1b")
+TINY, MID = SHAPES = ("tiny", "mid")
+ONE_B = "1b"
 _FIELDS = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim"
 LLAMAS: Mapping[str, Mapping[str, Any]] = {
     shape: dict(zip(_FIELDS.split(), map(int, sizes.split()), strict=True))
     for shape, sizes in {
         TINY: "1000 256 512 4 8 4 32",  # 3.5 million parameters
         MID: "4000 1024 2816 8 16 4 64",  # 98 million
-        LARGE: "128000 2048 8192 16 32 8 64",  # 1.5 billion, for a GPU
+        ONE_B: "32768 2048 8192 16 32 8 64",  # Llama 3.2 1B with a smaller vocabulary, for a GPU
     }.items()
 }
 """By shape. They are run in bfloat16."""
