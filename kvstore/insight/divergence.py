@@ -200,13 +200,14 @@ class SketchIndex:
 
 
 def compare_sketches(
-    earlier: PromptSketch, sketch: PromptSketch, fork_token: int, stored_tokens: int = 0
+    earlier: PromptSketch, sketch: PromptSketch, fork_token: int, block_tokens: int, stored_tokens: int = 0
 ) -> Divergence | None:
     """Compare two prompts by their sketches, from the block on where their chains part. None if they share too little
     there.
 
-    fork_token: first token of that block; it is reported as the place. Lengths are unknown, so a replacement by more or
-    fewer tokens is reported as INSERTED. stored_tokens: as for `compare_prompts`.
+    fork_token: first token of that block; it is reported as the place. Equal runs that lie in the block at one place
+    may stand before the difference: they do not count. Lengths are unknown, so a replacement by more or fewer tokens
+    is reported as INSERTED. stored_tokens: as for `compare_prompts`.
     """
     old, new = (
         (one.fingerprints[at:], one.places[at:])
@@ -214,17 +215,17 @@ def compare_sketches(
         for at in [np.searchsorted(one.places, fork_token)]
     )
     pairs = _unique_pairs(old[0], new[0])
-    behind = int((new[1][pairs[:, 1]] >= stored_tokens).sum())
+    was, stands = old[1][pairs[:, 0]].astype(np.int64), new[1][pairs[:, 1]].astype(np.int64)
+    is_behind = (was != stands) | (stands + SHINGLE_TOKENS > fork_token + block_tokens)
+    was, stands = was[is_behind], stands[is_behind]
+    behind = int((stands >= stored_tokens).sum())
     if behind < LEAST_SHARED:
         return None
-    was, stands = old[1][pairs[:, 0]].astype(np.int64), new[1][pairs[:, 1]].astype(np.int64)
     equal = min(behind * SKETCH_EVERY, sketch.tokens - max(fork_token, stored_tokens))
     if (was[1:] < was[:-1]).any():  # sketches keep one run in 64; 32 moved tokens suffice
         kind = PromptChange.REORDERED
     else:
-        # Runs of this block that lie before the change have not shifted: so take the commonest shift, not the first.
-        ((shift, _),) = Counter((stands - was).tolist()).most_common(1)
-        kind = PromptChange.INSERTED if shift else PromptChange.CHANGED
+        kind = PromptChange.INSERTED if stands[0] != was[0] else PromptChange.CHANGED
     return Divergence(kind, fork_token, None, None, equal, is_exact=False)
 
 

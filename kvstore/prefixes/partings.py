@@ -196,7 +196,7 @@ class Partings:
             kind = PromptChange.NAMESPACE if what else PromptChange.SALTED
             return Divergence(kind, 0, None, None, lost, what=what)
         equal_blocks = equal_start(earlier.chain, prompt.chain, LINK_BYTES) // LINK_BYTES
-        return compare_sketches(kept, sketch, equal_blocks * block, stored)
+        return compare_sketches(kept, sketch, equal_blocks * block, block, stored)
 
     def _group(self, prompt: SketchedPrompt, found: Divergence) -> PartingGroup:
         """The group that it belongs to, or a new one; if there are too many, the one with the smallest loss goes."""
