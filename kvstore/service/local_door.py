@@ -23,6 +23,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from kvstore.block.identity import TenantKeys
@@ -243,7 +244,9 @@ class LocalDoor:
                 else:
                     exchange = partial(self._exchange, key.data, events)
                     self._or_disconnect(key.data, "a connection could not be read or written", exchange)
-                    if not key.data.closed and key.data.has_message() and key.data not in ready:
+                    if key.data.closed or not key.data.has_message() or self._closing:
+                        self._watch(key.data)
+                    elif key.data not in ready:  # else its turn watches it: mostly as before, without a system call
                         key.data.ready_at = came_at
                         ready[key.data] = None
             self._safely("clients cannot be told that memory was given back", self._sessions.notify)
@@ -289,7 +292,7 @@ class LocalDoor:
 
     def _take_turn(self, ready: dict[Connection, None]) -> bool:
         """Take at most one message of each connection. If several tenants want a turn, they alternate, least-served
-        first, whatever their number of connections. Returns whether any was taken.
+        first, whatever their number of connections. Returns whether any was taken, and more are left.
 
         A long round ends early: tenants that arrived meanwhile may have been served less than those left.
         """
@@ -319,7 +322,9 @@ class LocalDoor:
                 del lines[listener]
             if has_taken and self._clock.monotonic_seconds() > ends_at:
                 break
-        return has_taken
+        for connection in chain.from_iterable(lines.values()):  # whose turn did not come
+            self._watch(connection)
+        return has_taken and bool(ready)
 
     def _is_over(self) -> bool:
         if not self._closing:
@@ -357,7 +362,6 @@ class LocalDoor:
             self._clients.disconnect(connection)
         except OSError:
             self._clients.disconnect(connection)
-        self._watch(connection)
 
     def _or_disconnect(self, connection: Connection, what: str, work: Callable[[], object]) -> None:
         """Do what concerns one connection: a fault of it is logged, and ends this connection and no other."""

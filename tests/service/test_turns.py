@@ -5,6 +5,7 @@ The door's thread is held until all have asked, so that what it serves first is 
 
 from __future__ import annotations
 
+import selectors
 import socket
 import threading
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ import pytest
 
 from kvstore.block.identity import Namespace
 from kvstore.protocol import messages as m
+from kvstore.service import local_door
 from kvstore.service.accounting import Lines, ServiceShare, Turns
 from kvstore.service.connections import (
     LARGE_BURST_BYTES,
@@ -199,6 +201,43 @@ def test_one_connection_gets_as_much_as_many_of_another_tenant(crowded: Crowded)
     assert crowded.order[:last].count("a") <= 110
     for peer in crowd:
         hear(peer, 10)
+
+
+def test_an_answer_given_at_once_changes_nothing_that_is_watched(crowded: Crowded) -> None:
+    """Each change is a system call, while the next client waits."""
+    worker, selector = crowded.come_in(crowded.other_path), crowded.sidecar.door._selector
+    changes: list[str] = []
+    for name in ("register", "unregister", "modify"):
+        change = getattr(selector, name)
+        setattr(selector, name, lambda *given, name=name, change=change: changes.append(name) or change(*given))
+    for _ in range(10):
+        worker.ask(m.Ping())
+    assert changes == []
+
+
+def test_nothing_is_read_of_a_connection_whose_turn_has_not_come(
+    crowded: Crowded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Turns end after one message each, so all the others wait: none of them fills the sidecar's memory meanwhile."""
+    monkeypatch.setattr(local_door, "TURN_SECONDS", -1.0)
+    crowd = [crowded.come_in(crowded.sidecar.path) for _ in range(CROWD)]
+    take_turn = crowded.sidecar.door._take_turn
+    waiting: list[int] = []
+    read: list[Connection] = []
+
+    def watched(ready: dict[Connection, None]) -> bool:
+        has_more = take_turn(ready)
+        waiting.append(len(ready))
+        read.extend(one for one in ready if one.interest & selectors.EVENT_READ)
+        return has_more
+
+    crowded.sidecar.door._take_turn = watched  # type: ignore[method-assign]
+    with crowded.held():
+        for peer in crowd:
+            say(peer, "a", 2)
+    for peer in crowd:
+        hear(peer, 2)
+    assert max(waiting) == CROWD and read == []
 
 
 def test_connections_and_hellos_are_paid_for_by_their_tenant(crowded: Crowded) -> None:
