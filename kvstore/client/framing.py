@@ -395,12 +395,12 @@ class FramedSocket:
     def _receive(self, deadline: float | None) -> bool:
         """Read at least one piece; False if nothing arrives before the deadline (None: now)."""
         try:
+            if deadline is not None and not self._wait(select.POLLIN, deadline):
+                return False
             try:
                 piece = self._receive_piece()
             except BlockingIOError:
-                if deadline is None or not self._wait(select.POLLIN, deadline):
-                    return False
-                piece = self._receive_piece()
+                return False
             if not piece:
                 raise ConnectionResetError
             self.heard_at = self._clock.monotonic_seconds()

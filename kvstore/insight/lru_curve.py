@@ -27,6 +27,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from itertools import count
 from math import ceil, floor, inf, log2
 from typing import Any
 
@@ -50,7 +51,8 @@ HOT_NAMES = 256
 HOT_DEPTH = 256
 """Only blocks among the first so many of a request can be hot."""
 CANDIDATES = 2048
-"""Names whose references are counted to find the hot ones."""
+"""Names whose references are counted to find the hot ones. A fourth of them goes at a time: making room for one after
+the other takes longer than counting."""
 COUNTED_REQUESTS = 16
 """References are counted in one request of this many, which stands for all."""
 HOT_ROOM = 64 * HOT_NAMES
@@ -131,7 +133,8 @@ class LruCurve:
         assert len(marks) == sum(lengths) and size >= 1 and tokens >= 0
         first_ones = self._seen.first_ones(marks)
         self._make_way(marks)
-        passing = np.flatnonzero(marks <= np.uint64(self.threshold - 1))
+        threshold = self.threshold
+        passing = np.flatnonzero(marks <= np.uint64(threshold - 1))
         ends = np.cumsum(lengths)
         has_passing = np.bincount(np.searchsorted(ends, passing, "right"), minlength=len(lengths)).tolist()
         starts: list[int] = (ends - lengths).tolist()
@@ -156,18 +159,21 @@ class LruCurve:
             if is_hot or is_counted:
                 head = marks[start : start + min(length, HOT_DEPTH)].tolist()
             hot, depth = self._hot_prefix(head)
-            taken = []
-            for place, name in zip(places[at : at + passes], passing_names[at : at + passes], strict=True):
-                if place - start >= depth and name < self.threshold:  # the threshold may have fallen since
-                    taken.append(name)
+            taken = passing_names[at : at + passes]
+            if depth or self.threshold < threshold:  # it has fallen since
+                of = zip(places[at : at + passes], taken, strict=True)
+                taken = [name for place, name in of if place - start >= depth and name < self.threshold]
             at += passes
             batch.cold_blocks += length - depth
             if hot and (is_counted or self.threshold == MARKS):
                 self._judge_hot(hot, batch)
-            self._judge(taken, size, batch)
+            times = [self._used_at.get(name, -1) for name in taken]
+            together = _used_together(times)
+            self._judge(times, together, size, batch)
             if is_counted and (segment := self._count(head, depth, size)) is not None:
                 hot.append(segment)
-            self._use(hot, taken, size)
+                together = 0  # some of these names may be hot now
+            self._use(hot, taken, together, size)
         self.asked_blocks += len(marks)
         for measure, amount in ((TOKENS, tokens), (SIZE, size)):
             self._first[measure] += first_ones * amount
@@ -273,38 +279,37 @@ class LruCurve:
         stands_for = 1.0 if self.threshold == MARKS else float(COUNTED_REQUESTS)
         for segment in hot:
             behind = self._weights.behind(segment.at) * scale + self._hot_behind(segment.at)
-            for names in range(1, len(segment.names) + 1):
-                batch.hot_found.add(behind + names * segment.size, stands_for)
+            batch.hot_found.add(behind + segment.size, stands_for, len(segment.names), segment.size)
 
-    def _judge(self, taken: Sequence[int], size: float, batch: _BatchCounts) -> None:
+    def _judge(self, times: Sequence[int], together: int, size: float, batch: _BatchCounts) -> None:
+        """times: when each sampled name of a request was last used, -1 for never. together: `_used_together`."""
         scale = MARKS / self.threshold  # names that one sampled name stands for
         behind = hot_behind = 0.0
         followed_at = -1  # when the name before it in the request was used
-        for name in taken:
-            used_at = self._used_at.get(name, -1)
+        for used_at in times[:1] if together else times:
             if used_at >= 0:
                 if used_at + 1 == followed_at:  # both were used in one request: nothing else came in between
                     behind += self._weights.weight(followed_at)
                 else:
                     behind, hot_behind = self._weights.behind(used_at), self._hot_behind(used_at)
-                batch.cold_found.add(behind * scale + hot_behind + size, scale)
+                batch.cold_found.add(behind * scale + hot_behind + size, scale, together or 1, size * scale)
             followed_at = used_at
-        batch.sampled += len(taken) * scale
-        self.sampled_references += len(taken)
+        batch.sampled += len(times) * scale
+        self.sampled_references += len(times)
 
     def _hot_behind(self, at: int) -> float:
         """Weight of the hot segments used after `at`: nearly always all of them."""
         older = sum(segment.weight for segment in self._segments.values() if segment.at <= at)
         return self._hot_weight - older
 
-    def _use(self, hot: Sequence[_Segment], taken: Sequence[int], size: float) -> None:
-        """Mark names as used, deepest first."""
+    def _use(self, hot: Sequence[_Segment], taken: Sequence[int], together: int, size: float) -> None:
+        """Mark names as used, deepest first. together: `_used_together` of their times, or 0."""
         more = len(taken) + sum(len(segment.names) for segment in hot)
         if self._now + more >= self._weights.room:
             self._renumber(more)
         began_at = self._now
         first = end = 0  # times to clear: those of one earlier request follow each other
-        for name in reversed(taken):
+        for name in reversed(taken[together:]):
             last = self._used_at.get(name, -1)
             if name in self._hot or last >= began_at:  # became hot in this request, or is in it twice
                 continue
@@ -319,7 +324,12 @@ class LruCurve:
             self._used_at[name] = self._now
             self._now += 1
         self._weights.put(first, end, 0.0)
-        self._weights.put(began_at, self._now, size)
+        if together:  # the usual case: what a request finds one request used before, all of it
+            last = self._used_at[taken[together - 1]]
+            self._weights.put(last, last + together, 0.0, size)
+            self._used_at.update(zip(reversed(taken[:together]), count(self._now)))
+            self._now += together
+        self._weights.put(began_at, self._now, size, 0.0)
         for segment in reversed(hot):
             self._hot_weight -= segment.weight
             segment.at, segment.size = self._now, size
@@ -332,11 +342,9 @@ class LruCurve:
         """Count a request's leading names. Returns those that become hot now; `depth` of them were hot before."""
         counts = self._counts
         for name in head:
-            if name not in counts and len(counts) >= CANDIDATES:
-                self._make_room()
-                if len(counts) >= CANDIDATES:
-                    break
             counts[name] = counts.get(name, 0.0) + 1
+        if len(counts) > CANDIDATES:
+            counts = self._counts = self._with_room(counts)
         least = max(LEAST_COUNTED, HOT_SHARE * self._blocks / COUNTED_REQUESTS)
         segment = _Segment([], self._now, size)  # `_use` corrects the time
         for name in head[depth:]:
@@ -353,14 +361,13 @@ class LruCurve:
         self._hot_weight += segment.weight
         return segment
 
-    def _make_room(self) -> None:
-        """Decrement all candidates and drop those at 0. J. Misra, D. Gries, "Finding repeated elements", Science of
-        Computer Programming 2 (2), 1982."""
-        for name in [*self._counts]:
-            if name not in self._hot:
-                self._counts[name] -= 1
-                if self._counts[name] <= 0:
-                    del self._counts[name]
+    def _with_room(self, counts: dict[int, float]) -> dict[int, float]:
+        """Candidates with one reference less each, without those that have none left, until there is room. J. Misra, D.
+        Gries, "Finding repeated elements", Science of Computer Programming 2 (2), 1982."""
+        while len(counts) > CANDIDATES * 3 // 4:
+            lower = {name: count if name in self._hot else count - 1 for name, count in counts.items()}
+            counts = {name: count for name, count in lower.items() if count > 0 or name in self._hot}
+        return counts
 
     def _cool_down(self) -> None:
         """Demote hot names that have less than half of `HOT_SHARE`. A parent is counted whenever its child is."""
@@ -470,17 +477,20 @@ class _References:
     """References of names that were used before: their distances, and how many references each stands for."""
 
     def __init__(self) -> None:
-        self._distances, self._stands_for = array("d"), array("d")
+        self._rows = array("d")
 
-    def add(self, distance: float, stands_for: float) -> None:
-        self._distances.append(distance)
-        self._stands_for.append(stands_for)
+    def add(self, distance: float, stands_for: float, references: int = 1, step: float = 0.0) -> None:
+        """references: so many, each a step further away than the one before it."""
+        self._rows.extend((distance, stands_for, references, step))
 
     def binned(self) -> Any:
         """References by bin: each distance in the bin that ends at the first edge >= it."""
-        distances = np.maximum(np.frombuffer(self._distances), 1.0)
+        nearest, stands_for, references, step = np.frombuffer(self._rows).reshape(-1, 4).T
+        counts = references.astype(np.intp)
+        before = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        distances = np.maximum(np.repeat(nearest, counts) + before * np.repeat(step, counts), 1.0)
         bins = np.minimum(np.ceil(BINS_PER_DOUBLING * np.log2(distances)), BINS).astype(np.intp)
-        return np.bincount(bins, np.frombuffer(self._stands_for), BINS + 1)
+        return np.bincount(bins, np.repeat(stands_for, counts), BINS + 1)
 
 
 class _Weights:
@@ -499,8 +509,8 @@ class _Weights:
     def weight(self, at: int) -> float:
         return self._weights[at]
 
-    def put(self, begin: int, end: int, weight: float) -> None:
-        """Give this weight to each time from begin to before end."""
+    def put(self, begin: int, end: int, weight: float, before: float | None = None) -> None:
+        """Give this weight to each time from begin to before end. before: the weight of each until now, if known."""
         if begin + 1 == end:  # by far the most frequent
             part = begin // self._width
             more = weight - self._weights[begin]
@@ -511,7 +521,8 @@ class _Weights:
         while begin < end:
             part = begin // self._width
             stop = min(end, (part + 1) * self._width)
-            more = weight * (stop - begin) - sum(self._weights[begin:stop])
+            more = weight * (stop - begin)
+            more -= sum(self._weights[begin:stop]) if before is None else before * (stop - begin)
             self._weights[begin:stop] = array("d", (weight,)) * (stop - begin)
             self._parts[part] += more
             self._large[part // self._width] += more
@@ -561,6 +572,14 @@ class _SeenNames:
         unset = 1 - (self._set + len(new) / 2) / FLAGS
         self._set += len(new)
         return FLAGGED_NAMES * len(new) / unset
+
+
+def _used_together(times: Sequence[int]) -> int:
+    """How many of a request's names, its first, were used before, each right after the one that follows it, where no
+    other name of it was used before; else 0. times: as in `_judge`."""
+    found = len(times) - times.count(-1)
+    is_one = found and times[0] + 1 >= found
+    return found if is_one and list(times[:found]) == list(range(times[0], times[0] - found, -1)) else 0
 
 
 def _edge(bin_: int) -> float:

@@ -16,7 +16,7 @@ import msgspec
 from kvstore.block.account import MissReason
 from kvstore.block.display_names import DisplayNames
 from kvstore.block.errors import BadInput, StoreClosed
-from kvstore.block.identity import TenantKeys
+from kvstore.block.identity import TenantKeys, check_keys
 from kvstore.config import MAX_SECONDS
 from kvstore.core.reservations import SEALED_BLOCKS
 from kvstore.core.store import Store
@@ -38,7 +38,7 @@ from tiering.counts.awaits import ParkedAwait
 from tiering.counts.tally import Eviction
 from tiering.dram.unmap_wait import SharedExtent
 from tiering.errors import BlockMissing, TierError, TierUnavailable
-from tiering.frame import DIGEST_BYTES, KEY_BYTES, frame_bytes
+from tiering.frame import DIGEST_BYTES, frame_bytes
 
 MAX_ENGINE_CHARACTERS = 128
 MAX_LEASES = 4096
@@ -57,8 +57,6 @@ MAX_SHARES = 16
 MAX_DEADLINE_MS = 60_000.0
 MAX_SKIPPED = 1 << 30
 """Blocks of a chain."""
-_CHECKED_AT_ONCE = 4096
-"""Keys: other threads get the interpreter in between."""
 MAX_LISTED, MAX_LISTED_BYTES = 64, 256 << 10
 """Namespaces in one answer; it also ends with the first one that makes it this long."""
 
@@ -250,10 +248,11 @@ class Handlers:
         return granted
 
     def _match(self, caller: ClientState, verb: m.MatchPrefix) -> m.Answer:
-        number, _ = _check_asked(caller, verb.namespace, verb.keys, verb.request)
+        number, _ = _check_asked(caller, verb.namespace, (), verb.request)
         began_at = self._store.clock.monotonic_seconds()
         matched = self._store.handle(caller, verb)
         assert isinstance(matched, m.Matched)
+        check_keys(verb.keys[matched.reply.blocks :])  # what was found is a key of the store; nothing is counted yet
         if verb.counts and not caller.is_courier and (verb.counts_short or matched.reply.blocks == len(verb.keys)):
             seconds = self._store.clock.monotonic_seconds() - began_at
             self._counting.looked_up(number, verb.keys, matched.reply, seconds)
@@ -589,12 +588,5 @@ def _check_asked(
         raise BadInput(f"namespace {namespace} was not opened on this connection; open it first")
     if request != "":
         check_request(request)
-    distinct: set[bytes] = set()
-    for first in range(0, len(keys), _CHECKED_AT_ONCE):
-        some = keys[first : first + _CHECKED_AT_ONCE]
-        if not {KEY_BYTES}.issuperset(map(len, some)):
-            raise BadInput(f"a prefix key of another length; each has {KEY_BYTES} bytes")
-        distinct.update(some)
-    if len(distinct) != len(keys):
-        raise BadInput("a prefix key that is there twice; give the keys of one prompt, in their order")
+    check_keys(keys)
     return number, caller.namespaces[number]

@@ -146,7 +146,7 @@ def test_it_runs_until_it_is_stopped() -> None:
 
 
 @pytest.mark.parametrize(
-    ("blocks_a_second", "most_lost", "steps"), [(30_000, 0, (10, 12)), (200_000, 40_000, (30, 60))]
+    ("blocks_a_second", "most_lost", "steps"), [(120_000, 0, (10, 12)), (800_000, 160_000, (30, 60))]
 )
 def test_a_busy_queue_is_worked_through_in_time_and_a_quiet_one_seldom(
     blocks_a_second: int, most_lost: int, steps: tuple[int, int]
@@ -233,7 +233,16 @@ def test_the_words_say_how_far_to_trust_it() -> None:
         whatif.offer(1, chain([at, at]), BLOCK_BYTES, BLOCK_TOKENS)
     work_through(whatif)
     words = whatif.snapshot(1e9).words
-    assert words.startswith("estimated for LRU from 16 names") and "sampled references only" in words
+    assert words.startswith("estimated for LRU from 16 names") and "of so few names only" in words
+    whatif = WhatIf(HandClock(), SALT)
+    whatif.offer(1, chain(range(100)), BLOCK_BYTES, BLOCK_TOKENS)
+    work_through(whatif)
+    words = whatif.snapshot(1e9).words
+    assert words.startswith("estimated for LRU from 100 names, 100 % of all; of 100 sampled references only")
+    for _ in range(20):
+        whatif.offer(1, chain(range(100)), BLOCK_BYTES, BLOCK_TOKENS)
+    work_through(whatif)
+    assert "several points" not in whatif.snapshot(1e9).words, "all names, and references enough"
 
 
 @pytest.mark.slow

@@ -170,6 +170,17 @@ def test_keys_that_name_no_chain_are_refused(place: Place, keys: list[bytes], sa
     assert place.usage == (0, 0, 0)
 
 
+def test_keys_behind_what_a_look_up_found_are_refused_as_well_and_nothing_is_counted(place: Place) -> None:
+    mine, number = place.peer()
+    store(mine, number)
+    short, twice = "another length", "there twice"
+    for behind, said in (([bytes(31)], short), ([bytes(32), b""], short), ([bytes(32)] * 2, twice)):
+        assert is_refused(mine.ask(m.MatchPrefix(number, [*KEYS, *behind])), said)
+    assert place.sidecar.counting.counts().tokens.lookups == 0
+    assert mine.ask(m.MatchPrefix(number, [*KEYS, bytes(32)])).reply.blocks == BLOCKS  # type: ignore[union-attr]
+    assert place.sidecar.counting.counts().tokens.lookups == 1
+
+
 @pytest.mark.parametrize("digests", [[[bytes(16)]], [[bytes(16)] * 3], [[bytes(16), bytes(15)]], [[]]])
 def test_digests_that_are_none_of_the_parts_layers_are_refused(place: Place, digests: list[list[bytes]]) -> None:
     mine, number = place.peer()
