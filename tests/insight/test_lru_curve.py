@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from kvstore.insight.lru_curve import HOT_NAMES, LEAST_NAMES, MARKS, SIZE, TOKENS, LruCurve
+from kvstore.insight.lru_curve import HOT_NAMES, LEAST_NAMES, MARKS, NAMES, SIZE, TOKENS, LruCurve
 from kvstore.insight.whatif import mixed
 from kvstore.insight.whatif_trace import curve_of, marks_of_blocks
 from recorded import PUBLIC, recorded
@@ -238,10 +238,10 @@ def test_the_reference_has_the_published_figures(name: str) -> None:
     assert [f"{rate:.4f}" for rate in found] == [f"{rate:.4f}" for rate in published.values()]
 
 
-def errors_of(name: str, seed: int) -> tuple[float, float, float]:
+def errors_of(name: str, seed: int, names: int = NAMES) -> tuple[float, float, float]:
     """(mean absolute error over the sizes, the largest one, error of the ceiling)"""
     requests, found = exact(name, False)
-    curve = curve_of(recorded(name).without_partial(), seed=seed)
+    curve = curve_of(recorded(name).without_partial(), names, seed)
     curve.check()
     return _errors(curve, requests, found, SIZES[name])
 
@@ -282,3 +282,12 @@ def test_it_is_near_enough_with_any_of_ten_seeds(name: str, is_weighted: bool) -
     print(f"MAE mean {means.mean():.4f}, worst seed {means.max():.4f}; worst point {worsts.max():.4f}; ", end="")
     print(f"ceiling {np.abs(ceilings).mean():.4f}, worst seed {np.abs(ceilings).max():.4f}")
     assert means.max() <= 0.01 and np.abs(ceilings).max() <= 0.01
+
+
+@pytest.mark.parametrize(("names", "most"), [(1_024, 0.02), (256, 0.05)])
+@pytest.mark.parametrize("name", PUBLIC)
+@pytest.mark.slow
+def test_with_fewer_names_it_is_off_by_more(name: str, names: int, most: float) -> None:
+    means = [errors_of(name, seed, names)[0] for seed in SEEDS]
+    print(f"{names} names: MAE mean {np.mean(means):.4f}, worst seed {max(means):.4f}")
+    assert 0.01 / 2 < max(means) <= most
