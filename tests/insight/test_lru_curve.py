@@ -228,6 +228,18 @@ def requests_of(name: str, is_weighted: bool) -> list[Request]:
     return requests
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_names_that_are_in_a_request_twice_break_nothing(seed: int) -> None:
+    """A client may name a block twice: what a look-up found is not compared."""
+    random = np.random.default_rng(seed)
+    curve = LruCurve(int(random.choice((LEAST_NAMES, 64, 300))))
+    pool = random.integers(0, MARKS - 1, int(random.choice((3, 40, 400))), np.uint64, endpoint=True)
+    for _ in range(40):
+        lengths = random.choice((0, 1, 5, 50), int(random.choice((1, 4)))).tolist()
+        curve.requests(random.choice(pool, sum(lengths)), lengths, 64.0, 16.0)
+        curve.check()
+
+
 @pytest.mark.parametrize("name", PUBLIC)
 @pytest.mark.slow
 def test_the_reference_has_the_published_figures(name: str) -> None:

@@ -179,6 +179,8 @@ def test_keys_behind_what_a_look_up_found_are_refused_as_well_and_nothing_is_cou
     assert place.sidecar.counting.counts().tokens.lookups == 0
     assert mine.ask(m.MatchPrefix(number, [*KEYS, bytes(32)])).reply.blocks == BLOCKS  # type: ignore[union-attr]
     assert place.sidecar.counting.counts().tokens.lookups == 1
+    thrice = mine.ask(m.MatchPrefix(number, [KEYS[0]] * 3))  # found, so it is not looked at again
+    assert thrice.reply.blocks == 3  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("digests", [[[bytes(16)]], [[bytes(16)] * 3], [[bytes(16), bytes(15)]], [[]]])
