@@ -7,7 +7,9 @@ memory and disk are both smaller than what the trace asks for: blocks are evicte
 time. Beside it a page of the console is open and metrics, console and gRPC are asked again and again. The slope of each
 process's anonymous memory is that of a line of least squares through all samples after the warm-up (`RssAnon` in
 /proc/PID/status: what the tier maps has a budget of its own). Status 1: a slope above its bar, more descriptors at the
-end than after the warm-up (`more_by_kind` says of what), a request that failed, or a process that was started anew.
+end than after the warm-up (`more_by_kind` says of what), a request that failed, or a process that was started anew. One
+descriptor of each slab file that exists is not counted among these: the budget of the disk bounds them, and blocks come
+and go; a slab file that was removed, or is open twice, counts.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from http.client import HTTPException
@@ -56,37 +58,48 @@ LONGEST_TOKENS = 4096
 DRAM, NVME = "96MiB", "192MiB"
 TURN_SECONDS, ASK_SECONDS = 2.0, 30.0
 WARM_UP_SHARE = 0.25
+SLAB = ".slab"
 TOKEN = "a-token-of-the-soak"
 ROLES = ("sidecar", "network", "console")
 
 
-def kind_of(descriptor: Path) -> str:
-    """What it is of, without the numbers that tell one from another; empty if it was closed meanwhile."""
-    try:
-        return re.sub(r"[0-9a-f]*[0-9][0-9a-f]*", "", Path(os.readlink(descriptor)).name)
-    except FileNotFoundError:
-        return ""
+def kind_of(link: str) -> str:
+    """What a descriptor is of, without the numbers that tell one from another."""
+    return re.sub(r"[0-9a-f]*[0-9][0-9a-f]*", "", Path(link).name)
+
+
+def links_of(process: int) -> list[str]:
+    """Of its descriptors, except those that are closed meanwhile."""
+    links = []
+    for descriptor in Path(f"/proc/{process}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            links.append(os.readlink(descriptor))
+    return links
 
 
 @dataclass
 class Watched:
-    """Samples of one process: seconds since the start, anonymous MiB, descriptors by kind."""
+    """Samples of one process: seconds since the start, anonymous MiB, descriptors by kind, slab files that are open."""
 
     process: int
     at: list[float] = field(default_factory=list)
     mib: list[float] = field(default_factory=list)
     descriptors: list[Counter[str]] = field(default_factory=list)
+    slab_files: list[int] = field(default_factory=list)
 
     def sample(self, at: float) -> None:
         status = Path(f"/proc/{self.process}/status").read_text()
         (kib,) = (int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon:"))
         self.at.append(at)
         self.mib.append(kib / 1024)
-        self.descriptors.append(Counter(map(kind_of, Path(f"/proc/{self.process}/fd").iterdir())))
+        links = links_of(self.process)
+        slabs = {link for link in links if link.endswith(SLAB)}
+        self.descriptors.append(Counter(map(kind_of, links)) - Counter({SLAB: len(slabs)}))
+        self.slab_files.append(len(slabs))
 
     def figures(self, warm_at: float) -> dict[str, Any]:
         """slope_mib: an hour, by least squares, with its standard error. descriptors_more: between the first and the
-        last tenth of the samples, medians; more_by_kind: of what kind, likewise."""
+        last tenth of the samples, medians; more_by_kind: of what kind, likewise. slab_files: fewest and most."""
         first = next(at for at, seconds in enumerate(self.at) if seconds >= warm_at)
         hours, mib = np.array(self.at[first:]) / 3600, np.array(self.mib[first:])
         spread = float(((hours - hours.mean()) ** 2).sum())
@@ -107,6 +120,7 @@ class Watched:
             "mib_at_the_end": float(np.median(mib[-tenth:])),
             "descriptors": float(np.median(counts[-tenth:])),
             "descriptors_more": more(counts),
+            "slab_files": [min(self.slab_files[first:]), max(self.slab_files[first:])],
             "more_by_kind": {kind: count for kind, count in by_kind.items() if count > 0},
             "samples": len(hours),
         }
