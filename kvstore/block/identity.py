@@ -195,17 +195,10 @@ class PrefixHasher:
         extras = self._by_block(extra_keys)
         keys = list(known)
         append, copy, parent = keys.append, self._base.copy, known[-1] if known else self.root
-        if not extras:  # nearly always, and a tenth of the time around the hash less
-            for at in range(0, stop, step):
-                state = copy()
-                state.update(parent + token_ids[at : at + step])
-                parent = state.digest()
-                append(parent)
-            return keys
-        for block, at in enumerate(range(0, stop, step), len(known)):
+        for at in range(0, stop, step):
             state = copy()
             state.update(parent + token_ids[at : at + step])
-            if block in extras:
+            if extras and (block := len(known) + at // step) in extras:
                 state.update(extras[block])
             parent = state.digest()
             append(parent)
