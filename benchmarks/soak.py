@@ -8,8 +8,8 @@ time. Beside it a page of the console is open and metrics, console and gRPC are 
 process's anonymous memory is that of a line of least squares through all samples after the warm-up (`RssAnon` in
 /proc/PID/status: what the tier maps has a budget of its own). Status 1: a slope above its bar, more descriptors at the
 end than after the warm-up (`more_by_kind` says of what), a request that failed, or a process that was started anew. One
-descriptor of each slab file that exists is not counted among these: the budget of the disk bounds them, and blocks come
-and go; a slab file that was removed, or is open twice, counts.
+descriptor of each slab file that exists is not counted among these, since blocks come and go; a slab file that was
+removed, or is open twice, counts. Those that exist may together be as long as the disk's budget.
 """
 
 from __future__ import annotations
@@ -55,10 +55,12 @@ SLOPE_MIB = 4.0
 MORE_DESCRIPTORS = 2
 """A connection that is open just then."""
 LONGEST_TOKENS = 4096
-DRAM, NVME = "96MiB", "192MiB"
+DRAM, NVME_MIB = "96MiB", 192
+NVME = f"{NVME_MIB}MiB"
 TURN_SECONDS, ASK_SECONDS = 2.0, 30.0
 WARM_UP_SHARE = 0.25
-SLAB = ".slab"
+SLAB, EMPTY_SLAB_MIB = ".slab", 8 / 1024
+"""A slab file that holds no blocks: beside the budget there may be one."""
 TOKEN = "a-token-of-the-soak"
 ROLES = ("sidecar", "network", "console")
 
@@ -77,15 +79,23 @@ def links_of(process: int) -> list[str]:
     return links
 
 
+def size_of(path: str) -> int:
+    """Bytes; 0 if it was removed meanwhile."""
+    try:
+        return os.stat(path).st_size
+    except FileNotFoundError:
+        return 0
+
+
 @dataclass
 class Watched:
-    """Samples of one process: seconds since the start, anonymous MiB, descriptors by kind, slab files that are open."""
+    """Samples of one process: seconds since the start, anonymous MiB, descriptors by kind, MiB of open slab files."""
 
     process: int
     at: list[float] = field(default_factory=list)
     mib: list[float] = field(default_factory=list)
     descriptors: list[Counter[str]] = field(default_factory=list)
-    slab_files: list[int] = field(default_factory=list)
+    slab_mib: list[float] = field(default_factory=list)
 
     def sample(self, at: float) -> None:
         status = Path(f"/proc/{self.process}/status").read_text()
@@ -95,11 +105,11 @@ class Watched:
         links = links_of(self.process)
         slabs = {link for link in links if link.endswith(SLAB)}
         self.descriptors.append(Counter(map(kind_of, links)) - Counter({SLAB: len(slabs)}))
-        self.slab_files.append(len(slabs))
+        self.slab_mib.append(sum(map(size_of, slabs)) / (1 << 20))
 
     def figures(self, warm_at: float) -> dict[str, Any]:
         """slope_mib: an hour, by least squares, with its standard error. descriptors_more: between the first and the
-        last tenth of the samples, medians; more_by_kind: of what kind, likewise. slab_files: fewest and most."""
+        last tenth of the samples, medians; more_by_kind: of what kind, likewise. slab_mib: the most at a time."""
         first = next(at for at, seconds in enumerate(self.at) if seconds >= warm_at)
         hours, mib = np.array(self.at[first:]) / 3600, np.array(self.mib[first:])
         spread = float(((hours - hours.mean()) ** 2).sum())
@@ -120,7 +130,7 @@ class Watched:
             "mib_at_the_end": float(np.median(mib[-tenth:])),
             "descriptors": float(np.median(counts[-tenth:])),
             "descriptors_more": more(counts),
-            "slab_files": [min(self.slab_files[first:]), max(self.slab_files[first:])],
+            "slab_mib": max(self.slab_mib),
             "more_by_kind": {kind: count for kind, count in by_kind.items() if count > 0},
             "samples": len(hours),
         }
@@ -229,7 +239,8 @@ def soak(trace: Trace, options: TrafficOptions, python: str, say: Callable[[str]
         "is_met": is_same
         and not failures
         and not turn.failed
-        and all(row["slope_mib"] < SLOPE_MIB and row["descriptors_more"] <= MORE_DESCRIPTORS for row in rows.values()),
+        and all(row["slope_mib"] < SLOPE_MIB and row["descriptors_more"] <= MORE_DESCRIPTORS for row in rows.values())
+        and rows["sidecar"]["slab_mib"] <= NVME_MIB + EMPTY_SLAB_MIB,
     }
 
 

@@ -252,9 +252,9 @@ class Handlers:
         began_at = self._store.clock.monotonic_seconds()
         matched = self._store.handle(caller, verb)
         assert isinstance(matched, m.Matched)
+        seconds = self._store.clock.monotonic_seconds() - began_at
         check_keys(verb.keys[matched.reply.blocks :])  # what was found is a key of the store; nothing is counted yet
         if verb.counts and not caller.is_courier and (verb.counts_short or matched.reply.blocks == len(verb.keys)):
-            seconds = self._store.clock.monotonic_seconds() - began_at
             self._counting.looked_up(number, verb.keys, matched.reply, seconds)
             if verb.request:
                 gone = self._gone(number, verb, matched.reply)

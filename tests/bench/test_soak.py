@@ -22,7 +22,7 @@ def watched(slope_mib: float, descriptors: list[int]) -> Watched:
         one.at.append(3600 * hours)
         one.mib.append(80 + min(1.0, 4 * hours) * 40 + slope_mib * hours + off)
         one.descriptors.append(Counter({"a file": descriptors[at * len(descriptors) // 1800]}))
-        one.slab_files.append(at // 100)
+        one.slab_mib.append(at / 100)
     return one
 
 
@@ -32,7 +32,7 @@ def test_a_slope_is_told_from_noise_and_from_the_start(slope_mib: float) -> None
     assert told["slope_mib"] == pytest.approx(slope_mib, abs=4 * told["slope_error_mib"])
     assert told["slope_error_mib"] < 0.1 and (told["slope_mib"] < SLOPE_MIB) == (slope_mib < SLOPE_MIB)
     assert told["mib_at_the_end"] - told["mib_warm"] == pytest.approx(slope_mib * 0.675, abs=0.2)
-    assert told["samples"] == 1350 and told["slab_files"] == [4, 17]
+    assert told["samples"] == 1350 and told["slab_mib"] == 17.99
 
 
 def test_descriptors_that_stay_open_are_told_and_one_that_comes_and_goes_is_none() -> None:
@@ -57,7 +57,7 @@ def test_a_slab_file_counts_where_it_is_open_twice_or_removed(tmp_path: Path) ->
     """Others come and go with the blocks on disk."""
     gc.collect()  # other tests' files are closed now or never
     one, path = Watched(os.getpid()), tmp_path / "0000002a.slab"
-    path.touch()
+    path.write_bytes(bytes(1 << 20))
     one.sample(0.0)
     with path.open():
         one.sample(1.0)
@@ -65,7 +65,7 @@ def test_a_slab_file_counts_where_it_is_open_twice_or_removed(tmp_path: Path) ->
             one.sample(2.0)
         path.unlink()
         one.sample(3.0)
-    assert [now - one.slab_files[0] for now in one.slab_files] == [0, 1, 1, 0]
+    assert [now - one.slab_mib[0] for now in one.slab_mib] == [0, 1, 1, 0]
     assert [now - one.descriptors[0] for now in one.descriptors[1:]] == [
         Counter(),
         Counter({".slab": 1}),

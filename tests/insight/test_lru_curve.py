@@ -296,10 +296,10 @@ def test_it_is_near_enough_with_any_of_ten_seeds(name: str, is_weighted: bool) -
     assert means.max() <= 0.01 and np.abs(ceilings).max() <= 0.01
 
 
-@pytest.mark.parametrize(("names", "most"), [(1_024, 0.02), (256, 0.05)])
+@pytest.mark.parametrize(("names", "most"), [(1_024, 0.018), (256, 0.036)])
 @pytest.mark.parametrize("name", PUBLIC)
 @pytest.mark.slow
 def test_with_fewer_names_it_is_off_by_more(name: str, names: int, most: float) -> None:
     means = [errors_of(name, seed, names)[0] for seed in SEEDS]
     print(f"{names} names: MAE mean {np.mean(means):.4f}, worst seed {max(means):.4f}")
-    assert 0.01 / 2 < max(means) <= most
+    assert max(errors_of(name, seed)[0] for seed in SEEDS) < max(means) <= most
