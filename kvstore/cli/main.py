@@ -46,7 +46,14 @@ import kvstore.cli.network
 import kvstore.cli.operate
 import kvstore.cli.plan
 from kvstore.block.errors import OutOfResources, StoreError
-from kvstore.cli.standard_streams import flush_output, hold_standard_descriptors, let_go, say, show_any_text
+from kvstore.cli.standard_streams import (
+    flush_output,
+    hold_standard_descriptors,
+    let_go,
+    quiet_optional_libraries,
+    say,
+    show_any_text,
+)
 from kvstore.cli.terminal import (
     BAD_INPUT,
     CHECK_FAILED,
@@ -359,9 +366,12 @@ def main() -> None:
     """The entry point: run a command, turn errors into one line, and exit with its status."""
     # Torch's threads otherwise spin while waiting for each other: ten times slower on shared cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # UCX otherwise warns on standard output, between our JSON.
+    os.environ.setdefault("UCX_LOG_FILE", "stderr")
     if not os.environ.get(_TRACEBACK):
         sys.excepthook = _report_bug
     show_any_text()
+    quiet_optional_libraries()
     try:
         # app(...) itself would install typer's excepthook in place of ours.
         status = typer.main.get_command(app)(standalone_mode=False, prog_name="kvstore")

@@ -7,6 +7,7 @@ no slab or socket gets such a number: a library's writes to standard error would
 from __future__ import annotations
 
 import io
+import logging
 import os
 import sys
 from typing import TextIO
@@ -48,6 +49,13 @@ def show_any_text() -> None:
     """Show undecodable names, such as paths, with escapes on standard output, as standard error does."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def quiet_optional_libraries() -> None:
+    """Drop what libraries that transformers imports if they are installed, and no command uses, warn of at import:
+    standard error has our one line only."""
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def flush_output() -> None:

@@ -36,10 +36,11 @@ def test_blocks_come_over_ucx(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_node_that_ucx_does_not_reach_is_pulled_from_over_sockets(tmp_path: Path) -> None:
-    """Here UCX of the node that dials may use nothing that leads to another process."""
+    """Here UCX of the node that dials may use nothing that leads to another process, and warns of a device that is not
+    there."""
     with pool(tmp_path, 2, UCX, static=True) as nodes:
         nodes[1].kill_network()
-        nodes[1].wrap = ("env", "UCX_TLS=self")
+        nodes[1].wrap = ("env", "UCX_TLS=self", "UCX_NET_DEVICES=none0")
         nodes[1].start_network()
         wait_for_peers(nodes, 1)
         nodes[0].put(1, BLOCKS)
@@ -49,6 +50,7 @@ def test_a_node_that_ucx_does_not_reach_is_pulled_from_over_sockets(tmp_path: Pa
         nodes[0].put(2, BLOCKS)
         assert nodes[1].get(2, BLOCKS).blocks == BLOCKS
     assert "is not reached over ucx, and another transport is taken" in nodes[1].log()
+    assert "UCX  WARN" in nodes[1].log(), "on standard error, not between the lines that a program reads"
 
 
 def test_a_transport_that_fails_is_left_out_for_longer_each_time_and_the_last_one_never() -> None:
