@@ -57,7 +57,7 @@ COUNTED_REQUESTS = 16
 """References are counted in one request of this many, which stands for all."""
 HOT_ROOM = 64 * HOT_NAMES
 """More times than `names` need: each request uses up as many as it has hot names, until times are numbered anew."""
-_GOLDEN = 0x9E3779B97F4A7C15
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 """Multiples of it are spread evenly, so requests of alternating kinds are counted equally often."""
 LEAST_COUNTED = 4
 LOOKED_AT_REQUESTS = 256
@@ -126,51 +126,48 @@ class LruCurve:
         """How much was asked for; older look-ups have decayed."""
         return self._asked[measure]
 
-    def requests(self, marks: Marks, lengths: Sequence[int], size: float, tokens: float) -> None:
+    def requests(
+        self, marks: Marks, lengths: Sequence[int], size: float, tokens: float, one_in: int = COUNTED_REQUESTS
+    ) -> None:
         """Take in some requests, in order. marks: of all their blocks, request after request. lengths: blocks of each
         request. size, tokens: of each block, constant over all requests that have it. size: bytes, or 1 where sizes are
-        blocks; >= 1."""
+        blocks; >= 1. one_in: references are counted in one of so many requests; fewer suffice where many come."""
         assert len(marks) == sum(lengths) and size >= 1 and tokens >= 0
         first_ones = self._seen.first_ones(marks)
-        self._make_way(marks)
+        passing = self._passing(marks)
         threshold = self.threshold
-        passing = np.flatnonzero(marks <= np.uint64(threshold - 1))
-        ends = np.cumsum(lengths)
-        has_passing = np.bincount(np.searchsorted(ends, passing, "right"), minlength=len(lengths)).tolist()
-        starts: list[int] = (ends - lengths).tolist()
-        firsts: list[int] = marks[[min(start, len(marks) - 1) for start in starts]].tolist() if len(marks) else starts
+        long = np.array([length for length in lengths if length], np.intp)
+        ends = np.cumsum(long)
+        firsts = marks[ends - long]
+        passes = np.bincount(np.searchsorted(ends, passing, "right"), minlength=len(long))
+        is_counted = self._is_counted(len(long), one_in)
+        is_looked_at = (passes > 0) | is_counted
+        if self._segments:
+            is_looked_at |= np.isin(firsts, np.fromiter(self._segments, np.uint64))
+        if self.count // LOOKED_AT_REQUESTS < (self.count + len(long)) // LOOKED_AT_REQUESTS:
+            self._cool_down()
+        self.count += len(long)
+        self._blocks += len(marks)
         places: list[int] = passing.tolist()
         passing_names: list[int] = marks[passing].tolist()
         batch = _BatchCounts()
-        at = 0
-        for start, length, first, passes in zip(starts, lengths, firsts, has_passing, strict=True):
-            if not length:
-                continue
-            self.count += 1
-            self._blocks += length
-            is_counted = self.count * _GOLDEN % MARKS < MARKS // COUNTED_REQUESTS
-            if self.count % LOOKED_AT_REQUESTS == 0:
-                self._cool_down()
-            is_hot = first in self._hot
-            if not (passes or is_counted or is_hot):  # the usual case
-                batch.cold_blocks += length
-                continue
-            head: list[int] = []
-            if is_hot or is_counted:
-                head = marks[start : start + min(length, HOT_DEPTH)].tolist()
-            hot, depth = self._hot_prefix(head)
-            taken = passing_names[at : at + passes]
+        at = hot_blocks = 0
+        columns = (column[is_looked_at].tolist() for column in (ends - long, long, passes, is_counted, firsts))
+        for start, length, passed, counts, first in zip(*columns, strict=True):
+            head = marks[start : start + min(length, HOT_DEPTH)] if counts or first in self._segments else marks[:0]
+            hot, depth = self._hot_prefix(names := head.tolist())
+            taken = passing_names[at : at + passed]
             if depth or self.threshold < threshold:  # it has fallen since
-                of = zip(places[at : at + passes], taken, strict=True)
+                of = zip(places[at : at + passed], taken, strict=True)
                 taken = [name for place, name in of if place - start >= depth and name < self.threshold]
-            at += passes
-            batch.cold_blocks += length - depth
-            if hot and (is_counted or self.threshold == MARKS):
-                self._judge_hot(hot, batch)
+            at += passed
+            hot_blocks += depth
+            if hot and (counts or self.threshold == MARKS):
+                self._judge_hot(hot, 1 if self.threshold == MARKS else one_in, batch)
             times = [self._used_at.get(name, -1) for name in taken]
             together = _used_together(times)
             self._judge(times, together, size, batch)
-            if is_counted and (segment := self._count(head, depth, size)) is not None:
+            if counts and (segment := self._count(names, depth, size, one_in / COUNTED_REQUESTS)) is not None:
                 hot.append(segment)
                 together = 0  # some of these names may be hot now
             self._use(hot, taken, together, size)
@@ -178,12 +175,13 @@ class LruCurve:
         for measure, amount in ((TOKENS, tokens), (SIZE, size)):
             self._first[measure] += first_ones * amount
             self._asked[measure] += len(marks) * amount
-            self._asked_cold[measure] += batch.cold_blocks * amount
+            self._asked_cold[measure] += (len(marks) - hot_blocks) * amount
             self._sampled[measure] += batch.sampled * amount
         for all_bins, found in ((self._bins, batch.cold_found), (self._hot_bins, batch.hot_found)):
-            references = found.binned()
-            for measure, amount in ((TOKENS, tokens), (SIZE, size)):
-                np.frombuffer(all_bins[measure])[:] += references * amount
+            if found.rows:
+                references = found.binned()
+                for measure, amount in ((TOKENS, tokens), (SIZE, size)):
+                    np.frombuffer(all_bins[measure])[:] += references * amount
 
     def narrow(self, names: int) -> None:
         """From now on sample at most so many names, `LEAST_NAMES` or more: each sampled name costs time."""
@@ -274,9 +272,8 @@ class LruCurve:
                 break
         return hot, depth
 
-    def _judge_hot(self, hot: Sequence[_Segment], batch: _BatchCounts) -> None:
+    def _judge_hot(self, hot: Sequence[_Segment], stands_for: float, batch: _BatchCounts) -> None:
         scale = MARKS / self.threshold
-        stands_for = 1.0 if self.threshold == MARKS else float(COUNTED_REQUESTS)
         for segment in hot:
             behind = self._weights.behind(segment.at) * scale + self._hot_behind(segment.at)
             batch.hot_found.add(behind + segment.size, stands_for, len(segment.names), segment.size)
@@ -299,12 +296,14 @@ class LruCurve:
 
     def _hot_behind(self, at: int) -> float:
         """Weight of the hot segments used after `at`: nearly always all of them."""
+        if not self._segments:
+            return 0.0
         older = sum(segment.weight for segment in self._segments.values() if segment.at <= at)
         return self._hot_weight - older
 
     def _use(self, hot: Sequence[_Segment], taken: Sequence[int], together: int, size: float) -> None:
         """Mark names as used, deepest first. together: `_used_together` of their times, or 0."""
-        more = len(taken) + sum(len(segment.names) for segment in hot)
+        more = len(taken) + (sum(len(segment.names) for segment in hot) if hot else 0)
         if self._now + more >= self._weights.room:
             self._renumber(more)
         began_at = self._now
@@ -338,14 +337,20 @@ class LruCurve:
         while len(self._used_at) > self._most:
             self._lower_threshold()
 
-    def _count(self, head: list[int], depth: int, size: float) -> _Segment | None:
-        """Count a request's leading names. Returns those that become hot now; `depth` of them were hot before."""
+    def _is_counted(self, requests: int, one_in: int) -> Any:
+        """Of each of the next so many requests."""
+        numbers = np.arange(self.count + 1, self.count + 1 + requests, dtype=np.uint64)
+        return numbers * _GOLDEN < np.uint64(MARKS // one_in)
+
+    def _count(self, head: list[int], depth: int, size: float, weight: float) -> _Segment | None:
+        """Count a request's leading names. Returns those that become hot now; `depth` of them were hot before. weight:
+        in references of one of `COUNTED_REQUESTS`."""
         counts = self._counts
         for name in head:
-            counts[name] = counts.get(name, 0.0) + 1
+            counts[name] = counts.get(name, 0.0) + weight
         if len(counts) > CANDIDATES:
-            counts = self._counts = self._with_room(counts)
-        least = max(LEAST_COUNTED, HOT_SHARE * self._blocks / COUNTED_REQUESTS)
+            counts = self._counts = self._with_room(counts, weight)
+        least = max(LEAST_COUNTED * weight, HOT_SHARE * self._blocks / COUNTED_REQUESTS)
         segment = _Segment([], self._now, size)  # `_use` corrects the time
         for name in head[depth:]:
             if name in self._hot or len(self._hot) >= HOT_NAMES or counts.get(name, 0.0) < least:
@@ -361,11 +366,11 @@ class LruCurve:
         self._hot_weight += segment.weight
         return segment
 
-    def _with_room(self, counts: dict[int, float]) -> dict[int, float]:
-        """Candidates with one reference less each, without those that have none left, until there is room. J. Misra, D.
+    def _with_room(self, counts: dict[int, float], less: float) -> dict[int, float]:
+        """Candidates with so much less each, without those that have none left, until there is room. J. Misra, D.
         Gries, "Finding repeated elements", Science of Computer Programming 2 (2), 1982."""
         while len(counts) > CANDIDATES * 3 // 4:
-            lower = {name: count if name in self._hot else count - 1 for name, count in counts.items()}
+            lower = {name: count if name in self._hot else count - less for name, count in counts.items()}
             counts = {name: count for name, count in lower.items() if count > 0 or name in self._hot}
         return counts
 
@@ -393,16 +398,17 @@ class LruCurve:
             self._highest = [-name for name in self._used_at]
             heapify(self._highest)
 
-    def _make_way(self, marks: Marks) -> None:
-        """If these requests alone have more names than there is room for, lower the threshold first."""
-        passing = marks[marks <= np.uint64(self.threshold - 1)]
-        if len(passing) > self._most:
-            passing = np.unique(passing)
-            if len(passing) > self._most:
-                threshold = int(passing[self._most])
-                while self._highest and -self._highest[0] >= threshold:
-                    self._lower_threshold()
-                self.threshold = threshold
+    def _passing(self, marks: Marks) -> Any:
+        """Where names are sampled. If these requests alone have more of them than there is room for, the threshold is
+        lowered first."""
+        passing = np.flatnonzero(marks <= np.uint64(self.threshold - 1))
+        if len(passing) > self._most and len(names := np.unique(marks[passing])) > self._most:
+            threshold = int(names[self._most])
+            while self._highest and -self._highest[0] >= threshold:
+                self._lower_threshold()
+            self.threshold = threshold
+            passing = np.flatnonzero(marks <= np.uint64(threshold - 1))
+        return passing
 
     def _lower_threshold(self) -> None:
         name = -heappop(self._highest)
@@ -468,7 +474,6 @@ class _BatchCounts:
     """Counts of a batch of requests with equal blocks, in blocks."""
 
     def __init__(self) -> None:
-        self.cold_blocks = 0
         self.sampled = 0.0
         self.cold_found, self.hot_found = _References(), _References()
 
@@ -477,15 +482,15 @@ class _References:
     """References of names that were used before: their distances, and how many references each stands for."""
 
     def __init__(self) -> None:
-        self._rows = array("d")
+        self.rows = array("d")
 
     def add(self, distance: float, stands_for: float, references: int = 1, step: float = 0.0) -> None:
         """references: so many, each a step further away than the one before it."""
-        self._rows.extend((distance, stands_for, references, step))
+        self.rows.extend((distance, stands_for, references, step))
 
     def binned(self) -> Any:
         """References by bin: each distance in the bin that ends at the first edge >= it."""
-        nearest, stands_for, references, step = np.frombuffer(self._rows).reshape(-1, 4).T
+        nearest, stands_for, references, step = np.frombuffer(self.rows).reshape(-1, 4).T
         counts = references.astype(np.intp)
         before = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         distances = np.maximum(np.repeat(nearest, counts) + before * np.repeat(step, counts), 1.0)

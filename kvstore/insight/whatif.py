@@ -16,15 +16,15 @@ hundredth of the process's work, it samples fewer names.
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import expm1, inf, log
 from typing import Any, Protocol
 
 import numpy as np
 
-from kvstore.insight.lru_curve import BINS_PER_DOUBLING, MARKS, NAMES, SIZE, TOKENS, LruCurve, Marks
+from kvstore.insight.lru_curve import BINS_PER_DOUBLING, COUNTED_REQUESTS, MARKS, NAMES, SIZE, TOKENS, LruCurve, Marks
 from tiering.clock import Clock
 
 KEY_BYTES = 32
@@ -33,14 +33,17 @@ SCALES = (0.5, 1.0, 2.0, 4.0, 8.0, inf)
 HALF_LIFE_SECONDS = 1800.0
 TURN_SECONDS = 3600.0
 FADE_EVERY_SECONDS = 10.0
-MOST_QUEUED_BLOCKS = 1 << 16
+MOST_QUEUED_BLOCKS = 1 << 15
 """Blocks of queued look-ups, 32 bytes each; a longer look-up is dropped. One step works through all of them, some
 milliseconds, during which other threads run as usual. Each array operation releases the interpreter lock and takes it
 again, at the cost of the thread that serves: a few long arrays delay look-ups less than many short ones."""
 MOST_QUEUED_LOOKUPS = 1 << 11
-WAIT_SECONDS, LEAST_WAIT_SECONDS = 0.2, 0.02
+MANY_LOOKUPS, COUNTED_REQUESTS_OF_MANY = 64, 4 * COUNTED_REQUESTS
+"""So many look-ups of a kind in one step, above 320 a second, are enough to count references in fewer of them."""
+WAIT_SECONDS, LEAST_WAIT_SECONDS, FILLED = 0.2, 0.01, 0.75
 """From one step to the next. The longer the wait, the fewer steps take the interpreter lock from the thread that
-serves. It is shorter if half the queue fills sooner: above 160,000 blocks a second. At 3 million some are dropped."""
+serves. It is shorter if so much of the queue fills sooner: above 123,000 blocks a second. At 3.2 million some are
+dropped."""
 FEW_SAMPLED, FEW_NAMES = 2_000, 3_072
 """Below so many sampled references, or names, the snapshot's words warn. With 1,024 names the worst of ten samples of a
 public trace was off by 0.018 on average over sizes, with 256 by 0.035."""
@@ -63,8 +66,8 @@ _SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
 
 _Kind = tuple[int, int, int]
 """Of look-ups that are worked through together: namespace, bytes and tokens of a block."""
-_Offered = tuple[bytes, _Kind]
-"""A look-up that waits: its keys, joined, and its kind."""
+_Span = tuple[int, int, _Kind]
+"""Places of a look-up's keys in the queue's memory, the first and the one behind the last, and its kind."""
 
 
 class Stop(Protocol):
@@ -115,10 +118,9 @@ class WhatIf:
         self._salt = salt
         self._names = self._names_at_next_turn = self._most_names = names
         self._kinds: dict[int, _Kind] = {}  # of namespaces that were opened
-        self._queue: deque[_Offered] = deque()  # in their order
+        self._queue = LookupQueue()
         self._queue_lock = threading.Lock()  # held for an addition
-        self._queued_blocks = 0
-        self._lookups = self._dropped_lookups = self._dropped_blocks = 0
+        self._taken_lookups = self._dropped_lookups = self._dropped_blocks = 0
         self._lock = threading.Lock()  # guards the estimators; held for a batch
         now = clock.monotonic_seconds()
         self._turns = [_Turn(now, LruCurve(names), counts=True)]
@@ -129,38 +131,48 @@ class WhatIf:
         self._kinds[namespace] = namespace, block_bytes, block_tokens
 
     def looked_up(self, namespace: int, keys: Sequence[bytes]) -> bool:
-        """As `offer`, in a namespace that was opened; `False` and uncounted in another one."""
-        kind = self._kinds.get(namespace)
-        return kind is not None and self._offer(keys, kind)
-
-    def offer(self, namespace: int, keys: Sequence[bytes], block_bytes: int, block_tokens: int) -> bool:
-        """A look-up of these keys, `KEY_BYTES` each, the first block's first. block_bytes: that a block of the
-        namespace takes in a tier, more than 0. Never waits for work: where the queue is full, or the look-up longer
-        than it, returns `False` and counts it as dropped."""
-        return self._offer(keys, (namespace, block_bytes, block_tokens))
+        """A look-up of these keys, `KEY_BYTES` each, the first block's first, in a namespace that was opened; `False`
+        and uncounted in another one. Never waits for work: where the queue is full, or the look-up longer than it,
+        returns `False` and counts it as dropped."""
+        kind, count = self._kinds.get(namespace), len(keys)
+        if kind is None or not count:
+            return kind is not None
+        with self._queue_lock:
+            if self._queue.put(keys, count, kind):
+                return True
+            self._dropped_lookups += 1
+            self._dropped_blocks += count
+        return False
 
     def step(self) -> int:
         """Work through what waits; returns how many blocks that was. 0: nothing waits."""
-        batch = self._take()
+        with self._queue_lock:
+            batch = self._queue.take()
+            self._taken_lookups += len(batch)
         with self._lock:
             self._pass_time()
-            alike: dict[_Kind, list[bytes]] = {}  # in the order in which each kind came first
-            for keys, kind in batch:
-                alike.setdefault(kind, []).append(keys)
-            for (namespace, block_bytes, block_tokens), joined in alike.items():
-                lengths = [len(keys) // KEY_BYTES for keys in joined]
-                marks = marks_of(b"".join(joined), self._salt, namespace)
+            alike: dict[_Kind, list[_Span]] = {}  # in the order in which each kind came first
+            for span in batch:
+                alike.setdefault(span[2], []).append(span)
+            asked = [(kind, marks_of(self._queue.words(of), self._salt, kind[0]), of) for kind, of in alike.items()]
+            with self._queue_lock:
+                self._queue.taken()
+            for (_, block_bytes, block_tokens), marks, of in asked:
+                lengths = [end - start for start, end, _ in of]
+                one_in = COUNTED_REQUESTS if len(lengths) < MANY_LOOKUPS else COUNTED_REQUESTS_OF_MANY
                 for turn in self._turns:
-                    turn.curve.requests(marks, lengths, float(block_bytes), float(block_tokens))
-        return _blocks(batch)
+                    turn.curve.requests(marks, lengths, float(block_bytes), float(block_tokens), one_in)
+        return sum(len(marks) for _, marks, _ in asked)
 
     def run(self, stop: Stop, worked: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0)) -> None:
         """Step until `stop` is set; what is queued then is dropped. worked: CPU seconds of this thread and of the
         process."""
         weighed_at, (mine, everybodys) = self._clock.monotonic_seconds(), worked()
-        pause = WAIT_SECONDS
+        pause, dropped = WAIT_SECONDS, 0
         while not stop.is_set():
-            pause *= MOST_QUEUED_BLOCKS / 2 / max(1, self.step())  # by then half the queue is full, at that rate
+            came = self.step() + self._dropped_blocks - dropped
+            dropped = self._dropped_blocks
+            pause *= FILLED * MOST_QUEUED_BLOCKS / max(1, came)  # by then so much is queued, at that rate
             pause = min(WAIT_SECONDS, max(LEAST_WAIT_SECONDS, pause))
             stop.wait(pause)
             now = self._clock.monotonic_seconds()
@@ -185,7 +197,8 @@ class WhatIf:
     def snapshot(self, budget_bytes: float) -> WhatIfSnapshot:
         """Current figures. budget_bytes: scale 1."""
         with self._queue_lock:
-            lookups, dropped, dropped_blocks = self._lookups, self._dropped_lookups, self._dropped_blocks
+            dropped, dropped_blocks = self._dropped_lookups, self._dropped_blocks
+            lookups = self._taken_lookups + len(self._queue) + dropped
         with self._lock:
             self._pass_time()
             turn = self._turns[0]
@@ -212,36 +225,13 @@ class WhatIf:
     def check(self) -> None:
         """Verify the queue's bounds and each estimator's invariants."""
         with self._queue_lock:
-            assert self._queued_blocks == _blocks(self._queue) <= MOST_QUEUED_BLOCKS
-            assert len(self._queue) <= MOST_QUEUED_LOOKUPS and self._dropped_lookups <= self._lookups
+            self._queue.check()
         with self._lock:
             assert 1 <= len(self._turns) <= 2
             for turn in self._turns:
                 turn.curve.check()
 
     # Inside ---------------------------------------------------------------------------------------------------------
-
-    def _offer(self, keys: Sequence[bytes], kind: _Kind) -> bool:
-        """In the thread that serves the look-up. The keys are joined: each by itself would keep its memory until the
-        next step, and the next look-up's keys would be made in memory that no cache holds."""
-        count = len(keys)
-        if not count:
-            return True
-        with self._queue_lock:
-            self._lookups += 1
-            if len(self._queue) >= MOST_QUEUED_LOOKUPS or self._queued_blocks + count > MOST_QUEUED_BLOCKS:
-                self._dropped_lookups += 1
-                self._dropped_blocks += count
-                return False
-            self._queue.append((b"".join(keys), kind))
-            self._queued_blocks += count
-        return True
-
-    def _take(self) -> deque[_Offered]:
-        with self._queue_lock:
-            batch, self._queue = self._queue, deque()
-            self._queued_blocks = 0
-        return batch
 
     def _pass_time(self) -> None:
         """Decay counts, and rotate the estimators when it is time."""
@@ -270,14 +260,65 @@ class _Turn:
     counts: bool  # off at first, when nearly everything looks new
 
 
-def _blocks(lookups: Iterable[_Offered]) -> int:
-    return sum(len(keys) for keys, _ in lookups) // KEY_BYTES
+class LookupQueue:
+    """Look-ups that wait, in their order. Their keys are copied into memory that stays: what is allocated for each, and
+    freed by another thread, costs the thread that serves more in page faults than in copying."""
+
+    def __init__(self) -> None:
+        self._keys = memoryview(bytearray(MOST_QUEUED_BLOCKS * KEY_BYTES))
+        self._words = np.frombuffer(self._keys, "<u8").reshape(-1, KEY_BYTES // 8)[:, 0]  # hash bits
+        self._waiting: list[_Span] = []
+        self._end = 0  # where the next keys come
+        self._used = self._leaving = 0  # places; of these, those of look-ups that `take` has returned
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def put(self, keys: Sequence[bytes], count: int, kind: _Kind) -> bool:
+        """Returns `False` if there is no room. count: of the keys, 1 or more."""
+        start, used = self._end, self._used + count
+        if start + count > MOST_QUEUED_BLOCKS:  # they go to the start; the places behind are not used
+            used += MOST_QUEUED_BLOCKS - start
+            start = 0
+        if used > MOST_QUEUED_BLOCKS or len(self._waiting) >= MOST_QUEUED_LOOKUPS:
+            return False
+        end = start + count
+        self._keys[start * KEY_BYTES : end * KEY_BYTES] = b"".join(keys)
+        self._waiting.append((start, end, kind))
+        self._end, self._used = end, used
+        return True
+
+    def take(self) -> list[_Span]:
+        """All that wait. Their keys stay where they are until `taken`."""
+        batch, self._waiting = self._waiting, []
+        self._leaving = self._used
+        return batch
+
+    def words(self, spans: Sequence[_Span]) -> Any:
+        """The first eight bytes of each of their keys."""
+        joined = list[list[int]]()
+        for start, end, _ in spans:
+            if joined and joined[-1][1] == start:
+                joined[-1][1] = end
+            else:
+                joined.append([start, end])
+        return np.concatenate([self._words[start:end] for start, end in joined])
+
+    def taken(self) -> None:
+        self._used -= self._leaving
+        self._leaving = 0
+        if not self._used:
+            self._end = 0
+
+    def check(self) -> None:
+        places = sorted(span[:2] for span in self._waiting)
+        assert all(one[1] <= other[0] for one, other in pairwise(places)), "no place has two keys"
+        assert sum(end - start for start, end in places) <= self._used - self._leaving
+        assert self._used <= MOST_QUEUED_BLOCKS and len(self) <= MOST_QUEUED_LOOKUPS
 
 
-def marks_of(keys: bytes, salt: int, namespace: int) -> Marks:
-    """keys: `KEY_BYTES` each. Uses the first 8 bytes of each, which are hash bits."""
-    assert len(keys) % KEY_BYTES == 0, "keys are 32 bytes"
-    words = np.frombuffer(keys, "<u8")[:: KEY_BYTES // 8]
+def marks_of(words: Any, salt: int, namespace: int) -> Marks:
+    """words: the first 8 bytes of each key, which are hash bits."""
     (salt,) = mixed(np.array([namespace], np.uint64), salt).tolist()
     return mixed(words, salt)
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from kvstore.insight.lru_curve import HOT_NAMES, LEAST_NAMES, MARKS, NAMES, SIZE, TOKENS, LruCurve
+from kvstore.insight.lru_curve import COUNTED_REQUESTS, HOT_NAMES, LEAST_NAMES, MARKS, NAMES, SIZE, TOKENS, LruCurve
 from kvstore.insight.whatif import mixed
 from kvstore.insight.whatif_trace import curve_of, marks_of_blocks
 from recorded import PUBLIC, recorded
@@ -188,19 +188,20 @@ def test_the_sample_stands_for_all() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("many", [1, 4])
 @pytest.mark.parametrize("seed", range(2))
-def test_a_long_prompt_of_every_second_request_bends_nothing(seed: int) -> None:
+def test_a_long_prompt_of_every_second_request_bends_nothing(seed: int, many: int) -> None:
     """As an agent's: 200 blocks, 80 % of all references. Hot names are looked for in requests that are not all of one
-    kind, whatever their order."""
+    kind, whatever their order. many: times as many requests, of which as many are counted."""
     random = np.random.default_rng(1)
     requests: list[Request] = []
-    for at in range(4_000):
+    for at in range(4_000 * many):
         document = (at % 2, int(random.integers(0, 1_000)))
         names = [*range(200 * (at % 2)), *((document, part) for part in range(20)), *((at, part) for part in range(5))]
         requests.append((names, 1))
     curve = LruCurve(1_024)
     for names, _ in requests:
-        curve.requests(mixed(marks(names), seed), [len(names)], 1.0, 16.0)
+        curve.requests(mixed(marks(names), seed), [len(names)], 1.0, 16.0, many * COUNTED_REQUESTS)
     sizes = np.geomspace(500, 30_000, 10).tolist()
     off = np.abs(np.array(curve.hit_rates(sizes)) - rates(requests, by_tree(requests), sizes))
     print(f"seed {seed}: MAE {off.mean():.4f}, worst {off.max():.4f}, {curve.hot_names} hot names")

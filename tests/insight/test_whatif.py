@@ -1,4 +1,4 @@
-"""The live side: look-ups are offered without waiting, worked through elsewhere, and read as a curve."""
+"""The live side: look-ups are taken without waiting, worked through elsewhere, and read as a curve."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from kvstore.insight.whatif import (
     SCALES,
     TURN_SECONDS,
     WEIGHED_AFTER_WORK_SECONDS,
+    LookupQueue,
     WhatIf,
     marks_of,
 )
@@ -58,6 +59,11 @@ def chain(ids: Sequence[object]) -> list[bytes]:
     return [key(*ids[: at + 1]) for at in range(len(ids))]
 
 
+def looked_up(whatif: WhatIf, namespace: int, keys: Sequence[bytes], block_bytes: int = BLOCK_BYTES) -> bool:
+    whatif.opened(namespace, block_bytes, BLOCK_TOKENS)
+    return whatif.looked_up(namespace, keys)
+
+
 def work_through(whatif: WhatIf) -> None:
     while whatif.step():
         pass
@@ -70,7 +76,7 @@ def test_with_nothing_sampled_out_the_curve_is_exact(prompts: list[tuple[list[in
     whatif = WhatIf(HandClock(), SALT)
     requests = []
     for ids, namespace in prompts * times:
-        assert whatif.offer(namespace, chain(ids), namespace * BLOCK_BYTES, BLOCK_TOKENS)
+        assert looked_up(whatif, namespace, chain(ids), namespace * BLOCK_BYTES)
         work_through(whatif)  # at once: look-ups that are worked through together are put together by namespace
         names = [(namespace, *ids[: at + 1]) for at in range(len(ids))]
         requests.append((names, namespace * BLOCK_BYTES))
@@ -92,25 +98,59 @@ def test_with_nothing_sampled_out_the_curve_is_exact(prompts: list[tuple[list[in
 def test_a_full_queue_drops_and_counts() -> None:
     whatif = WhatIf(HandClock(), SALT)
     half = chain(range(8)) * (MOST_QUEUED_BLOCKS // 16)
-    assert whatif.offer(1, half, BLOCK_BYTES, BLOCK_TOKENS) and whatif.offer(1, half, BLOCK_BYTES, BLOCK_TOKENS)
-    assert not whatif.offer(1, half[:1], BLOCK_BYTES, BLOCK_TOKENS), "as many blocks wait as may"
+    assert looked_up(whatif, 1, half) and looked_up(whatif, 1, half)
+    assert not looked_up(whatif, 1, half[:1]), "as many blocks wait as may"
     whatif.check()
     told = whatif.snapshot(1e9)
     assert (told.lookups, told.dropped_lookups, told.dropped_blocks) == (3, 1, 1)
     work_through(whatif)
-    assert whatif.offer(1, half[:1], BLOCK_BYTES, BLOCK_TOKENS), "there is room again"
-    assert not whatif.offer(1, [bytes(32)] * (MOST_QUEUED_BLOCKS + 1), BLOCK_BYTES, BLOCK_TOKENS), "never fits"
+    assert looked_up(whatif, 1, half[:1]), "there is room again"
+    assert not looked_up(whatif, 1, [bytes(32)] * (MOST_QUEUED_BLOCKS + 1)), "never fits"
     work_through(whatif)
-    taken = sum(whatif.offer(1, [key(at)], BLOCK_BYTES, BLOCK_TOKENS) for at in range(MOST_QUEUED_LOOKUPS + 7))
+    taken = sum(looked_up(whatif, 1, [key(at)]) for at in range(MOST_QUEUED_LOOKUPS + 7))
     assert taken == MOST_QUEUED_LOOKUPS
     whatif.check()
     work_through(whatif)
     assert "came too fast and are left out" in whatif.snapshot(1e9).words
-    assert whatif.offer(1, [], BLOCK_BYTES, BLOCK_TOKENS), "nothing is no look-up"
+    assert looked_up(whatif, 1, []), "nothing is no look-up"
     assert whatif.step() == 0
 
 
-def test_an_offer_does_not_wait_for_work() -> None:
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_what_waits_is_read_as_it_was_put(data: st.DataObject) -> None:
+    """Whatever the lengths, and whatever is put between taking look-ups and having read them."""
+    queue, came, read = LookupQueue(), list[tuple[list[int], int]](), list[tuple[list[int], int]]()
+    lengths = st.one_of(st.integers(1, 9), st.integers(1, MOST_QUEUED_BLOCKS), st.just(MOST_QUEUED_BLOCKS // 2))
+    number = 0
+
+    def put() -> None:
+        nonlocal number
+        for length in data.draw(st.lists(lengths, max_size=5)):
+            words = list(range(number, number + length))
+            kind = data.draw(st.integers(1, 2)), BLOCK_BYTES, BLOCK_TOKENS
+            if queue.put([word.to_bytes(8, "little") + bytes(24) for word in words], length, kind):
+                came.append((words, kind[0]))
+                number += length
+            queue.check()
+
+    for _ in range(data.draw(st.integers(1, 6))):
+        put()
+        spans = queue.take()
+        put()
+        for span in spans:
+            read.append((queue.words([span]).tolist(), span[2][0]))
+        assert not spans or queue.words(spans).tolist() == [word for words, _ in read[-len(spans) :] for word in words]
+        queue.taken()
+        queue.check()
+    assert read == came[: len(read)] and len(queue) == len(came) - len(read)
+    queue.take()
+    queue.taken()
+    whole = [bytes(32)] * MOST_QUEUED_BLOCKS
+    assert queue.put(whole, len(whole), (1, BLOCK_BYTES, BLOCK_TOKENS)), "an empty queue takes all that it ever can"
+
+
+def test_a_look_up_does_not_wait_for_work() -> None:
     """The clock is read in the middle of a step; here it stands still there."""
     reads, goes_on = threading.Event(), threading.Event()
 
@@ -125,7 +165,7 @@ def test_an_offer_does_not_wait_for_work() -> None:
     worker = threading.Thread(target=whatif.step)
     worker.start()
     assert reads.wait(30)
-    assert whatif.offer(1, chain(range(4)), BLOCK_BYTES, BLOCK_TOKENS), "in this thread, which would hang"
+    assert looked_up(whatif, 1, chain(range(4))), "in this thread, which would hang"
     goes_on.set()
     worker.join(30)
     assert not worker.is_alive() and whatif.step() == 4
@@ -135,7 +175,7 @@ def test_it_runs_until_it_is_stopped() -> None:
     whatif, stop = WhatIf(HandClock(), SALT), threading.Event()
     worker = threading.Thread(target=whatif.run, args=(stop,))
     for _ in range(50):
-        whatif.offer(1, chain(range(4)), BLOCK_BYTES, BLOCK_TOKENS)
+        looked_up(whatif, 1, chain(range(4)))
     worker.start()
     while whatif.snapshot(1e9).asked_tokens < 200 * BLOCK_TOKENS:
         assert worker.is_alive()
@@ -164,7 +204,7 @@ def test_a_busy_queue_is_worked_through_in_time_and_a_quiet_one_seldom(
         def wait(self, timeout: float | None = None) -> bool:
             assert timeout is not None
             for at in range(round(blocks_a_second * timeout / 400)):
-                whatif.offer(1, look_ups[at % len(look_ups)], BLOCK_BYTES, BLOCK_TOKENS)
+                looked_up(whatif, 1, look_ups[at % len(look_ups)])
             waits.append(timeout)
             clock.now += timeout
             return False
@@ -178,7 +218,7 @@ def test_a_busy_queue_is_worked_through_in_time_and_a_quiet_one_seldom(
 def test_what_was_counted_half_an_hour_ago_counts_half() -> None:
     clock = HandClock()
     whatif = WhatIf(clock, SALT)
-    whatif.offer(1, chain(range(100)), BLOCK_BYTES, BLOCK_TOKENS)
+    looked_up(whatif, 1, chain(range(100)))
     work_through(whatif)
     before = whatif.snapshot(1e9)
     clock.now += HALF_LIFE_SECONDS
@@ -195,7 +235,7 @@ def test_estimators_take_turns_of_an_hour() -> None:
 
     def an_hour(*name: object) -> None:
         for at in range(60):
-            whatif.offer(1, chain([*name, at % 6]), BLOCK_BYTES, BLOCK_TOKENS)
+            looked_up(whatif, 1, chain([*name, at % 6]))
             work_through(whatif)
             clock.now += TURN_SECONDS / 60
         whatif.check()
@@ -215,7 +255,7 @@ def test_estimators_take_turns_of_an_hour() -> None:
 
 def test_nobody_without_the_salt_can_tell_what_is_sampled() -> None:
     """Neither by keys that differ little, nor in another namespace, nor with another salt."""
-    keys = b"".join(at.to_bytes(8, "little") + bytes(24) for at in range(4_096))
+    keys = np.arange(4_096, dtype=np.uint64)
     marks = marks_of(keys, SALT, 1)
     assert len(np.unique(marks)) == len(marks)
     for others in (marks_of(keys, SALT, 2), marks_of(keys, SALT + 1, 1)):
@@ -230,17 +270,17 @@ def test_the_words_say_how_far_to_trust_it() -> None:
     assert whatif.snapshot(1e9).words == "nothing was looked up yet"
     assert whatif.snapshot(0).curve == ()
     for at in range(100):
-        whatif.offer(1, chain([at, at]), BLOCK_BYTES, BLOCK_TOKENS)
+        looked_up(whatif, 1, chain([at, at]))
     work_through(whatif)
     words = whatif.snapshot(1e9).words
     assert words.startswith("estimated for LRU from 16 names") and "of so few names only" in words
     whatif = WhatIf(HandClock(), SALT)
-    whatif.offer(1, chain(range(100)), BLOCK_BYTES, BLOCK_TOKENS)
+    looked_up(whatif, 1, chain(range(100)))
     work_through(whatif)
     words = whatif.snapshot(1e9).words
     assert words.startswith("estimated for LRU from 100 names, 100 % of all; of 100 sampled references only")
     for _ in range(20):
-        whatif.offer(1, chain(range(100)), BLOCK_BYTES, BLOCK_TOKENS)
+        looked_up(whatif, 1, chain(range(100)))
     work_through(whatif)
     assert "several points" not in whatif.snapshot(1e9).words, "all names, and references enough"
 
@@ -252,7 +292,7 @@ def test_where_sampling_takes_much_of_the_work_fewer_names_are_sampled_and_later
 
     def ask_for(first: int) -> int:
         for at in range(first, first + 3_000):
-            whatif.offer(1, chain([at]), BLOCK_BYTES, BLOCK_TOKENS)
+            looked_up(whatif, 1, chain([at]))
             whatif.step()
         whatif.check()
         return whatif.snapshot(1e9).sampled_names
@@ -282,7 +322,7 @@ def test_a_worker_that_takes_far_too_much_samples_far_fewer_names_at_once() -> N
     """Until then a sidecar that starts under load spends much of a core on it."""
     whatif = WhatIf(HandClock(), SALT, 2_048)
     for at in range(3_000):
-        whatif.offer(1, chain([at]), BLOCK_BYTES, BLOCK_TOKENS)
+        looked_up(whatif, 1, chain([at]))
         whatif.step()
     whatif.weigh(0.5, 10.0, 5.0)  # five times what it may
     assert whatif.snapshot(1e9).sampled_names <= 2_048 // 5
@@ -295,7 +335,7 @@ def test_a_burst_of_work_is_weighed_at_once_and_a_little_every_five_seconds() ->
     clock, spent = HandClock(), [0.0]
     whatif = WhatIf(clock, SALT, 2_048)
     for at in range(3_000):
-        whatif.offer(1, chain([at]), BLOCK_BYTES, BLOCK_TOKENS)
+        looked_up(whatif, 1, chain([at]))
         whatif.step()
 
     class Steps:
@@ -321,7 +361,7 @@ def test_a_burst_of_work_is_weighed_at_once_and_a_little_every_five_seconds() ->
     assert names_after(Steps(1, 1.5 * WEIGHED_AFTER_WORK_SECONDS)) <= FEWEST_NAMES, "weighed at once"
     whatif = WhatIf(clock, SALT, 2_048)
     for at in range(3_000):
-        whatif.offer(1, chain([at]), BLOCK_BYTES, BLOCK_TOKENS)
+        looked_up(whatif, 1, chain([at]))
         whatif.step()
     assert 2_048 // 6 <= names_after(Steps(25, 0.001)) <= 2_048 // 4, "weighed after five seconds: five times too much"
 
@@ -330,7 +370,7 @@ def test_the_rate_of_tokens_is_what_was_asked_for_in_a_second() -> None:
     clock = HandClock()
     whatif = WhatIf(clock, SALT)
     for seconds in range(5_000):
-        whatif.offer(1, chain([seconds % 7, 1]), BLOCK_BYTES, BLOCK_TOKENS)
+        looked_up(whatif, 1, chain([seconds % 7, 1]))
         clock.now += 1.0
         work_through(whatif)
         if seconds in (100, 1_000, 3_000, 4_999):
@@ -358,13 +398,13 @@ def test_memory_is_bounded_with_two_estimators_and_a_full_queue() -> None:
         most = 0
         for at in range(120):
             raw = random.bytes(32 * (MOST_QUEUED_BLOCKS if at % 40 == 0 else 300))
-            whatif.offer(1, [raw[start : start + 32] for start in range(0, len(raw), 32)], BLOCK_BYTES, BLOCK_TOKENS)
+            looked_up(whatif, 1, [raw[start : start + 32] for start in range(0, len(raw), 32)])
             del raw
             tracemalloc.reset_peak()
             work_through(whatif)
             clock.now += TURN_SECONDS / 55
             most = max(most, _held(tracemalloc.take_snapshot())) if at % 40 == 39 else most
-        while whatif.offer(1, [random.bytes(32) for _ in range(16)], BLOCK_BYTES, BLOCK_TOKENS):
+        while looked_up(whatif, 1, [random.bytes(32) for _ in range(16)]):
             pass
         most = max(most, _held(tracemalloc.take_snapshot()))
     finally:
@@ -408,14 +448,14 @@ def test_few_blocks_take_work() -> None:
     chains, seconds = list(trace.chains()), (trace.timestamps_ms / 1000).tolist()
     for lap in range(3):
         keys = [key(block, lap if block else 0) for block in range(trace.distinct_blocks)]
-        offered = worked = 0.0
+        handed = worked = 0.0
         blocks = waiting = 0
         for names, second in zip(chains, seconds, strict=True):
             clock.now = 1_000 + lap * TURN_SECONDS + second
             look_up = [keys[name] for name in names]
             before = time.thread_time()
-            assert whatif.offer(1, look_up, BLOCK_BYTES, BLOCK_TOKENS)
-            offered += time.thread_time() - before
+            assert looked_up(whatif, 1, look_up)
+            handed += time.thread_time() - before
             blocks += len(names)
             waiting += len(names)
             if waiting >= 2_000:
@@ -423,10 +463,10 @@ def test_few_blocks_take_work() -> None:
                 work_through(whatif)
                 worked += time.thread_time() - before
                 waiting = 0
-        per_block = [1e6 * one / blocks for one in (offered, worked)]
+        per_block = [1e6 * one / blocks for one in (handed, worked)]
         copied, verified = copy_us()
         print(
-            f"hour {lap + 1}: {per_block[0]:.2f} us a block to offer, {per_block[1]:.2f} us behind the answer: "
+            f"hour {lap + 1}: {per_block[0]:.2f} us a block to hand over, {per_block[1]:.2f} us behind the answer: "
             f"{100 * sum(per_block) / copied:.2f} % of a copy of 2 MiB ({copied:.0f} us), "
             f"{100 * sum(per_block) / verified:.2f} % of one with its digest ({verified:.0f} us)"
         )
