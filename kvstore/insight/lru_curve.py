@@ -154,8 +154,8 @@ class LruCurve:
         at = hot_blocks = 0
         columns = (column[is_looked_at].tolist() for column in (ends - long, long, passes, is_counted, firsts))
         for start, length, passed, counts, first in zip(*columns, strict=True):
-            head = marks[start : start + min(length, HOT_DEPTH)] if counts or first in self._segments else marks[:0]
-            hot, depth = self._hot_prefix(names := head.tolist())
+            names = marks[start : start + min(length, HOT_DEPTH)].tolist() if counts or first in self._segments else []
+            hot, depth = self._hot_prefix(names)
             taken = passing_names[at : at + passed]
             if depth or self.threshold < threshold:  # it has fallen since
                 of = zip(places[at : at + passed], taken, strict=True)
@@ -229,10 +229,8 @@ class LruCurve:
         """Verify the invariants that hold between two requests."""
         assert len(self._used_at) <= self._most and len(self._hot) <= HOT_NAMES and len(self._counts) <= CANDIDATES
         assert all(name < self.threshold for name in self._used_at) and not self._used_at.keys() & self._hot.keys()
-        assert (
-            not self._used_at.keys() - {-one for one in self._highest}
-            and len(self._highest) <= 2 * self._most + HOT_NAMES
-        )
+        assert self._used_at.keys() <= {-one for one in self._highest}
+        assert len(self._highest) <= 2 * self._most + HOT_NAMES
         when = [*self._used_at.values(), *(at for one in self._segments.values() for at in one.times)]
         assert len(dict.fromkeys(when)) == len(when) and max(when, default=-1) < self._now <= self._weights.room
         assert self._hot == {name: one for one in self._segments.values() for name in one.names}

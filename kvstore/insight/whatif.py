@@ -18,7 +18,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from math import expm1, inf, log
 from typing import Any, Protocol
 
@@ -38,8 +37,8 @@ MOST_QUEUED_BLOCKS = 1 << 15
 milliseconds, during which other threads run as usual. Each array operation releases the interpreter lock and takes it
 again, at the cost of the thread that serves: a few long arrays delay look-ups less than many short ones."""
 MOST_QUEUED_LOOKUPS = 1 << 11
-MANY_LOOKUPS, COUNTED_REQUESTS_OF_MANY = 64, 4 * COUNTED_REQUESTS
-"""So many look-ups of a kind in one step, above 320 a second, are enough to count references in fewer of them."""
+MANY_LOOKUPS, COUNTED_REQUESTS_OF_MANY = 32, 4 * COUNTED_REQUESTS
+"""So many look-ups of a kind in one step, above 160 a second, are enough to count references in fewer of them."""
 WAIT_SECONDS, LEAST_WAIT_SECONDS, FILLED = 0.2, 0.01, 0.75
 """From one step to the next. The longer the wait, the fewer steps take the interpreter lock from the thread that
 serves. It is shorter if so much of the queue fills sooner: above 123,000 blocks a second. At 3.2 million some are
@@ -66,8 +65,8 @@ _SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
 
 _Kind = tuple[int, int, int]
 """Of look-ups that are worked through together: namespace, bytes and tokens of a block."""
-_Span = tuple[int, int, _Kind]
-"""Places of a look-up's keys in the queue's memory, the first and the one behind the last, and its kind."""
+_Waiting = tuple[bytes, _Kind]
+"""A look-up that waits: its keys, joined, and its kind."""
 
 
 class Stop(Protocol):
@@ -118,8 +117,9 @@ class WhatIf:
         self._salt = salt
         self._names = self._names_at_next_turn = self._most_names = names
         self._kinds: dict[int, _Kind] = {}  # of namespaces that were opened
-        self._queue = LookupQueue()
+        self._queue: list[_Waiting] = []
         self._queue_lock = threading.Lock()  # held for an addition
+        self._queued_blocks = 0
         self._taken_lookups = self._dropped_lookups = self._dropped_blocks = 0
         self._lock = threading.Lock()  # guards the estimators; held for a batch
         now = clock.monotonic_seconds()
@@ -137,8 +137,13 @@ class WhatIf:
         kind, count = self._kinds.get(namespace), len(keys)
         if kind is None or not count:
             return kind is not None
+        # In the thread that serves the look-up: each line costs it some tenths of a microsecond, for code and data that
+        # are in no cache. Each key by itself would keep its memory until the next step, and those of the next look-up
+        # would be made in memory that is in no cache either.
         with self._queue_lock:
-            if self._queue.put(keys, count, kind):
+            if self._queued_blocks + count <= MOST_QUEUED_BLOCKS and len(self._queue) < MOST_QUEUED_LOOKUPS:
+                self._queued_blocks += count
+                self._queue.append((b"".join(keys), kind))
                 return True
             self._dropped_lookups += 1
             self._dropped_blocks += count
@@ -147,22 +152,21 @@ class WhatIf:
     def step(self) -> int:
         """Work through what waits; returns how many blocks that was. 0: nothing waits."""
         with self._queue_lock:
-            batch = self._queue.take()
+            batch, self._queue = self._queue, []
+            blocks, self._queued_blocks = self._queued_blocks, 0
             self._taken_lookups += len(batch)
         with self._lock:
             self._pass_time()
-            alike: dict[_Kind, list[_Span]] = {}  # in the order in which each kind came first
-            for span in batch:
-                alike.setdefault(span[2], []).append(span)
-            asked = [(kind, marks_of(self._queue.words(of), self._salt, kind[0]), of) for kind, of in alike.items()]
-            with self._queue_lock:
-                self._queue.taken()
-            for (_, block_bytes, block_tokens), marks, of in asked:
-                lengths = [end - start for start, end, _ in of]
+            alike: dict[_Kind, list[bytes]] = {}  # in the order in which each kind came first
+            for keys, kind in batch:
+                alike.setdefault(kind, []).append(keys)
+            for (namespace, block_bytes, block_tokens), joined in alike.items():
+                lengths = [len(keys) // KEY_BYTES for keys in joined]
+                marks = marks_of(b"".join(joined), self._salt, namespace)
                 one_in = COUNTED_REQUESTS if len(lengths) < MANY_LOOKUPS else COUNTED_REQUESTS_OF_MANY
                 for turn in self._turns:
                     turn.curve.requests(marks, lengths, float(block_bytes), float(block_tokens), one_in)
-        return sum(len(marks) for _, marks, _ in asked)
+        return blocks
 
     def run(self, stop: Stop, worked: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0)) -> None:
         """Step until `stop` is set; what is queued then is dropped. worked: CPU seconds of this thread and of the
@@ -225,7 +229,8 @@ class WhatIf:
     def check(self) -> None:
         """Verify the queue's bounds and each estimator's invariants."""
         with self._queue_lock:
-            self._queue.check()
+            blocks = sum(len(keys) for keys, _ in self._queue) // KEY_BYTES
+            assert self._queued_blocks == blocks <= MOST_QUEUED_BLOCKS and len(self._queue) <= MOST_QUEUED_LOOKUPS
         with self._lock:
             assert 1 <= len(self._turns) <= 2
             for turn in self._turns:
@@ -260,72 +265,18 @@ class _Turn:
     counts: bool  # off at first, when nearly everything looks new
 
 
-class LookupQueue:
-    """Look-ups that wait, in their order. Their keys are copied into memory that stays: what is allocated for each, and
-    freed by another thread, costs the thread that serves more in page faults than in copying."""
-
-    def __init__(self) -> None:
-        self._keys = memoryview(bytearray(MOST_QUEUED_BLOCKS * KEY_BYTES))
-        self._words = np.frombuffer(self._keys, "<u8").reshape(-1, KEY_BYTES // 8)[:, 0]  # hash bits
-        self._waiting: list[_Span] = []
-        self._end = 0  # where the next keys come
-        self._used = self._leaving = 0  # places; of these, those of look-ups that `take` has returned
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def put(self, keys: Sequence[bytes], count: int, kind: _Kind) -> bool:
-        """Returns `False` if there is no room. count: of the keys, 1 or more."""
-        start, used = self._end, self._used + count
-        if start + count > MOST_QUEUED_BLOCKS:  # they go to the start; the places behind are not used
-            used += MOST_QUEUED_BLOCKS - start
-            start = 0
-        if used > MOST_QUEUED_BLOCKS or len(self._waiting) >= MOST_QUEUED_LOOKUPS:
-            return False
-        end = start + count
-        self._keys[start * KEY_BYTES : end * KEY_BYTES] = b"".join(keys)
-        self._waiting.append((start, end, kind))
-        self._end, self._used = end, used
-        return True
-
-    def take(self) -> list[_Span]:
-        """All that wait. Their keys stay where they are until `taken`."""
-        batch, self._waiting = self._waiting, []
-        self._leaving = self._used
-        return batch
-
-    def words(self, spans: Sequence[_Span]) -> Any:
-        """The first eight bytes of each of their keys."""
-        joined = list[list[int]]()
-        for start, end, _ in spans:
-            if joined and joined[-1][1] == start:
-                joined[-1][1] = end
-            else:
-                joined.append([start, end])
-        return np.concatenate([self._words[start:end] for start, end in joined])
-
-    def taken(self) -> None:
-        self._used -= self._leaving
-        self._leaving = 0
-        if not self._used:
-            self._end = 0
-
-    def check(self) -> None:
-        places = sorted(span[:2] for span in self._waiting)
-        assert all(one[1] <= other[0] for one, other in pairwise(places)), "no place has two keys"
-        assert sum(end - start for start, end in places) <= self._used - self._leaving
-        assert self._used <= MOST_QUEUED_BLOCKS and len(self) <= MOST_QUEUED_LOOKUPS
-
-
-def marks_of(words: Any, salt: int, namespace: int) -> Marks:
-    """words: the first 8 bytes of each key, which are hash bits."""
+def marks_of(keys: bytes, salt: int, namespace: int) -> Marks:
+    """keys: `KEY_BYTES` each. Uses the first 8 bytes of each, which are hash bits."""
+    assert len(keys) % KEY_BYTES == 0, "keys are 32 bytes"
+    words = np.frombuffer(keys, "<u8")[:: KEY_BYTES // 8]
     (salt,) = mixed(np.array([namespace], np.uint64), salt).tolist()
     return mixed(words, salt)
 
 
 def mixed(words: Any, salt: int) -> Marks:
     """Numbers to marks: G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014."""
-    marks: Marks = (words ^ np.uint64(salt)) + np.uint64(_ODD)
+    marks: Marks = words ^ np.uint64(salt)
+    marks += np.uint64(_ODD)
     marks ^= marks >> _SHIFTS[0]
     marks *= _ODDS[0]
     marks ^= marks >> _SHIFTS[1]

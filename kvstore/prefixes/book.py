@@ -44,7 +44,7 @@ MOST_NODES, MOST_BLOCKS = 1 << 13, 1 << 16
 MOST_SKETCHES, MOST_SKETCH_BYTES = 1024, 16 << 20
 MOST_TREES, LEAST_NODES = 64, 16
 """Per tenant: namespaces that are followed, the most recent; nodes that each may have in any case."""
-FREE_A_SECOND, ONE_IN = 32, 17
+FREE_A_SECOND, ONE_IN = 32, 67
 """Per tenant, of look-ups and of leases: so many a second are followed, and of the rest one in so many."""
 MOST_QUEUED, MOST_QUEUED_BLOCKS = 256, 1 << 14
 PROMPTS_A_SECOND, MOST_PROMPTS_AT_ONCE = 2.0, 32
