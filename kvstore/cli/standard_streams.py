@@ -52,8 +52,8 @@ def show_any_text() -> None:
 
 
 def quiet_optional_libraries() -> None:
-    """Drop what libraries that transformers imports if they are installed, and no command uses, warn of at import:
-    standard error has our one line only."""
+    """Silence what libraries warn of when transformers imports them: no command uses these, and standard error has our
+    one line only."""
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
 

@@ -142,7 +142,7 @@ class LruCurve:
         passes = np.bincount(np.searchsorted(ends, passing, "right"), minlength=len(long))
         is_counted = self._is_counted(len(long), one_in)
         is_looked_at = (passes > 0) | is_counted
-        if self._segments:
+        if self._segments:  # what becomes hot below is missed until the next call, where nothing else is looked at
             is_looked_at |= np.isin(firsts, np.fromiter(self._segments, np.uint64))
         if self.count // LOOKED_AT_REQUESTS < (self.count + len(long)) // LOOKED_AT_REQUESTS:
             self._cool_down()
