@@ -28,6 +28,10 @@ TENSOR_SAMPLE_BYTES = 4 << 10
 """From the middle of every tensor of a large safetensors file. Training, or merging an adapter, changes all of a tensor
 and may change few tensors, which samples spread over the file can miss."""
 
+EMBEDDING_NAMES = ("embed", "wte", "token_embd")
+"""In the names of token embeddings, which are hashed whole: training may change the rows of a few new tokens alone,
+which no sample meets."""
+
 BLIND_SAMPLES, BLIND_SAMPLE_BYTES = 1024, 4 << 10
 """Of a large file whose tensors cannot be located without unpickling it."""
 
@@ -64,9 +68,9 @@ def model_fingerprint(model_dir: str | Path) -> str:
     model_dir: the directory that the engine loads from, or a single weight file. A hub id is not looked up: give the
     directory of its snapshot. Covers the fields of config.json that can change KV, quantisation settings, indices and
     model code; of every weight file (*.safetensors, *.bin, *.pt, *.pth, *.gguf) its size, and all bytes where these are
-    at most 256 MiB together. Of larger models: the whole header of a safetensors file, 4 KiB of each of its tensors and
-    16 samples of 16 KiB; 1024 samples of 4 KiB of any other file. A change so small that it hides between the samples,
-    such as an edit of single weights in place, has to be announced by `weights_epoch`.
+    at most 256 MiB together. Of larger models: the whole header of a safetensors file, its token embeddings, 4 KiB of
+    each other tensor and 16 samples of 16 KiB; 1024 samples of 4 KiB of any other file. A change so small that it hides
+    between the samples, such as an edit of single weights in place, has to be announced by `weights_epoch`.
 
     Raises `BadInput`, one line, where there are no weights or they cannot be read.
     """
@@ -187,7 +191,11 @@ def _ranges(file: BinaryIO, size: int, path: Path) -> Iterator[tuple[int, int]]:
         return
     data, tensors = _safetensors_header(file, size, path)
     yield 0, data
-    for start, stop in tensors:
+    for start, stop, name in tensors:
+        if any(part in name for part in EMBEDDING_NAMES):
+            for piece in range(data + start, data + stop, _PIECE_BYTES):
+                yield piece, min(piece + _PIECE_BYTES, data + stop)
+            continue
         middle = data + (start + stop - TENSOR_SAMPLE_BYTES) // 2
         yield max(data + start, middle), min(data + stop, middle + TENSOR_SAMPLE_BYTES)
     yield from _spread(data, size, SAMPLES, SAMPLE_BYTES)
@@ -203,8 +211,8 @@ def _spread(start: int, stop: int, samples: int, sample_bytes: int) -> Iterator[
         yield at, at + sample_bytes
 
 
-def _safetensors_header(file: BinaryIO, size: int, path: Path) -> tuple[int, list[tuple[int, int]]]:
-    """Where the data begins, and each tensor's (start, stop) in it, in the order in which they lie.
+def _safetensors_header(file: BinaryIO, size: int, path: Path) -> tuple[int, list[tuple[int, int, str]]]:
+    """Where the data begins, and each tensor's (start, stop, name) in it, in the order in which they lie.
 
     The format: 8 bytes, the header's length (little-endian); the header, which is JSON; the data.
     """
@@ -213,9 +221,9 @@ def _safetensors_header(file: BinaryIO, size: int, path: Path) -> tuple[int, lis
         if length > MAX_HEADER_BYTES or 8 + length > size:
             raise ValueError(f"a header of {length} bytes in a file of {size}")
         header = json.loads(file.read(length))
-        offsets = [entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"]
-        tensors = sorted((int(start), int(stop)) for start, stop in offsets)
-        if any(not 0 <= start <= stop <= size - 8 - length for start, stop in tensors):
+        offsets = [(*entry["data_offsets"], name) for name, entry in header.items() if name != "__metadata__"]
+        tensors = sorted((int(start), int(stop), name) for start, stop, name in offsets)
+        if any(not 0 <= start <= stop <= size - 8 - length for start, stop, _ in tensors):
             raise ValueError("a tensor outside the file")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise BadInput(f"{path} is not a safetensors file ({error}); is it still being downloaded?") from None

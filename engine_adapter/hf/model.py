@@ -21,10 +21,12 @@ from kvstore.block.errors import BadInput
 from kvstore.block.layout import DTYPE_BYTES, Layout
 
 HASH_WHOLE_BYTES = 256 << 20
-"""Models up to this size are hashed whole; of larger ones, samples of every tensor."""
+"""Models up to this size are hashed whole; of larger ones the token embeddings, and samples of every other tensor."""
 
 SAMPLES_PER_TENSOR = 16
 SAMPLE_BYTES = 16 << 10
+PIECE_BYTES = 16 << 20
+"""A tensor that is hashed whole is copied to the host in such pieces."""
 
 _FIELDS_WITHOUT_EFFECT = frozenset(
     "_name_or_path architectures bos_token_id chunk_size_feed_forward dtype eos_token_id id2label initializer_range "
@@ -118,19 +120,23 @@ def fingerprint(model: torch.nn.Module) -> str:
     """BLAKE2b-256 of a model's weights and configuration, as hexadecimal text.
 
     Covers the name, shape and dtype of every parameter and buffer, and their bytes: all of them up to 256 MiB in total,
-    beyond that 16 samples of 16 KiB from each tensor (0.1 s for 8 billion parameters). Of a quantised weight it covers
-    the tensors that it is made of. A change so small that it hides between the samples, such as an edit of single
-    weights in place, has to be announced by `weights_epoch`.
+    beyond that all of the token embeddings, of which training may change the rows of a few new tokens alone, and 16
+    samples of 16 KiB from each other tensor (0.1 s for 8 billion parameters, and a second for each GB of embeddings).
+    Of a quantised weight it covers the tensors that it is made of. A change so small that it hides between the samples,
+    such as an edit of single weights in place, has to be announced by `weights_epoch`.
     """
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     tensors = sorted((pair for name, tensor in held.items() for pair in plain_tensors(name, tensor)), key=itemgetter(0))
-    total = sum(tensor.numel() * tensor.element_size() for _, tensor in tensors)
+    whole = {name for name, _ in tensors}
+    if sum(tensor.numel() * tensor.element_size() for _, tensor in tensors) > HASH_WHOLE_BYTES:
+        rows = {id(tensor) for module in _embeddings(model) for tensor in (*module.parameters(), *module.buffers())}
+        whole = {name for of, tensor in held.items() if id(tensor) in rows for name, _ in plain_tensors(of, tensor)}
     state = blake2b(digest_size=32, person=b"kv-model-v1")
     state.update(_config_text(model).encode())
     for name, tensor in tensors:
         state.update(f"\0{name}\0{list(tensor.shape)}\0{tensor.dtype}\0".encode())
         try:
-            for piece in _pieces(tensor, whole=total <= HASH_WHOLE_BYTES):
+            for piece in _pieces(tensor, whole=name in whole):
                 state.update(piece.cpu().numpy().tobytes())
         except (RuntimeError, TypeError) as error:  # a subclass that names no inner tensors and hides its bytes
             raise unreadable(name, tensor, error) from error
@@ -149,12 +155,20 @@ def namespace_config(model: torch.nn.Module) -> dict[str, str]:
     }
 
 
+def _embeddings(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Modules with a row for each token; of a quantised model the input's may be of another class."""
+    yield from (module for module in model.modules() if isinstance(module, torch.nn.Embedding))
+    of_input: Any = getattr(model, "get_input_embeddings", None)
+    if of_input is not None:
+        yield of_input()
+
+
 def _pieces(tensor: torch.Tensor, *, whole: bool) -> Iterator[torch.Tensor]:
     """A tensor's bytes, all of them or evenly spread samples with the first and the last ones among them."""
     data = tensor.detach().contiguous().view(-1).view(torch.uint8) if tensor.dim() else tensor.detach().view(1)
     data = data.view(torch.uint8)
     if whole or data.numel() <= SAMPLES_PER_TENSOR * SAMPLE_BYTES:
-        yield data
+        yield from data.split(PIECE_BYTES)
         return
     last = data.numel() - SAMPLE_BYTES
     starts = [last * number // (SAMPLES_PER_TENSOR - 1) for number in range(SAMPLES_PER_TENSOR)]

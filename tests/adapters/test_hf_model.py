@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine_adapter.hf import model as hf_model
 from engine_adapter.hf.model import HASH_WHOLE_BYTES, _pieces, fingerprint, layout_of, namespace_config
 
 transformers = pytest.importorskip("transformers")
@@ -67,7 +68,7 @@ def test_a_buffer_that_no_file_holds_changes_the_fingerprint() -> None:
 
 def test_of_a_large_tensor_samples_are_taken() -> None:
     tensor = torch.zeros(3 << 20, dtype=torch.float32)
-    assert sum(piece.numel() for piece in _pieces(tensor, whole=True)) == 12 << 20 < HASH_WHOLE_BYTES
+    assert torch.cat([*_pieces(tensor, whole=True)]).numel() == 12 << 20 < HASH_WHOLE_BYTES
     (samples,) = _pieces(tensor, whole=False)
     assert samples.numel() == 16 * (16 << 10)
     for position in (0, -1):
@@ -76,6 +77,22 @@ def test_of_a_large_tensor_samples_are_taken() -> None:
         (piece,) = _pieces(changed, whole=False)
         assert not torch.equal(piece, samples), "the first and the last bytes are among the samples"
     assert [piece.numel() for piece in _pieces(torch.tensor(3.0), whole=False)] == [4]
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_of_a_large_model_each_row_of_the_embeddings_counts(monkeypatch: pytest.MonkeyPatch, is_tied: bool) -> None:
+    """Training a few new tokens changes their rows, and nothing else."""
+    monkeypatch.setattr(hf_model, "HASH_WHOLE_BYTES", 0)
+    monkeypatch.setattr(hf_model, "SAMPLES_PER_TENSOR", 2)
+    monkeypatch.setattr(hf_model, "SAMPLE_BYTES", 64)
+    monkeypatch.setattr(hf_model, "PIECE_BYTES", 100)
+    model = model_of(tie_word_embeddings=is_tied)
+    before = fingerprint(model)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[30, 5] += 1
+        assert fingerprint(model) == before, "of other tensors there are samples"
+        model.model.embed_tokens.weight[30, 5] += 1
+    assert fingerprint(model) != before
 
 
 def test_layouts() -> None:

@@ -137,6 +137,21 @@ def test_of_a_large_model_each_tensor_is_sampled(model: Path) -> None:
 
 
 @pytest.mark.usefixtures("sampled")
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "transformer.wte.weight", "token_embd.weight"])
+def test_of_a_large_model_each_row_of_the_embeddings_counts(name: str, model: Path) -> None:
+    """Training a few new tokens changes their rows, and nothing else."""
+    size = 3_000_000
+    file = model / "embeddings.safetensors"
+    write_safetensors(file, {"first": bytes(100_000), name: bytes(size), "last": bytes(100_000)})
+    before = model_fingerprint(model)
+    for at in (0, size // 3, size // 2 + 50_000, size - 1):
+        change_byte(file, at - size - 100_000)
+        before = changed_from(before, model, f"byte {at} of {name}")
+    change_byte(file, -100_000 + 20_000)
+    assert model_fingerprint(model) == before, "of other tensors there are samples"
+
+
+@pytest.mark.usefixtures("sampled")
 @pytest.mark.parametrize("suffix", ["bin", "pt", "gguf"])
 def test_of_a_large_file_of_another_kind_many_samples_are_read(
     suffix: str, model: Path, monkeypatch: pytest.MonkeyPatch
