@@ -179,7 +179,7 @@ def test_a_sidecar_without_couriers_is_asked_nothing(tmp_path: Path, engine: Val
     try:
         flags = ["--observe-socket", str(earlier.folder / "kv" / "observe.sock"), "--data", str(earlier.folder / "kv")]
         remote = ["--remote", f"valkey+unix:{engine.socket_path}", "--listen", "none"]
-        earlier.network = earlier._run("network", "network", "--json", *flags, *remote)
+        earlier.network = earlier._run("network", None, "network", "--json", *flags, *remote)
         wait_until(lambda: "courier.sock does not answer" in earlier.log())
         time.sleep(1.0)
         assert earlier.log().count("courier.sock") == 1, "once, however often it calls"
