@@ -28,7 +28,7 @@ TENSOR_SAMPLE_BYTES = 4 << 10
 """From the middle of every tensor of a large safetensors file. Training, or merging an adapter, changes all of a tensor
 and may change few tensors, which samples spread over the file can miss."""
 
-EMBEDDING_NAMES = ("embed", "wte", "token_embd")
+EMBEDDING_NAMES = ("embed", "wte")
 """In the names of token embeddings, which are hashed whole: training may change the rows of a few new tokens alone,
 which no sample meets."""
 
@@ -106,6 +106,11 @@ def snapshot_directory(model: str, revision: str | None = None, cache_dir: str |
         return str(snapshot_download(model, revision=revision, cache_dir=cache_dir, local_files_only=True))
     except (OSError, ValueError) as error:
         raise BadInput(f"the files of model {model!r} were not found on this host ({type(error).__name__})") from None
+
+
+def is_embedding(tensor_name: str) -> bool:
+    """Whether a tensor's name says that it has a row for each token."""
+    return any(part in tensor_name.lower() for part in EMBEDDING_NAMES)
 
 
 def adapter_digest(adapter_dir: str | Path) -> str | None:
@@ -192,7 +197,7 @@ def _ranges(file: BinaryIO, size: int, path: Path) -> Iterator[tuple[int, int]]:
     data, tensors = _safetensors_header(file, size, path)
     yield 0, data
     for start, stop, name in tensors:
-        if any(part in name for part in EMBEDDING_NAMES):
+        if is_embedding(name):
             for piece in range(data + start, data + stop, _PIECE_BYTES):
                 yield piece, min(piece + _PIECE_BYTES, data + stop)
             continue

@@ -17,6 +17,7 @@ import torch
 
 from engine_adapter.hf.state import compiled_part
 from engine_adapter.hf.tensors import plain_tensors, unreadable
+from engine_adapter.model_files import is_embedding
 from kvstore.block.errors import BadInput
 from kvstore.block.layout import DTYPE_BYTES, Layout
 
@@ -129,8 +130,10 @@ def fingerprint(model: torch.nn.Module) -> str:
     tensors = sorted((pair for name, tensor in held.items() for pair in plain_tensors(name, tensor)), key=itemgetter(0))
     whole = {name for name, _ in tensors}
     if sum(tensor.numel() * tensor.element_size() for _, tensor in tensors) > HASH_WHOLE_BYTES:
-        rows = {id(tensor) for module in _embeddings(model) for tensor in (*module.parameters(), *module.buffers())}
-        whole = {name for of, tensor in held.items() if id(tensor) in rows for name, _ in plain_tensors(of, tensor)}
+        tables = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+        rows = {id(tensor) for table in tables for tensor in table.parameters()}
+        embeddings = [(of, tensor) for of, tensor in held.items() if id(tensor) in rows or is_embedding(of)]
+        whole = {name for of, tensor in embeddings for name, _ in plain_tensors(of, tensor)}
     state = blake2b(digest_size=32, person=b"kv-model-v1")
     state.update(_config_text(model).encode())
     for name, tensor in tensors:
@@ -153,14 +156,6 @@ def namespace_config(model: torch.nn.Module) -> dict[str, str]:
         "device": next(model.parameters()).device.type,
         "attention": str(config._attn_implementation),
     }
-
-
-def _embeddings(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Modules with a row for each token; of a quantised model the input's may be of another class."""
-    yield from (module for module in model.modules() if isinstance(module, torch.nn.Embedding))
-    of_input: Any = getattr(model, "get_input_embeddings", None)
-    if of_input is not None:
-        yield of_input()
 
 
 def _pieces(tensor: torch.Tensor, *, whole: bool) -> Iterator[torch.Tensor]:

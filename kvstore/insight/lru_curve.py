@@ -136,23 +136,23 @@ class LruCurve:
         first_ones = self._seen.first_ones(marks)
         passing = self._passing(marks)
         threshold = self.threshold
-        long = np.array([length for length in lengths if length], np.intp)
-        ends = np.cumsum(long)
-        firsts = marks[ends - long]
-        passes = np.bincount(np.searchsorted(ends, passing, "right"), minlength=len(long))
-        is_counted = self._is_counted(len(long), one_in)
+        nonempty = np.array([length for length in lengths if length], np.intp)
+        ends = np.cumsum(nonempty)
+        firsts = marks[ends - nonempty]
+        passes = np.bincount(np.searchsorted(ends, passing, "right"), minlength=len(nonempty))
+        is_counted = self._is_counted(len(nonempty), one_in)
         is_looked_at = (passes > 0) | is_counted
-        if self._segments:  # what becomes hot below is missed until the next call, where nothing else is looked at
+        if self._segments:  # passes over requests that begin with what becomes hot below
             is_looked_at |= np.isin(firsts, np.fromiter(self._segments, np.uint64))
-        if self.count // LOOKED_AT_REQUESTS < (self.count + len(long)) // LOOKED_AT_REQUESTS:
+        if self.count // LOOKED_AT_REQUESTS < (self.count + len(nonempty)) // LOOKED_AT_REQUESTS:
             self._cool_down()
-        self.count += len(long)
+        self.count += len(nonempty)
         self._blocks += len(marks)
         places: list[int] = passing.tolist()
         passing_names: list[int] = marks[passing].tolist()
         batch = _BatchCounts()
         at = hot_blocks = 0
-        columns = (column[is_looked_at].tolist() for column in (ends - long, long, passes, is_counted, firsts))
+        columns = (column[is_looked_at].tolist() for column in (ends - nonempty, nonempty, passes, is_counted, firsts))
         for start, length, passed, counts, first in zip(*columns, strict=True):
             names = marks[start : start + min(length, HOT_DEPTH)].tolist() if counts or first in self._segments else []
             hot, depth = self._hot_prefix(names)

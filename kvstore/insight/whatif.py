@@ -174,9 +174,11 @@ class WhatIf:
         weighed_at, (mine, everybodys) = self._clock.monotonic_seconds(), worked()
         pause, dropped = WAIT_SECONDS, 0
         while not stop.is_set():
-            came = self.step() + self._dropped_blocks - dropped
-            dropped = self._dropped_blocks
-            pause *= FILLED * MOST_QUEUED_BLOCKS / max(1, came)  # by then so much is queued, at that rate
+            worked_through = self.step()
+            just_dropped = self._dropped_blocks - dropped
+            dropped += just_dropped
+            came = max(1, worked_through + just_dropped)
+            pause *= FILLED * MOST_QUEUED_BLOCKS / came  # by then so much is queued, at that rate
             pause = min(WAIT_SECONDS, max(LEAST_WAIT_SECONDS, pause))
             stop.wait(pause)
             now = self._clock.monotonic_seconds()
@@ -314,5 +316,5 @@ def _words(curve: LruCurve, dropped: float) -> str:
     else:
         words += "; on two public traces off by less than 0.01 on average over sizes"
     if dropped:
-        words += f"; {100 * dropped:.2g} % of all look-ups came too fast and are left out"
+        words += f"; {100 * dropped:.2g} % of all look-ups came too fast or were too long, and are left out"
     return words

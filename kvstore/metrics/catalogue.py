@@ -134,7 +134,12 @@ METRICS = (
     ),
     _gauge("whatif_asked_tokens", "", "tokens", "Tokens that these are a part of."),
     _gauge("whatif_sample_ratio", "", "ratio", "The share of all blocks that the estimate follows."),
-    _counter("whatif_dropped_lookups", "", "look-ups", "Look-ups that came too fast and are not in the estimate."),
+    _counter(
+        "whatif_dropped_lookups",
+        "",
+        "look-ups",
+        "Look-ups that came too fast or were too long, and are not in the estimate.",
+    ),
     # Of other nodes and remote engines; only where couriers are wanted.
     _gauge("couriers", "", "couriers", "Connections of couriers that take questions."),
     _counter("adopted_blocks", "tier", "blocks", "Blocks that couriers brought, by where they came from."),

@@ -80,13 +80,20 @@ def test_of_a_large_tensor_samples_are_taken() -> None:
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_of_a_large_model_each_row_of_the_embeddings_counts(monkeypatch: pytest.MonkeyPatch, is_tied: bool) -> None:
-    """Training a few new tokens changes their rows, and nothing else."""
+@pytest.mark.parametrize("told_by", ["name", "class"])
+def test_of_a_large_model_each_row_of_the_embeddings_counts(
+    monkeypatch: pytest.MonkeyPatch, told_by: str, is_tied: bool
+) -> None:
+    """Training a few new tokens changes their rows, and nothing else. A quantised table may be of another class."""
+    model = model_of(tie_word_embeddings=is_tied)
+    if told_by == "name":
+        monkeypatch.setattr(torch.nn, "Embedding", type("Another", (torch.nn.Embedding,), {}))
+    else:
+        monkeypatch.setattr(hf_model, "is_embedding", lambda name: False)
     monkeypatch.setattr(hf_model, "HASH_WHOLE_BYTES", 0)
     monkeypatch.setattr(hf_model, "SAMPLES_PER_TENSOR", 2)
     monkeypatch.setattr(hf_model, "SAMPLE_BYTES", 64)
     monkeypatch.setattr(hf_model, "PIECE_BYTES", 100)
-    model = model_of(tie_word_embeddings=is_tied)
     before = fingerprint(model)
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight[30, 5] += 1
