@@ -19,7 +19,8 @@ from typing import Any, BinaryIO
 from kvstore.block.errors import BadInput
 
 HASH_WHOLE_BYTES = 256 << 20
-"""Models whose weight files have up to this many bytes together are hashed whole; of larger ones, samples."""
+"""Models whose weight files have up to this many bytes together are hashed whole. Of larger ones' safetensors files,
+samples; other files do not tell where the embeddings lie, which no sample may miss, and are hashed whole."""
 
 SAMPLES, SAMPLE_BYTES = 16, 16 << 10
 """Of a large safetensors file: evenly spread samples, the first and the last bytes among them."""
@@ -31,9 +32,6 @@ and may change few tensors, which samples spread over the file can miss."""
 EMBEDDING_NAMES = ("embed", "wte")
 """In the names of token embeddings, which are hashed whole: training may change the rows of a few new tokens alone,
 which no sample meets."""
-
-BLIND_SAMPLES, BLIND_SAMPLE_BYTES = 1024, 4 << 10
-"""Of a large file whose tensors cannot be located without unpickling it."""
 
 MAX_HEADER_BYTES = 100 << 20
 """What the safetensors format allows for a header."""
@@ -67,10 +65,10 @@ def model_fingerprint(model_dir: str | Path) -> str:
 
     model_dir: the directory that the engine loads from, or a single weight file. A hub id is not looked up: give the
     directory of its snapshot. Covers the fields of config.json that can change KV, quantisation settings, indices and
-    model code; of every weight file (*.safetensors, *.bin, *.pt, *.pth, *.gguf) its size, and all bytes where these are
-    at most 256 MiB together. Of larger models: the whole header of a safetensors file, its token embeddings, 4 KiB of
-    each other tensor and 16 samples of 16 KiB; 1024 samples of 4 KiB of any other file. A change so small that it hides
-    between the samples, such as an edit of single weights in place, has to be announced by `weights_epoch`.
+    model code; of every weight file (*.safetensors, *.bin, *.pt, *.pth, *.gguf) its size, and all bytes, but for the
+    safetensors files of models above 256 MiB: of those the whole header, the token embeddings, 4 KiB of each other
+    tensor, and 16 samples of 16 KiB. A change so small that it hides between the samples, such as an edit of single
+    weights in place, has to be announced by `weights_epoch`. What is hashed whole takes about a second for each GB.
 
     Raises `BadInput`, one line, where there are no weights or they cannot be read.
     """
@@ -170,7 +168,7 @@ def _that_count(value: Any) -> Any:
 
 
 def _weight_digest(path: Path, *, whole: bool) -> bytes:
-    if whole:
+    if whole or path.suffix != _SAFETENSORS:
         return _whole_digest(path)
     size = path.stat().st_size
     state = blake2b(size.to_bytes(8, "little"), digest_size=32)
@@ -190,10 +188,7 @@ def _whole_digest(path: Path) -> bytes:
 
 
 def _ranges(file: BinaryIO, size: int, path: Path) -> Iterator[tuple[int, int]]:
-    """Where to read a large file, as (start, stop) in bytes."""
-    if path.suffix != _SAFETENSORS:
-        yield from _spread(0, size, BLIND_SAMPLES, BLIND_SAMPLE_BYTES)
-        return
+    """Where to read a large safetensors file, as (start, stop) in bytes."""
     data, tensors = _safetensors_header(file, size, path)
     yield 0, data
     for start, stop, name in tensors:
