@@ -23,11 +23,9 @@ that clients who choose keys cannot choose marks. Memory is bounded by the numbe
 from __future__ import annotations
 
 from array import array
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from itertools import count
 from math import ceil, floor, inf, log2
 from typing import Any
 
@@ -88,9 +86,9 @@ class LruCurve:
         self.asked_blocks = 0
         self.sampled_references = 0
         self._most = names
-        self._used_at: dict[int, int] = {}  # sampled name > time of its last use
+        self._cold: dict[int, _Segment] = {}  # sampled names, by name
         self._highest: list[int] = []  # a heap of the same names, negated; some are stale
-        self._hot: dict[int, _Segment] = {}
+        self._hot: dict[int, _Segment] = {}  # hot names, by name
         self._segments: dict[int, _Segment] = {}  # the same, by their first names
         self._hot_weight = 0.0
         self._counts: dict[int, float] = {}  # references of candidates and hot names, in counted requests
@@ -106,7 +104,7 @@ class LruCurve:
     @property
     def names(self) -> int:
         """Names followed at present, hot ones included."""
-        return len(self._used_at) + len(self._hot)
+        return len(self._cold) + len(self._hot)
 
     @property
     def hot_names(self) -> int:
@@ -164,13 +162,12 @@ class LruCurve:
             hot_blocks += depth
             if hot and (counts or self.threshold == MARKS):
                 self._judge_hot(hot, 1 if self.threshold == MARKS else one_in, batch)
-            times = [self._used_at.get(name, -1) for name in taken]
-            together = _used_together(times)
-            self._judge(times, together, size, batch)
+            cold = self._cold_segments(taken)
+            self._judge(cold, size, batch)
             if counts and (segment := self._count(names, depth, size, one_in / COUNTED_REQUESTS)) is not None:
                 hot.append(segment)
-                together = 0  # some of these names may be hot now
-            self._use(hot, taken, together, size)
+                cold = self._cold_segments(taken)  # some of these names may be hot now
+            self._use(hot, cold, size)
         self.asked_blocks += len(marks)
         for measure, amount in ((TOKENS, tokens), (SIZE, size)):
             self._first[measure] += first_ones * amount
@@ -187,7 +184,7 @@ class LruCurve:
         """From now on sample at most so many names, `LEAST_NAMES` or more: each sampled name costs time."""
         assert names >= LEAST_NAMES
         self._most = min(self._most, names)
-        while len(self._used_at) > self._most:
+        while len(self._cold) > self._most:
             self._lower_threshold()
 
     def fade(self, factor: float) -> None:
@@ -227,16 +224,18 @@ class LruCurve:
 
     def check(self) -> None:
         """Verify the invariants that hold between two requests."""
-        assert len(self._used_at) <= self._most and len(self._hot) <= HOT_NAMES and len(self._counts) <= CANDIDATES
-        assert all(name < self.threshold for name in self._used_at) and not self._used_at.keys() & self._hot.keys()
-        assert self._used_at.keys() <= {-one for one in self._highest}
+        assert len(self._cold) <= self._most and len(self._hot) <= HOT_NAMES and len(self._counts) <= CANDIDATES
+        assert all(name < self.threshold for name in self._cold) and not self._cold.keys() & self._hot.keys()
+        assert self._cold.keys() <= {-one for one in self._highest}
         assert len(self._highest) <= 2 * self._most + HOT_NAMES
-        when = [*self._used_at.values(), *(at for one in self._segments.values() for at in one.times)]
+        cold = {*self._cold.values()}
+        assert self._cold == {name: one for one in cold for name in one.names}
+        when = [at for one in (*cold, *self._segments.values()) for at in one.times]
         assert len(dict.fromkeys(when)) == len(when) and max(when, default=-1) < self._now <= self._weights.room
         assert self._hot == {name: one for one in self._segments.values() for name in one.names}
         assert all(first == one.names[0] for first, one in self._segments.items())
         assert abs(sum(one.weight for one in self._segments.values()) - self._hot_weight) <= 1e-9 * self._hot_weight
-        self._weights.check(self._used_at.values())
+        self._weights.check(at for one in cold for at in one.times)
 
     # Inside ---------------------------------------------------------------------------------------------------------
 
@@ -264,9 +263,8 @@ class LruCurve:
             used = segment.names_in_common(head[depth : depth + len(segment.names)])
             depth += used
             if used < len(segment.names):  # from now on the rest has other times
-                rest = segment.split(used)
+                rest = segment.cut(used, self._hot)
                 self._segments[rest.names[0]] = rest
-                self._hot.update(dict.fromkeys(rest.names, rest))
                 break
         return hot, depth
 
@@ -276,63 +274,83 @@ class LruCurve:
             behind = self._weights.behind(segment.at) * scale + self._hot_behind(segment.at)
             batch.hot_found.add(behind + segment.size, stands_for, len(segment.names), segment.size)
 
-    def _judge(self, times: Sequence[int], together: int, size: float, batch: _BatchCounts) -> None:
-        """times: when each sampled name of a request was last used, -1 for never. together: `_used_together`."""
+    def _cold_segments(self, names: list[int]) -> list[_Segment]:
+        """Sampled names of a request as segments, in order. Those that are new, together; `_use` adds them."""
+        if names and (segment := self._cold.get(names[0])) is not None and segment.names == names:
+            return [segment]  # the usual case: what a request finds one request used before, all of it
+        names = [name for name in dict.fromkeys(names) if name not in self._hot]
+        segments: list[_Segment] = []
+        at = 0
+        while at < len(names):
+            segment = self._cold.get(names[at])
+            if segment is None:
+                end = next((end for end in range(at, len(names)) if names[end] in self._cold), len(names))
+                segments.append(_Segment(names[at:end]))
+                at = end
+                continue
+            if segment.names[0] != names[at]:
+                segment = segment.cut(segment.names.index(names[at]), self._cold)
+            used = segment.names_in_common(names[at : at + len(segment.names)])
+            if used < len(segment.names):
+                segment.cut(used, self._cold)
+            at += used
+            above = segments[-1] if segments else segment
+            if above.at == segment.at + len(segment.names) and above.size == segment.size:  # used together before
+                above.names += segment.names
+                above.at = segment.at
+                self._cold.update(dict.fromkeys(segment.names, above))
+            else:
+                segments.append(segment)
+        return segments
+
+    def _leave(self, name: int) -> None:
+        """A name is no longer followed as a cold one."""
+        segment = self._cold[name]
+        rest = segment.cut(segment.names.index(name), self._cold)
+        del rest.names[0], self._cold[name]
+        last = rest.at + len(rest.names)
+        self._weights.put(last, last + 1, 0.0)
+
+    def _judge(self, segments: Sequence[_Segment], size: float, batch: _BatchCounts) -> None:
         scale = MARKS / self.threshold  # names that one sampled name stands for
-        behind = hot_behind = 0.0
-        followed_at = -1  # when the name before it in the request was used
-        for used_at in times[:1] if together else times:
-            if used_at >= 0:
-                if used_at + 1 == followed_at:  # both were used in one request: nothing else came in between
-                    behind += self._weights.weight(followed_at)
-                else:
-                    behind, hot_behind = self._weights.behind(used_at), self._hot_behind(used_at)
-                batch.cold_found.add(behind * scale + hot_behind + size, scale, together or 1, size * scale)
-            followed_at = used_at
-        batch.sampled += len(times) * scale
-        self.sampled_references += len(times)
+        names = sum([len(segment.names) for segment in segments])
+        for segment in segments:
+            if segment.at >= 0:
+                first = segment.at + len(segment.names) - 1
+                behind = self._weights.behind(first) * scale + self._hot_behind(first)
+                batch.cold_found.add(behind + size, scale, len(segment.names), segment.size * scale)
+        batch.sampled += names * scale
+        self.sampled_references += names
 
     def _hot_behind(self, at: int) -> float:
         """Weight of the hot segments used after `at`: nearly always all of them."""
         if not self._segments:
             return 0.0
-        older = sum(segment.weight for segment in self._segments.values() if segment.at <= at)
-        return self._hot_weight - older
+        return self._hot_weight - sum(segment.weight for segment in self._segments.values() if segment.at <= at)
 
-    def _use(self, hot: Sequence[_Segment], taken: Sequence[int], together: int, size: float) -> None:
-        """Mark names as used, deepest first. together: `_used_together` of their times, or 0."""
-        more = len(taken) + (sum(len(segment.names) for segment in hot) if hot else 0)
+    def _use(self, hot: Sequence[_Segment], cold: Sequence[_Segment], size: float) -> None:
+        """Mark names as used, deepest first."""
+        more = sum([len(segment.names) for segment in (*hot, *cold)])
         if self._now + more >= self._weights.room:
             self._renumber(more)
         began_at = self._now
-        first = end = 0  # times to clear: those of one earlier request follow each other
-        for name in reversed(taken[together:]):
-            last = self._used_at.get(name, -1)
-            if name in self._hot or last >= began_at:  # became hot in this request, or is in it twice
-                continue
-            if last < 0:
-                heappush(self._highest, -name)
-            elif last == end:
-                end += 1
+        for segment in reversed(cold):
+            names = len(segment.names)
+            if segment.at < 0:
+                self._cold.update(dict.fromkeys(segment.names, segment))
+                for name in segment.names:
+                    heappush(self._highest, -name)
             else:
-                if end:
-                    self._weights.put(first, end, 0.0)
-                first, end = last, last + 1
-            self._used_at[name] = self._now
-            self._now += 1
-        self._weights.put(first, end, 0.0)
-        if together:  # the usual case: what a request finds one request used before, all of it
-            last = self._used_at[taken[together - 1]]
-            self._weights.put(last, last + together, 0.0, size)
-            self._used_at.update(zip(reversed(taken[:together]), count(self._now)))
-            self._now += together
+                self._weights.put(segment.at, segment.at + names, 0.0, segment.size)
+            segment.at, segment.size = self._now, size
+            self._now += names
         self._weights.put(began_at, self._now, size, 0.0)
         for segment in reversed(hot):
             self._hot_weight -= segment.weight
             segment.at, segment.size = self._now, size
             self._hot_weight += segment.weight
             self._now += len(segment.names)
-        while len(self._used_at) > self._most:
+        while len(self._cold) > self._most:
             self._lower_threshold()
 
     def _is_counted(self, requests: int, one_in: int) -> Any:
@@ -353,9 +371,8 @@ class LruCurve:
         for name in head[depth:]:
             if name in self._hot or len(self._hot) >= HOT_NAMES or counts.get(name, 0.0) < least:
                 break
-            last = self._used_at.pop(name, None)
-            if last is not None:
-                self._weights.put(last, last + 1, 0.0)
+            if name in self._cold:
+                self._leave(name)
             segment.names.append(name)
             self._hot[name] = segment
         if not segment.names:
@@ -382,18 +399,18 @@ class LruCurve:
             if hot == len(segment.names):
                 continue
             self._hot_weight -= segment.weight
-            cold = segment.split(hot)
+            cold = segment.cut(hot, self._hot)
             self._hot_weight += segment.weight
             if not hot:
                 del self._segments[cold.names[0]]
             for name, at in zip(cold.names, cold.times, strict=True):
                 del self._hot[name]
                 if name < self.threshold:
-                    self._used_at[name] = at
+                    self._cold[name] = _Segment([name], at, cold.size)
                     self._weights.put(at, at + 1, cold.size)
                     heappush(self._highest, -name)
         if len(self._highest) > 2 * self._most:  # stale entries: names that became hot, or are listed twice
-            self._highest = [-name for name in self._used_at]
+            self._highest = [-name for name in self._cold]
             heapify(self._highest)
 
     def _passing(self, marks: Marks) -> Any:
@@ -410,40 +427,28 @@ class LruCurve:
 
     def _lower_threshold(self) -> None:
         name = -heappop(self._highest)
-        last = self._used_at.pop(name, None)
-        if last is not None:  # else it is hot, or was listed twice
+        if name in self._cold:  # else it is hot, or was listed twice
             self.threshold = name
-            self._weights.put(last, last + 1, 0.0)
+            self._leave(name)
 
     def _renumber(self, more: int) -> None:
         """Renumber times from 0 in the same order, with room for a request of `more` blocks."""
         weights: list[float] = []
-        older = deque(sorted(self._segments.values(), key=lambda segment: segment.at))
-
-        def number_segments(before: float) -> None:
-            while older and older[0].at < before:
-                segment = older.popleft()
-                segment.at = len(weights)
-                weights.extend([0.0] * len(segment.names))
-
-        for name in sorted(self._used_at, key=self._used_at.__getitem__):
-            at = self._used_at[name]
-            number_segments(at)
-            self._used_at[name] = len(weights)
-            weights.append(self._weights.weight(at))
-        number_segments(inf)
+        for segment in sorted({*self._cold.values(), *self._segments.values()}, key=lambda segment: segment.at):
+            segment.at = len(weights)
+            weights += [0.0 if segment.names[0] in self._hot else segment.size] * len(segment.names)
         self._weights = _Weights(max(4 * self._most + HOT_ROOM, len(weights) + more + 1), weights)
         self._now = len(weights)
 
 
 @dataclass(slots=True, eq=False)
 class _Segment:
-    """Hot names that follow each other in requests, and were last used together. at: when the deepest was used, which
-    is the last of them; those above it were used right after it. size: of each."""
+    """Hot names, or sampled ones, that follow each other in requests, and were last used together. at: when the deepest
+    was used, which is the last of them, or -1 for never; those above it were used right after it. size: of each."""
 
     names: list[int]
-    at: int
-    size: float
+    at: int = -1
+    size: float = 0.0
 
     @property
     def weight(self) -> float:
@@ -460,11 +465,12 @@ class _Segment:
             return len(names)
         return next((at for at, name in enumerate(names) if name != self.names[at]), len(names))
 
-    def split(self, names: int) -> _Segment:
-        """Keep so many; returns the deeper rest."""
+    def cut(self, names: int, by_name: dict[int, _Segment]) -> _Segment:
+        """Keep so many; returns the deeper rest, a segment of its own. by_name: where they are listed."""
         rest = _Segment(self.names[names:], self.at, self.size)
         self.at += len(rest.names)
         del self.names[names:]
+        by_name.update(dict.fromkeys(rest.names, rest))
         return rest
 
 
@@ -575,14 +581,6 @@ class _SeenNames:
         unset = 1 - (self._set + len(new) / 2) / FLAGS
         self._set += len(new)
         return FLAGGED_NAMES * len(new) / unset
-
-
-def _used_together(times: Sequence[int]) -> int:
-    """How many of a request's names, its first, were used before, each right after the one that follows it, where no
-    other name of it was used before; else 0. times: as in `_judge`."""
-    found = len(times) - times.count(-1)
-    is_one = found and times[0] + 1 >= found
-    return found if is_one and list(times[:found]) == list(range(times[0], times[0] - found, -1)) else 0
 
 
 def _edge(bin_: int) -> float:
