@@ -17,7 +17,7 @@ from pathlib import Path
 
 from kvstore.config import DramConfig, NvmeConfig, format_size, memory_limit, memory_limit_files
 from kvstore.doctor.findings import Finding, lacks, note, ok
-from tiering.dram.extents import Extent
+from tiering.dram.extents import HUGE_PAGE_BYTES, Extent
 from tiering.files import read_text_files
 
 MADV_POPULATE_WRITE = 23
@@ -68,9 +68,15 @@ def kernel() -> Iterator[Finding]:
 
 
 def shared_memory(extent_bytes: int) -> Iterator[Finding]:
-    """Whether memfds can be made, sealed and given pages, and be as large as an extent."""
+    """Whether memfds can be made, sealed and given pages, huge ones too, and be as large as an extent."""
+    most = _most(resource.RLIMIT_FSIZE)
+    if most < extent_bytes:
+        text = f"files may have {format_size(int(most))} (ulimit -f), and an extent has {format_size(extent_bytes)}"
+        yield lacks("shared memory", text, "set ulimit -f unlimited (LimitFSIZE=infinity)")
+        return
     try:
-        Extent(PAGE_BYTES).close()
+        extent = Extent(min(extent_bytes, HUGE_PAGE_BYTES))
+        extent.close()
     except OSError as error:
         yield lacks(
             "shared memory",
@@ -78,10 +84,10 @@ def shared_memory(extent_bytes: int) -> Iterator[Finding]:
             "allow memfd_create and fcntl's seals in the container's seccomp profile, or raise the memory limit",
         )
         return
-    most = _most(resource.RLIMIT_FSIZE)
-    if most < extent_bytes:
-        text = f"files may have {format_size(int(most))} (ulimit -f), and an extent has {format_size(extent_bytes)}"
-        yield lacks("shared memory", text, "set ulimit -f unlimited (LimitFSIZE=infinity)")
+    if extent_bytes >= HUGE_PAGE_BYTES and not extent.is_huge:
+        text = "the kernel gives memfds small pages: memory takes longer to make at the start, and to fill from a disk"
+        remedy = "use Linux 6.1 or later, and no `deny` in /sys/kernel/mm/transparent_hugepage/shmem_enabled"
+        yield note("shared memory", text, remedy)
         return
     yield ok("shared memory", "memfds can be made and sealed; /dev/shm and its size play no part")
 

@@ -129,6 +129,12 @@ def test_files_that_may_not_be_as_large_as_an_extent_lack() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+def test_a_kernel_that_gives_small_pages_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiering.dram.extents._MADV_COLLAPSE", 12_345)  # it knows no such advice
+    only(machine.shared_memory(64 << 20), Health.NOTE, "small pages")
+    only(machine.shared_memory(1 << 20), Health.OK)
+
+
 @pytest.mark.parametrize(("limit", "health"), [(1024, Health.LACKS), (1 << 20, Health.OK)])
 def test_descriptors_against_the_tiers(limit: int, health: Health, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda what: (limit, limit))

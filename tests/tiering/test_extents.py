@@ -109,6 +109,55 @@ def test_every_page_was_touched_and_none_goes_into_a_core_file() -> None:
         assert mapping["access"] == "rw-s"
 
 
+def makes_huge_pages() -> bool:
+    """Whether this kernel makes some now, of private memory, and does not deny those of shared memory."""
+    memory = mmap.mmap(-1, 8 * MIB, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory[::4096] = bytes(len(memory) // 4096)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    first = ctypes.c_void_p(address + -address % (2 * MIB))
+    made = ctypes.CDLL(None).madvise(first, ctypes.c_size_t(6 * MIB), 25) == 0  # MADV_COLLAPSE
+    denied = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+    return made and denied.exists() and "[deny]" not in denied.read_text()
+
+
+def test_its_pages_are_huge_ones_for_all_that_map_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiering.dram.extents.PREFAULT_STEP_BYTES", 2 * MIB)
+    size = 4 * MIB + 64 * KIB  # more than one step, and a rest
+    with extent_of(size) as extent:
+        mapping = mapping_of(extent.address)
+        if not extent.is_huge and not makes_huge_pages():
+            pytest.skip("this kernel makes no huge pages of shared memory: older than 6.1, denied, or none are free")
+        assert extent.is_huge and mapping["Rss"] == f"{size // KIB} kB"
+        assert mapping["ShmemPmdMapped"] == "4096 kB"
+        reader = MappedExtent(extent.share(1, writable=False), size, writable=False)
+        assert bytes(reader.view) == bytes(size)
+        assert mapping_of(reader.frame(0, KIB).address)["ShmemPmdMapped"] == "4096 kB"
+
+
+def test_a_kernel_that_makes_no_huge_pages_touches_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiering.dram.extents._MADV_COLLAPSE", 12_345)  # it knows no such advice
+    size = 4 * MIB
+    with extent_of(size) as extent:
+        mapping = mapping_of(extent.address)
+        assert mapping["Rss"] == f"{size // KIB} kB" and mapping["ShmemPmdMapped"] == "0 kB" and not extent.is_huge
+        assert bytes(extent.view) == bytes(size)
+
+
+def test_of_the_address_space_nothing_is_left() -> None:
+    """Memory is mapped within a larger reservation."""
+
+    def pages() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[0])
+
+    with extent_of(64 * KIB), extent_of(4 * MIB):
+        pass
+    before = pages()
+    for _ in range(16):
+        with extent_of(64 * KIB), extent_of(4 * MIB):
+            pass
+    assert (pages() - before) * mmap.PAGESIZE < 8 * MIB, "a reservation is up to 2 MiB larger"
+
+
 def test_it_is_zeros_and_shared_with_whoever_maps_it() -> None:
     with extent_of(128 * KIB) as extent:
         assert bytes(extent.view) == bytes(128 * KIB)

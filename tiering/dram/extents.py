@@ -1,8 +1,9 @@
 """Extents: shared memory from one pool with one byte budget.
 
 An extent is one memfd, sealed against shrinking and growing, mapped into this process, and every page of it touched
-before it is used: a first touch inside a copy runs at a tenth of memcpy's speed. An extent belongs to one slot class
-for its whole life. It never changes hands: a client that was given its descriptor keeps a mapping, so memory for
+before it is used: a first touch inside a copy runs at a tenth of memcpy's speed. The pages are huge ones where the
+kernel has some, which are sooner made, mapped by each client, and filled from a disk. An extent belongs to one slot
+class for its whole life. It never changes hands: a client that was given its descriptor keeps a mapping, so memory for
 another class is a new memfd. Nothing has a name in a file system, nothing is left behind.
 
 Other processes get their own descriptor (`share`), locked for reading on one byte that stands for its holder. Such a
@@ -36,7 +37,10 @@ from tiering.files import open_again
 from tiering.tier import FrameSpan
 
 PREFAULT_STEP_BYTES = 64 << 20
+HUGE_PAGE_BYTES = 2 << 20
+"""Of x86-64, and of arm64 with small pages of 4 KiB. Where they have another size the kernel makes none."""
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
+_MADV_COLLAPSE = 25  # Linux 6.1; needs no privilege, and no setting but that shared huge pages are not denied
 _PAGE_BYTES = 4096
 MAX_HOLDER = 1 << 62
 SLOW_QUESTION_SECONDS, RARELY = 0.001, 100
@@ -53,6 +57,7 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _MAP_FAILED = ctypes.c_void_p(-1).value
+_MAP_FIXED, _PROT_NONE = 0x10, 0
 
 
 class ExtentMemory:
@@ -85,6 +90,8 @@ class Extent:
         """descriptor: of memory that an earlier process made and clients may still map; this takes it over."""
         self.size_bytes = size_bytes
         self.name = b""
+        self.is_huge = False
+        """Whether it was made here, in huge pages but for a rest smaller than one."""
         self._was_shared = descriptor is not None
         is_new = descriptor is None
         if descriptor is None:
@@ -171,8 +178,10 @@ class Extent:
         self._file = self._witness = None
 
     def _prefault(self) -> None:
+        self.is_huge = self.size_bytes >= HUGE_PAGE_BYTES
         for start in range(0, self.size_bytes, PREFAULT_STEP_BYTES):
             length = min(PREFAULT_STEP_BYTES, self.size_bytes - start)
+            self.is_huge = self.is_huge and self._made_huge(start, length // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
             try:
                 _advise(self.address + start, length, _MADV_POPULATE_WRITE)
             except OSError as error:
@@ -180,6 +189,16 @@ class Extent:
                     raise
                 for page in range(start, start + length, _PAGE_BYTES):
                     self.view[page] = 0
+
+    def _made_huge(self, start: int, length: int) -> bool:
+        """Have the kernel make huge pages there; False if it makes no more."""
+        for page in range(start, start + length, HUGE_PAGE_BYTES):
+            self.view[page] = 0  # it makes one around a page that is there
+        try:
+            _advise(self.address + start, length, _MADV_COLLAPSE)
+        except OSError:  # an older kernel, or no free memory in such pieces
+            return False
+        return True
 
 
 class MappedExtent:
@@ -467,11 +486,33 @@ def found_extent(descriptor: int) -> Extent | None:
 def _mapped(descriptor: int, size_bytes: int, *, writable: bool = True) -> tuple[ExtentMemory, memoryview]:
     """A descriptor's memory, and a view of it; unmapped when the last view of it, or of a part, goes."""
     protection = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
-    address = _libc.mmap(None, size_bytes, protection, mmap.MAP_SHARED, descriptor, 0)
-    if address == _MAP_FAILED:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    # The kernel maps huge pages as such only from a multiple of their size on, and does not choose one by itself.
+    reserved_bytes = _whole(size_bytes, _PAGE_BYTES) + HUGE_PAGE_BYTES
+    reserved = _mmap(None, reserved_bytes, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+    address = _whole(reserved, HUGE_PAGE_BYTES)
+    try:
+        _mmap(address, size_bytes, protection, mmap.MAP_SHARED | _MAP_FIXED, descriptor)
+    except OSError:
+        _libc.munmap(reserved, reserved_bytes)
+        raise
+    end = address + _whole(size_bytes, _PAGE_BYTES)
+    for start, stop in ((reserved, address), (end, reserved + reserved_bytes)):
+        if start < stop:
+            _libc.munmap(start, stop - start)
     memory = ExtentMemory(address, size_bytes, writable)
     return memory, memory.view()
+
+
+def _mmap(address: int | None, size_bytes: int, protection: int, flags: int, descriptor: int) -> int:
+    found: int = _libc.mmap(address, size_bytes, protection, flags, descriptor, 0)
+    if found == _MAP_FAILED:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return found
+
+
+def _whole(number: int, unit: int) -> int:
+    """The next multiple."""
+    return -(-number // unit) * unit
 
 
 def _left(address: int, size_bytes: int, leaving: Sequence[Callable[[Callable[[], object]], object]]) -> None:
