@@ -192,9 +192,10 @@ class Extent:
 
     def _made_huge(self, start: int, length: int) -> bool:
         """Have the kernel make huge pages there; False if it makes no more."""
-        for page in range(start, start + length, HUGE_PAGE_BYTES):
-            self.view[page] = 0  # it makes one around a page that is there
         try:
+            # It makes one around a page that is there. Writing to one would end this process if there is no memory.
+            for page in range(start, start + length, HUGE_PAGE_BYTES):
+                _advise(self.address + page, _PAGE_BYTES, _MADV_POPULATE_WRITE)
             _advise(self.address + start, length, _MADV_COLLAPSE)
         except OSError:  # an older kernel, or no free memory in such pieces
             return False
