@@ -16,6 +16,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from engine_adapter.hf.tensor_names import is_embedding
 from kvstore.block.errors import BadInput
 
 HASH_WHOLE_BYTES = 256 << 20
@@ -28,10 +29,6 @@ SAMPLES, SAMPLE_BYTES = 16, 16 << 10
 TENSOR_SAMPLE_BYTES = 4 << 10
 """From the middle of every tensor of a large safetensors file. Training, or merging an adapter, changes all of a tensor
 and may change few tensors, which samples spread over the file can miss."""
-
-EMBEDDING_NAMES = ("embed", "wte")
-"""In the names of token embeddings, which are hashed whole: training may change the rows of a few new tokens alone,
-which no sample meets."""
 
 MAX_HEADER_BYTES = 100 << 20
 """What the safetensors format allows for a header."""
@@ -104,11 +101,6 @@ def snapshot_directory(model: str, revision: str | None = None, cache_dir: str |
         return str(snapshot_download(model, revision=revision, cache_dir=cache_dir, local_files_only=True))
     except (OSError, ValueError) as error:
         raise BadInput(f"the files of model {model!r} were not found on this host ({type(error).__name__})") from None
-
-
-def is_embedding(tensor_name: str) -> bool:
-    """Whether a tensor's name says that it has a row for each token."""
-    return any(part in tensor_name.lower() for part in EMBEDDING_NAMES)
 
 
 def adapter_digest(adapter_dir: str | Path) -> str | None:

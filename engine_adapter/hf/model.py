@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from engine_adapter.hf.state import compiled_part
+from engine_adapter.hf.tensor_names import is_embedding
 from engine_adapter.hf.tensors import plain_tensors, unreadable
-from engine_adapter.model_files import is_embedding
 from kvstore.block.errors import BadInput
 from kvstore.block.layout import DTYPE_BYTES, Layout
 
