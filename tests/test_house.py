@@ -44,7 +44,6 @@ def house() -> House:
     return House(ROOT)
 
 
-@pytest.mark.slow
 def test_rooms_stand_on_floors_and_import_down(house: House) -> None:
     assert house.circle() == [], "these import each other in a circle"
     print("\n" + house.drawn())
