@@ -65,7 +65,7 @@ def model_fingerprint(model_dir: str | Path) -> str:
     model code; of every weight file (*.safetensors, *.bin, *.pt, *.pth, *.gguf) its size, and all bytes, but for the
     safetensors files of models above 256 MiB: of those the whole header, the token embeddings, 4 KiB of each other
     tensor, and 16 samples of 16 KiB. A change so small that it hides between the samples, such as an edit of single
-    weights in place, has to be announced by `weights_epoch`. What is hashed whole takes about a second for each GB.
+    weights in place, has to be announced by `weights_epoch`.
 
     Raises `BadInput`, one line, where there are no weights or they cannot be read.
     """

@@ -515,9 +515,6 @@ class _Weights:
         for sums, of in ((self._parts, self._weights), (self._large, self._parts)):
             sums[:] = array("d", np.frombuffer(of).reshape(-1, width).sum(1))
 
-    def weight(self, at: int) -> float:
-        return self._weights[at]
-
     def put(self, begin: int, end: int, weight: float, before: float | None = None) -> None:
         """Give this weight to each time from begin to before end. before: the weight of each until now, if known."""
         if begin + 1 == end:  # by far the most frequent

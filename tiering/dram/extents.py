@@ -488,15 +488,15 @@ def _mapped(descriptor: int, size_bytes: int, *, writable: bool = True) -> tuple
     """A descriptor's memory, and a view of it; unmapped when the last view of it, or of a part, goes."""
     protection = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
     # The kernel maps huge pages as such only from a multiple of their size on, and does not choose one by itself.
-    reserved_bytes = _whole(size_bytes, _PAGE_BYTES) + HUGE_PAGE_BYTES
+    reserved_bytes = rounded_up(size_bytes, _PAGE_BYTES) + HUGE_PAGE_BYTES
     reserved = _mmap(None, reserved_bytes, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
-    address = _whole(reserved, HUGE_PAGE_BYTES)
+    address = rounded_up(reserved, HUGE_PAGE_BYTES)
     try:
         _mmap(address, size_bytes, protection, mmap.MAP_SHARED | _MAP_FIXED, descriptor)
     except OSError:
         _libc.munmap(reserved, reserved_bytes)
         raise
-    end = address + _whole(size_bytes, _PAGE_BYTES)
+    end = address + rounded_up(size_bytes, _PAGE_BYTES)
     for start, stop in ((reserved, address), (end, reserved + reserved_bytes)):
         if start < stop:
             _libc.munmap(start, stop - start)
@@ -511,8 +511,8 @@ def _mmap(address: int | None, size_bytes: int, protection: int, flags: int, des
     return found
 
 
-def _whole(number: int, unit: int) -> int:
-    """The next multiple."""
+def rounded_up(number: int, unit: int) -> int:
+    """The next multiple of the unit."""
     return -(-number // unit) * unit
 
 

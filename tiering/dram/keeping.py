@@ -11,7 +11,7 @@ from __future__ import annotations
 import mmap
 from typing import NamedTuple, Protocol
 
-from tiering.dram.extents import Extent
+from tiering.dram.extents import Extent, rounded_up
 from tiering.errors import BlockCorrupt
 from tiering.slab_header import PAGE_BYTES, SlabHeader, parse_slab_header
 from tiering.tier import SlotClass
@@ -60,7 +60,7 @@ class Ledger:
     def new(cls, slot_class: SlotClass, slots: int, about: bytes, name: bytes) -> Ledger:
         """An empty one. about: the namespace's record, for the floor above; see `SlabHeader`. Raises `OSError`."""
         header = SlabHeader(0, slot_class, slots, bytes(8), 0, name, about)
-        memory = Extent(_whole_pages(PAGE_BYTES + _WORD_BYTES * slots))
+        memory = Extent(rounded_up(PAGE_BYTES + _WORD_BYTES * slots, mmap.PAGESIZE))
         memory.view[:PAGE_BYTES] = header.pack(_NO_KEY)
         return cls(memory, header)
 
@@ -68,7 +68,7 @@ class Ledger:
     def found(cls, memory: Extent, name: bytes, extent_bytes: int) -> Ledger:
         """A kept one. Raises `BlockCorrupt` if it has another name, or fits no extent of that size."""
         header = parse_slab_header(bytes(memory.view[:PAGE_BYTES]))
-        fits = memory.size_bytes == _whole_pages(PAGE_BYTES + _WORD_BYTES * header.slots)
+        fits = memory.size_bytes == rounded_up(PAGE_BYTES + _WORD_BYTES * header.slots, mmap.PAGESIZE)
         if header.uid != name or not fits or header.slots != extent_bytes // header.slot_class.frame_bytes:
             raise BlockCorrupt("not the ledger of that extent")
         found = cls(memory, header)
@@ -93,7 +93,3 @@ class Ledger:
     def close(self) -> None:
         self.generations.release()
         self._memory.close()
-
-
-def _whole_pages(size_bytes: int) -> int:
-    return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
