@@ -1,12 +1,13 @@
 """Which block is where, in which state, and what must happen to make room.
 
-Pure: events come in, decisions (`Move`) go out. No clock, no thread, no I/O, no randomness; the caller holds a lock.
+Pure: events come in, decisions (`Move`) go out. No thread, no I/O, no randomness, and no decision by a clock; the
+caller holds a lock.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +19,8 @@ from tiering.policies.policy import EvictionPolicy
 from tiering.policies.retention import Retention
 from tiering.slots import FrameState, SlotTable
 from tiering.tier import NO_PLACE, SLOT_BITS, Column, SlotClass
+
+_UNKNOWN = -1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +133,42 @@ class Pins:
         """Invariant 2: pins are the sum of what pins, given as row -> count."""
         actual = {row: count for row, count in enumerate(self.counts) if count}
         assert actual == {row: count for row, count in pins.items() if count}, (actual, pins)
+
+
+class LastUses:
+    """When each block was last stored or asked for, whichever tier has it. Without a clock all of it is unknown."""
+
+    def __init__(self, seconds: Callable[[], float] | None = None) -> None:
+        """seconds: a clock that never goes back."""
+        self._seconds = seconds
+        self._began_at = seconds() if seconds is not None else 0.0
+        self._used_at = array("f")  # by row, in seconds since the start
+
+    def used(self, rows: Iterable[int]) -> None:
+        """These blocks were stored, or asked for."""
+        if self._seconds is None:
+            return
+        now = self._seconds() - self._began_at
+        used_at = self._used_at
+        for row in rows:
+            used_at[row] = now
+
+    def found(self, row: int) -> None:
+        """The block is from an earlier run: its last use is unknown."""
+        if self._seconds is not None:
+            self._used_at[row] = _UNKNOWN
+
+    def idle_seconds(self, row: int) -> float | None:
+        """Since the block's last use; None if that is unknown."""
+        if self._seconds is None or self._used_at[row] == _UNKNOWN:
+            return None
+        return self._seconds() - self._began_at - self._used_at[row]
+
+    def grow_to(self, row: int) -> None:
+        """Make a column up to this row."""
+        missing = row + 1 - len(self._used_at)
+        if missing > 0 and self._seconds is not None:
+            self._used_at.extend([_UNKNOWN] * max(missing, 1024, len(self._used_at) >> 3))
 
 
 class Residency:

@@ -32,7 +32,7 @@ from tiering.clock import Clock
 from tiering.dram.extents import MappedExtent
 from tiering.errors import TierError
 from tiering.frame import DIGEST_BYTES, KEY_BYTES, STAMP_BYTES, frame_bytes
-from tiering.tier import SLOT_BITS, FrameSpan
+from tiering.tier import SLOT_BITS, SLOT_MASK, FrameSpan
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -369,15 +369,15 @@ def taken(answered: AnsweredCall, kind: type[A]) -> A:
 def spans(table: Mapping[int, tuple[MappedExtent, int]], places: Sequence[int]) -> list[FrameSpan]:
     """The bytes at places, up to the first whose extent is not mapped, or has no such slot."""
     found = []
-    for place in places:
+    for place in places:  # spelled out: every block of every put and get comes through here
         known = table.get(place >> SLOT_BITS)
         if known is None:
             break
         extent, size = known
-        slot = place & (1 << SLOT_BITS) - 1
-        if (slot + 1) * size > len(extent.view):
+        start = (place & SLOT_MASK) * size
+        if start + size > len(extent.view):
             break
-        found.append(extent.frame(slot, size))
+        found.append(FrameSpan(extent.memory.address + start, extent.view[start : start + size], extent.memory))
     return found
 
 

@@ -27,7 +27,7 @@ from tiering.errors import BlockCorrupt
 from tiering.frame import HEADER_BYTES, KEY_BYTES, MacKeys, Sealer, Stamp, digest, epoch_in, open_header, verify_payload
 from tiering.policies.admission import Admission
 from tiering.policies.shares import Shares
-from tiering.residency import ExtentRoom, Residency
+from tiering.residency import ExtentRoom, LastUses, Residency
 from tiering.slots import FrameState
 from tiering.tier import NO_PLACE, LowerTier, SlotClass, TierMiss, extent_of, slot_of
 
@@ -89,6 +89,7 @@ class BlockTable:
         self.spaces: list[OpenedNamespace] = []
         self.counters: Counter[str] = Counter()
         self.tally = Tally(seconds)
+        self.last_uses = LastUses(seconds)
         self._rows = 0  # columns have room for so many
         self._keys = keys
         self._first_generation = first_generation
@@ -101,7 +102,16 @@ class BlockTable:
         self.below: BlocksBelow | None = None
         if lower is not None:
             self.below = BlocksBelow(
-                lower, index, residency, self.dirty, self.spaces, shares, self.tally, self.counters, gone
+                lower,
+                index,
+                residency,
+                self.dirty,
+                self.spaces,
+                shares,
+                self.tally,
+                self.last_uses,
+                self.counters,
+                gone,
             )
 
     def add_space(self, keys: TenantKeys, namespace: Namespace, payload_bytes: Sequence[int]) -> OpenedNamespace:
@@ -182,7 +192,7 @@ class BlockTable:
                 residency.retention.came(row)
             if self.below is not None and not self.below.has(row):
                 self.below.lacks(row)
-        self.tally.used(rows)
+        self.last_uses.used(rows)
         self.tally.stored_tokens += len(rows) * self.spaces[number].namespace.layout.block_tokens
         for part in range(len(self.spaces[number].classes)):
             self.dram.own(residency.places_of(rows, part), rows)
@@ -208,7 +218,7 @@ class BlockTable:
                 residency.retention.used(chain)
             is_listed = residency.is_listed
             residency.policy.touched([row for row in chain if is_listed(row)])
-        self.tally.used(chain)
+        self.last_uses.used(chain)
         if self.lower is not None:
             self.dirty.used(chain[:count])
 
@@ -299,7 +309,7 @@ class BlockTable:
                 continue
             places += self.residency.left(row, self.index.parent(row))
             to = EvictedTo.DECLINED if self.dirty.was_declined(row) else EvictedTo.NOTHING
-            self.tally.evicted(TierName.DRAM, EvictedTo.NVME if stays else to, row)
+            self.tally.evicted(TierName.DRAM, EvictedTo.NVME if stays else to, self.last_uses.idle_seconds(row))
             self.dirty.missed += self.dirty.waits(row)
             self.dirty.discard(row)
             if stays:
@@ -458,7 +468,7 @@ class BlockTable:
         residency.listed(row)
         self.dram.own(places, [row] * len(places))
         self.unverified.add(row)
-        self.tally.found([row])
+        self.last_uses.found(row)
         if self.below is not None and not self.below.has(row):
             self.below.lacks(row)
 
@@ -562,6 +572,6 @@ class BlockTable:
     def grow_to(self, row: int) -> None:
         self._rows = max(self._rows, row + 1)
         self.residency.grow_to(row)
-        self.tally.grow_to(row)
+        self.last_uses.grow_to(row)
         if self.lower is not None:
             self.lower.residency.grow_to(row)

@@ -50,7 +50,7 @@ from kvstore.service.sessions import ClientState, Sessions
 from kvstore.service.settings import StoreSettings
 from kvstore.service.told import ToldRequests
 from tiering.clock import Clock
-from tiering.counts.waits import percentile_ms
+from tiering.counts.histogram import percentile_ms
 from tiering.errors import TierError
 from tiering.tier import Usage
 

@@ -27,7 +27,7 @@ from kvstore.service.descriptors import TenantUnread, Unread
 from kvstore.service.parked import Parked, Response
 from kvstore.service.sessions import ClientState
 from tiering.clock import Clock
-from tiering.counts.waits import Waits
+from tiering.counts.histogram import Waits
 from tiering.faults import DOOR_THREADS, FaultReports, kind_of
 
 _READ_BYTES = 256 << 10

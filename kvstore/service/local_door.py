@@ -48,7 +48,7 @@ from kvstore.service.dispatch import Handlers
 from kvstore.service.parked import DoorAwaits, Response
 from kvstore.service.sessions import ClientState, Sessions
 from tiering.clock import Clock
-from tiering.counts.waits import Waits
+from tiering.counts.histogram import Waits
 from tiering.faults import SENT, FaultReports, RateLimitedLog, Unheard, kind_of
 from tiering.files import listening_socket
 

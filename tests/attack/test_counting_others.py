@@ -196,8 +196,8 @@ class WireEyes:
                 (extent,), (descriptor,) = answered.answer.extents, answered.descriptors
                 assert extent.number == number
                 self._mapped[number] = MappedExtent(descriptor, extent.size_bytes, writable=False)
-            frame = self._mapped[number].frame(slot_of(place), HEADER_BYTES + 4096)
-            found.append(bytes(frame.view[:HEADER_BYTES]))
+            start = slot_of(place) * (HEADER_BYTES + 4096)
+            found.append(bytes(self._mapped[number].view[start : start + HEADER_BYTES]))
         return found
 
     def release(self, lease: int) -> None:

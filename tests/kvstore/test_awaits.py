@@ -117,7 +117,7 @@ def test_any_order_of_events_tells_each_once_and_rightly(seed: int) -> None:
         awaits.check(lambda number, each: (number, each) in readable)
         assert awaits.counts().parked == len(parked)
     awaits.end_all(AwaitEnd.GONE)
-    assert awaits.counts().parked == 0 and not awaits.is_any and all(one.end is AwaitEnd.GONE for one in parked)
+    assert awaits.counts().parked == 0 and not awaits.heads and all(one.end is AwaitEnd.GONE for one in parked)
     assert sum(awaits.counts().ended.values()) == len(expected) + len(parked)
 
 

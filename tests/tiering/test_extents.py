@@ -23,8 +23,10 @@ from typing import Any
 import pytest
 
 from descriptors import OpenFiles, open_files, opened_since
+from kvstore.client.connection import spans
 from tiering.dram.extents import Extent, ExtentPool, MappedExtent
 from tiering.errors import TierFull, TierUnavailable
+from tiering.tier import place_of
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -131,7 +133,7 @@ def test_its_pages_are_huge_ones_for_all_that_map_it(monkeypatch: pytest.MonkeyP
         assert mapping["ShmemPmdMapped"] == "4096 kB"
         reader = MappedExtent(extent.share(1, writable=False), size, writable=False)
         assert bytes(reader.view) == bytes(size)
-        assert mapping_of(reader.frame(0, KIB).address)["ShmemPmdMapped"] == "4096 kB"
+        assert mapping_of(reader.memory.address)["ShmemPmdMapped"] == "4096 kB"
 
 
 def test_a_kernel_that_makes_no_huge_pages_touches_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -620,7 +622,7 @@ def test_a_reader_tells_of_its_mapping_too() -> None:
     with extent_of(64 * KIB) as extent:
         mapped = MappedExtent(extent.share(1, writable=False), 64 * KIB, writable=False)
         left = list[Callable[[], object]]()
-        span = mapped.frame(2, 4 * KIB)
+        (span,) = spans({1: (mapped, 4 * KIB)}, [place_of(1, 2)])
         assert span.memory is mapped.memory and span.address == mapped.memory.address + 8 * KIB
         assert not span.memory.writable
         mapped.memory.before_unmap(left.append)

@@ -1,10 +1,11 @@
-"""What tiers count of themselves: ages of what goes and comes back, and events that only add up."""
+"""What tiers count of themselves: ages of evicted blocks and of those that come back, and events that only add up."""
 
 from __future__ import annotations
 
 from kvstore.core.rows.index import NO_ROW, PrefixIndex
 from tiering.counts.histogram import AGE_SECONDS, Histogram, HistogramCounts
 from tiering.counts.tally import EVICTIONS, CheckedAt, EvictedTo, Eviction, EvictionCause, Tally, TierName
+from tiering.residency import LastUses
 
 TENANT = b"t" * 16
 
@@ -27,23 +28,23 @@ def ages(counts: HistogramCounts) -> dict[float, int]:
     return {bound: count for bound, count in zip((*counts.bounds, float("inf")), counts.counts, strict=True) if count}
 
 
-def tally_of(clock: FakeSeconds, rows: int = 8) -> Tally:
-    tally = Tally(clock)
-    tally.grow_to(rows)
-    return tally
+def uses_of(clock: FakeSeconds | None, rows: int = 8) -> LastUses:
+    uses = LastUses(clock)
+    uses.grow_to(rows)
+    return uses
 
 
 def test_an_evicted_block_is_as_old_as_its_last_use() -> None:
     clock = FakeSeconds()
-    tally = tally_of(clock)
-    tally.used([0, 1])
+    tally, uses = Tally(clock), uses_of(clock)
+    uses.used([0, 1])
     clock.advance(50)
-    tally.used([1])
+    uses.used([1])
     clock.advance(200)
-    tally.evicted(TierName.DRAM, EvictedTo.NVME, 0)
-    tally.evicted(TierName.DRAM, EvictedTo.NOTHING, 1)
+    tally.evicted(TierName.DRAM, EvictedTo.NVME, uses.idle_seconds(0))
+    tally.evicted(TierName.DRAM, EvictedTo.NOTHING, uses.idle_seconds(1))
     clock.advance(10_000)
-    tally.evicted(TierName.NVME, EvictedTo.NOTHING, 0)
+    tally.evicted(TierName.NVME, EvictedTo.NOTHING, uses.idle_seconds(0))
     now = tally.now()
     assert ages(now.idle[TierName.DRAM]) == {300.0: 2} and now.idle[TierName.DRAM].sum == 450
     assert ages(now.idle[TierName.NVME]) == {21600.0: 1}
@@ -52,19 +53,20 @@ def test_an_evicted_block_is_as_old_as_its_last_use() -> None:
 
 def test_of_blocks_from_an_earlier_run_no_age_is_told() -> None:
     clock = FakeSeconds()
-    tally = tally_of(clock)
-    tally.used([3])
-    tally.found([3])
+    tally, uses = Tally(clock), uses_of(clock)
+    uses.used([3])
+    uses.found(3)
     clock.advance(100)
-    for row in (3, 4, NO_ROW):
-        tally.evicted(TierName.NVME, EvictedTo.NOTHING, row)
+    for row in (3, 4):  # that of 4 was never used
+        assert uses.idle_seconds(row) is None
+        tally.evicted(TierName.NVME, EvictedTo.NOTHING, uses.idle_seconds(row))
     now = tally.now()
-    assert not ages(now.idle[TierName.NVME]) and now.evicted[TierName.NVME, EvictedTo.NOTHING] == 3
+    assert not ages(now.idle[TierName.NVME]) and now.evicted[TierName.NVME, EvictedTo.NOTHING] == 2
 
 
 def test_what_was_evicted_and_is_asked_for_counts_once() -> None:
     clock = FakeSeconds()
-    tally, index = tally_of(clock), PrefixIndex(forgotten_limit=2)
+    tally, index = Tally(clock), PrefixIndex(forgotten_limit=2)
     number = index.add_namespace(TENANT)
     keys = [bytes([at]) * 32 for at in range(3)]
     for at, key in enumerate(keys):
@@ -91,10 +93,9 @@ def test_what_was_evicted_and_is_asked_for_counts_once() -> None:
 
 
 def test_without_a_clock_events_count_and_ages_do_not() -> None:
-    tally = Tally()
-    tally.grow_to(1000)
-    tally.used(range(10))
-    tally.evicted(TierName.DRAM, EvictedTo.NOTHING, 5)
+    tally, uses = Tally(), uses_of(None, rows=1000)
+    uses.used(range(10))
+    tally.evicted(TierName.DRAM, EvictedTo.NOTHING, uses.idle_seconds(5))
     assert tally.stamp(TierName.DRAM) == 0
     tally.asked_again(7)
     now = tally.now()

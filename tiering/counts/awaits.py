@@ -78,18 +78,14 @@ class Awaits:
         self.now = now
         self._most = most
         self._lock = threading.Lock()
-        self._heads: dict[_Key, dict[ParkedAwait, None]] = {}
+        self.heads: dict[_Key, dict[ParkedAwait, None]] = {}
+        """Waits by their last key; empty if nothing is parked. Whether it is empty may be read without the lock."""
         self._follows: dict[_Key, dict[ParkedAwait, None]] = {}  # if that is not the head
         self._of: Counter[bytes] = Counter()
         self._due: list[tuple[float, int, ParkedAwait]] = []
         self._numbered = 0
         self._ended = Counter[AwaitEnd]()
         self._seconds = Histogram((*WAIT_SECONDS, MAX_AWAIT_SECONDS))
-
-    @property
-    def is_any(self) -> bool:
-        """Read without the lock."""
-        return bool(self._heads)
 
     @property
     def due_at(self) -> float:
@@ -105,7 +101,7 @@ class Awaits:
             if self._of[one.tenant] >= self._most:
                 self._over(one, AwaitEnd.FULL)
                 return
-            self._heads.setdefault((one.number, one.keys[-1]), {})[one] = None
+            self.heads.setdefault((one.number, one.keys[-1]), {})[one] = None
             self._of[one.tenant] += 1
             self._numbered += 1
             one.seconds = min(one.seconds, MAX_AWAIT_SECONDS)
@@ -124,18 +120,18 @@ class Awaits:
     def published(self, number: int, key: bytes) -> None:
         """A block became readable."""
         with self._lock:
-            self._end(self._heads.get((number, key), ()), AwaitEnd.READABLE)
+            self._end(self.heads.get((number, key), ()), AwaitEnd.READABLE)
 
     def appeared(self, number: int, keys: Container[bytes]) -> None:
         """These became readable."""
         with self._lock:
-            for name in [name for name in self._heads if name[0] == number and name[1] in keys]:
-                self._end(self._heads[name], AwaitEnd.READABLE)
+            for name in [name for name in self.heads if name[0] == number and name[1] in keys]:
+                self._end(self.heads[name], AwaitEnd.READABLE)
 
     def gave_up(self, number: int, key: bytes) -> None:
         """A put of that block ended before the block was readable."""
         with self._lock:
-            for table in (self._heads, self._follows):
+            for table in (self.heads, self._follows):
                 self._end([one for one in table.get((number, key), ()) if one.fetch is None], AwaitEnd.SHORT)
 
     def end(self, ones: Iterable[ParkedAwait], why: AwaitEnd) -> None:
@@ -146,7 +142,7 @@ class Awaits:
     def end_all(self, why: AwaitEnd, number: int | None = None) -> None:
         """End those of a namespace, or all."""
         with self._lock:
-            self._end([one for (of, _), ones in self._heads.items() if number in (None, of) for one in ones], why)
+            self._end([one for (of, _), ones in self.heads.items() if number in (None, of) for one in ones], why)
 
     def expire(self) -> None:
         """End those that have expired."""
@@ -167,7 +163,7 @@ class Awaits:
         for one in list(ones):
             if one.end is not None:
                 continue
-            for table, key in ((self._heads, one.keys[-1]), (self._follows, one.follows)):
+            for table, key in ((self.heads, one.keys[-1]), (self._follows, one.follows)):
                 parked = table.get((one.number, key), {})
                 parked.pop(one, None)
                 if not parked:
@@ -196,10 +192,10 @@ class Awaits:
     def check(self, is_readable: Callable[[int, bytes], bool]) -> None:
         """Verify that the tables agree, nothing is parked without need, and bounds hold. Under the index's lock."""
         with self._lock:
-            parked = [(name, one) for name, ones in self._heads.items() for one in ones]
+            parked = [(name, one) for name, ones in self.heads.items() for one in ones]
             assert all(name == (one.number, one.keys[-1]) and one.end is None for name, one in parked)
-            assert not any(is_readable(*name) for name in self._heads), "what can be read is waited for by none"
-            assert all(self._heads.values()) and all(self._follows.values()), "no key is kept that none waits for"
+            assert not any(is_readable(*name) for name in self.heads), "what can be read is waited for by none"
+            assert all(self.heads.values()) and all(self._follows.values()), "no key is kept that none waits for"
             following = {one for ones in self._follows.values() for one in ones}
             assert following == {one for _, one in parked if one.follows}, "each stands under both keys, or under one"
             assert Counter(one.tenant for _, one in parked) == self._of

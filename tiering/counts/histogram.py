@@ -1,18 +1,23 @@
-"""A histogram: counts of values by upper bound, and their sum. Both only grow.
+"""Histograms: counts of values by upper bound, which only grow. `Histogram` has few bounds and a sum, for metrics;
+`Waits` has many, for percentiles.
 
-Takes no lock: the lock that guards what a histogram counts guards it too, or a single thread adds to it.
+They take no lock: the lock that guards what a histogram counts guards it too, or a single thread adds to it.
 """
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 WAIT_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
 """Bounds of waits; 50 ms is a lease's usual deadline."""
 AGE_SECONDS = (1.0, 10.0, 60.0, 300.0, 900.0, 3600.0, 21600.0, 86400.0)
 """Bounds of ages: 1 and 10 s, 1, 5 and 15 min, 1, 6 and 24 h."""
+_STEPS_PER_DECADE = 20
+BOUNDS_MS = tuple(0.01 * 10 ** (step / _STEPS_PER_DECADE) for step in range(7 * _STEPS_PER_DECADE + 1))
+"""Of `Waits`, from 10 microseconds to 100 seconds; each is an eighth above the one before."""
 
 
 class HistogramCounts(NamedTuple):
@@ -44,3 +49,29 @@ class Histogram:
 
     def now(self) -> HistogramCounts:
         return HistogramCounts(self._bounds, tuple(self._counts), self._sum)
+
+
+class Waits:
+    """How long requests waited, in a kilobyte: one count for each of `BOUNDS_MS`, and one for longer waits."""
+
+    __slots__ = ("counts",)
+
+    def __init__(self) -> None:
+        self.counts = array("L", bytes(array("L").itemsize * (len(BOUNDS_MS) + 1)))
+
+    def add(self, seconds: float) -> None:
+        self.counts[bisect_left(BOUNDS_MS, 1000 * seconds)] += 1
+
+
+def percentile_ms(waits: Iterable[Waits], percent: int) -> float | None:
+    """A bound that so many percent of the waits do not exceed, rather too high than too low; None without any."""
+    counts = [sum(column) for column in zip(*[one.counts for one in waits], strict=True)]
+    total = sum(counts)
+    if not total:
+        return None
+    seen = 0
+    for bound, count in zip(BOUNDS_MS, counts, strict=False):
+        seen += count
+        if 100 * seen >= percent * total:
+            return round(bound, 3)
+    return round(BOUNDS_MS[-1], 3)

@@ -1,20 +1,17 @@
 """Counters of what a store's tiers did since the start: evictions, checks, damage, copies. They only rise.
 
-Callers hold the lock of the tables whose events they report, so this takes none. Knows rows and bytes, never keys,
+Callers hold the lock of the tables whose events they report, so this takes none. Knows bytes and ages, never keys,
 tokens or tenants. Without a clock (when a trace is replayed) it keeps no ages.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from enum import StrEnum
 from typing import NamedTuple
 
 from tiering.counts.histogram import AGE_SECONDS, Histogram, HistogramCounts
-
-_UNKNOWN = -1.0
 
 
 class TierName(StrEnum):
@@ -106,7 +103,6 @@ class Tally:
         """seconds: a clock that never goes back; None for no ages."""
         self._seconds = seconds
         self._began_at = seconds() if seconds is not None else 0.0
-        self._used_at = array("f")  # by row, in seconds since the start
         self._evicted: Counter[tuple[TierName, EvictedTo]] = Counter()
         self._idle = {tier: Histogram(AGE_SECONDS) for tier in TierName}
         self._wanted_again = {tier: Histogram(AGE_SECONDS) for tier in TierName}
@@ -121,26 +117,11 @@ class Tally:
         self._verified_bytes: Counter[CheckedAt] = Counter()
         self._damaged: Counter[CheckedAt] = Counter()
 
-    def used(self, rows: Iterable[int]) -> None:
-        """These blocks were stored, or asked for."""
-        if self._seconds is None:
-            return
-        now = self._seconds() - self._began_at
-        used_at = self._used_at
-        for row in rows:
-            used_at[row] = now
-
-    def found(self, rows: Iterable[int]) -> None:
-        """These blocks are from an earlier run: their last use is unknown."""
-        if self._seconds is not None:
-            for row in rows:
-                self._used_at[row] = _UNKNOWN
-
-    def evicted(self, tier: TierName, to: EvictedTo, row: int) -> None:
-        """A block was evicted from a tier. row: below 0 for one that was never listed."""
+    def evicted(self, tier: TierName, to: EvictedTo, idle_seconds: float | None) -> None:
+        """A block was evicted from a tier. idle_seconds: since its last use, or None if that is unknown."""
         self._evicted[tier, to] += 1
-        if self._seconds is not None and row >= 0 and self._used_at[row] != _UNKNOWN:
-            self._idle[tier].add(self._seconds() - self._began_at - self._used_at[row])
+        if idle_seconds is not None:
+            self._idle[tier].add(idle_seconds)
 
     def stamp(self, tier: TierName, cause: EvictionCause = EvictionCause.ROOM) -> int:
         """The stamp of a block that leaves the last tier that had it, for `asked_again` and `eviction`: above 0; 0
@@ -167,12 +148,6 @@ class Tally:
         """Frames were verified up to the first bad one, which counts as damaged."""
         self._verified_bytes[at] += size_bytes
         self._damaged[at] += not is_sound
-
-    def grow_to(self, row: int) -> None:
-        """Make columns up to this row."""
-        missing = row + 1 - len(self._used_at)
-        if missing > 0 and self._seconds is not None:
-            self._used_at.extend([_UNKNOWN] * max(missing, 1024, len(self._used_at) >> 3))
 
     def now(self) -> TallyCounts:
         return TallyCounts(

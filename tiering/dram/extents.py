@@ -218,11 +218,6 @@ class MappedExtent:
             os.close(descriptor)
         self.view = view if writable else view.toreadonly()
 
-    def frame(self, slot: int, frame_bytes: int) -> FrameSpan:
-        """The bytes of a slot; read-only unless it is writable."""
-        start = slot * frame_bytes
-        return FrameSpan(self.memory.address + start, self.view[start : start + frame_bytes], self.memory)
-
 
 class Forgetful(Protocol):
     """What a pool needs of a keeper."""

@@ -378,12 +378,14 @@ class DramTier:
         """The bytes at places in any state, for readers with a lease and for producers; up to the first whose extent
         was given back: under a lease, only a quarantined frame can lose its extent."""
         extents, spans = self._extents, []
-        for place in places:  # spelled out: every block of every get comes through here
+        for place in places:  # spelled out, `frame` too: every block of every put and get comes through here
             extent = extents.get(place >> SLOT_BITS)
             slot = place & SLOT_MASK
             if extent is None or slot >= extent.slots.capacity:
                 break
-            spans.append(extent.memory.frame(slot, extent.frame_bytes))
+            size, mapped = extent.frame_bytes, extent.memory
+            start = slot * size
+            spans.append(FrameSpan(mapped.memory.address + start, mapped.view[start : start + size], mapped.memory))
         return spans
 
     def span_at(self, place: int) -> FrameSpan:

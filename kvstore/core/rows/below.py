@@ -22,7 +22,7 @@ from kvstore.core.rows.reclaim import SlabReclaim, givers
 from tiering.counts.tally import CopyKind, EvictedTo, Tally, TierName
 from tiering.policies.admission import Admission
 from tiering.policies.shares import Shares
-from tiering.residency import Residency
+from tiering.residency import LastUses, Residency
 from tiering.tier import NO_PLACE, LowerTier, SlotClass, TierMiss
 
 
@@ -153,6 +153,7 @@ class BlocksBelow:
         spaces: Sequence[BlockSlots],
         shares: Shares | None,
         tally: Tally,
+        last_uses: LastUses,
         counters: Counter[str],
         gone: Callable[[int, bytes], None] | None,
     ) -> None:
@@ -167,6 +168,7 @@ class BlocksBelow:
         self._spaces = spaces
         self._shares = shares
         self._tally = tally
+        self._last_uses = last_uses
         self._counters = counters
         self._gone = gone
         self.is_loading = False  # blocks from before a restart are being recovered
@@ -264,7 +266,7 @@ class BlocksBelow:
     def give_up_unread(self, number: int, key: bytes) -> None:
         """A block from before a restart goes with its ancestor, before it was recovered."""
         self._gives_up(number, key)
-        self._tally.evicted(TierName.NVME, EvictedTo.NOTHING, NO_ROW)
+        self._tally.evicted(TierName.NVME, EvictedTo.NOTHING, None)
         self._counters["nvme_evicted_blocks"] += 1
         self._counters["evicted_blocks"] += 1
 
@@ -325,7 +327,8 @@ class BlocksBelow:
             return None
         places = self.leave(row, claim=claim)
         self._counters["nvme_evicted_blocks"] += 1
-        self._tally.evicted(TierName.NVME, EvictedTo.DRAM if stays else EvictedTo.NOTHING, row)
+        to = EvictedTo.DRAM if stays else EvictedTo.NOTHING
+        self._tally.evicted(TierName.NVME, to, self._last_uses.idle_seconds(row))
         if not stays:
             self._index.remove(row, remember=True, stamp=self._tally.stamp(TierName.NVME))
             self._counters["evicted_blocks"] += 1

@@ -299,7 +299,7 @@ class PrefixIndex:
         self._why_lost.pop(row, None)
         if self.changes.is_watching:
             self.changes.note(namespace, key, BlockPlace.DRAM, self._depths[row])
-        if self.awaits.is_any:
+        if self.awaits.heads:
             self.awaits.published(namespace, key)
         names.forgotten.pop(key[:_REMEMBERED_BYTES] + names.mark, None)
         return before == _PENDING
@@ -344,7 +344,7 @@ class PrefixIndex:
         del (names.visible if is_visible else names.hidden)[key]
         if is_visible and self.changes.is_watching:
             self.changes.note(namespace, key, BlockPlace.NOWHERE, self._depths[row])
-        if self.awaits.is_any and self._states[row] == _PENDING:
+        if self.awaits.heads and self._states[row] == _PENDING:
             self.awaits.gave_up(namespace, key)
         self._states[row] = 0
         self._why_lost.pop(row, None)
@@ -395,7 +395,7 @@ class PrefixIndex:
         before = len(names.visible)
         names.visible.update(zip(keys, rows, strict=True))
         assert len(names.visible) == before + len(keys) and not names.hidden.keys() & keys, "a key is loaded once"
-        if self.awaits.is_any:
+        if self.awaits.heads:
             self.awaits.appeared(namespace, names.visible)
         return rows
 
