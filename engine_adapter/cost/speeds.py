@@ -59,6 +59,9 @@ LEAST_SPREAD = 0.02
 _SPREAD_AT_FIRST = 0.25
 _SPREAD_GAIN = 0.05
 _STEP_GAIN = 0.1
+_REUSED_STEPS = 4
+"""Whether a step is an outlier is judged by coefficients that may leave out so many steps before it: solving for them
+is most of an observation's work."""
 _FORGOTTEN = 1e-30
 
 
@@ -68,7 +71,8 @@ class PrefillSpeed:
     def __init__(self) -> None:
         self._squares = [[0.0] * 4 for _ in range(4)]
         self._products = [0.0] * 4
-        self._solution: list[float] | None = None
+        self._solution = [0.0] * 4
+        self._unsolved_steps = 0
         self._spread = _SPREAD_AT_FIRST
         self._telling_steps = 0
         self.steps = 0
@@ -100,7 +104,7 @@ class PrefillSpeed:
                 KEPT * old + share * other for old, other in zip(self._squares[at], features, strict=True)
             ]
             self._products[at] = KEPT * self._products[at] + share * step_seconds
-        self._solution = None
+        self._unsolved_steps += 1
         self.steps += 1
         self._telling_steps += new_tokens >= LEAST_STEP_TOKENS
 
@@ -147,7 +151,7 @@ class PrefillSpeed:
         """The weight of this step: it makes errors relative to the step's time, and is less for an outlier."""
         if not self.is_learned:
             return 1.0 / (step_seconds * step_seconds)  # slow first steps, which compile or load, count least
-        expected: float = sum(map(mul, self._coefficients(), features))
+        expected: float = sum(map(mul, self._coefficients(_REUSED_STEPS), features))
         if expected < SHORTEST_SECONDS:
             return 1.0 / (step_seconds * step_seconds)
         error, spread = abs(step_seconds - expected) / expected, self._spread
@@ -156,9 +160,11 @@ class PrefillSpeed:
         self.outliers += error > limit
         return min(1.0, limit / error if error > 0.0 else 1.0) / (expected * expected)
 
-    def _coefficients(self) -> list[float]:
-        if self._solution is None:
+    def _coefficients(self, reused_steps: int = 0) -> list[float]:
+        """reused_steps: so many of the last steps may be left out."""
+        if self._unsolved_steps > reused_steps:
             self._solution = _least_squares(self._squares, self._products)
+            self._unsolved_steps = 0
         return self._solution
 
 

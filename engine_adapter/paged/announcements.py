@@ -97,6 +97,8 @@ class Announcements(Generic[B]):
         """A save of blocks from `first_block` on has ended: the store holds the first `held` of the request's blocks;
         the others are not expected any more. keys: of all of them, joined. The store's own reports of a block take
         precedence: they are newer, or still to come."""
+        if not self._known:
+            return
         for number in range(first_block, len(keys) // KEY_BYTES):
             key = keys[KEY_BYTES * number : KEY_BYTES * (number + 1)]
             known = self._known.get(key)

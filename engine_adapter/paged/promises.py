@@ -168,13 +168,13 @@ class Promises:
         """Whether no whole block behind the engine's own tokens can be loaded and no answer is there yet: the request
         then does not wait for an answer that only the account needs."""
         tokens, block, lookup = state.request.num_tokens, self._block_tokens, state.lookup
+        if not block or (tokens - 1) // block * block > local_tokens:
+            return False
         if state.facts.hands_over:
             return False  # evicted blocks are saved again before it is over
         if lookup is None and not self.is_asked(state):
             return False
         if lookup is not None and (lookup.is_over or lookup.found() is not None):
-            return False
-        if (tokens - 1) // block * block > local_tokens:
             return False
         state.late_at = tokens + (not state.facts.is_kept)  # its stored blocks are renewed with its last step
         if self._facts is not None and state.number != self._facts.number:

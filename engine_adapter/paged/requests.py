@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
+from math import inf
 from typing import Any, Protocol, TypeVar, cast
 
 from engine_adapter.audit.audits import AuditResult, HitSaving
@@ -343,6 +344,8 @@ class RequestNews:
         self.sampler = PromptSampler(sketch_every, choose)
         self._waiting: deque[RequestTold] = deque(maxlen=4 * MAX_TOLD_REQUESTS)
         self._told_at = -TELL_SECONDS
+        self.due_at = inf
+        """When `tell` has something to send, on its clock."""
         self._judged: tuple[object, float, float] = (None, 0.0, 0.0)  # of the last report, in ms
 
     def add(
@@ -366,14 +369,16 @@ class RequestNews:
                 told["put_reasons"],
             )
         )
+        self.due_at = self._told_at + TELL_SECONDS
         return told
 
     def tell(self, namespace: NamespaceHandle | None, choice: LoadChoice | None, gpus: int, now: float) -> None:
         """Send the report if it is due. choice: knows what hits save; gpus: that a step uses."""
-        if namespace is None or not self._waiting or now - self._told_at < TELL_SECONDS:
+        if namespace is None or now < self.due_at:
             return
         self._told_at = now
         some = [self._waiting.popleft() for _ in range(min(len(self._waiting), MAX_TOLD_REQUESTS))]
+        self.due_at = now + TELL_SECONDS if self._waiting else inf
         savings = None
         if choice is not None:
             counts, measured = choice.costs.counts, choice.saving.estimate()
@@ -387,7 +392,7 @@ class RequestNews:
                 measured.mean_ms if measured is not None else None,
                 measured.standard_error_ms if measured is not None else None,
             )
-        namespace.tell(some, savings)
+        namespace.tell(some, savings, seconds=TELL_SECONDS)
 
 
 SAVING = "ttft_saved_ms_"

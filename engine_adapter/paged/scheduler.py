@@ -93,6 +93,7 @@ class PagedScheduler:
         self._failures: dict[int, int] = {}
         self._counts = RequestCounts()
         self.announced: Announcements[Any] = Announcements(clock, lambda *_: None, lambda: None)
+        self._announces = False
         self._first_tokens: list[tuple[int, float, bool, int, int]] = []
         """Awaited first tokens: (step, when its request was added, whether it was held out, prompt, found tokens)."""
         self._news = RequestNews(settings.sketch_every, choose)
@@ -308,12 +309,14 @@ class PagedScheduler:
     @edge(None)
     def reported(self, reports: StepReports | None) -> None:
         """A step, not necessarily the last scheduled one, is over; these are the workers' reports."""
-        self._news.tell(self._namespace.now(), self.choice, len(self._ranks), self._clock())
-        self.announced.step()
+        now = self._clock()
+        if now >= self._news.due_at:  # after a step no code is in a cache: each call that is not needed is felt
+            self._news.tell(self._namespace.now(), self.choice, len(self._ranks), now)
+        if self._announces:
+            self.announced.step()
         if reports is None:
             return
         if reports.step and self.choice is not None:
-            now = self._clock()
             self.choice.step_ends(reports.step, now)
             while self._first_tokens and self._first_tokens[0][0] <= reports.step:
                 _, added_at, held_out, prompt_tokens, found_tokens = self._first_tokens.pop(0)
@@ -348,7 +351,7 @@ class PagedScheduler:
 
     def announce(self, describe: Callable[[Any, int], Any]) -> None:
         """Announce blocks from now on. describe: as in `Announcements`."""
-        self.announced = Announcements(self._clock, describe, self._namespace.now)
+        self.announced, self._announces = Announcements(self._clock, describe, self._namespace.now), True
 
     def close(self) -> None:
         """Finish all requests, and disconnect."""

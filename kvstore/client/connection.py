@@ -11,6 +11,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -176,10 +177,13 @@ class SidecarConnection:
 
     def post(self, verb: m.Verb) -> None:
         """Send a request without waiting for an answer. Does not block."""
-        try:
+        with suppress(Unreachable):
             self.wire.post(verb)
-        except Unreachable:
-            pass
+
+    def post_later(self, verb: m.Verb) -> None:
+        """The same, with the next request, or with the next ping."""
+        with suppress(Unreachable):
+            self.wire.post_later(verb)
 
     def walk(self, steps: Exchange[R], first_seconds: float, further_seconds: Callable[[], float]) -> R:
         """Drive an exchange to its end, waiting for each answer. Raises `Unavailable`."""

@@ -17,6 +17,7 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import NoReturn, TypeVar, Union
 
 import msgspec
@@ -107,6 +108,7 @@ class FramedSocket:
         self._next_number = 1
         self._unsent: deque[_OutgoingFrame] = deque()  # the holder of the send lock sends the first of them
         self._unsent_bytes = 0
+        self._for_later: deque[_OutgoingFrame] = deque()
         self._read = bytearray()
         self._descriptors: deque[int] = deque()
         self._retired: list[int] = []
@@ -241,6 +243,17 @@ class FramedSocket:
         except Backpressure:
             self._hang_up()  # a lost release would leak its lease; the connection's end releases all
 
+    def post_later(self, verb: m.Verb) -> None:
+        """Queue a request without wanting an answer, to be sent with the next request of any kind: a send of its own
+        would wake the sidecar, which may take the core that this thread runs on. Dropped if much waits already."""
+        frame = _OutgoingFrame(self._new_number(), verb)
+        with self._state:
+            if self.closed:
+                raise Unreachable("the connection is closed")
+            if self._unsent_bytes + frame.size <= MAX_UNSENT_BYTES:
+                self._unsent_bytes += frame.size
+                self._for_later.append(frame)
+
     def retired(self) -> list[int]:
         """Extents that the sidecar gave back, each reported once."""
         if not self._retired:
@@ -254,7 +267,12 @@ class FramedSocket:
         return list(drained(self._too_late))
 
     def close(self) -> None:
-        """Hang up. Threads that wait for answers raise `Unreachable`."""
+        """Hang up, after what was posted for later. Threads that wait for answers raise `Unreachable`."""
+        if self._for_later:
+            with self._state:
+                self._unsent += drained(self._for_later)
+            with suppress(Unreachable):
+                self._push()
         with self._state:
             self.closed = True
             self._state.notify_all()
@@ -289,9 +307,14 @@ class FramedSocket:
                 raise Unreachable("the connection is closed")
             if self._unsent_bytes > MAX_UNSENT_BYTES:
                 raise Backpressure
-            self._unsent_bytes += frame.size
-            self._unsent.append(frame)
+            self._queue(frame)
         self._push()
+
+    def _queue(self, frame: _OutgoingFrame) -> None:
+        """Under the state's lock."""
+        self._unsent += drained(self._for_later)
+        self._unsent_bytes += frame.size
+        self._unsent.append(frame)
 
     def _push(self) -> None:
         """Send what the socket takes now. The send lock's holder pushes again after it: nothing stays behind."""
@@ -311,8 +334,7 @@ class FramedSocket:
                 raise Unreachable("the connection is closed")
             if frame is not None:
                 with self._state:
-                    self._unsent_bytes += frame.size
-                    self._unsent.append(frame)
+                    self._queue(frame)
             if not self._flush(frame, deadline):
                 if frame is not None and len(frame.rest) == frame.size:
                     self._sent(frame)  # it need not be sent any more, unless it was begun

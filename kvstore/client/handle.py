@@ -194,18 +194,22 @@ class NamespaceHandle(HandOffVerbs):
         return self._matched(tokens, asked.keys, self._door.call(asked, m.Matched))
 
     def submit_changes(self, after: int, deadline_ms: float = 1000) -> PendingReply[m.Changed]:
-        """Changes of this namespace's blocks, in order, from the change of that number on, or from now on for 0: for
-        those who publish what is stored. Without an answer its `run` is empty."""
+        """Changes of this namespace's blocks, in order, from the change of that number on; 0 for from now on. Without
+        an answer its `run` is empty."""
         submitted = self._door.submit(m.Changes(self.number, after), m.Changed, deadline_ms / 1000)
         return PendingReply(submitted, lambda told: told, lambda: m.Changed(b"", [], 0))
 
     def tell(
-        self, requests: Sequence[RequestTold], savings: SavingsTold | None = None, prompts: Sequence[PromptTold] = ()
+        self,
+        requests: Sequence[RequestTold],
+        savings: SavingsTold | None = None,
+        prompts: Sequence[PromptTold] = (),
+        seconds: float = 0.0,
     ) -> None:
         """Report on requests of this engine, at most `MAX_TOLD_REQUESTS`, what hits saved since the last report, and
         sketches of at most `MAX_TOLD_PROMPTS` of this namespace, for `kvstore why` and the dashboard. Does not block;
-        no effect without a sidecar."""
-        self._door.submit(m.Tell(list(requests), savings, list(prompts)), m.Done, 0.0)
+        no effect without a sidecar. seconds: above 0, it may wait for the next request or ping, and go with it."""
+        self._door.submit(m.Tell(list(requests), savings, list(prompts)), m.Done, seconds)
 
     def submit_match(
         self,
@@ -247,11 +251,9 @@ class NamespaceHandle(HandOffVerbs):
         """
         wanted = self._wanted(match, first_token, deadline_ms, request)
         submitted = self._door.submit(wanted, NamedLease, wanted.deadline_ms / 1000)
-        cancelled = NamedLease(
-            LeaseReply(0, wanted.first_block, 0, reason=MissReason.DISABLED, detail="it was cancelled")
-        )
+        ended = NamedLease(LeaseReply(0, wanted.first_block, 0, reason=MissReason.DISABLED, detail="it was cancelled"))
         pending = PendingReply(
-            submitted, partial(self._leased, match, request), partial(self._leased, match, "", cancelled)
+            submitted, partial(self._leased, match, request), partial(self._leased, match, "", ended)
         )
         self._door.requests.add(request, pending)
         return pending

@@ -156,7 +156,8 @@ class SocketDoor:
                     for one in request.prompts
                     if one.namespace in run.namespaces
                 ]
-                run.post(msgspec.structs.replace(request, prompts=prompts) if request.prompts else request)
+                post = run.post_later if seconds > 0 else run.post
+                post(msgspec.structs.replace(request, prompts=prompts) if request.prompts else request)
             return cast(Submitted[A], ReadyReply(m.Done()))
         assert isinstance(request, m.MatchPrefix | m.LeasePrefix | PlainVerb), "other requests are called"
 

@@ -1046,7 +1046,7 @@ def test_a_request_whose_name_is_no_text_is_told_all_the_same() -> None:
     request: Any = SimpleNamespace(request_id="\ud800" + "x" * 400, num_prompt_tokens=1)
     news.add(RequestState(request, RequestSpec(), Account.missed(MissReason.ABSENT, 1, 64)), None, None)
     sent: list[Any] = []
-    namespace: Any = SimpleNamespace(tell=lambda requests, savings: sent.extend(requests))
+    namespace: Any = SimpleNamespace(tell=lambda requests, savings, seconds: sent.extend(requests))
     news.tell(namespace, None, 1, 0.0)
     (one,) = sent
     assert one.request.startswith("?x") and m.pack(m.Request(1, m.Tell([one])))

@@ -101,6 +101,17 @@ def test_an_engine_that_changes_its_speed_is_followed(factor: float) -> None:
     assert speed.more_seconds(0, 8000) == pytest.approx(after.marginal(0, 8000), rel=0.15)
 
 
+def test_what_is_told_takes_in_the_last_step() -> None:
+    """Though outliers may be judged by a few steps less."""
+    engine, speed = Engine(Random(5), *GPU), PrefillSpeed()
+    engine.show(speed, 100)
+    told = set()
+    for _ in range(9):
+        speed.observe([(0, 1024)], 0, 1.01 * engine.seconds([(0, 1024)], 0))
+        told.add(speed.more_seconds(0, 1024))
+    assert len(told) == 9
+
+
 def test_nothing_is_said_before_enough_was_seen() -> None:
     engine, speed = Engine(Random(4), *GPU), PrefillSpeed()
     for _ in range(100):

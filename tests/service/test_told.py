@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from kvstore.block.account import MissReason
-from kvstore.block.errors import BadInput
+from kvstore.block.errors import BadInput, Unreachable
 from kvstore.cli import ask
+from kvstore.client.framing import FramedSocket
 from kvstore.client.handle import NamespaceHandle
 from kvstore.config import Limits
 from kvstore.node import SystemClock
@@ -218,6 +219,34 @@ def test_a_name_that_is_too_long_costs_that_look_up_alone(tmp_path: Path) -> Non
         assert isinstance(peer.ask(m.MatchPrefix(1, [b"k" * 32], request="x" * 300)), m.Failed)
         assert isinstance(peer.ask(m.Ping()), m.Done), "the connection goes on"
         peer.close()
+
+
+def test_a_report_is_sent_with_the_next_request_or_as_the_connection_ends(tmp_path: Path) -> None:
+    """A send of its own would wake the sidecar, and take the core from the engine's step."""
+    with Sidecar(tmp_path) as sidecar:
+        wire = FramedSocket(str(sidecar.path), "test", b"", CLOCK, 10.0)
+        read_by_sidecar, take = list[str](), sidecar.told.tell
+
+        def tell(caller: Any, verb: m.Tell) -> None:
+            read_by_sidecar.extend(one.request for one in verb.requests)
+            take(caller, verb)
+
+        sidecar.told.tell = tell  # type: ignore[method-assign]
+        wire.post_later(m.Tell([told_of("a")]))
+        wire.post_later(m.Tell([told_of("b")]))
+        with sidecar.client() as other:  # whatever was sent before is read before this is answered
+            opened(other)
+        assert read_by_sidecar == []
+        wire.call(m.Ping(), 10.0)
+        assert read_by_sidecar == ["a", "b"]
+        wire.post_later(m.Tell([told_of("c")]))
+        wire.submit(m.Ping())
+        wait_until(lambda: read_by_sidecar == ["a", "b", "c"])
+        wire.post_later(m.Tell([told_of("d")]))
+        wire.close()
+        wait_until(lambda: read_by_sidecar == ["a", "b", "c", "d"])
+        with pytest.raises(Unreachable):
+            wire.post_later(m.Tell([told_of("e")]))
 
 
 def test_savings_are_summed_over_engines_and_stay_when_one_goes(tmp_path: Path) -> None:
