@@ -345,7 +345,7 @@ class RequestNews:
         self._waiting: deque[RequestTold] = deque(maxlen=4 * MAX_TOLD_REQUESTS)
         self._told_at = -TELL_SECONDS
         self.due_at = inf
-        """When `tell` has something to send, on its clock."""
+        """From when on `tell` has something to send; inf if nothing waits."""
         self._judged: tuple[object, float, float] = (None, 0.0, 0.0)  # of the last report, in ms
 
     def add(
@@ -373,8 +373,8 @@ class RequestNews:
         return told
 
     def tell(self, namespace: NamespaceHandle | None, choice: LoadChoice | None, gpus: int, now: float) -> None:
-        """Send the report if it is due. choice: knows what hits save; gpus: that a step uses."""
-        if namespace is None or now < self.due_at:
+        """Send the report, once it is due. choice: knows what hits save; gpus: that a step uses."""
+        if namespace is None:
             return
         self._told_at = now
         some = [self._waiting.popleft() for _ in range(min(len(self._waiting), MAX_TOLD_REQUESTS))]

@@ -15,6 +15,7 @@ import pytest
 from kvstore.block.account import MissReason
 from kvstore.block.errors import BadInput, Unreachable
 from kvstore.cli import ask
+from kvstore.client.connection import SidecarConnection
 from kvstore.client.framing import FramedSocket
 from kvstore.client.handle import NamespaceHandle
 from kvstore.config import Limits
@@ -221,6 +222,40 @@ def test_a_name_that_is_too_long_costs_that_look_up_alone(tmp_path: Path) -> Non
         peer.close()
 
 
+class CountedSends:
+    """A socket, and how often something was sent over it."""
+
+    def __init__(self, of: Any) -> None:
+        self._of, self.count = of, 0
+
+    def send(self, *given: Any) -> int:
+        self.count += 1
+        return int(self._of.send(*given))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._of, name)
+
+
+@pytest.mark.parametrize(("seconds", "way"), [(0.0, "post"), (1.0, "post_later")])
+def test_a_report_that_may_wait_is_posted_for_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, way: str
+) -> None:
+    posted: list[str] = []
+    for name in ("post", "post_later"):
+        whole = getattr(SidecarConnection, name)
+
+        def post(run: Any, verb: m.Verb, name: str = name, whole: Any = whole) -> None:
+            if isinstance(verb, m.Tell):
+                posted.append(name)
+            whole(run, verb)
+
+        monkeypatch.setattr(SidecarConnection, name, post)
+    with Sidecar(tmp_path) as sidecar, sidecar.client() as store:
+        opened(store).tell([told_of("a")], SavingsTold(2.0, 0.5, 100.0, 10.0), seconds=seconds)
+        assert posted == [way]
+        wait_until(lambda: sidecar.told.sums() == (2.0, 0.5))  # the next ping takes along what may wait
+
+
 def test_a_report_is_sent_with_the_next_request_or_as_the_connection_ends(tmp_path: Path) -> None:
     """A send of its own would wake the sidecar, and take the core from the engine's step."""
     with Sidecar(tmp_path) as sidecar:
@@ -232,18 +267,19 @@ def test_a_report_is_sent_with_the_next_request_or_as_the_connection_ends(tmp_pa
             take(caller, verb)
 
         sidecar.told.tell = tell  # type: ignore[method-assign]
+        sends = CountedSends(wire._socket)
+        wire._socket = sends  # type: ignore[assignment]
         wire.post_later(m.Tell([told_of("a")]))
         wire.post_later(m.Tell([told_of("b")]))
-        with sidecar.client() as other:  # whatever was sent before is read before this is answered
-            opened(other)
-        assert read_by_sidecar == []
+        assert sends.count == 0
         wire.call(m.Ping(), 10.0)
-        assert read_by_sidecar == ["a", "b"]
+        assert read_by_sidecar == ["a", "b"] and sends.count == 3
         wire.post_later(m.Tell([told_of("c")]))
         wire.submit(m.Ping())
         wait_until(lambda: read_by_sidecar == ["a", "b", "c"])
         wire.post_later(m.Tell([told_of("d")]))
         wire.close()
+        assert sends.count == 6
         wait_until(lambda: read_by_sidecar == ["a", "b", "c", "d"])
         with pytest.raises(Unreachable):
             wire.post_later(m.Tell([told_of("e")]))
