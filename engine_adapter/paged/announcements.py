@@ -117,11 +117,8 @@ class Announcements(Generic[B]):
                 return
             self._pending = None
             self._take(told)
-        namespace = self._namespace()
-        if namespace is None:
-            return
-        now = self._clock()
-        if self._asked_at is None or now - self._asked_at >= ASK_EVERY_SECONDS:
+        now, namespace = self._clock(), self._namespace()
+        if namespace is not None and (self._asked_at is None or now - self._asked_at >= ASK_EVERY_SECONDS):
             self._asked_at = now
             self._pending = namespace.submit_changes(self._after)
 

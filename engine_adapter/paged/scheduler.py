@@ -93,6 +93,7 @@ class PagedScheduler:
         self._failures: dict[int, int] = {}
         self._counts = RequestCounts()
         self.announced: Announcements[Any] = Announcements(clock, lambda *_: None, lambda: None)
+        self._announces = False
         self._first_tokens: list[tuple[int, float, bool, int, int]] = []
         """Awaited first tokens: (step, when its request was added, whether it was held out, prompt, found tokens)."""
         self._news = RequestNews(settings.sketch_every, choose)
@@ -311,7 +312,8 @@ class PagedScheduler:
         now = self._clock()
         if now >= self._news.due_at:  # after a step no code is in a cache: each call that is not needed is felt
             self._news.tell(self._namespace.now(), self.choice, len(self._ranks), now)
-        self.announced.step()
+        if self._announces:
+            self.announced.step()
         if reports is None:
             return
         if reports.step and self.choice is not None:
@@ -349,7 +351,7 @@ class PagedScheduler:
 
     def announce(self, describe: Callable[[Any, int], Any]) -> None:
         """Announce blocks from now on. describe: as in `Announcements`."""
-        self.announced = Announcements(self._clock, describe, self._namespace.now)
+        self.announced, self._announces = Announcements(self._clock, describe, self._namespace.now), True
 
     def close(self) -> None:
         """Finish all requests, and disconnect."""
