@@ -160,6 +160,7 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: PagedWorker | None = None
         self._invalid: set[int] = set()
         self._is_told = False
+        self._is_told_by_page = kv_cache_config is None or is_told_by_page(kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
             self._settings, overruled = with_load_mode(self._settings, unwaitable(vllm_config))
             if overruled:
@@ -226,7 +227,7 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """If loads go layer by layer: wait for this layer."""
-        if self._worker is not None:
+        if self._worker is not None and self._worker.awaited_layers:
             self._worker.wait_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
@@ -246,11 +247,10 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """The same, and the requests whose load brought less. With several groups or windows vLLM is told these;
         else `get_block_ids_with_load_errors` names the pages."""
         received, failed = self._finished()
-        if is_told_by_page(self._groups_config):
-            failed = set()
-        else:
+        if not self._is_told_by_page:
             self._invalid = set()
-        return KVConnectorTransferResults(finished_sending=set(), finished_recving=received, failed_recving=failed)
+        told = set() if self._is_told_by_page else failed
+        return KVConnectorTransferResults(finished_sending=set(), finished_recving=received, failed_recving=told)
 
     def _finished(self) -> tuple[set[str], set[str]]:
         if self._worker is None:

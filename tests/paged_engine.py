@@ -697,7 +697,7 @@ class PagedEngine:
     def _forward(self, step: Step) -> None:
         """Layer by layer where loads come so, else all layers of a group together."""
         each = self.shape.layers_each
-        size = 1 if any(worker._layers for worker in self.workers) else each
+        size = 1 if any(worker.awaited_layers for worker in self.workers) else each
         for first_layer in range(0, self.layers, size):
             group = first_layer // each
             layers = range(first_layer - group * each, first_layer - group * each + size)

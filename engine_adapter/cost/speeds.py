@@ -62,33 +62,45 @@ _STEP_GAIN = 0.1
 _REUSED_STEPS = 4
 """Whether a step is an outlier is judged by coefficients that may leave out so many steps before it: solving for them
 is most of an observation's work."""
+_NOTED_STEPS = 32
+"""So many steps are noted before they are learned from, all at once: one after another, between two steps that fill
+the processor's caches, they would take several times as long."""
 _FORGOTTEN = 1e-30
 
 
 class PrefillSpeed:
-    """How long computing takes. outliers: steps that counted less. refused: observations that cannot be true."""
+    """How long computing takes."""
 
     def __init__(self) -> None:
+        self._noted: list[tuple[Sequence[tuple[int, int]], int, float]] = []
         self._squares = [[0.0] * 4 for _ in range(4)]
         self._products = [0.0] * 4
         self._solution = [0.0] * 4
         self._unsolved_steps = 0
         self._spread = _SPREAD_AT_FIRST
         self._telling_steps = 0
-        self.steps = 0
-        self.outliers = 0
-        self.refused = 0
-        self.typical_step_seconds = 0.0
-        """Of all steps, those that only decode included; 0 before the first one."""
+        self._steps = self._outliers = self._refused = 0
+        self._typical_step_seconds = 0.0
 
     def observe(self, scheduled: Sequence[tuple[int, int]], decode_requests: int, step_seconds: float) -> None:
         """One step of the engine. scheduled: of each prompt in it (tokens before, new tokens). A step in which the
         engine waited for a load is not to be shown here, or without that wait."""
+        self._noted.append((scheduled, decode_requests, step_seconds))
+        if len(self._noted) >= _NOTED_STEPS:
+            self._learn()
+
+    def _learn(self) -> None:
+        """Take in the noted steps. Whatever is asked of this object comes after it."""
+        noted, self._noted = self._noted, []
+        for scheduled, decode_requests, step_seconds in noted:
+            self._take(scheduled, decode_requests, step_seconds)
+
+    def _take(self, scheduled: Sequence[tuple[int, int]], decode_requests: int, step_seconds: float) -> None:
         if not is_duration(step_seconds):
-            self.refused += 1
+            self._refused += 1
             return
-        typical = self.typical_step_seconds or step_seconds
-        self.typical_step_seconds = typical + _STEP_GAIN * (min(step_seconds, 4 * typical) - typical)
+        typical = self._typical_step_seconds or step_seconds
+        self._typical_step_seconds = typical + _STEP_GAIN * (min(step_seconds, 4 * typical) - typical)
         new_tokens, pairs = 0, 0.0
         for start, count in scheduled:
             start, count = as_tokens(start), as_tokens(count)
@@ -105,12 +117,29 @@ class PrefillSpeed:
             ]
             self._products[at] = KEPT * self._products[at] + share * step_seconds
         self._unsolved_steps += 1
-        self.steps += 1
+        self._steps += 1
         self._telling_steps += new_tokens >= LEAST_STEP_TOKENS
+
+    @property
+    def steps(self) -> int:
+        """Observed steps that computed prompts."""
+        self._learn()
+        return self._steps
+
+    @property
+    def typical_step_seconds(self) -> float:
+        """Of all steps, those that only decode included; 0 before the first one."""
+        self._learn()
+        return self._typical_step_seconds
 
     @property
     def is_learned(self) -> bool:
         """Whether enough was seen."""
+        self._learn()
+        return self._has_learned
+
+    @property
+    def _has_learned(self) -> bool:
         return self._telling_steps >= LEAST_STEPS
 
     def seconds(self, start_token: int, stop_token: int) -> float | None:
@@ -134,13 +163,15 @@ class PrefillSpeed:
         return linear * (count / TOKENS_UNIT) + quadratic * (count * (start + count / 2) / PAIRS_UNIT)
 
     def to_dict(self) -> dict[str, object]:
-        """For `--json`: seconds of a step, per token, per pair of tokens, and per decoding request."""
+        """For `--json`: seconds of a step, per token, per pair of tokens, and per decoding request. outliers: steps
+        that counted less. refused: observations that cannot be true."""
+        self._learn()
         step, linear, quadratic, decode = self._coefficients()
         return {
-            "is_learned": self.is_learned,
-            "steps": self.steps,
-            "outliers": self.outliers,
-            "refused": self.refused,
+            "is_learned": self._has_learned,
+            "steps": self._steps,
+            "outliers": self._outliers,
+            "refused": self._refused,
             "step_seconds": step,
             "token_seconds": linear / TOKENS_UNIT,
             "pair_seconds": quadratic / PAIRS_UNIT,
@@ -149,7 +180,7 @@ class PrefillSpeed:
 
     def _weight(self, features: tuple[float, ...], step_seconds: float) -> float:
         """The weight of this step: it makes errors relative to the step's time, and is less for an outlier."""
-        if not self.is_learned:
+        if not self._has_learned:
             return 1.0 / (step_seconds * step_seconds)  # slow first steps, which compile or load, count least
         expected: float = sum(map(mul, self._coefficients(_REUSED_STEPS), features))
         if expected < SHORTEST_SECONDS:
@@ -157,7 +188,7 @@ class PrefillSpeed:
         error, spread = abs(step_seconds - expected) / expected, self._spread
         limit = OUTLIER * spread
         self._spread = max(LEAST_SPREAD, spread + _SPREAD_GAIN * (min(error, limit) - spread))
-        self.outliers += error > limit
+        self._outliers += error > limit
         return min(1.0, limit / error if error > 0.0 else 1.0) / (expected * expected)
 
     def _coefficients(self, reused_steps: int = 0) -> list[float]:

@@ -229,19 +229,20 @@ class ParkedWaits:
     """The waits of one scheduler that the store has not answered. Used by one thread."""
 
     def __init__(self) -> None:
-        self._parked: dict[PendingReply[m.Awaited], None] = {}
+        self.waiting: dict[PendingReply[m.Awaited], None] = {}
+        """In the order in which they were added. Without any there is nothing to read."""
 
     def add(self, pending: PendingReply[m.Awaited]) -> None:
         """Add one."""
-        self._parked[pending] = None
+        self.waiting[pending] = None
 
     def remove(self, pending: PendingReply[m.Awaited]) -> None:
         """Remove one that is over. Safe to call again."""
-        self._parked.pop(pending, None)
+        self.waiting.pop(pending, None)
 
     def read(self) -> None:
         """Read the socket once for all of them: afterwards each knows whether it was answered."""
-        for pending in self._parked:
+        for pending in self.waiting:
             if not pending.is_ready():
                 pending.poll()
                 return

@@ -67,7 +67,8 @@ class Promises:
     def step_begins(self) -> None:
         """A step is scheduled: the next one may wait again. Reads what has been answered."""
         self._idle_seconds = IDLE_WAIT_SECONDS
-        self._parked.read()
+        if self._parked.waiting:
+            self._parked.read()
 
     # A request's look-up ---------------------------------------------------------------------------------------------
 

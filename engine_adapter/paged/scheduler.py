@@ -298,7 +298,8 @@ class PagedScheduler:
         self._offer_all(due, orders)
         self._running = running
         self._promises.step_begins()
-        orders.failures_seen = dict(self._failures)
+        if self._failures:
+            orders.failures_seen = dict(self._failures)
         if self._facts is not None and self._told != self._facts.number:
             self._told = self._facts.number
             orders.namespace = self._facts

@@ -133,7 +133,7 @@ class AuditOrder:
 @dataclass(slots=True)
 class StepPlan:
     """One step. namespace: if it is a new one. cancelled_saves: saves and audits whose pages this step writes to.
-    failures_seen: how many failed loads of this worker's rank the scheduler knows of. number: of a step that computes
+    failures_seen: by rank, of how many failed loads the scheduler knows, if of any. number: of a step that computes
     anything, else 0."""
 
     loads: list[LoadOrder] = field(default_factory=list)
@@ -186,8 +186,8 @@ class AuditReport:
 
 @dataclass(slots=True)
 class StepReports:
-    """All workers' reports after a step. failures: failed loads that steps waited for, by rank. facts: of workers that
-    could not give them when the engine started. step: its number."""
+    """All workers' reports after a step. failures: failed loads that steps waited for, by rank, if any. facts: of
+    workers that could not give them when the engine started. step: its number."""
 
     loads: list[LoadReport] = field(default_factory=list)
     saves: list[SaveReport] = field(default_factory=list)

@@ -116,8 +116,9 @@ class PagedWorker:
         self._reports: list[LoadReport] = []
         self._save_reports: list[SaveReport] = []
         self._audit_reports: list[AuditReport] = []
-        self._layers: dict[int, int] = {}
-        """By order, of loads that the step needs layer by layer: the last loaded layer."""
+        self.awaited_layers: dict[int, int] = {}
+        """By order, of loads that the step needs layer by layer: the last loaded layer. Without any, no layer is waited
+        for."""
         self._invalid: set[int] = set()
         self._failures = 0
         self._orders = StepPlan()
@@ -159,24 +160,26 @@ class PagedWorker:
             with self._changed:
                 self._loads.append((order, self._clock(), before))
                 if order.waits:
-                    self._layers[order.number] = -1
+                    self.awaited_layers[order.number] = -1
                 else:
                     self._loading += 1
                 self._changed.notify_all()
 
     def wait_layer(self, name: str) -> None:
         """Wait until this layer's pages are loaded, or the load has failed."""
-        if self._layers:
-            number = self.pages.numbers.get(name, NO_LAYER)
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed or min(self._layers.values(), default=NO_LAYER) >= number)
+        number = self.pages.numbers.get(name, NO_LAYER)
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._closed or min(self.awaited_layers.values(), default=NO_LAYER) >= number
+            )
 
     def start_saves(self) -> None:
         """After the forward: its pages are complete."""
-        if not self._orders.saves and not self._orders.audits and not self._layers:
+        if not self._orders.saves and not self._orders.audits and not self.awaited_layers:
             return
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or not self._layers)
+        if self.awaited_layers:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or not self.awaited_layers)
         orders, self._orders.saves = self._orders.saves, []
         audits, self._orders.audits = self._orders.audits, []
         if not orders and not audits:
@@ -185,6 +188,7 @@ class PagedWorker:
         now = self._clock()
         is_stale = self._orders.failures_seen.get(self._rank, 0) != self._failures
         with self._changed:
+            is_first = not self._saves
             # A step computed behind a failed load is wrong, until the scheduler knows and repeats it.
             for audit in audits:
                 if is_stale:
@@ -201,15 +205,16 @@ class PagedWorker:
                     continue
                 self._waiting_bytes += size
                 self._saves.append(_Reader(order, after, now, size))
-            self._changed.notify_all()
+            if is_first or not self._pause_of(self._saves[0]):  # else the saver sleeps, and would take this core
+                self._changed.notify_all()
 
     def finished(self) -> tuple[set[str], set[str], set[int]]:
         """Requests whose loads are over, those of them that got less, and invalid pages: theirs, and those of loads
         that the step waited for."""
-        if not self._loading and not self._layers and not self._invalid:
+        if not self._loading and not self.awaited_layers and not self._invalid:
             return set(), set(), set()
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or not self._layers)
+            self._changed.wait_for(lambda: self._closed or not self.awaited_layers)
             if not self._orders.number and self._loading and not self._done_loads:
                 self._changed.wait(IDLE_WAIT_SECONDS)
             done, self._done_loads = self._done_loads, []
@@ -227,7 +232,7 @@ class PagedWorker:
             self._told_step = self._orders.number
             if not step and not self._reports and not self._save_reports and not self._audit_reports:
                 return None
-            failures = {self._rank: self._failures}
+            failures = {self._rank: self._failures} if self._failures else {}
             taken = StepReports(self._reports, self._save_reports, self._audit_reports, failures, step=step)
             self._reports, self._save_reports, self._audit_reports = [], [], []
             return taken
@@ -279,7 +284,7 @@ class PagedWorker:
         with self._changed:
             self._mark_invalid(report, order)
             self._reports.append(report)
-            self._layers.pop(order.number, None)
+            self.awaited_layers.pop(order.number, None)
             self._changed.notify_all()
 
     def _mark_invalid(self, report: LoadReport, order: LoadOrder) -> None:
@@ -333,8 +338,8 @@ class PagedWorker:
         for layer, loaded in zip(layers, namespace.get_by_layer(lease, pages, order.first_token), strict=True):
             yield loaded
             with self._changed:
-                if order.number in self._layers:
-                    self._layers[order.number] = layer
+                if order.number in self.awaited_layers:
+                    self.awaited_layers[order.number] = layer
                 self._changed.notify_all()
 
     # Saves -----------------------------------------------------------------------------------------------------------

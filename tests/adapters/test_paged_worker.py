@@ -285,6 +285,32 @@ def test_where_waiting_loses_something_saves_do_not_wait(store: EmbeddedStore) -
     assert bench.handle.match(ids(64, 500)).blocks == 1
 
 
+def test_a_save_behind_a_waiting_one_does_not_wake_the_saver(
+    store: EmbeddedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread would take a core and the interpreter's lock from the step, to find that it has to wait."""
+    with Bench(store, save_patience=SECONDS) as bench:
+        changed, woken = bench.worker._changed, []
+        wake, me = changed.notify_all, threading.get_ident()
+
+        def counted() -> None:
+            if threading.get_ident() == me:
+                woken.append(step)
+            wake()
+
+        monkeypatch.setattr(changed, "notify_all", counted)
+        bench.fill(ids(192), [1, 2, 3, 4, 5, 6])
+        orders = [
+            bench.save(ids(64 * blocks), list(range(1, 2 * blocks + 1)), first=64 * blocks - 64) for blocks in (1, 2, 3)
+        ]
+        orders[2] = replace(orders[2], is_urgent=True)
+        for step, order in enumerate(orders, 1):
+            bench.begin(number=step, saves=[order])
+            bench.worker.start_saves()
+        assert woken == [1, 3], "the first, and the one that another engine waits for"
+        assert [report.stored for report in bench.reports(saves=3).saves] == [1, 1, 1]
+
+
 def test_a_save_that_finds_no_room_ends_the_patience(store: EmbeddedStore) -> None:
     page = Rank(Shape(pages=30), 0).pages.facts.page_bytes
     with Bench(store, save_patience=SECONDS, save_bytes=8 * page) as bench:
