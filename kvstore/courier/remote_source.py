@@ -11,6 +11,7 @@ from kvstore.courier.figures import Figures, OncePerKind
 from kvstore.courier.link import CourierRun, CourierSpace
 from kvstore.courier.peer_source import Filled, Stops
 from kvstore.courier.window import Forged, ReservedWindow
+from kvstore.peers.checks import FrameCheck
 from kvstore.pool.speeds import REMOTE_PRIOR
 from tiering.clock import Clock
 from tiering.remote.driver import RemoteEngine, RemoteFault, WrongSize, remote_key
@@ -107,23 +108,26 @@ class RemoteSource:
     def _read(self, window: ReservedWindow, stops: Stops) -> Filled:
         ways, workers = self._ways, self._ways.workers
         names = ways.names(window.run, window.space, window.keys, stops.ends_at)
-        calls: deque[RemoteCall[bool]] = deque()
+        calls: deque[tuple[RemoteCall[bool], FrameCheck]] = deque()
         sent = 0
         for at, slot in enumerate(window.slots):
             while sent < len(names) and len(calls) < READS_AHEAD:
+                check = window.check_of(sent)
                 window.lend()
-                calls.append(workers.read(names[sent], window.slots[sent], stops.ends_at, window.returned))
+                call = workers.read(names[sent], window.slots[sent], stops.ends_at, window.returned, check.arrived)
+                calls.append((call, check))
                 sent += 1
             if stops.over.is_set():
                 return Filled(0, MissReason.DISABLED, "no engine waits for it any more")
+            call, check = calls.popleft()
             try:
-                is_there = calls.popleft().result()
+                is_there = call.result()
             except WrongSize:
                 self._refuse(names[at])
                 raise
             if not is_there:
                 return Filled(0, MissReason.STALE_HINT, f"{ways.name} has it no more")
-            if not window.check(at, slot):
+            if not window.take(slot, is_right=check.is_right):
                 if window.refused:
                     self._refuse(names[at])
                 return Filled(0, MissReason.CORRUPT, f"{ways.name}: a frame that is not what it should be")

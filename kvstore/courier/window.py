@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from kvstore.block.account import HitTier, MissReason
 from kvstore.client.connection import Unavailable
 from kvstore.courier.link import ANSWER_SECONDS, CourierRun, CourierSpace
-from kvstore.peers.checks import FrameChecks
+from kvstore.peers.checks import FrameCheck, FrameChecks
 from kvstore.protocol import messages as m
 from kvstore.protocol.courier import MAX_ADOPTED
 from kvstore.protocol.replies import ReserveReply
@@ -55,7 +55,7 @@ class ReservedWindow:
         self._headers: list[bytes] = []  # of checked frames that are not adopted yet
         self._lock = threading.Lock()
         self._lent = 1  # to this window itself, until it is closed
-        self._is_right = FrameChecks(space.grant.stamps, self.keys)
+        self._checks = FrameChecks(space.grant.stamps, self.keys)
         self.refused = False
         """Whether a frame came that does not belong in its slot."""
 
@@ -63,9 +63,17 @@ class ReservedWindow:
     def blocks(self) -> int:
         return len(self.keys)
 
+    def check_of(self, at: int) -> FrameCheck:
+        """The check of the frame that is to arrive in slot `at`."""
+        return self._checks.of(at, self.slots[at])
+
     def check(self, at: int, frame: memoryview) -> bool:
         """Whether this is the frame that belongs in slot `at`; frames come in order. Adopts now and then."""
-        if not self._is_right(at, frame):
+        return self.take(frame, is_right=self._checks(at, frame))
+
+    def take(self, frame: memoryview, *, is_right: bool) -> bool:
+        """The same, of the next frame, which was checked."""
+        if not is_right:
             self.refused = True
             return False
         self._headers.append(bytes(frame[:HEADER_BYTES]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import socket
 import ssl
 import subprocess
@@ -17,6 +18,7 @@ from remote.frames import FRAME_BYTES, frame, halves, is_of, key_of
 from tiering.clock import SystemClock
 from tiering.errors import TierError
 from tiering.remote.driver import RemoteFault, RemoteTimedOut, RemoteUnreachable, WrongSize
+from tiering.remote.resp import PIECE_BYTES
 from tiering.remote.valkey import RULES, ValkeyAddress, ValkeyEngine
 from valkey_server import ValkeyServer, valkey_server
 from waiting import wait_until
@@ -52,6 +54,20 @@ class RemoteEngineContract:
         for number in range(3):
             assert engine.read(key_of(number), into := slot())
             assert bytes(into) == frame(number) and is_of(bytes(into), number)
+
+    def test_what_arrives_is_told_as_it_comes(self, engine: ValkeyEngine) -> None:
+        """Of a value of several pieces: each time the bytes that are said to be there are, and at last all of them."""
+        value = random.Random(7).randbytes(3 * PIECE_BYTES + 1000)
+        assert engine.write(key_of(0), value[:100], value[100:], 0)
+        into, told = memoryview(bytearray(len(value))), [0]
+
+        def arrived(count: int) -> None:
+            assert into[told[-1] : count] == value[told[-1] : count]
+            told.append(count)
+
+        assert engine.read(key_of(0), into, arrived=arrived)
+        assert told == sorted(told) and told[-1] == len(value)
+        assert not engine.read(key_of(1), into, arrived=lambda count: pytest.fail("nothing is there"))
 
     def test_what_is_not_there_is_a_miss(self, engine: ValkeyEngine) -> None:
         assert not engine.read(key_of(9), slot())

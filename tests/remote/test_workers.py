@@ -15,12 +15,14 @@ from tiering.remote import workers as room
 from tiering.remote.breaker import FIRST_PAUSE_SECONDS, MOST_FAILURES
 from tiering.remote.driver import (
     PROBE_KEY,
+    Arrived,
     RemoteBusy,
     RemoteEngine,
     RemoteFault,
     RemoteTimedOut,
     RemoteUnreachable,
     WrongSize,
+    ignored,
 )
 from tiering.remote.workers import RemoteWorkers
 from waiting import wait_until
@@ -54,7 +56,7 @@ class Lagging:
         self._wait()
         return [key in self.values for key in keys]
 
-    def read(self, key: bytes, slot: memoryview, deadline: float = inf) -> bool:
+    def read(self, key: bytes, slot: memoryview, deadline: float = inf, arrived: Arrived = ignored) -> bool:
         self._wait()
         value = self.values.get(key)
         if value is None:
@@ -62,6 +64,7 @@ class Lagging:
         if len(value) != len(slot):
             raise WrongSize("another size")
         slot[:] = value
+        arrived(len(slot))
         return True
 
     def write(
@@ -103,7 +106,9 @@ def test_the_verbs_reach_the_engine() -> None:
     with on(engine) as workers:
         assert workers.write(b"a", b"he", b"llo", 0, soon(LONG)).result() is True
         slot = memoryview(bytearray(5))
-        assert workers.read(b"a", slot, soon(LONG)).result() and bytes(slot) == b"hello"
+        told: list[int] = []
+        assert workers.read(b"a", slot, soon(LONG), arrived=told.append).result() and bytes(slot) == b"hello"
+        assert told == [5]
         assert workers.read(b"b", slot, soon(LONG)).result() is False
         assert workers.exists([b"a", b"b"], soon(LONG)).result() == [True, False]
         assert workers.delete([b"a"], soon(LONG)).result() == 1

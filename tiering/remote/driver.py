@@ -30,10 +30,10 @@ driver therefore registers its
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from math import inf
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from tiering.errors import TierError
 from tiering.frame import KEY_BYTES, without_signer
@@ -79,6 +79,13 @@ class WrongSize(RemoteFault):
     is_of_engine = False
 
 
+Arrived: TypeAlias = Callable[[int], None]
+
+
+def ignored(count: int) -> None:
+    """An `Arrived` that does nothing."""
+
+
 class RemoteEngine(Protocol):
     """Thread-safe. Every verb except `close` raises `RemoteFault`."""
 
@@ -91,9 +98,10 @@ class RemoteEngine(Protocol):
         """For each key, whether it exists."""
         ...
 
-    def read(self, key: bytes, slot: memoryview, deadline: float = inf) -> bool:
+    def read(self, key: bytes, slot: memoryview, deadline: float = inf, arrived: Arrived = ignored) -> bool:
         """Fill the whole slot; returns False if the name does not exist. After anything else the slot's bytes are
-        undefined. Raises `WrongSize` before a byte of the value is in the slot."""
+        undefined. Raises `WrongSize` before a byte of the value is in the slot. arrived: called in this thread with the
+        number of leading bytes that are there, as they come, and with all of them before True is returned."""
         ...
 
     def write(

@@ -2,9 +2,9 @@
 
 The usual clients copy large values several times; here a SET is a `sendmsg` of header and payload, and a GET arrives in
 the slot except for the few bytes that came with its first line. That line is read into a small buffer: peeking would
-spin on half a line, and TLS cannot peek. The rest of the deadline limits every system call, and the kernel keeps it
-while it fills a whole value in one call: a server that drips bytes is late as any other. Sizes are compared before a
-byte of the value is read.
+spin on half a line, and TLS cannot peek. A value comes in pieces, and its reader is told of each: what has come is
+digested while the rest is on its way. The rest of the deadline limits every system call that waits, and those that do
+not are counted: a server that drips bytes is late as any other. Sizes are compared before a byte of the value is read.
 
 After any exception the socket's state is unknown: the connection is closed, never reused.
 """
@@ -19,13 +19,18 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from tiering.clock import Clock
-from tiering.remote.driver import WrongSize
+from tiering.remote.driver import Arrived, WrongSize, ignored
 
 Reply: TypeAlias = "bytes | int | list[Reply] | None"
 Piece: TypeAlias = bytes | memoryview
 
 BUFFER_BYTES = 512
 """Also the longest line."""
+PIECE_BYTES = 128 << 10
+"""Most bytes of a value in one call: so many are still in the processor's cache when they are digested."""
+POLLS = 256
+"""Calls for a value that take what is there, before calls wait. A server on this host sends the rest meanwhile; to
+sleep for it and to be woken takes longer than the sending."""
 MAX_BULK_BYTES, MAX_ITEMS, MAX_DEPTH = 4096, 1024, 6
 """Of a small reply: bytes of one string, items in all, nesting of lists."""
 SLACK_SECONDS = 0.001
@@ -93,8 +98,9 @@ class RespConnection:
             if rest:
                 rest[0] = rest[0][sent:]
 
-    def reply_into(self, slot: memoryview, deadline: float) -> bool:
-        """Receive the answer to a GET: False if there is no value, else the slot is filled."""
+    def reply_into(self, slot: memoryview, deadline: float, arrived: Arrived = ignored) -> bool:
+        """Receive the answer to a GET: False if there is no value, else the slot is filled. arrived: as in
+        `RemoteEngine.read`."""
         expected = b"$%d\r\n" % len(slot)
         line = self._line(deadline, len(expected))  # no further byte: the value goes straight to the slot
         if line in (b"$-1", b"_"):
@@ -104,7 +110,7 @@ class RespConnection:
         size = _number(line[1:])
         if size != len(slot):
             raise WrongSize(f"a value of {size:,} bytes where {len(slot):,} were expected")
-        self._fill(slot, deadline)
+        self._fill(slot, deadline, arrived)
         self._end_of_bulk(deadline)
         return True
 
@@ -166,12 +172,32 @@ class RespConnection:
             raise RespFault(f"a line of more than {BUFFER_BYTES} bytes")
         self._end += self._received(memoryview(self._buffer)[self._end :][:most], deadline, 0)
 
-    def _fill(self, view: memoryview, deadline: float) -> None:
+    def _fill(self, view: memoryview, deadline: float, arrived: Arrived = ignored) -> None:
         held = min(len(view), self._end - self._at)
         view[:held] = self._buffer[self._at : self._at + held]
         self._at += held
+        arrived(held)
+        polls = 0 if self._is_tls else POLLS
         while held < len(view):
-            held += self._received(view[held:], deadline, 0 if self._is_tls else socket.MSG_WAITALL)
+            piece = view[held : held + PIECE_BYTES]
+            if polls:
+                polls -= 1
+                count = self._there(piece)
+            else:
+                count = self._received(piece, deadline, 0 if self._is_tls else socket.MSG_WAITALL)
+            if count:
+                held += count
+                arrived(held)
+
+    def _there(self, view: memoryview) -> int:
+        """Receive what is there by now, without waiting: at least 0 bytes."""
+        try:
+            count = self._socket.recv_into(view, 0, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+        if not count:
+            raise ConnectionResetError("it closed the connection")
+        return count
 
     def _received(self, view: memoryview, deadline: float, flags: int) -> int:
         while True:

@@ -23,7 +23,7 @@ from typing import Self
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
 from tiering.clock import Clock
-from tiering.remote.driver import RemoteFault, RemoteTimedOut, RemoteUnreachable, WrongSize
+from tiering.remote.driver import Arrived, RemoteFault, RemoteTimedOut, RemoteUnreachable, WrongSize, ignored
 from tiering.remote.resp import ErrorReply, Piece, Reply, RespConnection, RespFault, command, set_command
 
 CALL_SECONDS, CONNECT_SECONDS = 2.0, 0.5
@@ -147,11 +147,11 @@ class ValkeyEngine:
                 found += [_counted(one.reply(deadline), 1) == 1 for _ in some]
         return found
 
-    def read(self, key: bytes, slot: memoryview, deadline: float = inf) -> bool:
+    def read(self, key: bytes, slot: memoryview, deadline: float = inf, arrived: Arrived = ignored) -> bool:
         deadline = self._bounded(deadline)
         with self._connection(deadline) as one:
             one.send([command(b"GET", key)], deadline)
-            return one.reply_into(slot.cast("B"), deadline)
+            return one.reply_into(slot.cast("B"), deadline, arrived)
 
     def write(
         self, key: bytes, header: bytes | memoryview, payload: bytes | memoryview, ttl_ms: int, deadline: float = inf

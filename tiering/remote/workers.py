@@ -28,11 +28,13 @@ from tiering.clock import Clock
 from tiering.remote.breaker import RemoteBreaker
 from tiering.remote.driver import (
     PROBE_KEY,
+    Arrived,
     RemoteBusy,
     RemoteEngine,
     RemoteFault,
     RemoteTimedOut,
     RemoteUnreachable,
+    ignored,
 )
 
 THREADS, MOST_ABANDONED, MOST_WAITING = 4, 8, 256
@@ -132,10 +134,15 @@ class RemoteWorkers:
         return self.submit(lambda: self._engine.exists(keys, deadline), deadline)
 
     def read(
-        self, key: bytes, slot: memoryview, deadline: float, on_return: Callable[[], None] = _nothing
+        self,
+        key: bytes,
+        slot: memoryview,
+        deadline: float,
+        on_return: Callable[[], None] = _nothing,
+        arrived: Arrived = ignored,
     ) -> RemoteCall[bool]:
         """`RemoteEngine.read`. The slot is lent until `on_return`."""
-        return self.submit(lambda: self._engine.read(key, slot, deadline), deadline, on_return)
+        return self.submit(lambda: self._engine.read(key, slot, deadline, arrived), deadline, on_return)
 
     def write(
         self,

@@ -24,8 +24,9 @@ from kv_bench.network.raw_peer import GET, SET, fill, raw_peer
 from kvstore.bench.measure import Cost, Stopwatch, Turn, against
 from kvstore.bench.row import BenchResult, Section, Target, rate_row
 from kvstore.block.errors import StoreError
+from kvstore.peers.checks import FrameChecks
 from tiering.clock import SystemClock
-from tiering.frame import HEADER_BYTES, Sealer, Stamp, digest, names_block, parse_header, verify_payload
+from tiering.frame import HEADER_BYTES, Sealer, Stamp, digest
 from tiering.remote.driver import RemoteFault, remote_key
 from tiering.remote.valkey import ValkeyAddress, ValkeyEngine
 
@@ -84,6 +85,7 @@ class _Frames:
         self._slots = [whole[at : at + stamp.frame_bytes] for at in range(0, len(whole), stamp.frame_bytes)]
         self._prefix_keys = [number.to_bytes(32, "big") for number in range(count)]
         self._keys = [remote_key(bytes(32), self._stamp, key, 0) for key in self._prefix_keys]
+        self._checks = FrameChecks([self._stamp], self._prefix_keys)
         sealer = Sealer(stamp, bytes(32))
         for number, (slot, key) in enumerate(zip(self._slots, self._prefix_keys, strict=True)):
             payload = slot[HEADER_BYTES:]
@@ -138,10 +140,8 @@ class _Frames:
 
     def _get(self, number: int, engine: ValkeyEngine) -> None:
         slot = self._slots[number]
-        assert engine.read(self._keys[number], slot)
-        header = bytes(slot[:HEADER_BYTES])
-        assert names_block(header, self._stamp, self._prefix_keys[number])
-        verify_payload(parse_header(header), slot[HEADER_BYTES:])
+        check = self._checks.of(number, slot)
+        assert engine.read(self._keys[number], slot, arrived=check.arrived) and check.is_right
 
     def _raw_set(self, number: int, raw: socket.socket) -> None:
         raw.sendall(SET)
