@@ -46,6 +46,7 @@ class Shape:
     together: bool = False  # all layers in one buffer
     room: tuple[int, ...] = ()  # tokens left free behind those of a page, by layer; none for those that are not named
     copy_bytes: int = 1  # up to where layers are copied together
+    run_bytes: int = 1 << 19  # the same of layers that adjoin
 
     @property
     def block_tokens(self) -> int:
@@ -76,6 +77,7 @@ shapes = st.builds(
     together=st.booleans(),
     room=st.lists(st.sampled_from([0, 0, 2]), max_size=4).map(tuple),
     copy_bytes=st.sampled_from([1, 300, 1 << 19]),
+    run_bytes=st.sampled_from([1, 300, 1 << 19]),
 )
 
 
@@ -177,7 +179,7 @@ def table_for(data: st.DataObject, shape: Shape, blocks: int, *, distinct: bool)
 def sides(memory: Memory, table: list[int]) -> list[Any]:
     """A coder of the host over torch planes, and one over numpy planes."""
     shape = memory.shape
-    with mock.patch.object(host, "_COPY_BYTES", shape.copy_bytes):
+    with mock.patch.multiple(host, _COPY_BYTES=shape.copy_bytes, _RUN_BYTES=shape.run_bytes):
         return [
             host.RawCopy(memory.planes, table, shape.page_tokens, shape.block_tokens),
             host.RawCopy(memory.as_numpy(), table, shape.page_tokens, shape.block_tokens),
@@ -336,6 +338,17 @@ def test_one_plane_as_runs_beside_one_with_strides() -> None:
     assert host.RawCopy(copies, [1], 16, 16).decode_block(got.span, 0, 0, digests, digest)
     assert all(torch.equal(copy[1], plane[1]) for copy, plane in zip(copies[0], planes[0], strict=True))
     assert all(not copy[0].any() for copy in copies[0])
+
+
+def test_layers_that_adjoin_are_copied_in_runs_of_half_a_mebibyte() -> None:
+    """Longer copies take the C library's way past the caches. Layers that do not adjoin are copied together further."""
+    run = host._RUN_BYTES
+    for apart, groups in ((0, [(0, 2), (2, 4)]), (64, [(0, 4)])):
+        buffer = np.zeros(4 * (run // 2 + apart), np.uint8)
+        layers = [buffer[at * (run // 2 + apart) :][: run // 2] for at in range(4)]
+        planes = [[one.view(np.uint16).reshape(1, 1, 16, -1).transpose(0, 2, 1, 3)] for one in layers]
+        coder = host.RawCopy(planes, [0], 16, 16)
+        assert [(group.start, group.stop) for group in coder._groups] == groups
 
 
 @pytest.mark.parametrize("copy_bytes", [1, 1 << 19])
