@@ -41,8 +41,8 @@ _COPY_BYTES = 1 << 20
 """Layers are copied together up to this size: the copied bytes must still be in the cache when their digest is taken;
 and with fewer copies a thread gives the interpreter lock away, and waits for it, less often."""
 _RUN_BYTES = 1 << 19
-"""The same of layers that adjoin in memory, which numpy copies as one run: longer ones take the C library's other way,
-past the caches, which here has 0.8 of the speed."""
+"""The same of layers that adjoin in memory, which numpy copies as one run: longer runs the C library copies past the
+caches, which is slower (`kvstore bench tiers --only door`)."""
 
 
 class RunForm(NamedTuple):

@@ -29,8 +29,8 @@ BUFFER_BYTES = 512
 PIECE_BYTES = 128 << 10
 """Most bytes of a value in one call: so many are still in the processor's cache when they are digested."""
 POLLS = 256
-"""Calls for a value that take what is there, before calls wait. A server on this host sends the rest meanwhile; to
-sleep for it and to be woken takes longer than the sending."""
+"""So many calls for a value take what is there and do not wait; later ones do. A server on this host sends the rest
+meanwhile: to sleep for it and to be woken takes longer than the sending."""
 MAX_BULK_BYTES, MAX_ITEMS, MAX_DEPTH = 4096, 1024, 6
 """Of a small reply: bytes of one string, items in all, nesting of lists."""
 SLACK_SECONDS = 0.001
