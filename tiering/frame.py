@@ -257,10 +257,11 @@ def verify_frame(frame: memoryview, keys: MacKeys, stamp: Stamp, prefix_key: byt
     verify_payload(header, frame[HEADER_BYTES:])
 
 
-def verify_payload(header: FrameHeader, payload: memoryview) -> None:
-    """Compare every layer slice of a payload with the header's digests. Raises `BlockCorrupt`."""
+def verify_payload(header: FrameHeader, payload: memoryview, first: int = 0, stop: int = MAX_SLICES) -> None:
+    """Compare the layer slices of a payload with the header's digests, or those from `first` to before `stop`. Raises
+    `BlockCorrupt`."""
     length = header.stamp.slice_bytes
-    for index, want in enumerate(header.digests):
+    for index, want in enumerate(header.digests[first:stop], first):
         if digest(payload[index * length : (index + 1) * length]) != want:
             raise BlockCorrupt(f"payload digest of layer slice {index} differs")
 

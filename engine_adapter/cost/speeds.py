@@ -121,12 +121,6 @@ class PrefillSpeed:
         self._telling_steps += new_tokens >= LEAST_STEP_TOKENS
 
     @property
-    def steps(self) -> int:
-        """Observed steps that computed prompts."""
-        self._learn()
-        return self._steps
-
-    @property
     def typical_step_seconds(self) -> float:
         """Of all steps, those that only decode included; 0 before the first one."""
         self._learn()
@@ -136,10 +130,6 @@ class PrefillSpeed:
     def is_learned(self) -> bool:
         """Whether enough was seen."""
         self._learn()
-        return self._has_learned
-
-    @property
-    def _has_learned(self) -> bool:
         return self._telling_steps >= LEAST_STEPS
 
     def seconds(self, start_token: int, stop_token: int) -> float | None:
@@ -165,10 +155,10 @@ class PrefillSpeed:
     def to_dict(self) -> dict[str, object]:
         """For `--json`: seconds of a step, per token, per pair of tokens, and per decoding request. outliers: steps
         that counted less. refused: observations that cannot be true."""
-        self._learn()
+        is_learned = self.is_learned
         step, linear, quadratic, decode = self._coefficients()
         return {
-            "is_learned": self._has_learned,
+            "is_learned": is_learned,
             "steps": self._steps,
             "outliers": self._outliers,
             "refused": self._refused,
@@ -180,7 +170,7 @@ class PrefillSpeed:
 
     def _weight(self, features: tuple[float, ...], step_seconds: float) -> float:
         """The weight of this step: it makes errors relative to the step's time, and is less for an outlier."""
-        if not self._has_learned:
+        if self._telling_steps < LEAST_STEPS:
             return 1.0 / (step_seconds * step_seconds)  # slow first steps, which compile or load, count least
         expected: float = sum(map(mul, self._coefficients(_REUSED_STEPS), features))
         if expected < SHORTEST_SECONDS:

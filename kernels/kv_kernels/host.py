@@ -313,7 +313,8 @@ def _runs(planes: Sequence[Sequence[Any]], head_bytes: int, block_tokens: int) -
 
 
 def _groups(layers: Sequence[Sequence[PlaneRun]], most: int, pieces: int, length: int) -> list[_Group]:
-    """Neighbouring layers of one or two planes each, up to `most`, in as few groups as can be."""
+    """Neighbouring layers of one or two planes each, up to `most`, in as few groups as can be; of those that adjoin no
+    more than `_RUN_BYTES`."""
     starts = [runs[0].address for runs in layers]
     forms = [(runs[0].form, runs[-1].form, runs[-1].address - runs[0].address) for runs in layers]
     groups = []
@@ -326,7 +327,7 @@ def _groups(layers: Sequence[Sequence[PlaneRun]], most: int, pieces: int, length
             further = starts[stop] - starts[stop - 1]
             if stop - start > 1 and further != step:
                 break
-            if further == len(layers[start]) * pieces * length and (stop - start) * further >= _RUN_BYTES:
+            if further == len(layers[start]) * pieces * length and (stop - start + 1) * further > _RUN_BYTES:
                 break
             step = further
             stop += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tiering.errors import BlockCorrupt
-from tiering.frame import HEADER_BYTES, FrameHeader, digest, names_block, parse_header
+from tiering.frame import HEADER_BYTES, FrameHeader, names_block, parse_header, verify_payload
 
 
 class FrameCheck:
@@ -30,14 +30,14 @@ class FrameCheck:
             self._read_header()
         if self._header is None or self._is_wrong:
             return
-        length, digests = self._header.stamp.slice_bytes, self._header.digests
-        first = HEADER_BYTES + self._compared * length
-        while self._compared < len(digests) and first + length <= count:
-            if digest(self._frame[first : first + length]) != digests[self._compared]:
-                self._is_wrong = True
-                return
-            self._compared += 1
-            first += length
+        stamp = self._header.stamp
+        whole = min(stamp.slices, (count - HEADER_BYTES) // stamp.slice_bytes)
+        try:
+            verify_payload(self._header, self._frame[HEADER_BYTES:], self._compared, whole)
+        except BlockCorrupt:
+            self._is_wrong = True
+        else:
+            self._compared = whole
 
     def _read_header(self) -> None:
         raw = bytes(self._frame[:HEADER_BYTES])

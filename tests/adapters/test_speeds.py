@@ -137,7 +137,7 @@ def test_steps_without_prefill_only_tell_how_long_a_step_takes() -> None:
     speed = PrefillSpeed()
     for _ in range(100):
         speed.observe([], 32, 0.02)
-    assert speed.steps == 0 and speed.typical_step_seconds == pytest.approx(0.02)
+    assert speed.to_dict()["steps"] == 0 and speed.typical_step_seconds == pytest.approx(0.02)
 
 
 @given(

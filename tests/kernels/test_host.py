@@ -343,9 +343,13 @@ def test_one_plane_as_runs_beside_one_with_strides() -> None:
 def test_layers_that_adjoin_are_copied_in_runs_of_half_a_mebibyte() -> None:
     """Longer copies take the C library's way past the caches. Layers that do not adjoin are copied together further."""
     run = host._RUN_BYTES
-    for apart, groups in ((0, [(0, 2), (2, 4)]), (64, [(0, 4)])):
-        buffer = np.zeros(4 * (run // 2 + apart), np.uint8)
-        layers = [buffer[at * (run // 2 + apart) :][: run // 2] for at in range(4)]
+    for size, apart, groups in (
+        (run // 2, 0, [(0, 2), (2, 4)]),
+        (run // 4 * 3, 0, [(0, 1), (1, 2), (2, 3), (3, 4)]),
+        (run // 4, 64, [(0, 4)]),
+    ):
+        buffer = np.zeros(4 * (size + apart), np.uint8)
+        layers = [buffer[at * (size + apart) :][:size] for at in range(4)]
         planes = [[one.view(np.uint16).reshape(1, 1, 16, -1).transpose(0, 2, 1, 3)] for one in layers]
         coder = host.RawCopy(planes, [0], 16, 16)
         assert [(group.start, group.stop) for group in coder._groups] == groups

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.peers import checks
 from peers.frames import SLICES, Source
-from tiering.frame import HEADER_BYTES
+from tiering import frame as frames
+from tiering.frame import DIGEST_BYTES, HEADER_BYTES, KEY_BYTES, digest
 
 SOURCE = Source(2)
 FRAMES = range(len(SOURCE.spans))
@@ -39,7 +37,14 @@ def test_a_right_frame_is_right_however_it_comes(number: int, cuts: list[int]) -
 def test_a_flipped_bit_is_found_however_it_comes(number: int, cuts: list[int], data: st.DataObject) -> None:
     """In what names the frame, in a digest, or in what a digest covers; the sidecar has the key for the rest."""
     stamp, sent = SOURCE.stamps[number % 2], bytearray(SOURCE.spans[number])
-    at = data.draw(st.integers(HEADER_BYTES, HEADER_BYTES + stamp.payload_bytes - 1) | st.integers(0, 7))
+    named = sent.index(SOURCE.keys[number // 2])
+    first = sent.index(digest(SOURCE.spans[number][HEADER_BYTES:][: stamp.slice_bytes]))
+    at = data.draw(
+        st.integers(0, 3)
+        | st.integers(named, named + KEY_BYTES - 1)
+        | st.integers(first, first + stamp.slices * DIGEST_BYTES - 1)
+        | st.integers(HEADER_BYTES, HEADER_BYTES + stamp.payload_bytes - 1)
+    )
     sent[at] ^= 1 << data.draw(st.integers(0, 7))
     assert not verdict(number, bytes(sent), cuts)
 
@@ -61,15 +66,15 @@ def test_a_part_of_a_frame_is_not_right(number: int, count: int) -> None:
 def test_each_slice_is_digested_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """However often something arrives, and nothing behind one that differs."""
     digested: list[int] = []
-    plain = checks.digest
-    monkeypatch.setattr(checks, "digest", lambda buffer: digested.append(len(buffer)) or plain(buffer))
-    frame, size = SOURCE.spans[0], SOURCE.stamps[0].slice_bytes
-    check = SOURCE.check().of(0, frame)
-    for count in (*range(0, len(frame), 1000), len(frame), len(frame)):
+    plain = frames.digest
+    monkeypatch.setattr(frames, "digest", lambda buffer: digested.append(len(buffer)) or plain(buffer))
+    whole, size = SOURCE.spans[0], SOURCE.stamps[0].slice_bytes
+    check = SOURCE.check().of(0, whole)
+    for count in (*range(0, len(whole), 1000), len(whole), len(whole)):
         check.arrived(count)
     assert digested == [size] * SLICES[0] and check.is_right
     digested.clear()
-    wrong = bytearray(frame)
-    wrong[HEADER_BYTES + size + random.randrange(size)] ^= 1
-    assert not verdict(0, bytes(wrong), list(range(0, len(frame), 1000)))
+    wrong = bytearray(whole)
+    wrong[HEADER_BYTES + 2 * size - 1] ^= 1
+    assert not verdict(0, bytes(wrong), list(range(0, len(whole), 1000)))
     assert digested == [size] * 2

@@ -182,18 +182,18 @@ class RespConnection:
             piece = view[held : held + PIECE_BYTES]
             if polls:
                 polls -= 1
-                count = self._there(piece)
+                count = self._there(piece, socket.MSG_DONTWAIT)
             else:
                 count = self._received(piece, deadline, 0 if self._is_tls else socket.MSG_WAITALL)
             if count:
                 held += count
                 arrived(held)
 
-    def _there(self, view: memoryview) -> int:
-        """Receive what is there by now, without waiting: at least 0 bytes."""
+    def _there(self, view: memoryview, flags: int) -> int:
+        """One call that receives; 0 if nothing came."""
         try:
-            count = self._socket.recv_into(view, 0, socket.MSG_DONTWAIT)
-        except BlockingIOError:
+            count = self._socket.recv_into(view, 0, flags)
+        except BlockingIOError:  # not to wait, or at the kernel's limit
             return 0
         if not count:
             raise ConnectionResetError("it closed the connection")
@@ -202,13 +202,8 @@ class RespConnection:
     def _received(self, view: memoryview, deadline: float, flags: int) -> int:
         while True:
             self._wait_at_most(deadline, socket.SO_RCVTIMEO)
-            try:
-                count = self._socket.recv_into(view, 0, flags)
-            except BlockingIOError:  # at the kernel's limit
-                continue
-            if not count:
-                raise ConnectionResetError("it closed the connection")
-            return count
+            if count := self._there(view, flags):
+                return count
 
     def _wait_at_most(self, deadline: float, option: int) -> None:
         left = deadline - self._clock.monotonic_seconds()
