@@ -22,6 +22,7 @@ import hmac
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, Protocol
 
@@ -244,7 +245,12 @@ def generation_in(header: memoryview) -> int:
 
 def split_digests(raw: bytes, slices: int) -> tuple[bytes, ...]:
     """The layer slices' digests of a header."""
-    return struct.unpack_from(_DIGEST_FORMAT * slices, raw, _FIXED_BYTES)
+    return _digests_of(slices).unpack_from(raw, _FIXED_BYTES)
+
+
+@lru_cache(MAX_SLICES)
+def _digests_of(slices: int) -> struct.Struct:
+    return struct.Struct(_DIGEST_FORMAT * slices)
 
 
 def verify_frame(frame: memoryview, keys: MacKeys, stamp: Stamp, prefix_key: bytes, generation: int) -> None:
