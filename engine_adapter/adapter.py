@@ -15,7 +15,6 @@ from math import ceil
 from typing import Protocol
 
 from engine_adapter.handoff.block_wait import UNLEARNED_SECONDS, WaitPlan, WaitPolicy, wait_for_blocks
-from engine_adapter.handoff.fetch import BoundedFetch, FetchPolicy
 from kvstore.block.account import Account, HitTier, MissReason, reason_of
 from kvstore.block.codec import default_codec
 from kvstore.block.errors import StoreError
@@ -321,12 +320,10 @@ class StoreRequest:
     def _found(self, namespace: NamespaceHandle, prompt: Prompt) -> Match:
         """The match, after waiting for blocks elsewhere or being stored. The last look-up counts as the request's."""
         usable = reusable_tokens(prompt.tokens, prompt.tokens, self.report.chunk_tokens) // namespace.block_tokens
-        fetch = FetchPolicy(BoundedFetch(usable, UNLEARNED_SECONDS), namespace.block_tokens)
-        policy = None
+        plan, request = WaitPlan.of_fetch(usable, UNLEARNED_SECONDS, namespace.block_tokens), self.report.request
         if self._ticket:
-            policy = WaitPolicy(prompt, namespace.block_tokens, lambda *_: None, self._clock, 0.0)
-            policy.opened(namespace.open_ticket(self._ticket))
-        plan, request = WaitPlan(policy, fetch), self.report.request
+            plan.policy = WaitPolicy(prompt, namespace.block_tokens, lambda *_: None, self._clock, 0.0)
+            plan.policy.opened(namespace.open_ticket(self._ticket))
         is_open = plan.is_open(namespace.has_courier)
         match = namespace.match(prompt, counts=not is_open, request="" if is_open else request)
         has_waited = wait_for_blocks(namespace, prompt, self._ticket, plan, match.blocks)

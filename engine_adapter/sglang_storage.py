@@ -18,15 +18,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from sglang.srt.mem_cache.hicache_storage import (
-    HiCacheStorage,
-    HiCacheStorageConfig,
-    HiCacheStorageExtraInfo,
-    PoolHitPolicy,
-    PoolName,
-    PoolTransfer,
-    PoolTransferResult,
-)
+from sglang.srt.mem_cache import hicache_storage
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.observability.metrics_collector import StorageMetrics
 from sglang.srt.runtime_context import get_server_args
 
@@ -53,10 +46,12 @@ SETTINGS = (
 """SGLang's arguments that decide KV, besides the weights."""
 KEPT_FIGURES = 1024
 """Operations whose figures are kept until they are asked for."""
-Extra: TypeAlias = "HiCacheStorageExtraInfo | None"
+Extra: TypeAlias = hicache_storage.HiCacheStorageExtraInfo | None
+Result: TypeAlias = hicache_storage.PoolTransferResult
+Keys: TypeAlias = list[str]
 
 
-class KvStoreHiCache(HiCacheStorage):
+class KvStoreHiCache(hicache_storage.HiCacheStorage):
     """Pages of SGLang's host pools, kept in the store.
 
     Its parameters, in the extra configuration, are those of docs/sglang.md. Raises `BadInput`, one line, for an engine
@@ -121,23 +116,21 @@ class KvStoreHiCache(HiCacheStorage):
         """Evict every page of these namespaces, from all tiers and for all engines; whether that was done."""
         return all([space.clear() for space in self._spaces.values()])
 
-    def batch_exists(self, keys: list[str], extra_info: Extra = None) -> int:
+    def batch_exists(self, keys: Keys, extra_info: Extra = None) -> int:
         """How many leading pages are stored here, or are elsewhere and can be here in time."""
         space = self._spaces.get("kv")
         fetch_ms = self._deadline_ms if _is_first(extra_info) else 0.0
         return space.found(_names(keys), fetch_ms=fetch_ms) if space is not None else 0
 
-    def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Extra = None) -> list[bool]:
+    def batch_get_v1(self, keys: Keys, host_indices: Any, extra_info: Extra = None) -> list[bool]:
         """Load pages, verified; `False` from the first page on that does not come."""
         return self._load("kv", keys, host_indices, extra_info)
 
-    def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Extra = None) -> list[bool]:
+    def batch_set_v1(self, keys: Keys, host_indices: Any, extra_info: Extra = None) -> list[bool]:
         """Store pages; `True` for those that are held, also from before."""
         return self._store("kv", keys, host_indices, extra_info)
 
-    def batch_exists_v2(
-        self, keys: list[str], pool_transfers: Any = None, extra_info: Extra = None
-    ) -> PoolTransferResult:
+    def batch_exists_v2(self, keys: Keys, pool_transfers: Any = None, extra_info: Extra = None) -> Result:
         """The longest prefix of which every pool has what it needs, and all such prefixes."""
         pages = self.batch_exists(keys, extra_info)
         hits, restorable = {"kv": pages} if pages else {}, list(range(1, pages + 1))
@@ -147,7 +140,7 @@ class KvStoreHiCache(HiCacheStorage):
                 good = self._restorable(transfer, _names(keys[:pages]))
                 hits.update({str(transfer.name): good[-1]} if good else {})
                 restorable = sorted({*restorable} & {*good})
-        return PoolTransferResult(restorable[-1] if restorable else 0, hits, restorable)
+        return Result(restorable[-1] if restorable else 0, hits, restorable)
 
     def batch_get_v2(self, transfers: list[PoolTransfer], extra_info: Extra = None) -> dict[str, list[bool]]:
         """As `batch_get_v1`, of each pool."""
@@ -165,7 +158,7 @@ class KvStoreHiCache(HiCacheStorage):
         """One page into a flat tensor, verified; None where it does not come."""
         return self.batch_get([key], [target_location])[0]
 
-    def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[Any]:
+    def batch_get(self, keys: Keys, target_locations: Any = None, target_sizes: Any = None) -> list[Any]:
         """As `get`, page by page; None from the first page on that does not come."""
         done, space = 0, self._spaces.get("kv")
         for name, target in zip(_names(keys), target_locations or [], strict=False):
@@ -179,9 +172,7 @@ class KvStoreHiCache(HiCacheStorage):
         """One page out of a flat tensor."""
         return self.batch_set([key], [value])
 
-    def batch_set(
-        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
-    ) -> bool:
+    def batch_set(self, keys: Keys, values: Any = None, target_locations: Any = None, target_sizes: Any = None) -> bool:
         """As `set`; the last page first, since what was used last is evicted last."""
         space, names, pages = self._spaces.get("kv"), _names(keys), [self._flat(value) for value in values or []]
         if space is None or not len(names) == len(keys) == len(pages):
@@ -201,9 +192,7 @@ class KvStoreHiCache(HiCacheStorage):
     def _load(self, pool: str, keys: Sequence[str], host_indices: torch.Tensor | None, info: Extra) -> list[bool]:
         fetches = pool == PoolName.KV and _is_first(info)
         space, pages, began = self._spaces.get(pool), self._pages(pool, keys, host_indices), perf_counter()
-        done = 0
-        if space is not None and pages is not None:
-            done = space.load(_names(keys), pages, self._deadline_ms, fetches=fetches)
+        done = space.load(_names(keys), pages, self._deadline_ms, fetches=fetches) if space and pages else 0
         self._note(self._metrics.prefetch_pgs, self._metrics.prefetch_bandwidth, pool, done, began)
         return [True] * done + [False] * (len(keys) - done)
 

@@ -26,6 +26,9 @@ PLACES = ("_name_or_path", "_commit_hash", "transformers_version")
 """Fields of a model's configuration that say where it was found and what wrote it."""
 WITHOUT_LAYERS = ("ngram", "ngram_gpu", "suffix")
 """Ways to draft tokens that need no layers."""
+WITHOUT_PREFIX_CACHING = (
+    'where it is known that one may be, set "without_prefix_caching": true in kv_connector_extra_config'
+)
 
 
 def unsupported(config: Any, groups: Any, *, is_failure_told: bool) -> str:
@@ -54,16 +57,16 @@ def unsupported(config: Any, groups: Any, *, is_failure_told: bool) -> str:
     return ""
 
 
-def reuse_refused(config: Any) -> str:
+def reuse_refused(config: Any, remedy: str = WITHOUT_PREFIX_CACHING) -> str:
     """Why one request's KV must not be used in another: vLLM's own prefix caching is off. Empty where it is on. vLLM
     switches it off because a user wants that, or for a model, a platform or an attention whose steps would not read the
-    KV before them, or whose KV depends on more than the tokens before it; it does not tell which."""
+    KV before them, or whose KV depends on more than the tokens before it; it does not tell which. remedy: what to do
+    then."""
     if config.cache_config.enable_prefix_caching:
         return ""
     return (
         "vLLM's own prefix caching is off (enable_prefix_caching=False, which vLLM sets itself for models and "
-        "platforms on which a prefix must not be reused); where it is known that one may be, set "
-        '"without_prefix_caching": true in kv_connector_extra_config'
+        f"platforms on which a prefix must not be reused); {remedy}"
     )
 
 
@@ -105,13 +108,13 @@ def has_draft_layers(config: Any) -> bool:
     return speculative is not None and getattr(speculative, "method", None) not in WITHOUT_LAYERS
 
 
-def fingerprint(config: Any) -> str:
-    """Fingerprint of the weights' files. Raises `BadInput`."""
+def fingerprint(config: Any, remedy: str = 'give their fingerprint as "model" in kv_connector_extra_config') -> str:
+    """Fingerprint of the weights' files. remedy: what to do where they are not found. Raises `BadInput`."""
     model = config.model_config
     try:
         return _fingerprint(config, getattr(model, "model_weights", "") or model.model, model.revision)
     except BadInput as error:
-        raise BadInput(f'{error}; give their fingerprint as "model" in kv_connector_extra_config') from None
+        raise BadInput(f"{error}; {remedy}") from None
 
 
 def draft_fingerprint(config: Any) -> str:

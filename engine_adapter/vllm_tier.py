@@ -30,13 +30,8 @@ try:
     from vllm.platforms import current_platform
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core import kv_cache_utils
-    from vllm.v1.kv_offload.base import (
-        LookupResult,
-        Medium,
-        OffloadingCounterMetadata,
-        OffloadingEvent,
-        RequestOffloadingContext,
-    )
+    from vllm.v1.kv_offload import base
+    from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadingEvent
     from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 except ImportError as error:
     raise ImportError(
@@ -48,17 +43,20 @@ import kvstore
 from engine_adapter.chunks.layout import ChunkRun, chunk_layout
 from engine_adapter.chunks.space import ChunkOutcomes, ChunkSpace, open_twice
 from engine_adapter.chunks.store import ChunkLimits, ChunkState, ChunkStore
-from engine_adapter.model_files import model_fingerprint, snapshot_directory
+from engine_adapter.model_files import model_fingerprint
 from engine_adapter.paged.step_plan import NamespaceSpec
-from engine_adapter.vllm_config import draft_fingerprint, model_settings, plain
+from engine_adapter.vllm_config import draft_fingerprint, fingerprint, model_settings, plain, reuse_refused
 from kvstore.block.errors import BadInput
 
 PINNED_VERSIONS = ("0.28", "0.31", "0.32")
 HASHES = ("sha256", "sha256_cbor")
-KEY_BYTES = 36
-"""Of an `OffloadKey`: 32 of the block's hash, 4 of the group's number (big-endian)."""
+STATE_SETTINGS = ("mamba_cache_dtype", "mamba_ssm_cache_dtype", "mamba_cache_mode")
+HASH_BYTES, GROUP_BYTES = 32, 4
+"""Of an `OffloadKey`: the block's hash, and the group's number, big-endian."""
 WAIT_SECONDS = 0.001
 """How long a step that finds nothing new may wait for answers: see `ChunkStore.proceed`."""
+ANSWERS = dict(zip(ChunkState, (LookupResult.RETRY, LookupResult.HIT, LookupResult.MISS), strict=True))
+MODEL_DIR = "give KvStoreTier their directory as model_dir"
 CHUNKS_METRIC = "vllm:kv_offload_kvstore_chunks"
 
 _SLOTS_FIELD = next(it.name for it in fields(TransferJob) if it.name in ("chunk_ids", "block_ids"))
@@ -111,13 +109,13 @@ class KvStoreTier(SecondaryTierManager):
         self._hash_name: str = config.cache_config.prefix_caching_hash_algo
         self._is_root_right: bool | None = None  # vLLM makes the root after its tiers
         memory = np.asarray(primary_kv_view).view(np.uint8)
-        model = model_fingerprint(model_dir or weights_directory(config))
+        model = model_fingerprint(model_dir) if model_dir else fingerprint(config, MODEL_DIR)
         groups = group_numbers(offloading_spec)
-        layouts = [
-            chunk_layout(f"group {number}", tokens * offloading_spec.blocks_per_chunk, [memory.shape[1]])
-            for number, tokens in groups.items()
-        ]
         facts = engine_facts(config, offloading_spec, memory.shape[1])
+        epoch, name, specs = int(weights_epoch), str(config.model_config.model), list[NamespaceSpec]()
+        for number, tokens in groups.items():
+            layout = chunk_layout(f"group {number}", tokens * offloading_spec.blocks_per_chunk, [memory.shape[1]])
+            specs.append(NamespaceSpec(1, "", model, layout, "raw", epoch, {**facts, "group": str(number)}, name))
         limits = ChunkLimits(
             queued_stores=max(1, min(int(queued_chunks), len(memory) // 2)),
             load_threads=max(1, int(load_threads)),
@@ -125,21 +123,16 @@ class KvStoreTier(SecondaryTierManager):
         )
         runs = [ChunkRun(memory.ctypes.data, memory.strides[0], memory.shape[1])]
         self._stores, self._outcomes = open_twice(kvstore.open, url, f"vllm {vllm.__version__}"), ChunkOutcomes()
-        epoch, name = int(weights_epoch), str(config.model_config.model)
-        specs = [
-            NamespaceSpec(1, "", model, layout, "raw", epoch, {**facts, "group": str(number)}, name)
-            for number, layout in zip(groups, layouts, strict=True)
-        ]
         spaces = [ChunkSpace(spec, runs, len(memory), self._stores, self._outcomes) for spec in specs]
-        places = {number: position for position, number in enumerate(groups)}
-        self._chunks = ChunkStore(spaces, lambda key: places.get(_group_of(key), -1), limits, self._outcomes)
+        places = {number.to_bytes(GROUP_BYTES, "big"): position for position, number in enumerate(groups)}
+        self._chunks = ChunkStore(spaces, lambda key: places.get(key[HASH_BYTES:], -1), limits, self._outcomes)
         has_events = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
         self._events: list[OffloadingEvent] | None = [] if has_events else None
 
-    def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
+    def on_new_request(self, req_context: Any) -> base.RequestOffloadingContext:
         """The usual policy: chunks are offered as they are computed."""
         self._check_root()
-        return RequestOffloadingContext()
+        return base.RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
         """Release the chunks that the request asked for and did not load."""
@@ -147,12 +140,7 @@ class KvStoreTier(SecondaryTierManager):
 
     def lookup(self, key: Any, req_context: Any) -> LookupResult:
         """HIT for a chunk that is pinned and verified in the store's memory; RETRY while that is being asked."""
-        if not self._is_root_right or len(key) != KEY_BYTES:
-            return LookupResult.MISS
-        verdict = self._chunks.ask(req_context.req_id, bytes(key))
-        if verdict is ChunkState.HELD:
-            return LookupResult.HIT
-        return LookupResult.RETRY if verdict is ChunkState.PENDING else LookupResult.MISS
+        return ANSWERS[self._chunks.ask(req_context.req_id, bytes(key)) if self._is_root_right else ChunkState.MISSING]
 
     def submit_load(self, job_metadata: Any) -> None:
         """Copy what `lookup` promised into the primary tier's slots, verified."""
@@ -202,7 +190,7 @@ class KvStoreTier(SecondaryTierManager):
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
         """One counter, by outcome; see `ChunkSpace`."""
         text = "Chunks by what became of them in the store, and faults of the store, labeled by outcome."
-        return {CHUNKS_METRIC: OffloadingCounterMetadata(documentation=text, labelnames=("outcome",))}
+        return {CHUNKS_METRIC: base.OffloadingCounterMetadata(documentation=text, labelnames=("outcome",))}
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """Counts since the last call."""
@@ -212,8 +200,7 @@ class KvStoreTier(SecondaryTierManager):
         return stats if counts else None
 
     def _check_root(self) -> None:
-        """Check that block hashes start from the same root as in every other process. Done with the first request,
-        because vLLM makes the root after its tiers."""
+        """With the first request: check that block hashes start from the same root as in every other process."""
         if self._is_root_right is not None:
             return
         seed = kv_cache_utils.get_none_hash_seed() if _FIXED_ROOT and self._hash_seed is None else self._hash_seed
@@ -230,8 +217,8 @@ class KvStoreTier(SecondaryTierManager):
 def engine_config(engine_id: str) -> Any:
     """vLLM's whole configuration, of the engine that is being built at this moment.
 
-    A tier is handed a summary that leaves out what decides KV: quantization, overrides, LoRA, the hash of blocks. The
-    whole of it is an argument of the connector that is being built, some calls up from here. Raises `BadInput`.
+    A tier is handed a summary without much that decides KV: quantization, overrides, LoRA, the hash of blocks. All of
+    it is an argument of the connector that is being built, some calls up from here. Raises `BadInput`.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -245,9 +232,7 @@ def engine_config(engine_id: str) -> Any:
 
 def check_engine(config: Any, hash_seed: str | None, version: str = vllm.__version__) -> None:
     """Raise `BadInput`, one line, for an engine whose chunks cannot be told apart by what this tier is given."""
-    parallel = config.parallel_config
-    hash_name = config.cache_config.prefix_caching_hash_algo
-    reason = ""
+    parallel, hash_name, reason = config.parallel_config, config.cache_config.prefix_caching_hash_algo, ""
     if not version.startswith(tuple(f"{pinned}." for pinned in PINNED_VERSIONS)):
         reason = f"vLLM {version} is installed, and this tier is for {', '.join(PINNED_VERSIONS)}; use KvStoreConnector"
     elif hash_name not in HASHES:
@@ -260,12 +245,8 @@ def check_engine(config: Any, hash_seed: str | None, version: str = vllm.__versi
             f"block hashes of vLLM {version} begin at random; start vLLM with PYTHONHASHSEED=0 and give the tier "
             '"hash_seed": "0"'
         )
-    elif not config.cache_config.enable_prefix_caching:
-        reason = (
-            "vLLM's own prefix caching is off (enable_prefix_caching=False, which vLLM sets itself for models and "
-            "platforms on which a prefix must not be reused); leave the tier out, or switch prefix caching on where it "
-            "was switched off by hand"
-        )
+    elif off := reuse_refused(config, "leave the tier out, or switch it on where it was switched off by hand"):
+        reason = off
     elif config.lora_config is not None:
         reason = "block hashes name a LoRA adapter, and not what is in it; use KvStoreConnector with LoRA"
     elif config.load_config.load_format == "dummy":
@@ -280,15 +261,6 @@ def check_engine(config: Any, hash_seed: str | None, version: str = vllm.__versi
         raise BadInput(f"KvStoreTier: {reason}")
 
 
-def weights_directory(config: Any) -> str:
-    """Where vLLM loads the weights from. Raises `BadInput`."""
-    model = getattr(config.model_config, "model_weights", "") or config.model_config.model
-    try:
-        return snapshot_directory(model, config.model_config.revision, config.load_config.download_dir)
-    except BadInput as error:
-        raise BadInput(f"KvStoreTier: {error}; give the tier their directory as model_dir") from None
-
-
 def group_numbers(spec: Any) -> dict[int, int]:
     """Tokens of a block of each KV group, by the group number at the end of an `OffloadKey`: the group's place in
     vLLM's configuration. vLLM 0.28 does not tell this apart from its place among the offloaded groups."""
@@ -299,18 +271,13 @@ def group_numbers(spec: Any) -> dict[int, int]:
 def engine_facts(config: Any, spec: Any, chunk_bytes: int) -> dict[str, str]:
     """What decides a chunk's bytes besides weights and prompt: fields of the namespace, as text."""
     offloading, model, cache = spec.config, config.model_config, config.cache_config
-    parallel, speculative = offloading.parallel, config.speculative_config
+    parallel, speculative, attention = offloading.parallel, config.speculative_config, config.attention_config
     rope = plain(model.hf_config.to_dict())
     depends_on_length = any(kind in rope for kind in ('"longrope"', '"dynamic"'))
     settings = {
         **model_settings(config),
-        "attention": {
-            it.name: str(getattr(config.attention_config, it.name)) for it in fields(config.attention_config)
-        },
-        "cache": {
-            name: str(getattr(cache, name, None))
-            for name in ("mamba_cache_dtype", "mamba_ssm_cache_dtype", "mamba_cache_mode")
-        },
+        "attention": {it.name: str(getattr(attention, it.name)) for it in fields(attention)},
+        "cache": {name: str(getattr(cache, name, None)) for name in STATE_SETTINGS},
         "max_model_len": model.max_model_len if depends_on_length else None,
         "groups": [[list(group.layer_names), group.tokens_per_block] for group in offloading.groups],
     }
@@ -336,7 +303,3 @@ def _platform() -> str:
         has_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: None)()
         return f"cpu {platform.machine()}, amx {has_amx}"
     return f"{device} {current_platform.get_device_name()}"
-
-
-def _group_of(name: bytes) -> int:
-    return int.from_bytes(name[-4:], "big") if len(name) == KEY_BYTES else -1

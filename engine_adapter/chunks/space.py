@@ -18,7 +18,7 @@ import torch
 
 from engine_adapter.chunks.layout import ChunkRun, chunk_key, chunk_planes
 from engine_adapter.handoff.block_wait import WaitPlan, wait_for_blocks
-from engine_adapter.handoff.fetch import BoundedFetch, FetchPolicy
+from engine_adapter.handoff.fetch import BoundedFetch
 from engine_adapter.paged.namespace_opener import ClosableStore, NamespaceOpener
 from engine_adapter.paged.step_plan import NamespaceSpec
 from kvstore.block.account import Account, MissReason
@@ -164,8 +164,8 @@ class ChunkSpace:
 
     def _fetched(self, handle: NamespaceHandle, prompt: Prompt, here: int, ends_at: float) -> bool:
         """Wait for chunks from elsewhere, until `ends_at` at most; returns whether it waited."""
-        fetch = FetchPolicy(BoundedFetch(len(prompt.keys), max(0.0, ends_at - self._clock())), self.block_tokens)
-        return handle.has_courier and wait_for_blocks(handle, prompt, "", WaitPlan(None, fetch), here)
+        plan = WaitPlan.of_fetch(len(prompt.keys), max(0.0, ends_at - self._clock()), self.block_tokens)
+        return handle.has_courier and wait_for_blocks(handle, prompt, "", plan, here)
 
     def store(self, before: Sequence[bytes], names: Sequence[bytes], pages: Pages, deadline_ms: float) -> list[bool]:
         """Store chunks; returns which of them are held now, those stored before included. before: the chunks before

@@ -1,6 +1,4 @@
-"""Chunks for an engine whose thread must not wait: asked for, loaded and stored in the background.
-
-For engines whose offloading hands out (name, slot) pairs, one by one. Each chunk is a block by itself.
+"""Chunks, each a block by itself, for an engine that hands out (name, slot) pairs and whose thread must not wait.
 
     engine's thread              ask > PENDING, PENDING, HELD > load           store         finished
                                  match > lease (pins, verified)
@@ -23,7 +21,6 @@ from itertools import count
 
 from engine_adapter.chunks.space import ChunkOutcomes, ChunkSpace
 from engine_adapter.handoff.block_wait import BlockWait, ParkedWaits, WaitPlan
-from engine_adapter.handoff.fetch import BoundedFetch, FetchPolicy
 from engine_adapter.paged.pages import EnginePages
 from engine_adapter.paged.step_plan import LeaseHere, LoadOrder, PageRun, SaveOrder, StepPlan, StepReports, WorkerSpec
 from engine_adapter.paged.worker import PagedWorker
@@ -127,13 +124,12 @@ class ChunkStore:
             return ChunkState.MISSING
         asked = self._asked.get(name)
         if asked is None:
-            handle = space.handle if (space := self._space(name)) is not None else None
-            if space is None or handle is None:
+            if (found := self._reached(name)) is None:
                 return ChunkState.MISSING
             if len(self._asked) >= self.limits.asked:
                 self._outcomes.count(refused_asks=1)
                 return ChunkState.MISSING
-            self._asked[name] = asked = _Asked(name, space, handle, self._clock())
+            self._asked[name] = asked = _Asked(name, *found, self._clock())
             self._waiting.append(asked)
         asked.owners.add(owner)
         self._of_owner.setdefault(owner, set()).add(name)
@@ -174,10 +170,8 @@ class ChunkStore:
             return True
         handle, lease = asked.handle, None
         with self._outcomes.caught():
-            if asked.match is None:
-                asked.match = handle.submit_match(asked.space.prompt(handle, [asked.name]))
-            match = asked.match.poll()
-            if match is None:
+            asked.match = asked.match or handle.submit_match(asked.space.prompt(handle, [asked.name]))
+            if (match := asked.match.poll()) is None:
                 return False
             if asked.leasing is None:
                 self._outcomes.told(match.reason)
@@ -185,8 +179,7 @@ class ChunkStore:
                 return False
             if match.blocks:
                 asked.leasing = asked.leasing or handle.submit_lease(match, deadline_ms=self.limits.lease_ms)
-                lease = asked.leasing.poll()
-                if lease is None:
+                if (lease := asked.leasing.poll()) is None:
                     return False
         self._answer(asked, lease)
         return True
@@ -195,9 +188,9 @@ class ChunkStore:
         """Whether a missing chunk may be here soon. It is looked for elsewhere once, and then looked up again."""
         wait = asked.wait
         if wait is None:
-            fetch = FetchPolicy(BoundedFetch(1, self.limits.lease_ms / 1000), handle.block_tokens)
+            plan = WaitPlan.of_fetch(1, self.limits.lease_ms / 1000, handle.block_tokens)
             prompt = asked.space.prompt(handle, [asked.name])
-            asked.wait = wait = BlockWait(handle, prompt, "", WaitPlan(None, fetch), self._parked)
+            asked.wait = wait = BlockWait(handle, prompt, "", plan, self._parked)
             return wait.goes_on(0)
         if wait.is_over or not wait.may_look() or wait.is_over:
             return not wait.is_over
@@ -246,10 +239,10 @@ class ChunkStore:
         self._outcomes.count(refused_stores=len(names) - taken)
         self._jobs.append(job := ChunkJob(number, "", False, self._clock(), taken, failed=list(names[taken:])))
         for name, slot in reversed(list(zip(names, slots, strict=True))[:taken]):
-            space, keys = self._space(name), list[bytes]()
+            space, handle = self._reached(name) or (None, None)
+            keys = list[bytes]()
             with self._outcomes.caught():
-                if space is not None and (handle := space.handle) is not None:
-                    keys = space.prompt(handle, [name]).keys
+                keys = space.prompt(handle, [name]).keys if space is not None and handle is not None else keys
             if space is None or not keys:
                 self._end((job, space, name, None), is_good=False)
                 continue
@@ -258,9 +251,12 @@ class ChunkStore:
             self._workers[space].begin(StepPlan(saves=saves))
             self._workers[space].start_saves()
 
-    def _space(self, name: bytes) -> ChunkSpace | None:
+    def _reached(self, name: bytes) -> tuple[ChunkSpace, NamespaceHandle] | None:
+        """The space that a chunk's name belongs to; None if there is none, or the store was not reached."""
         place = self._space_of(name)
-        return self._spaces[place] if 0 <= place < len(self._spaces) and not self._is_closed else None
+        space = self._spaces[place] if 0 <= place < len(self._spaces) and not self._is_closed else None
+        handle = space.handle if space is not None else None
+        return (space, handle) if space is not None and handle is not None else None
 
     def finished(self) -> list[ChunkJob]:
         """Jobs that ended since the last call. Chunks that could not be loaded are missing for their owner from now on.

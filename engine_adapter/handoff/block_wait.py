@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine_adapter.handoff.fetch import FetchPolicy
+from engine_adapter.handoff.fetch import BoundedFetch, FetchPolicy
 from kvstore.block.account import Account, MissReason
 from kvstore.block.identity import Prompt
 from kvstore.client.handle import NamespaceHandle
@@ -139,6 +139,11 @@ class WaitPlan:
         self.policy, self.fetch = policy, fetch
         self._blocks = 0
         self._is_fetching = self._has_fetched = self._skips_fetch = self._was_fetched = False
+
+    @classmethod
+    def of_fetch(cls, usable_blocks: int, seconds: float, block_tokens: int) -> WaitPlan:
+        """To fetch what is elsewhere, as `BoundedFetch` decides, and to wait for no other engine."""
+        return cls(None, FetchPolicy(BoundedFetch(usable_blocks, seconds), block_tokens))
 
     def is_open(self, has_courier: bool) -> bool:
         """Whether it may wait for anything after another look."""

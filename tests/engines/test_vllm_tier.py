@@ -33,14 +33,8 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from engine_adapter import vllm_tier
 from engine_adapter.model_files import model_fingerprint
-from engine_adapter.vllm_tier import (
-    CHUNKS_METRIC,
-    KvStoreTier,
-    check_engine,
-    engine_config,
-    engine_facts,
-    weights_directory,
-)
+from engine_adapter.vllm_config import fingerprint
+from engine_adapter.vllm_tier import CHUNKS_METRIC, KvStoreTier, check_engine, engine_config, engine_facts
 from engines.tier_engine import be_patient, takes
 from engines.tier_model import save_model
 from kvstore.block.errors import BadInput
@@ -130,9 +124,10 @@ def test_jobs_answers_and_events_have_the_fields_that_are_known() -> None:
 
 
 def test_the_number_of_a_group_stands_at_a_keys_end() -> None:
-    key = make_offload_key(b"h" * 32, 3)
-    assert len(key) == vllm_tier.KEY_BYTES and vllm_tier._group_of(bytes(key)) == 3
-    assert vllm_tier._group_of(make_offload_key(b"h" * 16, 3)) == -1, "a shorter hash is none of ours"
+    hash_bytes, number = vllm_tier.HASH_BYTES, (3).to_bytes(vllm_tier.GROUP_BYTES, "big")
+    assert bytes(make_offload_key(b"h" * hash_bytes, 3))[hash_bytes:] == number
+    for other in (16, 31, 33):
+        assert bytes(make_offload_key(b"h" * other, 3))[hash_bytes:] != number, "another hash is none of ours"
 
 
 def test_the_whole_configuration_is_up_the_stack() -> None:
@@ -277,12 +272,12 @@ def test_no_path_is_in_the_namespace(config: Any, model: Path) -> None:
 
 
 def test_weights_are_found_where_vllm_loads_them_from(config: Any, model: Path) -> None:
-    assert weights_directory(config) == str(model) and len(model_fingerprint(model)) == 64
+    assert fingerprint(config) == model_fingerprint(model) and len(model_fingerprint(model)) == 64
     config.model_config.model = "nobody/has-this-model"
     if hasattr(config.model_config, "model_weights"):
         config.model_config.model_weights = ""
     with pytest.raises(BadInput, match="model_dir"):
-        weights_directory(config)
+        fingerprint(config, vllm_tier.MODEL_DIR)
 
 
 # --- the tier --------------------------------------------------------------------------------------------------------
