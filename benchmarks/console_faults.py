@@ -1,0 +1,260 @@
+"""What a faulty console costs an engine: look-ups while it is killed, stopped, flooded, or can write nothing.
+
+    python benchmarks/console_faults.py [--rounds 7] [--seconds 2] [--json]
+
+Sidecar and client share one core; the console, and what floods it, have the others. In each round the client looks up
+beside a quiet console and beside each fault, in another order each time; each look-up has to find all blocks, and a
+prompt that is read back has to have its bytes. Compared are the 99th percentiles of a round: quote the median ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+
+import numpy as np
+
+from kvstore.bench.lookup_client import MODEL, shape_of
+from kvstore.bench.rig import LookupOptions, PagePool
+from kvstore.bench.sidecar import Sidecar
+from kvstore.client.handle import NamespaceHandle
+
+ALLOWED = 1.5
+"""Of the quiet figure of the same round."""
+PROMPTS, BLOCKS = 64, 64
+FLOODERS, CONNECTIONS = 2, 16
+QUIET = "quiet"
+SECONDS = 60.0
+"""For whatever is waited for."""
+FLOOD = """
+import itertools, socket, sys
+host, port, paths = sys.argv[1], int(sys.argv[2]), sys.argv[3].split()
+asked = 0
+for path in itertools.cycle(paths):
+    links = []
+    try:
+        for _ in range(int(sys.argv[4])):
+            links.append(socket.create_connection((host, port), 5))
+            links[-1].sendall(f"GET {path} HTTP/1.1\\r\\nHost: {host}:{port}\\r\\n\\r\\n".encode())
+        for link in links:
+            asked += bool(link.recv(1 << 20))
+    except OSError:
+        pass
+    for link in links:
+        link.close()
+    print(asked, flush=True)
+"""
+PATHS = "/api/status /api/series /api/misses /api/namespaces /api/engines /api/whatif /api/prefixes /api/events /"
+
+
+@contextmanager
+def on_cores(cores: set[int]) -> Iterator[None]:
+    """What is started meanwhile runs on these cores, and so does this thread."""
+    mine = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, mine)
+
+
+class Consoles:
+    """Consoles of one sidecar, one after the other, on their own cores."""
+
+    def __init__(self, observe_socket: str, cores: set[int]) -> None:
+        self._command = [sys.executable, "-m", "kvstore", "console", "--socket", observe_socket]
+        self._command += ["--listen", "127.0.0.1:0", "--json"]
+        self._cores = cores
+
+    @contextmanager
+    def running(self, *, writes: bool = True) -> Iterator[tuple[subprocess.Popen[str], int]]:
+        """A console that serves, and its port. writes: whether it can write to a file, or to its log."""
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        log = os.open(os.devnull if writes else "/dev/full", os.O_WRONLY)
+        try:
+            with on_cores(self._cores):
+                if not writes:
+                    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+                process = subprocess.Popen(self._command, stdout=subprocess.PIPE, stderr=log, text=True)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            os.close(log)
+        with process:
+            try:
+                assert process.stdout is not None
+                said = json.loads(process.stdout.readline())
+                yield process, int(said["console"].rstrip("/").rpartition(":")[2])
+            finally:
+                process.kill()
+
+    @contextmanager
+    def quiet(self) -> Iterator[Callable[[], int]]:
+        with self.running():
+            yield lambda: 1
+
+    @contextmanager
+    def killed(self) -> Iterator[Callable[[], int]]:
+        """As soon as it serves, again and again."""
+        over, began, times = threading.Event(), threading.Event(), [0]
+
+        def kill() -> None:
+            while not over.is_set():
+                with self.running():
+                    times[0] += 1
+                began.set()
+
+        thread = threading.Thread(target=kill)
+        thread.start()
+        try:
+            assert began.wait(SECONDS), "no console came"
+            yield lambda: times[0]
+        finally:
+            over.set()
+            thread.join()
+
+    @contextmanager
+    def stopped(self) -> Iterator[Callable[[], int]]:
+        """It holds its connections to the sidecar, and reads no answer."""
+        with self.running() as (console, _):
+            console.send_signal(signal.SIGSTOP)
+            try:
+                yield lambda: 1
+            finally:
+                console.send_signal(signal.SIGCONT)
+
+    @contextmanager
+    def flooded(self) -> Iterator[Callable[[], int]]:
+        """By processes that ask for everything, over new connections; returns how many answers they got."""
+        with self.running() as (_, port), ExitStack() as stack:
+            command = [sys.executable, "-c", FLOOD, "127.0.0.1", str(port), PATHS, str(CONNECTIONS)]
+            flooders = []
+            with on_cores(self._cores):
+                for _ in range(FLOODERS):
+                    flooder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+                    flooders.append(stack.enter_context(flooder))
+                    stack.callback(flooder.kill)
+            for flooder in flooders:
+                assert flooder.stdout is not None and flooder.stdout.readline(), "a flooder did not begin"
+
+            def answered() -> int:
+                for flooder in flooders:
+                    flooder.kill()
+                return sum(int(flooder.communicate()[0].split()[-1]) for flooder in flooders)
+
+            yield answered
+
+    @contextmanager
+    def full(self) -> Iterator[Callable[[], int]]:
+        """Its log is on a device that is full, and it may write to no file."""
+        with self.running(writes=False) as (console, _):
+            yield lambda: int(console.poll() is None)
+
+    def faults(self) -> dict[str, Callable[[], AbstractContextManager[Callable[[], int]]]]:
+        """What may be the matter with it; each yields what says afterwards that it was."""
+        return {
+            QUIET: self.quiet,
+            "killed": self.killed,
+            "stopped": self.stopped,
+            "flooded": self.flooded,
+            "full": self.full,
+        }
+
+
+class Engine:
+    """A client that looks up prompts, all of which are stored."""
+
+    def __init__(self, handle: NamespaceHandle, options: LookupOptions) -> None:
+        self._handle = handle
+        pool = PagePool(shape_of(options), options.prompt_blocks, 0, 2)
+        self._pages, self._into = pool.take(), pool.take()
+        self._prompts = [
+            np.random.default_rng(number).integers(0, 1 << 17, BLOCKS * options.block_tokens, dtype=np.uint32)
+            for number in range(PROMPTS)
+        ]
+        for prompt in self._prompts:
+            assert handle.put(prompt, self._pages).stored == BLOCKS
+
+    def p99_ms(self, seconds: float) -> float:
+        """Of look-ups in so many seconds, each of which finds its blocks; before and after, bytes are compared."""
+        self._read_back()
+        took, end = list[float](), time.perf_counter() + seconds
+        while (begun := time.perf_counter()) < end:
+            match = self._handle.match(self._prompts[len(took) % PROMPTS])
+            took.append(1e3 * (time.perf_counter() - begun))
+            assert match.blocks == BLOCKS, match.account
+        self._read_back()
+        return statistics.quantiles(took, n=100)[-1]
+
+    def _read_back(self) -> None:
+        with self._handle.lease(self._handle.match(self._prompts[0]), deadline_ms=1e3 * SECONDS) as lease:
+            loaded = self._handle.get(lease, into=self._into)
+        assert loaded.tokens == len(self._prompts[0]), loaded.account
+        for layer, planes in self._pages.planes.items():
+            for stored, read in zip(planes, self._into.planes[layer], strict=True):
+                assert (stored[list(self._pages.table)] == read[list(self._into.table)]).all(), "other bytes"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each turn")
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    own, *others = sorted(os.sched_getaffinity(0))
+    if not others:
+        raise SystemExit("this needs two cores: one for sidecar and client, another one for the console")
+    options = LookupOptions(prompt_tokens=64 * BLOCKS)
+    figures = dict[str, list[float]]()
+    times = dict[str, int]()
+    with ExitStack() as stack:
+        stack.enter_context(on_cores({own}))
+        sidecar = stack.enter_context(Sidecar({"dram": "1GiB", "nvme": "off"}, has_health=True))
+        sidecar.ready()
+        store = stack.enter_context(sidecar.client())
+        engine = Engine(store.namespace(model=MODEL, layout=shape_of(options).layout), options)
+        consoles = Consoles(str(sidecar.folder / "kv" / "observe.sock"), set(others))
+        faults = consoles.faults()
+        for turn in range(given.rounds + 1):
+            for name in random.sample(list(faults), len(faults)):
+                with faults[name]() as happened:
+                    p99 = engine.p99_ms(given.seconds)
+                    count = happened()
+                assert count, f"{name}: it did not happen"
+                if turn:  # the first round warms up
+                    figures.setdefault(name, []).append(p99)
+                    times[name] = times.get(name, 0) + count
+    quiet = figures.pop(QUIET)
+    rows = [
+        {
+            "of": name,
+            "p99_ms": round(statistics.median(found), 3),
+            "quiet_p99_ms": round(statistics.median(quiet), 3),
+            "ratio": round(statistics.median(one / beside for one, beside in zip(found, quiet, strict=True)), 3),
+            "rounds": given.rounds,
+            "times": times[name],
+        }
+        for name, found in figures.items()
+    ]
+    if given.json:
+        print(json.dumps(rows))
+    else:
+        for row in rows:
+            print(
+                "{of}: p99 of a look-up {p99_ms} ms, {quiet_p99_ms} beside a quiet console; ratio {ratio}".format(**row)
+            )
+    raise SystemExit(any(row["ratio"] > ALLOWED for row in rows))
+
+
+if __name__ == "__main__":
+    main()
