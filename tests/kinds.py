@@ -36,7 +36,7 @@ PURE_FILES = frozenset(
     console/test_figures.py
     elsewhere/test_questions.py
     metrics/test_exposition.py
-    metrics/test_pages.py
+    metrics/test_endpoints.py
     insight/test_divergence.py
     insight/test_models.py
     insight/test_plan.py

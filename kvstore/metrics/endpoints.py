@@ -18,8 +18,8 @@ from pathlib import Path
 
 from kvstore.block.errors import BadInput
 from kvstore.block.identity import NOWHERE, NodeIdentity
+from kvstore.metrics.bounded_http import HttpAnswer, HttpRequest, Page, as_json, in_one_line
 from kvstore.metrics.exposition import CONTENT_TYPE
-from kvstore.metrics.http_server import HttpAnswer, HttpRequest, Page, as_json, in_one_line
 from kvstore.protocol.status import Readiness
 from tiering.files import Unfit, read_file
 

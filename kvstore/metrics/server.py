@@ -6,9 +6,9 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
-from kvstore.metrics.http_server import HttpServer
+from kvstore.metrics.bounded_http import HttpServer
+from kvstore.metrics.endpoints import MetricsAccess, read_token, sidecar_pages
 from kvstore.metrics.metrics import Metrics
-from kvstore.metrics.pages import MetricsAccess, read_token, sidecar_pages
 from kvstore.service.daemon import Daemon
 from kvstore.service.settings import Settings
 

@@ -19,8 +19,8 @@ from deploy.sidecar_process import AROUND_SECONDS, DEPLOY, flags_in, known_flags
 from kvstore.config import parse_size
 from kvstore.doctor.engine import configuration, read_transfer_config
 from kvstore.doctor.findings import Health
-from kvstore.metrics.http_server import HttpServer
-from kvstore.metrics.pages import MetricsAccess, sidecar_pages
+from kvstore.metrics.bounded_http import HttpServer
+from kvstore.metrics.endpoints import MetricsAccess, sidecar_pages
 from kvstore.node import SystemClock
 from kvstore.protocol.status import Readiness
 from kvstore.service.settings import Settings, host_and_port, read_settings

@@ -15,7 +15,7 @@ import pytest
 
 from kvstore.block.errors import BadInput
 from kvstore.metrics import http_server
-from kvstore.metrics.http_server import (
+from kvstore.metrics.bounded_http import (
     MAX_CONNECTIONS,
     MAX_REQUEST_BYTES,
     HttpAnswer,

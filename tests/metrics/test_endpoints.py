@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.block.errors import BadInput
-from kvstore.metrics.http_server import HttpAnswer, HttpRequest
-from kvstore.metrics.pages import MetricsAccess, read_token, sidecar_pages
+from kvstore.metrics.bounded_http import HttpAnswer, HttpRequest
+from kvstore.metrics.endpoints import MetricsAccess, read_token, sidecar_pages
 from kvstore.protocol.status import Readiness
 
 TOKEN = "0123456789abcdef/+=_"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from engine_adapter.connector_metrics import CONNECTOR_METRICS, FORMER_METRICS
 from kvstore.metrics.catalogue import METRICS
-from kvstore.metrics.pages import MetricsAccess, sidecar_pages
+from kvstore.metrics.endpoints import MetricsAccess, sidecar_pages
 from kvstore.protocol.status import Readiness
 
 ROOT = Path(__file__).resolve().parents[2]
