@@ -33,7 +33,6 @@ from kvstore.client.handle import NamespaceHandle
 ALLOWED = 1.5
 """Of the quiet figure of the same round."""
 PROMPTS, BLOCKS = 64, 64
-FLOODERS, CONNECTIONS = 2, 16
 QUIET = "quiet"
 SECONDS = 60.0
 """For whatever is waited for."""
@@ -55,7 +54,12 @@ for path in itertools.cycle(paths):
         link.close()
     print(asked, flush=True)
 """
-PATHS = "/api/status /api/series /api/misses /api/namespaces /api/engines /api/whatif /api/prefixes /api/events /"
+KEPT = "/api/status /api/series /api/misses /api/namespaces /api/engines /api/whatif /api/events /"
+"""What the console answers from what it has."""
+ASKED = "/api/prefixes /api/request?id=a"
+"""For what it asks the sidecar each time."""
+FLOODS = ((KEPT, 16), (ASKED, 16))
+"""A process each: what it asks for, over how many connections at a time."""
 
 
 @contextmanager
@@ -137,20 +141,22 @@ class Consoles:
     def flooded(self) -> Iterator[Callable[[], int]]:
         """By processes that ask for everything, over new connections; returns how many answers they got."""
         with self.running() as (_, port), ExitStack() as stack:
-            command = [sys.executable, "-c", FLOOD, "127.0.0.1", str(port), PATHS, str(CONNECTIONS)]
+            command = [sys.executable, "-c", FLOOD, "127.0.0.1", str(port)]
             flooders = []
             with on_cores(self._cores):
-                for _ in range(FLOODERS):
-                    flooder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+                for paths, connections in FLOODS:
+                    more = [paths, str(connections)]
+                    flooder = subprocess.Popen([*command, *more], stdout=subprocess.PIPE, text=True)
                     flooders.append(stack.enter_context(flooder))
                     stack.callback(flooder.kill)
-            for flooder in flooders:
-                assert flooder.stdout is not None and flooder.stdout.readline(), "a flooder did not begin"
+            begun = [flooder.stdout.readline() for flooder in flooders if flooder.stdout is not None]
+            assert all(begun), "a flooder did not begin"
 
             def answered() -> int:
                 for flooder in flooders:
                     flooder.kill()
-                return sum(int(flooder.communicate()[0].split()[-1]) for flooder in flooders)
+                said = [flooder.communicate()[0] for flooder in flooders]
+                return sum(int((first + rest).split()[-1]) for first, rest in zip(begun, said, strict=True))
 
             yield answered
 

@@ -1,12 +1,14 @@
 """What insight costs a sidecar: CPU for each look-up and each leased block, with all of it on over with none of it.
 
-    python benchmarks/insight_cost.py [--pairs 40] [--seconds 1] [--json]
+    python benchmarks/insight_cost.py [--pairs 40] [--seconds 1] [--part all] [--json]
 
 One sidecar holds the prompts and serves one client. Turn by turn, insight is on and off: on, `/metrics` is scraped
 every five seconds, the sidecar estimates what other sizes would find and follows prefixes, and a console shows one open
 page; off, the hooks of the serving thread do nothing, nothing is scraped, and the console is stopped. What is compared
 is the CPU time of the thread that serves look-ups and leases, pair by pair: quote the median. Two sidecars that differ
-in nothing are a twentieth apart on such a scale, which is why one of them is switched. Threads beside it, and the
+in nothing are a twentieth apart on such a scale, which is why one of them is switched. A part alone can be switched:
+`hooks`, what a look-up leaves for the estimates and the threads that work on it, or `view`, the page and the scrapes.
+Threads beside it, and the
 console, cost by the second and not by the look-up: theirs is a share of a core, printed beside it.
 """
 
@@ -44,6 +46,7 @@ from kvstore.node import SystemClock
 SECONDS = 60.0
 """For whatever is waited for."""
 ALLOWED = 1.02
+PARTS = ("all", "hooks", "view")
 SWITCHED = """
 import os, socket, sys, threading
 
@@ -77,17 +80,18 @@ def cpu_seconds(process: int) -> float:
 class Switch:
     """Insight of a sidecar; on at first."""
 
-    def __init__(self, link: socket.socket, console: int, metrics: str) -> None:
-        self._link, self._console, self._metrics = link, console, metrics
+    def __init__(self, link: socket.socket, console: int, metrics: str, part: str) -> None:
+        """part: of `PARTS`, the one that is ever on."""
+        self._link, self._console, self._metrics, self._part = link, console, metrics, part
         self._is_on = True
         self.scrapes = 0
 
     def set(self, is_on: bool) -> None:
         if is_on == self._is_on:
             return
-        self._link.sendall(b"on\n" if is_on else b"off\n")
+        self._link.sendall(b"on\n" if is_on and self._part != "view" else b"off\n")
         assert self._link.recv(1) == b"!"
-        os.kill(self._console, signal.SIGCONT if is_on else signal.SIGSTOP)
+        os.kill(self._console, signal.SIGCONT if is_on and self._part != "hooks" else signal.SIGSTOP)
         self._is_on = is_on
 
     @contextmanager
@@ -98,7 +102,7 @@ class Switch:
         def scrape() -> None:
             seconds_on = 0.0
             while not over.wait(TICK_SECONDS):
-                seconds_on += TICK_SECONDS * self._is_on
+                seconds_on += TICK_SECONDS * self._is_on * (self._part != "hooks")
                 if self._is_on and seconds_on >= SCRAPE_SECONDS:
                     seconds_on = 0.0
                     with urllib.request.urlopen(self._metrics, timeout=SECONDS) as answer:
@@ -161,7 +165,7 @@ def viewed(observe_socket: str) -> Iterator[tuple[int, str]]:
 
 
 @contextmanager
-def served(options: LookupOptions) -> Iterator[Served]:
+def served(options: LookupOptions, part: str = "all") -> Iterator[Served]:
     """A sidecar with the prompts in it."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         Path(folder, "sitecustomize.py").write_text(SWITCHED)
@@ -183,7 +187,7 @@ def served(options: LookupOptions) -> Iterator[Served]:
             assert handle.put(prompt, pages).stored == options.prompt_blocks
         data = sidecar.folder / "kv"
         console, _ = stack.enter_context(viewed(str(data / "observe.sock")))
-        switch = Switch(link, console, f"http://127.0.0.1:{sidecar.http_port}/metrics")
+        switch = Switch(link, console, f"http://127.0.0.1:{sidecar.http_port}/metrics", part)
         stack.enter_context(switch.scraping())
         yield Served(handle, ask.stat(str(data / "admin.sock"), SystemClock()).pid, console, switch)
 
@@ -216,11 +220,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--pairs", type=int, default=40)
     parser.add_argument("--seconds", type=float, default=1.0, help="of each turn")
+    parser.add_argument("--part", choices=PARTS, default="all", help="what is switched on and off")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     options = LookupOptions(prompt_tokens=64 * BLOCKS)
     asked, rows = prompts(options), []
-    with served(options) as one:
+    with served(options, given.part) as one:
         look_ups(one.handle, asked, WARM_UP_SECONDS)
         for name, work in (("look-up", look_ups), ("leased block", leased_blocks)):
             us = dict[bool, list[float]]({True: [], False: []})
@@ -236,7 +241,8 @@ def main() -> None:
                         us[has_insight].append(1e6 * took[-1] / count)
                         beside[has_insight] += sum(took[:-1]) / (given.pairs * given.seconds)
                         of_console += (cpu_seconds(one.console) - console) / (given.pairs * given.seconds)
-            assert one.insight.scrapes > scrapes or given.pairs * given.seconds < 2 * SCRAPE_SECONDS, "none was read"
+            is_read = given.part != "hooks" and given.pairs * given.seconds >= 2 * SCRAPE_SECONDS
+            assert one.insight.scrapes > scrapes or not is_read, "none was read"
             ratios = list(map(truediv, us[True], us[False]))
             low, middle, high = statistics.quantiles(ratios, n=4)
             error = 1.2533 * statistics.stdev(ratios) / sqrt(given.pairs)  # of a median, of what is normal

@@ -8,6 +8,7 @@ and `contact` says how old they are.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -29,6 +30,8 @@ from tiering.clock import Clock
 A = TypeVar("A")
 POLL_SECONDS = 2.0
 ANSWER_SECONDS = 5.0
+ASK_EVERY_SECONDS = 0.1
+"""From one question of a reader's to the next, so that however many ask, engines wait no longer at the sidecar."""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 10.0
 MOST_EVENTS, EVENTS_TOLD = 500, 8
 
@@ -52,6 +55,7 @@ class SidecarWatch:
         self._contact = Contact(False, clock.wall_seconds(), None)
         self._told: Callable[[], None] = lambda: None
         self._asking = threading.Lock()  # `why` and `prefixes` open one connection at a time
+        self._asks_at = -math.inf  # the soonest that the next of them may
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-console-watch", daemon=True)
 
@@ -108,6 +112,8 @@ class SidecarWatch:
         if not self._asking.acquire(timeout=ANSWER_SECONDS):
             return None
         try:
+            self._clock.sleep(max(0.0, self._asks_at - self._clock.monotonic_seconds()))
+            self._asks_at = self._clock.monotonic_seconds() + ASK_EVERY_SECONDS
             wire = FramedSocket(self._path, "kvstore console", b"", self._clock, ANSWER_SECONDS)
             try:
                 answer = wire.call(verb, ANSWER_SECONDS).answer

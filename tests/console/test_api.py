@@ -20,6 +20,7 @@ from console.running import RunningConsole, console, serve_traffic
 from kvstore.cli import ask
 from kvstore.console.rings import WINDOWS
 from kvstore.console.stream import MOST_STREAMS
+from kvstore.console.watch import ASK_EVERY_SECONDS, SidecarWatch
 from kvstore.node import SystemClock
 from kvstore.protocol.told import RequestTold, SavingsTold
 from service.sidecar import Sidecar
@@ -29,6 +30,23 @@ from waiting import wait_until
 from workbench import MODEL, ids, small_layout
 
 CLOCK = SystemClock()
+
+
+class StandingClock(SystemClock):
+    """Time that passes while somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.slept: list[float] = []
+
+    def monotonic_seconds(self) -> float:  # type: ignore[override]
+        return self.now
+
+    def sleep(self, seconds: float) -> None:  # type: ignore[override]
+        self.slept.append(seconds)
+        self.now += seconds
+
+
 TOKEN = "correct-horse-battery"
 READS = tuple(
     f"/api/{one}"
@@ -429,3 +447,11 @@ def test_the_sidecars_process_has_no_web_framework(tmp_path: Path) -> None:
         imports.seek(0)
         names = {line.rpartition("|")[2].strip().partition(".")[0] for line in imports}
     assert "kvstore" in names and not names & {"fastapi", "starlette", "uvicorn"}
+
+
+def test_readers_that_ask_without_end_ask_the_sidecar_now_and_then(tmp_path: Path) -> None:
+    clock = StandingClock()
+    with Sidecar(tmp_path, dram="2MiB") as sidecar:
+        watch = SidecarWatch(str(sidecar.observe_path), "test", clock)
+        assert watch.prefixes() is not None and watch.why("a") is not None and watch.prefixes() is not None
+    assert clock.slept == pytest.approx([0.0, ASK_EVERY_SECONDS, ASK_EVERY_SECONDS])
