@@ -42,6 +42,8 @@ Exchange = Generator[m.Verb, AnsweredCall, R]
 _OTHER_KIND = "an answer of another kind"
 QUICK_SECONDS = 0.04
 """A quick request that times out sooner than this does not open the breaker."""
+SHARED_ASKS = 3
+"""How often an exchange waits for another one that maps the same extents; that one may have been given up."""
 QUICK_KEYS = 1000
 """A longer look-up may take a sidecar milliseconds, in its single thread for those."""
 
@@ -88,6 +90,7 @@ class SidecarConnection:
         self._frames: dict[int, tuple[int, ...]] = {}  # by the sidecar's number: bytes of a frame of each part
         self.readable: dict[int, tuple[MappedExtent, int]] = {}  # by number: the extent, and the bytes of its frames
         self.writable: dict[int, tuple[MappedExtent, int]] = {}
+        self._asked = dict[int, list[int]](), dict[int, list[int]]()  # extents under way, to read and to write
         self.reservations: dict[int, ReserveReply] = {}
         self.notify_pipe: NotifyPipeEnd | None = None  # closed by the thread that listens at it
         self._holding = threading.Lock()
@@ -258,16 +261,27 @@ class SidecarConnection:
     def mapping(
         self, places: Sequence[Sequence[int]], *, writable: bool, namespace: int | None = None
     ) -> Exchange[None]:
-        """Map the extents of these places that exist and are not mapped yet. namespace: the sidecar's number of the one
-        whose frame sizes they must have."""
-        table = self.writable if writable else self.readable
-        missing = sorted({place >> SLOT_BITS for column in places for place in column} - table.keys())
+        """Map the extents of these places that exist and are not mapped yet, each asked for once by exchanges that run
+        together. namespace: the sidecar's number of the one whose frame sizes they must have."""
+        table, under_way = (self.writable, self._asked[1]) if writable else (self.readable, self._asked[0])
+        wanted, asker, waits = {place >> SLOT_BITS for column in places for place in column}, list[int](), 0
+        while other := next(filter(None, map(under_way.get, wanted - table.keys())), None):
+            asker, waits = other, waits + 1 if other is asker else 0
+            if waits == SHARED_ASKS:
+                break
+            taken((yield m.Ping()), m.Done)  # the other exchange's answer comes before this one
+        missing = sorted(wanted - table.keys())
         for first in range(0, len(missing), m.MAX_EXTENTS):
-            answered = yield m.Extents(missing[first : first + m.MAX_EXTENTS], writable)
-            handed_over = taken(answered, m.ExtentsReply)
+            numbers = missing[first : first + m.MAX_EXTENTS]
+            under_way.update(dict.fromkeys(numbers, numbers))
+            try:
+                answered = yield m.Extents(numbers, writable)
+            finally:
+                for number in numbers:
+                    under_way.pop(number, None)
             left = deque(answered.descriptors)
             try:
-                for extent in handed_over.extents:
+                for extent in taken(answered, m.ExtentsReply).extents:
                     mapped = MappedExtent(left.popleft(), extent.size_bytes, writable=writable)
                     table[extent.number] = mapped, extent.frame_bytes
             except TierError as error:
@@ -277,8 +291,7 @@ class SidecarConnection:
                     os.close(descriptor)
         frames = self._frames.get(namespace, ()) if namespace is not None else ()
         for column, size in zip(places, frames, strict=False):
-            here = [table[extent] for extent in {place >> SLOT_BITS for place in column} if extent in table]
-            if any(found != size for _, found in here):
+            if any(table[it][1] != size for it in {place >> SLOT_BITS for place in column} if it in table):
                 raise Unavailable(MissReason.UNREACHABLE, "the sidecar answered what cannot be: frames of another size")
 
     def unmap(self, numbers: Iterable[int]) -> None:

@@ -354,3 +354,23 @@ def test_how_fast_a_sidecar_scrubs_is_not_a_clients_to_say() -> None:
     with pytest.raises(kvstore.BadInput) as caught:
         kvstore.open("unix:/run/kvstore.sock", scrub="off")
     assert one_line(caught.value, "scrub='off'", "kvstore serve")
+
+
+def test_leases_that_are_submitted_together_map_an_extent_once(tmp_path: Path) -> None:
+    with Sidecar(tmp_path, dram="1MiB") as sidecar:
+        with sidecar.client() as store:
+            store.namespace(model=MODEL, layout=LAYOUT).put(ids(512), PAGES)
+        with sidecar.client() as store:
+            handle = store.namespace(model=MODEL, layout=LAYOUT)
+            match = handle.match(ids(512))
+            pending = [handle.submit_lease(match, deadline_ms=5000) for _ in range(48)]
+            wait_until(lambda: sidecar.door.usage().served.get("lease", 0) == 48)
+            (silent,) = pending[:1]
+            assert silent.poll() is None, "it has asked for the extent, and polls no more"
+            wait_until(lambda: all([one.poll() is not None for one in pending[1:]]))
+            leases = [one.poll() for one in pending[1:]]
+            assert [(one.blocks, one.reason) for one in leases] == [(8, None)] * 47
+            assert sidecar.door.usage().served["extents"] <= 3, "each asks the sidecar for all that it needs"
+            for one in leases:
+                assert handle.get(one, blank_pages(LAYOUT, 8)).tokens == 512
+            assert polled(silent).blocks == 8
