@@ -54,7 +54,7 @@ REASONS: dict[MissReason, ReasonText] = {
     ),
     MissReason.GRID: ReasonText(
         "Tokens that are computed so that a hit computes the same shapes as a miss.",
-        "The engine's adapter asks for answers that are the same bit for bit.",
+        "The engine's adapter cuts prompts on a grid of fixed chunks, so that shapes do not change an answer.",
         "Nothing.",
         True,
     ),

@@ -14,7 +14,7 @@ from http import HTTPStatus
 import pytest
 
 from kvstore.block.errors import BadInput
-from kvstore.metrics import http_server
+from kvstore.metrics import bounded_http
 from kvstore.metrics.bounded_http import (
     MAX_CONNECTIONS,
     MAX_REQUEST_BYTES,
@@ -56,8 +56,8 @@ def server() -> Iterator[HttpServer]:
 @pytest.fixture(autouse=True)
 def _many_are_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests here make more connections than a scraper does; one is about how many."""
-    monkeypatch.setattr(http_server, "ACCEPTS_PER_SECOND", 1e6)
-    monkeypatch.setattr(http_server, "ACCEPT_BURST", 1e6)
+    monkeypatch.setattr(bounded_http, "ACCEPTS_PER_SECOND", 1e6)
+    monkeypatch.setattr(bounded_http, "ACCEPT_BURST", 1e6)
 
 
 def status(server: HttpServer, path: str = "/fast") -> int:
@@ -195,7 +195,7 @@ def test_a_large_answer_arrives_whole(server: HttpServer) -> None:
 
 
 def test_a_client_that_sends_a_byte_now_and_then_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "EXCHANGE_SECONDS", 0.3)
+    monkeypatch.setattr(bounded_http, "EXCHANGE_SECONDS", 0.3)
     with serving() as server, connected(server) as sock:
         wait_until(lambda: bool(server._connections))
         wait_until(lambda: _is_hung_up(sock))
@@ -224,15 +224,15 @@ def test_a_client_that_was_answered_and_goes_on_sending_is_hung_up_on(server: Ht
 
 
 def test_clients_that_come_too_often_wait_in_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "ACCEPT_BURST", 3.0)
-    monkeypatch.setattr(http_server, "ACCEPTS_PER_SECOND", 0.0)
+    monkeypatch.setattr(bounded_http, "ACCEPT_BURST", 3.0)
+    monkeypatch.setattr(bounded_http, "ACCEPTS_PER_SECOND", 0.0)
     with serving() as server, ExitStack() as stack:
         for _ in range(10):
             stack.enter_context(connected(server)).sendall(b"GET")
         wait_until(lambda: not server._is_accepting)
         assert len(server._connections) <= 3
-        monkeypatch.setattr(http_server, "ACCEPTS_PER_SECOND", 1e6)
-        monkeypatch.setattr(http_server, "ACCEPT_BURST", 1e6)
+        monkeypatch.setattr(bounded_http, "ACCEPTS_PER_SECOND", 1e6)
+        monkeypatch.setattr(bounded_http, "ACCEPT_BURST", 1e6)
         assert status(server) == 200
 
 
