@@ -8,8 +8,8 @@ page; off, the hooks of the serving thread do nothing, nothing is scraped, and t
 is the CPU time of the thread that serves look-ups and leases, pair by pair: quote the median. Two sidecars that differ
 in nothing are a twentieth apart on such a scale, which is why one of them is switched. A part alone can be switched:
 `hooks`, what a look-up leaves for the estimates and the threads that work on it, or `view`, the page and the scrapes.
-Threads beside it, and the
-console, cost by the second and not by the look-up: theirs is a share of a core, printed beside it.
+Threads beside it, and the console, cost by the second and not by the look-up: theirs is a share of a core, printed
+beside it.
 """
 
 from __future__ import annotations
