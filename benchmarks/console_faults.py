@@ -22,9 +22,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
 
-import numpy as np
-
+from insight_cost import console_command, prompts
 from kvstore.bench.lookup_client import MODEL, shape_of
 from kvstore.bench.rig import LookupOptions, PagePool
 from kvstore.bench.sidecar import Sidecar
@@ -77,9 +77,7 @@ class Consoles:
     """Consoles of one sidecar, one after the other, on their own cores."""
 
     def __init__(self, observe_socket: str, cores: set[int]) -> None:
-        self._command = [sys.executable, "-m", "kvstore", "console", "--socket", observe_socket]
-        self._command += ["--listen", "127.0.0.1:0", "--json"]
-        self._cores = cores
+        self._command, self._cores = console_command(observe_socket), cores
 
     @contextmanager
     def running(self, *, writes: bool = True) -> Iterator[tuple[subprocess.Popen[str], int]]:
@@ -104,8 +102,8 @@ class Consoles:
 
     @contextmanager
     def quiet(self) -> Iterator[Callable[[], int]]:
-        with self.running():
-            yield lambda: 1
+        with self.running() as (console, _):
+            yield lambda: int(console.poll() is None)
 
     @contextmanager
     def killed(self) -> Iterator[Callable[[], int]]:
@@ -133,7 +131,7 @@ class Consoles:
         with self.running() as (console, _):
             console.send_signal(signal.SIGSTOP)
             try:
-                yield lambda: 1
+                yield lambda: int(Path(f"/proc/{console.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
             finally:
                 console.send_signal(signal.SIGCONT)
 
@@ -184,10 +182,7 @@ class Engine:
         self._handle = handle
         pool = PagePool(shape_of(options), options.prompt_blocks, 0, 2)
         self._pages, self._into = pool.take(), pool.take()
-        self._prompts = [
-            np.random.default_rng(number).integers(0, 1 << 17, BLOCKS * options.block_tokens, dtype=np.uint32)
-            for number in range(PROMPTS)
-        ]
+        self._prompts = prompts(options)[:PROMPTS]
         for prompt in self._prompts:
             assert handle.put(prompt, self._pages).stored == BLOCKS
 

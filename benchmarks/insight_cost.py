@@ -82,16 +82,17 @@ class Switch:
 
     def __init__(self, link: socket.socket, console: int, metrics: str, part: str) -> None:
         """part: of `PARTS`, the one that is ever on."""
-        self._link, self._console, self._metrics, self._part = link, console, metrics, part
+        self._link, self._console, self._metrics = link, console, metrics
+        self._has_hooks, self._is_viewed = part != "view", part != "hooks"
         self._is_on = True
         self.scrapes = 0
 
     def set(self, is_on: bool) -> None:
         if is_on == self._is_on:
             return
-        self._link.sendall(b"on\n" if is_on and self._part != "view" else b"off\n")
+        self._link.sendall(b"on\n" if is_on and self._has_hooks else b"off\n")
         assert self._link.recv(1) == b"!"
-        os.kill(self._console, signal.SIGCONT if is_on and self._part != "hooks" else signal.SIGSTOP)
+        os.kill(self._console, signal.SIGCONT if is_on and self._is_viewed else signal.SIGSTOP)
         self._is_on = is_on
 
     @contextmanager
@@ -102,7 +103,7 @@ class Switch:
         def scrape() -> None:
             seconds_on = 0.0
             while not over.wait(TICK_SECONDS):
-                seconds_on += TICK_SECONDS * self._is_on * (self._part != "hooks")
+                seconds_on += TICK_SECONDS * (self._is_on and self._is_viewed)
                 if self._is_on and seconds_on >= SCRAPE_SECONDS:
                     seconds_on = 0.0
                     with urllib.request.urlopen(self._metrics, timeout=SECONDS) as answer:
@@ -136,21 +137,16 @@ class Served:
         return took
 
 
+def console_command(observe_socket: str) -> list[str]:
+    """Starts a console at a port of the system's choice, which it says in one line of JSON."""
+    where = ["--socket", observe_socket, "--listen", "127.0.0.1:0", "--json"]
+    return [sys.executable, "-m", "kvstore", "console", *where]
+
+
 @contextmanager
 def viewed(observe_socket: str) -> Iterator[tuple[int, str]]:
     """A console shows the sidecar, and a page's stream is read; yields the console's process and its address."""
-    command = [
-        sys.executable,
-        "-m",
-        "kvstore",
-        "console",
-        "--socket",
-        observe_socket,
-        "--listen",
-        "127.0.0.1:0",
-        "--json",
-    ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as console:
+    with subprocess.Popen(console_command(observe_socket), stdout=subprocess.PIPE, text=True) as console:
         try:
             assert console.stdout is not None
             url = json.loads(console.stdout.readline())["console"]

@@ -320,10 +320,12 @@ class StoreRequest:
     def _found(self, namespace: NamespaceHandle, prompt: Prompt) -> Match:
         """The match, after waiting for blocks elsewhere or being stored. The last look-up counts as the request's."""
         usable = reusable_tokens(prompt.tokens, prompt.tokens, self.report.chunk_tokens) // namespace.block_tokens
-        plan, request = WaitPlan.of_fetch(usable, UNLEARNED_SECONDS, namespace.block_tokens), self.report.request
+        policy = None
         if self._ticket:
-            plan.policy = WaitPolicy(prompt, namespace.block_tokens, lambda *_: None, self._clock, 0.0)
-            plan.policy.opened(namespace.open_ticket(self._ticket))
+            policy = WaitPolicy(prompt, namespace.block_tokens, lambda *_: None, self._clock, 0.0)
+            policy.opened(namespace.open_ticket(self._ticket))
+        plan = WaitPlan.of_fetch(usable, UNLEARNED_SECONDS, namespace.block_tokens, policy)
+        request = self.report.request
         is_open = plan.is_open(namespace.has_courier)
         match = namespace.match(prompt, counts=not is_open, request="" if is_open else request)
         has_waited = wait_for_blocks(namespace, prompt, self._ticket, plan, match.blocks)

@@ -141,9 +141,11 @@ class WaitPlan:
         self._is_fetching = self._has_fetched = self._skips_fetch = self._was_fetched = False
 
     @classmethod
-    def of_fetch(cls, usable_blocks: int, seconds: float, block_tokens: int) -> WaitPlan:
-        """To fetch what is elsewhere, as `BoundedFetch` decides, and to wait for no other engine."""
-        return cls(None, FetchPolicy(BoundedFetch(usable_blocks, seconds), block_tokens))
+    def of_fetch(
+        cls, usable_blocks: int, seconds: float, block_tokens: int, policy: WaitPolicy | None = None
+    ) -> WaitPlan:
+        """To fetch what is elsewhere, as `BoundedFetch` decides. policy: as in `__init__`."""
+        return cls(policy, FetchPolicy(BoundedFetch(usable_blocks, seconds), block_tokens))
 
     def is_open(self, has_courier: bool) -> bool:
         """Whether it may wait for anything after another look."""
