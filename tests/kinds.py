@@ -183,6 +183,7 @@ ALONE_FILES = (
     "peers/test_data_door.py",
     "peers/test_pull_contract.py",
     "peers/test_spoiled_links.py",
+    "remote/test_deadlines.py",
     "service/test_long_prompts.py",
     "service/test_silent_sidecar.py",
     "service/test_slow_extents.py",

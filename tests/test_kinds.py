@@ -84,6 +84,15 @@ def test_each_file_is_of_one_kind() -> None:
     assert both == [], "a file is pure or drawn"
 
 
+def test_a_single_test_is_marked_slow_and_nothing_else() -> None:
+    """By its other kinds a file is read or left: a test that differs from its file in one of them would run never."""
+    marks = re.compile(
+        rf"^ *@pytest\.mark\.({'|'.join((kinds.PURE, kinds.DRAWN, kinds.PROCESS, kinds.ALONE))})\b", re.MULTILINE
+    )
+    texts = {path: (kinds.TESTS / path).read_text() for path in files_of_tests()}
+    assert {path: found for path, text in texts.items() if (found := marks.findall(text))} == {}
+
+
 def test_the_parts_of_all_tests_have_no_test_in_common() -> None:
     """Those of files that are read alone come in a part of their own (`test-rest` of the Makefile)."""
     kernels = re.search(r"^KERNEL_TESTS := ((?:.*\\\n)*.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)

@@ -181,9 +181,9 @@ def test_a_fence_does_not_wait_for_a_save_of_other_pages(store: EmbeddedStore) -
         bench.begin(saves=[first, other])
         bench.worker.start_saves()
         assert bench.worker.reads.wait(SECONDS)
-        started = time.monotonic()
-        bench.begin(cancelled_saves=[other.number, 99])
-        assert time.monotonic() - started < 1.0
+        fence = threading.Thread(target=lambda: bench.begin(cancelled_saves=[other.number, 99]), daemon=True)
+        fence.start()
+        ends(fence)  # while the first save reads
         (report,) = bench.reports(saves=1).saves
         assert (report.number, report.dropped, report.stored) == (other.number, True, 0)
         bench.worker.in_read.set()
@@ -483,28 +483,29 @@ def test_layers_of_a_load_that_fails_are_not_waited_for(store: EmbeddedStore) ->
 def test_an_idle_step_waits_a_little_for_loads_and_no_other_does(
     store: EmbeddedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(paged_worker, "IDLE_WAIT_SECONDS", 0.4)
     with Bench(store) as bench:
         bench.stored(ids(64))
         bench.worker.load_gate.clear()
         order, lease = bench.load(ids(64), [11, 12], waits=False)
 
-        def took(**orders: Any) -> float:
+        def took(idle_seconds: float, **orders: Any) -> float:
+            monkeypatch.setattr(paged_worker, "IDLE_WAIT_SECONDS", idle_seconds)
             bench.begin(**orders)
             bench.worker.start_loads()
             started = time.monotonic()
             assert bench.worker.finished() == (set(), set(), set())
             return time.monotonic() - started
 
-        assert took() < 0.2, "there is no load"
-        assert took(loads=[order], number=1) < 0.2, "there is something to compute"
-        assert took() >= 0.35
+        assert took(SECONDS) < SECONDS / 2, "there is no load"
+        assert took(SECONDS, loads=[order], number=1) < SECONDS / 2, "there is something to compute"
+        assert took(0.4) >= 0.35
+        monkeypatch.setattr(paged_worker, "IDLE_WAIT_SECONDS", SECONDS)
         bench.begin()
         waiting = threading.Timer(0.05, bench.worker.load_gate.set)
         waiting.start()
         started = time.monotonic()
         assert bench.worker.finished()[0] == {order.request}
-        assert time.monotonic() - started < 0.35, "until one is over, and no longer"
+        assert time.monotonic() - started < SECONDS / 2, "until one is over, and no longer"
         lease.release()
 
 

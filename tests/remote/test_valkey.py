@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from remote.between import Harm, proxy, saying
+from remote.between import proxy, saying
 from remote.frames import FRAME_BYTES, frame, halves, is_of, key_of
 from tiering.clock import SystemClock
 from tiering.errors import TierError
@@ -411,54 +411,6 @@ def test_an_answer_of_another_command_is_a_fault(verb: str, answer: bytes) -> No
 
 
 # --- deadlines ---
-
-LIMIT, LATE = 0.2, 0.15  # how much later on a busy machine
-
-
-@pytest.mark.parametrize("answer", [b"$", b"$6", b"$69632\r\n" + bytes(100)])
-def test_half_an_answer_ends_at_the_deadline(answer: bytes) -> None:
-    """And takes no processor until then: half a line is not looked at again and again."""
-    with saying(answer) as port:
-        engine = on(port)
-        began, worked = time.monotonic(), time.thread_time()
-        with pytest.raises(RemoteTimedOut):
-            engine.read(key_of(1), slot(), soon(LIMIT))
-        assert LIMIT <= time.monotonic() - began < LIMIT + LATE
-        assert time.thread_time() - worked < LIMIT / 4
-        engine.close()
-
-
-@pytest.mark.parametrize("after", [0, 3, 5000])
-def test_a_server_that_drips_ends_at_the_deadline(after: int, server: ValkeyServer) -> None:
-    """Every byte comes in time; their sum does not."""
-    empty(server)
-    with proxy(server.port) as between:
-        engine = on(between.port)
-        engine.write(key_of(1), *halves(1), 0)
-        between.plan(Harm.DRIP, after)
-        began = time.monotonic()
-        with pytest.raises(RemoteTimedOut):
-            engine.read(key_of(1), slot(), soon(LIMIT))
-        assert LIMIT <= time.monotonic() - began < LIMIT + LATE
-        assert engine.read(key_of(1), into := slot()) and bytes(into) == frame(1)
-        engine.close()
-
-
-def test_a_stopped_server_costs_the_deadline_and_is_used_again(tmp_path: Path) -> None:
-    with valkey_server(tmp_path) as server:
-        engine = on(server.port, call_seconds=LIMIT, connect_seconds=LIMIT)
-        engine.write(key_of(1), *halves(1), 0)
-        server.stop()
-        for _ in range(3):
-            began = time.monotonic()
-            with pytest.raises(RemoteTimedOut):
-                engine.read(key_of(1), slot())
-            assert time.monotonic() - began < LIMIT + LATE
-        server.go_on()
-        patient = on(server.port)
-        assert patient.read(key_of(1), into := slot()) and bytes(into) == frame(1)
-        patient.close()
-        engine.close()
 
 
 def test_a_late_answer_is_not_the_next_ones(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import gc
 import multiprocessing
 import os
 import signal
-import statistics
 import subprocess
 import threading
 import time
@@ -205,73 +204,6 @@ def test_a_forked_child_is_of_the_same_session(tmp_path: Path) -> None:
 
 
 # Polls that never wait ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_poll_never_waits_for_a_sidecar_that_is_stopped(tmp_path: Path) -> None:
-    with serving(tmp_path, "--nvme", "off") as (_, said):
-        store = kvstore.open(f"unix:{said['serving'][0]}")
-        handle = store.namespace(model=MODEL, layout=LAYOUT)
-        handle.put(ids(512), PAGES)
-        match = handle.match(ids(512))
-        os.kill(said["pid"], signal.SIGSTOP)
-        try:
-            took: list[float] = []
-            for number in range(20):  # also when the socket takes no more
-                start = time.perf_counter()
-                asked: list[PendingReply[Any]] = [handle.submit_match(ids(64 * 2000), deadline_ms=50) for _ in range(5)]
-                asked.append(handle.submit_lease(match, deadline_ms=20, request="a"))
-                submitted = time.monotonic()
-                store.release_request("b")
-                answers: list[Any] = [None]
-                while None in answers:
-                    one = time.perf_counter()
-                    answers = [pending.poll() for pending in asked]
-                    took.append((time.perf_counter() - one) / len(asked))
-                    assert time.monotonic() < submitted + 5, "it is due after 70 ms"
-                    time.sleep(0.001)
-                assert {answer.reason for answer in answers} <= {MissReason.DEADLINE, MissReason.UNREACHABLE}
-                assert answers[-1].account.asked == 512
-                if not number:
-                    assert {answer.reason for answer in answers} == {MissReason.DEADLINE}
-                    assert time.perf_counter() - start >= 0.05
-            assert statistics.quantiles(took, n=20)[-1] < 0.001, "19 of 20; the machine is not ours alone"
-            start = time.perf_counter()
-            store.release_request("a")
-            assert time.perf_counter() - start < 0.05
-        finally:
-            os.kill(said["pid"], signal.SIGCONT)
-        patient(store)
-        wait_until(lambda: polled(handle.submit_match(ids(512))).blocks == 8)
-        lease = lease_of(handle)
-        assert handle.get(lease, blank_pages(LAYOUT, 8)).tokens == 512
-        lease.release()
-        store.close()
-
-
-@pytest.mark.slow
-@pytest.mark.alone
-def test_nothing_that_is_submitted_waits_for_a_sidecar_that_is_not_there(tmp_path: Path) -> None:
-    with serving(tmp_path, "--nvme", "64MiB") as (_, said):
-        store = kvstore.open(f"unix:{said['serving'][0]}")
-        handle = store.namespace(model=MODEL, layout=LAYOUT)
-        handle.put(ids(512), PAGES, durability="disk")
-    took = []
-    for _ in range(200):
-        start = time.perf_counter()
-        match = handle.submit_match(ids(512)).poll()
-        took.append(time.perf_counter() - start)
-        time.sleep(0.002)
-        assert match is None or match.reason is MissReason.UNREACHABLE
-    assert statistics.quantiles(took, n=20)[-1] < 0.002
-    with serving(tmp_path, "--nvme", "64MiB"):
-        patient(store)
-        wait_until(lambda: polled(handle.submit_match(ids(512))).blocks == 8)  # and nobody made a blocking call
-        lease = polled(handle.submit_lease(polled(handle.submit_match(ids(512))), deadline_ms=5000))
-        blank = blank_pages(LAYOUT, 8)
-        assert handle.get(lease, blank).tokens == 512 and same_tokens(PAGES, blank, range(512))
-        lease.release()
-    store.close()
 
 
 def test_a_lease_that_comes_after_its_deadline_is_given_back(tmp_path: Path) -> None:
