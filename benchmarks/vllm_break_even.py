@@ -1,13 +1,14 @@
 """From which prefix on loading is sooner than computing: as `kvstore plan` says, and as measured on a vLLM for CPUs.
 
-    .venv-engines/bin/python benchmarks/vllm_break_even.py [--turns 3] [--json]
+    .venv-engines/bin/python benchmarks/vllm_break_even.py [--turns 9] [--json]
 
 A vLLM on a CPU computes so slowly that a prefix of one block is already worth its load: the first row. So loads go
 through links of known speed (`throttled_link.py`), chosen so that both ways cross at some blocks' length: 0.7 of what
-computing so many tokens takes is the link's overhead, 0.3 are its bytes. What the plan is told: the prefill rate, from
-prompts of 1, 3 and 5 blocks before the turns, and the link's speed and overhead. What is measured: times to the first
-token of new prompts, and of stored ones that the engine forgot, by turns; they cross where their medians do, between
-two lengths of whole blocks. At most 10 % apart.
+computing so many tokens takes is the link's overhead, 0.3 are its bytes. What the plan is told, all from before the
+turns: the prefill rate, from prompts of 1, 3 and 5 blocks, the link's speed, and the overhead of a load, which is the
+link's and what the fastest of those loads took without a link. What is measured: times to the first token of new
+prompts, and of stored ones that the engine forgot, by turns; they cross where their medians do, between two lengths of
+whole blocks. At most 10 % apart.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class Measured:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     token_bytes = planned(1e3, 1e9, 0.0).figure("stored_bytes_per_token").value
@@ -157,7 +158,7 @@ def main() -> None:
                     if at <= blocks <= at + 1 or blocks == at - 1 or blocks == at + 2:
                         loaded[number][blocks].append(one.load(blocks, speed, overhead))
         for (speed, overhead, _), of_link in zip(links, loaded, strict=True):
-            told = planned(rate, speed, overhead).figure("link_shortest_prefix").value
+            told = planned(rate, speed, overhead + min(overheads)).figure("link_shortest_prefix").value
             found = crossing(computed, of_link)
             rows.append(
                 {
@@ -178,6 +179,7 @@ def main() -> None:
             "planned_shortest_tokens": direct.figure("link_shortest_prefix").value,
         },
         "computed_seconds": {one * PAGE_TOKENS: round(statistics.median(computed[one]), 4) for one in computed},
+        "load_seconds_without_link": round(min(overheads), 4),
         "links": rows,
         "faults": faults,
     }
@@ -187,6 +189,7 @@ def main() -> None:
         print(json.dumps(result))
     else:
         print(f"prefill {rate:.1f} tokens/s; one block of {PAGE_TOKENS} tokens: {result['one_block']}")
+        print(f"a load without a link: {result['load_seconds_without_link']} s")
         for row in rows:
             print(
                 "link {link_bytes_per_second:g} B/s, {link_overhead_seconds:g} s: planned {planned_tokens} tokens, "
