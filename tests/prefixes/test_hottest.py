@@ -78,6 +78,40 @@ def test_what_a_longer_one_saved_is_not_counted_again() -> None:
     assert found == {4: (20, 60), 2: (12, 12)}
 
 
+def test_a_lease_that_is_shorter_than_its_look_up_counts_for_the_look_up() -> None:
+    """As an engine's that computes what is behind its grid; of the first block each has its own."""
+    tree = PrefixTree(BLOCK, 1000)
+    for number in range(10):
+        for times in (1, 2):
+            tree.found(chain(*range(54), 100 + number, 1, 2), times, 0.0)
+            tree.granted(chain(*range(54)), 1, times)
+    for number in range(30):
+        tree.found(chain(*range(54), 1000 + number), 1.0, 0.0)  # too few each to be reported
+        tree.granted(chain(*range(54)), 1, 1.0)
+    rows = tree.hottest(2 * 57 * BLOCK)
+    assert sorted((row.node.end, row.uses, row.leases) for row in rows) == [(54, 30, 30), *[(57, 3, 3)] * 10]
+    assert [row.saved_blocks for row in rows] == [53 * row.uses for row in rows]
+
+
+@seed(SEED)
+@given(st.lists(st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=7), st.data()), min_size=1, max_size=30))
+def test_where_all_are_reported_each_granted_block_is_somewhere(
+    asked: list[tuple[list[int], st.DataObject]],
+) -> None:
+    """Each look-up with one lease, of all of it or of less."""
+    tree, granted = PrefixTree(BLOCK, 1000), 0
+    for names, data in asked:
+        stop = data.draw(st.integers(1, len(names)))
+        first = data.draw(st.integers(0, stop - 1))
+        tree.found(chain(*names), 1.0, 0.0)
+        tree.granted(chain(*names[:stop]), first, 1.0)
+        granted += stop - first
+    rows = tree.hottest(0)
+    assert sum(row.leases for row in rows) == pytest.approx(len(asked))
+    assert sum(row.saved_blocks for row in rows) == pytest.approx(granted)
+    assert all(row.leases <= row.uses * (1 + 1e-9) for row in rows)
+
+
 def test_a_tree_is_bounded_and_keeps_what_is_hot() -> None:
     draw = np.random.default_rng(SEED)
     tree = PrefixTree(BLOCK, 1000)

@@ -73,10 +73,12 @@ function whatIfPanel({ estimate, dram_bytes, own_hit_rate, sizes }, status) {
   if (!sizes.length) return wide(title, make("p.quiet", {}, `Nothing was looked up in the last hour, so nothing can be estimated. ${status.sessions ? "" : "No engine is attached."}`));
   const today = sizes.find((one) => one.size_bytes === estimate.budget_bytes), double = sizes.find((one) => one.size_bytes === 2 * estimate.budget_bytes), all = sizes[sizes.length - 1];
   const signed = (count) => (count > 0 ? `+${tokens(count)}` : tokens(count));
+  const gain = percent(double.token_hit_rate, 1) === percent(today.token_hit_rate, 1) ? `no more than today's: ${percent(today.token_hit_rate, 1)} of the tokens.`
+    : `${percent(double.token_hit_rate, 1)} of the tokens instead of ${percent(today.token_hit_rate, 1)}: ${signed(double.more_tokens_per_day)} tokens a day that need not be computed.`;
   const marks = [{ at: estimate.budget_bytes, text: `today, ${bytes(estimate.budget_bytes)}` }];
   if (dram_bytes && dram_bytes < estimate.budget_bytes) marks.push({ at: dram_bytes, text: `dram, ${bytes(dram_bytes)}` });
   return wide(title,
-    make("p.sentence", { id: "whatif" }, `Twice the memory would find ${percent(double.token_hit_rate, 1)} of the tokens instead of ${percent(today.token_hit_rate, 1)}: ${signed(double.more_tokens_per_day)} tokens a day that need not be computed. No size finds more than ${percent(all.token_hit_rate, 1)}.`),
+    make("p.sentence", { id: "whatif" }, `Twice the memory would find ${gain} No size finds more than ${percent(all.token_hit_rate, 1)}.`),
     curve("Share of tokens found by size", estimate.curve.map((one) => [one.size_bytes, one.token_hit_rate]), all.token_hit_rate, marks),
     table(["all tiers", "*size", "*found", "*more tokens a day"], sizes.map((one) => [one.words, one.size_bytes === null ? "-" : bytes(one.size_bytes), percent(one.token_hit_rate, 1), signed(one.more_tokens_per_day)])),
     make("p.quiet", {}, `From ${span(Math.min(3600, estimate.seconds))} of look-ups; ${estimate.words}. It counts what would be found if everything was kept and the least recently used went first.${known(own_hit_rate) ? ` The store itself found ${percent(own_hit_rate, 1)} in the last hour: declined writes, deadlines and pins lower that, a policy that learns may raise it.` : ""}`));
