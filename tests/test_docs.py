@@ -22,6 +22,7 @@ import os
 import re
 import select
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -35,6 +36,7 @@ from typing import Any
 import pytest
 
 import benches  # noqa: F401  # a checkout has more words of `kvstore bench` than what is installed
+import recorded
 from kvstore.cli.main import app
 from kvstore.cli.terminal import UsageError, typer
 from kvstore.service.settings import read_settings
@@ -43,7 +45,7 @@ from recorded import PUBLIC, path_of
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
 COMMANDS = ("", "sh", "text")
-RUN = ("docs/start.md", "docs/operate.md", "docs/sidecar.md")
+RUN = ("docs/start.md", "docs/operate.md", "docs/sidecar.md", "docs/plan.md", "docs/policies.md", "docs/prompts.md")
 SERVERS = re.compile(r"kvstore (serve|console|network)\b(?!.*&\s*$)")
 """Commands that run until they are told to end; one that a shell is to run in the background is the shell's."""
 SECONDS = 240.0
@@ -358,6 +360,36 @@ class Reader:
         self._log.close()
 
 
+def a_reader_of(page: str, folder: Path) -> None:
+    """Has the files that the page takes for granted: a model's, prompts, a recording, the public traces."""
+    if page == "docs/plan.md":
+        config = folder / "path" / "to" / "config.json"
+        config.parent.mkdir(parents=True)
+        shutil.copy(ROOT / "kvstore" / "demo" / "trained" / "config.json", config)
+        requests = [
+            recorded.line(range(100 * number, 100 * number + 40), timestamp=1000 * number) for number in range(50)
+        ]
+        (folder / "requests.jsonl").write_text("\n".join(requests))
+    elif page == "docs/policies.md":
+        for name in PUBLIC:
+            (folder / f"{name}.jsonl.gz").symlink_to(path_of(name))
+        requests = [
+            recorded.line([*range(100), 1000 + number], 101 * 64, timestamp=1000 * number) for number in range(500)
+        ]
+        (folder / "traffic.jsonl").write_text("\n".join(requests))
+    elif page == "docs/prompts.md":
+        tokenizers = pytest.importorskip("tokenizers")
+        model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 0}, unk_token="?"))
+        model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        (folder / "path" / "to" / "model").mkdir(parents=True)
+        model.save(str(folder / "path" / "to" / "model" / "tokenizer.json"))
+        rules = " ".join(f"Rule {number}: name the source of what you write." for number in range(100))
+        prompts = [json.dumps({"prompt": f"{rules} Today is day {day}."}) for day in range(20)]
+        (folder / "prompts.jsonl").write_text("\n".join(prompts))
+        requests = [json.dumps({"token_ids": [*range(1000), day]}) for day in range(20)]
+        (folder / "requests.jsonl").write_text("\n".join(requests))
+
+
 @pytest.fixture
 def reader(tmp_path: Path) -> Iterator[Reader]:
     reader = Reader(tmp_path)
@@ -374,7 +406,8 @@ def test_a_command_that_fails_stops_the_reader(reader: Reader) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", RUN)
-def test_a_page_runs_as_it_is_written(page: str, reader: Reader) -> None:
+def test_a_page_runs_as_it_is_written(page: str, reader: Reader, tmp_path: Path) -> None:
+    a_reader_of(page, tmp_path)
     typed = 0
     for block in run_blocks(page):
         text = ""
