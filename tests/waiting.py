@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 
-SOON_SECONDS = 240.0
+VARIABLE = "WAIT_UNTIL_SECONDS"
+SOON_SECONDS = float(os.environ.get(VARIABLE, "240"))
 
 
-def wait_until(is_so: Callable[[], bool]) -> None:
+def wait_until(is_so: Callable[[], object]) -> None:
     """Looks again and again. Fails after `SOON_SECONDS`, before the limit of a test ends the whole run."""
     deadline = time.monotonic() + SOON_SECONDS
     while not is_so():

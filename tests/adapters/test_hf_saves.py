@@ -19,9 +19,9 @@ from kvstore.block.errors import Unreachable
 from kvstore.client.handle import NamespaceHandle
 from kvstore.client.socket_door import CallLimits
 from kvstore.node import EmbeddedStore
-from service.test_engines import wait_until
 from service.test_serve import serving
 from service.test_silent_sidecar import AT_ONCE, LONG, stop
+from waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

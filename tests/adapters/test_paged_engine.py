@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ from kvstore.client.handle import NamespaceHandle
 from kvstore.node import EmbeddedStore
 from paged_engine import SECONDS, Faults, PagedEngine, Request, Shape, SharedStore, Status, wrong_blocks
 from service.sidecar import Sidecar
+from waiting import wait_until
 from workbench import blank_pages, ids, prompt_values
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -411,20 +411,13 @@ def test_what_was_evicted_meanwhile_is_offered_again_with_the_next_block(store: 
             engine.step()
         engine.drain()
         handle = handle_of(store, engine.half._facts)  # type: ignore[arg-type]
-        _until(lambda: not engine.workers[0]._saves and not engine.workers[0]._saving)
+        wait_until(lambda: not engine.workers[0]._saves and not engine.workers[0]._saving)
         assert handle.match(request.stream).blocks == 6
         assert store.evict(3) == 3 and handle.match(request.stream).blocks == 3
         while request.status is not Status.OVER:
             engine.step()
-            _until(lambda: not engine.workers[0]._saves and not engine.workers[0]._saving)
+            wait_until(lambda: not engine.workers[0]._saves and not engine.workers[0]._saving)
         assert handle.match(request.stream).blocks == len(request.stream) // 64
-
-
-def _until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def test_other_weights_find_nothing_and_saves_of_the_old_ones_go_on(store: EmbeddedStore) -> None:

@@ -27,6 +27,7 @@ from kvstore.protocol import messages as m
 from kvstore.protocol.messages import LeasePrefix, MatchPrefix
 from paged_engine import Request, SharedStore
 from tiering.frame import KEY_BYTES
+from waiting import wait_until
 from workbench import FakeClock, ids, plausible_pages
 
 PAGE = 32
@@ -264,16 +265,9 @@ def test_requests_that_are_given_up_hold_nothing(store: EmbeddedStore) -> None:
     request = half.add("b", ids(330))
     half.matched(request)
     half.told(request)
-    _until(lambda: not store.usage().leases)
+    wait_until(lambda: not store.usage().leases)
     assert half.told(request) is None and half.half.matched("b", 0) == (0, False), "it is not there any more"
     half.half.allocated("b", [[1, 2]], 0)
-
-
-def _until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def test_a_store_that_comes_later_is_used_from_then_on(store: EmbeddedStore) -> None:
@@ -309,7 +303,7 @@ def test_where_no_block_is_to_be_had_no_answer_is_waited_for(
     told = half.told(request)
     assert told["hits"] == ({"engine": local} if local else {})
     assert told["misses"] == {reason: count for reason, count in rest.items() if count}
-    _until(lambda: not store.usage().leases)
+    wait_until(lambda: not store.usage().leases)
 
 
 def test_where_one_more_block_could_be_had_its_answer_is_waited_for(store: EmbeddedStore) -> None:
@@ -359,7 +353,7 @@ def test_what_is_stored_is_known_later_where_nobody_waited_for_it(
     (save,) = half.step(request, upto=400).saves
     assert save.first_token == 320
     half.told(request)
-    _until(lambda: not store.usage().leases)
+    wait_until(lambda: not store.usage().leases)
 
 
 @BESIDE
@@ -418,7 +412,7 @@ def test_a_request_that_is_held_out_stays_so_and_is_asked_about_once(store: Embe
     half.half.allocated("a", [half.pages(11)], 0)
     told = half.told(request)
     assert told["hits"] == {"engine": 32} and told["misses"]["audit"] == 320 - 32
-    _until(lambda: not store.usage().leases)
+    wait_until(lambda: not store.usage().leases)
 
 
 def test_a_request_that_is_not_held_out_stays_so(store: EmbeddedStore) -> None:
@@ -443,7 +437,7 @@ def test_a_hit_after_a_preemption_is_not_loaded_where_all_are_audited(store: Emb
         assert half.admit(request) == 0, "it was preempted"
     assert half.half.choice is not None and half.half.choice.holdout.hits == 1
     half.told(request)
-    _until(lambda: not store.usage().leases)
+    wait_until(lambda: not store.usage().leases)
 
 
 def test_what_is_compared_is_held_before_its_request_runs(store: EmbeddedStore) -> None:
@@ -464,7 +458,7 @@ def test_what_is_compared_is_held_before_its_request_runs(store: EmbeddedStore) 
     half.told(request)
     half.half.reported(StepReports(audits=[AuditReport(order.number, "a", 0, (result,))]))
     assert half.half.take_counts().audited == {AuditVerdict.EXACT: 1}
-    _until(lambda: not store.usage().leases)
+    wait_until(lambda: not store.usage().leases)
 
 
 @pytest.mark.parametrize("audit", [1.0, 0.5])
@@ -481,7 +475,7 @@ def test_while_one_of_the_first_hits_is_compared_no_other_is_loaded(store: Embed
     late = half.add("d", ids(330))
     assert half.matched(late) == ((0, False) if audit == 1 else (320, True))
     half.told(late)
-    _until(lambda: not store.usage().leases)
+    wait_until(lambda: not store.usage().leases)
 
 
 # Loads ---------------------------------------------------------------------------------------------------------------
@@ -502,7 +496,7 @@ def test_a_load_that_ends_after_its_request_is_over_is_counted(store: EmbeddedSt
     assert counts.requests == 1 and counts.asked == 330
     assert counts.hits.get(HitTier.DRAM, 0) == tokens and counts.failed_loads == (tokens < 320)
     assert counts.misses.get(MissReason.CORRUPT, 0) == 320 - tokens
-    _until(lambda: not store.usage().leases)
+    wait_until(lambda: not store.usage().leases)
 
 
 def test_what_decisions_cost_and_what_hits_save_is_counted(store: EmbeddedStore) -> None:
@@ -545,7 +539,7 @@ def test_who_was_turned_away_lets_those_pass_that_hold_pages(store: EmbeddedStor
     half.half.reported(StepReports(loads=reports))
     assert half.half.matched("a", 0) == (None, False), "the other one has its pages and does not run yet"
     late = half.add("c", [*ids(320), 8])
-    _until(lambda: half.half._states["c"].lookup is not None and half.half._states["c"].lookup.found() is not None)
+    wait_until(lambda: half.half._states["c"].lookup is not None and half.half._states["c"].lookup.found() is not None)
     assert half.half.matched("c", 0) == (None, False), "and nobody new takes pages"
     half.half.allocated("b", second.tables, 0)
     assert half.matched(first) == (0, False)
@@ -671,7 +665,7 @@ def test_a_load_is_over_when_every_rank_has_reported_and_brings_what_the_worst_d
     assert not half.half._loads
     told = half.told(request)
     assert told["hits"] == {"dram": 128} and told["misses"]["corrupt"] == 192 and told["load_ms"] == 4.0
-    _until(lambda: not store.usage().leases)
+    wait_until(lambda: not store.usage().leases)
 
 
 def test_a_parked_request_that_is_admitted_again_fences_what_lies_behind_its_load(store: EmbeddedStore) -> None:
@@ -891,7 +885,7 @@ def test_where_one_worker_may_read_with_the_schedulers_lease(
     for rank in range(ranks):
         half.loaded(StepPlan(loads=[order]), rank=rank)
     half.told(request)
-    _until(lambda: not store.usage().leases)
+    wait_until(lambda: not store.usage().leases)
 
 
 # When it ends --------------------------------------------------------------------------------------------------------
@@ -931,7 +925,7 @@ def test_after_drift_what_comes_is_a_miss_and_what_runs_goes_on(store: EmbeddedS
     assert told["misses"] == {"audit": 330} and "is not what this engine computes" in told["detail"]
     half.saved(StepPlan(saves=[save]), 3, 3)
     assert half.told(running)["saved_blocks"] == 3 and half.told(held_out) is not None
-    _until(lambda: not store.usage().leases)
+    wait_until(lambda: not store.usage().leases)
 
 
 def test_an_audit_to_which_one_rank_has_nothing_to_say_finds_nothing(store: EmbeddedStore) -> None:
@@ -1006,7 +1000,7 @@ def test_weights_that_were_changed_are_another_namespace(store: EmbeddedStore) -
     assert half.matched(waiting)[0] == 320
     half.half.renamed(17)
     assert half.half.wait_open(SECONDS)
-    _until(lambda: not store.usage().leases)
+    wait_until(lambda: not store.usage().leases)
     early.known = 300
     orders = half.step(early)
     assert orders.namespace is not None

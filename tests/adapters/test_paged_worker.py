@@ -25,6 +25,7 @@ from kvstore.block.account import MissReason
 from kvstore.client.handle import NamespaceHandle
 from kvstore.node import EmbeddedStore
 from paged_engine import Rank, Shape, SharedStore, kv_numbers, wrong_blocks
+from waiting import wait_until
 from workbench import ids
 
 SECONDS = 30
@@ -198,7 +199,7 @@ def test_a_save_that_is_fenced_before_it_reads_reads_nothing(store: EmbeddedStor
         order = bench.save(ids(128), [1, 2, 3, 4])
         bench.begin(saves=[order])
         bench.worker.start_saves()
-        _until(lambda: bench.worker._saving is not None)
+        wait_until(lambda: bench.worker._saving is not None)
         bench.begin(cancelled_saves=[order.number])
         bench.fill(ids(128, 900), [1, 2, 3, 4])
         bench.worker.before_read.set()
@@ -253,7 +254,7 @@ def test_a_save_waits_no_longer_than_that(store: EmbeddedStore) -> None:
         bench.begin(number=1, saves=[bench.save(ids(64), [1, 2])])
         started = time.monotonic()
         bench.worker.start_saves()
-        _until(lambda: not bench.worker._saves and not bench.worker._saving)
+        wait_until(lambda: not bench.worker._saves and not bench.worker._saving)
         assert time.monotonic() - started >= 0.2, "the step is still on"
         assert bench.reports(saves=1).saves[0].stored == 1
 
@@ -270,7 +271,7 @@ def test_where_waiting_loses_something_saves_do_not_wait(store: EmbeddedStore) -
         assert len(bench.worker._saves) == 1
         bench.begin(number=2, saves=[bench.save(ids(64), [1, 2])])
         bench.worker.start_saves()
-        _until(lambda: len(bench.worker._save_reports) == 1)
+        wait_until(lambda: len(bench.worker._save_reports) == 1)
         assert bench.reports(saves=1).saves[0].number == first.number
         bench.begin(number=3, cancelled_saves=[bench.number])
         assert bench.reports(saves=1).saves[0].dropped
@@ -338,20 +339,13 @@ def test_between_two_pieces_a_save_waits_again(store: EmbeddedStore, monkeypatch
         assert bench.worker.reads.wait(SECONDS)
         bench.begin(number=2)
         bench.worker.in_read.set()
-        _until(lambda: bench.handle.match(ids(256)).blocks == 1)
+        wait_until(lambda: bench.handle.match(ids(256)).blocks == 1)
         time.sleep(0.1)
         assert bench.handle.match(ids(256)).blocks == 1, "the next one waits for the step"
         bench.begin(number=3, cancelled_saves=[order.number])
         (report,) = bench.reports(saves=1).saves
         assert (report.stored, report.dropped) == (1, True)
     assert wrong_blocks(bench.handle, ids(256), 0, 0.0) == (1, [])
-
-
-def _until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 # Loads ---------------------------------------------------------------------------------------------------------------
@@ -519,7 +513,7 @@ def test_a_load_of_a_namespace_that_is_no_more_is_over_at_once(store: EmbeddedSt
         started = time.monotonic()
         bench.worker.start_loads()
         bench.worker.start_saves()
-        _until(lambda: bool(bench.worker.finished()[0]))
+        wait_until(lambda: bool(bench.worker.finished()[0]))
         reports = bench.reports(loads=1, saves=4)
         assert time.monotonic() - started < paged_worker.OPEN_SECONDS / 2
         assert reports.loads[0].reason is MissReason.DISABLED, "the store is there, and asked for nothing"
@@ -775,7 +769,7 @@ def test_an_audit_does_not_wait_for_a_save_between_two_pieces(
         assert bench.worker.reads.wait(SECONDS)
         bench.begin(number=2)
         bench.worker.in_read.set()
-        _until(lambda: bench.handle.match(ids(128, 500)).blocks == 1)
+        wait_until(lambda: bench.handle.match(ids(128, 500)).blocks == 1)
         assert audited(bench, (PageRun(2, [13, 14]),), number=3) == [AuditVerdict.EXACT]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from kvstore.client.handle import NamespaceHandle
 from kvstore.node import EmbeddedStore
 from paged_engine import SharedStore
 from service.sidecar import Sidecar
+from waiting import wait_until
 from workbench import MODEL, FakeClock, bench, blank_pages, ids, random_pages, small_layout
 
 
@@ -33,13 +33,6 @@ from workbench import MODEL, FakeClock, bench, blank_pages, ids, random_pages, s
 def store(tmp_path: Path) -> Iterator[EmbeddedStore]:
     with kvstore.embedded(str(tmp_path / "kv"), dram="1MiB") as opened:
         yield opened
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 class Gated:

@@ -31,6 +31,7 @@ from kvstore.node import EmbeddedStore
 from kvstore.protocol.door import Collective
 from kvstore.protocol.lease_ticket import LeaseTicket
 from service.sidecar import Sidecar
+from waiting import wait_until
 from workbench import (
     MODEL,
     blank_pages,
@@ -48,13 +49,6 @@ LAYOUT = small_layout()
 TWO = small_layout(head_shards=2)
 PAGES = random_pages(LAYOUT, 8)
 SECONDS = 20
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def polled(pending: PendingReply[T]) -> T:

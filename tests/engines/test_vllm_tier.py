@@ -39,6 +39,7 @@ from engines.tier_engine import be_patient, takes
 from engines.tier_model import save_model
 from kvstore.block.errors import BadInput
 from service.sidecar import Sidecar
+from waiting import wait_until
 
 SEED = None if vllm_tier._FIXED_ROOT else "0"
 SLOTS, CHUNK_BYTES, SECONDS = 8, 64 << 10, 30
@@ -322,13 +323,6 @@ def tier(config: Any, tmp_path: Path, root: None) -> Iterator[KvStoreTier]:
         wait_until(lambda: all(space.handle is not None for space in running._chunks._spaces))
         yield running
         running.shutdown()
-
-
-def wait_until(is_so: Callable[[], object]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def job_of(number: int, keys: list[Any], slots: list[int], *, is_promotion: bool) -> TransferJob:

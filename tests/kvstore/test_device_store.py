@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from kvstore.block.pages import GroupPages, Pages
 from kvstore.client.handle import NamespaceHandle, PutResult
 from paged_memory import kernels_can_run
 from service.sidecar import Sidecar, patient
+from waiting import wait_until
 from workbench import Bench, bench, blank_pages, blank_planes, ids, same_tokens, small_layout
 
 __all__ = ["kernels_can_run"]
@@ -186,14 +186,6 @@ def registered(route: ChaosRoute) -> list[int]:
     """Addresses of extents that are page-locked."""
     its_own = {memory.data_ptr() for memory in route.chaos._memory}
     return [address for address in list(route.chaos.host._registered) if address not in its_own]
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    for _ in range(1000):
-        if is_so():
-            return
-        time.sleep(0.02)
-    raise AssertionError("it did not come")
 
 
 @pytest.mark.parametrize("refused", [False, True], ids=["page-locked", "refused"])

@@ -16,9 +16,9 @@ from kvstore.fsck.check import check
 from kvstore.node import SystemClock
 from kvstore.protocol import messages as m
 from service.sidecar import Sidecar
-from service.test_engines import wait_until
 from tiering.faults import Faults
 from tiering.nvme.lmdb_index import LmdbMaker
+from waiting import wait_until
 from workbench import MODEL, ids, random_pages, small_layout
 
 TENANT, OTHER = b"t" * 16, b"o" * 16

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
-from collections.abc import Callable
 
 import pytest
 
@@ -15,14 +13,8 @@ from kvstore.protocol import messages as m
 from kvstore.protocol.door import NamedLease, Submitted
 from kvstore.protocol.replies import LeaseReply
 from kvstore.protocol.requests import SWEEP_REQUESTS, Requests
+from waiting import wait_until
 from workbench import FakeClock
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 class SlowStore:

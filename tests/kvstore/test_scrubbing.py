@@ -32,6 +32,7 @@ from tiering.nvme.slab import slab_name
 from tiering.nvme.slab_files import DirectFiles
 from tiering.slots import FrameState
 from tiering.tier import extent_of, slot_of
+from waiting import wait_until
 from workbench import MODEL, blank_planes, ids, one_line, open_at, random_pages, small_layout
 
 SEED = 20261120
@@ -127,7 +128,7 @@ class Rig:
     def whole_pass(self) -> None:
         """Wait for a pass that has not begun yet to be over."""
         enough = self.scrub.passes + 2
-        until(lambda: self.scrub.passes >= enough)
+        wait_until(lambda: self.scrub.passes >= enough)
 
     @property
     def scrub(self) -> Any:
@@ -140,13 +141,6 @@ class Rig:
     def check(self) -> None:
         self.store.check()
         assert not self.queue.bugs(), self.queue.bugs()
-
-
-def until(condition: Callable[[], bool], seconds: float = LONG_SECONDS) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never came to that"
-        time.sleep(0.005)
 
 
 def wait_for(event: threading.Event) -> None:
@@ -250,7 +244,7 @@ def test_what_dram_has_is_served_on_and_durable_again(tmp_path: Path, layout: An
         places = [rig.place(row) for row in rows]
         for place in places:
             rig.damage(place, lambda page: page[::-1])
-        until(lambda: rig.scrub.mended == 4)
+        wait_until(lambda: rig.scrub.mended == 4)
         assert rig.counters["scrub_damaged_frames"] == 4 and rig.counters["scrub_mended_blocks"] == 4
         assert handle.match(prompt(0)).tiers == ((HitTier.DRAM, BLOCKS),)
         assert read(handle, 0) == BLOCKS
@@ -273,7 +267,7 @@ def test_a_block_that_is_bad_in_both_tiers_is_a_miss(tmp_path: Path) -> None:
         row = rig.row(handle, 0, 5)
         rig.blocks.dram.span_at(rig.blocks.residency.place(row, 0)).view[5000] ^= 1
         rig.damage(rig.place(row), lambda page: page[::-1])
-        until(lambda: rig.counters.get("quarantined_blocks") == 2)
+        wait_until(lambda: rig.counters.get("quarantined_blocks") == 2)
         assert handle.match(prompt(0)).reason is MissReason.CORRUPT and not rig.scrub.mended
         assert put(handle, 0, durability="disk").stored == 1 and read(handle, 0) == BLOCKS
         rig.check()
@@ -288,9 +282,9 @@ def test_what_cannot_be_mended_at_once_is_written_down_at_the_end(tmp_path: Path
         lost, row = rig.row(handle, 0, 4), rig.row(handle, 0, 9)
         rig.blocks.dram.span_at(rig.blocks.residency.place(lost, 0)).view[5000] ^= 1
         rig.damage(rig.place(lost), lambda page: page[::-1])
-        until(lambda: rig.counters.get("quarantined_blocks") == 2)
+        wait_until(lambda: rig.counters.get("quarantined_blocks") == 2)
         rig.damage(rig.place(row), lambda page: page[::-1])
-        until(lambda: rig.scrub.damaged == 2 and rig.counters["quarantined_blocks"] == 3)
+        wait_until(lambda: rig.scrub.damaged == 2 and rig.counters["quarantined_blocks"] == 3)
         rig.whole_pass()
         assert not rig.blocks.is_below(row) and not rig.scrub.mended
         rig.check()
@@ -341,7 +335,7 @@ def test_a_frame_that_is_evicted_and_overwritten_while_it_is_read_is_no_damage(
                 done.append(rig.lower.tier._ledger.pieces[extent_of(place)].slots.owners[slot_of(place)])
 
         rig.files.before = in_the_scrubs_read(monkeypatch, replace)
-        until(lambda: len(done) == 2)
+        wait_until(lambda: len(done) == 2)
         assert done[1] in [rig.row(handle, 1, block) for block in range(6)], "the slot was used for another block"
         rig.whole_pass()
         assert not rig.scrub.damaged and "quarantined_blocks" not in rig.counters
@@ -374,7 +368,7 @@ def test_a_block_that_goes_and_comes_back_to_the_same_slot_while_it_is_read_is_n
 
         rig.files.before = in_the_scrubs_read(monkeypatch, go)
         rig.files.after = in_the_scrubs_read(monkeypatch, come_back)
-        until(lambda: len(came) == 12)
+        wait_until(lambda: len(came) == 12)
         rig.whole_pass()
         assert set(went) == {FrameState.FREE} and set(came) == {place}
         assert not rig.scrub.damaged and "quarantined_blocks" not in rig.counters
@@ -397,7 +391,7 @@ def test_a_read_that_goes_wrong_once_condemns_nothing(tmp_path: Path) -> None:
                 rig.damage(place, lambda page: bytes([page[0] ^ 1]) + page[1:], at=4096)
 
         rig.files.before = flip  # wrong for the first look, right again for the second one
-        until(lambda: len(flips) == 2)
+        wait_until(lambda: len(flips) == 2)
         rig.files.before = None
         rig.whole_pass()
         assert not rig.scrub.damaged and read(handle, 0) == BLOCKS
@@ -419,7 +413,7 @@ def test_a_namespace_that_is_dropped_while_it_is_read_is_no_damage(
                 dropped.append(rig.store.drop(handle))
 
         rig.files.before = in_the_scrubs_read(monkeypatch, drop)
-        until(lambda: dropped == [BLOCKS])
+        wait_until(lambda: dropped == [BLOCKS])
         rig.whole_pass()
         assert not rig.scrub.damaged and rig.store.usage().blocks == 0
         rig.check()
@@ -508,7 +502,7 @@ def test_nothing_is_condemned_while_a_lease_looks_for_slots_for_it(
         monkeypatch.setattr(promoter, "_find_slots", look)
         monkeypatch.setattr(promoter, "quarantine_below", quarantine)
         assert read(handle, 0) == 5 and early == [False]
-        until(lambda: "quarantined_blocks" in rig.counters)
+        wait_until(lambda: "quarantined_blocks" in rig.counters)
         rig.whole_pass()
         assert rig.counters["quarantined_blocks"] == 1
         rig.check()
@@ -659,7 +653,7 @@ def test_a_frame_that_stays_unreadable_is_given_up_after_the_third_pass(tmp_path
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
 
         rig.files.before = fail
-        until(lambda: "quarantined_blocks" in rig.counters)
+        wait_until(lambda: "quarantined_blocks" in rig.counters)
         assert states == [(done, FrameState.RESIDENT) for done in (0, 0, 1, 1, 2, 2)], "two attempts in each pass"
         assert rig.scrub.unreadable == rig.counters["scrub_unreadable_frames"] == 3 and not rig.scrub.damaged
         assert rig.state(place) == FrameState.QUARANTINED
@@ -682,7 +676,7 @@ def test_a_fault_that_passes_is_no_reason_to_give_anything_up(tmp_path: Path) ->
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
 
         rig.files.before = fail
-        until(lambda: len(faults) == 4)
+        wait_until(lambda: len(faults) == 4)
         for _ in range(4):
             rig.whole_pass()
         assert rig.scrub.unreadable == 2 and "quarantined_blocks" not in rig.counters
@@ -697,7 +691,7 @@ def test_an_unreadable_frame_of_a_block_in_dram_is_replaced(tmp_path: Path) -> N
         row = rig.row(handle, 0, 5)
         target = rig.at(rig.place(row))
         failing(rig, lambda name, offset: (name, offset) == target)
-        until(lambda: rig.scrub.mended == 1)
+        wait_until(lambda: rig.scrub.mended == 1)
         assert handle.match(prompt(0)).tiers == ((HitTier.DRAM, BLOCKS),) and rig.blocks.is_below(row)
         rig.check()
     with Rig(tmp_path) as rig:
@@ -713,14 +707,14 @@ def test_a_disk_that_is_gone_is_left_alone_and_loses_nothing(tmp_path: Path, mon
         rig.queue._limits = QueueLimits(breaker_seconds=1.0)
         rig.whole_pass()
         failing(rig, lambda name, offset: True)
-        until(lambda: rig.queue.breaker_state(READS) is not BreakerState.CLOSED)
+        wait_until(lambda: rig.queue.breaker_state(READS) is not BreakerState.CLOSED)
         reads, taken, start = rig.files.reads, len(steps), time.monotonic()
         time.sleep(0.5)  # a scrub that did not mind would ask fifty times, and one that did not rest some thousand
         assert rig.files.reads - reads <= 10
         assert len(steps) - taken <= 10 + 3 * (time.monotonic() - start) / EVER.pause_seconds
         assert read(handle, 0) == 0
         rig.files.before = None
-        until(lambda: rig.queue.breaker_state(READS) is BreakerState.CLOSED)
+        wait_until(lambda: rig.queue.breaker_state(READS) is BreakerState.CLOSED)
         rig.whole_pass()
         assert "quarantined_blocks" not in rig.counters and read(handle, 0) == BLOCKS
         rig.check()
@@ -773,7 +767,7 @@ def test_a_window_ends_early_when_a_request_waits(tmp_path: Path, monkeypatch: p
                 rig.queue.submit(f"busy {number}", READS, Priority.WAITING, partial(wait_for, ended))
                 for number in range(3)  # with the scrub's, all threads there are
             ]
-            until(lambda: rig.queue.depths()[Priority.WAITING] == 0)
+            wait_until(lambda: rig.queue.depths()[Priority.WAITING] == 0)
             waiting = rig.queue.submit("waiting", READS, Priority.WAITING, lambda: order.append("request"))
             goes_on.set()
             assert waiting.wait(LONG_SECONDS)
@@ -789,13 +783,13 @@ def test_closing_in_the_middle_of_a_pass_is_quick(tmp_path: Path) -> None:
     on_disk(tmp_path, prompts=4)
     slow = ScrubLimits(64 << 10, first_seconds=0, window_bytes=1)  # one small frame in a second
     with Rig(tmp_path, scrub=slow) as rig:
-        until(lambda: rig.scrub.frames > 0)
+        wait_until(lambda: rig.scrub.frames > 0)
         assert rig.scrub.in_pass
         start = time.monotonic()
         rig.store.close()
         assert time.monotonic() - start < 20, "what is left of the pass takes more than a minute"
         frames = rig.scrub.frames
-        until(lambda: not scrub_threads())
+        wait_until(lambda: not scrub_threads())
         assert rig.scrub.frames == frames < 4 * BLOCKS and rig.scrub.passes == 0
 
 
@@ -812,7 +806,7 @@ def test_closing_does_not_wait_for_a_read_that_hangs(tmp_path: Path) -> None:
     assert hangs.wait(LONG_SECONDS)
     rig.store.close()
     assert rig.store.closed and not goes_on.is_set()
-    until(lambda: not scrub_threads())
+    wait_until(lambda: not scrub_threads())
     goes_on.set()
     assert rig.queue.close(LONG_SECONDS)
 
@@ -832,7 +826,7 @@ def test_closing_waits_for_one_frame_and_not_for_its_window(tmp_path: Path) -> N
     closer = threading.Thread(target=rig.store.close)
     closer.start()
     assert scrubbing is not None
-    until(lambda: scrubbing.closing)
+    wait_until(lambda: scrubbing.closing)
     goes_on.set()
     closer.join(LONG_SECONDS)
     assert rig.store.closed and rig.files.reads == reads
@@ -842,7 +836,7 @@ def test_a_pass_over_an_idle_store_ends_and_goes_to_sleep(tmp_path: Path, monkey
     on_disk(tmp_path)
     steps = counted_steps(monkeypatch)
     with Rig(tmp_path, scrub=ScrubLimits(1 << 40, first_seconds=0)) as rig:
-        until(lambda: bool(steps) and rig.scrub.passes == 1 and steps[-1] > 1000)
+        wait_until(lambda: bool(steps) and rig.scrub.passes == 1 and steps[-1] > 1000)
         taken, reads = len(steps), rig.files.reads
         time.sleep(0.3)
         assert len(steps) == taken and rig.files.reads == reads, "nothing wakes it for nothing"
@@ -868,7 +862,7 @@ def test_nothing_is_read_before_what_is_on_disk_was_taken_in(tmp_path: Path, mon
         time.sleep(0.5)
         assert rig.scrub.passes == 0 and rig.files.reads == reads
         rig_made.set()
-        until(lambda: rig.scrub.frames >= BLOCKS)
+        wait_until(lambda: rig.scrub.frames >= BLOCKS)
 
 
 def test_a_store_that_nobody_has_any_more_takes_its_thread_with_it(tmp_path: Path) -> None:
@@ -877,7 +871,7 @@ def test_a_store_that_nobody_has_any_more_takes_its_thread_with_it(tmp_path: Pat
     lock = rig.store._lock
     del rig
     gc.collect()
-    until(lambda: not scrub_threads())
+    wait_until(lambda: not scrub_threads())
     lock.release()
 
 
@@ -887,7 +881,7 @@ def test_a_store_that_nobody_has_any_more_takes_its_thread_with_it(tmp_path: Pat
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Iterator[None]:
     yield
-    until(lambda: not scrub_threads())
+    wait_until(lambda: not scrub_threads())
 
 
 def test_it_is_on_by_default_and_can_be_switched_off(tmp_path: Path) -> None:

@@ -15,11 +15,14 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+import waiting
 from mutants.mutation import ENVIRONMENTS, TREE, Mutant, mutated
 
 LEAST_LIMIT_SECONDS = 90.0
 LIMIT_PER_SECOND = 10.0
 """A run with a mutant may take that many times what it takes without: then it hangs, and the tests have found it."""
+WAIT_SECONDS = 30.0
+"""For what a test waits for: a mutant that keeps it from coming is found by then."""
 WITHOUT_LIMIT_SECONDS = 300.0
 _PACKAGES = ("kvstore", "tiering", "engine_adapter", "kv_kernels")
 _LINE_CHARACTERS = 400  # else pytest cuts errors off
@@ -135,6 +138,7 @@ class Copy:
     def _variables(self, keep_compiled: bool) -> dict[str, str]:
         folders = (self.root, self.root / "kernels", self.root / "tests")
         variables = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders)), "COLUMNS": str(_LINE_CHARACTERS)}
+        variables[waiting.VARIABLE] = str(WAIT_SECONDS)
         return variables if keep_compiled else {**variables, "PYTHONDONTWRITEBYTECODE": "1"}
 
 

@@ -7,8 +7,7 @@ import os
 import socket
 import stat
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +25,7 @@ from kvstore.protocol.status import pick, printable
 from kvstore.service.connections import ADMIN_CONNECTIONS, DoorLimits
 from service.sidecar import Sidecar, patient
 from tiering.nvme.lmdb_index import LmdbMaker
+from waiting import wait_until
 from workbench import MODEL, ids, one_line, random_pages, small_layout
 
 CLOCK = SystemClock()
@@ -44,13 +44,6 @@ def asked(path: Path, *verbs: m.Verb) -> list[m.Answer]:
         return [wire.call(verb, 20).answer for verb in verbs]
     finally:
         wire.close()
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 # Who may ask what -----------------------------------------------------------------------------------------------------

@@ -9,8 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -34,6 +33,7 @@ from tiering.dram.unmap_wait import TENANT_SECONDS, WAIT_SECONDS
 from tiering.frame import digest
 from tiering.nvme.lmdb_index import LmdbMaker
 from torture.peer import Peer, packed_namespace
+from waiting import wait_until
 from workbench import MODEL, ids, random_pages, small_layout
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,13 +45,6 @@ def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
     """Sixteen extents, of five blocks each."""
     with Sidecar(tmp_path, dram="1MiB", extent="64KiB") as sidecar:
         yield sidecar
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def put(handle: NamespaceHandle, number: int, blocks: int = 8) -> PutResult:

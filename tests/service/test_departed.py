@@ -7,8 +7,7 @@ import os
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from kvstore.service.sessions import DisconnectedClients
 from service.sidecar import Sidecar
 from tiering.dram.extents import MappedExtent
 from tiering.tier import SLOT_BITS
+from waiting import wait_until
 from workbench import MODEL, blank_pages, ids, random_pages, same_tokens, small_layout
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,13 +64,6 @@ for cycle in range(cycles):
 print(json.dumps([len(mapped), refusals]), flush=True)
 sys.stdin.readline()
 """
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 @contextmanager

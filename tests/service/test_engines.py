@@ -9,7 +9,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,19 +25,13 @@ from kvstore.client.pending import PendingReply
 from kvstore.node import SystemClock
 from service.sidecar import Sidecar, patient
 from service.test_serve import crash, serving
+from waiting import wait_until
 from workbench import MODEL, blank_pages, ids, one_line, random_pages, same_tokens, small_layout
 
 LAYOUT = small_layout()
 PAGES = random_pages(LAYOUT, 8)
 SPAWN = multiprocessing.get_context("spawn")
 SECONDS = 30
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def polled(pending: PendingReply[Any]) -> Any:

@@ -10,8 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ from kvstore.service.keeper import (
 from kvstore.service.serve import KeeperWire
 from service.sidecar import patient
 from service.test_serve import ended, serving
+from waiting import wait_until
 from workbench import MODEL, blank_pages, ids, random_pages, same_tokens, small_layout
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,13 +54,6 @@ def next_line(process: subprocess.Popen[str]) -> dict[str, Any]:
 def connected(said: dict[str, Any]) -> Iterator[tuple[SidecarStore, NamespaceHandle]]:
     with patient(kvstore.open(f"unix:{said['serving'][0]}", engine="test 1.0")) as store:
         yield store, store.namespace(model=MODEL, layout=LAYOUT)
-
-
-def until(holds: Callable[[], bool], seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def stored(handle: NamespaceHandle, number: int) -> Any:
@@ -87,7 +80,7 @@ def test_what_memory_held_is_there_after_a_crash(tmp_path: Path, nvme: str) -> N
             os.kill(said["pid"], signal.SIGKILL)
             said = next_line(process)
             for number in range(5 + lap):
-                until(lambda number=number: got(handle, number) == TOKENS)
+                wait_until(lambda number=number: got(handle, number) == TOKENS)
                 assert handle.match(ids(TOKENS, 10_000 * number)).tiers == ((HitTier.DRAM, BLOCKS),)
             assert stored(handle, 5 + lap).stored == BLOCKS
         status, log = ended(process)
@@ -108,7 +101,7 @@ def test_all_of_memory_is_there_before_anybody_asks_for_it(tmp_path: Path) -> No
         )
 
     with serving(tmp_path, "--nvme", "off", "--dram", "32MiB") as (_, said):
-        until(lambda: shared_bytes(said["pid"]) == 32 << 20)
+        wait_until(lambda: shared_bytes(said["pid"]) == 32 << 20)
 
 
 @pytest.mark.slow
@@ -118,7 +111,7 @@ def test_an_upgrade_keeps_memory_and_ends_in_order(tmp_path: Path) -> None:
         process.send_signal(signal.SIGUSR2)
         again = next_line(process)
         assert again["pid"] != said["pid"] and again["keeper_pid"] == said["keeper_pid"]
-        until(lambda: got(handle, 1) == TOKENS)
+        wait_until(lambda: got(handle, 1) == TOKENS)
         status, log = ended(process)
         assert status == 0
         assert [line["message"] for line in log].count("stopped") == 2
@@ -140,7 +133,7 @@ def test_a_flipped_bit_in_memory_that_was_taken_over_is_a_miss(tmp_path: Path) -
             memory.write(bytes([byte[0] ^ 4]))
         os.kill(said["pid"], signal.SIGKILL)
         next_line(process)
-        until(lambda: handle.match(ids(TOKENS, 10_000)).reason not in AWAY)
+        wait_until(lambda: handle.match(ids(TOKENS, 10_000)).reason not in AWAY)
         with handle.lease(handle.match(ids(TOKENS, 10_000)), deadline_ms=5000) as lease:
             assert lease.blocks == 4 and lease.reason is MissReason.CORRUPT
             assert handle.get(lease, blank_pages(LAYOUT, BLOCKS)).tokens == 4 * 64
@@ -157,9 +150,9 @@ def test_an_idle_client_lets_go_of_what_is_gone(tmp_path: Path) -> None:
         assert stored(handle, 1).stored == BLOCKS
         assert mapped_extents() - others
         os.kill(said["pid"], signal.SIGKILL)
-        until(lambda: not mapped_extents() - others)
+        wait_until(lambda: not mapped_extents() - others)
         next_line(process)
-        until(lambda: got(handle, 1) == TOKENS)
+        wait_until(lambda: got(handle, 1) == TOKENS)
 
 
 CHILD = """
@@ -263,7 +256,7 @@ def test_what_clients_of_an_earlier_run_still_map_is_told(tmp_path: Path) -> Non
         finally:
             holder.kill()
             holder.communicate()
-        until(lambda: guarded_bytes(tmp_path) == 0)
+        wait_until(lambda: guarded_bytes(tmp_path) == 0)
 
 
 HOLD = """

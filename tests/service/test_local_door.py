@@ -50,6 +50,7 @@ from tiering.dram.extents import MappedExtent
 from tiering.frame import HEADER_BYTES, KEY_BYTES
 from tiering.nvme.lmdb_index import LmdbMaker
 from torture.peer import Peer
+from waiting import wait_until
 from workbench import MODEL, blank_pages, ids, plausible_pages, random_pages, same_tokens, small_layout
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,13 +60,6 @@ ROOT = Path(__file__).resolve().parents[2]
 def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
     with Sidecar(tmp_path, dram="1MiB") as sidecar:
         yield sidecar
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def is_at_rest(sidecar: Sidecar) -> bool:

@@ -28,9 +28,8 @@ from service.sidecar import Sidecar
 from tiering.tier import SLOT_BITS
 from torture.long_prompts import LAYOUT, blank, mixed, prompt
 from torture.peer import Peer
+from waiting import wait_until
 from workbench import MODEL
-
-from .test_engines import wait_until
 
 T = TypeVar("T")
 LONG = 160_000

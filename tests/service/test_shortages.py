@@ -13,8 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from kvstore.protocol.status import SidecarStatus
 from kvstore.service import keeper as keeper_program
 from service.sidecar import patient
 from service.test_serve import PATHS, SERVE, ended, page, serving
+from waiting import wait_until
 from workbench import MODEL, ids, random_pages, small_layout
 
 LAYOUT = small_layout()
@@ -39,13 +39,6 @@ CLOCK = SystemClock()
 
 def stat(directory: Path) -> SidecarStatus:
     return ask.stat(str(directory / "kv" / "admin.sock"), CLOCK)
-
-
-def until(holds: Callable[[], bool], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @contextmanager
@@ -97,7 +90,7 @@ def fill(disk: Path) -> Path:
 @pytest.mark.slow
 def test_a_full_disk_is_said_while_it_lasts_and_that_it_is_over(disk: Path) -> None:
     with serving(disk, "--nvme", "16MiB", "--http", "127.0.0.1:0") as (process, said), opened(said) as handle:
-        until(lambda: stat(disk).state == "ready")
+        wait_until(lambda: stat(disk).state == "ready")
         assert put(handle, 0) is None
         assert (stat(disk).health, stat(disk).faults) == ("ok", [])
         filler = fill(disk)
@@ -118,7 +111,7 @@ def test_a_full_disk_is_said_while_it_lasts_and_that_it_is_over(disk: Path) -> N
         )
         assert "health: degraded (disk full: " in shown.stdout
         filler.unlink()
-        until(lambda: put(handle, 50) is None and stat(disk).state == "ready")
+        wait_until(lambda: put(handle, 50) is None and stat(disk).state == "ready")
         facts = stat(disk)
         assert facts.health == "ok"
         ready = {"ready": True, "state": "ready", "node": facts.node, "incarnation": facts.incarnation}
@@ -133,7 +126,7 @@ def test_a_full_disk_is_said_while_it_lasts_and_that_it_is_over(disk: Path) -> N
 @pytest.mark.slow
 def test_without_descriptors_the_operator_is_let_in_and_told(tmp_path: Path) -> None:
     with serving(tmp_path) as (process, said):
-        until(lambda: stat(tmp_path).state == "ready")
+        wait_until(lambda: stat(tmp_path).state == "ready")
         in_use = len(os.listdir(f"/proc/{said['pid']}/fd"))
         _, hard = resource.prlimit(said["pid"], resource.RLIMIT_NOFILE)
         resource.prlimit(said["pid"], resource.RLIMIT_NOFILE, (in_use + 4, hard))
@@ -142,12 +135,12 @@ def test_without_descriptors_the_operator_is_let_in_and_told(tmp_path: Path) -> 
                 one = stack.enter_context(socket.socket(socket.AF_UNIX))
                 one.setblocking(False)
                 one.connect(said["serving"][0])
-            until(lambda: (facts := stat(tmp_path)).state == "degraded" and "no descriptors" in facts.health)
+            wait_until(lambda: (facts := stat(tmp_path)).state == "degraded" and "no descriptors" in facts.health)
             assert stat(tmp_path).fault_counts["no_descriptors"] > 0
         resource.prlimit(said["pid"], resource.RLIMIT_NOFILE, (hard, hard))
         with opened(said) as handle:
             assert put(handle, 0, "volatile") is None
-        until(lambda: stat(tmp_path).health == "ok")
+        wait_until(lambda: stat(tmp_path).health == "ok")
         status, log = ended(process)
     assert status == 0
     assert [line for line in fault_lines(log) if "no descriptors: connections failed" in line]
@@ -310,11 +303,11 @@ def test_nobody_reads_what_it_prints_and_it_comes_back_after_a_crash(tmp_path: P
             return 0
 
     try:
-        until(lambda: pid() > 0)
+        wait_until(lambda: pid() > 0)
         for _ in range(2):
             before = pid()
             os.kill(before, signal.SIGKILL)
-            until(lambda before=before: pid() not in (0, before))
+            wait_until(lambda before=before: pid() not in (0, before))
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=30) == 0
     finally:
@@ -351,7 +344,7 @@ def test_no_slab_and_no_socket_gets_the_number_of_an_output_that_was_closed(
             except kvstore.StoreError:
                 return False
 
-        until(serves)
+        wait_until(serves)
         pid = ask.stat(str(socket_path), CLOCK).pid
         for each in (process.pid, pid):
             for descriptor in closed:

@@ -26,8 +26,9 @@ from kvstore.client.socket_door import CallLimits
 from kvstore.node import SystemClock
 from kvstore.protocol import messages as m
 from service.sidecar import Sidecar, patient
-from service.test_engines import lease_of, polled, wait_until
+from service.test_engines import lease_of, polled
 from service.test_serve import serving
+from waiting import wait_until
 from workbench import MODEL, blank_pages, ids, random_pages, same_tokens, small_layout
 
 LAYOUT = small_layout()

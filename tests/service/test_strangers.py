@@ -14,9 +14,8 @@ from kvstore.service.dispatch import MAX_LEASED_BLOCKS, MAX_LEASES
 from service.sidecar import Sidecar
 from tiering.frame import KEY_BYTES
 from torture.peer import Peer
+from waiting import wait_until
 from workbench import small_layout
-
-from .test_engines import wait_until
 
 BLOCKS = 4
 KEYS = [bytes([number + 1] * KEY_BYTES) for number in range(BLOCKS)]

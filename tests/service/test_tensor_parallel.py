@@ -9,7 +9,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -31,6 +30,7 @@ from service.sidecar import Sidecar, patient
 from service.test_serve import serving
 from tiering.clock import SystemClock
 from tiering.frame import HEADER_BYTES
+from waiting import wait_until
 from workbench import MODEL, blank_pages, ids, random_pages, same_tokens, shard_pages, small_layout
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -39,13 +39,6 @@ TOKENS, BLOCKS = 512, 8
 TWO = small_layout(head_shards=2)
 FOUR_OF_TWO = small_layout(head_shards=4)
 LATENT = Layout.mla(layers=2, latent_dim=24, rope_dim=8, dtype="bfloat16", head_shards=2)
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def pages_of(layout: Layout, seed: int) -> Any:

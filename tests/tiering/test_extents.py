@@ -27,6 +27,7 @@ from kvstore.client.connection import spans
 from tiering.dram.extents import Extent, ExtentPool, MappedExtent
 from tiering.errors import TierFull, TierUnavailable
 from tiering.tier import place_of
+from waiting import wait_until
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -581,14 +582,6 @@ def test_an_extent_that_cannot_be_made_ahead_is_a_fault_of_whoever_asks() -> Non
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     pool.destroy(pool.create())
     pool.close()
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    """Whatever threads have to do for it is done soon."""
-    deadline = time.monotonic() + 20
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 @pytest.mark.parametrize(("budget", "extent"), [(4 * KIB, 8 * KIB), (MIB, 5000), (MIB, 0)])
