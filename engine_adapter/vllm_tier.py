@@ -116,11 +116,8 @@ class KvStoreTier(SecondaryTierManager):
         for number, tokens in groups.items():
             layout = chunk_layout(f"group {number}", tokens * offloading_spec.blocks_per_chunk, [memory.shape[1]])
             specs.append(NamespaceSpec(1, "", model, layout, "raw", epoch, {**facts, "group": str(number)}, name))
-        limits = ChunkLimits(
-            queued_stores=max(1, min(int(queued_chunks), len(memory) // 2)),
-            load_threads=max(1, int(load_threads)),
-            lease_ms=float(deadline_ms),
-        )
+        queued, threads = max(1, min(int(queued_chunks), len(memory) // 2)), max(1, int(load_threads))
+        limits = ChunkLimits(queued_stores=queued, load_threads=threads, lease_ms=float(deadline_ms))
         runs = [ChunkRun(memory.ctypes.data, memory.strides[0], memory.shape[1])]
         self._stores, self._outcomes = open_twice(kvstore.open, url, f"vllm {vllm.__version__}"), ChunkOutcomes()
         spaces = [ChunkSpace(spec, runs, len(memory), self._stores, self._outcomes) for spec in specs]

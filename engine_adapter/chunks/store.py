@@ -45,13 +45,14 @@ class ChunkState(Enum):
 class ChunkLimits:
     """Named upper bounds. asked: chunks asked for or held at a time; beyond that they are missing. queued_stores:
     chunks that wait to be stored, whose slots the engine cannot use meanwhile; beyond that they fail at once.
-    load_threads: threads that copy, in each space. lease_ms: how long a chunk's promotion from a lower tier may take.
-    ask_seconds: beyond that, how long an answer may take before the chunk is missing. hold_seconds: how long a chunk is
-    held without being loaded. drain_seconds: after which `drain` gives up what has not begun."""
+    load_threads, save_threads: that copy, in each space. lease_ms: how long a chunk's promotion from a lower tier may
+    take. ask_seconds: beyond that, how long an answer may take before the chunk is missing. hold_seconds: how long a
+    chunk is held without being loaded. drain_seconds: after which `drain` gives up what has not begun."""
 
     asked: int = 4096
     queued_stores: int = 1024
     load_threads: int = 2
+    save_threads: int = 2
     lease_ms: float = 50.0
     ask_seconds: float = 0.5
     hold_seconds: float = 10.0
@@ -105,9 +106,8 @@ class ChunkStore:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """space_of: the space that a chunk's name belongs to; -1 for none. The spaces are closed with this."""
-        self.limits = limits
-        self._spaces, self._space_of, self._outcomes, self._clock = spaces, space_of, outcomes, clock
-        self._answer_seconds = limits.ask_seconds + limits.lease_ms / 1000
+        self.limits, self._spaces, self._space_of, self._outcomes = limits, spaces, space_of, outcomes
+        self._clock, self._answer_seconds = clock, limits.ask_seconds + limits.lease_ms / 1000
         self._asked: dict[bytes, _Asked] = {}
         self._of_owner: dict[str, set[bytes]] = {}
         self._missing: dict[str, set[bytes]] = {}
@@ -216,6 +216,7 @@ class ChunkStore:
     def load(self, number: int, owner: str, names: Sequence[bytes], slots: Sequence[int]) -> None:
         """Copy chunks into slots, each verified. Chunks that are not held fail."""
         self._jobs.append(job := ChunkJob(number, owner, True, self._clock(), len(names)))
+        plans = {space: StepPlan() for space in self._spaces}
         for name, slot in zip(names, slots, strict=True):
             asked = self._asked.get(name)
             if asked is None or asked.state is not ChunkState.HELD or asked.lease is None:
@@ -225,19 +226,21 @@ class ChunkStore:
             space, order, here = asked.space, next(self._numbers), LeaseHere(asked.lease, asked.handle)
             self._orders[order] = (job, space, name, asked.lease)
             stop, tables = space.block_tokens, _tables(space, slot)
-            loads = [LoadOrder(order, owner, 1, b"", 0, stop, tables, waits=False, here=here)]
-            self._workers[space].begin(StepPlan(loads=loads))
+            plans[space].loads.append(LoadOrder(order, owner, 1, b"", 0, stop, tables, waits=False, here=here))
+        for space, plan in plans.items():
+            self._workers[space].begin(plan)
             self._workers[space].start_loads()
 
     def store(self, number: int, names: Sequence[bytes], slots: Sequence[int]) -> None:
         """Put the chunks in these slots, a prefix in order; stored ones are skipped. If the queue lacks room for all,
-        the first ones are taken. The last of these are put first: what was used last is evicted last, and a prefix is
+        the first ones are taken. The last of these are begun first: what was used last is evicted last, and a prefix is
         useful without its end, but not without its beginning."""
         queued = sum(not job.is_load for job, *_ in self._orders.values())
         is_open = not self._is_closed and all(space.handle is not None for space in self._spaces)
         taken = min(max(0, self.limits.queued_stores - queued), len(names)) if is_open else 0
         self._outcomes.count(refused_stores=len(names) - taken)
         self._jobs.append(job := ChunkJob(number, "", False, self._clock(), taken, failed=list(names[taken:])))
+        plans = {space: StepPlan() for space in self._spaces}
         for name, slot in reversed(list(zip(names, slots, strict=True))[:taken]):
             space, handle = self._reached(name) or (None, None)
             keys = list[bytes]()
@@ -247,8 +250,9 @@ class ChunkStore:
                 self._end((job, space, name, None), is_good=False)
                 continue
             self._orders[order := next(self._numbers)] = (job, space, name, None)
-            saves = [SaveOrder(order, "", 1, keys[0], 0, _tables(space, slot), None, 0)]
-            self._workers[space].begin(StepPlan(saves=saves))
+            plans[space].saves.append(SaveOrder(order, "", 1, keys[0], 0, _tables(space, slot), None, 0))
+        for space, plan in plans.items():
+            self._workers[space].begin(plan)
             self._workers[space].start_saves()
 
     def _reached(self, name: bytes) -> tuple[ChunkSpace, NamespaceHandle] | None:
@@ -339,6 +343,7 @@ def _tables(space: ChunkSpace, slot: int) -> tuple[PageRun, ...]:
 def _worker_of(space: ChunkSpace, limits: ChunkLimits, clock: Callable[[], float]) -> PagedWorker:
     """A worker whose pages are chunks. It stores over a connection of its own."""
     pages = EnginePages(WorkerSpec(0, space.block_tokens, (), "", "", "cpu", space.chunk_bytes), space.planes, 1)
-    worker = PagedWorker(pages, lambda _: space.stores[1], clock, load_threads=limits.load_threads, save_bytes=1 << 62)
+    threads = {"load_threads": limits.load_threads, "save_threads": limits.save_threads}
+    worker = PagedWorker(pages, lambda _: space.stores[1], clock, **threads, save_bytes=1 << 62)
     worker.begin(StepPlan(namespace=space.spec))
     return worker

@@ -66,7 +66,7 @@ SAVE_DEADLINE_MS = 5000.0
 NO_LAYER = 1 << 30
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class _Reader:
     """An order that reads pages. after: the step that computes them. since: when it came. bytes: queued for it."""
 
@@ -75,6 +75,7 @@ class _Reader:
     since: float
     bytes: int = 0
     dropped: bool = False
+    is_reading: bool = False
 
 
 class PagedWorker:
@@ -90,6 +91,7 @@ class PagedWorker:
         *,
         load_threads: int,
         save_bytes: int,
+        save_threads: int = 1,
         save_patience: float = 0.0,
     ) -> None:
         """open_store: of a session. clock: monotonic seconds. save_patience: seconds for which a save waits until the
@@ -100,14 +102,14 @@ class PagedWorker:
         self._clock = clock
         self._save_bytes = save_bytes
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
+        # Who waits for what: each change wakes those alone, since whoever wakes takes the interpreter's lock.
+        self._changed, self._loaders, self._savers = (threading.Condition(self._lock) for _ in range(3))
         self._namespace: NamespaceOpener | None = None
         self._loads: deque[tuple[LoadOrder, float, Any]] = deque()
         """Each with the time when it was ordered, and with the stream's mark behind earlier steps."""
         self._loading = 0
         self._saves: deque[_Reader] = deque()
-        self._saving: _Reader | None = None
-        self._is_reading = False
+        self._saving = set[_Reader]()
         self._waiting_bytes = 0
         has_windows = any(group.window for group in pages.facts.groups)
         self._save_patience = SavePatience(0.0 if has_windows else save_patience)
@@ -128,7 +130,10 @@ class PagedWorker:
             threading.Thread(target=self._load_loop, name=f"kv-load-{number}", daemon=True)
             for number in range(load_threads)
         ]
-        self._threads.append(threading.Thread(target=self._save_loop, name="kv-save", daemon=True))
+        self._threads += [
+            threading.Thread(target=self._save_loop, name=f"kv-save-{number}", daemon=True)
+            for number in range(save_threads)
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -163,7 +168,7 @@ class PagedWorker:
                     self.awaited_layers[order.number] = -1
                 else:
                     self._loading += 1
-                self._changed.notify_all()
+                self._loaders.notify()
 
     def wait_layer(self, name: str) -> None:
         """Wait until this layer's pages are loaded, or the load has failed."""
@@ -206,7 +211,7 @@ class PagedWorker:
                 self._waiting_bytes += size
                 self._saves.append(_Reader(order, after, now, size))
             if is_first or not self._pause_of(self._saves[0]):  # else the saver sleeps, and would take this core
-                self._changed.notify_all()
+                self._savers.notify_all()
 
     def finished(self) -> tuple[set[str], set[str], set[int]]:
         """Requests whose loads are over, those of them that got less, and invalid pages: theirs, and those of loads
@@ -250,11 +255,12 @@ class PagedWorker:
         give_up_at = self._clock() + seconds
         with self._changed:
             self._is_hurried = True
-            self._changed.notify_all()
+            self._savers.notify_all()
             while (self._saves or self._saving) and not self._closed and self._clock() < give_up_at:
                 self._changed.wait(0.05)
             self._closed = True
-            self._changed.notify_all()
+            for waiting in (self._changed, self._loaders, self._savers):
+                waiting.notify_all()
         for thread in self._threads:
             thread.join(max(0.0, give_up_at - self._clock()) + 0.5)
         if self._namespace is not None:
@@ -266,7 +272,7 @@ class PagedWorker:
         while True:
             with self._changed:
                 while not self._loads and not self._closed:
-                    self._changed.wait()
+                    self._loaders.wait()
                 if self._closed:
                     return
                 order, asked_at, before = self._loads.popleft()
@@ -279,6 +285,8 @@ class PagedWorker:
                 self._mark_invalid(report, order)
                 self._done_loads.append(report)
                 self._changed.notify_all()
+                if self._saves and len(self._done_loads) >= self._loading:
+                    self._savers.notify_all()
 
     def _finish_load(self, report: LoadReport, order: LoadOrder) -> None:
         with self._changed:
@@ -348,15 +356,18 @@ class PagedWorker:
         if sys.platform == "linux":  # on other systems it would apply to the whole process
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), SAVE_NICENESS)
+        reader: _Reader | None = None
         while True:
             with self._changed:
-                self._saving = None
+                if reader is not None:
+                    self._saving.discard(reader)
                 self._changed.notify_all()
                 while not self._closed and (pause := self._pause()) != 0:
-                    self._changed.wait(pause)
+                    self._savers.wait(pause)
                 if self._closed:
                     return
-                reader = self._saving = self._saves.popleft()
+                reader = self._saves.popleft()
+                self._saving.add(reader)
             order, started = reader.order, self._clock()
             if isinstance(order, AuditOrder):
                 with self.pages.stream.behind(reader.after):
@@ -395,7 +406,7 @@ class PagedWorker:
             return
         with self._changed:
             while not self._closed and not save.dropped and (pause := self._pause_of(save)):
-                self._changed.wait(pause)
+                self._savers.wait(pause)
 
     def _audit(self, order: AuditOrder, reader: _Reader) -> tuple[AuditResult, ...]:
         """Any thread. Compare the stored block with the computed one."""
@@ -494,26 +505,25 @@ class PagedWorker:
                     self._report_save(reader.order, 0, 0, 0.0, None, dropped=True)
                     self._save_patience.gave_up(self._clock())
             self._saves = kept
-            if self._saving is not None and self._saving.order.number in numbers:
-                self._saving.dropped = True
-                self._changed.notify_all()
-                while self._is_reading and self._saving is not None and self._saving.order.number in numbers:
-                    self._changed.wait()
+            fenced = [reader for reader in self._saving if reader.order.number in numbers]
+            for reader in fenced:
+                reader.dropped = True
+            self._savers.notify_all()
+            self._changed.wait_for(lambda: not any(reader.is_reading for reader in fenced))
 
     def _reads_any(self, numbers: set[int]) -> bool:
-        current = self._saving is not None and self._saving.order.number in numbers
-        return current or any(reader.order.number in numbers for reader in self._saves)
+        return any(reader.order.number in numbers for reader in (*self._saving, *self._saves))
 
     def begin_reading(self, save: _Reader) -> bool:
-        """The saver's thread: whether this save may still read its pages."""
+        """A saver's thread: whether this save may still read its pages."""
         with self._changed:
-            self._is_reading = not save.dropped
-            return self._is_reading
+            save.is_reading = not save.dropped
+            return save.is_reading
 
-    def end_reading(self) -> None:
-        """The saver's thread."""
+    def end_reading(self, save: _Reader) -> None:
+        """A saver's thread."""
         with self._changed:
-            self._is_reading = False
+            save.is_reading = False
             self._changed.notify_all()
 
     def _report_audit(self, order: AuditOrder, results: tuple[AuditResult, ...]) -> None:
@@ -551,7 +561,7 @@ class _Reading:
         return self.worker.begin_reading(self.save)
 
     def end(self) -> None:
-        self.worker.end_reading()
+        self.worker.end_reading(self.save)
 
 
 def _cut(run: PageRun, first_token: int, stop_token: int, page_tokens: int) -> PageRun:

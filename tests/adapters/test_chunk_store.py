@@ -240,7 +240,7 @@ def test_a_flipped_bit_fails_that_chunk_alone(engine: Engine, sidecar: Sidecar) 
 def test_the_end_of_a_prefix_is_evicted_before_its_beginning(tmp_path: Path) -> None:
     all_pinned = kvstore.Limits(pinned_fraction=1.0)
     with Sidecar(tmp_path, dram="4MiB", extent="2MiB", limits=all_pinned) as sidecar, sidecar.client() as store:
-        limits = replace(LIMITS, load_threads=1)
+        limits = replace(LIMITS, load_threads=1, save_threads=1)  # two may end in another order
         with Engine(store, limits) as engine:
             engine.opened()
             while not sidecar.store.usage().counters.get("evicted_blocks"):

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from adapters.test_paged_worker import Bench, _until
+from adapters.test_paged_worker import Bench
 from engine_adapter.audit.audits import AuditVerdict
 from engine_adapter.paged.step_plan import AuditOrder, PageRun
 from engine_adapter.paged.stream import EngineStream
 from kvstore.node import EmbeddedStore
+from waiting import wait_until
 from workbench import ids
 
 LATE_CYCLES = 200_000_000
@@ -102,7 +103,7 @@ def test_all_that_threads_of_a_worker_do_with_pages_is_behind_the_step_it_belong
         bench.begin(loads=[load])
         bench.worker.start_loads()
         stream.steps = 6
-        _until(lambda: bool(bench.worker.finished()[0]))
+        wait_until(lambda: bool(bench.worker.finished()[0]))
         audit = AuditOrder(99, "a", 0, lease.ticket(), 64, (PageRun(2, [3, 4]),))
         bench.begin(saves=[bench.save(ids(64, 700), [5, 6])], audits=[audit])
         bench.worker.start_saves()

@@ -192,6 +192,36 @@ def test_a_fence_does_not_wait_for_a_save_of_other_pages(store: EmbeddedStore) -
         assert (report.number, report.stored) == (first.number, 1)
 
 
+def test_of_two_saves_that_read_a_fence_waits_for_its_own(store: EmbeddedStore) -> None:
+    with Bench(store, save_threads=2) as bench:
+        orders = [bench.save(ids(64, 100 * number), [2 * number + 1, 2 * number + 2]) for number in range(2)]
+        bench.worker.in_read.clear()
+        bench.begin(saves=orders)
+        bench.worker.start_saves()
+        wait_until(lambda: sum(reader.is_reading for reader in bench.worker._saving) == 2)
+        fence = blocks_for(0.1, lambda: bench.begin(cancelled_saves=[orders[0].number]))
+        bench.worker.in_read.set()
+        ends(fence)
+        assert [report.stored for report in bench.reports(saves=2).saves] == [1, 1], "each had begun to read"
+        assert bench.worker.settle(SECONDS) and not bench.worker._saving
+
+
+def test_a_save_waits_for_loads_and_goes_when_they_are_over(store: EmbeddedStore) -> None:
+    with Bench(store) as bench:
+        bench.stored(ids(64))
+        load, lease = bench.load(ids(64), [11, 12], waits=False)
+        bench.worker.load_gate.clear()
+        bench.begin(loads=[load], saves=[bench.save(ids(64, 700), [5, 6])])
+        bench.worker.start_loads()
+        bench.worker.start_saves()
+        assert not bench.worker.settle(0.1) and not bench.worker._saving
+        bench.worker.load_gate.set()
+        found = bench.reports(saves=1)
+        assert found.saves[0].stored == 1, "before the engine takes the load's report"
+        wait_until(lambda: bool(bench.worker.finished()[0]))
+        lease.release()
+
+
 def test_a_save_that_is_fenced_before_it_reads_reads_nothing(store: EmbeddedStore) -> None:
     with Bench(store) as bench:
         bench.fill(ids(128), [1, 2, 3, 4])
@@ -199,7 +229,7 @@ def test_a_save_that_is_fenced_before_it_reads_reads_nothing(store: EmbeddedStor
         order = bench.save(ids(128), [1, 2, 3, 4])
         bench.begin(saves=[order])
         bench.worker.start_saves()
-        wait_until(lambda: bench.worker._saving is not None)
+        wait_until(lambda: bool(bench.worker._saving))
         bench.begin(cancelled_saves=[order.number])
         bench.fill(ids(128, 900), [1, 2, 3, 4])
         bench.worker.before_read.set()
@@ -291,7 +321,7 @@ def test_a_save_behind_a_waiting_one_does_not_wake_the_saver(
 ) -> None:
     """Its thread would take a core and the interpreter's lock from the step, to find that it has to wait."""
     with Bench(store, save_patience=SECONDS) as bench:
-        changed, woken = bench.worker._changed, []
+        changed, woken = bench.worker._savers, []
         wake, me = changed.notify_all, threading.get_ident()
 
         def counted() -> None:

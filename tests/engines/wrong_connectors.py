@@ -52,9 +52,9 @@ class SlowConnector(WrongConnector):
             time.sleep(DELAY_SECONDS / 2)
             return begin(save)
 
-        def slow_end() -> None:
+        def slow_end(save: Any) -> None:
             time.sleep(DELAY_SECONDS / 2)
-            end()
+            end(save)
 
         worker._load, worker.begin_reading, worker.end_reading = slow_load, slow_begin, slow_end
 
