@@ -94,8 +94,9 @@ class PagedWorker:
         save_threads: int = 1,
         save_patience: float = 0.0,
     ) -> None:
-        """open_store: of a session. clock: monotonic seconds. save_patience: seconds for which a save waits until the
-        engine is idle; not if pages leave a window while it waits."""
+        """open_store: of a session. clock: monotonic seconds. save_threads: one where ranks put parts of the same
+        blocks, all in one order. save_patience: seconds for which a save waits until the engine is idle; not if pages
+        leave a window while it waits."""
         self.pages = pages
         self._rank = pages.facts.rank
         self._open_store = open_store
@@ -508,7 +509,8 @@ class PagedWorker:
             fenced = [reader for reader in self._saving if reader.order.number in numbers]
             for reader in fenced:
                 reader.dropped = True
-            self._savers.notify_all()
+            if fenced:
+                self._savers.notify_all()
             self._changed.wait_for(lambda: not any(reader.is_reading for reader in fenced))
 
     def _reads_any(self, numbers: set[int]) -> bool:
