@@ -103,7 +103,7 @@ class PagedWorker:
         self._clock = clock
         self._save_bytes = save_bytes
         self._lock = threading.Lock()
-        # Who waits for what: each change wakes those alone, since whoever wakes takes the interpreter's lock.
+        # By who waits: a change wakes the threads that wait for it, and no other takes the interpreter's lock for it.
         self._changed, self._loaders, self._savers = (threading.Condition(self._lock) for _ in range(3))
         self._namespace: NamespaceOpener | None = None
         self._loads: deque[tuple[LoadOrder, float, Any]] = deque()

@@ -11,7 +11,7 @@ Srivastava, "Finding Hierarchical Heavy Hitters in Streaming Data", ACM TKDD 1 (
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tiering.frame import KEY_BYTES
 
@@ -48,17 +48,6 @@ class HotNode:
     uses: float
     leases: float
     saved_blocks: float
-
-
-@dataclass(slots=True)
-class _Below:
-    """What is reported below a node, or is the node. nearest: those with no other one between; rows: all. given: leases
-    between the node and the nearest that count for rows; skipped: blocks that those left out."""
-
-    nearest: list[HotNode] = field(default_factory=list)
-    rows: list[HotNode] = field(default_factory=list)
-    given: float = 0.0
-    skipped: float = 0.0
 
 
 class PrefixTree:
@@ -105,20 +94,20 @@ class PrefixTree:
     def hottest(self, least_tokens: float) -> list[HotNode]:
         """Nodes whose own uses found at least so many tokens."""
         found: list[HotNode] = []
-        below_of: dict[PrefixNode, _Below] = {}
+        below: dict[PrefixNode, tuple[list[PrefixNode], list[HotNode]]] = {}
         for node in reversed(list(self._down())):
-            below = _joined([below_of.pop(child) for child in node.children.values()])
-            _count_shorter_leases(node, below)
-            nearest = [one.node for one in below.nearest]
-            uses = node.uses - sum(one.uses for one in nearest)
+            parts = [below.pop(child) for child in node.children.values()]
+            rows = [row for part in parts for row in part[1]]
+            # The nearest reported nodes below, and leases that count for them.
+            explained = [one for part in parts for one in part[0]] + _shorter_leases(node, rows)
+            uses = node.uses - sum(one.uses for one in explained)
             if uses > 0 and uses * node.end * self.block_tokens >= least_tokens:
-                leases = max(0.0, node.leased - sum(one.leased for one in nearest) - below.given)
-                skipped = node.skipped - sum(min(one.skipped, one.leased * node.end) for one in nearest)
-                skipped = max(0.0, skipped - min(below.skipped, below.given * node.end))
-                row = HotNode(node, uses, leases, max(0.0, leases * node.end - skipped))
+                leases = max(0.0, node.leased - sum(one.leased for one in explained))
+                skipped = node.skipped - sum(min(one.skipped, one.leased * node.end) for one in explained)
+                row = HotNode(node, uses, leases, max(0.0, leases * node.end - max(0.0, skipped)))
                 found.append(row)
-                below = _Below([row], [*below.rows, row])
-            below_of[node] = below
+                explained, rows = [node], [*rows, row]
+            below[node] = explained, rows
         return found
 
     def check(self) -> None:
@@ -171,33 +160,24 @@ class PrefixTree:
         return upper
 
 
-def _joined(parts: list[_Below]) -> _Below:
-    if len(parts) == 1:
-        return parts[0]
-    return _Below(
-        [row for part in parts for row in part.nearest],
-        [row for part in parts for row in part.rows],
-        sum(part.given for part in parts),
-        sum(part.skipped for part in parts),
-    )
-
-
-def _count_shorter_leases(node: PrefixNode, below: _Below) -> None:
-    """An engine may lease less than its look-up found. Leases that ended here beyond the look-ups that did count for
-    reported nodes below, in proportion to the look-ups there that no lease is known of."""
-    children = node.children.values()
+def _shorter_leases(node: PrefixNode, rows: list[HotNode]) -> list[PrefixNode]:
+    """An engine may lease less than its look-up found. Leases that ended at this node, beyond the look-ups that did,
+    count for reported nodes below, in proportion to the look-ups there that no lease is known of. They are returned as
+    a node of their own."""
+    children, counted = node.children.values(), PrefixNode(None, b"", 0)
     leases = node.leased - sum(one.leased for one in children)
     more = leases - (node.uses - sum(one.uses for one in children))
     without = sum(one.uses - one.leased for one in children)
     if more <= 0 or without <= 0:
-        return
+        return []
     skipped = max(0.0, node.skipped - sum(min(one.skipped, one.leased * node.end) for one in children)) / leases
-    for row in below.rows:
+    for row in rows:
         given = max(0.0, row.uses - row.leases) * min(1.0, more / without)
         row.leases += given
         row.saved_blocks += given * max(0.0, node.end - skipped)
-        below.given += given
-        below.skipped += given * skipped
+        counted.leased += given
+        counted.skipped += given * skipped
+    return [counted]
 
 
 def equal_start(one: bytes, other: bytes, size: int) -> int:
