@@ -94,20 +94,23 @@ class PrefixTree:
     def hottest(self, least_tokens: float) -> list[HotNode]:
         """Nodes whose own uses found at least so many tokens."""
         found: list[HotNode] = []
-        below: dict[PrefixNode, tuple[list[PrefixNode], list[HotNode]]] = {}
+        # Below a node, or itself: the nearest reported nodes, all of them, and leases in between that count for those.
+        below: dict[PrefixNode, tuple[list[PrefixNode], list[HotNode], PrefixNode]] = {}
         for node in reversed(list(self._down())):
             parts = [below.pop(child) for child in node.children.values()]
             rows = [row for part in parts for row in part[1]]
-            # The nearest reported nodes below, and leases that count for them.
-            explained = [one for part in parts for one in part[0]] + _shorter_leases(node, rows)
+            nearest, counted = [one for part in parts for one in part[0]], _shorter_leases(node, rows)
+            counted.leased += sum(part[2].leased for part in parts)
+            counted.skipped += sum(part[2].skipped for part in parts)
+            explained = [*nearest, counted]
             uses = node.uses - sum(one.uses for one in explained)
             if uses > 0 and uses * node.end * self.block_tokens >= least_tokens:
                 leases = max(0.0, node.leased - sum(one.leased for one in explained))
                 skipped = node.skipped - sum(min(one.skipped, one.leased * node.end) for one in explained)
                 row = HotNode(node, uses, leases, max(0.0, leases * node.end - max(0.0, skipped)))
                 found.append(row)
-                explained, rows = [node], [*rows, row]
-            below[node] = explained, rows
+                nearest, rows, counted = [node], [*rows, row], PrefixNode(None, b"", 0)
+            below[node] = nearest, rows, counted
         return found
 
     def check(self) -> None:
@@ -160,7 +163,7 @@ class PrefixTree:
         return upper
 
 
-def _shorter_leases(node: PrefixNode, rows: list[HotNode]) -> list[PrefixNode]:
+def _shorter_leases(node: PrefixNode, rows: list[HotNode]) -> PrefixNode:
     """An engine may lease less than its look-up found. Leases that ended at this node, beyond the look-ups that did,
     count for reported nodes below, in proportion to the look-ups there that no lease is known of. They are returned as
     a node of their own."""
@@ -169,7 +172,7 @@ def _shorter_leases(node: PrefixNode, rows: list[HotNode]) -> list[PrefixNode]:
     more = leases - (node.uses - sum(one.uses for one in children))
     without = sum(one.uses - one.leased for one in children)
     if more <= 0 or without <= 0:
-        return []
+        return counted
     skipped = max(0.0, node.skipped - sum(min(one.skipped, one.leased * node.end) for one in children)) / leases
     for row in rows:
         given = max(0.0, row.uses - row.leases) * min(1.0, more / without)
@@ -177,7 +180,7 @@ def _shorter_leases(node: PrefixNode, rows: list[HotNode]) -> list[PrefixNode]:
         row.saved_blocks += given * max(0.0, node.end - skipped)
         counted.leased += given
         counted.skipped += given * skipped
-    return [counted]
+    return counted
 
 
 def equal_start(one: bytes, other: bytes, size: int) -> int:

@@ -278,7 +278,7 @@ def test_weights_are_found_where_vllm_loads_them_from(config: Any, model: Path) 
     if hasattr(config.model_config, "model_weights"):
         config.model_config.model_weights = ""
     with pytest.raises(BadInput, match="model_dir"):
-        make_tier(config, "unix:/nobody/listens")
+        make_tier(config, "unix:/no/sidecar")
 
 
 # --- the tier --------------------------------------------------------------------------------------------------------
