@@ -26,25 +26,6 @@ GENERATED = ("kvstore/wire",)
 """Folders of generated stubs. They are neither rooms nor files of the house: protoc writes them, so their proportions
 are its own, and their classes are services that have the names of classes here."""
 
-NEW_ROOMS = (
-    "engine_adapter/handoff",
-    "kvstore/bench/traffic",
-    "kvstore/console",
-    "kvstore/courier",
-    "kvstore/doctor",
-    "kvstore/elsewhere",
-    "kvstore/keys",
-    "kvstore/metrics",
-    "kvstore/network",
-    "kvstore/openai",
-    "kvstore/peers",
-    "kvstore/pool",
-    "kvstore/prefixes",
-    "tiering/counts",
-    "tiering/remote",
-)
-"""Rooms that came after the budgets of rooms and of files on a verb's way were set: they have a budget of their own."""
-
 _BROAD = ("Exception", "BaseException")
 
 
