@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -22,6 +23,7 @@ from kvstore.node import StoreParts, build_store
 from simulation.two_tiers import Disk
 from tiering.dram.extents import MappedExtent
 from tiering.dram.keeping import NAME_BYTES, KeptExtent
+from tiering.frame import FrameHeader
 from tiering.nvme.tier import NvmeTier
 from tiering.tier import SLOT_BITS, extent_of, slot_of
 from workbench import SECRET, Bench, FakeClock, bench, blank_pages, ids, random_pages, same_tokens, small_layout
@@ -265,6 +267,35 @@ def test_a_frame_of_another_generation_than_its_ledger_says_is_given_up(later: i
         after.store.check()
 
 
+@pytest.mark.parametrize("index", [0, 4, 6], ids=["the first", "one too shallow", "one too deep"])
+def test_a_frame_that_says_another_depth_than_its_parents_is_given_up(index: int) -> None:
+    with holder() as keeper:
+        before = begun(keeper, 1)
+        handle = before.namespace()
+        assert stored(handle, 1) == BLOCKS
+        lease = handle.lease(handle.match(ids(64 * BLOCKS, 10_000)))
+        _write_header(before, lease.reply.places[0][5], block_index=index)
+        after = begun(keeper, 2)
+        assert readable(after.namespace(), 1) == 5
+        assert after.store.usage().dram.used == 5
+        after.store.check()
+
+
+def test_no_frame_is_taken_over_below_a_block_that_is_being_stored() -> None:
+    with holder() as keeper:
+        before = begun(keeper, 1)
+        assert stored(before.namespace(), 1) == BLOCKS
+        after = opened(keeper, 2)
+        handle = after.namespace()
+        keys = handle.match(ids(64 * BLOCKS, 10_000)).keys
+        reserved = after.store.reserve(handle.number, keys[:3], 0, 0, None)
+        take_over(after)
+        after.store.check()
+        after.store.abort(reserved.reservation)
+        assert after.store.usage().dram.used == 0 and readable(handle, 1) == 0
+        after.store.check()
+
+
 @pytest.mark.parametrize("later", [0, 1], ids=["the same", "another one"])
 def test_a_block_that_nvme_has_too_is_joined_with_its_own_frame_only(later: int) -> None:
     """In DRAM it may be what was stored after NVMe was to give up the other: they are two generations of one block."""
@@ -277,16 +308,10 @@ def test_a_block_that_nvme_has_too_is_joined_with_its_own_frame_only(later: int)
         assert handle.put(prompt, random_pages(LAYOUT, BLOCKS, seed=1), durability="disk").reason is None
         lease = handle.lease(handle.match(prompt))
         (place,) = lease.reply.places[0][-1:]
-        header = before.header_of(place)
-        again = (
-            before.store._blocks.spaces[0]
-            .sealers[0]
-            .seal(header.prefix_key, header.parent, header.block_index, header.generation + later, header.digests)
-        )
-        before.store.spans([place])[0].view[: len(again)] = again
+        header = _write_header(before, place, generation=before.header_of(place).generation + later)
         ledger = before.store._blocks.dram._extents[extent_of(place)].ledger
         assert ledger is not None
-        ledger.write(slot_of(place), header.generation + later)
+        ledger.write(slot_of(place), header.generation)
         after = on_disk(disk, keeper, 2)
         closed_at_the_end.callback(after.store.close)
         handle = after.namespace()
@@ -294,6 +319,15 @@ def test_a_block_that_nvme_has_too_is_joined_with_its_own_frame_only(later: int)
         assert tiers == (((HitTier.DRAM, 5), (HitTier.NVME, 1)) if later else ((HitTier.DRAM, 6),))
         assert readable(handle, 1) == BLOCKS
         after.store.check()
+
+
+def _write_header(made: Bench, place: int, **other: int) -> FrameHeader:
+    """The frame's header again, sealed with other numbers."""
+    header = replace(made.header_of(place), **other)
+    sealer = made.store._blocks.spaces[0].sealers[0]
+    raw = sealer.seal(header.prefix_key, header.parent, header.block_index, header.generation, header.digests)
+    made.store.spans([place])[0].view[: len(raw)] = raw
+    return header
 
 
 def on_disk(disk: Disk, holder: Holder, run: int) -> Bench:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -44,7 +47,7 @@ def engine(server: ValkeyServer) -> Iterator[ValkeyEngine]:
 
 
 class Node:
-    def __init__(self, engine: ValkeyEngine) -> None:
+    def __init__(self, engine: Any) -> None:
         self.clock = Later()
         self.salts = NamespaceSalts(engine, self.clock, os.urandom)
         self._engine = engine
@@ -134,3 +137,36 @@ def test_what_lies_where_a_salt_should_and_is_none_makes_room(engine: ValkeyEngi
     node = Node(engine)
     node.put()
     assert node.has()
+
+
+class Held:
+    """An engine whose answer to one thread, of the namespace's salt, arrives when the test lets it."""
+
+    def __init__(self, engine: ValkeyEngine) -> None:
+        self._engine = engine
+        self.asked, self.arrives = threading.Event(), threading.Event()
+
+    def read(self, key: bytes, into: memoryview, deadline: float) -> bool:
+        found = self._engine.read(key, into, deadline)
+        if key == salt_key(TENANT, NAMESPACE) and threading.current_thread() is not threading.main_thread():
+            self.asked.set()
+            assert self.arrives.wait(20)
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+def test_a_salt_that_is_read_while_a_drop_replaces_it_is_not_kept(engine: ValkeyEngine) -> None:
+    held = Held(engine)
+    here, there = Node(held), Node(engine)
+    here.put()
+    here.clock.ahead += SALT_SECONDS
+    with ThreadPoolExecutor(1) as reader:
+        name = reader.submit(here.name)
+        assert held.asked.wait(20)
+        here.salts.replace(TENANT, NAMESPACE)
+        held.arrives.set()
+        assert name.result(20)
+    assert not here.has(), "what was dropped is found"
+    assert here.name() == there.name()

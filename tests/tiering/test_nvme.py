@@ -1022,6 +1022,24 @@ def test_an_older_copy_of_the_index_is_not_believed(customer: Customer) -> None:
     assert not customer.restart().rebuilds
 
 
+@pytest.mark.parametrize("sessions", [1, 2], ids=["the session before it", "the last but one"])
+def test_an_index_of_before_a_session_that_was_cut_short_is_not_believed(sessions: int) -> None:
+    """A crash leaves an index that is newer than its session's stamp; an older one was put there."""
+    customer = stocked()
+    customer.restart()
+    copy = customer.machine.index.copy()
+    customer.evict(customer.some(10))
+    customer.settle()
+    customer.store(0, 6)
+    for _ in range(sessions):
+        customer.crash()
+    customer.machine.lose_power(Random(0))
+    put_back(customer.machine, copy)
+    customer.index_lost = True
+    customer.compare(customer.machine.start())
+    assert customer.tier.rebuilds
+
+
 def test_the_index_of_another_directory_is_not_believed(customer: Customer, tmp_path: Path) -> None:
     is_real = isinstance(customer.machine, RealMachine)
     other = opened(RealMachine(tmp_path / "other") if is_real else Machine())
