@@ -130,3 +130,31 @@ def test_a_step_that_never_reports_is_nobody_elses() -> None:
         engine.compute(tokens, tokens / 1000)
         alone.compute(tokens, tokens / 1000)
     assert engine.choice.costs.prefill.to_dict() == pytest.approx(alone.choice.costs.prefill.to_dict())
+
+
+def test_loads_in_progress_are_waited_for_by_those_after_them() -> None:
+    engine = Engine(choice())
+    for tokens in (100, 300, 500, 700, 900) * 6:
+        engine.compute(tokens, 0.001 + tokens * 1e-5)
+    for number in range(6):
+        engine.load(f"taught{number}", match((HitTier.DRAM, 10)), 0.004)
+    reasons = []
+    for number in range(8):
+        reasons.append(
+            engine.choice.stop_token(f"a{number}", match((HitTier.DRAM, 10)), 0, 999, BLOCK, False, engine.now)[1]
+        )
+        engine.choice.begins(f"a{number}", engine.now)
+    assert reasons[0] is MissReason.GRID, "alone it is sooner than computing"
+    assert reasons[-1] is MissReason.CHEAPER_TO_COMPUTE, "behind others it is not"
+
+
+def test_the_fetch_before_a_load_counts_in_what_it_cost() -> None:
+    regrets = []
+    for fetch_seconds in (0.0, 0.5):
+        engine = Engine(choice())
+        for tokens in (100, 300, 500, 700, 900) * 6:
+            engine.compute(tokens, 0.001 + tokens * 1e-5)
+        engine.choice.fetch_seconds["a"] = fetch_seconds
+        engine.load("a", match((HitTier.DRAM, 10)), 0.1)
+        regrets.append(engine.choice.costs.counts.regret_ms)
+    assert regrets[1] - regrets[0] == pytest.approx(500)

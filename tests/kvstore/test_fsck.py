@@ -30,11 +30,14 @@ from kvstore.block.pages import Pages
 from kvstore.client.handle import NamespaceHandle
 from kvstore.fsck import check as fsck
 from kvstore.fsck.result import FsckResult, IndexState, SlabState, Slot
-from kvstore.node import EmbeddedStore
+from kvstore.node import EmbeddedStore, new_uid
 from tiering.errors import TierError
 from tiering.frame import FrameHeader, digest, parse_header
 from tiering.nvme.group_commit import BatchRequest, GroupCommit
+from tiering.nvme.lmdb_index import LmdbMaker
 from tiering.nvme.slab import META, StoreStamp, record_key, slab_name
+from tiering.nvme.slab_files import DirectFiles
+from tiering.nvme.tier import NvmeTier
 from tiering.slab_header import PAGE_BYTES, SlabHeader, read_slab_header
 from workbench import MODEL, blank_planes, ids, one_line, random_pages, small_layout
 
@@ -819,6 +822,17 @@ def test_after_a_repair_a_store_finds_exactly_the_good_frames(kv: Path, tmp_path
             handle = namespace(store)
             handle.put(prompt(number), random_pages(handle.layout, BLOCKS, 64, number), durability="disk")
     assert checked(kv).is_well and found_by_a_store(kv) == ALL, "and what was lost is filled again"
+
+
+def test_after_a_repair_no_frame_waits_to_be_proved(kv: Path) -> None:
+    """Else each start would read every payload again."""
+    damaged_in_many_ways(kv)
+    fsck.repair(kv)
+    ring = KeyRing(KeyFile(kv / "keys").by_name().values())
+    tier = NvmeTier(DirectFiles(kv / "nvme"), LmdbMaker(kv / "nvme" / "index"), ring, 4 << 20, 256 << 10, new_uid)
+    found = list(tier.load())
+    tier.close()
+    assert sum(len(one.places) for one in found) == 45 and all(one.is_proven for one in found)
 
 
 def test_nothing_to_repair_is_nothing_changed(kv: Path) -> None:

@@ -384,6 +384,16 @@ def test_when_all_threads_hang_nothing_is_taken_until_one_is_back(queues: Queues
     second.opened.set()
 
 
+def test_one_thread_that_hangs_beside_one_that_has_just_begun_stops_nothing(queues: Queues) -> None:
+    queue = queues.new(threads=2, stall_seconds=3.0)
+    hangs = queues.busy(queue)
+    queues.clock.advance(3.1)
+    fresh = queues.busy(queue)
+    assert not queue.submit("a", DISK, Priority.WAITING, Work()).done
+    fresh.opened.set()
+    hangs.opened.set()
+
+
 def test_a_share_leaves_threads_for_others(queues: Queues) -> None:
     queue = queues.new(threads=3, shares={FAR: 2})
     gates = [queues.busy(queue, FAR), queues.busy(queue, FAR)]

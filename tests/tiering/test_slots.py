@@ -307,3 +307,16 @@ def test_no_place_is_handed_out_twice(capacities: list[int], counts: list[int]) 
     places = [place for count in counts for place in ledger.reserve(CLASSES[0], count)]
     assert len(places) == len(set(places)) == min(sum(counts), sum(capacities))
     ledger.check()
+
+
+def test_a_piece_that_is_being_written_to_is_nothing_to_evict_as_a_whole() -> None:
+    ledger = ledger_of(3)
+    places = resident(ledger, 2)
+    ledger.own(places, [7, 8])
+    assert ledger.rows_in(1) == [7, 8]
+    writing = ledger.reserve(CLASSES[0], 1)
+    assert ledger.rows_in(1) is None
+    ledger.step(writing, FrameEvent.COMMIT)
+    assert ledger.rows_in(1) is None, "its block is not whole yet"
+    ledger.own(writing, [9])
+    assert ledger.rows_in(1) == [7, 8, 9]
