@@ -14,6 +14,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
@@ -57,6 +58,7 @@ from engine_adapter.connector_metrics import ConnectorSeries
 from engine_adapter.cost.load_choice import StepWork
 from engine_adapter.model_files import adapter_digest
 from engine_adapter.paged.pages import is_opaque, layout_of
+from engine_adapter.paged.promises import IDLE_WAIT_SECONDS
 from engine_adapter.paged.requests import LOAD_SECONDS, NEVER, SAVING, Computed
 from engine_adapter.paged.scheduler import PagedScheduler
 from engine_adapter.paged.settings import ConnectorSettings, LoadMode
@@ -80,6 +82,8 @@ from kvstore.block.errors import BadInput
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is below its own name
 
+READ_SECONDS = 5.0
+"""How long a request waits at most for its images to be read, while others run."""
 START_SECONDS = 10.0
 """How long an engine waits for its store, once, when it starts."""
 
@@ -309,7 +313,7 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
         its steps."""
         if self._scheduler is None:
             return 0, False
-        return self._scheduler.half.matched(request.request_id, num_computed_tokens)
+        return self._scheduler.matched(request.request_id, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """vLLM has given the request pages."""
@@ -385,6 +389,7 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.close()
         if self._scheduler is not None:
             self._scheduler.half.close()
+            self._scheduler.reader.close()
 
 
 class _SchedulerSide:
@@ -395,12 +400,19 @@ class _SchedulerSide:
             settings, lambda: _open_store(settings.url, session), time.monotonic, random.Random().random, time.sleep
         )
         traced = config.model_config if settings.traces else None
-        self.reader = RequestReader(AdapterDigests(adapter_digest), str(config.kv_transfer_config.kv_role), traced)
+        self.reader = RequestReader(
+            AdapterDigests(adapter_digest),
+            str(config.kv_transfer_config.kv_role),
+            traced,
+            is_encoded_here=getattr(config, "ec_transfer_config", None) is None,
+        )
         self._config, self._groups = config, groups
         self._settings = settings
         self._session = session
         self._page_tokens = groups.kv_cache_groups[0].kv_cache_spec.block_size
         self._requests: dict[str, EngineView] = {}
+        self._unread: dict[str, float] = {}
+        """Requests whose images and the like are being read, and since when."""
         self._tables: dict[str, list[list[int]]] = {}
         self._facts: list[WorkerSpec] = []
         self.is_alone = False
@@ -474,9 +486,29 @@ class _SchedulerSide:
             self.pool.evict_blocks(invalid_pages)
 
     def added(self, request: Any) -> None:
-        """A new request: read its spec, and look it up."""
+        """A new request: read its spec, and look it up. One with images or the like is looked up once they are read."""
         mine = self._requests[request.request_id] = EngineView(request)
-        facts = self.reader.facts(request)
+        mine.read = self.reader.reading(request)
+        if mine.read is None:
+            self._look_up(mine)
+        else:
+            self._unread[request.request_id] = time.monotonic()
+
+    def matched(self, request_id: str, local_tokens: int) -> tuple[int | None, bool]:
+        """As `PagedScheduler.matched`; None, too, while a request's images are being read."""
+        since = self._unread.get(request_id)
+        if since is not None:
+            mine = self._requests[request_id]
+            assert mine.read is not None
+            wait([mine.read], 0.0 if self.half.is_busy else IDLE_WAIT_SECONDS)
+            if not mine.read.done() and time.monotonic() - since < READ_SECONDS:
+                return None, False
+            del self._unread[request_id]
+            self._look_up(mine)
+        return self.half.matched(request_id, local_tokens)
+
+    def _look_up(self, mine: EngineView) -> None:
+        facts = self.reader.facts(mine.request, mine.read)
         mine.extra_keys = facts.extra_keys
         self.half.added(mine, facts)
 
@@ -522,7 +554,7 @@ class _SchedulerSide:
         """Whether its LoRA adapter's files changed since it was added: the engine may have read them anew since."""
         if mine.request.lora_request is None or not mine.extra_keys:
             return False
-        return self.reader.facts(mine.request).extra_keys != mine.extra_keys
+        return self.reader.facts(mine.request, mine.read).extra_keys != mine.extra_keys
 
     def _work(self, output: Any) -> StepWork:
         """Prompts that the step computes, and how many requests get one more token."""
@@ -552,6 +584,7 @@ class _SchedulerSide:
     def finished(self, request: Any) -> dict[str, Any] | None:
         """A request is over. Returns what its user sees as `kv_transfer_params`."""
         self._requests.pop(request.request_id, None)
+        self._unread.pop(request.request_id, None)
         self._tables.pop(request.request_id, None)
         told = self.half.finished(request.request_id)
         return {"kvstore": told} if told is not None else None
