@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, wraps
 from hashlib import blake2b
 from typing import Any
 
@@ -37,6 +37,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.logger import init_logger
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash
+from vllm.v1.engine.core import EngineCore
 
 try:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults  # from 0.31 on
@@ -84,6 +85,13 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is below its own nam
 
 READ_SECONDS = 5.0
 """How long a request waits at most for its images to be read, while others run."""
+HARMLESS = frozenset(
+    "add_lora remove_lora list_loras pin_lora profile check_health sleep get_model_inspection get_supported_tasks "
+    "reset_mm_cache reset_encoder_cache synchronize_device compute_weight_checksums update_max_model_len "
+    "save_sharded_state save_tensorized_model init_weight_transfer_engine shutdown_weight_transfer_engine "
+    "checkpoint_prepare".split()
+)
+"""What a client may have vLLM's workers do (`collective_rpc`) that leaves their weights as they are."""
 START_SECONDS = 10.0
 """How long an engine waits for its store, once, when it starts."""
 
@@ -383,6 +391,11 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.reset()
         return True
 
+    def weights_may_have_changed(self, how: str) -> None:
+        """A client had the workers do that: nothing is looked up or saved until `reset_cache`."""
+        if self._scheduler is not None:
+            self._scheduler.weights_may_have_changed(how)
+
     def shutdown(self) -> None:
         """Release everything."""
         if self._worker is not None:
@@ -416,6 +429,8 @@ class _SchedulerSide:
         self._tables: dict[str, list[list[int]]] = {}
         self._facts: list[WorkerSpec] = []
         self.is_alone = False
+        self._has_run_since_reset = True
+        follow_rpcs()
         self.pool: Any = None
         self._block_events: BlockEvents | None = None
 
@@ -515,6 +530,7 @@ class _SchedulerSide:
     def step(self, output: Any) -> StepPlan:
         """The plan for a step of the scheduler's. In most steps nothing is due, and no request has new pages."""
         scheduled = output.num_scheduled_tokens
+        self._has_run_since_reset |= bool(scheduled)
         resolve = getattr(getattr(output, "kv_connector_block_state", None), "get_block_ids", None)
         cached = output.scheduled_cached_reqs
         resumed = cached.resumed_req_ids  # whose pages are known from their admission
@@ -592,6 +608,17 @@ class _SchedulerSide:
     def reset(self) -> None:
         """Rename the weights to a unique name: only this run of the engine knows them."""
         self.half.renamed(time.time_ns())
+        self._has_run_since_reset = False
+
+    def weights_may_have_changed(self, how: str) -> None:
+        """Look up and save nothing until a reset; one right before, under whose name nothing has run, will do."""
+        if self.half.block_tokens and self._has_run_since_reset:
+            detail = (
+                f"the weights may have changed in place (collective_rpc {how}); call "
+                "reset_prefix_cache(reset_connector=True) to have the store used again"
+            )
+            logger.warning("kvstore: %s", detail)
+            self.half.refuse(MissReason.DISABLED, detail)
 
     def events(self) -> list[Any]:
         """News of blocks that this engine stored, by the engine's own hashes."""
@@ -617,6 +644,27 @@ class _SchedulerSide:
     def _hash_tokens(self) -> int:
         """Tokens to one of the engine's hashes."""
         return int(getattr(self._groups, "hash_block_size", None) or self._page_tokens)
+
+
+def follow_rpcs() -> None:
+    """From here on, vLLM's engine core tells its connectors of what a client had the workers do, except `HARMLESS`:
+    vLLM itself does not when `reload_weights` and its like change the weights in place."""
+    plain = EngineCore.collective_rpc
+    if hasattr(plain, "__wrapped__"):
+        return
+
+    @wraps(plain)
+    def collective_rpc(core: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return plain(core, method, *args, **kwargs)
+        finally:
+            if method not in HARMLESS:
+                connector = core.scheduler.get_kv_connector()
+                for one in getattr(connector, "_connectors", [connector]):
+                    if isinstance(one, KvStoreConnector):
+                        one.weights_may_have_changed(str(getattr(method, "__name__", method)))
+
+    EngineCore.collective_rpc = collective_rpc
 
 
 def _extra_keys(request: Any, first: int, stop: int) -> Any:

@@ -303,6 +303,11 @@ class Session:
             self.llm.llm_engine.step()
         return False
 
+    def reload(self, step: dict[str, Any]) -> bool:
+        """Other weights, in place."""
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_path": step["path"]})
+        return True
+
     def settle(self, step: dict[str, Any]) -> bool:
         """Let what is being saved be saved, however long a busy machine takes for it, and all else for a while."""
         give_up_at = time.monotonic() + SAVE_SECONDS
