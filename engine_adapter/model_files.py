@@ -103,6 +103,12 @@ def snapshot_directory(model: str, revision: str | None = None, cache_dir: str |
         raise BadInput(f"the files of model {model!r} were not found on this host ({type(error).__name__})") from None
 
 
+def takes_more_than_text(model_dir: str | Path) -> bool:
+    """Whether the model's configuration, where there is one, speaks of images, video or sound. Raises `BadInput`."""
+    names = _config(Path(model_dir)) or {}
+    return any(word in name for name in names for word in ("vision", "visual", "image", "audio", "video"))
+
+
 def adapter_digest(adapter_dir: str | Path) -> str | None:
     """BLAKE2b-256 of all files of a LoRA adapter, whole, as hexadecimal text: configuration and weights, with their
     names. None where there is no such adapter or a file of it cannot be read: then its KV must not be stored."""
@@ -142,15 +148,21 @@ def _settings_files(place: Path) -> list[Path]:
 
 
 def _config_digest(place: Path) -> bytes:
-    """Digest of the fields that can change KV; of nothing where there is no configuration, as beside a GGUF file."""
+    """Digest of the fields that can change KV; of nothing where there is no configuration."""
+    config = _config(place)
+    text = json.dumps(_that_count(config), sort_keys=True) if config is not None else ""
+    return blake2b(text.encode(), digest_size=32).digest()
+
+
+def _config(place: Path) -> Any:
+    """The model's configuration; None where there is none, as beside a GGUF file."""
     path = place / _CONFIG
     if place.is_file() or not path.exists():
-        return blake2b(digest_size=32).digest()
+        return None
     try:
-        config = json.loads(path.read_bytes())
+        return json.loads(path.read_bytes())
     except ValueError:
         raise BadInput(f"{path} is not JSON; it is the model's configuration, which names its weights' use") from None
-    return blake2b(json.dumps(_that_count(config), sort_keys=True).encode(), digest_size=32).digest()
 
 
 def _that_count(value: Any) -> Any:

@@ -26,7 +26,7 @@ from sglang.srt.runtime_context import get_server_args
 import kvstore
 from engine_adapter.chunks.layout import ChunkRun, chunk_layout, chunk_planes
 from engine_adapter.chunks.space import ChunkOutcomes, ChunkSpace, open_twice
-from engine_adapter.model_files import model_fingerprint, snapshot_directory
+from engine_adapter.model_files import model_fingerprint, snapshot_directory, takes_more_than_text
 from engine_adapter.paged.step_plan import NamespaceSpec
 from kvstore.block.errors import BadInput
 from kvstore.block.pages import Pages
@@ -292,8 +292,14 @@ def engine_facts(args: Any, model_dir: str | None) -> tuple[str, dict[str, str]]
     try:
         weights = model_dir or snapshot_directory(args.model_path, args.revision, args.download_dir)
         drafting = draft and snapshot_directory(draft, args.speculative_draft_model_revision, args.download_dir)
+        takes_more = takes_more_than_text(weights)
     except BadInput as error:
         raise BadInput(f"KvStoreHiCache: {error}; give its directory: as model_dir, or to SGLang as a draft") from None
+    if takes_more and getattr(args, "enable_multimodal", None) is not False:
+        raise BadInput(
+            "KvStoreHiCache: page hashes have 64 bits for an image or the like, which a client may choose, and not "
+            "what it shows; give SGLang enable_multimodal=false where prompts are text"
+        )
     settings = "\n".join(f"{name}={getattr(args, name, None)!r}" for name in SETTINGS)
     return model_fingerprint(weights), {
         "engine": f"sglang {version('sglang')}",

@@ -14,8 +14,9 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, wraps
 from hashlib import blake2b
 from typing import Any
 
@@ -36,6 +37,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.logger import init_logger
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash
+from vllm.v1.engine.core import EngineCore
 
 try:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults  # from 0.31 on
@@ -57,6 +59,7 @@ from engine_adapter.connector_metrics import ConnectorSeries
 from engine_adapter.cost.load_choice import StepWork
 from engine_adapter.model_files import adapter_digest
 from engine_adapter.paged.pages import is_opaque, layout_of
+from engine_adapter.paged.promises import IDLE_WAIT_SECONDS
 from engine_adapter.paged.requests import LOAD_SECONDS, NEVER, SAVING, Computed
 from engine_adapter.paged.scheduler import PagedScheduler
 from engine_adapter.paged.settings import ConnectorSettings, LoadMode
@@ -80,6 +83,15 @@ from kvstore.block.errors import BadInput
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is below its own name
 
+READ_SECONDS = 5.0
+"""How long a request waits at most for its images to be read, while others run."""
+HARMLESS = frozenset(
+    "add_lora remove_lora list_loras pin_lora profile check_health sleep get_model_inspection get_supported_tasks "
+    "reset_mm_cache reset_encoder_cache synchronize_device compute_weight_checksums update_max_model_len "
+    "save_sharded_state save_tensorized_model init_weight_transfer_engine shutdown_weight_transfer_engine "
+    "checkpoint_prepare".split()
+)
+"""What a client may have vLLM's workers do (`collective_rpc`) that leaves their weights as they are."""
 START_SECONDS = 10.0
 """How long an engine waits for its store, once, when it starts."""
 
@@ -309,7 +321,7 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
         its steps."""
         if self._scheduler is None:
             return 0, False
-        return self._scheduler.half.matched(request.request_id, num_computed_tokens)
+        return self._scheduler.matched(request.request_id, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """vLLM has given the request pages."""
@@ -379,12 +391,18 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.reset()
         return True
 
+    def weights_may_have_changed(self, how: str) -> None:
+        """A client had the workers do that: nothing is looked up or saved until `reset_cache`."""
+        if self._scheduler is not None:
+            self._scheduler.weights_may_have_changed(how)
+
     def shutdown(self) -> None:
         """Release everything."""
         if self._worker is not None:
             self._worker.close()
         if self._scheduler is not None:
             self._scheduler.half.close()
+            self._scheduler.reader.close()
 
 
 class _SchedulerSide:
@@ -395,15 +413,24 @@ class _SchedulerSide:
             settings, lambda: _open_store(settings.url, session), time.monotonic, random.Random().random, time.sleep
         )
         traced = config.model_config if settings.traces else None
-        self.reader = RequestReader(AdapterDigests(adapter_digest), str(config.kv_transfer_config.kv_role), traced)
+        self.reader = RequestReader(
+            AdapterDigests(adapter_digest),
+            str(config.kv_transfer_config.kv_role),
+            traced,
+            is_encoded_here=getattr(config, "ec_transfer_config", None) is None,
+        )
         self._config, self._groups = config, groups
         self._settings = settings
         self._session = session
         self._page_tokens = groups.kv_cache_groups[0].kv_cache_spec.block_size
         self._requests: dict[str, EngineView] = {}
+        self._unread: dict[str, float] = {}
+        """Requests whose images and the like are being read, and since when."""
         self._tables: dict[str, list[list[int]]] = {}
         self._facts: list[WorkerSpec] = []
         self.is_alone = False
+        self._has_run_since_reset = True
+        follow_rpcs()
         self.pool: Any = None
         self._block_events: BlockEvents | None = None
 
@@ -474,15 +501,36 @@ class _SchedulerSide:
             self.pool.evict_blocks(invalid_pages)
 
     def added(self, request: Any) -> None:
-        """A new request: read its spec, and look it up."""
+        """A new request: read its spec, and look it up. One with images or the like is looked up once they are read."""
         mine = self._requests[request.request_id] = EngineView(request)
-        facts = self.reader.facts(request)
+        mine.read = self.reader.reading(request)
+        if mine.read is None:
+            self._look_up(mine)
+        else:
+            self._unread[request.request_id] = time.monotonic()
+
+    def matched(self, request_id: str, local_tokens: int) -> tuple[int | None, bool]:
+        """As `PagedScheduler.matched`; None, too, while a request's images are being read."""
+        since = self._unread.get(request_id)
+        if since is not None:
+            mine = self._requests[request_id]
+            assert mine.read is not None
+            wait([mine.read], 0.0 if self.half.is_busy else IDLE_WAIT_SECONDS)
+            if not mine.read.done() and time.monotonic() - since < READ_SECONDS:
+                return None, False
+            del self._unread[request_id]
+            self._look_up(mine)
+        return self.half.matched(request_id, local_tokens)
+
+    def _look_up(self, mine: EngineView) -> None:
+        facts = self.reader.facts(mine.request, mine.read)
         mine.extra_keys = facts.extra_keys
         self.half.added(mine, facts)
 
     def step(self, output: Any) -> StepPlan:
         """The plan for a step of the scheduler's. In most steps nothing is due, and no request has new pages."""
         scheduled = output.num_scheduled_tokens
+        self._has_run_since_reset |= bool(scheduled)
         resolve = getattr(getattr(output, "kv_connector_block_state", None), "get_block_ids", None)
         cached = output.scheduled_cached_reqs
         resumed = cached.resumed_req_ids  # whose pages are known from their admission
@@ -522,7 +570,7 @@ class _SchedulerSide:
         """Whether its LoRA adapter's files changed since it was added: the engine may have read them anew since."""
         if mine.request.lora_request is None or not mine.extra_keys:
             return False
-        return self.reader.facts(mine.request).extra_keys != mine.extra_keys
+        return self.reader.facts(mine.request, mine.read).extra_keys != mine.extra_keys
 
     def _work(self, output: Any) -> StepWork:
         """Prompts that the step computes, and how many requests get one more token."""
@@ -552,6 +600,7 @@ class _SchedulerSide:
     def finished(self, request: Any) -> dict[str, Any] | None:
         """A request is over. Returns what its user sees as `kv_transfer_params`."""
         self._requests.pop(request.request_id, None)
+        self._unread.pop(request.request_id, None)
         self._tables.pop(request.request_id, None)
         told = self.half.finished(request.request_id)
         return {"kvstore": told} if told is not None else None
@@ -559,6 +608,17 @@ class _SchedulerSide:
     def reset(self) -> None:
         """Rename the weights to a unique name: only this run of the engine knows them."""
         self.half.renamed(time.time_ns())
+        self._has_run_since_reset = False
+
+    def weights_may_have_changed(self, how: str) -> None:
+        """Look up and save nothing until a reset; one right before, under whose name nothing has run, will do."""
+        if self.half.block_tokens and self._has_run_since_reset:
+            detail = (
+                f"the weights may have changed in place (collective_rpc {how}); call "
+                "reset_prefix_cache(reset_connector=True) to have the store used again"
+            )
+            logger.warning("kvstore: %s", detail)
+            self.half.refuse(MissReason.DISABLED, detail)
 
     def events(self) -> list[Any]:
         """News of blocks that this engine stored, by the engine's own hashes."""
@@ -584,6 +644,27 @@ class _SchedulerSide:
     def _hash_tokens(self) -> int:
         """Tokens to one of the engine's hashes."""
         return int(getattr(self._groups, "hash_block_size", None) or self._page_tokens)
+
+
+def follow_rpcs() -> None:
+    """From here on, vLLM's engine core tells its connectors of what a client had the workers do, except `HARMLESS`:
+    vLLM itself does not when `reload_weights` and its like change the weights in place."""
+    plain = EngineCore.collective_rpc
+    if hasattr(plain, "__wrapped__"):
+        return
+
+    @wraps(plain)
+    def collective_rpc(core: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return plain(core, method, *args, **kwargs)
+        finally:
+            if method not in HARMLESS:
+                connector = core.scheduler.get_kv_connector()
+                for one in getattr(connector, "_connectors", [connector]):
+                    if isinstance(one, KvStoreConnector):
+                        one.weights_may_have_changed(str(getattr(method, "__name__", method)))
+
+    EngineCore.collective_rpc = collective_rpc
 
 
 def _extra_keys(request: Any, first: int, stop: int) -> Any:

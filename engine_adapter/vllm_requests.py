@@ -7,13 +7,17 @@ an extra key here, or the request is refused: what is not understood is not cach
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
 from engine_adapter.adapter_digests import AdapterDigests
+from engine_adapter.content_digests import ContentDigests
 from engine_adapter.paged.requests import RequestSpec
 from kvstore.block.account import MissReason
+from kvstore.block.errors import BadInput
 from kvstore.block.identity import ExtraKey
 from kvstore.client.edge import contained
 from kvstore.client.spans import NO_TRACE, SpanQueue
@@ -33,16 +37,29 @@ PRODUCER, CONSUMER = "kv_producer", "kv_consumer"
 class RequestReader:
     """Reads the requests of one engine."""
 
-    def __init__(self, adapters: AdapterDigests, role: str = "kv_both", traced: Any = None) -> None:
+    def __init__(
+        self, adapters: AdapterDigests, role: str = "kv_both", traced: Any = None, *, is_encoded_here: bool = True
+    ) -> None:
         """role: vLLM's `kv_role`. A producer hands all of its prompts over and waits for none; a consumer hands none
         over; one that is both hands over the requests that ask for it. traced: the engine's model, if requests that
-        bring a `traceparent` are to be traced."""
+        bring a `traceparent` are to be traced. is_encoded_here: whether images are encoded in this engine, from the
+        bytes that its requests have."""
         self._adapters = adapters
+        self._contents = ContentDigests() if is_encoded_here else None
         self._role = role
         self._spans = SpanQueue(str(traced.served_model_name), time.time_ns) if traced is not None else None
 
-    def facts(self, request: Any) -> RequestSpec:
-        """The spec of a new request. One that this version cannot read is refused."""
+    def reading(self, request: Any) -> Future[list[bytes]] | None:
+        """Reads, in a thread, the digests of images and the like that a request has; None where it has none."""
+        features = getattr(request, "mm_features", None)
+        return self._contents.submit(features) if features and self._contents is not None else None
+
+    def close(self) -> None:
+        if self._contents is not None:
+            self._contents.close()
+
+    def facts(self, request: Any, read: Future[list[bytes]] | None = None) -> RequestSpec:
+        """The spec of a new request. One that this version cannot read is refused. read: as `reading` returned it."""
         facts = _refused("")
 
         def failed(error: Exception) -> None:
@@ -50,10 +67,10 @@ class RequestReader:
             facts = _refused(f"{type(error).__name__}: {error}"[:200])
 
         with contained(failed):
-            facts = self._facts(request)
+            facts = self._facts(request, read)
         return facts
 
-    def _facts(self, request: Any) -> RequestSpec:
+    def _facts(self, request: Any, read: Future[list[bytes]] | None) -> RequestSpec:
         if request.prompt_embeds is not None:
             return _refused("a prompt of embeddings has no token ids")
         if getattr(request, "resumable", False):
@@ -71,12 +88,21 @@ class RequestReader:
         if request.cache_salt:
             salt = blake2b(request.cache_salt.encode(), digest_size=32).digest()
             extra.append(ExtraKey(b"salt:" + salt))
-        for feature in request.mm_features:
-            content = str(feature.identifier)
-            if not content:
-                return _refused("an image or the like without a content hash")
+        contents: Sequence[bytes] = ()
+        if request.mm_features:
+            if self._contents is None:
+                return _refused(
+                    "images and the like are encoded in another engine, by their names (ec_transfer_config)"
+                )
+            if read is None or not read.done():
+                return _refused("an image or the like was not read in time")
+            try:
+                contents = read.result()
+            except BadInput as error:
+                return _refused(str(error))
+        for feature, content in zip(request.mm_features, contents, strict=True):
             position = feature.mm_position
-            extra.append(ExtraKey(b"content:%d:%s" % (position.length, content.encode()), position.offset))
+            extra.append(ExtraKey(b"content:%d:%s" % (position.length, content), position.offset))
         reads = not getattr(request, "skip_reading_prefix_cache", False)
         trace = self._spans.trace(getattr(request, "trace_headers", None)) if self._spans is not None else NO_TRACE
         facts = hinted(RequestSpec(tuple(extra), reads=reads, trace=trace), request.kv_transfer_params)
@@ -136,6 +162,7 @@ class EngineView:
     def __init__(self, request: Any) -> None:
         self.request = request
         self.due = 0
+        self.read: Future[list[bytes]] | None = None
         self.extra_keys: tuple[ExtraKey, ...] = ()
 
     @property

@@ -246,6 +246,11 @@ def check_engine(config: Any, hash_seed: str | None, version: str = vllm.__versi
         reason = off
     elif config.lora_config is not None:
         reason = "block hashes name a LoRA adapter, and not what is in it; use KvStoreConnector with LoRA"
+    elif not getattr(getattr(config.model_config, "multimodal_config", None), "language_model_only", True):
+        reason = (
+            "block hashes have what clients call images and the like, and not what they show; use KvStoreConnector, or "
+            "start vLLM with --language-model-only"
+        )
     elif config.load_config.load_format == "dummy":
         reason = "load_format=dummy makes weights up, which no file tells"
     elif getattr(config, "weight_transfer_config", None) is not None:

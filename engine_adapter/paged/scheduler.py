@@ -97,9 +97,7 @@ class PagedScheduler:
         self._first_tokens: list[tuple[int, float, bool, int, int]] = []
         """Awaited first tokens: (step, when its request was added, whether it was held out, prompt, found tokens)."""
         self._news = RequestNews(settings.sketch_every, choose)
-        self._promises = Promises(
-            settings, self._namespace, clock, pause, lambda: bool(self._running), lambda: self.announced
-        )
+        self._promises = Promises(settings, self._namespace, clock, pause, lambda: self.is_busy, lambda: self.announced)
 
     # The namespace ---------------------------------------------------------------------------------------------------
 
@@ -173,6 +171,11 @@ class PagedScheduler:
     def block_tokens(self) -> int:
         """Tokens of a stored block; 0 if nothing can be stored."""
         return self._facts.layout.block_tokens if self._facts is not None else 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the engine runs requests."""
+        return bool(self._running)
 
     @property
     def page_tokens(self) -> int:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections import UserDict
+from concurrent.futures import Future, wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from engine_adapter.adapter_digests import AdapterDigests
 from engine_adapter.paged.requests import RequestSpec
@@ -31,8 +34,19 @@ def request(**given: Any) -> SimpleNamespace:
     return SimpleNamespace(**{**usual, **given})
 
 
-def feature(identifier: Any, offset: int, length: int) -> SimpleNamespace:
-    return SimpleNamespace(identifier=identifier, mm_position=SimpleNamespace(offset=offset, length=length))
+class Item(UserDict[str, Any]):
+    """As vLLM has the fields of a picture."""
+
+
+def item(**values: Any) -> Item:
+    return Item({name: SimpleNamespace(data=value) for name, value in values.items()})
+
+
+def feature(shown: Any, offset: int, length: int, name: str = "", modality: str = "image") -> SimpleNamespace:
+    """shown: a picture's only number, or all its fields."""
+    data = item(pixels=torch.tensor([shown], dtype=torch.float32)) if isinstance(shown, int) else shown
+    position = SimpleNamespace(offset=offset, length=length)
+    return SimpleNamespace(identifier=name or f"name of {shown}", data=data, modality=modality, mm_position=position)
 
 
 def lora(folder: Path, number: int = 1, **given: Any) -> SimpleNamespace:
@@ -41,8 +55,15 @@ def lora(folder: Path, number: int = 1, **given: Any) -> SimpleNamespace:
     return SimpleNamespace(lora_int_id=number, lora_path=str(folder), lora_name="name", **given)
 
 
+def read(reader: RequestReader, one: Any) -> RequestSpec:
+    reading = reader.reading(one)
+    if reading is not None:
+        wait([reading], 20)
+    return reader.facts(one, reading)
+
+
 def keys(**given: Any) -> tuple[ExtraKey, ...]:
-    facts = READER.facts(request(**given))
+    facts = read(READER, request(**given))
     assert facts.refused is None, facts
     return facts.extra_keys
 
@@ -57,11 +78,14 @@ def test_text_depends_on_nothing_else() -> None:
         ({"prompt_embeds": object()}, "embeddings"),
         ({"resumable": True}, "streamed"),
         ({"sampling_params": None}, "generates nothing"),
-        ({"mm_features": [feature("", 3, 4)]}, "content hash"),
+        ({"mm_features": [feature(None, 3, 4)]}, "mm_processor_cache_type"),
+        ({"mm_features": [feature(item(address=1, monotonic_id=2, signature=()), 3, 4)]}, "mm_processor_cache_type"),
+        ({"mm_features": [feature(item(pixels=object()), 3, 4)]}, "type object"),
+        ({"mm_features": [feature(item(pixels=torch.empty(1, device="meta")), 3, 4)]}, "on a device"),
     ],
 )
 def test_what_is_not_understood_is_not_cached(given: dict[str, Any], word: str) -> None:
-    facts = READER.facts(request(**given))
+    facts = read(READER, request(**given))
     assert facts.refused is MissReason.UNSUPPORTED and word in facts.detail
 
 
@@ -73,17 +97,113 @@ def test_a_salt_is_kept_as_a_digest_and_other_salts_are_others() -> None:
 
 def test_an_image_is_its_content_at_its_place() -> None:
     found = {
-        keys(mm_features=[feature("h1", 3, 4)]),
-        keys(mm_features=[feature("h2", 3, 4)]),
-        keys(mm_features=[feature("h1", 4, 4)]),
-        keys(mm_features=[feature("h1", 3, 5)]),
-        keys(mm_features=[feature("h1", 3, 4), feature("h2", 9, 4)]),
-        keys(mm_features=[feature("h2", 9, 4), feature("h1", 3, 4)]),
-        keys(mm_features=[feature("h2", 3, 4), feature("h1", 9, 4)]),
+        keys(mm_features=[feature(1, 3, 4)]),
+        keys(mm_features=[feature(2, 3, 4)]),
+        keys(mm_features=[feature(1, 4, 4)]),
+        keys(mm_features=[feature(1, 3, 5)]),
+        keys(mm_features=[feature(1, 3, 4), feature(2, 9, 4)]),
+        keys(mm_features=[feature(2, 9, 4), feature(1, 3, 4)]),
+        keys(mm_features=[feature(2, 3, 4), feature(1, 9, 4)]),
     }
     assert len(found) == 7
-    (key,) = keys(mm_features=[feature("h1", 3, 4)])
+    (key,) = keys(mm_features=[feature(1, 3, 4)])
     assert key.first_token == 3, "what lies before it does not depend on it"
+
+
+ZEROS = torch.zeros(2, 3)
+FIELDS = [
+    item(pixels=ZEROS),
+    item(pixels=ZEROS, grid=torch.tensor([1, 2])),
+    item(pixels=ZEROS, grid=[torch.tensor([1]), torch.tensor([2])]),
+    item(pixels=ZEROS, grid=[torch.tensor([1]), [torch.tensor([2])]]),
+    item(pixels=ZEROS, grid=[[torch.tensor([1]), torch.tensor([2])]]),
+    item(grid=ZEROS, pixels=torch.tensor([1, 2])),
+    item(pixels=ZEROS.reshape(3, 2)),
+    item(pixels=ZEROS.to(torch.float64)),
+    item(pixels=ZEROS.to(torch.int32)),
+    item(pixels=ZEROS - torch.zeros(()), more=None),
+    item(pixels=-ZEROS),
+    item(pixels=torch.zeros(2, 3, dtype=torch.bfloat16)),
+    item(pixels=torch.zeros(0, 3)),
+    item(pixels=torch.zeros(3, 0)),
+    item(pixels="1"),
+    item(pixels=1),
+    item(pixels=1.0),
+    item(pixels=True),
+    item(pixels=["1", "1"]),
+    item(pixels=["11", ""]),
+]
+
+
+def test_no_two_items_have_one_digest() -> None:
+    found = {keys(mm_features=[feature(one, 0, 4, f"n{at}")]) for at, one in enumerate(FIELDS)}
+    found |= {keys(mm_features=[feature(one, 0, 4, f"v{at}", "video")]) for at, one in enumerate(FIELDS)}
+    assert len(found) == 2 * len(FIELDS)
+
+
+def test_what_an_image_is_called_says_nothing() -> None:
+    """Neither of equal content nor of other content, also by strides."""
+    spread = torch.arange(12, dtype=torch.float32).reshape(3, 4)
+    one = keys(mm_features=[feature(item(pixels=spread.T), 0, 4, "a")])
+    assert one == keys(mm_features=[feature(item(pixels=spread.T.contiguous()), 0, 4, "b")])
+    assert one != keys(mm_features=[feature(item(pixels=spread.reshape(4, 3)), 0, 4, "c")])
+    other_engine = RequestReader(AdapterDigests(lambda _: None))
+    again = read(other_engine, request(mm_features=[feature(item(pixels=spread.reshape(4, 3)), 0, 4, "a")]))
+    assert again.extra_keys == keys(mm_features=[feature(item(pixels=spread.reshape(4, 3)), 0, 4, "c")])
+
+
+NAMED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    **{
+        modality: (
+            {"mm_features": [feature(1, 0, 4, "x", modality)]},
+            {"mm_features": [feature(2, 0, 4, "x", modality)]},
+        )
+        for modality in ("image", "video", "audio", "vision_chunk")
+    },
+    "image, with an adapter": (
+        {"mm_features": [feature(1, 0, 4, "name:x")]},
+        {"mm_features": [feature(2, 0, 4, "name:x")]},
+    ),
+    "embeddings of an image": (
+        {"mm_features": [feature(item(image_embeds=torch.zeros(4, 8)), 0, 4, "x")]},
+        {"mm_features": [feature(item(image_embeds=torch.ones(4, 8)), 0, 4, "x")]},
+    ),
+    "cache_salt": ({"cache_salt": "a"}, {"cache_salt": "b"}),
+}
+"""Requests of two runs of an engine, equal but for bytes: each extra key is made of these, not of what they are called.
+The content of an adapter's files: below. Embeddings of a prompt have no key: such requests are refused."""
+
+
+@pytest.mark.parametrize("kind", NAMED)
+def test_each_extra_key_is_made_of_the_bytes_that_it_stands_for(kind: str) -> None:
+    one, other = (
+        read(RequestReader(AdapterDigests(lambda _: None)), request(**given)).extra_keys for given in NAMED[kind]
+    )
+    assert one and other and one != other
+
+
+def test_a_name_of_two_images_is_neither_from_then_on() -> None:
+    """The engine's own caches go by the name: whose KV it computed under it is not known."""
+    reader = RequestReader(AdapterDigests(lambda _: None))
+    first = feature(1, 0, 4, "x")
+    assert read(reader, request(mm_features=[first])).refused is None
+    assert read(reader, request(mm_features=[feature(1, 0, 4, "x")])).refused is None, "the same once more"
+    for shown in (feature(2, 0, 4, "x"), first, feature(1, 0, 4, "x")):
+        facts = read(reader, request(mm_features=[shown]))
+        assert facts.refused is MissReason.UNSUPPORTED and "same name" in facts.detail
+    assert read(reader, request(mm_features=[feature(1, 0, 4, "y")])).refused is None
+
+
+def test_images_that_another_engine_encodes_go_by_their_names_and_are_not_cached() -> None:
+    reader = RequestReader(AdapterDigests(lambda _: None), is_encoded_here=False)
+    facts = read(reader, request(mm_features=[feature(1, 0, 4)]))
+    assert facts.refused is MissReason.UNSUPPORTED and "ec_transfer_config" in facts.detail
+    assert read(reader, request()).refused is None
+
+
+def test_an_image_that_is_not_read_yet_is_not_looked_up() -> None:
+    facts = READER.facts(request(mm_features=[feature(1, 0, 4)]), Future())
+    assert facts.refused is MissReason.UNSUPPORTED and "in time" in facts.detail
 
 
 def test_an_adapter_is_its_content_and_not_its_name(tmp_path: Path) -> None:

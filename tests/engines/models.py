@@ -8,10 +8,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import safetensors.torch
 import torch
+from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    Blip2Config,
+    Blip2ForConditionalGeneration,
+    Blip2Processor,
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
     Gemma3ForCausalLM,
@@ -20,6 +25,7 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    OPTConfig,
     PreTrainedTokenizerFast,
 )
 
@@ -124,6 +130,45 @@ def save_deepseek(directory: Path, *, vocab: int = 1000, seed: int = 0) -> Path:
     return directory
 
 
+def save_blip(directory: Path, *, vocab: int = 1000, seed: int = 0) -> Path:
+    """Takes a picture of 56 x 56, eight tokens before the prompt's. Its processor needs no torchvision."""
+    from transformers.models.blip.image_processing_pil_blip import BlipImageProcessorPil
+
+    torch.manual_seed(seed)
+    encoder = dict(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, initializer_range=0.3
+    )
+    text = OPTConfig(
+        vocab_size=vocab,
+        hidden_size=256,
+        ffn_dim=512,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        word_embed_proj_dim=256,
+        init_std=0.1,
+    )
+    config = Blip2Config(
+        vision_config={**encoder, "image_size": 56, "patch_size": 14},
+        qformer_config={**encoder, "vocab_size": vocab, "encoder_hidden_size": 64},
+        text_config=text.to_dict(),
+        num_query_tokens=8,
+        image_token_index=vocab - 2,
+    )
+    model = Blip2ForConditionalGeneration(config).float()
+    torch.nn.init.normal_(model.query_tokens, std=0.5)
+    model.save_pretrained(directory)
+    tokens = save_tokenizer(directory, vocab, image_token="<image>")
+    processor = BlipImageProcessorPil(size={"height": 56, "width": 56})
+    Blip2Processor(image_processor=processor, tokenizer=tokens, num_query_tokens=8).save_pretrained(directory)
+    return directory
+
+
+def picture(*seed: int) -> Any:
+    """Of `save_blip`'s size."""
+    drawn = np.random.default_rng(seed).integers(0, 255, (56, 56, 3), dtype=np.uint8)
+    return Image.fromarray(drawn)
+
+
 def has_fp8() -> bool:
     """Whether this processor is one on which vLLM keeps KV in fp8."""
     flags = Path("/proc/cpuinfo").read_text()
@@ -167,12 +212,17 @@ def save_adapter(directory: Path, *, seed: int, layers: int = 4, hidden: int = 2
     return directory
 
 
-def save_tokenizer(directory: Path, vocab: int) -> None:
-    """One word for each id."""
-    words = {f"w{number}": number for number in range(vocab - 1)} | {"<unk>": vocab - 1}
+def save_tokenizer(directory: Path, vocab: int, **special: str) -> PreTrainedTokenizerFast:
+    """One word for each id; the last ones are special."""
+    names = [*special.values(), "<unk>"]
+    first = vocab - len(names)
+    words = {f"w{number}": number for number in range(first)} | {name: first + at for at, name in enumerate(names)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(directory)
+    more: dict[str, Any] = {"pad_token": "<unk>", "extra_special_tokens": special} if special else {}
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", **more)
+    made.save_pretrained(directory)
+    return made
 
 
 def prepare(kv_gib: int = 1, *, multiprocessing: bool = False, ranks: int = 1) -> None:

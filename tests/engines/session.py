@@ -198,7 +198,11 @@ class Session:
             config = self.llm.llm_engine.model_config
             drawn = torch.Generator().manual_seed(len(ids))
             return {"prompt_embeds": torch.randn(len(ids), config.get_hidden_size(), generator=drawn).to(config.dtype)}
-        return {"prompt_token_ids": ids, **({"cache_salt": step["salt"]} if "salt" in step else {})}
+        prompt = {"prompt_token_ids": ids, **({"cache_salt": step["salt"]} if "salt" in step else {})}
+        if "pictures" in step:  # one a prompt; their names are the prompts', whatever they show
+            prompt["multi_modal_data"] = {"image": models.picture(step["pictures"], ids[0])}
+            prompt["multi_modal_uuids"] = {"image": [f"picture {ids[0]}" if step.get("named") else None]}
+        return prompt
 
     def churn(self, step: dict[str, Any]) -> list[dict[str, Any]]:
         """The prompts arrive one by one while others run; some are given up on the way. The others, as above."""
@@ -298,6 +302,11 @@ class Session:
                 return True
             self.llm.llm_engine.step()
         return False
+
+    def reload(self, step: dict[str, Any]) -> bool:
+        """Other weights, in place."""
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_path": step["path"]})
+        return True
 
     def settle(self, step: dict[str, Any]) -> bool:
         """Let what is being saved be saved, however long a busy machine takes for it, and all else for a while."""

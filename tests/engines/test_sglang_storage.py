@@ -7,6 +7,7 @@ several ranks that agree over a network (`torch.distributed`).
 from __future__ import annotations
 
 import inspect
+import json
 import random
 import threading
 import time
@@ -557,5 +558,11 @@ def test_arguments_that_decide_kv_are_in_the_namespace(weights: Path) -> None:
         with pytest.raises(BadInput) as raised:
             facts(**refused)
         assert "\n" not in str(raised.value)
+    config = json.loads((weights / "config.json").read_text())
+    (weights / "config.json").write_text(json.dumps({**config, "vision_config": {}}))
+    with pytest.raises(BadInput, match="enable_multimodal=false"):
+        facts()
+    assert facts(enable_multimodal=False)
+    (weights / "config.json").write_text(json.dumps(config))
     with pytest.raises(BadInput, match="model_dir"):
         facts(model_path="no-hub/has-this-model")

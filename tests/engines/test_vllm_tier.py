@@ -203,6 +203,9 @@ REFUSED: dict[str, Callable[[Any], object]] = {
     "dummy": lambda c: setattr(c.load_config, "load_format", "dummy"),
     "updated in place": lambda c: setattr(c, "weight_transfer_config", SimpleNamespace()),
     "sleep": lambda c: setattr(c.model_config, "enable_sleep_mode", True),
+    "--language-model-only": lambda c: setattr(
+        c.model_config, "multimodal_config", SimpleNamespace(language_model_only=False)
+    ),
     "one host": lambda c: workers(c, 2, "ray"),
     "this host's workers": lambda c: workers(c, 4, "mp", hosts=2),
 }
