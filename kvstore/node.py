@@ -5,6 +5,7 @@ The one place where clock, randomness, memory and disk enter. Nothing here is a 
 
 from __future__ import annotations
 
+import errno
 import logging
 import secrets
 from array import array
@@ -20,7 +21,7 @@ import msgspec
 
 from kvstore.block.account import MissReason
 from kvstore.block.display_names import DisplayNames, checked_name
-from kvstore.block.errors import BadInput, DirectoryInUse
+from kvstore.block.errors import BadInput, DirectoryInUse, KeysUnusable
 from kvstore.block.identity import (
     NOWHERE,
     NUMBER_KEY_BYTES,
@@ -392,11 +393,15 @@ def open_embedded(directory: str, options: StoreOptions, parts: StoreParts) -> E
         keys.find(options.tenant)  # which makes it, or says why it cannot be served
         keys.fill(ring)
         check_pieces(shares, dram_config.budget_bytes // dram_config.extent_bytes, dram_config.extent_bytes, "dram")
+        tier = None
+        if tiers.nvme is not None:
+            tier = _open_nvme(path / "nvme", options, parts, ring, faults)
+            tier.beside = partial(_confirm_directory, lock, own)
         store = build_store(
             dram_config,
             options.limits,
             ring,
-            tier=_open_nvme(path / "nvme", options, parts, ring, faults) if tiers.nvme is not None else None,
+            tier=tier,
             parts=replace(parts, scrub_limits=parts.scrub_limits or (ScrubLimits(rate) if rate else None)),
             admission=_admission_of(parse_writes(tiers.nvme_writes, "nvme_writes")),
             shares={found.tenant: share for name, share in shares.items() if (found := keys.find(name)) is not None},
@@ -412,6 +417,14 @@ def open_embedded(directory: str, options: StoreOptions, parts: StoreParts) -> E
     names = DisplayNames(path / "names", faults)
     codecs, before_close = parts.codecs, parts.before_close
     return EmbeddedStore(store, ring, keys, lock, codecs, options.tenant, None, before_close, faults, names, node_lock)
+
+
+def _confirm_directory(lock: DirectoryLock, keys: KeyFile) -> None:
+    lock.confirm()
+    try:
+        keys.bring_back()
+    except KeysUnusable as error:
+        raise OSError(errno.ENOENT, str(error)) from error
 
 
 def new_uid() -> bytes:

@@ -27,6 +27,7 @@ class FaultKind(StrEnum):
     DISK_FULL = "disk full"
     DISK_FAULT = "disk fault"
     DISK_HANGS = "disk hangs"
+    FILES_GONE = "files gone"
     NO_DESCRIPTORS = "no descriptors"
     NO_MEMORY = "no memory"
     NO_THREADS = "no threads"
@@ -47,6 +48,9 @@ _BY_ERRNO = {
     errno.ENOSPC: FaultKind.DISK_FULL,
     errno.EDQUOT: FaultKind.DISK_FULL,
     errno.EFBIG: FaultKind.DISK_FULL,
+    errno.ENOENT: FaultKind.FILES_GONE,
+    errno.ENOTDIR: FaultKind.FILES_GONE,
+    errno.ESTALE: FaultKind.FILES_GONE,
     errno.EMFILE: FaultKind.NO_DESCRIPTORS,
     errno.ENFILE: FaultKind.NO_DESCRIPTORS,
     errno.ETOOMANYREFS: FaultKind.NO_DESCRIPTORS,

@@ -37,6 +37,7 @@ class DirectoryLock:
 
     def __init__(self, directory: Path) -> None:
         self._owner = os.getpid()
+        self._path = directory / "lock"
         self._descriptor = open_regular(directory / "lock", os.O_RDWR | os.O_CREAT)
         _take_lock(self._descriptor)
         try:
@@ -45,6 +46,16 @@ class DirectoryLock:
         except OSError:  # a full disk
             self.release()
             raise
+
+    def confirm(self) -> None:
+        """Raises `OSError` unless the directory's name still leads to the one that is locked."""
+        try:
+            is_ours = os.path.samestat(os.stat(self._path), os.fstat(self._descriptor))
+        except FileNotFoundError:
+            is_ours = False
+        if not is_ours:
+            words = f"{self._path.parent} is not the directory that is in use; bring that back, or start again"
+            raise FileNotFoundError(errno.ENOENT, words)
 
     def close_after_fork(self) -> None:
         """In a forked child: the lock is the parent's alone, and must not outlive it here."""
