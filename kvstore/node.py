@@ -74,14 +74,14 @@ from tiering.dram.mover import Mover
 from tiering.dram.tier import DramTier
 from tiering.errors import TierError
 from tiering.failpoint import Reach, go_on
-from tiering.faults import FaultReports, Faults
+from tiering.faults import NEW_SLABS, FaultKind, FaultReports, Faults
 from tiering.files import DirectoryLock, make_directory, read_text_files
 from tiering.frame import frame_bytes
 from tiering.move_queue import MoveQueue, QueueLimits
 from tiering.nvme.frame_index import IndexMaker
 from tiering.nvme.scrub import ScrubLimits
 from tiering.nvme.slab import OtherFormat
-from tiering.nvme.slab_files import DirectFiles, Files, disk_room
+from tiering.nvme.slab_files import DirectFiles, Files, disk_room, slab_bytes
 from tiering.nvme.tier import NvmeTier
 from tiering.policies.admission import Admission, AdmissionMaker, AdmitAll, LearnedAdmission
 from tiering.policies.by_group import ByGroup
@@ -440,7 +440,11 @@ def _open_nvme(
     assert nvme is not None and parts.indexes is not None
     try:
         make_directory(directory)
-        config = NvmeConfig.of(nvme, slab, disk_room(directory))
+        room = disk_room(directory)
+        config = NvmeConfig.of(nvme, slab, room if not slab_bytes(directory) else None)
+        if config.budget_bytes > room:
+            words = f"nvme={nvme}, and the disk has room for {format_size(room)} of it"
+            faults.failed(NEW_SLABS, FaultKind.DISK_FULL, words)
         # Before the index is open: a refusal here must leave it closed.
         check_pieces(options.shares, config.budget_bytes // config.slab_bytes, config.slab_bytes, "nvme")
         tier = NvmeTier(

@@ -14,12 +14,14 @@ import os
 import socket
 import stat
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from tiering.failpoint import Reach, go_on
 from tiering.tier import FrameSpan
 
 _BACKLOG = 128
+_LOCK_BYTES = 16
 
 
 class Unfit(FileExistsError):
@@ -40,12 +42,8 @@ class DirectoryLock:
         self._path = directory / "lock"
         self._descriptor = open_regular(directory / "lock", os.O_RDWR | os.O_CREAT)
         _take_lock(self._descriptor)
-        try:
-            os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, f"{self._owner}\n".encode(), 0)
-        except OSError:  # a full disk
-            self.release()
-            raise
+        with suppress(OSError):  # a full disk; the kernel knows the holder, too
+            os.pwrite(self._descriptor, f"{self._owner}\n".ljust(_LOCK_BYTES).encode(), 0)
 
     def confirm(self) -> None:
         """Raises `OSError` unless the directory's name still leads to the one that is locked."""

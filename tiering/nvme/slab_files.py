@@ -441,9 +441,13 @@ def _reads_directly(path: Path) -> bool:
 def disk_room(directory: Path) -> int:
     """Bytes that a new file in this directory could have, its slabs' own bytes counted as free."""
     facts = os.statvfs(directory)
-    taken = sum(
+    return facts.f_bavail * facts.f_frsize + slab_bytes(directory)
+
+
+def slab_bytes(directory: Path) -> int:
+    """What the slabs in this directory take of its disk; 0 before a store was opened there."""
+    return sum(
         entry.stat(follow_symlinks=False).st_blocks * 512
         for entry in os.scandir(directory)
         if entry.name.endswith(_SLAB_SUFFIX)
     )
-    return facts.f_bavail * facts.f_frsize + taken
