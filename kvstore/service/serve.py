@@ -18,6 +18,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
@@ -42,7 +43,7 @@ from tiering.clock import Clock
 from tiering.dram.extents import Extent
 from tiering.dram.keeping import NAME_BYTES, KeptExtent
 from tiering.errors import TierError
-from tiering.faults import SHORTAGES, FaultKind, kind_of
+from tiering.faults import HTTP_LISTENERS, SHORTAGES, FaultKind, kind_of
 from tiering.nvme.frame_index import IndexMaker
 from tiering.policies.policy import PolicyMaker
 
@@ -57,6 +58,7 @@ FAILED = 70
 """Exit status after an internal fault (EX_SOFTWARE of sysexits.h)."""
 
 RECEIVE_SECONDS = FREEZE_SECONDS = 10.0
+HTTP_AGAIN_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1
 
 PROBE_BYTES = 4096
@@ -150,8 +152,8 @@ def _serve(settings: Settings, outside: Outside, started: Callable[[list[str], i
         health = None
         try:
             if settings.http.listen is not None:
-                health = outside.health(*host_and_port(settings.http.listen), daemon)
-                health.start()
+                health = _Health(*host_and_port(settings.http.listen), daemon, outside.health)
+                health.start(is_restart=keeper is not None and keeper.is_restart)
             daemon.start()
             if keeper is not None:
                 keeper.start(lambda: os.kill(os.getpid(), signal.SIGTERM))
@@ -168,7 +170,54 @@ def _serve(settings: Settings, outside: Outside, started: Callable[[list[str], i
                 health.close(1.0)
 
 
-def _read_again(now: Settings, read: Callable[[], Settings], daemon: Daemon, health: HealthServer | None) -> Settings:
+class _Health:
+    """The server of health and metrics. At a restart engines are served without it, and it is tried again: others may
+    have its port by then."""
+
+    def __init__(self, host: str, port: int, daemon: Daemon, make: Callable[[str, int, Daemon], HealthServer]) -> None:
+        self._make = partial(make, host, port, daemon)
+        self._faults = daemon.store.faults
+        self._server: HealthServer | None = None
+        self._over = threading.Event()
+
+    @property
+    def port(self) -> int | None:
+        return self._server.port if self._server is not None else None
+
+    def start(self, *, is_restart: bool) -> None:
+        """Raises `BadInput` at a first start."""
+        try:
+            self._try()
+        except BadInput as error:
+            if not is_restart:
+                raise
+            self._faults.failed(HTTP_LISTENERS, FaultKind.OTHER, str(error))
+            threading.Thread(target=self._try_again, name="kv-http-again", daemon=True).start()
+
+    def _try(self) -> None:
+        server = self._make()
+        server.start()
+        self._server = server
+
+    def _try_again(self) -> None:
+        while not self._over.wait(HTTP_AGAIN_SECONDS):
+            try:
+                self._try()
+            except BadInput as error:
+                self._faults.failed(HTTP_LISTENERS, FaultKind.OTHER, str(error))
+                continue
+            return self._faults.worked(HTTP_LISTENERS)
+
+    def read_again(self, settings: Settings) -> Callable[[], None]:
+        return self._server.read_again(settings) if self._server is not None else lambda: None
+
+    def close(self, seconds: float) -> None:
+        self._over.set()
+        if self._server is not None:
+            self._server.close(seconds)
+
+
+def _read_again(now: Settings, read: Callable[[], Settings], daemon: Daemon, health: _Health | None) -> Settings:
     """Reload the settings; returns those in force. If any cannot be applied, none is."""
     try:
         settings, changed, in_vain = taken_over(now, read())
@@ -215,7 +264,7 @@ class _Signals:
 def _try_limits(settings: Settings, dram: Size, nvme: Size | None) -> None:
     """Have for a moment what the settings need of each limit, as the first start and every later one find it. Raises
     `BadInput` without shared memory, and what `serve` takes for a shortage: a store that lacks any of it would say that
-    it is ready, and let nobody in."""
+    it is ready, and let no client in."""
     memory = DramConfig.of(dram, settings.store.extent, 1 << 62)
     disk = NvmeConfig.of(nvme, settings.store.slab, None) if nvme is not None else None
     _try_shared_memory()
@@ -443,6 +492,8 @@ class KeeperWire:
         self._frozen = False
         self._queue: SimpleQueue[tuple[bytes, list[int]] | threading.Event] = SimpleQueue()
         self._is_sending = False
+        self.is_restart = False
+        """Whether a sidecar was ready before this one: it should serve engines without what they do not need."""
 
     def receive(self) -> list[KeptExtent]:
         """The memory that an earlier process left, once. Raises `OSError` if the supervisor does not answer."""
@@ -459,6 +510,7 @@ class KeeperWire:
             if not message:
                 raise ConnectionResetError("the keeper is gone")
             if message[:1] == ALL:
+                self.is_restart = message[1:] == READY
                 return kept
 
     def start(self, gone: Callable[[], None]) -> None:
