@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
-import mmap
 import os
 import resource
 import signal
@@ -44,6 +43,7 @@ from tiering.dram.extents import Extent
 from tiering.dram.keeping import NAME_BYTES, KeptExtent
 from tiering.errors import TierError
 from tiering.faults import HTTP_LISTENERS, SHORTAGES, FaultKind, kind_of
+from tiering.files import private_pages
 from tiering.nvme.frame_index import IndexMaker
 from tiering.policies.policy import PolicyMaker
 
@@ -290,7 +290,7 @@ def _try_limits(settings: Settings, dram: Size, nvme: Size | None) -> None:
     mapped = memory.budget_bytes + OWN_ADDRESS_BYTES
     if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
         try:
-            mmap.mmap(-1, mapped, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, 0).close()
+            private_pages(mapped)  # and gives them back, untouched
         except OSError as error:
             words = f"{format_size(mapped)} more of address space cannot be had, which dram of this size wants"
             raise OSError(error.errno, words) from None
