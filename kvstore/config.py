@@ -505,10 +505,11 @@ class NvmeConfig:
     slab_bytes: int
 
     @staticmethod
-    def of(nvme: Size, slab: Size | None, available_bytes: int) -> NvmeConfig:
-        """From what the user wrote; `available_bytes`: free on the disk, and what this tier has taken of it already."""
+    def of(nvme: Size, slab: Size | None, available_bytes: int | None) -> NvmeConfig:
+        """From what the user wrote. available_bytes: free on the disk, for a new directory; an existing one grows up to
+        its budget as the disk has room."""
         budget = _budget(nvme, "nvme", MIN_NVME_BYTES)
-        if budget > available_bytes:
+        if available_bytes is not None and budget > available_bytes:
             raise BadInput(
                 f"nvme={nvme} is more than the {format_size(available_bytes)} that the disk has for it; give less, or "
                 "free some"

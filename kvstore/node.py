@@ -5,6 +5,7 @@ The one place where clock, randomness, memory and disk enter. Nothing here is a 
 
 from __future__ import annotations
 
+import errno
 import logging
 import secrets
 from array import array
@@ -20,7 +21,7 @@ import msgspec
 
 from kvstore.block.account import MissReason
 from kvstore.block.display_names import DisplayNames, checked_name
-from kvstore.block.errors import BadInput, DirectoryInUse
+from kvstore.block.errors import BadInput, DirectoryInUse, KeysUnusable
 from kvstore.block.identity import (
     NOWHERE,
     NUMBER_KEY_BYTES,
@@ -73,14 +74,14 @@ from tiering.dram.mover import Mover
 from tiering.dram.tier import DramTier
 from tiering.errors import TierError
 from tiering.failpoint import Reach, go_on
-from tiering.faults import FaultReports, Faults
+from tiering.faults import NEW_SLABS, FaultKind, FaultReports, Faults
 from tiering.files import DirectoryLock, make_directory, read_text_files
 from tiering.frame import frame_bytes
 from tiering.move_queue import MoveQueue, QueueLimits
 from tiering.nvme.frame_index import IndexMaker
 from tiering.nvme.scrub import ScrubLimits
 from tiering.nvme.slab import OtherFormat
-from tiering.nvme.slab_files import DirectFiles, Files, disk_room
+from tiering.nvme.slab_files import DirectFiles, Files, disk_room, slab_bytes
 from tiering.nvme.tier import NvmeTier
 from tiering.policies.admission import Admission, AdmissionMaker, AdmitAll, LearnedAdmission
 from tiering.policies.by_group import ByGroup
@@ -392,11 +393,15 @@ def open_embedded(directory: str, options: StoreOptions, parts: StoreParts) -> E
         keys.find(options.tenant)  # which makes it, or says why it cannot be served
         keys.fill(ring)
         check_pieces(shares, dram_config.budget_bytes // dram_config.extent_bytes, dram_config.extent_bytes, "dram")
+        tier = None
+        if tiers.nvme is not None:
+            tier = _open_nvme(path / "nvme", options, parts, ring, faults)
+            tier.beside = partial(_confirm_directory, lock, own)
         store = build_store(
             dram_config,
             options.limits,
             ring,
-            tier=_open_nvme(path / "nvme", options, parts, ring, faults) if tiers.nvme is not None else None,
+            tier=tier,
             parts=replace(parts, scrub_limits=parts.scrub_limits or (ScrubLimits(rate) if rate else None)),
             admission=_admission_of(parse_writes(tiers.nvme_writes, "nvme_writes")),
             shares={found.tenant: share for name, share in shares.items() if (found := keys.find(name)) is not None},
@@ -414,6 +419,14 @@ def open_embedded(directory: str, options: StoreOptions, parts: StoreParts) -> E
     return EmbeddedStore(store, ring, keys, lock, codecs, options.tenant, None, before_close, faults, names, node_lock)
 
 
+def _confirm_directory(lock: DirectoryLock, keys: KeyFile) -> None:
+    lock.confirm()
+    try:
+        keys.bring_back()
+    except KeysUnusable as error:
+        raise OSError(errno.ENOENT, str(error)) from error
+
+
 def new_uid() -> bytes:
     """Names a slab or an index, so that records of one that is gone never fit another."""
     return secrets.token_bytes(UID_BYTES)
@@ -427,7 +440,11 @@ def _open_nvme(
     assert nvme is not None and parts.indexes is not None
     try:
         make_directory(directory)
-        config = NvmeConfig.of(nvme, slab, disk_room(directory))
+        room = disk_room(directory)
+        config = NvmeConfig.of(nvme, slab, room if not slab_bytes(directory) else None)
+        if config.budget_bytes > room:
+            words = f"nvme={nvme}, and the disk has room for {format_size(room)} of it"
+            faults.failed(NEW_SLABS, FaultKind.DISK_FULL, words)
         # Before the index is open: a refusal here must leave it closed.
         check_pieces(options.shares, config.budget_bytes // config.slab_bytes, config.slab_bytes, "nvme")
         tier = NvmeTier(

@@ -27,6 +27,7 @@ class FaultKind(StrEnum):
     DISK_FULL = "disk full"
     DISK_FAULT = "disk fault"
     DISK_HANGS = "disk hangs"
+    FILES_GONE = "files gone"
     NO_DESCRIPTORS = "no descriptors"
     NO_MEMORY = "no memory"
     NO_THREADS = "no threads"
@@ -35,6 +36,7 @@ class FaultKind(StrEnum):
 
 NVME_READS, NVME_WRITES, NEW_SLABS = "nvme reads", "nvme writes", "new slabs"
 EXTENTS, HANDED_OVER, KEPT = "extents of dram", "extents handed over", "extents kept for a restart"
+HTTP_LISTENERS = "listeners of http"
 CONNECTIONS, MODEL_NAMES, SENT = "connections", "writes of model names", "descriptors sent to clients"
 MOVE_THREADS, DOOR_THREADS, EXTENT_THREADS = (
     "starts of a move thread",
@@ -47,6 +49,9 @@ _BY_ERRNO = {
     errno.ENOSPC: FaultKind.DISK_FULL,
     errno.EDQUOT: FaultKind.DISK_FULL,
     errno.EFBIG: FaultKind.DISK_FULL,
+    errno.ENOENT: FaultKind.FILES_GONE,
+    errno.ENOTDIR: FaultKind.FILES_GONE,
+    errno.ESTALE: FaultKind.FILES_GONE,
     errno.EMFILE: FaultKind.NO_DESCRIPTORS,
     errno.ENFILE: FaultKind.NO_DESCRIPTORS,
     errno.ETOOMANYREFS: FaultKind.NO_DESCRIPTORS,

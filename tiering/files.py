@@ -14,12 +14,14 @@ import os
 import socket
 import stat
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from tiering.failpoint import Reach, go_on
 from tiering.tier import FrameSpan
 
 _BACKLOG = 128
+_LOCK_BYTES = 16
 
 
 class Unfit(FileExistsError):
@@ -37,14 +39,21 @@ class DirectoryLock:
 
     def __init__(self, directory: Path) -> None:
         self._owner = os.getpid()
+        self._path = directory / "lock"
         self._descriptor = open_regular(directory / "lock", os.O_RDWR | os.O_CREAT)
         _take_lock(self._descriptor)
+        with suppress(OSError):  # a full disk; the kernel knows the holder, too
+            os.pwrite(self._descriptor, f"{self._owner}\n".ljust(_LOCK_BYTES).encode(), 0)
+
+    def confirm(self) -> None:
+        """Raises `OSError` unless the directory's name still leads to the one that is locked."""
         try:
-            os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, f"{self._owner}\n".encode(), 0)
-        except OSError:  # a full disk
-            self.release()
-            raise
+            is_ours = os.path.samestat(os.stat(self._path), os.fstat(self._descriptor))
+        except FileNotFoundError:
+            is_ours = False
+        if not is_ours:
+            words = f"{self._path.parent} is not the directory that is in use; bring that back, or start again"
+            raise FileNotFoundError(errno.ENOENT, words)
 
     def close_after_fork(self) -> None:
         """In a forked child: the lock is the parent's alone, and must not outlive it here."""

@@ -109,8 +109,8 @@ class MoveCounts:
 @dataclass(frozen=True, slots=True)
 class ScrubUsage:
     """What a scrub did since the start. frames, bytes: verified, good or damaged. unreadable: failed reads. mended:
-    damaged blocks that were written again. last_pass_ended: Unix time; the two of the last pass are None before the
-    first one ended."""
+    damaged blocks that were written again. last_pass_ended: Unix time. last_pass_frames: verified in it. What is of the
+    last pass is None before the first one ended."""
 
     bytes_per_second: int
     passes: int
@@ -122,6 +122,7 @@ class ScrubUsage:
     in_pass: bool
     last_pass_seconds: float | None
     last_pass_ended: float | None
+    last_pass_frames: int | None = None
 
     @property
     def counters(self) -> dict[str, int]:

@@ -9,6 +9,7 @@ tenants, which must not be served again.
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 import threading
 from collections.abc import Mapping
@@ -18,9 +19,10 @@ from pathlib import Path
 from kvstore.block.errors import BadInput, KeysUnusable, shown
 from kvstore.block.identity import SECRET_BYTES, TenantKeys
 from tiering.failpoint import Reach, go_on
-from tiering.files import Unfit, read_secret_file, write_secret_file
+from tiering.files import Unfit, read_secret_file, what_stands_at, write_secret_file
 from tiering.frame import KEY_ID_BYTES
 
+_log = logging.getLogger(__name__)
 KEY_FILE_VERSION, POOL_VERSION = 1, 2
 """The second version is written once the file has anything of a pool's tenants."""
 
@@ -174,6 +176,14 @@ class KeyFile:
             if len(secrets) + len(self.pooled.keys() | {name}) > MAX_TENANTS:
                 raise KeysUnusable(f"{self._path} has {MAX_TENANTS} tenants, which is the limit")
             self._write(secrets, {**self.pooled, name: found}, self.purged, "it must be known whose keys were served")
+
+    def bring_back(self) -> None:
+        """Write the file again if others removed it. Raises `KeysUnusable`."""
+        if what_stands_at(self._path) != "nothing":
+            return
+        with self._lock:
+            self._write(self._secrets, self.pooled, self.purged, "what is stored cannot be used without it")
+        _log.warning("%s was removed while it was in use, and is written again", self._path)
 
     def _new_tenant(self, name: str) -> TenantKeys:
         if not is_tenant_name(name):

@@ -354,8 +354,12 @@ def health_of(now: float, contact: Contact, facts: SidecarStatus | None) -> Heal
         return HealthLine("ok", f"Ready. No check has failed in {span(facts.up_seconds)}; there is no disk to scrub.")
     if facts.scrub.last_pass_ended is None:
         return HealthLine("ok", f"Ready. No check has failed in {span(facts.up_seconds)}; no scrub pass has ended yet.")
-    ago = span(max(0.0, now - facts.scrub.last_pass_ended))
-    return HealthLine("ok", f"Ready. Everything verified; the last scrub pass ended {ago} ago.")
+    ago, verified = span(max(0.0, now - facts.scrub.last_pass_ended)), facts.scrub.last_pass_frames
+    text = f"Ready. The last scrub pass ended {ago} ago"
+    if verified is not None:  # else the sidecar is of a version that does not report it
+        on_disk = sum(one.slots.get("used", 0) for one in facts.tiers if one.name == "nvme")
+        text += f" and verified {verified:,} frame{'s' * (verified != 1)}; {on_disk:,} are on disk now"
+    return HealthLine("ok", f"{text}.")
 
 
 def misses_of(facts: SidecarStatus, window_sums: dict[str, int]) -> list[MissFigures]:

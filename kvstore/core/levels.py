@@ -242,7 +242,8 @@ class Levels:
     def persist(self, number: int, keys: Sequence[bytes], seconds: float) -> tuple[int, MissReason | None]:
         """How many leading blocks of a chain are durable after at most that long; and why not all.
 
-        They are looked up again after each wait: a row may have gone meanwhile, and be another block's.
+        They are looked up again after each wait: a row may have gone meanwhile, and be another block's. Blocks that
+        NVMe has are durable as long as a start would find their files.
         """
         deadline = self._clock.monotonic_seconds() + seconds
         waits = 1 + int(seconds / LOADING_LOOK_SECONDS)
@@ -253,7 +254,10 @@ class Levels:
                 rows = self._blocks.index.match(number, keys)
                 done = next((at for at, row in enumerate(rows) if not self._blocks.is_below(row)), len(rows))
                 if done == len(rows):
-                    return done, None if done == len(keys) else MissReason.EVICTED
+                    here = self._lower.residency
+                    parts = range(len(self._blocks.spaces[number].classes))
+                    places = [place for part in parts for place in here.places_of(rows, part)]
+                    break
                 if rows[done] in self._demoting:  # by another thread
                     if not self._changed.wait(max(0.0, deadline - self._clock.monotonic_seconds())):
                         return done, MissReason.DEADLINE
@@ -274,6 +278,12 @@ class Levels:
                 continue
             if move.finding is not None:
                 return done, REASON_OF_FINDING[move.finding]
+        try:
+            self._lower.tier.confirm(places)
+        except TierUnavailable:
+            if not self._done(partial(self._lower.tier.bring_back, places), deadline):
+                return 0, MissReason.TIER_DOWN
+        return done, None if done == len(keys) else MissReason.EVICTED
 
     def _demote(self, number: int, rows: Sequence[int]) -> None:
         blocks = self._blocks

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from kvstore.block.errors import BadInput, StoreError
 from kvstore.block.identity import key_difference
-from kvstore.config import AUTO, OFF, Size, memory_limit, memory_limit_files, parse_rate
+from kvstore.config import AUTO, MIN_NVME_BYTES, OFF, Size, memory_limit, memory_limit_files, parse_rate
 from kvstore.insight.recording import Recording
 from kvstore.insight.whatif import WhatIf
 from kvstore.keys.rotation import LOOK_SECONDS
@@ -34,8 +34,9 @@ from kvstore.service.settings import Settings, shares_of, socket_key
 from kvstore.service.told import ToldRequests
 from tiering.clock import Clock
 from tiering.errors import TierError
+from tiering.faults import NEW_SLABS, FaultKind
 from tiering.files import make_directory, read_text_files
-from tiering.nvme.slab_files import disk_room
+from tiering.nvme.slab_files import disk_room, slab_bytes
 
 RUN_BYTES, SALT_BYTES = 16, 8
 DRAM_SHARE, NVME_SHARE = 0.5, 0.8
@@ -169,10 +170,21 @@ class Daemon:
 
     def reasons(self) -> list[str]:
         """Why it serves less than it has, a line for each."""
-        reasons = self.store.faults.reasons()
+        faults = self.store.faults
+        if set(faults.failing.get(NEW_SLABS, ())) == {FaultKind.DISK_FULL} and self._has_disk_room():
+            faults.worked(NEW_SLABS)
+        reasons = faults.reasons()
         if self.store.core.is_loaded and not self.store.warmed(0):
             reasons.append("some of what is on disk could not be taken in: kvstore fsck tells what")
         return reasons if self.couriers is None else [*reasons, *self.couriers.reasons()]
+
+    def _has_disk_room(self) -> bool:
+        """Whether the disk has room for all of `nvme`, whether or not a slab is wanted now."""
+        nvme = self.store.usage().nvme
+        try:
+            return nvme is not None and nvme.budget_bytes <= disk_room(Path(self.settings.store.data) / "nvme")
+        except OSError:
+            return False
 
     def warnings(self) -> list[str]:
         """What the operator should attend to although everything is served, a line each; one line for all of a tenant's
@@ -250,7 +262,9 @@ def budgets(settings: Settings) -> tuple[Size, Size | None]:
         try:
             for one in (directory, directory / "nvme"):
                 make_directory(one)
-            nvme = int(NVME_SHARE * disk_room(directory / "nvme"))
+            nvme, held = int(NVME_SHARE * disk_room(directory / "nvme")), slab_bytes(directory / "nvme")
+            if held:  # whatever others left of the disk
+                nvme = max(nvme, held, MIN_NVME_BYTES)
         except OSError as error:
             raise BadInput(f"{directory} cannot be used: {error.strerror}; give another --data") from None
     return dram, nvme

@@ -1,6 +1,6 @@
 """The supervisor (*keeper*): a small process that holds the sidecar's memory, and restarts the sidecar when it ends.
 
-    keeper  ->  sidecar     what was kept: name, descriptors; then "that is all"
+    keeper  ->  sidecar     what was kept: name, descriptors; then "that is all", and whether one was ready before
     sidecar ->  keeper      keep (name, descriptors of an extent and its ledger), forget (name), ready
 
 Beside a sidecar that was ready it runs the console and the network process, if configured; the sidecar does not depend
@@ -38,14 +38,14 @@ OUT_OF_RESOURCES = 71
 CANNOT_START = (2, OUT_OF_RESOURCES)
 """Statuses that mean unusable input or a machine short of something, never what the sidecar found in memory."""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 5.0
-LONGEST_CRASH_PAUSE_SECONDS, CRASHES_AT_ONCE = 10.0, 3
+LONGEST_CRASH_PAUSE_SECONDS, CRASHES_AT_ONCE = 1.0, 3
 """A sidecar that was ready and crashed is restarted at once, a few times. After more crashes the pause doubles with
 each, up to this: a client may repeat what crashed it, and a crash loop must not take the machine."""
 CALM_SECONDS = 300.0
 """A sidecar that ran ready for this long clears the count of crashes."""
 FAILURES_WITH_MEMORY = 3
 MOST_FAILURES = 20
-"""Starts in a row that never became ready."""
+"""Starts in a row that never became ready; what ends with `CANNOT_START` is tried for as long as its cause lasts."""
 END_SECONDS = 10.0
 """How long the supervisor waits beyond the sidecar's time for an orderly end."""
 BESIDE_NICE = 10
@@ -232,7 +232,7 @@ class Keeper:
             if self._is_ready and time.monotonic() - self._ready_at >= CALM_SECONDS:
                 self._crashes = 0
             self._crashes += 1
-            if self._failures >= MOST_FAILURES:
+            if self._failures >= MOST_FAILURES and status not in CANNOT_START:
                 self._say("error", "the sidecar cannot be started any more", status=status)
                 return status if status > 0 else 128 - status
             if self._failures >= FAILURES_WITH_MEMORY and self._kept and status not in CANNOT_START:
@@ -254,7 +254,7 @@ class Keeper:
         mine.setblocking(False)
         self._wire = mine
         self._unsent = deque((KEEP + name, descriptors) for name, descriptors in self._kept.items())
-        self._unsent.append((ALL, []))
+        self._unsent.append((ALL + READY * self._was_ready, []))
         self._selector.register(mine, selectors.EVENT_READ | selectors.EVENT_WRITE)
 
     def _spawned(self) -> tuple[socket.socket, socket.socket]:

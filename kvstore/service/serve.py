@@ -9,6 +9,7 @@ import ctypes
 import json
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -16,12 +17,22 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 
 from kvstore.block.errors import BadInput, DirectoryInUse, OutOfResources, StoreError
-from kvstore.config import DEFAULT_POLICY, StoreOptions, parse_rate
+from kvstore.config import (
+    DEFAULT_POLICY,
+    DramConfig,
+    NvmeConfig,
+    Size,
+    StoreOptions,
+    TierOptions,
+    format_size,
+    parse_rate,
+)
 from kvstore.node import EmbeddedStore, StoreParts, open_embedded
 from kvstore.service.connections import DoorLimits
 from kvstore.service.daemon import CouriersMaker, Daemon, budgets
@@ -31,7 +42,8 @@ from tiering.clock import Clock
 from tiering.dram.extents import Extent
 from tiering.dram.keeping import NAME_BYTES, KeptExtent
 from tiering.errors import TierError
-from tiering.faults import SHORTAGES, FaultKind, kind_of
+from tiering.faults import HTTP_LISTENERS, SHORTAGES, FaultKind, kind_of
+from tiering.files import private_pages
 from tiering.nvme.frame_index import IndexMaker
 from tiering.policies.policy import PolicyMaker
 
@@ -46,9 +58,12 @@ FAILED = 70
 """Exit status after an internal fault (EX_SOFTWARE of sysexits.h)."""
 
 RECEIVE_SECONDS = FREEZE_SECONDS = 10.0
+HTTP_AGAIN_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1
 
 PROBE_BYTES = 4096
+OWN_DESCRIPTORS, OWN_THREADS, OWN_ADDRESS_BYTES = 64, 24, 256 << 20
+"""Of a sidecar besides its tiers, with a few clients: sockets and pipes, threads that serve, and what these map."""
 MEND = {
     FaultKind.NO_MEMORY: "give it less dram, or raise the limits of memory and address space (ulimit -v, cgroup)",
     FaultKind.NO_THREADS: "raise the limits of processes and address space (ulimit -u, ulimit -v, pids.max, TasksMax)",
@@ -109,16 +124,19 @@ def serve(settings: Settings, outside: Outside, started: Callable[[list[str], in
         kind = kind_of(error)  # also of the cause of an error for people
         if kind not in SHORTAGES:
             raise
-        raise OutOfResources(f"the sidecar cannot serve, {kind}: {error or 'none left'}; {MEND[kind]}") from None
+        words = getattr(error, "strerror", None) or error or "none left"
+        raise OutOfResources(f"the sidecar cannot serve, {kind}: {words}; {MEND[kind]}") from None
 
 
 def _serve(settings: Settings, outside: Outside, started: Callable[[list[str], int | None], None]) -> bool:
     signals = _Signals()
     log_to_stderr(settings.log.level, settings.log.format)
     sys.setswitchinterval(SWITCH_SECONDS)
-    _try_shared_memory()
+    dram, nvme = budgets(settings)
+    _try_limits(settings, dram, nvme)
     policy, why_not = _usable_policy(settings.store.policy, outside.policies)
-    with _open(settings, outside, policy) as store:
+    tiers = replace(settings.store, dram=dram, nvme=nvme, slab=settings.store.slab if nvme is not None else None)
+    with _open(settings, outside, policy, tiers) as store:
         daemon = Daemon(
             store,
             settings,
@@ -134,8 +152,8 @@ def _serve(settings: Settings, outside: Outside, started: Callable[[list[str], i
         health = None
         try:
             if settings.http.listen is not None:
-                health = outside.health(*host_and_port(settings.http.listen), daemon)
-                health.start()
+                health = _Health(*host_and_port(settings.http.listen), daemon, outside.health)
+                health.start(is_restart=keeper is not None and keeper.is_restart)
             daemon.start()
             if keeper is not None:
                 keeper.start(lambda: os.kill(os.getpid(), signal.SIGTERM))
@@ -152,7 +170,54 @@ def _serve(settings: Settings, outside: Outside, started: Callable[[list[str], i
                 health.close(1.0)
 
 
-def _read_again(now: Settings, read: Callable[[], Settings], daemon: Daemon, health: HealthServer | None) -> Settings:
+class _Health:
+    """The server of health and metrics. At a restart engines are served without it, and it is tried again: others may
+    have its port by then."""
+
+    def __init__(self, host: str, port: int, daemon: Daemon, make: Callable[[str, int, Daemon], HealthServer]) -> None:
+        self._make = partial(make, host, port, daemon)
+        self._faults = daemon.store.faults
+        self._server: HealthServer | None = None
+        self._over = threading.Event()
+
+    @property
+    def port(self) -> int | None:
+        return self._server.port if self._server is not None else None
+
+    def start(self, *, is_restart: bool) -> None:
+        """Raises `BadInput` at a first start."""
+        try:
+            self._try()
+        except BadInput as error:
+            if not is_restart:
+                raise
+            self._faults.failed(HTTP_LISTENERS, FaultKind.OTHER, str(error))
+            threading.Thread(target=self._try_again, name="kv-http-again", daemon=True).start()
+
+    def _try(self) -> None:
+        server = self._make()
+        server.start()
+        self._server = server
+
+    def _try_again(self) -> None:
+        while not self._over.wait(HTTP_AGAIN_SECONDS):
+            try:
+                self._try()
+            except BadInput as error:
+                self._faults.failed(HTTP_LISTENERS, FaultKind.OTHER, str(error))
+                continue
+            return self._faults.worked(HTTP_LISTENERS)
+
+    def read_again(self, settings: Settings) -> Callable[[], None]:
+        return self._server.read_again(settings) if self._server is not None else lambda: None
+
+    def close(self, seconds: float) -> None:
+        self._over.set()
+        if self._server is not None:
+            self._server.close(seconds)
+
+
+def _read_again(now: Settings, read: Callable[[], Settings], daemon: Daemon, health: _Health | None) -> Settings:
     """Reload the settings; returns those in force. If any cannot be applied, none is."""
     try:
         settings, changed, in_vain = taken_over(now, read())
@@ -196,11 +261,60 @@ class _Signals:
         return self._unseen.popleft()
 
 
+def _try_limits(settings: Settings, dram: Size, nvme: Size | None) -> None:
+    """Have for a moment what the settings need of each limit, as the first start and every later one find it. Raises
+    `BadInput` without shared memory, and what `serve` takes for a shortage: a store that lacks any of it would say that
+    it is ready, and let no client in."""
+    memory = DramConfig.of(dram, settings.store.extent, 1 << 62)
+    disk = NvmeConfig.of(nvme, settings.store.slab, None) if nvme is not None else None
+    _try_shared_memory()
+    longest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    largest = max(memory.extent_bytes, disk.slab_bytes if disk is not None else 0)
+    if largest > longest != resource.RLIM_INFINITY:
+        raise BadInput(
+            f"a file may have {format_size(longest)} here, and pieces of dram and nvme of this size have "
+            f"{format_size(largest)}; raise the limit of file size (ulimit -f, LimitFSIZE), or give smaller ones"
+        )
+    slabs = disk.budget_bytes // disk.slab_bytes if disk is not None else 0
+    wanted = 2 * -(-memory.budget_bytes // memory.extent_bytes) + slabs + OWN_DESCRIPTORS
+    had: list[int] = []
+    try:
+        while len(had) < wanted:
+            had.append(os.dup(sys.stderr.fileno()))
+    except OSError as error:
+        words = f"{len(had)} more files may be open, and dram and nvme of this size want {wanted}"
+        raise OSError(error.errno, words) from None
+    finally:
+        for one in had:
+            os.close(one)
+    mapped = memory.budget_bytes + OWN_ADDRESS_BYTES
+    if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+        try:
+            private_pages(mapped)  # and gives them back, untouched
+        except OSError as error:
+            words = f"{format_size(mapped)} more of address space cannot be had, which dram of this size wants"
+            raise OSError(error.errno, words) from None
+    over, threads = threading.Event(), [threading.Thread(target=lambda: over.wait()) for _ in range(OWN_THREADS)]
+    try:
+        for at, thread in enumerate(threads):
+            try:
+                thread.start()
+            except RuntimeError as error:
+                threads = threads[:at]
+                raise RuntimeError(f"{error}: {at} more may run, and {OWN_THREADS} are wanted") from None
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+
+
 def _try_shared_memory() -> None:
     """Allocate a page of shared memory. Raises `BadInput` if that fails: a store without it could serve nothing."""
     try:
         Extent(PROBE_BYTES).close()
     except OSError as error:
+        if kind_of(error) is FaultKind.NO_DESCRIPTORS:
+            raise
         raise BadInput(
             f"no shared memory can be made here (memfd_create and its seals: {error.strerror}); allow it in the "
             "container's seccomp profile, or raise the memory limit"
@@ -219,9 +333,7 @@ def _usable_policy(name: str, policies: Callable[[str], PolicyMaker]) -> tuple[P
         return policies(DEFAULT_POLICY), str(error)
 
 
-def _open(settings: Settings, outside: Outside, policy: PolicyMaker) -> EmbeddedStore:
-    dram, nvme = budgets(settings)
-    tiers = replace(settings.store, dram=dram, nvme=nvme, slab=settings.store.slab if nvme is not None else None)
+def _open(settings: Settings, outside: Outside, policy: PolicyMaker, tiers: TierOptions) -> EmbeddedStore:
     limits, keeper = settings.limits.shared_by(len(settings.sockets())), outside.keeper
     return open_embedded(
         settings.store.data,
@@ -380,6 +492,8 @@ class KeeperWire:
         self._frozen = False
         self._queue: SimpleQueue[tuple[bytes, list[int]] | threading.Event] = SimpleQueue()
         self._is_sending = False
+        self.is_restart = False
+        """Whether a sidecar was ready before this one: it should serve engines without what they do not need."""
 
     def receive(self) -> list[KeptExtent]:
         """The memory that an earlier process left, once. Raises `OSError` if the supervisor does not answer."""
@@ -396,6 +510,7 @@ class KeeperWire:
             if not message:
                 raise ConnectionResetError("the keeper is gone")
             if message[:1] == ALL:
+                self.is_restart = message[1:] == READY
                 return kept
 
     def start(self, gone: Callable[[], None]) -> None:

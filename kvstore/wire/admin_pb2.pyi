@@ -452,7 +452,7 @@ class RecoveryStatus(_message.Message):
     def __init__(self, slots: _Optional[int] = ..., all_slots: _Optional[int] = ..., blocks: _Optional[int] = ..., verified_bytes: _Optional[int] = ..., to_verify_bytes: _Optional[int] = ...) -> None: ...
 
 class ScrubStatus(_message.Message):
-    __slots__ = ("bytes_per_second", "passes", "frames", "bytes", "damaged", "unreadable", "mended", "in_pass", "last_pass_seconds", "last_pass_ended")
+    __slots__ = ("bytes_per_second", "passes", "frames", "bytes", "damaged", "unreadable", "mended", "in_pass", "last_pass_seconds", "last_pass_ended", "last_pass_frames")
     BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     PASSES_FIELD_NUMBER: _ClassVar[int]
     FRAMES_FIELD_NUMBER: _ClassVar[int]
@@ -463,6 +463,7 @@ class ScrubStatus(_message.Message):
     IN_PASS_FIELD_NUMBER: _ClassVar[int]
     LAST_PASS_SECONDS_FIELD_NUMBER: _ClassVar[int]
     LAST_PASS_ENDED_FIELD_NUMBER: _ClassVar[int]
+    LAST_PASS_FRAMES_FIELD_NUMBER: _ClassVar[int]
     bytes_per_second: int
     passes: int
     frames: int
@@ -473,7 +474,8 @@ class ScrubStatus(_message.Message):
     in_pass: bool
     last_pass_seconds: float
     last_pass_ended: float
-    def __init__(self, bytes_per_second: _Optional[int] = ..., passes: _Optional[int] = ..., frames: _Optional[int] = ..., bytes: _Optional[int] = ..., damaged: _Optional[int] = ..., unreadable: _Optional[int] = ..., mended: _Optional[int] = ..., in_pass: _Optional[bool] = ..., last_pass_seconds: _Optional[float] = ..., last_pass_ended: _Optional[float] = ...) -> None: ...
+    last_pass_frames: int
+    def __init__(self, bytes_per_second: _Optional[int] = ..., passes: _Optional[int] = ..., frames: _Optional[int] = ..., bytes: _Optional[int] = ..., damaged: _Optional[int] = ..., unreadable: _Optional[int] = ..., mended: _Optional[int] = ..., in_pass: _Optional[bool] = ..., last_pass_seconds: _Optional[float] = ..., last_pass_ended: _Optional[float] = ..., last_pass_frames: _Optional[int] = ...) -> None: ...
 
 class FaultStatus(_message.Message):
     __slots__ = ("what", "kind", "count", "since_seconds_ago", "last_seconds_ago", "detail")

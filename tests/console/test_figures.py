@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from html import unescape
 from math import isnan
@@ -236,7 +237,12 @@ def test_the_worst_comes_first() -> None:
         return one.level, one.text
 
     assert line() == ("ok", "Ready. No check has failed in 10 min; there is no disk to scrub.")
-    assert line(scrub=scrub) == ("ok", "Ready. Everything verified; the last scrub pass ended 2 h ago.")
+    disk = [TierStatus("nvme", 1000, 500, {"used": 5_120, "free": 5, "quarantined": 0})]
+    assert line(scrub=scrub, tiers=disk) == ("ok", "Ready. The last scrub pass ended 2 h ago.")
+    for verified, words in ((0, "0 frames"), (1, "1 frame"), (5_000, "5,000 frames")):
+        counted = dataclasses.replace(scrub, last_pass_frames=verified)
+        text = f"Ready. The last scrub pass ended 2 h ago and verified {words}; 5,120 are on disk now."
+        assert line(scrub=counted, tiers=disk) == ("ok", text)
     assert line(state="warming")[0] == line(state="stopping")[0] == "warning"
     assert line(health="degraded (disk full)")[1].count("degraded (disk full)") == 1
     level, text = line(health="degraded (disk full)", looked=LookupCounts(reports=2), scrub=scrub)

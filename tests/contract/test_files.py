@@ -247,6 +247,73 @@ class OnDisk(FilesContract):
         self._made.append(files)
         return files
 
+    def path(self, name: str = A) -> Path:
+        return self._root / str(len(self._made) - 1) / name
+
+    @pytest.mark.parametrize("call", ["sync", "bring_back"])
+    def test_a_slab_that_others_removed_is_written_again(self, call: str) -> None:
+        files = self.with_slab()
+        written = random.Random(1).randbytes(PAGES * PAGE)
+        files.write(A, 0, aligned(written))
+        self.path().unlink()
+        with pytest.raises(FileNotFoundError):
+            files.confirm(A)
+        getattr(files, call)(A)
+        files.confirm(A)
+        files.write(A, 0, aligned(page(7)))
+        files.sync(A)
+        assert self.path().read_bytes() == page(7) + written[PAGE:] == contents(files, A)
+        assert [path.name for path in self.path().parent.iterdir()] == [A]
+
+    def test_nothing_is_written_again_where_another_file_has_the_name_or_the_folder_is_gone(self) -> None:
+        files = self.with_slab()
+        files.write(A, 0, aligned(page(1, PAGES)))
+        self.path().unlink()
+        self.path().write_bytes(b"another's")
+        for call in (files.confirm, files.sync, files.bring_back):
+            with pytest.raises(OSError, match="move it away"):
+                call(A)
+        assert self.path().read_bytes() == b"another's"
+        shutil.rmtree(self.path().parent)
+        for call in (files.sync, files.bring_back):
+            with pytest.raises(FileNotFoundError, match="bring it back"):
+                call(A)
+        self.path().parent.mkdir()
+        files.sync(A)
+        assert self.path().read_bytes() == page(1, PAGES)
+
+    def test_a_slab_that_was_cut_is_not_confirmed(self) -> None:
+        files = self.with_slab()
+        files.write(A, 0, aligned(page(1, PAGES)))
+        os.truncate(self.path(), PAGE)
+        for call in (files.confirm, files.sync, files.bring_back):
+            with pytest.raises(OSError, match="was cut"):
+                call(A)
+
+    def test_no_write_is_lost_while_a_slab_is_written_again(self) -> None:
+        files = self.with_slab()
+        files.write(A, 0, aligned(page(0, PAGES)))
+        failures: list[BaseException] = []
+
+        def write(number: int) -> None:
+            try:
+                for round_ in range(60):
+                    files.write(A, number * PAGE, aligned(page(round_)))
+                    files.sync(A)
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=write, args=(number,)) for number in range(PAGES)]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            self.path().unlink(missing_ok=True)
+        for thread in threads:
+            thread.join()
+        files.sync(A)
+        assert not failures
+        assert self.path().read_bytes() == page(59, PAGES)
+
 
 class TestDirectFiles(OnDisk):
     def make(self) -> DirectFiles:

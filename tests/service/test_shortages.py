@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,7 @@ from kvstore.service import keeper as keeper_program
 from service.sidecar import patient
 from service.test_serve import PATHS, SERVE, ended, page, serving
 from waiting import wait_until
-from workbench import MODEL, ids, random_pages, small_layout
+from workbench import MODEL, blank_pages, ids, random_pages, same_tokens, small_layout
 
 LAYOUT = small_layout()
 OUT_OF_RESOURCES = 71
@@ -174,9 +176,14 @@ def test_memory_that_cannot_be_had_is_said(tmp_path: Path) -> None:
 
 
 def started(
-    directory: Path, limits: dict[int, int], *flags: str, under: Sequence[str] = ()
+    directory: Path,
+    limits: dict[int, int],
+    *flags: str,
+    under: Sequence[str] = (),
+    meanwhile: Callable[[dict[str, Any]], object] = lambda said: None,
 ) -> tuple[int | None, str, str]:
-    """Status, output and errors of a start under these limits; SIGTERM is sent once it serves."""
+    """Status, output and errors of a start under these limits; SIGTERM is sent once it serves. meanwhile: called before
+    that with what it printed."""
 
     def limit() -> None:
         for what, most in limits.items():
@@ -206,6 +213,7 @@ def started(
         assert process.stdout is not None
         line = process.stdout.readline()
         if line:
+            meanwhile(json.loads(line))
             process.send_signal(signal.SIGTERM)
         output, errors = process.communicate(timeout=60)
         return process.returncode, line + output, errors
@@ -216,17 +224,44 @@ def started(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("descriptors", "keeper"), [(12, False), (16, True), (20, False), (28, False), (28, True)])
-def test_a_start_with_few_descriptors_serves_or_says_why_not(tmp_path: Path, descriptors: int, keeper: bool) -> None:
+def test_a_start_with_few_descriptors_says_why_not(tmp_path: Path, descriptors: int, keeper: bool) -> None:
     config = tmp_path / "c.toml"
     config.write_text(f"[store]\nkeeper = {str(keeper).lower()}\n")
     flags = ["--nvme", "16MiB", "--http", "127.0.0.1:0", "--config", str(config)]
     status, output, errors = started(tmp_path, {resource.RLIMIT_NOFILE: descriptors}, *flags)
-    if output:
-        assert status == 0, errors
-        return
-    assert status == OUT_OF_RESOURCES, errors
+    assert (status, output) == (OUT_OF_RESOURCES, ""), errors
     said = [line for line in errors.splitlines() if not line.startswith("{")]
     assert len(said) == 1 and said[0].startswith("kvstore: ") and "ulimit -n" in said[0], errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keeper", [False, True])
+def test_a_start_names_the_descriptors_that_it_lacks_and_serves_with_them(tmp_path: Path, keeper: bool) -> None:
+    config = tmp_path / "c.toml"
+    config.write_text(f"[store]\nkeeper = {str(keeper).lower()}\n")
+    flags = ["--nvme", "16MiB", "--http", "127.0.0.1:0", "--config", str(config)]
+    _, _, errors = started(tmp_path, {resource.RLIMIT_NOFILE: 30}, *flags)
+    had, wanted = map(int, re.findall(r"(\d+) more files may be open, .* want (\d+)", errors)[0])
+    enough = 30 - had + wanted
+    found = []
+
+    def use(said: dict[str, Any]) -> None:
+        with ExitStack() as stack:
+            for _ in range(4):
+                handle = stack.enter_context(opened(said))
+            assert {put(handle, first) for first in range(100)} <= {None, MissReason.PINNED_FULL}
+            found.append(is_found(handle, 99))
+
+    status, _, errors = started(tmp_path, {resource.RLIMIT_NOFILE: enough}, *flags, meanwhile=use)
+    assert (status, found) == (0, [True]) and "no descriptors" not in errors, errors
+    status, output, errors = started(tmp_path, {resource.RLIMIT_NOFILE: enough - 1}, *flags)
+    assert (status, output) == (OUT_OF_RESOURCES, "") and "ulimit -n" in errors
+
+
+@pytest.mark.slow
+def test_a_start_with_a_small_limit_of_file_size_says_so(tmp_path: Path) -> None:
+    status, output, errors = started(tmp_path, {resource.RLIMIT_FSIZE: 1000 << 10}, "--nvme", "16MiB")
+    assert (status, output) == (2, "") and len(errors.splitlines()) == 1 and "ulimit -f" in errors
 
 
 @pytest.mark.slow
@@ -372,3 +407,127 @@ def test_a_keeper_that_finds_no_process_for_the_sidecar_says_so_and_ends_when_to
     finally:
         process.kill()
         process.communicate()
+
+
+# Starts again ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ext4(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 32 MiB on a loop device, as of a disk: what is full there is full."""
+    image, mount = tmp_path / "image", tmp_path / "ext4"
+    mount.mkdir()
+    with image.open("wb") as file:
+        file.truncate(32 << 20)
+    commands = (["mkfs.ext4", "-q", "-m", "0", str(image)], ["mount", "-o", "loop", str(image), str(mount)])
+    for command in commands:
+        try:
+            made = subprocess.run(command, capture_output=True, text=True)
+        except OSError as error:
+            pytest.skip(f"no ext4 can be had here: {error}")
+        if made.returncode:
+            pytest.skip(f"no ext4 can be mounted here: {made.stderr.strip()}")
+    try:
+        yield mount
+    finally:
+        subprocess.run(["umount", "--lazy", str(mount)], check=True)
+
+
+def later(directory: Path, pid: int) -> SidecarStatus:
+    """Of the sidecar that was started after the one of that process, once it has taken in what is on disk."""
+    wait_until(lambda: stat(directory).pid != pid)
+    wait_until(lambda: stat(directory).state != "warming")
+    return stat(directory)
+
+
+def is_found(handle: NamespaceHandle, first: int) -> bool:
+    """Whether what `put` stored is there, to the byte."""
+    blank = blank_pages(LAYOUT, 10)
+    with handle.lease(handle.match(ids(640 + first)[first:]), deadline_ms=5000) as lease:
+        tokens = handle.get(lease, blank).tokens
+    return tokens == 640 and same_tokens(random_pages(LAYOUT, 10, seed=first), blank, range(640))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("file_system", "nvme", "kills"), [("ext4", "16MiB", 20), ("disk", "16MiB", 2), ("ext4", "auto", 2)]
+)
+def test_a_disk_that_others_filled_makes_no_outage_of_a_crash(
+    request: pytest.FixtureRequest, file_system: str, nvme: str, kills: int
+) -> None:
+    disk = request.getfixturevalue(file_system)
+    with serving(disk, "--nvme", nvme) as (process, said):
+        pid, durable, seconds = said["pid"], [], []
+        wait_until(lambda: stat(disk).state == "ready")
+        with opened(said) as handle:
+            durable += [first for first in range(12) if put(handle, first) is None]
+            filler = fill(disk)
+            for number in range(kills):
+                os.kill(pid, signal.SIGKILL)
+                began = time.monotonic()
+                wait_until(lambda: is_found(handle, 11))
+                seconds.append(time.monotonic() - began)
+                if put(handle, 100 + number) is None:
+                    durable.append(100 + number)
+                facts = later(disk, pid)
+                pid = facts.pid
+                if nvme != "auto":
+                    assert facts.state == "degraded" and "disk full" in facts.health, facts.health
+        print(f"DRAM hits again after {[round(one, 1) for one in seconds]} s")
+        filler.unlink()
+        with opened(said) as handle:
+            assert [first for first in durable if not is_found(handle, first)] == []
+            wait_until(lambda: put(handle, 999) is None and stat(disk).state == "ready")
+        status, log = ended(process)
+    restarts = [line["status"] for line in log if "is started again" in line["message"]]
+    assert (status, restarts) == (0, [-signal.SIGKILL] * kills), "the first start after each kill serves"
+    with serving(disk, "--nvme", nvme) as (process, said), opened(said) as handle:
+        wait_until(lambda: stat(disk).state == "ready")
+        assert [first for first in durable if not is_found(handle, first)] == [], "and from the disk alone"
+
+
+@pytest.mark.slow
+def test_an_existing_directory_is_opened_on_a_full_disk_and_a_new_one_refused(disk: Path) -> None:
+    with serving(disk, "--nvme", "16MiB") as (process, said), opened(said) as handle:
+        wait_until(lambda: stat(disk).state == "ready")
+        assert put(handle, 0) is None
+        ended(process)
+    filler = fill(disk)
+    with serving(disk, "--nvme", "16MiB") as (process, said), opened(said) as handle:
+        wait_until(lambda: stat(disk).state == "degraded")
+        assert "disk full" in stat(disk).health
+        assert is_found(handle, 0)
+        filler.unlink()
+        wait_until(lambda: stat(disk).state == "ready")
+        assert {put(handle, first) for first in range(20)} == {None}, "it has grown"
+        ended(process)
+    fill(disk)
+    status, output, errors = started(disk / "new", {}, "--nvme", "8MiB")
+    assert (status, output) == (OUT_OF_RESOURCES, "") and "make room" in errors
+
+
+@pytest.mark.slow
+def test_a_restart_serves_engines_while_others_have_its_http_port(tmp_path: Path) -> None:
+    with serving(tmp_path, "--nvme", "off", "--http", "127.0.0.1:0") as (process, said):
+        ended(process)
+    listen = f"127.0.0.1:{said['http_port']}"
+    with serving(tmp_path, "--nvme", "off", "--http", listen) as (process, said), opened(said) as handle:
+        assert put(handle, 0, "volatile") is None
+        process.send_signal(signal.SIGSTOP)
+        os.kill(said["pid"], signal.SIGKILL)
+        wait_until(lambda: is_free(said["http_port"]))
+        with socket.create_server(("127.0.0.1", said["http_port"])):
+            process.send_signal(signal.SIGCONT)
+            wait_until(lambda: is_found(handle, 0))
+            assert "listeners of http" in later(tmp_path, said["pid"]).health
+        wait_until(lambda: stat(tmp_path).state == "ready")
+        assert page(said["http_port"], "readyz")[0] == 200
+        assert ended(process)[0] == 0
+
+
+def is_free(port: int) -> bool:
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError:
+        return False
+    return True

@@ -114,6 +114,12 @@ class SimulatedFiles:
                 raise
             slab.sync()
 
+    def confirm(self, name: str) -> None:
+        with self._lock:
+            self._range(name, 0, 0)
+
+    bring_back = confirm
+
     def remove(self, name: str) -> None:
         with self._lock:
             slab = self._range(name, 0, 0)

@@ -76,6 +76,12 @@ class WatchedFiles:
     def sync(self, name: str) -> None:
         self._do("sync", name)
 
+    def confirm(self, name: str) -> None:
+        self.files.confirm(name)
+
+    def bring_back(self, name: str) -> None:
+        self.files.bring_back(name)
+
     def remove(self, name: str) -> None:
         self._do("remove", name)
 

@@ -273,6 +273,7 @@ def test_passes_begin_a_day_apart_and_the_first_after_a_minute() -> None:
     assert scrub.seconds_until_due() == 1060 + 86400 - clock.monotonic_seconds() and not scrub.window()
     run_pass(scrub, clock)
     assert scrub.usage().passes == 2 and clock.monotonic_seconds() - 86400 == 1060 + 2 * 64 * 1024 / RATE
+    assert (scrub.usage().frames, scrub.usage().last_pass_frames) == (4, 2)
 
 
 def test_a_pass_longer_than_a_day_is_followed_by_the_next_at_once() -> None:
@@ -286,7 +287,8 @@ def test_a_pass_longer_than_a_day_is_followed_by_the_next_at_once() -> None:
 def test_a_pass_over_nothing_ends_at_once() -> None:
     shelf, clock = Shelf(), FakeClock()
     scrub = scrub_of(shelf, clock)
-    assert scrub.window() == []
+    assert scrub.usage().last_pass_frames is None and scrub.window() == []
+    assert scrub.usage().last_pass_frames == 0
     assert scrub.usage().passes == 1 and scrub.usage().last_pass_seconds == 0 and scrub.usage().last_pass_ended
     assert scrub.seconds_until_due() == 86400
 

@@ -191,6 +191,12 @@ class PointedFiles:
             whole = {"frame": "frames", "void": "voids"}.get(kind, kind)
             self._trigger.reach(f"{'slab headers' if kind.endswith('slab header') else whole}: synced")
 
+    def confirm(self, name: str) -> None:
+        self._inner.confirm(name)
+
+    def bring_back(self, name: str) -> None:
+        self._inner.bring_back(name)
+
     def remove(self, name: str) -> None:
         self._trigger.reach("slab to be removed")
         self._inner.remove(name)

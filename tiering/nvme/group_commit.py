@@ -4,7 +4,7 @@ A frame becomes durable in this order, and many do so together, for one sync of 
 
     1  its place is put in doubt in the index      (after a crash from here on, the place is voided at the next start)
     2  the frame is written, header and payload in one piece
-    3  slabs are synced
+    3  slabs are synced, and found under their names
     4  one index batch: the record names the frame, the doubt goes; the index is synced          > acknowledged
     -  evicted: one index batch: the record forgets it, the place is in doubt; the index is synced
     5  the header is overwritten with zeros; slabs are synced with the next batch
@@ -30,12 +30,13 @@ from tiering.files import private_pages
 from tiering.frame import HEADER_BYTES, parse_header
 from tiering.nvme.frame_index import Change
 from tiering.nvme.index_records import IndexRecords, NvmeSlab
-from tiering.nvme.slab import BAD, EMPTY, doubt_key, entry_of_header
+from tiering.nvme.slab import BAD, EMPTY, STAMP_SLAB, doubt_key, entry_of_header, slab_name
 from tiering.nvme.slab_files import Files
 from tiering.slab_header import PAGE_BYTES
 from tiering.slots import FrameEvent, FrameState, SlotLedger
 from tiering.tier import extent_of, slot_of
 
+_STAMP = slab_name(STAMP_SLAB)
 _ZERO_PAGE = private_pages(PAGE_BYTES).view
 _RESERVED = int(FrameState.RESERVED)
 PARALLEL_BYTES = 1 << 20
@@ -300,6 +301,8 @@ class GroupCommit:
         try:
             for name in sorted({self._slab(place).name for place in (*committed, *voided)}):
                 self._files.sync(name)
+            if committed:
+                self._files.bring_back(_STAMP)  # without it a start would number frames as earlier ones were
             changes = [change for request in batch for change in request.changes]
             changes += self._records.edited(edits)
             changes += [(doubt_key(place), b"") for place in (*doubts, *forgotten)]

@@ -102,6 +102,8 @@ class Scrub:
         self.mended = 0
         self._last_pass_seconds: float | None = None
         self._last_pass_ended: float | None = None
+        self._last_pass_frames: int | None = None
+        self._verified_before = 0  # this pass began
 
     def set_rate(self, bytes_per_second: int) -> None:
         """Applies to later reads."""
@@ -169,11 +171,13 @@ class Scrub:
             in_pass=self._in_pass,
             last_pass_seconds=self._last_pass_seconds,
             last_pass_ended=self._last_pass_ended,
+            last_pass_frames=self._last_pass_frames,
         )
 
     def _begin(self, now: float) -> None:
         """A pass goes round: from some slab up to the last one, then from the first one on."""
         self._in_pass, self._pass_began, self._good_in_pass = True, now, False
+        self._verified_before = self._verified
         numbers = self._frames.slab_numbers()
         if numbers:
             first = numbers[int(self._turn * GOLDEN % 1 * len(numbers))]
@@ -186,6 +190,7 @@ class Scrub:
         self._passes += 1
         self._last_pass_seconds = now - self._pass_began
         self._last_pass_ended = self._clock.wall_seconds()
+        self._last_pass_frames = self._verified - self._verified_before
         if self._good_in_pass:  # else it is the tier that cannot be read, which says nothing about any frame
             passes = {place: self._unread_passes.get(place, 0) + 1 for place in self._unread}
             hopeless = [place for place, count in passes.items() if count >= self._limits.unreadable_passes]

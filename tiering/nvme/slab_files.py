@@ -7,6 +7,7 @@ slab holds, and no slab is ever mapped: a bad sector must be an `OSError`, never
 from __future__ import annotations
 
 import errno
+import logging
 import mmap
 import os
 import threading
@@ -21,7 +22,9 @@ import numpy as np
 from tiering.failpoint import Reach, go_on
 from tiering.files import make_directory, open_regular, refuse_other_than_file, sync_directory
 
+_log = logging.getLogger(__name__)
 _PAGE_BYTES = 4096
+_COPY_BYTES = 1 << 20
 _SLAB_SUFFIX = ".slab"
 _DRAFT_SUFFIX = ".slab.new"
 
@@ -57,11 +60,20 @@ class Files(Protocol):
         ...
 
     def sync(self, name: str) -> None:
-        """Make what was written durable.
+        """Make what was written durable, under the slab's name: one that others removed is written again from what is
+        open, unless its directory is gone.
 
         When this fails, everything written since the last sync that succeeded must be treated as lost, even if it can
         still be read and even if a later sync succeeds: the kernel reports a failed write-back once, then forgets it.
         """
+        ...
+
+    def confirm(self, name: str) -> None:
+        """Raises unless the name still leads to the slab, whole: a later start will find what was synced. Cheap."""
+        ...
+
+    def bring_back(self, name: str) -> None:
+        """As `sync` does for a slab that others removed; raises where `confirm` still would."""
         ...
 
     def remove(self, name: str) -> None:
@@ -87,6 +99,7 @@ class DirectFiles:
         2. The first use opens the slab; its descriptor is kept until `remove` or `close`.
         3. A descriptor that is let go while a call uses it is closed by that call: were it closed under it, its number
            could already mean another file.
+        4. A slab without a name is copied to a new draft by the next `sync`. Calls on it wait meanwhile.
     """
 
     _access = os.O_RDWR
@@ -104,6 +117,7 @@ class DirectFiles:
         self._reach = reach
         self._direct = _takes_direct_io(directory)
         self._lock = threading.Lock()  # guards the table; never held while bytes move
+        self._turn = threading.Condition(self._lock)
         self._slabs: dict[str, _OpenSlab] = {}
         self._closed = False
 
@@ -172,11 +186,81 @@ class DirectFiles:
             self._transfer(os.pwritev, descriptor, offset, data)
 
     def sync(self, name: str) -> None:
-        """Make what was written durable."""
+        """Make what was written durable, and write a slab again that others removed."""
         with self._in_use(name) as descriptor:
             os.fdatasync(descriptor)
             if not self._direct:
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)  # the memory is better spent on the tiers
+        self.bring_back(name)
+
+    def bring_back(self, name: str) -> None:
+        """Write a slab again that others removed, durably."""
+        try:
+            self.confirm(name)
+        except FileNotFoundError:
+            self._write_again(name)
+
+    def confirm(self, name: str) -> None:
+        """Raises unless the name leads to the open slab, in its size."""
+        slab = self._slabs.get(name)
+        if slab is None:
+            with self._in_use(name):
+                slab = self._slabs[name]
+        there = os.stat(f"{self._directory}/{name}", follow_symlinks=False)
+        if self._slabs.get(name) is not slab:
+            return self.confirm(name)  # it was written again meanwhile
+        if (there.st_dev, there.st_ino) != slab.identity:
+            raise _another(name)
+        if there.st_size != slab.size_bytes:
+            words = f"{name} was cut while it was in use, to {there.st_size} of {slab.size_bytes} bytes; start again"
+            raise OSError(errno.ESTALE, words)
+
+    def _write_again(self, name: str) -> None:
+        path = self._path(name)
+        with self._turn:
+            self._check_open()
+            slab = self._slabs[name]
+            while slab.users or slab.is_copied:
+                self._turn.wait()
+            if self._slabs.get(name) is not slab:
+                return  # another thread has
+            slab.is_copied = True
+        try:
+            copy = self._copy_of(slab, path)
+            with self._lock:
+                self._slabs[name] = copy
+                slab.let_go()
+            _log.warning("%s was removed while it was in use, and is written again from what is open", path)
+        finally:
+            with self._turn:
+                slab.is_copied = False
+                self._turn.notify_all()
+
+    def _copy_of(self, slab: _OpenSlab, path: Path) -> _OpenSlab:
+        draft = path.with_name(path.name + ".new")
+        try:
+            descriptor = os.open(draft, self._flags | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError:
+            words = f"{self._directory} was removed while it was in use; bring it back, or start again"
+            raise FileNotFoundError(errno.ENOENT, words) from None
+        try:
+            if os.fstat(descriptor).st_dev != slab.identity[0]:
+                raise OSError(errno.ESTALE, f"{self._directory} leads to another disk than the slabs that are in use")
+            piece = memoryview(mmap.mmap(-1, _COPY_BYTES))
+            for offset in range(0, slab.size_bytes, _COPY_BYTES):
+                piece = piece[: slab.size_bytes - offset]
+                self._transfer(os.preadv, slab.descriptor, offset, piece)
+                self._transfer(os.pwritev, descriptor, offset, piece)
+            os.fsync(descriptor)
+            if os.path.lexists(path):
+                raise _another(path.name)
+            os.rename(draft, path)
+            sync_directory(self._directory)
+            return _OpenSlab.of(descriptor)
+        except BaseException:
+            os.close(descriptor)
+            draft.unlink(missing_ok=True)
+            raise
 
     def remove(self, name: str) -> None:
         """Give a slab's space back, durably."""
@@ -212,11 +296,12 @@ class DirectFiles:
         assert offset >= 0 and offset % _PAGE_BYTES == 0, f"offset {offset} is no page's"
         assert length % _PAGE_BYTES == 0, f"{length} bytes are not whole pages"
         path = self._path(name)
-        with self._lock:
+        with self._turn:
             self._check_open()
-            slab = self._slabs.get(name)
+            while (slab := self._slabs.get(name)) is not None and slab.is_copied:
+                self._turn.wait()
             if slab is None:
-                slab = self._slabs[name] = _open_slab(path, self._access | (os.O_DIRECT if self._direct else 0))
+                slab = self._slabs[name] = _open_slab(path, self._flags)
             slab.users += 1
         try:
             if offset + length > slab.size_bytes:  # a write there would make the file longer
@@ -227,6 +312,12 @@ class DirectFiles:
                 slab.users -= 1
                 if slab.dropped:
                     slab.let_go()
+                if not slab.users:
+                    self._turn.notify_all()
+
+    @property
+    def _flags(self) -> int:
+        return self._access | (os.O_DIRECT if self._direct else 0)
 
     def _needs_copy(self, memory: memoryview) -> bool:
         if not self._direct or not memory.nbytes:
@@ -261,6 +352,7 @@ class ReadOnlyFiles(DirectFiles):
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._lock = threading.Lock()
+        self._turn = threading.Condition(self._lock)
         self._slabs: dict[str, _OpenSlab] = {}
         self._closed = False
         self._direct = any(_reads_directly(directory / name) for name in sorted(self.sizes())[:1])
@@ -276,12 +368,20 @@ class ReadOnlyFiles(DirectFiles):
 
 @dataclass
 class _OpenSlab:
-    """A slab's descriptor, and how many calls use it now. Guarded by the lock of its table."""
+    """A slab's descriptor, and how many calls use it now. identity: device and inode. is_copied: another file is about
+    to take its place. Guarded by the lock of its table."""
 
     descriptor: int
     size_bytes: int
+    identity: tuple[int, int]
     users: int = 0
     dropped: bool = False
+    is_copied: bool = False
+
+    @staticmethod
+    def of(descriptor: int) -> _OpenSlab:
+        status = os.fstat(descriptor)
+        return _OpenSlab(descriptor, status.st_size, (status.st_dev, status.st_ino))
 
     def let_go(self) -> None:
         """Close it, now or when its last user is done. No new user may come."""
@@ -293,10 +393,14 @@ class _OpenSlab:
 def _open_slab(path: Path, flags: int) -> _OpenSlab:
     descriptor = open_regular(path, os.O_NOFOLLOW | flags)
     try:
-        return _OpenSlab(descriptor, os.fstat(descriptor).st_size)
+        return _OpenSlab.of(descriptor)
     except BaseException:
         os.close(descriptor)
         raise
+
+
+def _another(name: str) -> OSError:
+    return OSError(errno.ESTALE, f"another file has the name {name} of a slab in use; move it away")
 
 
 def _takes_direct_io(directory: Path) -> bool:
@@ -337,9 +441,13 @@ def _reads_directly(path: Path) -> bool:
 def disk_room(directory: Path) -> int:
     """Bytes that a new file in this directory could have, its slabs' own bytes counted as free."""
     facts = os.statvfs(directory)
-    taken = sum(
+    return facts.f_bavail * facts.f_frsize + slab_bytes(directory)
+
+
+def slab_bytes(directory: Path) -> int:
+    """What the slabs in this directory take of its disk; 0 before a store was opened there."""
+    return sum(
         entry.stat(follow_symlinks=False).st_blocks * 512
         for entry in os.scandir(directory)
         if entry.name.endswith(_SLAB_SUFFIX)
     )
-    return facts.f_bavail * facts.f_frsize + taken

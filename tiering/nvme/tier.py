@@ -12,17 +12,18 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from tiering.errors import BlockMissing, IndexDoubtful, TierFull, TierUnavailable
-from tiering.faults import NEW_SLABS, NVME_READS, FaultReports, Unheard, kind_of
+from tiering.faults import NEW_SLABS, NVME_READS, NVME_WRITES, FaultReports, Unheard, kind_of
 from tiering.frame import MacKeys, Stamp
 from tiering.nvme.frame_index import IndexMaker
 from tiering.nvme.group_commit import BatchRequest, GroupCommit
 from tiering.nvme.header_scan import HeaderScan
 from tiering.nvme.index_records import IndexRecords, NvmeSlab
 from tiering.nvme.session import StoreSession, take_up
-from tiering.nvme.slab import MAX_NUMBER, SLOTS_PER_RECORD, record_key, slab_number, unproven_key
+from tiering.nvme.slab import MAX_NUMBER, SLOTS_PER_RECORD, record_key, slab_name, slab_number, unproven_key
 from tiering.nvme.slab_files import Files
 from tiering.nvme.slab_recovery import Found, Progress, SlabRecovery
 from tiering.slab_header import PAGE_BYTES, SlabHeader
@@ -92,6 +93,8 @@ class NvmeTier:
             raise TierUnavailable(f"the directory cannot be opened: {error}") from error
         self.rebuilds = self._records.rebuilds
         """The index is not trusted: `load` reads every header."""
+        self.beside: Callable[[], None] = lambda: None
+        """Raises `OSError` where a start would lack what else it needs to find frames: the directory, its keys."""
         self.left_alone = self._recovery.left_alone
         """Slabs that cannot be used."""
         self._taken_bytes = self._recovery.taken_bytes
@@ -185,11 +188,36 @@ class NvmeTier:
         """
         self._commits.settle(under_way=under_way)
 
+    def confirm(self, places: Iterable[int]) -> None:
+        """A later start will find the frames at these places by their files' names. Cheap. Raises `TierUnavailable`:
+        `bring_back` may help."""
+        try:
+            for number in {extent_of(place) for place in places}:
+                self._files.confirm(slab_name(number))
+            self.beside()
+        except OSError as error:
+            raise TierUnavailable(f"files are gone: {error}") from error
+
+    def bring_back(self, places: Iterable[int]) -> None:
+        """Write slabs of these places again that others removed. Slow. Raises `TierUnavailable` if `confirm` still
+        would."""
+        try:
+            for number in {extent_of(place) for place in places}:
+                self._files.bring_back(slab_name(number))
+            self.beside()
+        except OSError as error:
+            self._say(NVME_WRITES, error)
+            raise TierUnavailable(f"files are gone: {error}") from error
+        self._faults.worked(NVME_WRITES)
+
     def close(self) -> None:
         """Finish what was begun and record it in the stamp; if that fails, the next start finds out what is true."""
         with self._lock:
             if self._closed:
                 return
+        for number in self.slab_numbers():
+            with suppress(OSError):
+                self._files.bring_back(slab_name(number))
         try:
             self._commits.finish()
             self._session.end(clean=self._recovery.is_complete)
@@ -256,6 +284,8 @@ class NvmeTier:
         self._recovery.retired(number)
         try:
             self._files.remove(slab.name)
+        except FileNotFoundError:
+            pass  # others removed it
         except OSError as error:
             raise TierUnavailable(f"a slab cannot be given back: {error.strerror}") from error
         with self._lock:
