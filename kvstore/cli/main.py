@@ -277,7 +277,7 @@ def serve(
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     if kept_at is None and settings.store.keeper:
         seconds = str(2 * settings.limits.close_seconds)
-        sidecar = [sys.executable, "-m", "kvstore", *sys.argv[1:]]
+        sidecar = [sys.executable, "-P", "-m", "kvstore", *sys.argv[1:]]
         given = [seconds, settings.log.format, json.dumps(_beside(settings))]
         os.execv(sys.executable, [sys.executable, "-P", keeper.__file__, *given, *sidecar])
     wire = KeeperWire(kept_at, secrets.token_bytes) if kept_at is not None else None
@@ -310,7 +310,7 @@ def _beside(settings: Any) -> dict[str, list[str]]:
     from kvstore.service.keeper import CONSOLE, NETWORK
 
     found = {}
-    program, chosen, observe = [sys.executable, "-m", "kvstore"], settings.console, settings.observe_socket
+    program, chosen, observe = [sys.executable, "-P", "-m", "kvstore"], settings.console, settings.observe_socket
     if chosen.listen is not None:
         flags = ["--listen", chosen.listen, *(["--token-file", chosen.token_file] if chosen.token_file else [])]
         if chosen.operator:
