@@ -5,11 +5,12 @@ import os
 import resource
 import secrets
 import sys
+from dataclasses import replace
 from typing import Annotated, Any
 
 from kvstore.cli.operate import Data, ObserveSocket
 from kvstore.cli.standard_streams import say
-from kvstore.cli.terminal import OK, Json, app, expanded_path, typer
+from kvstore.cli.terminal import OK, Checks, Json, app, expanded_path, typer
 
 LISTEN = "127.0.0.1:7470"
 NONE = "none"
@@ -106,6 +107,7 @@ def network(
     keeper: Annotated[int | None, typer.Option(hidden=True, help="For the keeper alone: its process.")] = None,
     beats: Annotated[int | None, typer.Option(hidden=True, help="For the keeper alone: a pipe of it.")] = None,
     sockets: Annotated[str | None, typer.Option(hidden=True, help="For the keeper alone: sockets by tenant.")] = None,
+    checks: Checks = False,
     as_json: Json = False,
 ) -> int:
     """Serve gRPC beside a running sidecar: how much of a prompt is stored, for other languages, other hosts and
@@ -120,7 +122,7 @@ def network(
     from kvstore.config import DEFAULT_TENANT, NetworkSettings, RemoteSettings, check_network, expanded
     from kvstore.console.access import checked_tokens
     from kvstore.network.credentials import Certificates
-    from kvstore.network.serve import UNIX, NetworkOptions, NetworkParts, serve_network
+    from kvstore.network.serve import UNIX, NetworkOptions, NetworkParts, check_settings, serve_network
     from kvstore.network.services import DoorCaller
     from kvstore.service.settings import COURIER_SOCKET, OBSERVE_SOCKET, TENANT_SOCKET, default_socket, host_and_port
     from tiering.clock import SystemClock
@@ -154,6 +156,8 @@ def network(
         transport=transport,
         seal=seal,
     )
+    if checks and wanted.wants_peers:  # whatever has that port now, it may be free in a moment
+        wanted = replace(wanted, pull=f"{(pull or listen).rpartition(':')[0]}:0")
     engine = RemoteSettings(remote, remote_password_file, remote_writes, remote_ttl)
     has_courier = wanted.wants_peers or remote is not None
     if has_courier or any((pull, directory_password_file, remote_password_file)):
@@ -206,7 +210,12 @@ def network(
         if has_courier
         else None,
     )
-    serve_network(options, parts, started)
+    if checks:
+        for file in (directory_password_file, remote_password_file):
+            _secret_of(file)()
+        check_settings(options, parts)
+    else:
+        serve_network(options, parts, started)
     return OK
 
 

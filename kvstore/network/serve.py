@@ -105,17 +105,7 @@ def serve_network(
         signal.signal(number, lambda *_: ends.set())
     clock = parts.clock
     tokens = _tokens(options, parts)
-    certificates, contexts = options.certificates, None
-    configurations, files = None, None
-    if certificates is not None:
-        files = [parts.file(one) for one in (certificates.certificate, certificates.key, certificates.client_ca)]
-
-        def checked(contents: list[bytes]) -> object:
-            server_context(certificates)  # for its errors, which grpc does not report
-            return certificate_configuration(contents)
-
-        configurations = Rotated(files, checked, clock)
-        contexts = Rotated(files, lambda _: server_context(certificates), clock)
+    files, configurations, contexts = _certificates(options.certificates, parts)
     with ExitStack() as stack:
         courier = parts.courier(files) if parts.courier is not None else None
         if options.listen is None:
@@ -164,6 +154,31 @@ def serve_network(
             parts.beat()
             door.give_up_late()
             ends.wait(LOOK_SECONDS)
+
+
+def check_settings(options: NetworkOptions, parts: NetworkParts) -> None:
+    """All that `serve_network` checks before it listens. Raises `BadInput`, and `OSError`."""
+    check_addresses(options)
+    _tokens(options, parts)
+    files, _, _ = _certificates(options.certificates, parts)
+    if parts.courier is not None:
+        parts.courier(files).close()
+
+
+def _certificates(
+    certificates: Certificates | None, parts: NetworkParts
+) -> tuple[list[SourceFile] | None, Rotated[object] | None, Rotated[Any] | None]:
+    """The files; what grpc makes of them, and what HTTP's server does."""
+    if certificates is None:
+        return None, None, None
+    files = [parts.file(one) for one in (certificates.certificate, certificates.key, certificates.client_ca)]
+
+    def checked(contents: list[bytes]) -> object:
+        server_context(certificates)  # for its errors, which grpc does not report
+        return certificate_configuration(contents)
+
+    context = Rotated(files, lambda _: server_context(certificates), parts.clock)
+    return files, Rotated(files, checked, parts.clock), context
 
 
 def _serve_courier(
