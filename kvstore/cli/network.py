@@ -122,7 +122,7 @@ def network(
     from kvstore.config import DEFAULT_TENANT, NetworkSettings, RemoteSettings, check_network, expanded
     from kvstore.console.access import checked_tokens
     from kvstore.network.credentials import Certificates
-    from kvstore.network.serve import UNIX, NetworkOptions, NetworkParts, check_settings, serve_network
+    from kvstore.network.serve import UNIX, NetworkOptions, NetworkParts, serve_network
     from kvstore.network.services import DoorCaller
     from kvstore.service.settings import COURIER_SOCKET, OBSERVE_SOCKET, TENANT_SOCKET, default_socket, host_and_port
     from tiering.clock import SystemClock
@@ -209,13 +209,11 @@ def network(
         _courier(courier_socket or default_socket(data, COURIER_SOCKET), tuple(named), wanted, engine)
         if has_courier
         else None,
+        checks,
     )
-    if checks:
-        for file in (directory_password_file, remote_password_file):
-            _secret_of(file)()
-        check_settings(options, parts)
-    else:
-        serve_network(options, parts, started)
+    for file in (directory_password_file, remote_password_file) if checks else ():
+        _secret_of(file)()
+    serve_network(options, parts, started)
     return OK
 
 

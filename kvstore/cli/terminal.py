@@ -46,17 +46,15 @@ ABOUT = "A KV-cache store for language models: keep what prefill has computed, a
 
 def _end_without(module: str) -> NoReturn:
     """Say what can be said without the command line's packages."""
-    match sys.argv[1:]:
-        case ["--version"]:
-            print(f"kvstore {kvstore.__version__}")
-        case ["--version", "--json"] | ["--json", "--version"]:
-            print(json.dumps({"version": kvstore.__version__}))
-        case [] | ["--help" | "-h"]:
-            print(f"{ABOUT}\n\nThe library and the engines' adapters are installed. The commands are not:")
-            print(f"{', '.join(COMMANDS)}.\n{needs(module).removeprefix('kvstore: ').capitalize()}")
-        case _:
-            print(needs(module), file=sys.stderr)
-            raise SystemExit(2)
+    asked, version = {*sys.argv[1:]}, kvstore.__version__
+    if "--version" in asked <= {"--version", "--json"}:
+        print(json.dumps({"version": version}) if "--json" in asked else f"kvstore {version}")
+    elif asked <= {"--help", "-h"}:
+        print(f"{ABOUT}\n\nThe library and the engines' adapters are installed. The commands are not:")
+        print(f"{', '.join(COMMANDS)}.\n{needs(module).removeprefix('kvstore: ').capitalize()}")
+    else:
+        print(needs(module), file=sys.stderr)
+        raise SystemExit(2)
     raise SystemExit(0)
 
 

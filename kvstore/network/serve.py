@@ -82,7 +82,7 @@ class NetworkParts:
     """The process's dependencies. tokens: parses a token file's text; the name is for messages. beat: writes the
     heartbeat. is_wanted: whether the parent process still runs. reflection: of these services, if it is to be served.
     courier: built from the files of the certificate, its key and the CA, if there are some; None if nothing is
-    elsewhere."""
+    elsewhere. only_checks: return before anything is served."""
 
     clock: Clock
     new_token: Callable[[int], bytes]
@@ -92,6 +92,7 @@ class NetworkParts:
     is_wanted: Callable[[], bool] = lambda: True
     reflection: Callable[[Sequence[str]], Reflection] | None = None
     courier: Callable[[list[SourceFile] | None], CourierBeside] | None = None
+    only_checks: bool = False
 
 
 def serve_network(
@@ -101,13 +102,25 @@ def serve_network(
     check_addresses(options)
     sys.setswitchinterval(SWITCH_SECONDS)
     ends = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ends.set())
     clock = parts.clock
     tokens = _tokens(options, parts)
-    files, configurations, contexts = _certificates(options.certificates, parts)
+    certificates, contexts = options.certificates, None
+    configurations, files = None, None
+    if certificates is not None:
+        files = [parts.file(one) for one in (certificates.certificate, certificates.key, certificates.client_ca)]
+
+        def checked(contents: list[bytes]) -> object:
+            server_context(certificates)  # for its errors, which grpc does not report
+            return certificate_configuration(contents)
+
+        configurations = Rotated(files, checked, clock)
+        contexts = Rotated(files, lambda _: server_context(certificates), clock)
     with ExitStack() as stack:
         courier = parts.courier(files) if parts.courier is not None else None
+        if parts.only_checks:
+            return
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: ends.set())
         if options.listen is None:
             _serve_courier(options, parts, courier, stack, ends, started)
             return
@@ -154,31 +167,6 @@ def serve_network(
             parts.beat()
             door.give_up_late()
             ends.wait(LOOK_SECONDS)
-
-
-def check_settings(options: NetworkOptions, parts: NetworkParts) -> None:
-    """All that `serve_network` checks before it listens. Raises `BadInput`, and `OSError`."""
-    check_addresses(options)
-    _tokens(options, parts)
-    files, _, _ = _certificates(options.certificates, parts)
-    if parts.courier is not None:
-        parts.courier(files).close()
-
-
-def _certificates(
-    certificates: Certificates | None, parts: NetworkParts
-) -> tuple[list[SourceFile] | None, Rotated[object] | None, Rotated[Any] | None]:
-    """The files; what grpc makes of them, and what HTTP's server does."""
-    if certificates is None:
-        return None, None, None
-    files = [parts.file(one) for one in (certificates.certificate, certificates.key, certificates.client_ca)]
-
-    def checked(contents: list[bytes]) -> object:
-        server_context(certificates)  # for its errors, which grpc does not report
-        return certificate_configuration(contents)
-
-    context = Rotated(files, lambda _: server_context(certificates), parts.clock)
-    return files, Rotated(files, checked, parts.clock), context
 
 
 def _serve_courier(

@@ -30,7 +30,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from typing import IO
+from typing import IO, Any
 
 NAME_BYTES = 16
 KEEP, FORGET, READY, ALL, TOLD = b"k", b"f", b"r", b"a", b"t"
@@ -333,7 +333,7 @@ class Keeper:
                     self._take_signals()
                     continue
                 if key.data is not None:
-                    self._hear(key)
+                    self._log_lines(key.data, key.fileobj)
                     continue
                 if events & selectors.EVENT_WRITE:
                     self._send()
@@ -385,19 +385,17 @@ class Keeper:
         while time.monotonic() < end:
             for key, _ in self._selector.select(max(0.0, end - time.monotonic())):
                 if key.data is not None:
-                    self._hear(key)
+                    self._log_lines(key.data, key.fileobj)
                 elif {signal.SIGTERM, signal.SIGINT} & set(self._signals.recv(4096)):
                     return True
         return False
 
     # The processes beside it ----------------------------------------------------------------------------------------
 
-    def _hear(self, key: selectors.SelectorKey) -> None:
-        key.data.hear(key.fileobj)
-        self._log_lines(key.data)
-
-    def _log_lines(self, one: ProcessBeside) -> None:
+    def _log_lines(self, one: ProcessBeside, *streams: Any) -> None:
         """Log what it has printed. Where standard error has no room lines are lost: its reader must not stop us."""
+        for stream in streams:
+            one.hear(stream)
         room = select.poll()
         room.register(2, select.POLLOUT)
         for level, line in one.lines:
