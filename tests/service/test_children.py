@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,7 @@ def test_a_child_that_prints_without_end_and_a_log_without_a_reader_stop_nothing
         stderr=subprocess.PIPE,
         text=True,
         env={"PYTHONPATH": PATHS["PYTHONPATH"]},
+        start_new_session=True,
     )
     try:
         assert process.stdout is not None
@@ -168,7 +170,8 @@ def test_a_child_that_prints_without_end_and_a_log_without_a_reader_stop_nothing
         process.terminate()
         log = process.communicate(timeout=60)[1].splitlines()
     finally:
-        process.kill()
+        with suppress(ProcessLookupError):  # its children too
+            os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
     found = [json.loads(line) for line in log]
     assert process.returncode == 0 and found[0]["message"] == "it serves"
