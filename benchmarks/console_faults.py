@@ -139,7 +139,7 @@ class Consoles:
     def flooded(self) -> Iterator[Callable[[], int]]:
         """By processes that ask for everything, over new connections; returns how many answers they got."""
         with self.running() as (_, port), ExitStack() as stack:
-            command = [sys.executable, "-c", FLOOD, "127.0.0.1", str(port)]
+            command = [sys.executable, "-P", "-c", FLOOD, "127.0.0.1", str(port)]
             flooders = []
             with on_cores(self._cores):
                 for paths, connections in FLOODS:

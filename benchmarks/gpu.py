@@ -187,7 +187,7 @@ def _described(device: str) -> dict[str, Any]:
         "    sys.exit(str(error))\n"
     )
     asked = subprocess.run(
-        [sys.executable, "-c", program, device],
+        [sys.executable, "-P", "-c", program, device],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -215,7 +215,7 @@ def _run(step: Step, device: str, limit_s: float) -> dict[str, Any]:
             "status": OK,
             "started": started.isoformat(timespec="seconds"),
             "seconds": round(time.monotonic() - begun, 2),
-            "command": ["python", "-m", *command],
+            "command": ["python", "-P", "-m", *command],
             "message": "",
             "result": _tests(report) if step.kernel_tests else _json(output),
         }
@@ -237,7 +237,7 @@ def _ended(arguments: tuple[str, ...], device: str, limit_s: float, scratch: Pat
     """Exit status (None: it was ended), standard output, standard error. All of its processes are gone then."""
     with (scratch / "out").open("w+") as output, (scratch / "err").open("w+") as errors:
         process = subprocess.Popen(
-            [sys.executable, "-m", *arguments],
+            [sys.executable, "-P", "-m", *arguments],
             stdout=output,
             stderr=errors,
             cwd=ROOT,

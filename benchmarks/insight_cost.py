@@ -140,7 +140,7 @@ class Served:
 def console_command(observe_socket: str) -> list[str]:
     """Starts a console at a port of the system's choice, which it says in one line of JSON."""
     where = ["--socket", observe_socket, "--listen", "127.0.0.1:0", "--json"]
-    return [sys.executable, "-m", "kvstore", "console", *where]
+    return [sys.executable, "-P", "-m", "kvstore", "console", *where]
 
 
 @contextmanager
@@ -151,7 +151,7 @@ def viewed(observe_socket: str) -> Iterator[tuple[int, str]]:
             assert console.stdout is not None
             url = json.loads(console.stdout.readline())["console"]
             with urllib.request.urlopen(f"{url}api/stream", timeout=SECONDS) as stream:
-                reading = [sys.executable, "-c", "import sys\nwhile sys.stdin.buffer.read1(1 << 16): pass"]
+                reading = [sys.executable, "-P", "-c", "import sys\nwhile sys.stdin.buffer.read1(1 << 16): pass"]
                 with subprocess.Popen(reading, stdin=stream.fileno()) as page:
                     yield console.pid, url
                     page.kill()

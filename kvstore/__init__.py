@@ -12,6 +12,12 @@ Importing this module needs neither torch nor a GPU; opening a store in this pro
 
 from __future__ import annotations
 
+import sys
+
+if sys.argv[:1] == ["-m"] and not sys.flags.safe_path and __file__ != f"{sys.path[0]}/kvstore/__init__.py":
+    # `python -m kvstore` without -P: no file in the working directory may be imported in place of a package.
+    del sys.path[0]
+
 import secrets
 import threading
 from collections.abc import Mapping

@@ -129,6 +129,37 @@ def _copy_files(tree: Path) -> None:
             shutil.copy(ROOT / name, tree / name)
 
 
+@pytest.mark.slow
+def test_the_wheel_without_extras_says_its_version_and_what_its_commands_need(
+    wheel_of_this_tree: Path, tmp_path: Path
+) -> None:
+    """In an environment of its own, made as a user makes it."""
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True, timeout=300)
+    python, program = (str(tmp_path / "venv/bin" / name) for name in ("python", "kvstore"))
+    installed = subprocess.run(
+        [python, "-m", "pip", "--disable-pip-version-check", "install", "-q", str(wheel_of_this_tree)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert installed.returncode == 0, installed.stderr
+
+    def told(*command: str) -> tuple[int, str, str]:
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        return done.returncode, done.stdout, done.stderr
+
+    version = importlib.metadata.version("prefix-kvstore")
+    for start in ((program,), (python, "-P", "-m", "kvstore")):
+        assert told(*start, "--version") == (0, f"kvstore {version}\n", "")
+        for words in (["--help"], ["-h"], []):
+            status, shown, error = told(*start, *words)
+            assert (status, error) == (0, "") and "serve, " in shown and "pip install '.[server]'" in shown
+    assert told(program, "--version", "--json") == (0, f'{{"version": "{version}"}}\n', "")
+    status, shown, error = told(program, "stat", "--help")
+    assert (status, shown, error.count("\n")) == (2, "", 1) and "this needs the package typer" in error
+    assert told(python, "-P", "-c", "import kvstore; kvstore.open") == (0, "", "")
+
+
 def _write(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("")

@@ -199,7 +199,7 @@ def _start(directory: Path, plan: Plan, *, kill: bool = False) -> Started:
     answer = directory.with_name("started.json")
     job = json.dumps({"directory": str(directory), "answer": str(answer), "kill": kill, **asdict(plan)})
     done = subprocess.run(
-        [sys.executable, "-m", "kv_bench.restart", job],
+        [sys.executable, "-P", "-m", "kv_bench.restart", job],
         capture_output=True,
         text=True,
         timeout=LONGEST_SECONDS,

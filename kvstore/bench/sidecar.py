@@ -72,7 +72,7 @@ class Sidecar:
                 }
             )
         )
-        command = [sys.executable, "-m", "kvstore", "serve", "--json", "--config", os.fspath(config)]
+        command = [sys.executable, "-P", "-m", "kvstore", "serve", "--json", "--config", os.fspath(config)]
         with self._log.open("wb") as log:
             self._started = perf_counter()
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log)

@@ -17,7 +17,7 @@ import msgspec
 from kvstore.block.errors import BadInput, Rejected, StoreError, Unreachable
 from kvstore.block.identity import ExtraKey, Namespace, PrefixHasher, as_extra_keys, token_bytes
 from kvstore.client.connection import check_numbers, checked_facts
-from kvstore.client.framing import FramedSocket, TimedOut
+from kvstore.client.framing import HANGS, FramedSocket, Silent, TimedOut
 from kvstore.client.warming import Warming
 from kvstore.protocol import messages as m
 from kvstore.protocol.requests import MAX_REQUEST_CHARACTERS
@@ -313,9 +313,7 @@ class _Ask:
         try:
             answer = self._wire.call(verb, seconds).answer
         except TimedOut:
-            raise Unreachable(
-                f"{self._socket}: no answer within {seconds:g} s; see kvstore stat, and its log"
-            ) from None
+            raise Unreachable(f"{self._socket}: no answer within {seconds:g} s: {HANGS}") from None
         except Unreachable as error:
             raise Unreachable(f"{self._socket}: {error}; is the sidecar still running?") from None
         if isinstance(answer, kind):
@@ -331,6 +329,8 @@ def _connection(socket: str, clock: Clock, hint: str) -> Iterator[_Ask]:
         wire = FramedSocket(socket, "kvstore command line", b"", clock, CALL_SECONDS)
     except Rejected:
         raise
+    except Silent as error:
+        raise Silent(f"{error}: {HANGS}") from None
     except Unreachable as error:
         raise Unreachable(f"no sidecar to talk to: {error}; start it (kvstore serve), or {hint}") from None
     try:

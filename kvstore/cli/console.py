@@ -18,7 +18,7 @@ from kvstore.block.errors import BadInput
 from kvstore.cli import ask
 from kvstore.cli.operate import Data, ObserveSocket
 from kvstore.cli.standard_streams import say
-from kvstore.cli.terminal import OK, Json, app, expanded_path, typer
+from kvstore.cli.terminal import OK, Checks, Json, app, expanded_path, typer
 from kvstore.config import AUDIT_FILE, DEFAULT_TENANT
 from kvstore.protocol.status import printable
 from tiering.clock import Clock
@@ -68,6 +68,7 @@ def console(
         ),
     ] = None,
     keeper: Annotated[int | None, typer.Option(hidden=True, help="For the keeper alone: its process.")] = None,
+    checks: Checks = False,
     as_json: Json = False,
 ) -> int:
     """Show a running sidecar in a browser: hits, misses and why, tiers, tenants, engines, events; until SIGTERM.
@@ -81,6 +82,7 @@ def console(
     from tiering.clock import SystemClock
 
     address = host_and_port(listen, "--listen")
+    file = Path(audit_file or default_socket(data, AUDIT_FILE))
 
     def read_tokens() -> ConsoleTokens:
         assert token_file is not None
@@ -92,10 +94,16 @@ def console(
         url = f"http://{host}:{port}/"
         say(json.dumps({"console": url, "pid": os.getpid()}) if as_json else f"console on {url}", sys.stdout)
 
+    if checks:
+        if token_file is not None:
+            read_tokens()
+        if operator is not None and file.parent.is_dir():  # else it is the sidecar's own, which comes later
+            AuditFile(file)
+        return OK
     acts = None
     if operator is not None:
         sockets = _tenant_sockets(tenant_socket or [f"{DEFAULT_TENANT}={default_socket(data, TENANT_SOCKET)}"])
-        log = AuditFile(Path(audit_file or default_socket(data, AUDIT_FILE)))
+        log = AuditFile(file)
         acts = OperatorCommands(operator, sockets, SystemClock()), log
     elif audit_file or tenant_socket:
         raise typer.BadParameter("--audit-file and --tenant-socket are for a console that is given --operator")

@@ -58,6 +58,14 @@ def pd_proxy(
     listen: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Where clients come; port 0 is any free one.")
     ] = PROXY_LISTEN,
+    pass_on: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="A field, or a key of kv_transfer_params, that clients may set although engines follow it to other "
+            "hosts' or clients' KV. May be given again.",
+        ),
+    ] = None,
     requests: Annotated[int, typer.Option(metavar="N", min=1, max=4096, help="Under way at a time.")] = 256,
     prefill_seconds: Annotated[
         float, typer.Option(metavar="N", min=0.1, max=3600, help="After so long decode computes the prompt itself.")
@@ -95,6 +103,7 @@ def pd_proxy(
         Legs(legs),
         host_and_port(prefiller, "--prefiller") if prefiller is not None else None,
         ProxyLimits(requests=requests, prefill_seconds=prefill_seconds, decode_seconds=decode_seconds),
+        pass_on or (),
     )
     address = host_and_port(listen, "--listen")
 

@@ -45,7 +45,7 @@ import kvstore.cli.lint
 import kvstore.cli.network
 import kvstore.cli.operate
 import kvstore.cli.plan
-from kvstore.block.errors import OutOfResources, StoreError
+from kvstore.block.errors import BadInput, OutOfResources, StoreError
 from kvstore.cli.standard_streams import (
     flush_output,
     hold_standard_descriptors,
@@ -64,6 +64,7 @@ from kvstore.cli.terminal import (
     Json,
     UsageError,
     app,
+    check_folder,
     expanded_path,
     fail,
     needs,
@@ -74,6 +75,7 @@ from kvstore.cli.terminal import (
 from tiering.errors import TierError
 
 _TRACEBACK = "KVSTORE_TRACEBACK"
+_PROGRAM = [sys.executable, "-P", "-m", "kvstore"]
 
 
 @app.callback(invoke_without_command=True)
@@ -277,8 +279,13 @@ def serve(
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     if kept_at is None and settings.store.keeper:
         seconds = str(2 * settings.limits.close_seconds)
-        sidecar = [sys.executable, "-m", "kvstore", *sys.argv[1:]]
-        given = [seconds, settings.log.format, json.dumps(_beside(settings))]
+        sidecar = [*_PROGRAM, *sys.argv[1:]]
+        beside = _beside(settings)
+        if settings.console.audit_file is not None and Path(settings.audit_file).parent != Path(settings.store.data):
+            check_folder(f"console.audit_file={settings.audit_file}", settings.audit_file)
+        for name, command in beside.items():
+            _check_beside(name, command[len(_PROGRAM) :])
+        given = [seconds, settings.log.format, json.dumps(beside)]
         os.execv(sys.executable, [sys.executable, "-P", keeper.__file__, *given, *sidecar])
     wire = KeeperWire(kept_at, secrets.token_bytes) if kept_at is not None else None
     # Connection numbers must exceed those of all earlier runs on this memory. Starts are more than 34 ms apart, and no
@@ -310,17 +317,29 @@ def _beside(settings: Any) -> dict[str, list[str]]:
     from kvstore.service.keeper import CONSOLE, NETWORK
 
     found = {}
-    program, chosen, observe = [sys.executable, "-m", "kvstore"], settings.console, settings.observe_socket
+    chosen, observe = settings.console, settings.observe_socket
     if chosen.listen is not None:
         flags = ["--listen", chosen.listen, *(["--token-file", chosen.token_file] if chosen.token_file else [])]
         if chosen.operator:
             flags += ["--operator", settings.admin_socket, "--audit-file", settings.audit_file]
             flags += [f"--tenant-socket={name}={one.socket}" for name, one in settings.sockets().items()]
-        found[CONSOLE] = [*program, "console", "--socket", observe, *flags]
+        found[CONSOLE] = [*_PROGRAM, "console", "--socket", observe, *flags]
     network = _network_flags(settings)
     if network:
-        found[NETWORK] = [*program, "network", "--observe-socket", observe, *network]
+        found[NETWORK] = [*_PROGRAM, "network", "--observe-socket", observe, *network]
     return found
+
+
+def _check_beside(name: str, words: list[str]) -> None:
+    """Have a command check what it would be started with: it would end with the same line again and again. Raises
+    `BadInput`, and what else it does."""
+    try:
+        typer.main.get_command(app)([*words, "--check"], standalone_mode=False, prog_name="kvstore")
+    except UsageError as error:
+        raise BadInput(f"the {name}: {error.format_message()}") from None
+    except (BadInput, OSError) as error:
+        file = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else error
+        raise BadInput(f"the {name}: {file}") from None
 
 
 def _network_flags(settings: Any) -> list[str]:

@@ -5,11 +5,12 @@ import os
 import resource
 import secrets
 import sys
+from dataclasses import replace
 from typing import Annotated, Any
 
 from kvstore.cli.operate import Data, ObserveSocket
 from kvstore.cli.standard_streams import say
-from kvstore.cli.terminal import OK, Json, app, expanded_path, typer
+from kvstore.cli.terminal import OK, Checks, Json, app, expanded_path, typer
 
 LISTEN = "127.0.0.1:7470"
 NONE = "none"
@@ -106,6 +107,7 @@ def network(
     keeper: Annotated[int | None, typer.Option(hidden=True, help="For the keeper alone: its process.")] = None,
     beats: Annotated[int | None, typer.Option(hidden=True, help="For the keeper alone: a pipe of it.")] = None,
     sockets: Annotated[str | None, typer.Option(hidden=True, help="For the keeper alone: sockets by tenant.")] = None,
+    checks: Checks = False,
     as_json: Json = False,
 ) -> int:
     """Serve gRPC beside a running sidecar: how much of a prompt is stored, for other languages, other hosts and
@@ -154,6 +156,8 @@ def network(
         transport=transport,
         seal=seal,
     )
+    if checks and wanted.wants_peers:  # whatever has that port now, it may be free in a moment
+        wanted = replace(wanted, pull=f"{(pull or listen).rpartition(':')[0]}:0")
     engine = RemoteSettings(remote, remote_password_file, remote_writes, remote_ttl)
     has_courier = wanted.wants_peers or remote is not None
     if has_courier or any((pull, directory_password_file, remote_password_file)):
@@ -205,7 +209,10 @@ def network(
         _courier(courier_socket or default_socket(data, COURIER_SOCKET), tuple(named), wanted, engine)
         if has_courier
         else None,
+        checks,
     )
+    for file in (directory_password_file, remote_password_file) if checks else ():
+        _secret_of(file)()
     serve_network(options, parts, started)
     return OK
 

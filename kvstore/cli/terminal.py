@@ -1,6 +1,7 @@
 """What commands share: common options, results and progress on a terminal, and how they fail.
 
-If the command line's packages are missing, importing it ends the program with one line.
+If the command line's packages are missing, importing it ends the program: with the version or what there is to install
+if that was asked for, else with one line.
 """
 
 import gzip
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, Protocol
 
+import kvstore
 from kvstore.block.errors import BadInput
 from kvstore.cli.standard_streams import say
 from kvstore.config import expanded
@@ -33,6 +35,29 @@ def needs(module: str) -> str:
     return f"kvstore: this needs the package {module}; run in a checkout: pip install '.[{EXTRA_OF[module]}]'"
 
 
+COMMANDS = tuple(
+    (
+        "demo doctor fsck serve keys console network pd-proxy prime stat why prefixes namespaces drop purge warm "
+        "record replay whatif plan lint bench"
+    ).split()
+)
+ABOUT = "A KV-cache store for language models: keep what prefill has computed, and never serve the wrong bytes."
+
+
+def _end_without(module: str) -> NoReturn:
+    """Say what can be said without the command line's packages."""
+    asked, version = {*sys.argv[1:]}, kvstore.__version__
+    if "--version" in asked <= {"--version", "--json"}:
+        print(json.dumps({"version": version}) if "--json" in asked else f"kvstore {version}")
+    elif asked <= {"--help", "-h"}:
+        print(f"{ABOUT}\n\nThe library and the engines' adapters are installed. The commands are not:")
+        print(f"{', '.join(COMMANDS)}.\n{needs(module).removeprefix('kvstore: ').capitalize()}")
+    else:
+        print(needs(module), file=sys.stderr)
+        raise SystemExit(2)
+    raise SystemExit(0)
+
+
 try:
     import typer
     import typer.core
@@ -42,8 +67,7 @@ try:
 except ModuleNotFoundError as absent:
     if absent.name not in EXTRA_OF:
         raise
-    print(needs(absent.name), file=sys.stderr)
-    raise SystemExit(2) from None
+    _end_without(absent.name)
 
 OK, CHECK_FAILED, BAD_INPUT, OUT_OF_RESOURCES, INTERRUPTED = 0, 1, 2, 71, 130
 
@@ -60,12 +84,9 @@ def expanded_path(path: str | None) -> str | None:
     return expanded(path) if path else path
 
 
-COMMANDS = tuple(
-    (
-        "demo doctor fsck serve keys console network pd-proxy prime stat why prefixes namespaces drop purge warm "
-        "record replay whatif plan lint bench"
-    ).split()
-)
+Checks = Annotated[
+    bool, typer.Option("--check", hidden=True, help="For serve alone: say what is wrong with the settings, and end.")
+]
 
 
 class InOrder(typer.core.TyperGroup):
@@ -78,7 +99,7 @@ class InOrder(typer.core.TyperGroup):
 
 app = typer.Typer(
     cls=InOrder,
-    help="A KV-cache store for language models: keep what prefill has computed, and never serve the wrong bytes.",
+    help=ABOUT,
     epilog="Each command explains itself: kvstore COMMAND --help. Start with: kvstore demo",
     rich_markup_mode="markdown",  # lets help flow to the terminal's width
     context_settings={"help_option_names": ["-h", "--help"]},

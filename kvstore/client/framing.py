@@ -63,6 +63,9 @@ class Silent(Unreachable):
     """A process listens there and does not answer: a sidecar that hangs or is overloaded."""
 
 
+HANGS = "the sidecar hangs, or has no time; see its log, and kvstore doctor"
+
+
 class _KeptAnswer:
     """An undecoded answer; the thread that asked decodes it, so the thread that reads for all does not pay."""
 

@@ -34,7 +34,7 @@ from kvstore.client.connection import (
     spans,
     taken,
 )
-from kvstore.client.framing import FramedSocket, Silent, drained
+from kvstore.client.framing import HANGS, FramedSocket, Silent, drained
 from kvstore.client.in_touch import InTouch
 from kvstore.client.pending import ReadyReply
 from kvstore.protocol import messages as m
@@ -360,7 +360,8 @@ class SocketDoor:
             grant = self._open(run, request, max(self._limits.connect, time.left()))
         except Unavailable as away:
             if run is None and not self._rejected:
-                raise Unreachable(f"{away.detail}; start the sidecar (kvstore serve), or check the path") from None
+                mend = HANGS if self._is_silent else "start the sidecar (kvstore serve), or check the path"
+                raise Unreachable(f"{away.detail}; {mend}") from None
             is_slow = run is not None and away.reason in (MissReason.DEADLINE, MissReason.BUSY)
             raise (NotReady if is_slow else Unreachable)(f"{self._path}: {away.detail}") from None
         payloads = tuple(request.payload_bytes)

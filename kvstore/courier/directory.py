@@ -16,6 +16,7 @@ that are no hint or entry are skipped.
 from __future__ import annotations
 
 import logging
+import re
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -85,9 +86,13 @@ class DirectoryAddress:
     def read(cls, text: str) -> DirectoryAddress:
         """As in settings: valkey://[USER@]HOST[:PORT] or valkey+unix:PATH, with a user valkey+unix://USER@PATH. Raises
         `BadInput`."""
+        given = (
+            "a directory's address with a password"
+            if re.search("//[^/@]*:[^/]*@", text)
+            else f"directory={shown(text)}"
+        )
         wrong = BadInput(
-            f"directory={shown(text)}; give valkey://[USER@]HOST[:PORT] or valkey+unix:/PATH (the password stands in a "
-            "file of its own)"
+            f"{given}; give valkey://[USER@]HOST[:PORT] or valkey+unix:/PATH (the password stands in a file of its own)"
         )
         try:
             parts = urlsplit(text)

@@ -107,7 +107,7 @@ def _start(arguments: Sequence[str]) -> tuple[subprocess.Popen[str], dict[str, A
     `StoreError`."""
     with tempfile.TemporaryFile("w+") as log:  # not a pipe: it would fill up
         process = subprocess.Popen(
-            [sys.executable, "-m", "kvstore", *arguments, "--json"],
+            [sys.executable, "-P", "-m", "kvstore", *arguments, "--json"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=log,

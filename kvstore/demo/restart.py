@@ -49,7 +49,7 @@ def run_restarted(
     path = scratch / "restart.json"
     path.write_text(json.dumps(job))
     done = subprocess.run(
-        [sys.executable, "-m", "kvstore.demo.restart", str(path)],
+        [sys.executable, "-P", "-m", "kvstore.demo.restart", str(path)],
         capture_output=True,
         text=True,
         timeout=LONGEST_SECONDS,

@@ -82,7 +82,7 @@ class NetworkParts:
     """The process's dependencies. tokens: parses a token file's text; the name is for messages. beat: writes the
     heartbeat. is_wanted: whether the parent process still runs. reflection: of these services, if it is to be served.
     courier: built from the files of the certificate, its key and the CA, if there are some; None if nothing is
-    elsewhere."""
+    elsewhere. only_checks: return before anything is served."""
 
     clock: Clock
     new_token: Callable[[int], bytes]
@@ -92,6 +92,7 @@ class NetworkParts:
     is_wanted: Callable[[], bool] = lambda: True
     reflection: Callable[[Sequence[str]], Reflection] | None = None
     courier: Callable[[list[SourceFile] | None], CourierBeside] | None = None
+    only_checks: bool = False
 
 
 def serve_network(
@@ -101,8 +102,6 @@ def serve_network(
     check_addresses(options)
     sys.setswitchinterval(SWITCH_SECONDS)
     ends = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ends.set())
     clock = parts.clock
     tokens = _tokens(options, parts)
     certificates, contexts = options.certificates, None
@@ -118,6 +117,10 @@ def serve_network(
         contexts = Rotated(files, lambda _: server_context(certificates), clock)
     with ExitStack() as stack:
         courier = parts.courier(files) if parts.courier is not None else None
+        if parts.only_checks:
+            return
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: ends.set())
         if options.listen is None:
             _serve_courier(options, parts, courier, stack, ends, started)
             return

@@ -2,7 +2,8 @@
 
     bytes > bounds > one level of JSON > the prefill leg's body, and the decode leg's
 
-A body is parsed one level deep; fields that neither leg changes are passed on byte for byte. The engines' protocol
+A body is parsed one level deep; fields that neither leg changes are passed on byte for byte. Those that say where KV is
+are dropped: by them a client could name a host that engines dial, or another client's blocks. The engines' protocol
 decides what each leg is told:
 
     nixlv2           prefill first, with do_remote_decode; decode gets prefill's kv_transfer_params unchanged
@@ -14,6 +15,7 @@ decides what each leg is told:
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from enum import StrEnum
 from typing import Any
 
@@ -34,8 +36,19 @@ _UNREADABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 REMOTE_NULLS: dict[str, Any] = dict.fromkeys(
     ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"), None
 )
+TRANSFER = "kv_transfer_params"
+OF_THE_PROXY = frozenset(
+    f"{TRANSFER} ec_transfer_params request_id "  # vLLM's
+    "bootstrap_host bootstrap_port bootstrap_room disagg_prefill_dp_rank routed_dp_rank data_parallel_rank "  # SGLang's
+    "rid disaggregated_params nvext".split()  # the last two: TensorRT-LLM's, Dynamo's
+)
+"""Fields of a body, and of its `vllm_xargs`, that a client may not set."""
+HINTS = "kvstore"
+"""The one key of a client's `kv_transfer_params` that is passed on."""
+_HINTS_OF_THE_PROXY = frozenset(("ticket", "await"))
 _NOT_PREFILLED = (
-    "stream stream_options min_tokens n best_of echo logprobs top_logprobs prompt_logprobs use_beam_search"
+    "stream stream_options min_tokens n best_of echo logprobs top_logprobs prompt_logprobs use_beam_search "
+    "cache_hit_threshold"
 ).split()
 """Left out of the prefill leg: fields that concern the answer, of which prefill computes one token."""
 
@@ -62,8 +75,9 @@ def error_body(status: int, message: str, param: str | None = None, code: str | 
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
 
 
-def read_body(content: bytes) -> Body:
-    """The body's fields, each as its original bytes. Raises `ApiRefusal`."""
+def read_body(content: bytes, passed: Collection[str] = ()) -> Body:
+    """The body's fields, each as its original bytes, without `OF_THE_PROXY`. passed: names that are passed on although
+    they are the proxy's. Raises `ApiRefusal`."""
     if content.count(b'"') - content.count(b'\\"') > 2 * MOST_STRINGS:
         raise ApiRefusal(413, f"the body has more than {MOST_STRINGS} strings; send fewer messages")
     try:
@@ -74,18 +88,39 @@ def read_body(content: bytes) -> Body:
         raise ApiRefusal(400, f"the body cannot be read as JSON: {' '.join(str(error).split())}") from None
     if len(body) > MOST_FIELDS:
         raise ApiRefusal(400, f"the body has {len(body)} fields; at most {MOST_FIELDS} are taken")
-    return body
+    told = {name: value for name, value in transfer_parameters(body).items() if name == HINTS or name in passed}
+    if HINTS in told:
+        told[HINTS] = _without(told[HINTS], _HINTS_OF_THE_PROXY.difference(passed), TRANSFER)
+    refused = OF_THE_PROXY.difference(passed)
+    body = {name: value for name, value in body.items() if name not in refused}
+    if "vllm_xargs" in body:
+        body["vllm_xargs"] = _without(body["vllm_xargs"], refused, "vllm_xargs")
+    body.pop(TRANSFER, None)
+    return body | ({TRANSFER: Raw(msgspec.json.encode(told))} if told else {})
+
+
+def _without(value: Raw, names: Collection[str], param: str) -> Raw:
+    """An object without these keys; unchanged if it has none of them, or is none. Raises `ApiRefusal` if it cannot be
+    read: an engine might."""
+    if not bytes(value).lstrip().startswith(b"{"):
+        return value
+    try:
+        fields = msgspec.json.decode(value, type=Body)
+    except _UNREADABLE as error:
+        raise ApiRefusal(400, f"{param} cannot be read: {' '.join(str(error).split())}", param=param) from None
+    kept = {name: one for name, one in fields.items() if name not in names}
+    return value if len(kept) == len(fields) else Raw(msgspec.json.encode(kept))
 
 
 def transfer_parameters(body: Body) -> Body:
     """The client's own `kv_transfer_params`. Raises `ApiRefusal`."""
-    given = body.get("kv_transfer_params")
+    given = body.get(TRANSFER)
     if given is None or bytes(given) == b"null":
         return {}
     try:
         return msgspec.json.decode(given, type=Body)
     except _UNREADABLE:
-        raise ApiRefusal(400, "kv_transfer_params has to be an object", param="kv_transfer_params") from None
+        raise ApiRefusal(400, "kv_transfer_params has to be an object", param=TRANSFER) from None
 
 
 def prefill_body(body: Body, legs: Legs, kv_request_id: str, is_bound: bool = False) -> bytes:
@@ -103,7 +138,7 @@ def prefill_body(body: Body, legs: Legs, kv_request_id: str, is_bound: bool = Fa
     elif is_bound:
         told["remote_decoder"] = {"kv_request_id": kv_request_id}
     if told:
-        fields["kv_transfer_params"] = told
+        fields[TRANSFER] = told
     return msgspec.json.encode({**fields, "stream": False})
 
 
@@ -113,15 +148,15 @@ def decode_body(
     """The decode leg's body. prefilled: `kv_transfer_params` of prefill's answer, passed on unchanged. prefiller: with
     `at-once`, the address of vLLM's tier of peers. Raises `ApiRefusal`."""
     if legs is Legs.NIXLV2 and prefilled is not None:
-        return msgspec.json.encode({**body, "kv_transfer_params": prefilled})
+        return msgspec.json.encode({**body, TRANSFER: prefilled})
     if legs is not Legs.AT_ONCE:
         return msgspec.json.encode(body)
     told: dict[str, Any] = dict(transfer_parameters(body))
-    told["kvstore"] = {**_object(told.get("kvstore")), "await": True}
+    told[HINTS] = {**_object(told.get(HINTS)), "await": True}
     if prefiller is not None:
         host, port = prefiller
         told["remote_prefiller"] = {"kv_request_id": kv_request_id, "remote_host": host, "remote_port": port}
-    return msgspec.json.encode({**body, "kv_transfer_params": told})
+    return msgspec.json.encode({**body, TRANSFER: told})
 
 
 def _object(value: Raw | None) -> Body:

@@ -13,7 +13,7 @@ An example, not a load balancer: one process, no queue, no other retries.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,13 +117,16 @@ class PdProxy:
         *,
         prefiller: tuple[str, int] | None = None,
         limits: ProxyLimits | None = None,
+        passed: Collection[str] = (),
     ) -> None:
-        """new_id: names requests that bring no id. prefiller: see `decode_body`."""
+        """new_id: names requests that bring no id, and pairs of legs. prefiller: see `decode_body`. passed: see
+        `read_body`."""
         self._fleet = fleet
         self._legs = legs
         self._new_id = new_id
         self._prefiller = prefiller
         self._limits = limits or ProxyLimits()
+        self._passed = passed
         self._under_way = 0
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -195,7 +198,7 @@ class PdProxy:
 
     async def _served(self, scope: Message, receive: Receive, exchange: Exchange) -> None:
         content = await self._content(scope, receive)
-        body = read_body(content)
+        body = read_body(content, self._passed)
         answering = asyncio.create_task(self._answered(body, content, exchange))
         leaving = asyncio.create_task(_left(receive))
         try:
@@ -231,7 +234,7 @@ class PdProxy:
 
     async def _answered(self, body: Body, content: bytes, exchange: Exchange) -> None:
         """Run both legs; all tasks end with it."""
-        name = exchange.headers["x-request-id"]
+        name = self._new_id()  # never the client's: two clients of one name would be given each other's blocks
         sent = prefill_body(body, self._legs, name, self._prefiller is not None)
         choosing = asyncio.create_task(self._fleet.order(exchange.path, body, content, exchange.headers))
         prefilling = asyncio.create_task(self._prefilled(sent, exchange))

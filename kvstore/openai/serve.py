@@ -31,7 +31,8 @@ END_SECONDS = 10
 @dataclass(frozen=True, slots=True)
 class ProxyOptions:
     """prefill, decodes: addresses of engines. scores: of the sidecar beside each decode engine, or empty; score_token,
-    score_model: see `Fleet`. prefiller: where prefill's blocks are fetched, with `at-once` and vLLM's tier of peers."""
+    score_model: see `Fleet`. prefiller: where prefill's blocks are fetched, with `at-once` and vLLM's tier of peers.
+    passed: see `read_body`."""
 
     prefill: str
     decodes: Sequence[str]
@@ -41,6 +42,7 @@ class ProxyOptions:
     legs: Legs = Legs.NIXLV2
     prefiller: tuple[str, int] | None = None
     limits: ProxyLimits = field(default_factory=ProxyLimits)
+    passed: Sequence[str] = ()
 
 
 def serve_proxy(
@@ -68,7 +70,9 @@ def serve_proxy(
         ]
         prefill = ProxiedEngine("prefill", options.prefill, None, say)
         fleet = Fleet(prefill, decodes, options.score_token, options.score_model)
-        app = PdProxy(fleet, options.legs, new_id, prefiller=options.prefiller, limits=options.limits)
+        app = PdProxy(
+            fleet, options.legs, new_id, prefiller=options.prefiller, limits=options.limits, passed=options.passed
+        )
         server = uvicorn.Server(
             uvicorn.Config(
                 app,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -87,6 +87,8 @@ class Daemon:
         handlers = Handlers(store.core, sessions, run, counting, recording, store.names, slow, *insight)
         self.door = LocalDoor(handlers, sessions, clock, settings.door.limits, failed, store.faults)
         self.sockets: list[str] = []
+        self.beside: Mapping[str, str] = {}
+        """Why the console and the network process ended, as the supervisor tells."""
         self.couriers = couriers(store, sessions, handlers, settings.peers_door) if couriers else None
         try:
             for name, one in settings.sockets().items():
@@ -200,6 +202,7 @@ class Daemon:
                 )
         lock = self.store.node_lock
         found = [*self.store.keys.warnings(), *(lock.warnings() if lock is not None else []), *lines.values()]
+        found += filter(None, list(self.beside.values()))
         return (
             found if len(found) <= MOST_WARNINGS else [*found[:MOST_WARNINGS], f"and {len(found) - MOST_WARNINGS} more"]
         )
@@ -211,6 +214,7 @@ class Daemon:
             "the keys of tenants": bool(self.store.keys.warnings()),
             "clients with other keys than this sidecar's": any(one.fingerprint for one in self.sessions.callers()),
             "another process of this host that is this node, too": lock is not None and lock.is_clone(),
+            "the console or the network process": any(list(self.beside.values())),
         }
         return [f"{what}: kvstore stat says more" for what, is_so in kinds.items() if is_so]
 

@@ -1,10 +1,11 @@
 """The supervisor (*keeper*): a small process that holds the sidecar's memory, and restarts the sidecar when it ends.
 
-    keeper  ->  sidecar     what was kept: name, descriptors; then "that is all", and whether one was ready before
+    keeper  ->  sidecar     what was kept: name, descriptors; then "that is all", and whether one was ready before;
+                            then why the console or the network process ended, in its last line
     sidecar ->  keeper      keep (name, descriptors of an extent and its ledger), forget (name), ready
 
-Beside a sidecar that was ready it runs the console and the network process, if configured; the sidecar does not depend
-on them.
+Beside a sidecar that was ready it runs the console and the network process, if configured, and logs what they print;
+the sidecar does not depend on them.
 
 It does not interpret what it holds. It runs as its own program, from this very file, and imports only the standard
 library, so that it stays small and has nothing to crash on. SIGTERM and SIGINT end both; SIGUSR2 restarts the sidecar
@@ -21,6 +22,7 @@ import errno
 import json
 import os
 import resource
+import select
 import selectors
 import signal
 import socket
@@ -28,9 +30,10 @@ import subprocess
 import sys
 import time
 from collections import deque
+from typing import IO, Any
 
 NAME_BYTES = 16
-KEEP, FORGET, READY, ALL = b"k", b"f", b"r", b"a"
+KEEP, FORGET, READY, ALL, TOLD = b"k", b"f", b"r", b"a", b"t"
 DESCRIPTORS = 2
 AGAIN = 75
 """The sidecar's status that asks for another start (EX_TEMPFAIL of sysexits.h)."""
@@ -51,6 +54,8 @@ END_SECONDS = 10.0
 BESIDE_NICE = 10
 BESIDE_PAUSE_SECONDS, LONGEST_BESIDE_PAUSE_SECONDS = 1.0, 60.0
 BESIDE_END_SECONDS = 3.0
+MOST_LINE = 1000
+"""Characters of a line that is logged for a process beside the sidecar."""
 CONSOLE, NETWORK = "console", "network process"
 BEATING = (NETWORK,)
 READING_AGAIN = (CONSOLE,)
@@ -65,10 +70,17 @@ class ProcessBeside:
     """The console, or the network process: a client of the sidecar. It gets no memory, runs at lower priority, and is
     restarted when it ends, after growing pauses."""
 
-    def __init__(self, name: str, command: list[str], beats: bool = False) -> None:
-        """name: for the log. command: gets `--keeper PID` added. beats: it must keep writing to a pipe, `--beats FD`,
-        or is killed."""
+    def __init__(self, name: str, command: list[str], selector: selectors.BaseSelector, beats: bool = False) -> None:
+        """name: for the log. command: gets `--keeper PID` added. selector: its output is registered there, with this
+        object. beats: it must keep writing to a pipe, `--beats FD`, or is killed."""
         self.name = name
+        self.why = ""
+        """Why it last ended; empty once it has run for a minute."""
+        self.lines: list[tuple[str, str]] = []
+        """Levels and lines of what it has printed, to be logged."""
+        self._begun: dict[IO[bytes], bytes] = {}  # the last line of each of its outputs, which has no end yet
+        self._last = ""
+        self._selector = selector
         self._command = command
         self._beats = beats
         self._heard: int | None = None  # the pipe's end
@@ -87,14 +99,37 @@ class ProcessBeside:
             return None
         status = self._child.poll()
         if status is None:
+            if now - self._began_at >= LONGEST_BESIDE_PAUSE_SECONDS:
+                self.why = ""
             return ("is silent and killed", {}) if self._is_silent(now) else None
+        for stream in list(self._begun):
+            self.hear(stream, ends=True)
+        ended = f"ended with status {status}" if status >= 0 else f"was ended by signal {-status}"
+        self.why = f"the {self.name} {ended}: {self._last or 'it said nothing'}"
         self._child = None
         self._close_pipe()
         if now - self._began_at >= LONGEST_BESIDE_PAUSE_SECONDS:
             self._pause = BESIDE_PAUSE_SECONDS
         pause, self._pause = self._pause, min(2 * self._pause, LONGEST_BESIDE_PAUSE_SECONDS)
         self._starts_at = now + pause
-        return "ended and is started again", {"status": status, "pause_seconds": pause}
+        return "ended and is started again", {"status": status, "pause_seconds": pause, "reason": self._last}
+
+    def hear(self, stream: IO[bytes], ends: bool = False) -> None:
+        """Take over what it has printed. ends: it has ended, and this is the rest."""
+        read = stream.read(1 << 16)
+        *lines, begun = (self._begun[stream] + (read or b"")).split(b"\n")
+        if read == b"" or ends:
+            self._selector.unregister(stream)
+            stream.close()
+            del self._begun[stream]
+        else:
+            self._begun[stream] = begun[:MOST_LINE]
+            begun = b""
+        is_error = self._child is not None and stream is self._child.stderr
+        for line in filter(None, (one.decode("utf-8", "replace").strip()[:MOST_LINE] for one in (*lines, begun))):
+            text = line.removeprefix("kvstore: ")
+            self.lines.append(("error" if line != text else "warning" if is_error else "info", text))
+            self._last = text if is_error else self._last
 
     def begin_again(self) -> None:
         """Restart it, with the version then installed."""
@@ -126,6 +161,7 @@ class ProcessBeside:
     def _start(self, now: float) -> None:
         command = [*self._command, "--keeper", str(os.getpid())]
         told: list[int] = []
+        self._last = ""
         try:
             if self._beats:
                 self._heard, beat = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -133,12 +169,20 @@ class ProcessBeside:
             self._child = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
                 preexec_fn=lambda: os.nice(BESIDE_NICE),
                 pass_fds=told,
             )
             self._began_at, self._beat_by = now, now + FIRST_BEAT_SECONDS
-        except OSError:  # no process, memory or descriptors for it now
+            for stream in (self._child.stdout, self._child.stderr):
+                assert stream is not None
+                os.set_blocking(stream.fileno(), False)
+                self._selector.register(stream, selectors.EVENT_READ, self)
+                self._begun[stream] = b""
+        except OSError as error:  # no process, memory or descriptors for it now
+            self.why = f"the {self.name} cannot be started: {error.strerror}"
             self._close_pipe()
             self._starts_at, self._pause = now + self._pause, min(2 * self._pause, LONGEST_BESIDE_PAUSE_SECONDS)
         finally:
@@ -157,6 +201,7 @@ class ProcessBeside:
         if now < self._beat_by:
             return False
         self._child.kill()
+        self._last = "it was silent and killed"
         self._close_pipe()
         return True
 
@@ -175,7 +220,10 @@ class Keeper:
         """command: the sidecar's, gets `--kept-at FD` added. end_seconds: for its orderly end. beside: commands of the
         processes that start once it was ready, by name."""
         self._command = command
-        self._beside = [ProcessBeside(name, one, name in BEATING) for name, one in (beside or {}).items()]
+        self._selector = selectors.DefaultSelector()
+        processes = (beside or {}).items()
+        self._beside = [ProcessBeside(name, one, self._selector, name in BEATING) for name, one in processes]
+        self._told = dict.fromkeys(beside or {}, "")
         self._end_seconds = end_seconds
         self._text = text
         self._kept: dict[bytes, list[int]] = {}
@@ -191,7 +239,6 @@ class Keeper:
         self._ending = self._reads_again = False
         self._kill_at: float | None = None
         self._ends_by: float | None = None  # when the child gets its signal, once those beside it have left
-        self._selector = selectors.DefaultSelector()
         self._signals, self._signalled = socket.socketpair()
         self._signals.setblocking(False)
         self._signalled.setblocking(False)
@@ -255,6 +302,7 @@ class Keeper:
         self._wire = mine
         self._unsent = deque((KEEP + name, descriptors) for name, descriptors in self._kept.items())
         self._unsent.append((ALL + READY * self._was_ready, []))
+        self._told = dict.fromkeys(self._told, "")
         self._selector.register(mine, selectors.EVENT_READ | selectors.EVENT_WRITE)
 
     def _spawned(self) -> tuple[socket.socket, socket.socket]:
@@ -284,6 +332,9 @@ class Keeper:
                 if key.fileobj is self._signals:
                     self._take_signals()
                     continue
+                if key.data is not None:
+                    self._log_lines(key.data, key.fileobj)
+                    continue
                 if events & selectors.EVENT_WRITE:
                     self._send()
                 if events & selectors.EVENT_READ and not self._receive():
@@ -299,9 +350,11 @@ class Keeper:
             if self._was_ready and not self._ending:
                 for one in self._beside:
                     ended = one.look()
+                    self._log_lines(one)
                     if ended is not None:
                         words, figures = ended
                         self._say("warning", f"the {one.name} {words}", **figures)
+                    self._tell(one)
             if self._ends_by is not None and (
                 time.monotonic() > self._ends_by or not any(one.is_leaving for one in self._beside)
             ):
@@ -330,10 +383,33 @@ class Keeper:
         """Wait that long; returns True early if a signal says to end. No child runs meanwhile."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            for _ in self._selector.select(max(0.0, end - time.monotonic())):
-                if {signal.SIGTERM, signal.SIGINT} & set(self._signals.recv(4096)):
+            for key, _ in self._selector.select(max(0.0, end - time.monotonic())):
+                if key.data is not None:
+                    self._log_lines(key.data, key.fileobj)
+                elif {signal.SIGTERM, signal.SIGINT} & set(self._signals.recv(4096)):
                     return True
         return False
+
+    # The processes beside it ----------------------------------------------------------------------------------------
+
+    def _log_lines(self, one: ProcessBeside, *streams: Any) -> None:
+        """Log what it has printed. Where standard error has no room lines are lost: its reader must not stop us."""
+        for stream in streams:
+            one.hear(stream)
+        room = select.poll()
+        room.register(2, select.POLLOUT)
+        for level, line in one.lines:
+            if room.poll(0):
+                self._say(level, line, f"kvstore.{one.name.split()[0]}")
+        one.lines.clear()
+
+    def _tell(self, one: ProcessBeside) -> None:
+        """Tell the sidecar why it ended."""
+        if one.why != self._told[one.name] and self._is_wired():
+            self._told[one.name] = one.why
+            self._unsent.append((TOLD + json.dumps([one.name, one.why[: MOST_LINE // 2]]).encode(), []))
+            assert self._wire is not None
+            self._selector.modify(self._wire, selectors.EVENT_READ | selectors.EVENT_WRITE)
 
     # Kept memory -----------------------------------------------------------------------------------------------------
 
@@ -389,9 +465,12 @@ class Keeper:
         while self._has_more():
             if not self._receive():
                 break
-        if self._wire in (key.fileobj for key in self._selector.get_map().values()):
+        if self._is_wired():
             self._selector.unregister(self._wire)
         self._wire.close()
+
+    def _is_wired(self) -> bool:
+        return any(key.fileobj is self._wire for key in self._selector.get_map().values())
 
     def _has_more(self) -> bool:
         assert self._wire is not None
@@ -400,17 +479,13 @@ class Keeper:
         except OSError:
             return False
 
-    def _say(self, level: str, message: str, **more: object) -> None:
+    def _say(self, level: str, message: str, logger: str = "kvstore.keeper", /, **more: object) -> None:
         now = time.time()
         if self._text:
-            line = (
-                f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(now))} {level.upper()} kvstore.keeper: {message}"
-            )
+            line = f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(now))} {level.upper()} {logger}: {message}"
             line += "".join(f" {name}={value}" for name, value in more.items())
         else:
-            line = json.dumps(
-                {"time": round(now, 3), "level": level, "logger": "kvstore.keeper", "message": message} | more
-            )
+            line = json.dumps({"time": round(now, 3), "level": level, "logger": logger, "message": message} | more)
         try:
             print(line, file=sys.stderr, flush=True)
         except (OSError, ValueError):  # standard error has no reader; the supervisor goes on holding the memory

@@ -36,7 +36,7 @@ from kvstore.config import (
 from kvstore.node import EmbeddedStore, StoreParts, open_embedded
 from kvstore.service.connections import DoorLimits
 from kvstore.service.daemon import CouriersMaker, Daemon, budgets
-from kvstore.service.keeper import ALL, DESCRIPTORS, FORGET, KEEP, READY
+from kvstore.service.keeper import ALL, DESCRIPTORS, FORGET, KEEP, READY, TOLD
 from kvstore.service.settings import DoorSettings, Settings, host_and_port, shares_of
 from tiering.clock import Clock
 from tiering.dram.extents import Extent
@@ -156,6 +156,7 @@ def _serve(settings: Settings, outside: Outside, started: Callable[[list[str], i
                 health.start(is_restart=keeper is not None and keeper.is_restart)
             daemon.start()
             if keeper is not None:
+                daemon.beside = keeper.beside
                 keeper.start(lambda: os.kill(os.getpid(), signal.SIGTERM))
                 keeper.ready()
             started(daemon.sockets, health.port if health is not None else None)
@@ -490,6 +491,8 @@ class KeeperWire:
         self._new_token = new_token
         self._lock = threading.Lock()
         self._frozen = False
+        self.beside: dict[str, str] = {}
+        """Why the console and the network process ended, by name; empty text for one that runs."""
         self._queue: SimpleQueue[tuple[bytes, list[int]] | threading.Event] = SimpleQueue()
         self._is_sending = False
         self.is_restart = False
@@ -583,8 +586,10 @@ class KeeperWire:
 
     def _watch(self, gone: Callable[[], None]) -> None:
         try:
-            while self._socket.recv(64):
-                pass
+            while message := self._socket.recv(8192):
+                if message[:1] == TOLD:
+                    name, why = json.loads(message[1:])
+                    self.beside[name] = why
         except OSError:
             pass
         gone()

@@ -37,7 +37,7 @@ TEXT = (ROOT / "docs/vllm.md").read_bytes()[:300]
 def documented(model: str, url: str) -> list[str]:
     """The command as it is written there, of this model and socket."""
     text = (ROOT / "docs/vllm.md").read_text("utf-8")
-    (block,) = re.findall(r"```\n(python -m vllm\.entrypoints\.openai\.api_server .*?)```", text, re.DOTALL)
+    (block,) = re.findall(r"```\n(python -P -m vllm\.entrypoints\.openai\.api_server .*?)```", text, re.DOTALL)
     command = shlex.split(block)
     assert command[0] == "python" and command.count("MODEL") == 1
     given = " ".join(command)

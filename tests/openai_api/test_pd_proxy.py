@@ -154,12 +154,105 @@ def test_both_legs_at_once(small: Callable[..., SmallOpenAi], is_bound: bool) ->
         assert (answer.status, answer.getheader("x-kvstore-prefill")) == (200, "at once")
         connection.close()
     told = [one.of(COMPLETIONS)[0].body["kv_transfer_params"] for one in (prefill, decode)]
-    p, d = {"kvstore": {"ttl": 5}, "own": 1}, {"kvstore": {"ttl": 5, "await": True}, "own": 1}
+    p, d = {"kvstore": {"ttl": 5}}, {"kvstore": {"ttl": 5, "await": True}}
     if is_bound:
-        p |= {"remote_decoder": {"kv_request_id": "pair-1"}}
-        place = {"kv_request_id": "pair-1", "remote_host": "10.0.0.7", "remote_port": 5600}
+        pair = told[0]["remote_decoder"]["kv_request_id"]
+        assert len(pair) == 32 and pair != "pair-1", "a client cannot name the pair"
+        p |= {"remote_decoder": {"kv_request_id": pair}}
+        place = {"kv_request_id": pair, "remote_host": "10.0.0.7", "remote_port": 5600}
         d |= {"remote_prefiller": place}
     assert told == [p, d]
+
+
+EVIL = "evil.example"
+TRANSFER = {
+    **NIXL,
+    "remote_host": EVIL,
+    "remote_engine_id": EVIL,
+    "remote_prefiller": {"remote_host": EVIL},
+    "remote_decoder": {"kv_request_id": EVIL},
+    "transfer_id": EVIL,
+    "odd": [EVIL],
+    "kvstore": {"ttl": 60, "ticket": EVIL, "await": EVIL},
+}
+OF_ENGINES: dict[str, Any] = {
+    "kv_transfer_params": TRANSFER,
+    "ec_transfer_params": {"peer_host": EVIL},
+    "bootstrap_host": [EVIL],
+    "bootstrap_port": [EVIL],
+    "bootstrap_room": EVIL,
+    "disagg_prefill_dp_rank": EVIL,
+    "routed_dp_rank": EVIL,
+    "data_parallel_rank": EVIL,
+    "disaggregated_params": {"ctx_request_id": EVIL},
+    "nvext": {"backend_instance_id": EVIL},
+    "request_id": EVIL,
+    "rid": EVIL,
+    "vllm_xargs": {"kv_transfer_params": [EVIL], "ec_transfer_params": EVIL, "session_id": "s"},
+}
+"""Fields by which vLLM, SGLang, TensorRT-LLM and Dynamo are told where KV is, and whose."""
+HEADERS = {"X_data_parallel_rank": EVIL, "X_kv_transfer_params": EVIL, "X_session_id": EVIL, "X_Forwarded_Host": EVIL}
+ODD_FORMS = [
+    json.dumps({**PROMPT, **OF_ENGINES}).encode().replace(b"_params", b"\\u005fparams"),
+    json.dumps(PROMPT).encode()[:-1]
+    + b', "kv_transfer_params": {}, "kv_transfer_params": {"remote_host": "evil.example"}}',
+    json.dumps({**PROMPT, "kv_transfer_params": {"remote_host": EVIL, "kvstore": EVIL[:0]}}).encode(),
+]
+
+
+@pytest.mark.parametrize("legs", ["nixlv2", "shared-storage", "at-once"])
+@pytest.mark.parametrize("with_prefill", [True, False])
+def test_a_client_cannot_say_where_kv_is(small: Callable[..., SmallOpenAi], legs: str, with_prefill: bool) -> None:
+    """Neither leg has anything of it, by whatever field, form, header and path; its hints to the store stay."""
+    prefill, decode = small(prefills), small(decodes)
+    if not with_prefill:
+        prefill.close()
+    with before(prefill, decode, more=("--legs", legs)) as proxy:
+        if not with_prefill:
+            wait_until(lambda: json.loads(proxy.ask("/health", method="GET")[1])["status"] == "degraded")
+        for path in (COMPLETIONS, CHAT):
+            assert proxy.ask(path, {**PROMPT, **OF_ENGINES}, **HEADERS)[0] == 200
+            for body in ODD_FORMS:
+                assert proxy.ask(path, body, **HEADERS)[0] == 200
+        assert proxy.ask(f"{COMPLETIONS}?data_parallel_rank={EVIL}", PROMPT)[0] == 200
+    for engine in (prefill, decode):
+        asked = [one for one in engine.asked if one.path != "/health"]
+        assert len(asked) == (9 if with_prefill or engine is decode else 0)
+        for one in asked:
+            assert EVIL.encode() not in one.content and EVIL not in f"{one.path} {one.headers}"
+    first = decode.of(COMPLETIONS)[0].body
+    assert first["vllm_xargs"] == {"session_id": "s"} and not {*OF_ENGINES} & {*first} - {
+        "vllm_xargs",
+        "kv_transfer_params",
+    }
+    awaits = {"await": True} if legs == "at-once" and with_prefill else {}
+    by_prefill = NIXL if legs == "nixlv2" and with_prefill else {"kvstore": {"ttl": 60, **awaits}}
+    assert first["kv_transfer_params"] == by_prefill
+    if with_prefill:
+        assert prefill.of(COMPLETIONS)[0].body["kv_transfer_params"]["kvstore"] == {"ttl": 60}
+
+
+@pytest.mark.parametrize("name", ["vllm_xargs", "kv_transfer_params"])
+def test_an_object_that_only_an_engine_could_read_is_refused(small: Callable[..., SmallOpenAi], name: str) -> None:
+    prefill, decode = small(prefills), small(decodes)
+    inner = b'{"\xff": 1, "kv_transfer_params": ["evil.example"], "ticket": "evil.example"}'
+    told = inner if name == "vllm_xargs" else b'{"kvstore": %b}' % inner
+    with before(prefill, decode) as proxy:
+        status, error = proxy.error(
+            COMPLETIONS, json.dumps(PROMPT).encode()[:-1] + b', "%b": %b}' % (name.encode(), told)
+        )
+        assert (status, error["param"]) == (400, name)
+    assert not prefill.of(COMPLETIONS) and not decode.of(COMPLETIONS)
+
+
+def test_an_operator_lets_clients_set_more(small: Callable[..., SmallOpenAi]) -> None:
+    prefill, decode = small(prefills), small(decodes)
+    more = [word for name in ("odd", "ticket", "bootstrap_room") for word in ("--pass-on", name)]
+    with before(prefill, decode, more=("--legs", "shared-storage", *more)) as proxy:
+        assert proxy.ask(COMPLETIONS, {**PROMPT, **OF_ENGINES})[0] == 200
+    body = decode.of(COMPLETIONS)[0].body
+    assert body["kv_transfer_params"] == {"odd": [EVIL], "kvstore": {"ttl": 60, "ticket": EVIL}}
+    assert body["bootstrap_room"] == EVIL and "bootstrap_host" not in body
 
 
 def test_nothing_is_awaited_of_a_prefill_engine_that_is_down(small: Callable[..., SmallOpenAi]) -> None:

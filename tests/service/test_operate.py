@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ import pytest
 from rich.console import Console
 
 import kvstore
-from kvstore.block.errors import BadInput
+from kvstore.block.errors import BadInput, Unreachable
 from kvstore.cli.ask import read_prompts
 from kvstore.cli.report import namespace_table
+from kvstore.client.framing import HANGS
 from kvstore.protocol.status import LookupCounts, NamespaceStatus
 from service.sidecar import patient
 from service.test_serve import PATHS, crash, ended, serving
@@ -351,6 +353,31 @@ def test_without_a_sidecar_there_is_one_line(tmp_path: Path, arguments: tuple[st
     line = refused(*arguments, "--data", str(tmp_path))
     assert f"no sidecar to talk to: {tmp_path}/admin.sock does not answer (No such file or directory)" in line
     assert "kvstore serve" in line and "--admin-socket" in line and "--data" in line
+
+
+@pytest.mark.slow
+def test_a_sidecar_that_hangs_is_said_to_hang_by_each_command(sidecar: Running, tmp_path: Path) -> None:
+    """It is there, so that none says that it has to be started."""
+    data, store, (_, said) = sidecar
+    store.namespace(model=MODEL, layout=small_layout())
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("[1, 2]\n")
+    words = "stat|stat --json|stat --watch --json|why x|prefixes|namespaces|drop ab|purge default --yes"
+    commands = [one.split() for one in words.split("|")]
+    commands += [["warm", str(prompts), "--namespace", "ab"], ["record", str(tmp_path / "out"), "--seconds", "1"]]
+    os.kill(said["pid"], signal.SIGSTOP)
+    try:
+        with ThreadPoolExecutor(len(commands)) as pool:
+            lines = list(pool.map(lambda one: refused(*one, "--data", data), commands))
+        with pytest.raises(Unreachable, match=HANGS):
+            kvstore.open(f"unix:{data}/kvstore.sock").namespace(model=MODEL, layout=small_layout())
+        assert any(
+            "hangs" in one["text"] for one in json.loads(run("doctor", "--data", data, "--json").stdout)["findings"]
+        )
+    finally:
+        os.kill(said["pid"], signal.SIGCONT)
+    for command, line in zip(commands, lines, strict=True):
+        assert HANGS in line and "start" not in line, (command, line)
 
 
 @pytest.mark.slow

@@ -511,7 +511,16 @@ class EngineProcess:
         self._log = scratch / f"{name.replace(' ', '-')}.log"
         settings = [f"{key}={value}" for key, value in {**SETTINGS, "VLLM_CPU_KVCACHE_SPACE": kv_gib}.items()]
         # The engine's threads wait as they do in service, and not as this command line's.
-        command = ["env", "-u", "OMP_WAIT_POLICY", *settings, sys.executable, "-m", "kv_bench.engines.vllm_engine"]
+        command = [
+            "env",
+            "-u",
+            "OMP_WAIT_POLICY",
+            *settings,
+            sys.executable,
+            "-P",
+            "-m",
+            "kv_bench.engines.vllm_engine",
+        ]
         answers, theirs = os.pipe()  # on its standard output vLLM logs, from its import on
         self._answers = os.fdopen(answers)
         with self._log.open("wb") as log, os.fdopen(theirs, "w"):

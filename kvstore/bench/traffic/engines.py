@@ -238,7 +238,7 @@ def vllm_server(
 ) -> ServerProcess:
     """vLLM's own server with a model from `save_model`. transfer: its `--kv-transfer-config`. python: has vLLM."""
     port = free_port()
-    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command = [python, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--served-model-name", MODEL, "--host", HOST, "--port", str(port), "--dtype", "bfloat16"]
     command += ["--enforce-eager", "--seed", "0", "--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
     command += flags
@@ -250,7 +250,7 @@ def vllm_server(
 def proxy_server(prefill: str, decodes: Sequence[str], scratch: Path) -> ServerProcess:
     """`kvstore pd-proxy` in front of these engines."""
     port = free_port()
-    command = [sys.executable, "-m", "kvstore", "pd-proxy", "--prefill", prefill, "--listen", f"{HOST}:{port}"]
+    command = [sys.executable, "-P", "-m", "kvstore", "pd-proxy", "--prefill", prefill, "--listen", f"{HOST}:{port}"]
     command += [word for one in decodes for word in ("--decode", one)]
     return ServerProcess("pd-proxy", command, port, scratch)
 

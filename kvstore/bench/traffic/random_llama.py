@@ -39,7 +39,7 @@ def kv_bytes_per_token(shape: str) -> int:
 
 def save_model(shape: str, directory: Path) -> None:
     """Random weights, and a tokenizer of which each word is a token: w17 is the token 17. Raises `StoreError`."""
-    command = [sys.executable, "-m", "kvstore.bench.traffic.random_llama", shape, str(directory)]
+    command = [sys.executable, "-P", "-m", "kvstore.bench.traffic.random_llama", shape, str(directory)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise StoreError(f"a model could not be made: {(done.stderr.strip() or 'no reason given')[-300:]}")
