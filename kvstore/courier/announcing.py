@@ -202,7 +202,7 @@ class Follower:
             remote.ways.keep_warm()
             try:
                 if not self._write(remote, *block):
-                    self._unwritten(remote.ways, block, "it has no room: raise its maxmemory, or let it evict")
+                    self._unwritten(remote.ways, block, "no room there: raise its maxmemory, or let it evict")
             except RemoteFault as fault:
                 self._unwritten(remote.ways, block, str(fault))
             except Unavailable as away:
@@ -217,7 +217,7 @@ class Follower:
         self._queue.offer(block, self._followed[block[0]].space.block_bytes)
         self._queue.no_room(self._clock.monotonic_seconds())
         ways.figures.unwritten(ways.name, 1)
-        line = f"nothing is written to {ways.name}, and {len(self._queue):,} blocks wait for it: {why}"
+        line = f"nothing is written to {ways.name}, {len(self._queue):,} blocks wait: {why}"
         ways.told.say(f"writes {ways.name}", line)
 
     def _write(self, remote: RemoteWriting, space_id: bytes, key: bytes) -> bool:
