@@ -7,7 +7,7 @@ import ssl
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,16 @@ pytest.importorskip("grpc", reason="grpcio is not installed (extra: server)")
 
 from courier.nodes import Asker, Node, free_port, make_keys, pool, wait_for_peers
 from courier.test_remote import say
+from kvstore.block.errors import Unreachable
+from kvstore.client.framing import TimedOut
 from kvstore.courier.figures import MANY_LATE
+from kvstore.network.links import CallTime, TenantLink
 from kvstore.pool.directory import CHUNK_BLOCKS
 from remote.between import proxy
 from remote.distance import Distance, distance
 from remote.test_valkey import certified
+from service.sidecar import Sidecar
+from tiering.clock import SystemClock
 from valkey_server import valkey_server
 from waiting import wait_until
 
@@ -189,6 +194,20 @@ def test_a_node_whose_link_stalled_is_found_again(tmp_path: Path) -> None:
             with Asker(asks) as asker:
                 stalls(way, asker, numbers[:PROMPTS], numbers[PROMPTS:])
         wait_until(lambda: source_of(asks, "peer")["late"] > 0)
+
+
+def test_calls_of_short_deadlines_reach_a_sidecar_that_is_slow_to_greet(tmp_path: Path) -> None:
+    """The network process connects to a limit of its own: the next call has the connection."""
+    clock, far_away = SystemClock(), str(tmp_path / "far.sock")
+    with Sidecar(tmp_path) as sidecar, distance(str(sidecar.path), far_away) as way:
+        way.seconds = 0.02
+        link = TenantLink("default", far_away, clock)
+        node = ""
+        for _ in range(10):
+            with suppress(Unreachable, TimedOut):
+                node = link.node(CallTime(clock, clock.monotonic_seconds() + 0.03))
+        assert len(node) == 32
+        link.close()
 
 
 def test_a_remote_tier_without_room_says_so_and_is_written_to_once_it_has_some(tmp_path: Path) -> None:

@@ -10,18 +10,19 @@ from contextlib import contextmanager, suppress
 
 
 class Distance:
-    """Between callers at a port of loopback and a server at another. seconds: each way; a new connection's first bytes
-    take a round trip more, as connecting does. Both may be changed at any time."""
+    """Between callers at a port of loopback and a server at another, or at UNIX sockets. seconds: each way, may be
+    changed at any time; a new connection's first bytes take a round trip more, as connecting does."""
 
-    def __init__(self, target: int) -> None:
+    def __init__(self, target: int | str, at: str = "") -> None:
+        """target: a port, or a path. at: a path, in place of a port."""
         self.seconds = 0.0
         self.connections = 0
         self._target = target
         self._loop = asyncio.new_event_loop()
         self._goes_on = asyncio.Event()
         self._goes_on.set()
-        door = socket.create_server(("127.0.0.1", 0))
-        self.port = int(door.getsockname()[1])
+        door = socket.create_server(at, family=socket.AF_UNIX) if at else socket.create_server(("127.0.0.1", 0))
+        self.port = 0 if at else int(door.getsockname()[1])
         self._thread = threading.Thread(target=self._run, args=(door,), daemon=True)
         self._thread.start()
 
@@ -37,7 +38,8 @@ class Distance:
         self._thread.join()
 
     def _run(self, door: socket.socket) -> None:
-        server = self._loop.run_until_complete(asyncio.start_server(self._serve, sock=door))
+        start = asyncio.start_unix_server if door.family == socket.AF_UNIX else asyncio.start_server
+        server = self._loop.run_until_complete(start(self._serve, sock=door))
         self._loop.run_forever()
         server.close()
         for task in asyncio.all_tasks(self._loop):
@@ -48,7 +50,10 @@ class Distance:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
-        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._target)
+        if isinstance(self._target, str):
+            far_reader, far_writer = await asyncio.open_unix_connection(self._target)
+        else:
+            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._target)
         ways = [
             asyncio.ensure_future(self._carry(reader, far_writer, 2 * self.seconds)),
             asyncio.ensure_future(self._carry(far_reader, writer, 0.0)),
@@ -85,8 +90,8 @@ class Distance:
 
 
 @contextmanager
-def distance(target: int) -> Iterator[Distance]:
-    one = Distance(target)
+def distance(target: int | str, at: str = "") -> Iterator[Distance]:
+    one = Distance(target, at)
     try:
         yield one
     finally:
