@@ -150,6 +150,7 @@ SLOW_FILES = (
     "courier/test_directory.py",
     "courier/test_earlier.py",
     "courier/test_events.py",
+    "courier/test_far.py",
     "courier/test_leaving.py",
     "courier/test_pool.py",
     "courier/test_remote.py",

@@ -253,7 +253,8 @@ class StatReport:
         refused = ", ".join(f"{why} {count:,}" for why, count in one.refused.items() if count)
         yield Text(words + (f"; refused: {refused}" if refused else ""))
         if one.sources:
-            head = "elsewhere|name|state|*blocks in|*out|*bytes in|*out|*found|*of|*failures|*GB/s|*p99 ms|*hints"
+            head = "elsewhere|name|state|*blocks in|*out|*unwritten|*bytes in|*out|*found|*of|*late|*failures|*GB/s"
+            head += "|*p99 ms|*hints"
             yield _table(head, [_source_row(source) for source in one.sources])
 
     def _session_parts(self) -> Iterator[RenderableType]:
@@ -279,10 +280,11 @@ class StatReport:
 
 
 def _source_row(one: SourceStatus) -> tuple[object, ...]:
-    counts = one.blocks_in, one.blocks_out, format_size(one.bytes_in), format_size(one.bytes_out)
+    counts = one.blocks_in, one.blocks_out, one.unwritten, format_size(one.bytes_in), format_size(one.bytes_out)
     speed = f"{one.gbps:.2f}" if one.gbps else "-", f"{one.p99_ms:.1f}" if one.p99_ms else "-"
     state = f"{one.state} ({one.detail})" if one.detail else one.state
-    return one.kind, one.name, state, *counts, one.found, one.lookups, one.failures, *speed, one.hints
+    tried = one.found, one.lookups, one.late, one.failures
+    return one.kind, one.name, state, *counts, *tried, *speed, one.hints
 
 
 @dataclass(frozen=True, slots=True)

@@ -185,6 +185,8 @@ class Follower:
     def _write_some(self) -> bool:
         """Returns whether there is more to write."""
         remote = self._remote
+        if remote is not None:
+            remote.ways.keep_warm()
         if remote is None or remote.writes is RemoteWrites.NONE:
             return False
         while self._run.uses.wanted:
@@ -197,15 +199,26 @@ class Follower:
             block = self._queue.take(now)
             if block is None or self._ends.is_set():
                 break
+            remote.ways.keep_warm()
             try:
                 if not self._write(remote, *block):
-                    self._queue.no_room(self._clock.monotonic_seconds())
+                    self._unwritten(remote.ways, block, "no room there: raise its maxmemory, or let it evict")
             except RemoteFault as fault:
-                self._queue.no_room(self._clock.monotonic_seconds())
-                remote.ways.told.say(f"writes {remote.ways.name}", f"nothing is written to {remote.ways.name}: {fault}")
+                self._unwritten(remote.ways, block, str(fault))
             except Unavailable as away:
                 _log.debug("a block was not written", extra={"reason": away.detail})
+        if self._queue.dropped:
+            remote.ways.figures.unwritten(remote.ways.name, self._queue.dropped)
+            self._queue.dropped = 0
         return bool(len(self._queue)) and self._queue.seconds_until_next(self._clock.monotonic_seconds()) == 0.0
+
+    def _unwritten(self, ways: RemoteWays, block: tuple[bytes, bytes], why: str) -> None:
+        """Later, after those that wait already."""
+        self._queue.offer(block, self._followed[block[0]].space.block_bytes)
+        self._queue.no_room(self._clock.monotonic_seconds())
+        ways.figures.unwritten(ways.name, 1)
+        line = f"nothing is written to {ways.name}, {len(self._queue):,} blocks wait: {why}"
+        ways.told.say(f"writes {ways.name}", line)
 
     def _write(self, remote: RemoteWriting, space_id: bytes, key: bytes) -> bool:
         """False if the remote tier has no room."""

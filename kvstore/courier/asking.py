@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from kvstore.peers.tokens import PullTerms
 from kvstore.wire import peer_pb2
@@ -36,6 +36,10 @@ class Dialled:
     node: bytes
 
 
+Answers: TypeAlias = Callable[[float], list[peer_pb2.HasResponse | None]]
+"""The answers that are there after so many seconds at most; None for the others. May be called again."""
+
+
 class PeerCalls(Protocol):
     """Thread-safe. Each call ends within its seconds."""
 
@@ -45,10 +49,8 @@ class PeerCalls(Protocol):
         """Raises `PeerAway`."""
         ...
 
-    def has(
-        self, asked: Sequence[tuple[Dialled, peer_pb2.HasRequest]], seconds: float
-    ) -> list[peer_pb2.HasResponse | None]:
-        """Ask all nodes at once; None for those that do not answer."""
+    def has(self, asked: Sequence[tuple[Dialled, peer_pb2.HasRequest]], seconds: float) -> Answers:
+        """Ask all nodes at once, each for that long."""
         ...
 
     def open_pull(self, peer: Dialled, request: peer_pb2.OpenPullRequest, seconds: float) -> peer_pb2.OpenPullResponse:

@@ -22,7 +22,7 @@ from kvstore.client.connection import Unavailable
 from kvstore.courier.announcing import Follower, RemoteWriting
 from kvstore.courier.asking import VERSION, PeerCalls, UsableTransports
 from kvstore.courier.fetch import Fetcher, FetchJob, places_answer
-from kvstore.courier.figures import BANNED, MOST_SHOWN, PEER, REMOTE, UP, Figures, OncePerKind
+from kvstore.courier.figures import BANNED, DIRECTORY, MOST_SHOWN, PEER, REMOTE, UP, Figures, OncePerKind
 from kvstore.courier.holder import PeerHolder
 from kvstore.courier.link import CourierLink, CourierRun, CourierSpace
 from kvstore.courier.locate import LOOK_SECONDS, HintedHolders, Locator
@@ -143,6 +143,7 @@ class _NodeSession:
             self.named.start()
 
     def close(self) -> None:
+        self.locator.close()
         if self.named is not None:
             self.named.close()
         if self.directory is not None:
@@ -377,7 +378,8 @@ class Courier:
                 over = session.ways.usable.told(node, now) if session.ways is not None else ""
                 sources.append(counts.told(PEER, node, name, BANNED if banned else UP, detail=over))
             if session.directory is not None:
-                sources.append(session.directory.figures())
+                late = counts.late(DIRECTORY)
+                sources.append(msgspec.structs.replace(session.directory.figures(), late=late))
                 reasons += [session.directory.reason] if session.directory.reason else []
         if parts.remote is not None:
             ways = parts.remote.ways

@@ -21,6 +21,8 @@ MOST_COUNTED = 1024
 """Sources that are counted, the most recent ones; far more than are shown."""
 MOST_KINDS = 16
 """Of reasons for refused frames."""
+MANY_LATE = 8
+"""Look-ups of a source in a row; from then on it is said to be too far away."""
 AGAIN_SECONDS = 60.0
 MOST_WRONG = 1024
 
@@ -39,6 +41,9 @@ class SourceCounts:
     found: int = 0
     failures: int = 0
     refused: Counter[str] = field(default_factory=Counter)
+    late: int = 0
+    late_in_row: int = 0
+    unwritten: int = 0
 
 
 class Figures:
@@ -93,6 +98,32 @@ class Figures:
             if what in kinds or len(kinds) < MOST_KINDS:
                 kinds[what] += 1
 
+    def unwritten(self, source: Hashable, blocks: int) -> None:
+        """A source did not take blocks, or was too slow to be offered them."""
+        with self._lock:
+            self._of(source).unwritten += blocks
+
+    def answered(self, source: Hashable, name: str, seconds: float, is_late: bool, told: OncePerKind) -> None:
+        """A look-up of a source ended. is_late: after the engine that asked had given up. name: for people."""
+        with self._lock:
+            one = self._of(source)
+            one.late += is_late
+            one.late_in_row = one.late_in_row + 1 if is_late else 0
+            in_row = one.late_in_row
+        if in_row >= MANY_LATE:
+            told.say(
+                f"late {name}",
+                f"{name} answers too late: of {in_row} look-ups in a row none was over before the 5 ms that an engine "
+                f"waits (the last one took {1e3 * seconds:.0f} ms)",
+            )
+        elif not in_row:
+            told.ended(f"late {name}", f"{name} answers in time again")
+
+    def late(self, source: Hashable) -> int:
+        """How many look-ups of a source were late."""
+        with self._lock:
+            return self._of(source).late
+
     def begins(self, fetches: int) -> None:
         """This many fetches begin, or end if negative."""
         with self._lock:
@@ -121,6 +152,8 @@ class Figures:
                 speed.milliseconds_p99,
                 hints,
                 printable(detail)[:MAX_WHERE_CHARACTERS],
+                one.late,
+                one.unwritten,
             )
 
 

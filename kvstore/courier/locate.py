@@ -1,21 +1,31 @@
-"""Where the rest of a chain is: on other nodes, or in the remote tier. Answered in a few milliseconds, or not at all.
+"""Where the rest of a chain is: on other nodes, or in the remote tier. An engine is told what is known in a few
+milliseconds; the look-up goes on.
 
     hints of the directory > at most two nodes, and those of `network.peers` > Has, all at once > blocks by node
     the remote tier        > which names exist                                                  > blocks
+    the engine's time is over > told what has come by then
+    all have answered, or the look-up's own limit > known for a second, for the next request of that chain
 
-Findings are kept for the fetch that may follow. A ticket's node is asked first, if it is a node of the pool: blocks
-that it promises count as there, since it may still be publishing them.
+A look-up is never cut short for an engine's sake: a connection that is closed because its answer is late makes the next
+answer late, too. Requests of one chain share a look-up. Findings are kept for the fetch that may follow. A ticket's
+node is asked first, if it is a node of the pool: blocks that it promises count as there, since it may still be
+publishing them.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field, replace
 from math import inf
+from typing import TypeAlias
 
 from kvstore.block.account import HitTier, MissReason
+from kvstore.block.identity import NODE_BYTES
+from kvstore.courier.figures import DIRECTORY
 from kvstore.courier.link import CourierRun, CourierSpace
 from kvstore.courier.members import NamedPeers
 from kvstore.courier.peer_source import MOST_ASKED_KEYS, PeerSource, PeerWays
@@ -36,10 +46,16 @@ from kvstore.pool.members import AliveTable
 from kvstore.pool.speeds import REMOTE_PRIOR
 from tiering.clock import Clock
 from tiering.remote.driver import RemoteFault
+from tiering.remote.workers import RemoteCall
 
 LOOK_SECONDS = 0.0042
 """For all of a `Locate`: the engine gets the answer "nothing" after 5 ms."""
+LIMIT_SECONDS = 1.0
+"""For a look-up, whether or not an engine waits for it."""
+LOOK_THREADS, MOST_LOOKS = 16, 64
+"""Look-ups at once, and those that wait for a thread besides."""
 DIRECTORY_SECONDS, HAS_SECONDS = 0.002, 0.0025
+"""For a router's question; and for the first nodes' answers, if one of them is late."""
 MOST_NAMED = 8
 """Nodes of `network.peers` that are asked at once."""
 MOST_PLACES = 16
@@ -50,6 +66,8 @@ RECENT_SECONDS, MOST_RECENT = 1.0, 256
 """How long a finding about a chain, perhaps too late for its own request, serves others; and how many are kept."""
 
 Source = PeerSource | RemoteSource
+_Chain: TypeAlias = tuple[bytes, bytes, int, bytes]
+"""Namespace, last key, blocks that are here; and a ticket's node and run of it."""
 
 
 @dataclass
@@ -63,6 +81,16 @@ class Places:
     where: str = ""
     reason: MissReason | None = MissReason.ABSENT
     detail: str = ""
+
+
+class _Look:
+    """A look-up in progress. nearer: what the nodes say, as far as is known. remote: the call, if there is a tier."""
+
+    def __init__(self, wanted_by: float, ends_at: float) -> None:
+        self.wanted_by, self.ends_at = wanted_by, ends_at
+        self.nearer = Places(reason=MissReason.DEADLINE, detail="it was not known in the time that an engine waits")
+        self.remote: RemoteCall[int] | None = None
+        self.is_over = threading.Event()
 
 
 @dataclass(frozen=True)
@@ -93,7 +121,14 @@ class Locator:
         self._clock = clock
         self._lock = threading.Lock()
         self._kept: OrderedDict[tuple[str, int], Places] = OrderedDict()
-        self._recent: OrderedDict[tuple[bytes, bytes, int], tuple[float, Places]] = OrderedDict()
+        self._recent: OrderedDict[_Chain, tuple[float, Places]] = OrderedDict()
+        self._looks: dict[_Chain, _Look] = {}
+        self._threads = ThreadPoolExecutor(LOOK_THREADS, "kv-look")
+        self._hinting = ThreadPoolExecutor(LOOK_THREADS, "kv-hints")
+
+    def close(self) -> None:
+        for one in (self._threads, self._hinting):
+            one.shutdown(wait=False, cancel_futures=True)
 
     def keep(self, tenant: str, number: int, places: Places) -> None:
         """Keep places for the fetch that names that question; question numbers are per tenant."""
@@ -117,28 +152,67 @@ class Locator:
         incarnation: bytes = b"",
         seconds: float = LOOK_SECONDS,
     ) -> Places:
-        """The places of the blocks behind the first `present`. node, incarnation: of a ticket."""
-        now, chain = self._clock.monotonic_seconds(), (space.id, keys[-1], present)
+        """The places of the blocks behind the first `present`, as far as they are known after `seconds`. node,
+        incarnation: of a ticket."""
+        now, chain = self._clock.monotonic_seconds(), (space.id, keys[-1], present, node + incarnation)
+        is_mine = False
         with self._lock:
             found_at, recent = self._recent.get(chain, (-inf, Places()))
-        if not node and now - found_at < RECENT_SECONDS:
-            return replace(recent, sources=list(recent.sources))
-        ends_at = now + seconds
-        from_remote = self._remote.has(run, space, keys[present:], ends_at) if self._remote is not None else None
-        places = Places()
-        size = space.block_bytes
-        if self._peers is not None:
-            self._find_peers(places, run, space, keys, present, (node, incarnation), ends_at)
-        if from_remote is not None:
-            assert self._remote is not None
-            self._find_remote(places, self._remote, from_remote, present, size, now)
+            if now - found_at < RECENT_SECONDS:
+                return replace(recent, sources=list(recent.sources))
+            look = self._looks.get(chain)
+            if look is None and len(self._looks) >= MOST_LOOKS:
+                return Places(reason=MissReason.BUSY, detail=f"{MOST_LOOKS} look-ups are on their way")
+            if look is None:
+                is_mine = True
+                is_patient = len(self._looks) < LOOK_THREADS // 2  # else a source that stalls would take all threads
+                ends_at = now + max(seconds, LIMIT_SECONDS if is_patient else 0.0)
+                look = self._looks[chain] = _Look(now + seconds, ends_at)
+        if is_mine:
+            try:
+                self._threads.submit(self._look, look, chain, run, space, keys)
+            except RuntimeError:  # it is closed
+                self._over(look, chain)
+        look.is_over.wait(seconds)
+        return self._composed(look, space, present)
+
+    def _look(self, look: _Look, chain: _Chain, run: CourierRun, space: CourierSpace, keys: Sequence[bytes]) -> None:
+        _, _, present, ticket = chain
+        try:
+            if self._remote is not None:
+                limit_at = max(look.ends_at, self._clock.monotonic_seconds() + LIMIT_SECONDS)
+                look.remote = self._remote.has(run, space, keys[present:], look.wanted_by, limit_at)
+            if self._peers is not None:
+                self._find_peers(look, run, space, keys, present, ticket)
+            else:
+                look.nearer = Places()
+            if look.remote is not None:
+                look.remote.is_settled(look.ends_at - self._clock.monotonic_seconds())
+            places = self._composed(look, space, present)
+            if places.sources and not ticket:  # a ticket's promise is for its own request only
+                with self._lock:
+                    self._recent[chain] = self._clock.monotonic_seconds(), places
+                    while len(self._recent) > MOST_RECENT:
+                        self._recent.popitem(last=False)
+        finally:
+            self._over(look, chain)
+
+    def _over(self, look: _Look, chain: _Chain) -> None:
+        with self._lock:
+            del self._looks[chain]
+        look.is_over.set()
+
+    def _composed(self, look: _Look, space: CourierSpace, present: int) -> Places:
+        """What is known by now."""
+        call, nearer = look.remote, look.nearer
+        places = replace(nearer, sources=list(nearer.sources))
+        if call is not None and self._remote is not None:
+            if call.is_settled():
+                self._add_remote(places, self._remote, call, present, space.block_bytes)
+            elif not places.sources:
+                places.reason, places.detail = MissReason.DEADLINE, f"{self._remote.name} did not answer in time"
         if places.sources:
             places.reason = None
-        if places.sources and not node:  # a ticket's promise is for its own request only
-            with self._lock:
-                self._recent[chain] = self._clock.monotonic_seconds(), places
-                while len(self._recent) > MOST_RECENT:
-                    self._recent.popitem(last=False)
         return places
 
     def holders(
@@ -153,8 +227,9 @@ class Locator:
         heads = leading_places(chunk_heads(namespace, keys[:most]), MOST_PLACES)
         ends_at = self._clock.monotonic_seconds() + seconds
         try:
-            found = self._directory.holders(heads, seconds if are_own else DIRECTORY_SECONDS)
-        except DirectoryDown:
+            asking = self._hinting.submit(self._directory.holders, heads, max(seconds, LIMIT_SECONDS))
+            found = asking.result(seconds if are_own else DIRECTORY_SECONDS)
+        except (DirectoryDown, FutureTimeoutError, RuntimeError):  # RuntimeError: it is closed
             return HintedHolders(left_out="the directory did not answer in time")
         alive = self._table.alive(self._clock.monotonic_seconds())
         fit = [one for one in found if one.node in alive and run.fingerprint in alive[one.node].fingerprints]
@@ -178,18 +253,16 @@ class Locator:
         proven = [one._replace(blocks=min(one.blocks, of)) for one, of in zip(asked, counts, strict=True) if of]
         return proven, len(asked) == len(hinted) and None not in counts
 
-    def _find_remote(
-        self, places: Places, remote: RemoteWays, asked: Callable[[], int], present: int, size: int, now: float
-    ) -> None:
+    def _add_remote(self, places: Places, remote: RemoteWays, call: RemoteCall[int], present: int, size: int) -> None:
         try:
-            found = asked()
+            found = call.result()
         except RemoteFault as fault:
             if not places.sources:
                 places.reason, places.detail = MissReason(fault.reason), str(fault)
             return
-        remote.figures.looked(remote.name, bool(found))
         if not found:
             return
+        now = self._clock.monotonic_seconds()
         milliseconds = remote.figures.speeds.milliseconds(remote.name, found * size, now, REMOTE_PRIOR)
         source = RemoteSource(remote)
         is_better = (present + found, -milliseconds) > (places.blocks, -places.milliseconds)
@@ -204,48 +277,101 @@ class Locator:
         places.blocks, places.tier, places.milliseconds, places.where = blocks, tier, milliseconds, where
 
     def _find_peers(
+        self, look: _Look, run: CourierRun, space: CourierSpace, keys: Sequence[bytes], present: int, ticket: bytes
+    ) -> None:
+        """While the directory is slow, nodes that are known without it are asked first."""
+        peers, began_at = self._peers, self._clock.monotonic_seconds()
+        assert peers is not None
+        hinting = self._hinting.submit(self._hinted, space, keys, present, look.ends_at - began_at)
+        for seconds in (DIRECTORY_SECONDS, look.ends_at - began_at):
+            hinted: list[Holder] = []
+            places = Places()
+            try:
+                hinted = hinting.result(seconds)
+            except DirectoryDown as down:
+                places.reason, places.detail = MissReason.UNREACHABLE, f"the directory does not answer: {down}"
+            except FutureTimeoutError:
+                places.reason, places.detail = MissReason.DEADLINE, "the directory did not answer in time"
+            now = self._clock.monotonic_seconds()
+            self._ask_nodes(look, places, hinted, run, space, keys, present, ticket)
+            if hinting.done():
+                break
+        if self._directory is not None:
+            is_late = not hinting.done() or now > look.wanted_by
+            peers.figures.answered(DIRECTORY, "the directory", now - began_at, is_late, peers.told)
+
+    def _ask_nodes(
         self,
+        look: _Look,
         places: Places,
+        hinted: Sequence[Holder],
         run: CourierRun,
         space: CourierSpace,
         keys: Sequence[bytes],
         present: int,
-        ticket: tuple[bytes, bytes],
-        ends_at: float,
+        ticket: bytes,
     ) -> None:
         peers = self._peers
         assert peers is not None
-        now, alive = self._clock.monotonic_seconds(), self._table.alive(self._clock.monotonic_seconds())
-        head, size = hint_name(space.id, keys[-1]), space.block_bytes
-        hinted = self._hinted(places, space, keys, present)
-        chosen = peers.choice.choose(hinted, alive, head, size, now, run.fingerprint)
+        began_at, alive = self._clock.monotonic_seconds(), self._table.alive(self._clock.monotonic_seconds())
+        chosen = peers.choice.choose(
+            hinted, alive, hint_name(space.id, keys[-1]), space.block_bytes, began_at, run.fingerprint
+        )
         asked = {one.node: alive[one.node] for one in chosen}
         for other in self._named.nodes() if self._named is not None else ():
             entry = alive.get(other)
             if entry is not None and other not in asked and len(asked) < MOST_ASKED + MOST_NAMED:
-                self._ask_too(asked, entry, run, peers, now)
-        node, incarnation = ticket
+                self._ask_too(asked, entry, run, peers, began_at)
+        node, incarnation = ticket[:NODE_BYTES], ticket[NODE_BYTES:]
         promised = alive.get(node) if node and node != run.node else None
         if promised is not None and promised.incarnation == incarnation:
             asked.setdefault(node, promised)
         elif node and node != run.node:
             places.reason, places.detail, promised = MissReason.STALE_HINT, "the ticket's node is not in the pool", None
-        left = min(HAS_SECONDS, ends_at - self._clock.monotonic_seconds())
-        entries = list(asked.values())
-        counts = peers.has(run, space, entries, keys[present:], present, left) if entries and left > 0 else []
         said = {one.node: _with_tail(one.blocks, len(keys)) for one in chosen}
-        found = []
-        for entry, count in zip(entries, counts or [None] * len(entries), strict=True):
-            blocks = present + count if count is not None else said.get(entry.node, 0)
-            if blocks > present:
-                found.append(Holder(entry.node, entry.incarnation, blocks, HitTier.DRAM))
-        if chosen and not found:
-            places.reason, places.detail = MissReason.STALE_HINT, "the directory names nodes that have it no more"
-        best = peers.choice.choose(found, alive, head, size, now, run.fingerprint)
+        entries = list(asked.values())
+        answers = peers.ask(run, space, entries, keys[present:], present, max(0.0, look.ends_at - began_at))
+        late: list[NodeEntry] = []
+        for until in (min(began_at + HAS_SECONDS, look.wanted_by), look.wanted_by, look.ends_at):
+            counts = answers(max(0.0, until - self._clock.monotonic_seconds()))
+            found = []
+            for entry, count in zip(entries, counts, strict=True):
+                blocks = present + count if count is not None else said.get(entry.node, 0)
+                if blocks > present:
+                    found.append(Holder(entry.node, entry.incarnation, blocks, HitTier.DRAM))
+            look.nearer = self._placed(replace(places, sources=[]), found, promised, alive, run, space, keys, present)
+            if chosen and not found:
+                look.nearer.reason = MissReason.STALE_HINT
+                look.nearer.detail = "the directory names nodes that have it no more"
+            if None not in counts:
+                break
+            if until == look.wanted_by and self._clock.monotonic_seconds() >= until:
+                late = [entry for entry, count in zip(entries, counts, strict=True) if count is None]
+        now = self._clock.monotonic_seconds()
+        for entry, count in zip(entries, counts, strict=True):
+            peers.figures.looked(entry.node, bool(count))
+            if began_at < look.wanted_by:
+                name = f"node {entry.node.hex()[:12]}"
+                peers.figures.answered(entry.node, name, now - began_at, entry in late, peers.told)
+
+    def _placed(
+        self,
+        places: Places,
+        found: Sequence[Holder],
+        promised: NodeEntry | None,
+        alive: Mapping[bytes, NodeEntry],
+        run: CourierRun,
+        space: CourierSpace,
+        keys: Sequence[bytes],
+        present: int,
+    ) -> Places:
+        peers, now, size = self._peers, self._clock.monotonic_seconds(), space.block_bytes
+        assert peers is not None
+        best = peers.choice.choose(found, alive, hint_name(space.id, keys[-1]), size, now, run.fingerprint)
         if promised is not None:
             source = PeerSource(promised, peers, publishes=True)
             places.sources.append(source)
-            milliseconds = peers.figures.speeds.milliseconds(node, (len(keys) - present) * size, now)
+            milliseconds = peers.figures.speeds.milliseconds(promised.node, (len(keys) - present) * size, now)
             self._best(places, len(keys), HitTier.PEER, milliseconds, source.name)
         for one in best:
             if promised is not None and one.node == promised.node:
@@ -255,6 +381,7 @@ class Locator:
                 milliseconds = peers.figures.speeds.milliseconds(one.node, (one.blocks - present) * size, now)
                 self._best(places, one.blocks, HitTier.PEER, milliseconds, source.name)
             places.sources.append(source)
+        return places
 
     @staticmethod
     def _ask_too(asked: dict[bytes, NodeEntry], entry: NodeEntry, run: CourierRun, peers: PeerWays, now: float) -> None:
@@ -263,15 +390,9 @@ class Locator:
         elif not peers.choice.is_banned(entry.node, entry.incarnation, now):
             asked[entry.node] = entry
 
-    def _hinted(self, places: Places, space: CourierSpace, keys: Sequence[bytes], present: int) -> list[Holder]:
+    def _hinted(self, space: CourierSpace, keys: Sequence[bytes], present: int, seconds: float) -> list[Holder]:
         heads = leading_places(chunk_heads(space.id, keys, present), MOST_PLACES)
-        if self._directory is None or not heads:
-            return []
-        try:
-            return self._directory.holders(heads, DIRECTORY_SECONDS)
-        except DirectoryDown as down:
-            places.reason, places.detail = MissReason.UNREACHABLE, f"the directory does not answer: {down}"
-            return []
+        return self._directory.holders(heads, seconds) if self._directory is not None and heads else []
 
 
 def _with_tail(hinted: int, asked: int) -> int:

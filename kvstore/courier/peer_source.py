@@ -102,6 +102,22 @@ class PeerWays:
         seconds: float,
     ) -> list[int | None]:
         """How many of these blocks each of the nodes has, all asked at once; None for those that do not answer."""
+        counts = self.ask(run, space, nodes, keys, first, seconds)(seconds)
+        for entry, blocks in zip(nodes, counts, strict=True):
+            self.figures.looked(entry.node, bool(blocks))
+        return counts
+
+    def ask(
+        self,
+        run: CourierRun,
+        space: CourierSpace,
+        nodes: Sequence[NodeEntry],
+        keys: Sequence[bytes],
+        first: int,
+        seconds: float,
+    ) -> Callable[[float], list[int | None]]:
+        """As `has`. The returned function gives the answers that are there after so many seconds at most, also when it
+        is called again."""
         asked = []
         for one in nodes:
             terms = PullTerms(self.new_token(NONCE_BYTES), run.node, one.node, space.id, first, keys[:MOST_ASKED_KEYS])
@@ -115,15 +131,18 @@ class PeerWays:
                 mac=has_mac(space.grant.identity_key, terms),
             )
             asked.append((Dialled(one.address, one.node), request))
-        found: list[int | None] = []
-        for entry, answer in zip(nodes, self.calls.has(asked, seconds), strict=True):
-            is_told = answer is not None and not (answer.reason and answer.reason != "absent")
-            if answer is not None and answer.reason == MissReason.KEY_MISMATCH:
-                self.mismatch(entry, run)
-            blocks = min(answer.blocks, len(keys)) if answer is not None and is_told else None
-            self.figures.looked(entry.node, bool(blocks))
-            found.append(blocks)
-        return found
+        answers = self.calls.has(asked, seconds)
+
+        def counts(within: float) -> list[int | None]:
+            found: list[int | None] = []
+            for entry, answer in zip(nodes, answers(within), strict=True):
+                is_told = answer is not None and not (answer.reason and answer.reason != "absent")
+                if answer is not None and answer.reason == MissReason.KEY_MISMATCH:
+                    self.mismatch(entry, run)
+                found.append(min(answer.blocks, len(keys)) if answer is not None and is_told else None)
+            return found
+
+        return counts
 
     def mismatch(self, entry: NodeEntry, run: CourierRun) -> None:
         """Record that a node has other keys of the tenant."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 from kvstore.block.account import HitTier, MissReason
 from kvstore.courier.figures import Figures, OncePerKind
@@ -22,9 +23,10 @@ READS_AHEAD = 8
 MOST_PROBED = 512
 """Names in one question; of a longer chain, blocks at equal distances."""
 FORGET_SECONDS = 2.0
+WARM_SECONDS, WARM_EVERY_SECONDS = 1.0, 0.4
 
 
-@dataclass(frozen=True)
+@dataclass
 class RemoteWays:
     """One remote tier: what all fetches and writes share."""
 
@@ -34,27 +36,44 @@ class RemoteWays:
     figures: Figures
     told: OncePerKind
     clock: Clock
+    _warming: RemoteCall[None] | None = None
+    _warmed_at: float = -inf
 
     @property
     def name(self) -> str:
         """In the speeds, and for people."""
         return self.engine.name
 
-    def has(self, run: CourierRun, space: CourierSpace, keys: Sequence[bytes], ends_at: float) -> Callable[[], int]:
-        """Ask how many leading blocks there are. The returned function waits for the answer, and may raise
-        `RemoteFault`."""
+    def has(
+        self, run: CourierRun, space: CourierSpace, keys: Sequence[bytes], wanted_by: float, ends_at: float
+    ) -> RemoteCall[int]:
+        """Ask how many leading blocks there are. wanted_by: then it is late. ends_at: the call's own limit."""
+        began_at = self.clock.monotonic_seconds()
         stamps, step = space.grant.stamps, max(1, -(-len(keys) // MOST_PROBED))
         last = len(stamps) - 1
 
         def work() -> int:
-            salt = self.salts.of(run.fingerprint, space.id, ends_at)
-            names = [remote_key(salt, stamps[last], keys[at], last) for at in range(step - 1, len(keys), step)]
-            found = self.engine.exists(names, ends_at)
-            if False in found:
-                return found.index(False) * step
-            return len(found) * step
+            try:
+                salt = self.salts.of(run.fingerprint, space.id, ends_at)
+                names = [remote_key(salt, stamps[last], keys[at], last) for at in range(step - 1, len(keys), step)]
+                found = self.engine.exists(names, ends_at)
+            finally:
+                now = self.clock.monotonic_seconds()
+                self.figures.answered(self.name, self.name, now - began_at, now > wanted_by, self.told)
+            blocks = (found.index(False) if False in found else len(found)) * step
+            self.figures.looked(self.name, bool(blocks))
+            return blocks
 
-        return self.workers.submit(work, ends_at).result
+        return self.workers.submit(work, ends_at)
+
+    def keep_warm(self) -> None:
+        """While requests look things up: keep a connection and the salts, so that a look-up is one round trip. Called
+        now and then; does not block."""
+        now = self.clock.monotonic_seconds()
+        is_due = now - self._warmed_at >= WARM_EVERY_SECONDS and (self._warming is None or self._warming.is_settled())
+        if is_due and self.salts.are_used:
+            self._warmed_at = now
+            self._warming = self.workers.submit(lambda: self.salts.warm(now + WARM_SECONDS), now + WARM_SECONDS)
 
     def names(self, run: CourierRun, space: CourierSpace, keys: Sequence[bytes], ends_at: float) -> list[bytes]:
         """Names of all frames of these blocks, the parts of each in order. Raises `RemoteFault`."""

@@ -75,6 +75,8 @@ def _cleaned(figures: c.CourierFigures) -> c.CourierFigures:
             _number(one.p99_ms),
             one.hints,
             printable(one.detail),
+            one.late,
+            one.unwritten,
         )
         for one in figures.sources
     ]

@@ -148,6 +148,10 @@ METRICS = (
     _counter("source_blocks", "kind name direction", "blocks", "Blocks that came from a source, or went there."),
     _counter("source_bytes", "kind name direction", "bytes", "The same in bytes."),
     _counter("source_failures", "kind name", "failures", "Calls to a source that failed, or were late."),
+    _counter("source_late", "kind name", "look-ups", "Look-ups that ended after the engine had given up."),
+    _counter(
+        "source_unwritten_blocks", "kind name", "blocks", "Times that a block was not taken: no room, or a fault."
+    ),
     _counter("source_refused", "kind name", "frames", "Frames of a source that failed a check."),
     _gauge(
         "source_percentile_seconds", "kind name", "seconds", "The 99th percentile of the last transfers from a source."

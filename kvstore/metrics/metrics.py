@@ -287,6 +287,8 @@ def _elsewhere(told: ElsewhereStatus) -> _Found:
             counts |= {(*name, way): getattr(one, f"{what}_{way}") for way in ("in", "out")}
         yield f"source_{what}_total", counts
     yield "source_failures_total", {name: one.failures for name, one in sources.items()}
+    yield "source_late_total", {name: one.late for name, one in sources.items()}
+    yield "source_unwritten_blocks_total", {name: one.unwritten for name, one in sources.items()}
     yield "source_refused_total", {name: sum(one.refused.values()) for name, one in sources.items()}
     yield "source_percentile_seconds", {name: one.p99_ms / 1000 for name, one in sources.items()}
     yield "source_bytes_per_second", {name: one.gbps * 1e9 for name, one in sources.items()}

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import grpc
 
 from kvstore.config import is_loopback
-from kvstore.courier.asking import Dialled, PeerAway
+from kvstore.courier.asking import Answers, Dialled, PeerAway
 from kvstore.network.credentials import Rotated
 from kvstore.wire import peer_pb2
 from kvstore.wire.peer_pb2_grpc import PeerStub
@@ -70,24 +70,24 @@ class GrpcPeers:
         answer: peer_pb2.OfferResponse = _answer(lambda: self._stub(peer).Offer(request, timeout=seconds))
         return answer
 
-    def has(
-        self, asked: Sequence[tuple[Dialled, peer_pb2.HasRequest]], seconds: float
-    ) -> list[peer_pb2.HasResponse | None]:
-        ends_at = self._clock.monotonic_seconds() + seconds
+    def has(self, asked: Sequence[tuple[Dialled, peer_pb2.HasRequest]], seconds: float) -> Answers:
         calls: list[Any] = []
         for peer, request in asked:
             call = None
             with suppress(PeerAway, ValueError):  # ValueError: its channel was closed meanwhile
                 call = self._stub(peer).Has.future(request, timeout=seconds)
             calls.append(call)
-        return [self._taken(call, ends_at) if call is not None else None for call in calls]
+
+        def answers(within: float) -> list[peer_pb2.HasResponse | None]:
+            ends_at = self._clock.monotonic_seconds() + within
+            return [self._taken(call, ends_at) if call is not None else None for call in calls]
+
+        return answers
 
     def _taken(self, call: Any, ends_at: float) -> peer_pb2.HasResponse | None:
         answer: peer_pb2.HasResponse | None = None
         with suppress(grpc.RpcError, grpc.FutureTimeoutError, grpc.FutureCancelledError):
             answer = call.result(timeout=max(0.0, ends_at - self._clock.monotonic_seconds()))
-        if answer is None:
-            call.cancel()
         return answer
 
     def close(self) -> None:

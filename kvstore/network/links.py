@@ -217,8 +217,9 @@ class TenantLink:
             self._lock.release()
 
     def _call_up(self, time: CallTime) -> FramedSocket:
-        try:
-            return FramedSocket(self._path, ENGINE, b"", self._clock, min(CONNECT_SECONDS, time.left()))
+        time.left()
+        try:  # to a limit of its own: the next call has the connection
+            return FramedSocket(self._path, ENGINE, b"", self._clock, CONNECT_SECONDS)
         except Unreachable as error:
             self._waits_until = self._clock.monotonic_seconds() + PAUSE_SECONDS
             _log.debug("no connection to the sidecar", extra={"reason": str(error)})

@@ -153,7 +153,8 @@ class SourceFigures(msgspec.Struct, array_like=True, frozen=True):
     """Another node, a remote engine or the directory, as a courier sees it. kind: `peer`, `remote` or `directory`.
     state: `up`, `down`, `banned` or `open` (its breaker). Since the start: blocks and bytes that came and went,
     look-ups, hits, failures and refused frames, by what was wrong. gbps, p99_ms: of the last transfers of a megabyte
-    and more, or 0. hints: that are known or announced."""
+    and more, or 0. hints: that are known or announced. late: look-ups that ended after the engine had given up.
+    unwritten: blocks that were to be written, and were not: it had no room, or failed."""
 
     kind: Annotated[str, Meta(max_length=16)]
     name: _Where
@@ -170,6 +171,8 @@ class SourceFigures(msgspec.Struct, array_like=True, frozen=True):
     p99_ms: float = 0.0
     hints: _Count = 0
     detail: _Where = ""
+    late: _Count = 0
+    unwritten: _Count = 0
 
 
 class CourierFigures(msgspec.Struct, array_like=True, frozen=True):

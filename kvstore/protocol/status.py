@@ -221,6 +221,8 @@ class SourceStatus(msgspec.Struct, frozen=True):
     p99_ms: float = 0.0
     hints: int = 0
     detail: str = ""
+    late: int = 0
+    unwritten: int = 0
 
 
 class ElsewhereStatus(msgspec.Struct, frozen=True):

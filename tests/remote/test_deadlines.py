@@ -9,6 +9,7 @@ import pytest
 
 from remote import test_workers
 from remote.between import Harm, proxy, saying
+from remote.distance import distance
 from remote.frames import frame, halves, key_of
 from remote.test_valkey import empty, on, server, slot, soon
 from tiering.remote.driver import RemoteTimedOut
@@ -71,4 +72,18 @@ def test_a_stopped_server_costs_the_deadline_and_is_used_again(tmp_path: Path) -
         patient = on(server.port)
         assert patient.read(key_of(1), into := slot()) and bytes(into) == frame(1)
         patient.close()
+        engine.close()
+
+
+def test_a_connection_that_was_made_too_late_serves_the_next_call(server: ValkeyServer) -> None:
+    empty(server)
+    with distance(server.port) as way:
+        engine = on(way.port)
+        engine.write(key_of(1), *halves(1), 0)
+        engine.close()
+        way.seconds, engine = 0.05, on(way.port)  # connecting takes two round trips, a call one
+        with pytest.raises(RemoteTimedOut):
+            engine.exists([key_of(1)], soon(0.15))
+        assert engine.exists([key_of(1)], soon(0.15)) == [True]
+        assert way.connections == 2
         engine.close()

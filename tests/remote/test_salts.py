@@ -13,7 +13,7 @@ import pytest
 from remote.frames import STAMP, halves, prefix_key
 from remote.test_valkey import CLOCK, PATIENT, empty, said
 from tiering.remote.driver import RemoteFault, remote_key, salt_key
-from tiering.remote.salts import MOST_SALTS, SALT_SECONDS, NamespaceSalts
+from tiering.remote.salts import MOST_SALTS, SALT_SECONDS, WARM_SECONDS, NamespaceSalts
 from tiering.remote.valkey import ValkeyAddress, ValkeyEngine
 from valkey_server import ValkeyServer, valkey_server
 
@@ -101,6 +101,21 @@ def test_what_is_no_salt_is_replaced(engine: ValkeyEngine) -> None:
     engine.write(salt_key(TENANT), b"", b"short", 0)
     here, there = Node(engine), Node(engine)
     assert here.name() == there.name()
+
+
+def test_salts_in_use_are_read_again_before_they_have_aged(engine: ValkeyEngine) -> None:
+    here = Node(engine)
+    name = here.name()
+    here.clock.ahead += SALT_SECONDS / 2
+    here.salts.warm()
+    engine.close()
+    here.clock.ahead += 0.8 * SALT_SECONDS
+    assert here.name() == name, "the server was not asked"
+    here.clock.ahead += SALT_SECONDS
+    with pytest.raises(RemoteFault):
+        here.name()
+    here.clock.ahead += WARM_SECONDS
+    assert not here.salts.are_used
 
 
 def test_a_salt_is_not_asked_for_each_time(engine: ValkeyEngine, server: ValkeyServer) -> None:

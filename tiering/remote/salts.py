@@ -19,6 +19,8 @@ from tiering.remote.driver import SALT_BYTES, RemoteEngine, RemoteFault, WrongSi
 SALT_SECONDS = 1.0
 """How long a salt is used after it was read: for this long other nodes still find what was dropped."""
 MOST_SALTS = 4096
+WARM_SECONDS, MOST_WARM = 60.0, 16
+"""`warm` reads so many salts again, those of the last look-ups, for so long after the last one."""
 _TRIES = 3
 
 
@@ -39,10 +41,34 @@ class NamespaceSalts:
         self._lock = threading.Lock()
         self._replaced = 0  # times; reads from before the last one are not cached
         self._read: OrderedDict[bytes, tuple[float, bytes]] = OrderedDict()  # by name; last used at the end
+        self._used: OrderedDict[bytes, float] = OrderedDict()  # when, by name; last used at the end
 
     def of(self, tenant: bytes, namespace: bytes, deadline: float = inf) -> bytes:
         """The salt for `remote_key`. Raises `RemoteFault`."""
-        return self._salt(salt_key(tenant), deadline) + self._salt(salt_key(tenant, namespace), deadline)
+        names = (salt_key(tenant), salt_key(tenant, namespace))
+        with self._lock:
+            for name in names:
+                self._used[name] = self._clock.monotonic_seconds()
+                self._used.move_to_end(name)
+            while len(self._used) > MOST_WARM:
+                self._used.popitem(last=False)
+        return b"".join(self._salt(name, deadline) for name in names)
+
+    def warm(self, deadline: float = inf) -> None:
+        """Read those in use again, before they have aged, so that a look-up need not; which keeps a connection, too.
+        Raises `RemoteFault`."""
+        now = self._clock.monotonic_seconds()
+        with self._lock:
+            names = [name for name, used_at in self._used.items() if now - used_at < WARM_SECONDS]
+        for name in names:
+            self._salt(name, deadline, SALT_SECONDS / 4)
+
+    @property
+    def are_used(self) -> bool:
+        """Whether `warm` has anything to do."""
+        with self._lock:
+            last = next(reversed(self._used.values()), -inf)
+        return self._clock.monotonic_seconds() - last < WARM_SECONDS
 
     def replace(self, tenant: bytes, namespace: bytes = b"", deadline: float = inf) -> None:
         """Drop the namespace, or without one purge the tenant: none of its frames is found from now on, and on other
@@ -55,11 +81,12 @@ class NamespaceSalts:
         with suppress(NoSalt):  # there is none, and the next will differ
             self._salt(name, deadline)
 
-    def _salt(self, name: bytes, deadline: float) -> bytes:
+    def _salt(self, name: bytes, deadline: float, seconds: float = SALT_SECONDS) -> bytes:
+        """seconds: how long ago it may have been read."""
         now = self._clock.monotonic_seconds()
         with self._lock:
             read_at, salt = self._read.get(name, (-inf, b""))
-            if now - read_at < SALT_SECONDS:
+            if now - read_at < seconds:
                 self._read.move_to_end(name)
                 return salt
             replaced = self._replaced

@@ -27,7 +27,8 @@ from tiering.remote.driver import Arrived, RemoteFault, RemoteTimedOut, RemoteUn
 from tiering.remote.resp import ErrorReply, Piece, Reply, RespConnection, RespFault, command, set_command
 
 CALL_SECONDS, CONNECT_SECONDS = 2.0, 0.5
-"""Limit of a call, whatever its deadline; and of connecting and authenticating."""
+"""Limit of a call, whatever its deadline; and of connecting and authenticating, which may pass the deadline by so
+much."""
 COMMANDS_AT_ONCE = 256
 MOST_IDLE = 16
 """Connections kept for later."""
@@ -198,7 +199,10 @@ class ValkeyEngine:
         one = None
         is_whole = False
         try:
-            one = self._kept() or self._opened(deadline)
+            one = self._kept() or self._opened()
+            is_whole = self._clock.monotonic_seconds() >= deadline  # for the next call
+            if is_whole:
+                raise TimeoutError
             yield one
             is_whole = True
         except TimeoutError:
@@ -240,8 +244,9 @@ class ValkeyEngine:
                 return
         one.close()
 
-    def _opened(self, deadline: float) -> RespConnection:
-        until = min(deadline, self._clock.monotonic_seconds() + self._connect_seconds)
+    def _opened(self) -> RespConnection:
+        """To a limit of its own: where a call's deadline ended it, each next call would begin anew, and be late too."""
+        until = self._clock.monotonic_seconds() + self._connect_seconds
         try:
             one = RespConnection(self._connected(until), self._clock)
         except TimeoutError:

@@ -85,6 +85,10 @@ class RemoteCall(Generic[T]):
             raise self._fault
         return self._value  # type: ignore[return-value]
 
+    def is_settled(self, within: float = 0.0) -> bool:
+        """Whether `result` does not wait any more. within: seconds to wait for that; the call goes on."""
+        return self._settled.wait(max(0.0, within))
+
     def settle(self, value: T | None, fault: RemoteFault | None) -> None:
         """The workers set the caller's result. The first time counts."""
         if not self._settled.is_set():

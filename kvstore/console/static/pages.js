@@ -72,12 +72,12 @@ function elsewherePanel(told) {
   if (!told) return wide(title, make("p.quiet", {}, "None is configured: this sidecar serves what engines of this host stored."));
   const rows = told.sources.map((one) => {
     const [level, word] = STATES[one.state] ?? ["unknown", one.state];
-    return [one.kind, one.name, make("span", {}, make(`b.state.${level}`, {}, word), one.detail ? `: ${one.detail}` : ""), whole(one.blocks_in), whole(one.blocks_out), bytes(one.bytes_in), bytes(one.bytes_out), whole(one.lookups), whole(one.found), whole(one.failures), counted(one.refused),
+    return [one.kind, one.name, make("span", {}, make(`b.state.${level}`, {}, word), one.detail ? `: ${one.detail}` : ""), whole(one.blocks_in), whole(one.blocks_out), bytes(one.bytes_in), bytes(one.bytes_out), whole(one.lookups), whole(one.found), whole(one.late || 0), whole(one.failures), whole(one.unwritten || 0), counted(one.refused),
       one.gbps ? one.gbps.toFixed(2) : "-", one.p99_ms ? one.p99_ms.toFixed(1) : "-", whole(one.hints)];
   });
   const why = told.couriers ? told.reasons : ["no courier is there: what other nodes and remote engines have is not fetched (kvstore network)", ...told.reasons];
   return wide(title, why.length ? make("ul.events", {}, ...why.map((one) => make("li.warning", {}, `degraded: ${one}`))) : null,
-    table(["kind", "name", "state", "*blocks in", "*blocks out", "*bytes in", "*bytes out", "*look-ups", "*found", "*failures", "refused", "*GB/s", "*p99 ms", "*hints"], rows, "No courier has told of one."),
+    table(["kind", "name", "state", "*blocks in", "*blocks out", "*bytes in", "*bytes out", "*look-ups", "*found", "*late", "*failures", "*unwritten", "refused", "*GB/s", "*p99 ms", "*hints"], rows, "No courier has told of one."),
     make("p", {}, `Blocks adopted: ${counted(told.adopted)}. Refused here: ${counted(told.refused)}. Being fetched: ${whole(told.fetching)}. Kept for who waits: ${bytes(told.kept_bytes)}; ${whole(told.gave_way)} blocks gave way to others. Hints not announced: ${whole(told.dropped_hints)}.`),
     make("p.quiet", {}, "Counts are since each courier began; GB/s and p99 are of the last transfers of a megabyte and more, and \"-\" before the first."));
 }
