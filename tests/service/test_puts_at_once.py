@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +71,7 @@ def test_every_tail_behind_a_common_head_is_stored(place: str, sidecar: Sidecar)
             handles = [store.namespace(model=MODEL, layout=WHOLE) for store in stores]
         pages = random_pages(WHOLE, BLOCKS)
         for head in range(10):
-            puts = [
-                lambda handle=handle, tail=tail: handle.put(prompt(head, tail), pages)
-                for tail, handle in enumerate(handles)
-            ]
+            puts = [partial(handle.put, prompt(head, tail), pages) for tail, handle in enumerate(handles)]
             for result in at_once(puts):
                 assert (result.stopped_at, result.reason) == (None, None)
                 assert result.present + result.stored == BLOCKS or 0 < result.stored < BLOCKS
@@ -152,9 +150,7 @@ def test_ranks_of_two_engines_store_every_tail_behind_a_common_head(sidecar: Sid
         mine = [shard_pages(pages, TWO, rank) for rank in range(2)]
         for head in range(12):
             puts = [
-                lambda engine=engine, rank=rank, handle=handle: handle.put(
-                    prompt(head, engine), mine[rank], collective=f"{head}"
-                )
+                partial(handle.put, prompt(head, engine), mine[rank], collective=f"{head}")
                 for engine, rank, handle in ranks
             ]
             assert [(one.stopped_at, one.reason) for one in at_once(puts)] == [(None, None)] * len(ranks)
@@ -168,8 +164,7 @@ def test_ranks_give_up_together_where_a_client_hangs(sidecar: Sidecar) -> None:
         handles = [store.namespace(model=MODEL, layout=TWO, shard=rank) for rank, store in enumerate((first, second))]
         mine = [shard_pages(random_pages(TWO, BLOCKS), TWO, rank) for rank in range(2)]
         puts = [
-            lambda rank=rank: handles[rank].put(prompt(0, 1), mine[rank], collective="a", deadline_ms=2000)
-            for rank in range(2)
+            partial(handles[rank].put, prompt(0, 1), mine[rank], collective="a", deadline_ms=2000) for rank in range(2)
         ]
         assert at_once(puts) == [PutResult(0, 0, 0, MissReason.IN_FLIGHT)] * 2
         assert not sidecar.core.collective_puts()
