@@ -32,10 +32,17 @@ KNOWN_KEYS = 1 << 14
 """Names whose keys are remembered, since those before a batch are needed again with every batch."""
 CLOSE_SECONDS = 1.0
 
-_NO_CHAIN = frozenset(
-    {MissReason.DIVERGED, MissReason.ABSENT, MissReason.EVICTED, MissReason.CORRUPT, MissReason.OTHER_NAMESPACE}
+_APART = frozenset(
+    {
+        MissReason.DIVERGED,
+        MissReason.ABSENT,
+        MissReason.EVICTED,
+        MissReason.CORRUPT,
+        MissReason.OTHER_NAMESPACE,
+        MissReason.IN_FLIGHT,
+    }
 )
-"""Why chunks cannot be stored behind the chunks before them: those are missing, or in another chain."""
+"""Why chunks cannot be stored behind the chunks before them: those are missing, in another chain, or in flight."""
 
 _log = getLogger(__name__)
 
@@ -88,7 +95,8 @@ class ChunkOutcomes:
 
 class ChunkSpace:
     """Chunks of one kind in the store and in the engine's memory. Thread-safe. outcomes: `found`, `missing`; `loaded`,
-    `failed_loads`, of which `corrupt`; `stored`, `failed_stores`; and `faults`."""
+    `failed_loads`, of which `corrupt`; `stored`, `failed_stores`, and `in_flight`, which
+    another engine was still storing; and `faults`."""
 
     def __init__(
         self,
@@ -168,10 +176,10 @@ class ChunkSpace:
         return handle.has_courier and wait_for_blocks(handle, prompt, "", plan, here)
 
     def store(self, before: Sequence[bytes], names: Sequence[bytes], pages: Pages, deadline_ms: float) -> list[bool]:
-        """Store chunks; returns which of them are held now, those stored before included. before: the chunks before
-        them, from the beginning on, as far as they are known. If they cannot be stored behind those, each is stored by
-        itself: the last ones first, since what was used last is evicted last."""
-        held, ends_at = [False] * len(names), self._clock() + deadline_ms / 1000
+        """Store chunks; returns which of them are held now, those stored before, or in flight, included. before: the
+        chunks before them, from the beginning on, as far as they are known. If they cannot be stored behind those, each
+        is stored by itself: the last ones first, since what was used last is evicted last."""
+        held, ends_at, in_flight = [False] * len(names), self._clock() + deadline_ms / 1000, 0
         with self._outcomes.caught():
             if self._writing.now() is None:
                 self._writing.want(self.spec)
@@ -180,14 +188,17 @@ class ChunkSpace:
                 chain, known = self.prompt(handle, [*before, *names]), len(before)
                 result = handle.put(chain, pages, known * self.block_tokens, deadline_ms=deadline_ms)
                 stopped = len(names) if result.stopped_at is None else max(0, result.stopped_at - known)
+                if result.stopped_at is not None and result.in_flight:  # another engine holds these already
+                    in_flight = min(len(names), max(0, result.stopped_at + result.in_flight - known)) - stopped
+                    stopped += in_flight
                 held[:stopped] = [True] * stopped
-                for at in range(len(names) - 1, stopped - 1, -1) if result.reason in _NO_CHAIN else ():
+                for at in range(len(names) - 1, stopped - 1, -1) if result.reason in _APART else ():
                     left_ms = max(0.0, 1000 * (ends_at - self._clock()))
                     alone = Prompt(self.block_tokens, chain.keys[known + at : known + at + 1]), pages.cut(at, at + 1)
                     result = handle.put(*alone, deadline_ms=left_ms)
                     held[at] = result.stopped_at is None
                 self._outcomes.told(result.reason)
-        self._outcomes.count(stored=sum(held), failed_stores=len(held) - sum(held))
+        self._outcomes.count(stored=sum(held) - in_flight, in_flight=in_flight, failed_stores=len(held) - sum(held))
         return held
 
     def clear(self) -> bool:

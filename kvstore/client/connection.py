@@ -572,6 +572,7 @@ def _check_reserve(reply: ReserveReply, asked: int, parts: int | None) -> None:
     _hold(0 <= reply.reservation < 1 << 64, "a number that is none")
     _hold(0 <= reply.present <= asked, "more blocks than were asked for")
     _hold(reply.stopped_at is None or 0 <= reply.stopped_at <= asked, "a block that was not asked for")
+    _hold(0 <= reply.in_flight <= asked - (reply.stopped_at or 0), "more blocks in flight than were asked for")
     blocks = reply.blocks
     _hold(all(one < other for one, other in pairwise(blocks)), "blocks that do not ascend")
     _hold(not blocks or (blocks[0] >= 0 and blocks[-1] < asked), "blocks that were not asked for")

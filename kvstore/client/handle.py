@@ -15,6 +15,7 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
+from itertools import count
 from numbers import Integral, Real
 from typing import Any, Protocol, TypeVar
 
@@ -46,6 +47,7 @@ from kvstore.protocol.lease_ticket import LeaseTicket
 from kvstore.protocol.replies import Grant, LeaseReply, MatchReply, ReserveReply
 from kvstore.protocol.requests import check_request
 from kvstore.protocol.told import PromptTold, RequestTold, SavingsTold
+from tiering.counts.awaits import AwaitEnd
 from tiering.frame import HEADER_BYTES, digest
 
 A = TypeVar("A")
@@ -54,6 +56,9 @@ DURABILITIES = ("volatile", "disk")
 DURABLE_SECONDS = 30.0  # a put's default wait for the disk
 EARLY_BLOCKS, LAST_BLOCKS = 48, 16
 """Through a socket, so many blocks at a time are committed while the next are filled; a put waits for the last few."""
+IN_FLIGHT_SECONDS = 2.0
+"""How long a put waits for blocks that another put is storing, from the last one on that became readable. It takes no
+more than half of the time that its deadline leaves, so that the rest can still be stored."""
 WINDOW_BLOCKS = 128
 """Blocks that a put stores at a time. Readers see the first blocks early, and wait at most about a millisecond for the
 lock. Small steps are done for all blocks first, then the copies: a copy of megabytes evicts the interpreter from the
@@ -96,7 +101,8 @@ class PutResult:
     """Result of `put`, in blocks from the prompt's start.
 
     present: leading blocks stored before. stored: new blocks. stopped_at: the first offered block that is not stored,
-    with its reason; None if all full blocks are. detail: of the reason, for people; may be empty.
+    with its reason; None if all full blocks are. detail: of the reason, for people; may be empty. in_flight: how many
+    blocks from there on another put is still storing.
 
     Of a collective put it is this process's share: stored counts the blocks that it filled, which become readable once
     all others have filled theirs. If the put fails elsewhere later, only the next match tells.
@@ -107,6 +113,7 @@ class PutResult:
     stopped_at: int | None
     reason: MissReason | None
     detail: str = field(default="", compare=False)
+    in_flight: int = field(default=0, compare=False)
 
 
 class Reading(Protocol):
@@ -329,7 +336,8 @@ class NamespaceHandle(HandOffVerbs):
         collective: str = "",
         deadline_ms: float | None = None,
     ) -> PutResult:
-        """Store the full blocks of a prompt; those already stored are skipped.
+        """Store the full blocks of a prompt; those already stored are skipped, and those that another put is storing
+        are waited for (`IN_FLIGHT_SECONDS`).
 
         pages: cover the prompt's tokens from `first_token` on, which is a page boundary; blocks before them must be
         stored already. A block that lacks pages of a group ends the put before it, as `incomplete`, unless it is stored
@@ -378,30 +386,40 @@ class NamespaceHandle(HandOffVerbs):
             stop = min(window + WINDOW_BLOCKS, len(keys))
             wanted = min(max(complete, window) if collective else complete, stop)
             reserve = m.Reserve(
-                self.number, keys[:stop], wanted, int(priority), float(ttl) if ttl is not None else None
+                self.number, keys[:stop], wanted, int(priority), float(ttl) if ttl is not None else None, waits=True
             )
-            if collective:
-                parts = [part.index for part in self._parts]
-                reserve = msgspec.structs.replace(reserve, collective=window_name(collective, stop), parts=parts)
-            reply = wait.of(reserve, m.Reserved).reply
-            present = min(present, reply.present) if reply.present < stop else present
-            filled, flaw, lost = 0, None, None
-            if reply.reservation:
-                filled, flaw, lost = self._fill(reply, coders, bases, reading, wait)
-            if flaw and collective:
-                filled = 0  # a flaw in one share ends the put for all
-            stored.update(reply.blocks[:filled])
-            if filled < len(reply.blocks):
-                stopped_at = reply.blocks[filled]
-                reason = REASON_OF_FLAW[flaw] if flaw else lost or MissReason.DISABLED
-                ended = PutResult(present, len(stored), stopped_at, reason)
-                return self._made_durable(ended, keys[:stopped_at], durability, wait) if flaw else ended
+            at = -1
+            for tries in count():
+                if collective:
+                    parts, name = [part.index for part in self._parts], window_name(collective, stop, tries)
+                    reserve = msgspec.structs.replace(reserve, collective=name, parts=parts)
+                reply = wait.of(reserve, m.Reserved).reply
+                present = len(keys) if tries and not stored else present  # what another put stored was not there
+                present = min(present, reply.present) if reply.present < stop else present
+                filled, flaw, lost = 0, None, None
+                if reply.reservation:
+                    filled, flaw, lost = self._fill(reply, coders, bases, reading, wait)
+                if flaw and collective:
+                    filled = 0  # a flaw in one share ends the put for all
+                stored.update(reply.blocks[:filled])
+                if filled < len(reply.blocks):
+                    stopped_at = reply.blocks[filled]
+                    reason = REASON_OF_FLAW[flaw] if flaw else lost or MissReason.DISABLED
+                    ended = PutResult(present, len(stored), stopped_at, reason)
+                    return self._made_durable(ended, keys[:stopped_at], durability, wait) if flaw else ended
+                if not reply.in_flight or not reserve.waits or reply.stopped_at is None:
+                    break
+                # Nothing of this put is open meanwhile. Ranks decide by the store's answers alone: these are the same
+                # for all, and each must take part in the next try.
+                has_ended = self._wait_for_others(keys, reply, wait)
+                waits = (reply.stopped_at > at if collective else has_ended) and tries < WINDOW_BLOCKS
+                reserve, at = msgspec.structs.replace(reserve, waits=waits), reply.stopped_at
             if reply.reason is not None:
                 lacks_pages = reply.stopped_at is not None and first_block <= reply.stopped_at < complete
                 is_incomplete = lacks_pages and reply.reason not in _STANDS_IN_THE_WAY
                 reason = MissReason.INCOMPLETE if is_incomplete else reply.reason
                 detail = reply.detail if reason is reply.reason else ""
-                ended = PutResult(present, len(stored), reply.stopped_at, reason, detail)
+                ended = PutResult(present, len(stored), reply.stopped_at, reason, detail, reply.in_flight)
                 return self._made_durable(ended, keys[: reply.stopped_at], durability, wait)
         return self._made_durable(PutResult(present, len(stored), None, None), keys, durability, wait)
 
@@ -460,6 +478,17 @@ class NamespaceHandle(HandOffVerbs):
         lease = Lease(self._door, leased, match.keys, account, self.block_tokens, request, self._grant)
         self._door.requests.add(request, lease)
         return lease
+
+    def _wait_for_others(self, keys: Sequence[bytes], reply: ReserveReply, wait: DoorTime) -> bool:
+        """Whether other puts of the blocks in flight have ended, or stored some of them."""
+        start, clock = reply.stopped_at or 0, self._door.clock.monotonic_seconds
+        stop = start + min(reply.in_flight, m.MAX_AWAITED_KEYS)
+        seconds, since = IN_FLIGHT_SECONDS if wait.left is None else min(IN_FLIGHT_SECONDS, wait.left / 2), clock()
+        waiting = m.Await(self.number, list(keys[start:stop]), seconds)
+        awaited = self._door.call(waiting, m.Awaited)
+        if wait.left is not None:
+            wait.left = max(0.0, wait.left - (clock() - since))
+        return awaited.end in (AwaitEnd.READABLE, AwaitEnd.SHORT) or awaited.blocks > 0
 
     def _made_durable(self, result: PutResult, keys: Sequence[bytes], durability: str, wait: DoorTime) -> PutResult:
         """With durability `disk`, blocks count only once they are on disk."""

@@ -228,7 +228,8 @@ class CollectivePuts:
         assert put.answer is not None and not put.shares, "what is visible was committed by all"
         stopped_at, reason = put.answer.stopped_at, put.answer.reason
         held = put.chain[1] if stopped_at is None else stopped_at
-        self._end(put, ReserveReply(0, held, stopped_at=stopped_at, reason=reason), now)
+        in_flight = put.answer.in_flight
+        self._end(put, ReserveReply(0, held, stopped_at=stopped_at, reason=reason, in_flight=in_flight), now)
         return True
 
     def lost(self, record: ReservationRecord, now: float) -> bool:

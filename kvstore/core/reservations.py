@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 
 from kvstore.block.account import MissReason
 from kvstore.block.identity import root_key
@@ -137,8 +138,10 @@ class Reservations:
             if is_cut_off or (
                 present < first_block and not self._stand(number, keys[present:first_block], in_flight_rows)
             ):
-                reason, _ = self._why(number, keys, len(rows))
-                return ReserveReply(0, skipped + present, stopped_at=skipped + present, reason=reason)
+                in_flight = self._in_flight(number, keys, present)
+                reason = MissReason.IN_FLIGHT if in_flight else self._why(number, keys, present)[0]
+                present += skipped
+                return ReserveReply(0, present, stopped_at=present, reason=reason, in_flight=in_flight)
             parts = len(self._blocks.spaces[number].classes)
             done = [0] * parts
             places: list[list[int]] = [[] for _ in range(parts)]
@@ -149,13 +152,14 @@ class Reservations:
             if self._shared.fetched is not None and record.is_fetched:
                 keys = keys[: present + self._shared.fetched.room(number, couriers)]
             stopped_at, reason = self._begin_rows(record, keys, present, in_flight_rows)
+            in_flight = self._in_flight(number, keys, stopped_at) if reason is MissReason.IN_FLIGHT else 0
             if stopped_at is None and len(keys) < asked:
                 stopped_at, reason = len(keys), MissReason.BUSY
             if skipped:  # from here on counted in blocks of the chain
                 record.indexes = [skipped + position for position in record.indexes]
                 stopped_at = skipped + stopped_at if stopped_at is not None else None
             if not record.rows:
-                return ReserveReply(0, skipped + present, stopped_at=stopped_at, reason=reason)
+                return ReserveReply(0, skipped + present, stopped_at=stopped_at, reason=reason, in_flight=in_flight)
             self.records[record.number] = record
             if put is not None:
                 self._collective.reserved(put, record)
@@ -181,7 +185,18 @@ class Reservations:
             stopped_at,
             reason,
             record.detail,
+            in_flight if reason is MissReason.IN_FLIGHT else 0,
         )
+
+    def _in_flight(self, number: int, keys: Sequence[bytes], start: int | None) -> int:
+        """How many blocks from this one on other puts are storing."""
+        index, filling = self._blocks.index, self._filling()
+        rows = (index.find(number, key) for key in keys[start:])
+        is_awaited = (row != NO_ROW and (index.state(row) is RowState.PENDING or row in filling) for row in rows)
+        return sum(takewhile(bool, is_awaited))
+
+    def _filling(self) -> set[int]:
+        return {row for other in self.records.values() for row in other.repairs}
 
     def _stand(self, number: int, keys: Sequence[bytes], in_flight_rows: Mapping[int, int]) -> bool:
         index = self._blocks.index
@@ -200,7 +215,7 @@ class Reservations:
         parent_key = (
             keys[present - 1] if present else root_key(blocks.spaces[record.namespace].namespace.layout.block_tokens)
         )
-        filling = {row for other in self.records.values() for row in other.repairs}
+        filling = self._filling()
         stopped: tuple[int | None, MissReason | None] = (None, None)
         for position in range(present, len(keys)):
             key = keys[position]

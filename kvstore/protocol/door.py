@@ -213,9 +213,9 @@ def check_participant(verb: m.Reserve, parts: int) -> None:
         raise BadInput(f"{len(verb.parts)} parts to fill; give distinct ones, from 0 to {parts - 1}")
 
 
-def window_name(collective: str, stop: int) -> str:
-    """The name of a collective put's window that ends before block `stop`."""
-    return f"{collective}/{stop}"
+def window_name(collective: str, stop: int, tries: int = 0) -> str:
+    """The name of a collective put's window that ends before block `stop`, asked for again after so many `tries`."""
+    return f"{collective}/{stop}.{tries}" if tries else f"{collective}/{stop}"
 
 
 MAX_PRIORITY = 100

@@ -29,6 +29,7 @@ from kvstore.protocol.courier import Locate as Locate
 from kvstore.protocol.courier import Located as Located
 from kvstore.protocol.courier import Questions as Questions
 from kvstore.protocol.courier import QuestionsReply as QuestionsReply
+from kvstore.protocol.handing_over import MAX_AWAITED_KEYS as MAX_AWAITED_KEYS
 from kvstore.protocol.handing_over import MAX_KEYS as MAX_KEYS
 from kvstore.protocol.handing_over import Await as Await
 from kvstore.protocol.handing_over import Awaited as Awaited
@@ -185,7 +186,8 @@ class Reserve(msgspec.Struct, array_like=True, frozen=True, tag="reserve"):
     """Reserve slots for a chain's missing blocks from `first_block` on. collective: a name within the session, for a
     put that several of its connections make together; parts: those that the caller fills, all of them if it names none.
     (A sidecar that knows neither field reserves for each caller alone; no block then gets all parts or is visible.)
-    skipped: blocks of the chain before the first key; sidecars whose `Welcome` says how many keys they take know it."""
+    skipped: blocks of the chain before the first key; sidecars whose `Welcome` says how many keys they take know it.
+    waits: the caller waits for what is in flight, and asks again: until then none of it counts as refused."""
 
     namespace: int
     keys: Keys
@@ -195,6 +197,7 @@ class Reserve(msgspec.Struct, array_like=True, frozen=True, tag="reserve"):
     collective: str = ""
     parts: Annotated[list[int], Meta(max_length=MAX_PARTS)] = []
     skipped: int = 0
+    waits: bool = False
 
 
 class Commit(msgspec.Struct, array_like=True, frozen=True, tag="commit"):

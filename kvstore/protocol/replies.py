@@ -59,7 +59,8 @@ class ReserveReply(msgspec.Struct, frozen=True):
     """Which blocks of the offered chain are to be filled (`blocks`, ascending) and where, one list of places per part.
 
     present: offered blocks that were stored before. stopped_at: the first block that the store will not take. reason:
-    why. detail: of the reason, for people.
+    why. detail: of the reason, for people. in_flight: how many blocks from there on another put is storing, so that it
+    is worth waiting for the last of them; 0 for any other reason.
     """
 
     reservation: int
@@ -69,3 +70,4 @@ class ReserveReply(msgspec.Struct, frozen=True):
     stopped_at: int | None = None
     reason: MissReason | None = None
     detail: str = ""
+    in_flight: int = 0

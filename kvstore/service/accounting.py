@@ -265,12 +265,13 @@ class Counting:
                 self._miss(counts, MissReason.CORRUPT, blocks - stays)
             granted.runs = kept
 
-    def offered(self, number: int, blocks: int, skipped: int, reply: ReserveReply) -> None:
-        """A client asked to store the blocks of a chain behind its first `skipped`."""
+    def offered(self, number: int, blocks: int, skipped: int, reply: ReserveReply, *, waits: bool = False) -> None:
+        """A client asked to store the blocks of a chain behind its first `skipped`. waits: it will ask again for those
+        that it did not get."""
         with self._lock:
             counts = self._used(number)
             refused = 0
-            if reply.stopped_at is not None:
+            if reply.stopped_at is not None and not waits:
                 refused = min(blocks, skipped + blocks - reply.stopped_at)
                 self._tokens.put_refused[reply.reason or MissReason.ABSENT] += refused * counts.block_tokens
             for result, some in (

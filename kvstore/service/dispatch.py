@@ -398,7 +398,7 @@ class Handlers:
             answer = self._store.handle(caller, verb)
             assert isinstance(answer, m.Reserved)
             reserved, reply = answer, answer.reply
-            self._counting.offered(number, len(verb.keys), skipped, reply)
+            self._counting.offered(number, len(verb.keys), skipped, reply, waits=verb.waits and reply.in_flight > 0)
         if reply.reservation:
             parts = frozenset(part for part, places in enumerate(reply.places) if places)
             done, is_collective = [0] * len(slices), bool(verb.collective)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import kvstore
+from asking import Asking
 from engine_adapter.chunks.layout import ChunkRun, chunk_layout
 from engine_adapter.chunks.space import ChunkOutcomes, ChunkSpace
 from engine_adapter.paged.step_plan import NamespaceSpec
@@ -178,3 +179,42 @@ def test_threads_at_the_same_time(engine: Engine) -> None:
         thread.join(SECONDS)
         assert not thread.is_alive()
     assert not errors
+
+
+def test_engines_that_store_one_beginning_at_once_store_every_end(sidecar: Sidecar) -> None:
+    """In one batch, or chunk by chunk: each engine is told that all are held."""
+    with sidecar.client() as one, sidecar.client() as other:
+        engines = [Engine(one), Engine(other)]
+        begin = threading.Barrier(2)
+
+        def run(which: int, told: list[list[bool]]) -> None:
+            for turn in range(20):
+                names = [b"%d %d" % (turn, at if at < 20 else 100 * which + at) for at in range(30)]
+                begin.wait(SECONDS)
+                told.append(engines[which].store(names, range(30)))
+                begin.wait(SECONDS)
+                told.append([engines[which].store([b"a%d %d" % (turn, at)], [at])[0] for at in range(10)])
+                assert engines[which].space.found(names) == 30
+
+        answers: list[list[list[bool]]] = [[], []]
+        threads = [threading.Thread(target=run, args=(which, answers[which])) for which in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(SECONDS)
+        assert [len(told) for told in answers] == [40, 40] and all(all(told) for each in answers for told in each)
+        for engine in engines:
+            engine.space.close()
+
+
+def test_what_a_hung_engine_is_storing_counts_as_held_and_the_rest_is_stored(engine: Engine, sidecar: Sidecar) -> None:
+    with sidecar.client() as hung:
+        theirs = Engine(hung)
+        handle: Any = theirs.space.handle
+        keys = theirs.space.prompt(handle, NAMES[:20]).keys
+        reservation = Asking(handle.door).reserve(handle.number, keys).reservation
+        assert reservation
+        assert engine.space.store([], NAMES[:30], engine.space.pages(range(30)), 2000) == [True] * 30
+        assert engine.outcomes.take() == {"stored": 10, "in_flight": 20}
+        assert engine.space.found(NAMES[20:30]) == 10 and engine.space.found(NAMES[:20]) == 0
+        theirs.space.close()

@@ -566,3 +566,33 @@ def test_arguments_that_decide_kv_are_in_the_namespace(weights: Path) -> None:
     (weights / "config.json").write_text(json.dumps(config))
     with pytest.raises(BadInput, match="model_dir"):
         facts(model_path="no-hub/has-this-model")
+
+
+@pytest.mark.parametrize("prompts", [10, pytest.param(100, marks=pytest.mark.slow)])
+def test_two_engines_that_back_up_one_beginning_at_once_find_every_end(
+    prompts: int, opened: Callable[..., HiCache]
+) -> None:
+    """SGLang is told that all pages are stored, by each of both."""
+    head, tail = 16, 4
+    begin = threading.Barrier(2)
+    told: list[list[int]] = [[], []]
+
+    def asked(turn: int, which: int) -> list[int]:
+        return prompt_of(head, 2 + 3 * turn) + prompt_of(tail, 3 + 3 * turn + which)
+
+    with opened().opened() as one, opened(seed=2).opened() as other:
+        engines = (one, other)
+
+        def back_up(which: int) -> None:
+            for turn in range(prompts):
+                begin.wait(SECONDS)
+                told[which].append(engines[which].write(asked(turn, which))[0])
+
+        threads = [threading.Thread(target=back_up, args=(which,)) for which in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert told == [[head + tail] * prompts] * 2
+        found = [one.backend.batch_exists(hashes_of(asked(turn, which))) for turn in range(prompts) for which in (0, 1)]
+        assert found == [head + tail] * 2 * prompts

@@ -18,6 +18,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -246,9 +247,18 @@ class WatchedDoor(EmbeddedDoor):
     def __init__(self, store: Store, keys: TenantKeys) -> None:
         super().__init__(store, keys)
         self.on_stored: list[Callable[[int], None]] = []
+        self.on_await: Callable[[], object] = lambda: None  # what others do while a put waits for their blocks
         self._fillings: dict[int, tuple[list[int], Callable[[int], None]]] = {}
         stand_in(self, m.Reserve, self._watch_reserve)
         stand_in(self, m.Commit, self._watch_commit)
+        stand_in(self, m.Await, self._watch_await)
+
+    def _watch_await(self, request: m.Await, wait: Callable[[], m.Awaited]) -> m.Awaited:
+        assert request.seconds > 0, "a put that may wait"
+        self.on_await()
+        answer = self._store.handle(self._client, msgspec.structs.replace(request, seconds=0.0))
+        assert isinstance(answer, m.Awaited)
+        return answer
 
     def _watch_reserve(self, request: m.Reserve, reserve: Callable[[], m.Reserved]) -> m.Reserved:
         reserved = reserve()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -145,8 +146,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     # The verbs --------------------------------------------------------------------------------------------------------
 
-    @rule(aim=aims, paging=pagings, skip=st.sampled_from([0, 0, 0, 1, 5]))
-    def put(self, aim: Aim, paging: dict[str, Any], skip: int) -> None:
+    @rule(aim=aims, paging=pagings, skip=st.sampled_from([0, 0, 0, 1, 5]), others_end=st.booleans())
+    def put(self, aim: Aim, paging: dict[str, Any], skip: int, others_end: bool = False) -> None:
         owned, prompt = self._at(aim)
         blocks = len(prompt.letters)
         before = self._look(owned, prompt)
@@ -162,6 +163,7 @@ class StoreMachine(RuleBasedStateMachine):
 
         self.opening.append(_names(owned, prompt))
         owned.door.on_stored.append(on_stored)
+        owned.door.on_await = partial(self._give_up_all, owned) if others_end else lambda: None
         result = owned.put(prompt, version, first_token=first_token, **paging)
         owned.door.on_stored.pop()
         self.opening.pop()
@@ -175,6 +177,8 @@ class StoreMachine(RuleBasedStateMachine):
             assert before.blocks >= min(-(-first_token // BLOCK_TOKENS), blocks)
         elif result.reason is MissReason.IN_FLIGHT:
             assert (owned.name, prompt.chain(result.stopped_at)) in self._perhaps_pending()
+            assert not others_end or len(self.opening) or self.interrupted, "it goes on once the others have ended"
+            assert result.in_flight > 0
         elif before.blocks < -(-first_token // BLOCK_TOKENS):
             assert result.reason is before.reason and result.stopped_at == before.blocks
         elif result.reason is MissReason.EVICTED:
@@ -184,6 +188,12 @@ class StoreMachine(RuleBasedStateMachine):
         after = self._look(owned, prompt)
         if not self.interrupted:
             assert after.blocks == (blocks if result.stopped_at is None else result.stopped_at)
+
+    def _give_up_all(self, owned: Owned) -> None:
+        """All other puts of a namespace end while one waits for them."""
+        for open_ in [one for one in self.reservations if one.space is owned]:
+            self.reservations.remove(open_)
+            Asking(owned.door).abort(open_.number)
 
     def _check_room(self, reason: MissReason | None) -> None:
         """Why a put found no more room: nothing is called pinned where nothing is leased."""
