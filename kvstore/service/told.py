@@ -124,7 +124,7 @@ class ToldRequests:
                 raise BadInput(f"load_ms={one.load_ms:g} of a request; give 0 to {MOST_MS:g}")
         now = self._clock.wall_seconds()
         with self._lock:
-            for one in verb.requests:
+            for one in (some for some in verb.requests if some.request):
                 noted = self._noted(caller, one.request)
                 noted.told_at, noted.told = now, _shown(one)
                 self._took(caller.keys.tenant, noted.namespace, one)
