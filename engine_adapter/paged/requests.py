@@ -350,7 +350,8 @@ class RequestNews:
         """sketch_every, choose: of `PromptSampler`, to which their prompts are offered. late: called in a thread of its
         own where no step has called `tell` for a second though something waits."""
         self.sampler = PromptSampler(sketch_every, choose)
-        self._late, self._timer, self._lock = late, cast("threading.Timer | None", None), threading.Lock()
+        self._late, self._lock = late, threading.Lock()
+        self._timer: threading.Timer | None = None
         self._waiting: deque[RequestTold] = deque(maxlen=MOST_WAITING)
         self._told_at = -TELL_SECONDS
         self.due_at = inf
@@ -389,10 +390,11 @@ class RequestNews:
             self._waiting.append(told)
         self.is_due()
         if self._timer is None:
-            self._timer = threading.Timer(TELL_SECONDS, self._on_time)
-            self._timer.daemon = True
+            timer = threading.Timer(TELL_SECONDS, self._on_time)
+            timer.daemon = True
             with suppress(RuntimeError):  # no thread available: a step reports
-                self._timer.start()
+                timer.start()
+                self._timer = timer
 
     def is_due(self) -> None:
         """A request was admitted, or is over."""

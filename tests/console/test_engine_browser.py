@@ -29,8 +29,10 @@ def test_what_transformers_counted_is_on_the_page_with_what_its_own_pool_had(tmp
     with Sidecar(tmp_path, dram="64MiB") as sidecar, console(sidecar.observe_path) as shown, sidecar.client() as store:
         cache = PrefixCache(model_of(), store, deadline_ms=10_000, hbm="1MiB")
         long, other = prompt_of(1200), prompt_of(700, seed=1)
-        for tokens in (long, long, other, [*long[:600], *other], long[:512], other[:300]):
-            account: Any = cache.generate(tokens, max_new_tokens=2).report.account.to_dict()
+        new = PrefixCache(model_of(), store, deadline_ms=10_000)  # as after a restart: it has nothing itself
+        asked_for = [long, long, other, [*long[:600], *other], long[:512], other[:300]]
+        for one, tokens in [*((cache, tokens) for tokens in asked_for), (new, long)]:
+            account: Any = one.generate(tokens, max_new_tokens=2).report.account.to_dict()
             hits.update(account["hits"])
             misses.update(account["misses"])
             assert account["asked"] == len(tokens)
