@@ -106,7 +106,8 @@ class ChunkSpace:
         self.block_tokens = spec.layout.block_tokens
         self.planes: dict[int, tuple[torch.Tensor]] = chunk_planes(self.block_tokens, runs, slots)
         self.slots, self.sizes, self.chunk_bytes = slots, [run.size for run in runs], sum(run.size for run in runs)
-        self._reading, self._writing = NamespaceOpener(lambda: stores[0]), NamespaceOpener(lambda: stores[1])
+        self._reading = NamespaceOpener(lambda: stores[0], is_told=True)
+        self._writing = NamespaceOpener(lambda: stores[1])
         self._reading.want(spec)
         self._key = lru_cache(KNOWN_KEYS)(chunk_key)
 

@@ -211,7 +211,8 @@ class NamespaceHandle(HandOffVerbs):
         """Report on requests of this engine, at most `MAX_TOLD_REQUESTS`, what hits saved since the last report, and
         sketches of at most `MAX_TOLD_PROMPTS` of this namespace, for `kvstore why` and the dashboard. Does not block;
         no effect without a sidecar. seconds: above 0, it may wait for the next request or ping, and go with it."""
-        self._door.submit(m.Tell(list(requests), savings, list(prompts), self.number), m.Done, seconds)
+        number = self.number if self.is_told else -1
+        self._door.submit(m.Tell(list(requests), savings, list(prompts), number), m.Done, seconds)
 
     def submit_match(
         self,

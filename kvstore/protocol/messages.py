@@ -255,6 +255,11 @@ class Tell(msgspec.Struct, array_like=True, frozen=True, tag="tell"):
     prompts: Annotated[list[PromptTold], Meta(max_length=MAX_TOLD_PROMPTS)] = []
     namespace: int = -1
 
+    @property
+    def firsts(self) -> list[RequestTold]:
+        """The first reports on their requests; a client whose tokens do not count by them sends one of each."""
+        return [one for one in self.requests if one.counts or self.namespace < 0]
+
 
 class Drop(msgspec.Struct, array_like=True, frozen=True, tag="drop"):
     """Forget every block of a namespace; `Failed` if that takes longer than so many seconds."""

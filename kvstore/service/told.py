@@ -127,7 +127,8 @@ class ToldRequests:
             for one in (some for some in verb.requests if some.request):
                 noted = self._noted(caller, one.request)
                 noted.told_at, noted.told = now, _shown(one)
-                self._took(caller.keys.tenant, noted.namespace, one)
+                if one in verb.firsts:
+                    self._took(caller.keys.tenant, noted.namespace, one)
             if savings is not None:
                 self._saved += savings.saved_seconds
                 self._regretted += savings.regret_seconds

@@ -107,6 +107,7 @@ def test_what_an_engine_reports_counts_and_not_what_its_look_ups_found(tmp_path:
 def test_tokens_that_do_not_add_up_are_not_counted(wrong: dict[str, Any], tmp_path: Path) -> None:
     with Sidecar(tmp_path) as sidecar, sidecar.client() as store:
         handle = opened(store)
+        handle.is_told = True
         good, bad = (msgspec.structs.replace(told_of("a", **more), counts=True) for more in ({}, wrong))
         handle.tell([good, bad])
         handle.tell([good])
