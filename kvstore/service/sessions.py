@@ -442,9 +442,9 @@ class Sessions:
         return len(self._callers)
 
     def sessions(self) -> Iterator[Session]:
-        """Every engine's session, with or without open connections."""
+        """Every session, with or without open connections."""
         with self._lock:
-            return iter([one for one in self._sessions.values() if one.is_engine])
+            return iter(list(self._sessions.values()))
 
     def reservations(self) -> dict[bytes, int]:
         """Reservations in progress of each session, by its token. A collective one counts once."""
@@ -458,7 +458,7 @@ class Sessions:
     @property
     def open_sessions(self) -> int:
         """The number of engines' sessions, with or without open connections."""
-        return len([*self.sessions()])
+        return sum(one.is_engine for one in self.sessions())
 
     @property
     def departed(self) -> int:
