@@ -208,7 +208,8 @@ class PrefixCache:
         (tokens,) = prompt_of(prompt, attention_mask, self._config, self._settings)
         self._check_prompt(tokens, 1)
         self._look_at_model()
-        report, extra = Report(len(tokens), self.chunk_tokens), as_extra_keys(extra_keys)
+        report = Report(len(tokens), self.chunk_tokens, request=self._news.new_request())
+        extra = as_extra_keys(extra_keys)
         more: dict[str, Any] = dict(pool=self.pool, deadline_ms=self._deadline_ms, extra_keys=extra, ttl=TICKET_SECONDS)
         request = StoreRequest(self.namespace, report, **more)
         chooser = chooser_of(self.model, tokens, 1, None, frozenset())
@@ -223,6 +224,7 @@ class PrefixCache:
             self._save(row, buffers, row.with_kv)
             request.release()
             self._free.give(buffers)
+            self._news.requests_end(self.namespace, [report])
         return ticket
 
     def generate_batch(
@@ -423,6 +425,7 @@ class PrefixCache:
                 return None
             while len(self._opened) >= MAX_NAMESPACES:
                 self._opened.pop(next(iter(self._opened)))
+            opened.is_told = True
             self._opened[identity] = opened
         return self._opened[identity]
 
@@ -443,6 +446,7 @@ class PrefixCache:
                 f"the namespace is not this model's: {difference} (here: the namespace, there: the model); "
                 "pass store= to have one made for the model"
             )
+        given.is_told = True  # the caller's own look-ups, which name no request, count by themselves
         return given
 
     def _namespace_config(self, identity: ModelIdentity) -> dict[str, str]:

@@ -78,4 +78,5 @@ def _told(report: Report) -> RequestTold:
         1000 * _load_seconds(report) if report.account.hit_tokens else 0.0,
         report.saved_blocks,
         {str(reason): times for reason, times in report.put_reasons.items()},
+        counts=True,
     )

@@ -80,6 +80,7 @@ class KvStoreHiCache(hicache_storage.HiCacheStorage):
         self._spaces: dict[str, ChunkSpace] = {}
         self._metrics = StorageMetrics()
         self.registered_pools: dict[str, Any] = {}
+        self._asked_last = ""
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Register the pool of the KV itself."""
@@ -118,9 +119,14 @@ class KvStoreHiCache(hicache_storage.HiCacheStorage):
 
     def batch_exists(self, keys: Keys, extra_info: Extra = None) -> int:
         """How many leading pages are stored here, or are elsewhere and can be here in time."""
-        space = self._spaces.get("kv")
-        fetch_ms = self._deadline_ms if _is_first(extra_info) else 0.0
-        return space.found(_names(keys), fetch_ms=fetch_ms) if space is not None else 0
+        space, names = self._spaces.get("kv"), _names(keys)
+        if space is None:
+            return 0
+        before = getattr(extra_info, "prefix_keys", None) or []
+        if before and before[-1] != self._asked_last:  # else these pages were asked for, by the batch before
+            space.had(len(before))
+        self._asked_last = keys[-1] if keys else ""
+        return space.found(names, fetch_ms=self._deadline_ms if _is_first(extra_info) else 0.0)
 
     def batch_get_v1(self, keys: Keys, host_indices: Any, extra_info: Extra = None) -> list[bool]:
         """Load pages, verified; `False` from the first page on that does not come."""

@@ -48,9 +48,9 @@ try:
 except ImportError:
     CacheHitSource = None
 try:
-    from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
+    from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 except ImportError:
-    get_kv_cache_spec_kind = None
+    get_kv_cache_spec_kind = get_kv_cache_spec_sliding_window = None
 
 import kvstore
 from engine_adapter.adapter import chosen_codec
@@ -362,10 +362,7 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def take_events(self) -> Iterable[Any]:
         """KV events about blocks that the store has got, and that it then moved or evicted."""
-        events_config = self._config.kv_events_config
-        if self._scheduler is None or events_config is None or not events_config.enable_kv_cache_events:
-            return ()
-        return self._scheduler.events()
+        return self._scheduler.events() if self._scheduler is not None else ()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Counts since the last step. None beside other connectors: a `MultiConnector` looks for the class of a child's
@@ -433,6 +430,11 @@ class _SchedulerSide:
         follow_rpcs()
         self.pool: Any = None
         self._block_events: BlockEvents | None = None
+        if (events := config.kv_events_config) is not None and events.enable_kv_cache_events:
+            self._block_events = BlockEvents(
+                BlockStored, BlockRemoved, maybe_convert_block_hash, _extra_keys, _kinds(groups)
+            )
+            self.half.announce(self._described)
 
     def begin(self, facts: Sequence[WorkerSpec], wait_seconds: float = START_SECONDS) -> None:
         """The pages are known: open the namespace. If the KV cannot be stored, log why, and run without the store."""
@@ -623,22 +625,13 @@ class _SchedulerSide:
     def events(self) -> list[Any]:
         """News of blocks that this engine stored, by the engine's own hashes."""
         if self._block_events is None:
-            self._block_events = BlockEvents(
-                BlockStored, BlockRemoved, maybe_convert_block_hash, _extra_keys, self._kind
-            )
-            self.half.announce(self._described)
+            return []
         return self._block_events.of(self.half.announced.take(), self._hash_tokens)
 
     def _described(self, view: Any, number: int) -> EventBlock | None:
         if self._block_events is None or not isinstance(view, EngineView):
             return None
         return self._block_events.described(view, number, self.half.block_tokens, self._hash_tokens)
-
-    @property
-    def _kind(self) -> str | None:
-        """vLLM's word for the kind of the layers."""
-        spec = self._groups.kv_cache_groups[0].kv_cache_spec
-        return str(get_kv_cache_spec_kind(spec).value) if get_kv_cache_spec_kind is not None else None
 
     @property
     def _hash_tokens(self) -> int:
@@ -665,6 +658,14 @@ def follow_rpcs() -> None:
                         one.weights_may_have_changed(str(getattr(method, "__name__", method)))
 
     EngineCore.collective_rpc = collective_rpc
+
+
+def _kinds(groups: Any) -> list[tuple[str | None, int | None]]:
+    """Of each KV group vLLM's word for the kind of its layers, and their window."""
+    if get_kv_cache_spec_kind is None:
+        return [(None, None)]
+    specs = [group.kv_cache_spec for group in groups.kv_cache_groups]
+    return [(str(get_kv_cache_spec_kind(one).value), get_kv_cache_spec_sliding_window(one)) for one in specs]
 
 
 def _extra_keys(request: Any, first: int, stop: int) -> Any:

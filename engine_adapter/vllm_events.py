@@ -3,6 +3,7 @@
     a block of the store   one or more of the engine's hashes, with the tokens, the parent and the extra keys of each
     came                   `BlockStored` with the medium of its tier; moved: removed from one, stored in the other
     went                   `BlockRemoved` of all its hashes
+    several KV groups      one event for each, with its number and kind, as vLLM has them of its own cache
 
 Media are those that routers know: `CPU` for DRAM, `STORAGE` for NVMe. Reads attributes of vLLM's objects, is handed its
 classes, and imports nothing of it: fields that this vLLM does not have are left out.
@@ -11,7 +12,7 @@ classes, and imports nothing of it: fields that this vLLM does not have are left
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,15 +45,22 @@ class BlockEvents:
         removed: type,
         hash_of: Callable[[Any], Any],
         extra_keys: Callable[[Any, int, int], Any],
-        kind: str | None,
+        groups: Sequence[tuple[str | None, int | None]],
     ) -> None:
         """stored, removed: vLLM's event classes. hash_of: a block's hash in the form that events use. extra_keys: of
-        (request, first, stop), those of the one hash of tokens first .. stop - 1. kind: vLLM's word for the layers."""
+        (request, first, stop), those of the one hash of tokens first .. stop - 1. groups: of each KV group vLLM's word
+        for its layers, and their window."""
         self._stored, self._removed = stored, removed
         self._hash_of = hash_of
         self._extra_keys = extra_keys
-        self._of_stored = self._known(stored, {"kv_cache_spec_kind": kind, "locality": LOCALITY})
-        self._of_removed = self._known(removed, {"locality": LOCALITY})
+        each = [
+            {"group_idx": at, "kv_cache_spec_kind": kind, "kv_cache_spec_sliding_window": window, "locality": LOCALITY}
+            for at, (kind, window) in enumerate(groups)
+        ]
+        has_groups = "group_idx" in getattr(stored, "__struct_fields__", ())
+        each = each if has_groups else each[:1]  # earlier versions' events are of a block, whatever its groups
+        self._of_stored = [self._known(stored, one) for one in each]
+        self._of_removed = [self._known(removed, one) for one in each]
 
     def described(self, view: Any, number: int, block_tokens: int, hash_tokens: int) -> EventBlock | None:
         """Describe a request's block of that number for later events. None if a block is not a whole number of the
@@ -79,10 +87,10 @@ class BlockEvents:
         for one in news:
             block = one.block
             if one.went is not None:
-                events.append(self._removed(list(block.hashes), MEDIA[one.went], **self._of_removed))
+                events += [self._removed(list(block.hashes), MEDIA[one.went], **each) for each in self._of_removed]
             if one.came is not None:
                 more = self._known(self._stored, {"extra_keys": block.extra_keys})
-                events.append(
+                events += [
                     self._stored(
                         block_hashes=list(block.hashes),
                         parent_block_hash=block.parent,
@@ -91,10 +99,11 @@ class BlockEvents:
                         lora_id=block.lora_id,
                         medium=MEDIA[one.came],
                         lora_name=block.lora_name,
-                        **self._of_stored,
+                        **each,
                         **more,
                     )
-                )
+                    for each in self._of_stored
+                ]
         return events
 
     @staticmethod

@@ -340,4 +340,4 @@ class TtftSaving:
         }
 
     def _matched(self) -> list[tuple[_Times, _Times]]:
-        return [arms for arms in self._bins.values() if min(arm.count for arm in arms) >= LEAST_OF_AN_ARM]
+        return [arms for arms in list(self._bins.values()) if min(arm.count for arm in arms) >= LEAST_OF_AN_ARM]

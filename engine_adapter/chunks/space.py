@@ -21,16 +21,17 @@ from engine_adapter.handoff.block_wait import WaitPlan, wait_for_blocks
 from engine_adapter.handoff.fetch import BoundedFetch
 from engine_adapter.paged.namespace_opener import ClosableStore, NamespaceOpener
 from engine_adapter.paged.step_plan import NamespaceSpec
-from kvstore.block.account import Account, MissReason
+from kvstore.block.account import Account, HitTier, MissReason
 from kvstore.block.identity import Prompt
 from kvstore.block.pages import Pages
 from kvstore.client.edge import contained
 from kvstore.client.handle import Match, NamespaceHandle
 from kvstore.protocol import messages as m
+from kvstore.protocol.told import RequestTold
 
 KNOWN_KEYS = 1 << 14
 """Names whose keys are remembered, since those before a batch are needed again with every batch."""
-CLOSE_SECONDS = 1.0
+CLOSE_SECONDS = TELL_SECONDS = 1.0
 
 _APART = frozenset(
     {
@@ -113,7 +114,8 @@ class ChunkSpace:
         self.block_tokens = spec.layout.block_tokens
         self.planes: dict[int, tuple[torch.Tensor]] = chunk_planes(self.block_tokens, runs, slots)
         self.slots, self.sizes, self.chunk_bytes = slots, [run.size for run in runs], sum(run.size for run in runs)
-        self._reading, self._writing = NamespaceOpener(lambda: stores[0]), NamespaceOpener(lambda: stores[1])
+        self._reading = NamespaceOpener(lambda: stores[0], is_told=True)
+        self._writing = NamespaceOpener(lambda: stores[1])
         self._reading.want(spec)
         self._key = lru_cache(KNOWN_KEYS)(chunk_key)
 
@@ -146,6 +148,14 @@ class ChunkSpace:
                         blocks, _ = BoundedFetch(len(names), fetch_ms / 1000).choose(located, blocks)
         self._outcomes.count(found=blocks, missing=len(names) - blocks)
         return blocks
+
+    def had(self, chunks: int) -> None:
+        """The engine's own cache has so many chunks of a prompt, before those that are looked up."""
+        with self._outcomes.caught():
+            if (handle := self.handle) is not None:
+                tokens = chunks * self.block_tokens
+                own = RequestTold("", tokens, {HitTier.ENGINE: tokens}, {}, counts=True)
+                handle.tell([own], seconds=TELL_SECONDS)
 
     def load(self, names: Sequence[bytes], pages: Pages, deadline_ms: float, *, fetches: bool = False) -> int:
         """Load leading chunks into their pages; returns how many are there now, verified. There is no look-up before:

@@ -64,7 +64,7 @@ class AuditPlan:
         stop = 1 if self._is_first_due else min(match.tokens, state.prompt.tokens - 1) // block
         self._is_first_due = not self._is_exact and not self._is_first_due
         wanted = replace(match, keys=match.keys[:stop], blocks=stop, tokens=stop * block)
-        pending = namespace.submit_lease(wanted, (stop - 1) * block, self._lease_deadline_ms)
+        pending = namespace.submit_lease(wanted, (stop - 1) * block, self._lease_deadline_ms, counts=False)
         state.audit = AuditUnderWay(stop - 1, pending)
         return True
 

@@ -27,8 +27,12 @@ class ClosableStore(OpenStore, Protocol):
 class NamespaceOpener:
     """The namespace that was last wanted, once it is open. Thread-safe."""
 
-    def __init__(self, open_store: Callable[[], ClosableStore], shard: int | None = None) -> None:
-        """open_store: must not connect yet. shard: of the heads, as in `kvstore.open(...).namespace`."""
+    def __init__(
+        self, open_store: Callable[[], ClosableStore], shard: int | None = None, *, is_told: bool = False
+    ) -> None:
+        """open_store: must not connect yet. shard: of the heads, as in `kvstore.open(...).namespace`. is_told: as
+        `NamespaceHandle.is_told`."""
+        self._is_reported = is_told
         self._shard = shard
         self._open_store = open_store
         self._changed = threading.Condition()
@@ -130,7 +134,7 @@ class NamespaceOpener:
     def _opened(self, wanted: NamespaceSpec) -> NamespaceHandle:
         if self._store is None:
             self._store = self._open_store()
-        return self._store.namespace(
+        handle = self._store.namespace(
             model=wanted.model,
             layout=wanted.layout,
             codec=wanted.codec,
@@ -139,6 +143,8 @@ class NamespaceOpener:
             shard=self._shard,
             name=wanted.name,
         )
+        handle.is_told = self._is_reported
+        return handle
 
     def _not_opened(self, error: Exception) -> None:
         if self._closed:

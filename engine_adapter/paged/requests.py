@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import wraps
 from math import inf
@@ -28,6 +30,8 @@ from kvstore.protocol.messages import Located, Sealed
 from kvstore.protocol.told import MAX_TOLD_REQUESTS, MAX_TOLD_TEXT, RequestTold, SavingsTold, told_name
 
 TELL_SECONDS = 1.0
+MOST_WAITING = 64 * MAX_TOLD_REQUESTS
+"""Reports for a store that is not reached; of more, the first ones are lost."""
 TICKET_SECONDS = 60.0
 """For how long a ticket is good, and its blocks are retained."""
 NEVER = 1 << 62
@@ -173,7 +177,8 @@ class RequestState:
     had `chosen_for` tokens. offered: blocks up to which its KV was offered, or is held. taken_tokens: the engine's and
     the store's, at its last admission. held_out: whether its hit is computed all the same, None until that is decided.
     added_at, and found_tokens in the store: until its first token, to learn what hits save. sealing: the pending query
-    for its ticket. is_renewed: the retention of its stored blocks was renewed as it asks."""
+    for its ticket. is_renewed: the retention of its stored blocks was renewed as it asks.
+    is_counted: its hits and misses were reported."""
 
     request: EngineRequest
     facts: RequestSpec
@@ -202,6 +207,7 @@ class RequestState:
     found_tokens: int = 0
     sealing: PendingReply[Sealed] | None = None
     is_renewed: bool = False
+    is_counted: bool = False
 
     def hit_tiers(self, tokens: int) -> dict[HitTier, int]:
         """The tiers of this many tokens that are loaded for it. Empty if unknown."""
@@ -336,63 +342,108 @@ def wait_of(
 
 
 class RequestNews:
-    """The outcomes of requests and what hits saved, reported to the store at most once a second, for `kvstore why` and
-    the console. Not thread-safe."""
+    """The outcomes of requests and what hits saved, reported to the store at most once a second, for its account,
+    `kvstore why` and the console. Of a request that runs on, the tokens are reported before its end. A step reports,
+    and where no further one comes, a timer does. One thread adds."""
 
-    def __init__(self, sketch_every: int, choose: Callable[[], float]) -> None:
-        """sketch_every, choose: of `PromptSampler`, to which their prompts are offered."""
+    def __init__(self, sketch_every: int, choose: Callable[[], float], late: Callable[[], None] = lambda: None) -> None:
+        """sketch_every, choose: of `PromptSampler`, to which their prompts are offered. late: called in a thread of its
+        own where no step has called `tell` for a second though something waits."""
         self.sampler = PromptSampler(sketch_every, choose)
-        self._waiting: deque[RequestTold] = deque(maxlen=4 * MAX_TOLD_REQUESTS)
+        self._late, self._lock = late, threading.Lock()
+        self._timer: threading.Timer | None = None
+        self._waiting: deque[RequestTold] = deque(maxlen=MOST_WAITING)
         self._told_at = -TELL_SECONDS
         self.due_at = inf
         """From when on `tell` has something to send; inf if nothing waits."""
         self._judged: tuple[object, float, float] = (None, 0.0, 0.0)  # of the last report, in ms
 
-    def add(
+    def over(
         self, state: RequestState, facts: NamespaceSpec | None, namespace: NamespaceHandle | None
     ) -> dict[str, Any]:
-        """A request is over. facts, namespace: those in use, if any. Returns the report for its user."""
+        """A request is over. facts, namespace: those in use, if any. Returns the report for its user; the store's waits
+        for the end of its load."""
         request, told = state.request, state.told()
         is_of_it = namespace is not None and facts is not None and state.number == facts.number
         if namespace is not None and is_of_it and state.is_admitted and state.facts.saves:
             stop = request.num_prompt_tokens
             self.sampler.offer(namespace, state.account, state.facts.extra_keys, lambda: request.token_ids(0, stop))
-        self._waiting.append(
-            RequestTold(
-                told_name(request.request_id),
-                told["asked"],
-                told["hits"],
-                told["misses"],
-                told["detail"][:MAX_TOLD_TEXT],
-                told["load_ms"] or 0.0,
-                told["saved_blocks"],
-                told["put_reasons"],
-            )
-        )
-        self.due_at = self._told_at + TELL_SECONDS
+        if state.load is None:
+            self.add(state)
         return told
 
-    def tell(self, namespace: NamespaceHandle | None, choice: LoadChoice | None, gpus: int, now: float) -> None:
-        """Send the report, once it is due. choice: knows what hits save; gpus: that a step uses."""
+    def add(self, state: RequestState) -> None:
+        """Report a request whose hits and misses are known; they count with its first report."""
+        account, counts, state.is_counted = state.account, not state.is_counted, True
+        told = RequestTold(
+            told_name(state.request.request_id),
+            account.asked,
+            {str(tier): count for tier, count in account.hits.items()},
+            {str(reason): count for reason, count in account.misses.items()},
+            state.detail[:MAX_TOLD_TEXT],
+            round(state.load_ms, 3),
+            state.saved_blocks,
+            {str(reason): count for reason, count in state.put_reasons.items()},
+            counts,
+        )
+        with self._lock:
+            self._waiting.append(told)
+        self.is_due()
+        if self._timer is None:
+            timer = threading.Timer(TELL_SECONDS, self._on_time)
+            timer.daemon = True
+            with suppress(RuntimeError):  # no thread available: a step reports
+                timer.start()
+                self._timer = timer
+
+    def is_due(self) -> None:
+        """A request was admitted, or is over."""
+        self.due_at = min(self.due_at, self._told_at + TELL_SECONDS)
+
+    def add_running(self, states: Iterable[RequestState]) -> None:
+        """Those of them that were not reported yet."""
+        for state in states:
+            if state.is_admitted and state.load is None and not state.is_counted:
+                self.add(state)
+
+    def tell(
+        self, namespace: NamespaceHandle | None, choice: LoadChoice | None, gpus: int, now: float, seconds: float
+    ) -> None:
+        """Send the report. choice: knows what hits save; gpus: that a step uses. seconds: that it may wait for another
+        message."""
         if namespace is None:
             return
-        self._told_at = now
-        some = [self._waiting.popleft() for _ in range(min(len(self._waiting), MAX_TOLD_REQUESTS))]
-        self.due_at = now + TELL_SECONDS if self._waiting else inf
-        savings = None
-        if choice is not None:
-            counts, measured = choice.costs.counts, choice.saving.estimate()
-            of, saved, regretted = self._judged
-            if of is not choice:
-                saved = regretted = 0.0
-            self._judged = choice, counts.saved_ms, counts.regret_ms
-            savings = SavingsTold(
-                gpus * (counts.saved_ms - saved) / 1000,
-                gpus * (counts.regret_ms - regretted) / 1000,
-                measured.mean_ms if measured is not None else None,
-                measured.standard_error_ms if measured is not None else None,
-            )
-        namespace.tell(some, savings, seconds=TELL_SECONDS)
+        with self._lock:
+            self._told_at, self.due_at = now, inf
+            told, savings = list(self._waiting), None
+            self._waiting.clear()
+            if choice is not None:
+                counts, measured = choice.costs.counts, choice.saving.estimate()
+                of, saved, regretted = self._judged
+                if of is not choice:
+                    saved = regretted = 0.0
+                self._judged = choice, counts.saved_ms, counts.regret_ms
+                savings = SavingsTold(
+                    gpus * (counts.saved_ms - saved) / 1000,
+                    gpus * (counts.regret_ms - regretted) / 1000,
+                    measured.mean_ms if measured is not None else None,
+                    measured.standard_error_ms if measured is not None else None,
+                )
+        for first in range(0, len(told) or 1, MAX_TOLD_REQUESTS):
+            namespace.tell(told[first : first + MAX_TOLD_REQUESTS], savings, seconds=seconds)
+            savings = None
+
+    def close(self) -> None:
+        """Report what waits."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._waiting:
+            self._late()
+
+    def _on_time(self) -> None:
+        self._timer = None
+        if self._waiting:
+            self._late()
 
 
 SAVING = "ttft_saved_ms_"

@@ -26,6 +26,7 @@ from engine_adapter.paged.namespace_opener import ClosableStore, NamespaceOpener
 from engine_adapter.paged.promises import Promises
 from engine_adapter.paged.requests import (
     NEVER,
+    TELL_SECONDS,
     TICKET_SECONDS,
     Computed,
     EngineRequest,
@@ -75,7 +76,7 @@ class PagedScheduler:
         self.settings = settings
         self.choice: LoadChoice | None = None
         self._clock, self._choose = clock, choose
-        self._namespace = NamespaceOpener(open_store)
+        self._namespace = NamespaceOpener(open_store, is_told=True)
         self._facts: NamespaceSpec | None = None
         self._told, self._next_number, self._step = -1, 1, 0
         self._ranks: tuple[int, ...] = (0,)
@@ -96,7 +97,7 @@ class PagedScheduler:
         self._announces = False
         self._first_tokens: list[tuple[int, float, bool, int, int]] = []
         """Awaited first tokens: (step, when its request was added, whether it was held out, prompt, found tokens)."""
-        self._news = RequestNews(settings.sketch_every, choose)
+        self._news = RequestNews(settings.sketch_every, choose, lambda: self._tell_news(0.0))
         self._promises = Promises(settings, self._namespace, clock, pause, lambda: self.is_busy, lambda: self.announced)
 
     # The namespace ---------------------------------------------------------------------------------------------------
@@ -240,6 +241,7 @@ class PagedScheduler:
             account = state.account.behind(HitTier.ENGINE, state.local_tokens)
             # Tokens that the engine does not take are no hit; another connector beside this one may have them too.
             state.account = account.cut(state.local_tokens + tokens, MissReason.DISABLED)
+            self._news.is_due()
         if tokens and self._facts is not None:
             # Without a lease the order fails at the worker: an engine that counts on these tokens must learn that.
             handle, lease = (lookup.namespace, lookup.take()) if lookup is not None else (None, None)
@@ -276,7 +278,7 @@ class PagedScheduler:
             state.load.account = state.account  # counted when it is known how the load ended
         else:
             self._counts.add(state.account)
-        return {**self._news.add(state, self._facts, self._namespace.now()), "block_tokens": self.block_tokens}
+        return {**self._news.over(state, self._facts, self._namespace.now()), "block_tokens": self.block_tokens}
 
     def hit_tiers(self, request_id: str, tokens: int) -> dict[HitTier, int]:
         state = self._states.get(request_id)
@@ -315,7 +317,8 @@ class PagedScheduler:
         """A step, not necessarily the last scheduled one, is over; these are the workers' reports."""
         now = self._clock()
         if now >= self._news.due_at:  # after a step no code is in a cache: each call that is not needed is felt
-            self._news.tell(self._namespace.now(), self.choice, len(self._ranks), now)
+            self._news.add_running(self._states.values())
+            self._tell_news(TELL_SECONDS)
         if self._announces:
             self.announced.step()
         if reports is None:
@@ -345,6 +348,10 @@ class PagedScheduler:
             counts.saving = self.choice.saving.estimate()
         return counts
 
+    def _tell_news(self, seconds: float) -> None:
+        """Report what waits for that. seconds: that it may wait for another message."""
+        self._news.tell(self._namespace.now(), self.choice, len(self._ranks), self._clock(), seconds)
+
     def _collect(self) -> None:
         """Take in counts from other objects."""
         costs, audited = self._counts.costs, self._counts.audited
@@ -364,6 +371,7 @@ class PagedScheduler:
         if self._audits is not None:
             self._audits.close()
         self._news.sampler.close()
+        self._news.close()
         self._namespace.close(CLOSE_SECONDS)
 
     # Loads -----------------------------------------------------------------------------------------------------------
@@ -441,13 +449,17 @@ class PagedScheduler:
             behind = (number for run in order.tables for number in run.pages[max(0, page - run.first) :])
             self._plan.computed(behind, order.number)
         is_miss = load.is_first and not is_whole
-        if load.account is not None:  # its request is over
-            self._counts.add(load.account.cut(tokens, load.why) if is_miss else load.account)
-        state = self._states.get(order.request)
-        if state is None or state.load is not load:
+        state = load.state
+        if state.load is not load:
             return
         state.load = None
         state.load_ms += 1000 * load.seconds
+        if load.account is not None:  # its request is over
+            state.account = load.account.cut(tokens, load.why) if is_miss else load.account
+            self._counts.add(state.account)
+            self._news.add(state)
+            return
+        self._news.is_due()
         if not order.waits:
             state.local_tokens = tokens  # the engine has these tokens, and asks for room for the rest
             if not is_whole and (not tokens or not self._is_told_by_page):

@@ -156,6 +156,8 @@ class NamespaceHandle(HandOffVerbs):
         opening = m.OpenNamespace(namespace.pack(), payload_bytes, name)
         self._grant: Grant = door.call(opening, m.Granted).grant
         self._hasher = PrefixHasher(self._grant.identity_key, self.block_tokens)
+        self.is_told = False
+        """Whether the engine reports the tokens of all requests that it names here (`RequestTold.counts`)."""
         self._source = GetSource(door, self._grant, codec, digest, namespace.layout, self._parts)
 
     @property
@@ -216,7 +218,8 @@ class NamespaceHandle(HandOffVerbs):
         """Report on requests of this engine, at most `MAX_TOLD_REQUESTS`, what hits saved since the last report, and
         sketches of at most `MAX_TOLD_PROMPTS` of this namespace, for `kvstore why` and the dashboard. Does not block;
         no effect without a sidecar. seconds: above 0, it may wait for the next request or ping, and go with it."""
-        self._door.submit(m.Tell(list(requests), savings, list(prompts)), m.Done, seconds)
+        number = self.number if self.is_told else -1
+        self._door.submit(m.Tell(list(requests), savings, list(prompts), number), m.Done, seconds)
 
     def submit_match(
         self,
@@ -249,14 +252,14 @@ class NamespaceHandle(HandOffVerbs):
         return self._leased(match, request, self._door.call(wanted, NamedLease))
 
     def submit_lease(
-        self, match: Match, first_token: int = 0, deadline_ms: float = 50, request: str = ""
+        self, match: Match, first_token: int = 0, deadline_ms: float = 50, request: str = "", counts: bool = True
     ) -> PendingReply[Lease]:
-        """`lease` for a thread that must not wait: `poll` returns the `Lease` once it is there.
+        """`lease` for a thread that must not wait: `poll` returns the `Lease` once it is there. counts: as in `match`.
 
         Soon after its deadline, or if the store cannot be asked, that is an empty one with a reason. A lease that is
         granted after it was cancelled or forgotten is given back.
         """
-        wanted = self._wanted(match, first_token, deadline_ms, request)
+        wanted = self._wanted(match, first_token, deadline_ms, request, counts)
         submitted = self._door.submit(wanted, NamedLease, wanted.deadline_ms / 1000)
         ended = NamedLease(LeaseReply(0, wanted.first_block, 0, reason=MissReason.DISABLED, detail="it was cancelled"))
         pending = PendingReply(
@@ -448,14 +451,16 @@ class NamespaceHandle(HandOffVerbs):
         if request != "":
             check_request(request)
         tokens, keys = self._hashed(ids, extra)
-        return tokens, m.MatchPrefix(self.number, keys, counts, request, short)
+        return tokens, m.MatchPrefix(self.number, keys, counts, request, short, self.is_told and bool(request))
 
     def _matched(self, tokens: int, keys: list[bytes], matched: m.Matched) -> Match:
         self.has_courier, reply = matched.has_courier, matched.reply
         account, found = self._account(tokens, len(keys), reply), reply.blocks * self.block_tokens
         return Match(keys, reply.blocks, found, reply.tiers, account, reply.reason, reply.detail)
 
-    def _wanted(self, match: Match, first_token: int, deadline_ms: float, request: str) -> m.LeasePrefix:
+    def _wanted(
+        self, match: Match, first_token: int, deadline_ms: float, request: str, counts: bool = True
+    ) -> m.LeasePrefix:
         _check_kind("match", match, Match, "what `match` or `submit_match(...).poll` returned")
         if first_token < 0:
             raise BadInput(f"first_token={first_token}; give 0 or more")
@@ -464,7 +469,9 @@ class NamespaceHandle(HandOffVerbs):
             check_request(request)
         first_block = min(first_token // self.block_tokens, match.blocks)
         wait_ms = min(float(deadline_ms), 1000 * MAX_SECONDS)
-        return m.LeasePrefix(self.number, match.keys[: match.blocks], first_block, wait_ms, request, found=match.found)
+        keys = match.keys[: match.blocks]
+        is_told = self.is_told and bool(request)
+        return m.LeasePrefix(self.number, keys, first_block, wait_ms, request, counts, match.found, is_told)
 
     def _leased(self, match: Match, request: str, leased: NamedLease) -> Lease:
         reply = leased.reply

@@ -157,7 +157,8 @@ class SocketDoor:
                     if one.namespace in run.namespaces
                 ]
                 post = run.post_later if seconds > 0 else run.post
-                post(msgspec.structs.replace(request, prompts=prompts) if request.prompts else request)
+                named = run.namespaces.get(request.namespace, -1)
+                post(msgspec.structs.replace(request, prompts=prompts, namespace=named))
             return cast(Submitted[A], ReadyReply(m.Done()))
         assert isinstance(request, m.MatchPrefix | m.LeasePrefix | PlainVerb), "other requests are called"
 

@@ -30,11 +30,19 @@ def _histogram(name: str, labels: str, text: str) -> MetricFamily:
 METRICS = (
     # In every scrape, summed over labels: asked == (granted - revoked) + missed + (found - claimed)
     _counter(
-        "asked_tokens", "", "tokens", "Tokens of whole blocks that clients looked up, or leased without a look-up."
+        "asked_tokens",
+        "",
+        "tokens",
+        "Tokens of prompts that engines reported; of other clients, of whole blocks looked up, or leased without that.",
     ),
-    _counter("found_tokens", "", "tokens", "Tokens that look-ups found."),
+    _counter("found_tokens", "", "tokens", "Tokens that look-ups found, but for those of requests that are reported."),
     _counter("claimed_tokens", "", "tokens", "Tokens that were found and then asked for by a lease."),
-    _counter("granted_tokens", "tier", "tokens", "Tokens that leases granted, by the tier where they lay."),
+    _counter(
+        "granted_tokens",
+        "tier",
+        "tokens",
+        "Tokens that engines reported as hits, and that others' leases granted; engine: of an engine's own cache.",
+    ),
     _counter("revoked_tokens", "tier", "tokens", "Tokens that were granted and then failed their reader's check."),
     _counter(
         "missed_tokens", "reason", "tokens", "Tokens that were not to be had, by reason; revoked ones are corrupt."

@@ -49,8 +49,7 @@ KINDS_OF_MOVES = {
     Priority.SCRUB: "scrub",
 }
 """A sidecar prefetches nothing."""
-TIERS_OF_HITS = (HitTier.ENGINE, HitTier.DRAM, HitTier.NVME, HitTier.PEER, HitTier.REMOTE)
-"""Possible tiers of granted blocks."""
+TIERS_OF_HITS = tuple(HitTier)
 MOST_SOURCES = 64
 """Nodes and engines with series of their own."""
 _NO_LABELS: LabelValues = ()

@@ -174,7 +174,7 @@ class PrefixBook:
             if verb.savings is not None:
                 mine.tells_savings = True
                 mine.saved_seconds += verb.savings.saved_seconds - verb.savings.regret_seconds
-                for one in verb.requests:
+                for one in verb.firsts:
                     mine.saved_tokens += one.hits.get(HitTier.DRAM, 0) + one.hits.get(HitTier.NVME, 0)
             for prompt in prompts:
                 mine.prompts += 1

@@ -132,19 +132,21 @@ class OpenNamespace(msgspec.Struct, array_like=True, frozen=True, tag="namespace
 class MatchPrefix(msgspec.Struct, array_like=True, frozen=True, tag="match"):
     """Look up the longest readable prefix. counts: whether it is for an engine's request, and so to be counted as a
     look-up. request: the engine's name for that, for people. counts_short: whether it counts even if not all blocks are
-    here; a client that may have the rest fetched sends false, and asks again."""
+    here; a client that may have the rest fetched sends false, and asks again. is_told: whether the engine reports the
+    request's tokens (`RequestTold.counts`), which this look-up then does not count."""
 
     namespace: int
     keys: Keys
     counts: bool = True
     request: str = ""
     counts_short: bool = True
+    is_told: bool = False
 
 
 class LeasePrefix(msgspec.Struct, array_like=True, frozen=True, tag="lease"):
     """Pin the longest readable prefix; the sidecar promotes blocks from lower tiers until the deadline. request: the
-    engine's own name for what it serves, by which all its leases can be released. counts: as in `MatchPrefix`. found:
-    blocks that the look-up before it found, if the lease is of fewer; for the counts alone."""
+    engine's own name for what it serves, by which all its leases can be released. counts, is_told: as in
+    `MatchPrefix`. found: blocks that the look-up before it found, if the lease is of fewer; for the counts alone."""
 
     namespace: int
     keys: Keys
@@ -153,6 +155,7 @@ class LeasePrefix(msgspec.Struct, array_like=True, frozen=True, tag="lease"):
     request: str = ""
     counts: bool = True
     found: int = 0
+    is_told: bool = False
 
 
 class Attach(msgspec.Struct, array_like=True, frozen=True, tag="attach"):
@@ -248,11 +251,17 @@ class Changes(msgspec.Struct, array_like=True, frozen=True, tag="changes"):
 
 class Tell(msgspec.Struct, array_like=True, frozen=True, tag="tell"):
     """An engine reports on its requests, what hits saved, and sketches of prompts that missed much, for people. From
-    version 2 on; the engine does not wait for the answer."""
+    version 2 on; the engine does not wait for the answer. namespace: of requests whose tokens count."""
 
     requests: Annotated[list[RequestTold], Meta(max_length=MAX_TOLD_REQUESTS)]
     savings: SavingsTold | None = None
     prompts: Annotated[list[PromptTold], Meta(max_length=MAX_TOLD_PROMPTS)] = []
+    namespace: int = -1
+
+    @property
+    def firsts(self) -> list[RequestTold]:
+        """The first reports on their requests; a client whose tokens do not count by them sends one of each."""
+        return [one for one in self.requests if one.counts or self.namespace < 0]
 
 
 class Drop(msgspec.Struct, array_like=True, frozen=True, tag="drop"):

@@ -28,7 +28,8 @@ Short = Annotated[bytes, Meta(max_length=SHORT_BYTES)]
 class RequestTold(msgspec.Struct, frozen=True):
     """What became of a request, as its engine knows it. request: its name there. asked: tokens of its prompt; hits by
     tier and misses by reason add up to them. load_ms: that it waited for its load. put_reasons: saves that stored less
-    than was offered, by reason."""
+    than was offered, by reason. counts: whether it counts as what the tenant asked for and got; the request's look-ups
+    and leases, which say `is_told`, do not."""
 
     request: Annotated[str, Meta(max_length=MAX_REQUEST_CHARACTERS)]
     asked: Annotated[int, Meta(ge=0, le=MAX_TOLD)]
@@ -38,6 +39,7 @@ class RequestTold(msgspec.Struct, frozen=True):
     load_ms: float = 0.0
     saved_blocks: Annotated[int, Meta(ge=0, le=MAX_TOLD)] = 0
     put_reasons: Annotated[dict[Word, Annotated[int, Meta(ge=0, le=MAX_TOLD)]], Meta(max_length=MAX_TOLD_WORDS)] = {}
+    counts: bool = False
 
 
 class SavingsTold(msgspec.Struct, array_like=True, frozen=True):

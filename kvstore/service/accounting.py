@@ -6,14 +6,17 @@ service by threads that all of them share, which decides whose turn is next.
     lease     takes what its look-up found: granted blocks are hits of the tier where they lay (of `engine` if the
               client said that it has them), the others are missed for the reason why the lease ended
     report    a block that failed its reader's check: from there to the lease's end hits become misses, `corrupt`
+    told      an engine reports what it had itself, what it loaded and why it missed the rest, to the token. The
+              look-ups and leases of its requests say so (`is_told`), and book no tokens
 
     asked == hits + misses + found          always, in every namespace and in sum
 
 Hits and `found` rise and fall, and a scraped counter must never fall. So `TokenCounts` has each of them as two counters
 that only rise: hits == granted - revoked, and found == found then - claimed.
 
-A lease without a look-up counts as asked for too. Matches of puts are no look-ups. Only whole blocks count: the sidecar
-never sees a prompt's tail. Keys lead from a lease to its look-up and are forgotten then; token ids never come here.
+A lease without a look-up counts as asked for too. Matches of puts are no look-ups. Of a prompt that no engine reports
+only whole blocks count: the sidecar never sees its tail. Keys lead from a lease to its look-up and are forgotten then;
+token ids never come here.
 """
 
 from __future__ import annotations
@@ -27,8 +30,10 @@ from enum import StrEnum
 from typing import Generic, NamedTuple, TypeVar
 
 from kvstore.block.account import HitTier, MissReason
+from kvstore.block.errors import BadInput
 from kvstore.protocol.replies import LeaseReply, MatchReply, ReserveReply
 from kvstore.protocol.status import DoorStatus, LookupCounts
+from kvstore.protocol.told import RequestTold
 from tiering.clock import Clock
 from tiering.counts.histogram import Histogram, HistogramCounts
 
@@ -38,6 +43,8 @@ OPEN_LOOKUPS = 4096
 _IN_DRAM = frozenset({HitTier.DRAM, HitTier.PEER, HitTier.REMOTE})
 REMEMBERED_LEASES = 16384
 """How many of the last leases may still be reported."""
+MOST_ASKED = 1 << 24
+"""Tokens of one reported request."""
 NAMED_TENANTS = 20
 """Tenants with counts of their own: the first ones of this run. All later ones share one count for the whole run: if a
 tenant moved between the two, both counts would fall."""
@@ -132,7 +139,7 @@ class AccountingCounts(NamedTuple):
 
 @dataclass(slots=True)
 class NamespaceCounts:
-    """Blocks of one namespace, and when it was last used. tenant: whose tokens are counted there."""
+    """Tokens of one namespace, and when it was last used. tenant: whose tokens are counted there."""
 
     block_tokens: int
     tenant: Counter[Outcome]
@@ -187,20 +194,23 @@ class Counting:
                 if len(self._described) > NAMED_NAMESPACES:
                     self._described.popitem(last=False)
 
-    def looked_up(self, number: int, keys: Sequence[bytes], reply: MatchReply, seconds: float = 0.0) -> None:
-        """A look-up was answered. seconds: spent in the store."""
+    def looked_up(
+        self, number: int, keys: Sequence[bytes], reply: MatchReply, seconds: float = 0.0, is_told: bool = False
+    ) -> None:
+        """A look-up was answered. seconds: spent in the store. is_told: its engine reports the request's tokens."""
         with self._lock:
             counts = self._used(number)
             counts.lookups += 1
-            counts.asked += len(keys)
-            counts.found += reply.blocks
             self._tokens.lookups += 1
-            self._tokens.asked += len(keys) * counts.block_tokens
-            self._tokens.found += reply.blocks * counts.block_tokens
-            counts.tenant[Outcome.ASKED] += len(keys) * counts.block_tokens
-            counts.tenant[Outcome.FOUND] += reply.blocks * counts.block_tokens
             self._lookup_seconds.add(seconds)
-            self._miss(counts, reply.reason or MissReason.ABSENT, len(keys) - reply.blocks)
+            if is_told:
+                return
+            found = reply.blocks * counts.block_tokens
+            self._ask(counts, len(keys) * counts.block_tokens)
+            counts.found += found
+            self._tokens.found += found
+            counts.tenant[Outcome.FOUND] += found
+            self._miss(counts, reply.reason or MissReason.ABSENT, len(keys) * counts.block_tokens - found)
             if reply.blocks:
                 name = number, keys[0], reply.blocks
                 self._open[name] = self._open.get(name, 0) + 1
@@ -208,41 +218,48 @@ class Counting:
                     self._open.popitem(last=False)
 
     def leased(
-        self, number: int, keys: Sequence[bytes], reply: LeaseReply, seconds: float = 0.0, found: int = 0
+        self,
+        number: int,
+        keys: Sequence[bytes],
+        reply: LeaseReply,
+        seconds: float = 0.0,
+        found: int = 0,
+        is_told: bool = False,
     ) -> None:
         """A lease was answered. seconds: spent in the store. found: blocks of the look-up before it, if fewer: those
-        that are not leased stay found."""
+        that are not leased stay found. is_told: as in `looked_up`."""
         with self._lock:
             counts = self._used(number)
             if not keys:
                 return
             counts.leases += 1
             self._tokens.leases += 1
-            tokens = len(keys) * counts.block_tokens
-            name = number, keys[0], max(found, len(keys))
-            times = self._open.pop(name, 0)
-            if times:
-                counts.found -= len(keys)
-                self._tokens.claimed += tokens
-                counts.tenant[Outcome.CLAIMED] += tokens
-                if times > 1:
-                    self._open[name] = times - 1
-            else:
-                counts.asked += len(keys)
-                self._tokens.asked += tokens
-                counts.tenant[Outcome.ASKED] += tokens
             runs = _runs(reply)
-            for tier, blocks in runs:
-                _add(counts.hits, tier, blocks)
-                self._tokens.granted[tier] += blocks * counts.block_tokens
-                counts.tenant[Outcome.GRANTED] += blocks * counts.block_tokens
             granted = sum(blocks for _, blocks in runs)
-            self._miss(counts, reply.reason or MissReason.ABSENT, len(keys) - granted)
             self._lease_seconds[_lease_end(runs, granted == len(keys))].add(seconds)
+            if is_told:
+                runs = []
+            else:
+                self._claim(counts, (number, keys[0], max(found, len(keys))), len(keys) * counts.block_tokens)
+                for tier, blocks in runs:
+                    self._grant(counts, tier, blocks * counts.block_tokens)
+                self._miss(counts, reply.reason or MissReason.ABSENT, (len(keys) - granted) * counts.block_tokens)
             if reply.lease:
                 self._granted[reply.lease] = _Granted(number, runs)
                 if len(self._granted) > REMEMBERED_LEASES:
                     self._granted.popitem(last=False)
+
+    def told(self, number: int, requests: Sequence[RequestTold]) -> None:
+        """An engine reports its requests' tokens. Raises `BadInput`, and books nothing, if they do not add up."""
+        accounts = [_account_of(one) for one in requests if one.counts]
+        with self._lock:
+            counts = self._used(number)
+            for asked, hits, misses in accounts:
+                self._ask(counts, asked)
+                for tier, tokens in hits:
+                    self._grant(counts, tier, tokens)
+                for reason, tokens in misses:
+                    self._miss(counts, reason, tokens)
 
     def reported(self, lease: int, block: int) -> None:
         """A lease's holder reports that a block failed a check: from there on its blocks count as missed."""
@@ -259,10 +276,11 @@ class Counting:
                 left -= stays
                 if stays:
                     kept.append((tier, stays))
-                _add(counts.hits, tier, stays - blocks)
-                self._tokens.revoked[tier] += (blocks - stays) * counts.block_tokens
-                counts.tenant[Outcome.REVOKED] += (blocks - stays) * counts.block_tokens
-                self._miss(counts, MissReason.CORRUPT, blocks - stays)
+                lost = (blocks - stays) * counts.block_tokens
+                _add(counts.hits, tier, -lost)
+                self._tokens.revoked[tier] += lost
+                counts.tenant[Outcome.REVOKED] += lost
+                self._miss(counts, MissReason.CORRUPT, lost)
             granted.runs = kept
 
     def offered(self, number: int, blocks: int, skipped: int, reply: ReserveReply, *, waits: bool = False) -> None:
@@ -320,10 +338,32 @@ class Counting:
         name = tenant if tenant in by_tenant or len(by_tenant) - (b"" in by_tenant) < NAMED_TENANTS else b""
         return by_tenant.setdefault(name, Counter())
 
-    def _miss(self, counts: NamespaceCounts, reason: MissReason, blocks: int) -> None:
-        _add(counts.misses, reason, blocks)
-        self._tokens.missed[reason] += blocks * counts.block_tokens
-        counts.tenant[Outcome.MISSED] += blocks * counts.block_tokens
+    def _ask(self, counts: NamespaceCounts, tokens: int) -> None:
+        counts.asked += tokens
+        self._tokens.asked += tokens
+        counts.tenant[Outcome.ASKED] += tokens
+
+    def _claim(self, counts: NamespaceCounts, name: tuple[int, bytes, int], tokens: int) -> None:
+        """Take a lease's tokens from what its look-up found; without one they are asked for now."""
+        times = self._open.pop(name, 0)
+        if not times:
+            self._ask(counts, tokens)
+            return
+        counts.found -= tokens
+        self._tokens.claimed += tokens
+        counts.tenant[Outcome.CLAIMED] += tokens
+        if times > 1:
+            self._open[name] = times - 1
+
+    def _grant(self, counts: NamespaceCounts, tier: HitTier, tokens: int) -> None:
+        _add(counts.hits, tier, tokens)
+        self._tokens.granted[tier] += tokens
+        counts.tenant[Outcome.GRANTED] += tokens
+
+    def _miss(self, counts: NamespaceCounts, reason: MissReason, tokens: int) -> None:
+        _add(counts.misses, reason, tokens)
+        self._tokens.missed[reason] += tokens
+        counts.tenant[Outcome.MISSED] += tokens
 
     def _used(self, number: int) -> NamespaceCounts:
         counts = self._counts[number]
@@ -351,41 +391,52 @@ def _lease_end(runs: Sequence[tuple[HitTier, int]], is_whole: bool) -> tuple[str
     return "nvme" if HitTier.NVME in tiers else "dram", LeaseResult.WHOLE if is_whole else LeaseResult.PART
 
 
-def _add(counter: Counter[HitTier] | Counter[MissReason], name: HitTier | MissReason, blocks: int) -> None:
-    if blocks:
-        counter[name] += blocks  # type: ignore[index]
+def _add(counter: Counter[HitTier] | Counter[MissReason], name: HitTier | MissReason, tokens: int) -> None:
+    if tokens:
+        counter[name] += tokens  # type: ignore[index]
+
+
+def _account_of(told: RequestTold) -> tuple[int, list[tuple[HitTier, int]], list[tuple[MissReason, int]]]:
+    """What an engine reports of a request. A reason of a newer client counts as absent."""
+    explained, tiers = sum(told.hits.values()) + sum(told.misses.values()), set(HitTier)
+    if explained != told.asked or told.asked > MOST_ASKED or not told.hits.keys() <= tiers:
+        raise BadInput(
+            f"a request's {told.asked} tokens, and hits and misses of {explained}; give at most {MOST_ASKED}, each "
+            f"once, and tiers of {', '.join(HitTier)}"
+        )
+    known = set(MissReason)
+    misses = [(MissReason(name) if name in known else MissReason.ABSENT, count) for name, count in told.misses.items()]
+    return told.asked, [(HitTier(name), count) for name, count in told.hits.items()], misses
 
 
 def looked(all_counts: list[NamespaceCounts]) -> LookupCounts:
-    """The sum of several namespaces' counts."""
+    """The sum of several namespaces' counts. In blocks each tier, each reason and what was found is rounded down."""
 
     def total(name: str) -> int:
         return sum(getattr(one, name) for one in all_counts)
-
-    def tokens(name: str) -> int:
-        return sum(getattr(one, name) * one.block_tokens for one in all_counts)
 
     def by_origin(name: str) -> tuple[dict[str, int], dict[str, int]]:
         """Tokens and blocks of `hits` or `misses`, where there are any."""
         in_tokens, in_blocks = Counter[str](), Counter[str]()
         for one in all_counts:
             for origin, count in (+getattr(one, name)).items():
-                in_tokens[str(origin)] += count * one.block_tokens
-                in_blocks[str(origin)] += count
+                in_tokens[str(origin)] += count
+                in_blocks[str(origin)] += count // one.block_tokens
         return dict(in_tokens), dict(in_blocks)
 
-    asked_tokens = tokens("asked")
+    asked_tokens = total("asked")
     (hit_tokens, hit_blocks), (miss_tokens, miss_blocks) = by_origin("hits"), by_origin("misses")
     granted = sum(count for origin, count in hit_tokens.items() if origin != HitTier.ENGINE)
+    found_blocks = sum(one.found // one.block_tokens for one in all_counts)
     return LookupCounts(
         asked_tokens,
         hit_tokens,
         miss_tokens,
-        tokens("found"),
-        total("asked"),
+        total("found"),
+        sum(hit_blocks.values()) + sum(miss_blocks.values()) + found_blocks,
         hit_blocks,
         miss_blocks,
-        total("found"),
+        found_blocks,
         total("lookups"),
         total("leases"),
         total("reports"),

@@ -353,6 +353,7 @@ class Admin:
                 percentile_ms(waits, 99),
             )
             for one in self._sessions.sessions()
+            if one.is_engine
             for waits in [[waited[number] for number in list(one.connections) if number in waited]]
         ]
 

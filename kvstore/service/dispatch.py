@@ -243,7 +243,7 @@ class Handlers:
         if self._whatif is not None:
             self._whatif.opened(number, block_bytes, tokens)
         self._prefixes.opened(tenant, number, block_bytes, tokens)
-        caller.named[own] = number
+        caller.named[own], caller.session.is_engine = number, True
         caller.fingerprint = b""  # its keys are the right ones now
         return granted
 
@@ -255,7 +255,7 @@ class Handlers:
         seconds = self._store.clock.monotonic_seconds() - began_at
         check_keys(verb.keys[matched.reply.blocks :])  # what was found is a key of the store; nothing is counted yet
         if verb.counts and not caller.is_courier and (verb.counts_short or matched.reply.blocks == len(verb.keys)):
-            self._counting.looked_up(number, verb.keys, matched.reply, seconds)
+            self._counting.looked_up(number, verb.keys, matched.reply, seconds, verb.is_told)
             if verb.request:
                 gone = self._gone(number, verb, matched.reply)
                 self._told.looked_up(caller, verb, number, matched.reply, seconds, gone)
@@ -326,7 +326,7 @@ class Handlers:
         self, caller: ClientState, number: int, verb: m.LeasePrefix, reply: LeaseReply, seconds: float = 0.0
     ) -> m.Answer:
         if verb.counts and not caller.is_courier:
-            self._counting.leased(number, verb.keys, reply, seconds, verb.found)
+            self._counting.leased(number, verb.keys, reply, seconds, verb.found, verb.is_told)
             self._prefixes.granted(caller.keys.tenant, number, verb.keys, verb.first_block, reply.blocks)
             if verb.request:
                 self._told.leased(caller, verb, number, reply, seconds, self._gone(number, verb, reply))
@@ -501,6 +501,8 @@ class Handlers:
         for one in verb.prompts:
             number, _ = _check_asked(caller, one.namespace, ())
             prompts.append(checked_prompt(one, number, self._store.namespace_of(number).layout.block_tokens))
+        if verb.namespace >= 0:
+            self._counting.told(_check_asked(caller, verb.namespace, ())[0], verb.requests)
         self._told.tell(caller, verb)
         self._prefixes.told(caller.keys.tenant, verb, prompts)
         return m.Done()

@@ -54,7 +54,8 @@ class HeldLease:
 @dataclass(eq=False, slots=True)
 class Session:
     """One engine. token: by which its processes join it. connections: open ones. leased_places: of its leases, and of
-    those being requested. departed: closed connections that may still have memory mapped."""
+    those being requested. departed: closed connections that may still have memory mapped. is_engine: it has opened a
+    namespace; others only ask whether someone answers, as `kvstore doctor` does."""
 
     token: bytes
     tenant: TenantKeys
@@ -65,6 +66,7 @@ class Session:
     leased_places: int = 0
     since: float = 0.0  # Unix time, for people
     departed: int = 0
+    is_engine: bool = False
 
     @property
     def name(self) -> bytes:
@@ -455,8 +457,8 @@ class Sessions:
 
     @property
     def open_sessions(self) -> int:
-        """The number of sessions, with or without open connections."""
-        return len(self._sessions)
+        """The number of engines' sessions, with or without open connections."""
+        return sum(one.is_engine for one in self.sessions())
 
     @property
     def departed(self) -> int:

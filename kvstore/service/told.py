@@ -124,10 +124,11 @@ class ToldRequests:
                 raise BadInput(f"load_ms={one.load_ms:g} of a request; give 0 to {MOST_MS:g}")
         now = self._clock.wall_seconds()
         with self._lock:
-            for one in verb.requests:
+            for one in (some for some in verb.requests if some.request):
                 noted = self._noted(caller, one.request)
                 noted.told_at, noted.told = now, _shown(one)
-                self._took(caller.keys.tenant, noted.namespace, one)
+                if one in verb.firsts:
+                    self._took(caller.keys.tenant, noted.namespace, one)
             if savings is not None:
                 self._saved += savings.saved_seconds
                 self._regretted += savings.regret_seconds

@@ -317,6 +317,13 @@ class Session:
         time.sleep(step.get("seconds", 0.5))
         return True
 
+    def idle(self, step: dict[str, Any]) -> bool:
+        """Ask for nothing until the test removes the file that says so."""
+        path = Path(step["file"])
+        path.touch()
+        wait_until(lambda: not path.exists())
+        return True
+
     @staticmethod
     def _is_saving() -> bool:
         """What cannot be seen where the connector's worker is in another process, or is one of several."""
@@ -393,6 +400,7 @@ class Session:
                     "medium": event.medium,
                     "hashes": [str(one) for one in event.block_hashes],
                     "locality": getattr(event, "locality", None),
+                    "group": getattr(event, "group_idx", None),
                 }
                 if isinstance(event, BlockStored):
                     told |= {
@@ -401,6 +409,7 @@ class Session:
                         "block": event.block_size,
                         "extra_keys": getattr(event, "extra_keys", None),
                         "kind": getattr(event, "kv_cache_spec_kind", None),
+                        "window": getattr(event, "kv_cache_spec_sliding_window", None),
                     }
                 heard.append(told)
         return heard

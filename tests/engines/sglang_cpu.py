@@ -211,10 +211,12 @@ class HiCache:
         self.pool.free(indices)
         return operation.completed_tokens // PAGE, contents
 
-    def read(self, tokens: list[int], prefix_keys: list[str] | None = None) -> tuple[int, list[torch.Tensor]]:
+    def read(
+        self, tokens: list[int], prefix_keys: list[str] | None = None, last_hash: str | None = None
+    ) -> tuple[int, list[torch.Tensor]]:
         """Look a prompt up and prefetch what was found into pages of other contents: the pages found, and the bytes of
-        those that were loaded."""
-        self.controller.prefetch("request", tokens, None, prefix_keys)
+        those that were loaded. prefix_keys, last_hash: of the pages before, which are in SGLang's own cache."""
+        self.controller.prefetch("request", tokens, last_hash, prefix_keys)
         operation = self.controller.prefetch_hit_queue.get(timeout=SECONDS)
         found = operation.storage_hit_count // PAGE
         if not found:

@@ -8,6 +8,7 @@ import random
 import statistics
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -29,7 +30,9 @@ import kvstore
 from engine_adapter.paged.announcements import Announcements
 from engine_adapter.vllm_events import MEDIA, BlockEvents, EventBlock
 from engine_adapter.vllm_requests import EngineView
+from engines import models
 from engines.conftest import Sidecar, started
+from engines.session import named
 from kvstore.block.account import MissReason
 from kvstore.cli import ask
 from kvstore.client.handle import NamespaceHandle
@@ -130,7 +133,7 @@ class Engine:
         self.published = 0
         self._publisher = publisher
         self._events = BlockEvents(
-            BlockStored, BlockRemoved, maybe_convert_block_hash, lambda *_: None, "full_attention"
+            BlockStored, BlockRemoved, maybe_convert_block_hash, lambda *_: None, [("full_attention", None)]
         )
         self.announced: Announcements[EventBlock] = Announcements(time.monotonic, self._described, lambda: self.handle)
 
@@ -248,3 +251,36 @@ def test_a_router_that_loses_messages_ends_with_what_the_store_holds(sidecar: Si
         assert believed.keys() >= of_mine, "and all that the engine stored since the last time"
         assert kills and resets >= 1 and len(of_mine) > 100
         assert lag < MOST_LAG_SECONDS
+
+
+def test_what_an_engine_stores_first_is_announced_in_each_group_of_its_layers(
+    saved: Callable[..., str], run: Callable[[dict[str, Any]], list[Any]], sidecar: Sidecar
+) -> None:
+    """As vLLM announces its own: a router that knows a model's groups asks for each of them."""
+    endpoint, prompt = f"ipc://{sidecar.directory}/events", [(7 * one) % 899 for one in range(1290)]
+    publishing = dict(enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint)
+    steps = [
+        {"do": "listen", "endpoint": endpoint},
+        {"do": "generate", "prompts": [prompt], "max_tokens": 1},
+        {"do": "settle"},
+        {"do": "generate", "prompts": [[1, 2, 3]], "max_tokens": 20},  # events come with steps
+        {"do": "events", "as": "events"},
+    ]
+    transfer = models.connector(sidecar.url, codec="raw", **models.PATIENT)
+    options = {"dtype": "float32", "block_size": 32, "max_model_len": 2048, "kv_events_config": publishing}
+    told = named(steps, run({"model": saved("gemma"), "transfer": transfer, "options": options, "steps": steps}))
+    own, ours = Counter[Any](), Counter[Any]()
+    for event in told["events"]:
+        if "tokens" in event:
+            names = own if event["medium"] == "GPU" else ours
+            names.update((one, event["group"], event["kind"], event["window"]) for one in event["hashes"])
+    (space,) = ask.stat(f"{sidecar.directory}/admin.sock", SystemClock()).namespaces
+    stored = space.blocks * space.block_tokens
+    assert stored
+    groups = {one[1:] for one in own}
+    assert len(groups) > 1 and {kind for _, kind, _ in groups} == {"full_attention", "sliding_window"}
+    full = {one for one in own if one[2] == "full_attention"}
+    assert {one[1:] for one in ours} == groups and set(ours.values()) == {1}
+    for group in groups:
+        announced = {one[0] for one in ours if one[1:] == group}
+        assert len(announced) == stored // 32 and announced <= {one[0] for one in full}, group

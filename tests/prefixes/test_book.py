@@ -180,7 +180,9 @@ def test_seconds_saved_are_the_tenants_own_and_never_absurd() -> None:
             book.looked_up(tenant, number, keys(1, 2), 2)
             book.granted(tenant, number, keys(1, 2), 0, 2)
     request = RequestTold("r", 200, {"dram": 100, "engine": 50}, {"absent": 50})
-    book.told(RED, m.Tell([request], SavingsTold(2.0, 0.5)), [])
+    running = RequestTold("r", 200, {"dram": 100, "engine": 50}, {"absent": 50}, counts=True)
+    for first, savings in ((running, SavingsTold(1.0, 0.5)), (request, SavingsTold(1.0))):
+        book.told(RED, m.Tell([first], savings, namespace=0), [])  # and once more when it is over
     book.told(BLUE, m.Tell([request], SavingsTold(1e9)), [])
     book.step()
     rows = {row.tenant: row for row in shown(book, {RED: "red", BLUE: "blue"}).hottest}

@@ -39,18 +39,18 @@ def test_a_lease_takes_what_its_look_up_found() -> None:
     one.opened(0, 64)
     one.looked_up(0, keys(1, 2, 3, 4), found(3, 4))
     (counts,) = one.all().values()
-    assert (counts.asked, counts.found, counts.misses) == (4, 3, {MissReason.ABSENT: 1})
+    assert (counts.asked, counts.found, counts.misses) == (256, 192, {MissReason.ABSENT: 64})
     tiers = ((HitTier.DRAM, 1), (HitTier.NVME, 1))
     one.leased(0, keys(1, 2, 3), LeaseReply(7, 0, 2, tiers=tiers, reason=MissReason.DEADLINE))
     (counts,) = one.all().values()
-    assert (counts.asked, counts.found, counts.hits) == (4, 0, {HitTier.DRAM: 1, HitTier.NVME: 1})
-    assert counts.misses == {MissReason.ABSENT: 1, MissReason.DEADLINE: 1}
+    assert (counts.asked, counts.found, counts.hits) == (256, 0, {HitTier.DRAM: 64, HitTier.NVME: 64})
+    assert counts.misses == {MissReason.ABSENT: 64, MissReason.DEADLINE: 64}
     one.reported(7, 1)
     one.reported(7, 1)
     one.reported(8, 0)
     (counts,) = one.all().values()
-    assert (counts.hits[HitTier.DRAM], counts.hits[HitTier.NVME]) == (1, 0)
-    assert counts.misses[MissReason.CORRUPT] == 1
+    assert (counts.hits[HitTier.DRAM], counts.hits[HitTier.NVME]) == (64, 0)
+    assert counts.misses[MissReason.CORRUPT] == 64
 
 
 def test_a_lease_without_a_look_up_asks_by_itself_and_what_the_engine_has_is_its_own() -> None:
@@ -70,11 +70,11 @@ def test_of_what_a_shorter_lease_leaves_out_it_is_known_that_it_was_there() -> N
         one.looked_up(0, keys(1, 2, 3, 4), found(3, 4))
     one.leased(0, keys(1, 2), LeaseReply(7, 0, 2, tiers=((HitTier.DRAM, 2),)), found=3)
     (counts,) = one.all().values()
-    assert (counts.asked, counts.found, counts.hits) == (8, 4, {HitTier.DRAM: 2})
+    assert (counts.asked, counts.found, counts.hits) == (512, 256, {HitTier.DRAM: 128})
     one.leased(0, keys(1, 2), LeaseReply(8, 0, 2, tiers=((HitTier.DRAM, 2),)), found=3)
     one.leased(0, keys(1, 2), LeaseReply(9, 0, 2, tiers=((HitTier.DRAM, 2),)), found=3)
     (counts,) = one.all().values()
-    assert (counts.asked, counts.found, counts.hits) == (10, 2, {HitTier.DRAM: 6}), "the third had no look-up"
+    assert (counts.asked, counts.found, counts.hits) == (640, 128, {HitTier.DRAM: 384}), "the third had no look-up"
     assert adds_up(looked([counts]))
 
 

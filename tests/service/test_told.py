@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvstore.block.account import MissReason
@@ -69,6 +70,61 @@ def test_a_request_is_shown_with_its_leases_and_with_what_its_engine_told(tmp_pa
             why(sidecar, "other")
         with pytest.raises(BadInput, match="characters"):
             why(sidecar, "")
+
+
+def test_what_an_engine_reports_counts_and_not_what_its_look_ups_found(tmp_path: Path) -> None:
+    """With a cache of its own an engine needs less than is found, and more than was not."""
+    with Sidecar(tmp_path) as sidecar, sidecar.client() as store, sidecar.client() as another:
+        handle, other = opened(store), opened(another)
+        handle.put(ids(320), random_pages(LAYOUT, 5))
+        handle.is_told = True
+        with handle.lease(handle.match(ids(900), request="a"), deadline_ms=5000, request="a") as lease:
+            assert lease.blocks == 5
+        looked = sidecar.admin.facts().looked
+        assert (looked.lookups, looked.leases, looked.asked_tokens, looked.found_tokens) == (1, 1, 0, 0)
+        reported = told_of("a", asked=900, hits={"engine": 512, "dram": 128}, misses={"partial_block": 4, "newer": 256})
+        handle.tell([msgspec.structs.replace(reported, counts=True), told_of("b")])
+        wait_until(lambda: sidecar.admin.facts().looked.asked_tokens)
+        looked = sidecar.admin.facts().looked
+        assert (looked.asked_tokens, looked.hit_tokens) == (900, {"engine": 512, "dram": 128})
+        assert looked.miss_tokens == {"partial_block": 4, "absent": 256} and looked.hit_rate == 128 / 900
+        other.match(ids(400), request="c")  # as a client of before
+        handle.match(ids(400))  # no engine's request
+        looked = sidecar.admin.facts().looked
+        assert (looked.asked_tokens, looked.found_tokens) == (900 + 2 * 384, 2 * 320)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"asked": 401},
+        {"hits": {"dram": 319}},
+        {"hits": {"tape": 320}},
+        {"asked": 1 << 25, "hits": {"dram": (1 << 25) - 80}},
+    ],
+    ids=str,
+)
+def test_tokens_that_do_not_add_up_are_not_counted(wrong: dict[str, Any], tmp_path: Path) -> None:
+    with Sidecar(tmp_path) as sidecar, sidecar.client() as store:
+        handle = opened(store)
+        handle.is_told = True
+        good, bad = (msgspec.structs.replace(told_of("a", **more), counts=True) for more in ({}, wrong))
+        handle.tell([good, bad])
+        handle.tell([good])
+        wait_until(lambda: sidecar.admin.facts().looked.asked_tokens)
+        looked = sidecar.admin.facts().looked
+        assert (looked.asked_tokens, looked.hit_tokens) == (400, {"dram": 320})
+
+
+def test_who_only_asks_whether_a_sidecar_answers_is_no_engine(tmp_path: Path) -> None:
+    with Sidecar(tmp_path) as sidecar, sidecar.client() as store:
+        wire = FramedSocket(str(sidecar.path), "kvstore doctor", b"", CLOCK, 5.0)
+        try:
+            assert [one.engine for one in sidecar.admin.facts().sessions] == []
+            opened(store)
+            assert [one.engine for one in sidecar.admin.facts().sessions] == ["t"]
+        finally:
+            wire.close()
 
 
 def test_loads_of_one_tier_say_how_fast_it_is(tmp_path: Path) -> None:
