@@ -425,7 +425,9 @@ def _add_actions(app: FastAPI, actions: OperatorActions) -> None:
 
 
 async def _body(request: Request, most: int) -> bytes | None:
-    """The whole body; None if it is too long."""
+    """The whole body; None if it is too long, and then unread if its length was given."""
+    if int(request.headers.get("content-length", "0")) > most:
+        return None
     body = bytearray()
     async for piece in request.stream():
         body += piece

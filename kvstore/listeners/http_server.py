@@ -278,7 +278,7 @@ class _Exchanges:
         self._is_head = method == "HEAD"
         is_old, has_chunks = head.http_version == b"1.0", b"transfer-encoding" in named
         if not head.http_version.startswith(b"1."):
-            raise HttpRefused(505, "HTTP/1.1 is served")
+            raise HttpRefused(505, "only HTTP/1.1 is served")
         if len(target) > MOST_TARGET_BYTES:
             raise HttpRefused(414, f"a target of more than {MOST_TARGET_BYTES} bytes")
         if sum(len(name) + len(value) for name, value in headers) > MOST_HEAD_BYTES:

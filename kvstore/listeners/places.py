@@ -2,9 +2,11 @@
 
 A connection is a *stranger's* until a request on it has named its caller; only then has it a place to keep:
 
-    1. the oldest stranger makes room for a newcomer
-    2. else the one that has waited longest for its client, of the caller with the most places
+    1. the oldest stranger makes room for a newcomer, if strangers have more than an eighth of all places
+    2. else the one that has waited longest for its client, of the caller with the most places; else the oldest stranger
     3. else the oldest of a caller that has more than half of all; or the newcomer is turned away
+
+The eighth is for newcomers, which are strangers until they are read, also where one caller has all other places.
 """
 
 from __future__ import annotations
@@ -73,14 +75,16 @@ class Places:
 
     def _end_one(self, among: list[Place]) -> bool:
         counts = Counter(one.caller for one in among)
-        found = next((one for one in among if one.caller is None), None)
-        if found is None and (waiting := [one for one in among if one.waits]):
+        strangers = [one for one in among if one.caller is None]
+        waiting = [one for one in among if one.caller is not None and one.waits]
+        if len(strangers) > self._most // 8 or (strangers and not waiting):
+            found = strangers[0]
+        elif waiting:
             found = max(waiting, key=lambda one: counts[one.caller])  # `max` takes the first of equals
-        if found is None and among:
-            first = max(among, key=lambda one: counts[one.caller])
-            found = first if 2 * counts[first.caller] > self._most else None
-        if found is None:
-            return False
+        else:
+            found = max(among, key=lambda one: counts[one.caller], default=None)
+            if found is None or 2 * counts[found.caller] <= self._most:
+                return False
         self.leave(found)
         found.end()
         return True

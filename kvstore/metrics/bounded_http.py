@@ -327,7 +327,7 @@ def parsed(head: bytes) -> tuple[str, HttpRequest | None, HttpAnswer | None]:
     if len(rest) != 2 or not re.fullmatch(r"HTTP/\d\.\d", rest[1]):
         return "", None, in_one_line(HTTPStatus.BAD_REQUEST, "not an HTTP/1 request; ask GET /livez, for one")
     if not rest[1].startswith("HTTP/1."):
-        return "", None, in_one_line(HTTPStatus.HTTP_VERSION_NOT_SUPPORTED, "HTTP/1.1 is served")
+        return "", None, in_one_line(HTTPStatus.HTTP_VERSION_NOT_SUPPORTED, "only HTTP/1.1 is served")
     if method not in METHODS:
         return "", None, in_one_line(HTTPStatus.NOT_IMPLEMENTED, "there is no such method here")
     if method not in ("GET", "HEAD"):

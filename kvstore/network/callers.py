@@ -1,5 +1,5 @@
-"""Who is connected to gRPC. grpc lets in what comes up to a bound of its own, and ends none of it for a newcomer: 1,024
-clients that say nothing would keep all others out.
+"""Who is connected to gRPC. grpc lets in what comes up to a bound of its own, and ends none of it for a newcomer: as
+many clients that say nothing would keep all others out.
 
 So the process looks at its own sockets at that port. A connection is a stranger's until a call on it had a credential;
 beyond `KEPT` the rule of `kvstore.listeners.places` says which are shut down.
@@ -16,7 +16,7 @@ from urllib.parse import unquote
 from kvstore.listeners.places import Place, Places
 
 KEPT = 512
-"""Half of what grpc lets in: the other half is for those that come between two looks."""
+"""A quarter of what grpc lets in: the others are for those that come between two looks."""
 MOST_NAMED = 4096
 
 Peer = tuple[str, int]

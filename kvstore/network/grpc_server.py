@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2
 
 from kvstore.block.errors import BadInput, StoreError
 from kvstore.client.framing import TimedOut
-from kvstore.network.callers import GrpcCallers
+from kvstore.network.callers import KEPT, GrpcCallers
 from kvstore.network.credentials import Rotated, Tokens, caller_of_uris, node_of_uris
 from kvstore.network.lanes import AtOnce, CallerLanes, Delayed, Lane
 from kvstore.network.links import CallTime, SidecarBusy, TenantLink
@@ -33,7 +33,7 @@ from tiering.clock import Clock
 MOST_DEADLINE_SECONDS, ROUNDED_SECONDS = 3600.0, 180.0
 """Clients round deadlines up, and may repeat an earlier deadline that was slightly longer."""
 MOST_TEXT = 1000
-MOST_CONNECTIONS = 1024
+MOST_CONNECTIONS = 4 * KEPT
 OPTIONS = [
     ("grpc.so_reuseport", 0),  # a second server gets an error for the port, instead of sharing its connections
     ("grpc.max_receive_message_length", 4 << 20),

@@ -10,6 +10,8 @@ import json
 import os
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 import urllib.request
@@ -33,9 +35,11 @@ from openai_api.running import RunningProxy
 from openai_api.small_openai import Asked, SmallOpenAi
 from peers.frames import SECRET, Source, random_bytes
 from service.sidecar import Sidecar
+from service.test_serve import PATHS as SERVE_PATHS
 from service.test_serve import serving
 from tiering.clock import SystemClock
 from torture.peer import Peer
+from waiting import wait_until
 from workbench import MODEL, small_layout
 
 OPERATOR = "operator-token-0123456789"
@@ -117,7 +121,7 @@ def http_stages(path: str, other: str, method: str = "POST") -> dict[str, bytes]
         "body": head + b"Content-Length: 1000\r\n\r\n{",
         "body of another tenant": theirs + b"Content-Length: 1000\r\n\r\n{",
         "expects": theirs + b"Content-Length: 1000\r\nExpect: 100-continue\r\n\r\n",
-        "unread": (theirs + b"Content-Length: 2\r\n\r\n{}") * 100,
+        "unread": theirs + b"Content-Length: 2\r\n\r\n{}",  # and its answer is not read
     }
 
 
@@ -267,7 +271,15 @@ def socket_doors(sidecars: dict[str, Sidecar]) -> dict[str, Door]:
             store.namespace(model=MODEL, layout=LAYOUT)
 
     def courier() -> None:
-        with closing(RawCourier(one.courier_path)) as there:
+        made: list[RawCourier] = []
+
+        def is_let_in() -> bool:
+            with suppress(BlockingIOError):  # the kernel's queue was full at this moment
+                made.append(RawCourier(one.courier_path))
+            return bool(made)
+
+        wait_until(is_let_in)
+        with closing(made[0]) as there:
             assert isinstance(there.welcome, m.Welcome)
 
     def asks(path: Path) -> Callable[[], None]:
@@ -284,16 +296,29 @@ def socket_doors(sidecars: dict[str, Sidecar]) -> dict[str, Door]:
 
 
 @pytest.fixture(scope="module")
-def doors(sidecars: dict[str, Sidecar], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Door]]:
+def door_named(
+    sidecars: dict[str, Sidecar], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str], Door]]:
+    """Each program is started once it is asked for."""
     folder = tmp_path_factory.mktemp("doors")
+    makers: dict[str, Callable[[], Any]] = {
+        "console": lambda: console_door(sidecars, folder),
+        "query grpc": lambda: network_doors(sidecars, folder),
+        "pd-proxy": proxy_door,
+        "metrics": lambda: metrics_door(folder),
+        "pull": pull_door,
+    }
+    found = socket_doors(sidecars)
     with ExitStack() as stack:
-        found = socket_doors(sidecars)
-        found["console"] = stack.enter_context(console_door(sidecars, folder))
-        found |= stack.enter_context(network_doors(sidecars, folder))
-        found["pd-proxy"] = stack.enter_context(proxy_door())
-        found["metrics"] = stack.enter_context(metrics_door(folder))
-        found["pull"] = stack.enter_context(pull_door())
-        yield found
+
+        def named(name: str) -> Door:
+            if name not in found:
+                key = next(one for one in makers if name in one.split())
+                made = stack.enter_context(makers[key]())
+                found.update(made if isinstance(made, dict) else {name: made})
+            return found[name]
+
+        yield named
 
 
 HTTP = ("silent", "line", "head", "body", "body of another tenant", "expects", "unread")
@@ -312,11 +337,148 @@ TABLE = {
 
 
 @pytest.mark.parametrize("name, stage", [(name, stage) for name, stages in TABLE.items() for stage in stages])
-def test_a_good_caller_is_served_while_others_stop_at_a_stage(doors: dict[str, Door], name: str, stage: str) -> None:
-    door = doors[name]
+def test_a_good_caller_is_served_while_others_stop_at_a_stage(
+    door_named: Callable[[str], Door], name: str, stage: str
+) -> None:
+    door = door_named(name)
     assert set(door.stages) == set(TABLE[name]), "every stage of a listener is in the table"
     door.good()
     with Siege(door, door.stages[stage]):
         for _ in range(ROUNDS):
             door.good()
     door.good()
+
+
+# What HTTP allows in a request ----------------------------------------------------------------------------------------
+
+BODY = b"Content-Length: 2\r\n"
+LONG = b"a" * 20_000
+REQUESTS = {  # method, target, version, headers; the status at a listener that serves POST, and at metrics, without POST
+    "a coding": (b"POST", b"", b"1.1", BODY + b"Content-Encoding: gzip\r\n", 415, 405),
+    "a transfer coding": (b"POST", b"", b"1.1", b"Transfer-Encoding: gzip\r\n", 501, 405),
+    "two lengths": (b"POST", b"", b"1.1", BODY + b"Transfer-Encoding: chunked\r\n", 400, 405),
+    "chunks of HTTP/1.0": (b"POST", b"", b"1.0", b"Transfer-Encoding: chunked\r\n", 400, 405),
+    "another expectation": (b"POST", b"", b"1.1", BODY + b"Expect: tea\r\n", 417, 405),
+    "too long a body": (b"POST", b"", b"1.1", b"Content-Length: 99999999\r\nExpect: 100-continue\r\n", 413, 405),
+    "no such method": (b"BREW", b"", b"1.1", b"", 501, 501),
+    "options": (b"OPTIONS", b"", b"1.1", b"", 405, 405),
+    "options of all": (b"OPTIONS", b"*", b"1.1", b"", 404, 405),
+    "delete": (b"DELETE", b"", b"1.1", b"", 405, 405),
+    "another version": (b"GET", b"", b"2.0", b"", 505, 505),
+    "a long target": (b"GET", b"/" + LONG, b"1.1", b"", 414, 414),
+    "long headers": (b"GET", b"", b"1.1", b"X: " + LONG + b"\r\n", 431, 431),
+    "no path": (b"GET", b"x", b"1.1", b"", 400, 400),
+    "two hosts": (b"GET", b"", b"1.1", b"Host: 127.0.0.1\r\n", 400, 400),
+    "no host": (b"GET", b"", b"1.1", b"-host", 400, 400),
+    "whole address": (b"GET", b"absolute", b"1.1", b"", 405, 200),
+    "head": (b"HEAD", b"", b"1.1", b"", 405, 200),
+}
+PATHS = {
+    "console": (b"/api/operator/none", OPERATOR),
+    "query": (b"/query", token_of("default")),
+    "pd-proxy": (b"/v1/completions", "x"),
+    "metrics": (b"/metrics", "x"),
+}
+ELSEWHERE = {  # where a listener has an answer of its own
+    ("console", "options of all"): 405,
+    ("console", "whole address"): 404,
+    ("console", "head"): 404,
+    ("console", "too long a body"): 413,
+}
+
+
+def statuses(sock: socket.socket) -> tuple[list[int], bytes]:
+    received = b""
+    with suppress(OSError):
+        while piece := sock.recv(1 << 16):
+            received += piece
+    lines = received.split(b"\r\n")
+    return [int(one.split()[1]) for one in lines if one.startswith(b"HTTP/1.1 ")], received
+
+
+@pytest.mark.parametrize("name", PATHS)
+@pytest.mark.parametrize("what", REQUESTS)
+def test_what_http_allows_and_is_not_served_is_answered_as_the_standard_says(
+    door_named: Callable[[str], Door], name: str, what: str
+) -> None:
+    door, (path, token) = door_named(name), PATHS[name]
+    method, target, version, headers, served, scraped = REQUESTS[what]
+    wanted = ELSEWHERE.get((name, what), scraped if name == "metrics" else served)
+    if name == "console" and method == b"POST":
+        path = b"/login"
+    target = {b"": path, b"absolute": b"http://127.0.0.1" + path}.get(target, target)
+    host = b"" if headers == b"-host" else b"Host: 127.0.0.1\r\n"
+    head = method + b" " + target + b" HTTP/" + version + b"\r\n" + host + headers.removeprefix(b"-host")
+    with door.connect() as sock:
+        sock.settimeout(SECONDS)
+        sock.sendall(head + b"Connection: close\r\nAuthorization: Bearer " + token.encode() + b"\r\n\r\n")
+        found, received = statuses(sock)
+    assert found == [wanted], received[:400]
+    assert b"\r\ndate: " in received.lower()
+    assert wanted != 405 or b"\r\nallow: " in received.lower()
+    assert wanted != 415 or b"accept-encoding: identity" in received
+    assert method != b"HEAD" or received.endswith(b"\r\n\r\n")
+
+
+# Tokens and names -----------------------------------------------------------------------------------------------------
+
+
+def test_wrong_tokens_of_others_keep_nobody_out_and_are_told_to_wait(door_named: Callable[[str], Door]) -> None:
+    door = door_named("console")
+    wrong = door.stages["wrong"].replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+    seen: list[int] = []
+    for _ in range(14):
+        with door.connect() as sock:
+            sock.settimeout(SECONDS)
+            sock.sendall(wrong)
+            found, received = statuses(sock)
+            seen += found
+            assert found != [429] or b"retry-after: 60" in received
+        door.good()
+    assert set(seen) <= {401, 429} and seen[-3:] == [429] * 3
+
+
+TWO_ADDRESSES = """
+import socket
+known = socket.getaddrinfo
+def getaddrinfo(host, *more, **named):
+    found = known("127.0.0.1", *more, **named)
+    if host != "localhost":
+        return known(host, *more, **named)
+    return found + [(*one[:4], ("127.0.0.2", one[4][1])) for one in found]
+socket.getaddrinfo = getaddrinfo
+"""
+"""A host on which `localhost` has two addresses."""
+
+
+@pytest.mark.parametrize("program", ["network", "query", "console", "pd-proxy", "serve"])
+def test_a_name_is_served_at_each_of_its_addresses_or_not_at_all(
+    sidecars: dict[str, Sidecar], tmp_path: Path, program: str
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(TWO_ADDRESSES)
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{SERVE_PATHS['PYTHONPATH']}"}
+    folder = sidecars["default"].path.parent
+    flags = {
+        "console": ["console", "--socket", str(sidecars["default"].observe_path), "--listen"],
+        "pd-proxy": ["pd-proxy", "--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:1", "--listen"],
+        "serve": ["serve", "--data", str(tmp_path / "kv"), "--dram", "16MiB", "--nvme", "off", "--http"],
+        "network": ["network", *beside(folder, None)[:-2], "--token-file", str(token_file(tmp_path)), "--listen"],
+        "query": ["network", *beside(folder, token_file(tmp_path)), "--http"],
+    }[program]  # fmt: skip
+    with socket.create_server(("127.0.0.2", 0)) as other:
+        port = other.getsockname()[1]
+        done = subprocess.run(
+            [sys.executable, "-m", "kvstore", *flags, f"localhost:{port}"],
+            capture_output=True, text=True, env=environment, timeout=120,
+        )  # fmt: skip
+        assert done.returncode == 2 and "cannot be listened on" in done.stderr and "127.0.0.2" in done.stderr, done
+        with pytest.raises(OSError):
+            socket.create_connection(("127.0.0.1", port), 5)
+    command = [sys.executable, "-m", "kvstore", *flags, f"localhost:{port}", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline()
+            for host in ("127.0.0.1", "127.0.0.2"):
+                socket.create_connection((host, port), SECONDS).close()
+        finally:
+            process.terminate()
