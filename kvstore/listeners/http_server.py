@@ -26,7 +26,7 @@ from urllib.parse import unquote
 import h11
 import msgspec
 
-from kvstore.listeners.places import Place, Places
+from kvstore.listeners.places import Place, TakenPlaces
 from tiering.clock import Clock
 from tiering.faults import RateLimitedLog
 
@@ -108,7 +108,7 @@ class HttpListener:
         """sockets: listening, closed by `serve`. context: for TLS, asked for each connection. error_body: what an
         answer says that refuses a request, as JSON."""
         self.app, self.limits, self.error_body = app, limits, error_body
-        self.places = Places(limits.connections, limits.body_bytes)
+        self.places = TakenPlaces(limits.connections, limits.body_bytes)
         self.faults = RateLimitedLog(_log, clock)
         self._sockets, self._context = sockets, context
         self._tasks: set[asyncio.Task[None]] = set()

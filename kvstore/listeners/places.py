@@ -27,7 +27,7 @@ class Place:
     held_bytes: int = 0
 
 
-class Places:
+class TakenPlaces:
     """The connections of a listener. Not thread-safe."""
 
     def __init__(self, most: int, most_bytes: int = 1 << 40) -> None:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import partial
 from urllib.parse import unquote
 
-from kvstore.listeners.places import Place, Places
+from kvstore.listeners.places import Place, TakenPlaces
 
 KEPT = 512
 """A quarter of what grpc lets in: the others are for those that come between two looks."""
@@ -26,7 +26,7 @@ class GrpcCallers:
     """`introduce` is for grpc's threads, `make_room` for one of the program's own."""
 
     def __init__(self, kept: int = KEPT) -> None:
-        self._places = Places(kept)
+        self._places = TakenPlaces(kept)
         self._by_peer: dict[Peer, Place] = {}
         self._leaving: list[Peer] = []
         self._named: dict[Peer, Hashable] = {}  # the last ones, also of connections not looked at yet

@@ -23,7 +23,7 @@ from kvstore.node import SystemClock
 from kvstore.protocol.status import LookupCounts
 from metrics.scraped import Scrape
 
-NEEDED = "fastapi", "uvicorn", "markdown_it"
+NEEDED = "fastapi", "h11", "markdown_it"
 pytestmark = [
     pytest.mark.skipif(
         CHROMIUM is None,
