@@ -82,9 +82,9 @@ class TakenPlaces:
         elif waiting:
             found = max(waiting, key=lambda one: counts[one.caller])  # `max` takes the first of equals
         else:
-            found = max(among, key=lambda one: counts[one.caller], default=None)
-            if found is None or 2 * counts[found.caller] <= self._most:
+            if not among or 2 * max(counts.values()) <= self._most:
                 return False
+            found = max(among, key=lambda one: counts[one.caller])
         self.leave(found)
         found.end()
         return True
