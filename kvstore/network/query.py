@@ -15,6 +15,7 @@ import ssl
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from hashlib import blake2b
 from typing import Annotated, Any
@@ -39,7 +40,7 @@ from kvstore.listeners.http_server import (
 )
 from kvstore.network.answers import check_blocks, hashed
 from kvstore.network.credentials import Rotated
-from kvstore.network.lanes import CallerLanes
+from kvstore.network.lanes import AtOnce, CallerLanes
 from kvstore.network.links import CallTime, OpenSpace, SidecarBusy, TenantLink
 from kvstore.network.services import DoorCall, DoorCaller, Scored, Scorer, spaces_of_model
 from kvstore.network.watch import StatusWatch
@@ -191,6 +192,7 @@ class QueryApp:
         self._pages, self._lanes = pages, lanes
         self._by_header, self._by_certificate = by_header, by_certificate
         self._bodies: Counter[DoorCaller] = Counter()
+        self._at_once = AtOnce(1)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """The ASGI interface."""
@@ -234,22 +236,18 @@ class QueryApp:
         loop = asyncio.get_running_loop()
         made: asyncio.Future[dict[str, Any]] = loop.create_future()
 
-        def tell(found: dict[str, Any] | BaseException) -> None:
+        def tell(done: Future[dict[str, Any]]) -> None:
             if made.done():  # its client is gone
                 return
-            if isinstance(found, BaseException):
-                made.set_exception(found)
+            if (error := done.exception()) is not None:
+                made.set_exception(error)
             else:
-                made.set_result(found)
+                made.set_result(done.result())
 
         def make() -> None:
-            found: dict[str, Any] | BaseException
-            try:
-                found = self._pages.answer(path, body, caller)
-            except BaseException as error:
-                found = error
+            done = self._at_once.submit(self._pages.answer, path, body, caller)
             with suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(tell, found)
+                loop.call_soon_threadsafe(tell, done)
 
         if not self._lanes.of(caller).submit(make):
             raise HttpRefused(429, "too many calls are in flight; ask again later", RETRY)
