@@ -73,12 +73,15 @@ ROOMS_IMPORT_ONLY = {
         "kvstore.protocol",
         "kvstore.client",
         "kvstore.config",
+        "kvstore.listeners",
         "kvstore.insight.models",
         "kvstore.insight.plan",
         "tiering.clock",
     ),
     # Engines by their HTTP API alone: whether there is a store behind them is theirs to know.
-    "kvstore.openai": ("kvstore.block", "kvstore.config"),
+    "kvstore.openai": ("kvstore.block", "kvstore.config", "kvstore.listeners", "tiering.clock"),
+    # Knows addresses, connections and HTTP, and nothing of what is served.
+    "kvstore.listeners": ("kvstore.block", "tiering.clock", "tiering.faults"),
     # Looks at what a sidecar and an engine are given, and imports no engine.
     "kvstore.doctor": (
         "kvstore.block",
@@ -97,6 +100,7 @@ ROOMS_IMPORT_ONLY = {
         "kvstore.protocol",
         "kvstore.client",
         "kvstore.config",
+        "kvstore.listeners",
         "kvstore.wire",
         "kvstore.courier",
         "kvstore.peers",
@@ -142,7 +146,6 @@ CLOSED_ROOMS = {
         "triton": (),
         "fastapi": ("kvstore/console/http_api.py",),
         "starlette": ("kvstore/console/http_api.py",),
-        "uvicorn": ("kvstore/console/serve.py", "kvstore/openai/serve.py"),
         "pydantic": (),
         "grpc": (
             "kvstore/network/grpc_server.py",
@@ -161,7 +164,7 @@ CLOSED_ROOMS = {
             "kvstore/wire/score_pb2.py",
             "kvstore/wire/peer_pb2.py",
         ),
-        "h11": ("kvstore/network/query.py",),
+        "h11": ("kvstore/listeners/http_server.py",),
         "cryptography": ("kvstore/peers/sealed.py",),
         "ucxx": ("kvstore/peers/ucx.py",),
         "valkey": ("kvstore/courier/directory.py",),

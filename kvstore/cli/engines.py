@@ -85,6 +85,7 @@ def pd_proxy(
     from kvstore.openai.proxy import ProxyLimits
     from kvstore.openai.serve import ProxyOptions, serve_proxy
     from kvstore.service.settings import host_and_port
+    from tiering.clock import SystemClock
 
     if legs not in [*Legs]:
         raise typer.BadParameter(f"--legs {legs[:40]!r}; allowed: {', '.join(Legs)}")
@@ -115,7 +116,7 @@ def pd_proxy(
     def told(line: str) -> None:
         say(f"kvstore: {line}", sys.stderr)
 
-    serve_proxy(options, address, lambda: secrets.token_hex(16), started, told)
+    serve_proxy(options, address, lambda: secrets.token_hex(16), SystemClock(), started, told)
     return OK
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import secrets
+import socket as socket_module
 import sys
 from dataclasses import replace
 from typing import Annotated, Any
@@ -202,6 +203,7 @@ def network(
         SystemClock(),
         secrets.token_bytes,
         ExchangedFile,
+        own_sockets_at,
         tokens,
         beat,
         lambda: keeper is None or os.getppid() == keeper,
@@ -271,6 +273,22 @@ def _secret_of(path: str | None) -> Any:
         return bytes
     file = ExchangedFile(path)
     return lambda: file.read().strip()
+
+
+def own_sockets_at(port: int) -> list[socket_module.socket]:
+    """Duplicates of this process's sockets at a port, for the caller to close."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                sock = socket_module.socket(fileno=os.dup(int(name)))
+                if sock.family in (socket_module.AF_INET, socket_module.AF_INET6) and sock.getsockname()[1] == port:
+                    found.append(sock)
+                else:
+                    sock.close()
+        except OSError:  # closed meanwhile, or no descriptor is left
+            pass
+    return found
 
 
 class ExchangedFile:

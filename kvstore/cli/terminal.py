@@ -20,9 +20,7 @@ from kvstore.block.errors import BadInput
 from kvstore.cli.standard_streams import say
 from kvstore.config import expanded
 
-EXTRA_OF = dict.fromkeys(
-    "typer rich lmdb fastapi starlette uvicorn httpx2 grpc grpc_health google h11".split(), "server"
-) | {
+EXTRA_OF = dict.fromkeys("typer rich lmdb fastapi starlette httpx2 grpc grpc_health google h11".split(), "server") | {
     "matplotlib": "plot",
     "torch": "hf",
     "transformers": "hf",

@@ -25,7 +25,8 @@ MOST_TENANTS = 1024
 MOST_LOGINS = 64
 """Of more logins, the oldest ends."""
 MOST_FAILURES, FAILURE_SECONDS = 10, 60.0
-"""After so many wrong tokens within this time, further ones are refused unread."""
+"""More wrong tokens within this time are answered late, and with 429. A right one is never kept waiting: it has 256
+bits, which nothing finds by trying."""
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -92,7 +93,7 @@ class Guard:
         self._clock = clock
         self._new_token = new_token
         self._logins: OrderedDict[str, tuple[float, ConsoleReader]] = OrderedDict()  # by cookie: end, reader
-        self._failures: deque[float] = deque(maxlen=MOST_FAILURES)
+        self._failures: deque[float] = deque(maxlen=MOST_FAILURES + 1)
 
     def change_tokens(self, tokens: ConsoleTokens) -> None:
         """Replace the tokens and end every login. Only for a guard that has tokens."""
@@ -135,20 +136,16 @@ class Guard:
     def log_out(self, cookie: str | None) -> None:
         self._logins.pop(_cookie_value(cookie or ""), None)
 
-    @property
-    def is_paused(self) -> bool:
-        """Whether too many wrong tokens came lately; then all are refused."""
-        is_full = len(self._failures) == MOST_FAILURES
-        return is_full and self._clock.monotonic_seconds() - self._failures[0] < FAILURE_SECONDS
+    def refused_for(self) -> float:
+        """Count a wrong token. Returns the seconds for which its sender should send none, if too many came lately."""
+        now = self._clock.monotonic_seconds()
+        self._failures.append(now)
+        is_full = len(self._failures) == self._failures.maxlen and now - self._failures[0] < FAILURE_SECONDS
+        return FAILURE_SECONDS if is_full else 0.0
 
     def _reader_of(self, given: str) -> ConsoleReader | None:
-        if self.is_paused:
-            return None
         found = [one for token, one in self._readers.items() if compare_digest(given.encode(), token.encode())]
-        if found:
-            return found[0]
-        self._failures.append(self._clock.monotonic_seconds())
-        return None
+        return found[0] if found else None
 
 
 def _readers(tokens: ConsoleTokens | None) -> dict[str, ConsoleReader]:

@@ -10,7 +10,7 @@ sidecar's process has none of it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any, TypeVar
@@ -57,6 +57,7 @@ from kvstore.console.planning import PlanAnswer, PlannedModel, PlanQuestion, mod
 from kvstore.console.rings import WINDOWS, RingWindow
 from kvstore.console.stream import Broadcast
 from kvstore.console.watch import SidecarWatch
+from kvstore.listeners.http_server import App, Message, Receive, Send, introduce
 from kvstore.protocol.status import ElsewhereStatus, NamespaceStatus, SidecarStatus
 from kvstore.protocol.told import PrefixFigures, RequestRecord
 
@@ -82,6 +83,8 @@ PAGES = ("/", "/misses", "/prefixes", "/tenants", "/moves", "/engines", "/reques
 HELP = "/help"
 """Explains all panels, reasons and alerts; has no numbers."""
 MOST_FORM_BYTES = 8192
+WRONG_SECONDS = 0.5
+"""How late a wrong token is answered to."""
 ACTIONS = {f"/api/operator/{what}": order for what, order in ORDERS.items()}
 """Served to POST if the console acts for an operator."""
 TENANT_PATHS = tuple(
@@ -97,10 +100,6 @@ OPEN_PATHS = ("/login", "/static/style.css", "/static/favicon.svg")
 """Served without a login."""
 
 A = TypeVar("A")
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 class ApiError(msgspec.Struct, frozen=True):
@@ -190,7 +189,7 @@ def make_app(
 
     @app.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> Response:
-        return _json(ApiError(str(error.detail)), error.status_code)
+        return _json(ApiError(str(error.detail)), error.status_code, error.headers)
 
     @app.exception_handler(RequestValidationError)
     async def not_understood(request: Request, error: RequestValidationError) -> Response:
@@ -212,10 +211,6 @@ class Gate:
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """The ASGI interface."""
-        if scope["type"] != "http":
-            if scope["type"] == "websocket":
-                await send({"type": "websocket.close", "code": 1008})
-            return
 
         async def sent(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -225,6 +220,8 @@ class Gate:
             await send(message)
 
         refusal = self._refusal(scope)
+        if refusal is not None and refusal.status_code == 429:
+            await asyncio.sleep(WRONG_SECONDS)
         app: App = self._app if refusal is None else refusal
         await app(scope, receive, sent)
 
@@ -244,13 +241,17 @@ class Gate:
         if reader is not None:
             if reader.tenant is not None and path.startswith("/api/") and path not in TENANT_PATHS:
                 return _json(ApiError(f"a tenant's token shows that tenant alone: {', '.join(TENANT_PATHS)}"), 403)
-            if scope["method"] not in ("GET", "HEAD") and path not in ("/login", "/logout", *self._actions):
-                return _json(ApiError("this changes nothing: ask with GET"), 405)
+            if scope["method"] != "GET" and path not in ("/login", "/logout", *self._actions):
+                return _json(ApiError("this changes nothing: ask with GET"), 405, {"allow": "GET, HEAD"})
             if path in self._actions and authorization is None and origin is None:
                 return _json(ApiError("an action is asked for with the token, or from a page of the console"), 403)
+            if path not in OPEN_PATHS:
+                introduce(scope, reader)
             scope[TENANT] = reader.tenant
             scope[WHO] = f"operator's {'login' if authorization is None else 'token'} at {(scope['client'] or '-')[0]}"
             return None
+        if authorization is not None and (seconds := self._guard.refused_for()):
+            return _too_many(seconds)
         if path in PAGES or path == HELP:
             return RedirectResponse("/login", 303)
         answer = _json(ApiError("give the token: Authorization: Bearer ..., or log in at /login"), 401)
@@ -424,7 +425,9 @@ def _add_actions(app: FastAPI, actions: OperatorActions) -> None:
 
 
 async def _body(request: Request, most: int) -> bytes | None:
-    """The whole body; None if it is too long."""
+    """The whole body; None if it is too long, and then unread if its length was given."""
+    if int(request.headers.get("content-length", "0")) > most:
+        return None
     body = bytearray()
     async for piece in request.stream():
         body += piece
@@ -445,34 +448,33 @@ def _add_pages(app: FastAPI, guard: Guard, static: Mapping[str, StaticFile]) -> 
         return _file(static["index.html"])
 
     for path in PAGES:
-        app.add_api_route(path, page, methods=["GET", "HEAD"], include_in_schema=False)
+        app.add_api_route(path, page, methods=["GET"], include_in_schema=False)
 
-    @app.api_route(HELP, methods=["GET", "HEAD"], include_in_schema=False)
+    @app.api_route(HELP, methods=["GET"], include_in_schema=False)
     async def help_(request: Request) -> Response:
         return _file(static["help.html"], request.headers.get("if-none-match"))
 
-    @app.api_route("/static/{name:path}", methods=["GET", "HEAD"], include_in_schema=False)
+    @app.api_route("/static/{name:path}", methods=["GET"], include_in_schema=False)
     async def static_file(request: Request, name: str) -> Response:
         if name not in static:
             raise HTTPException(404, "there is no such file")
         return _file(static[name], request.headers.get("if-none-match"))
 
-    @app.api_route("/login", methods=["GET", "HEAD"], include_in_schema=False)
+    @app.api_route("/login", methods=["GET"], include_in_schema=False)
     async def login_page() -> Response:
         return _file(login) if guard.has_token else RedirectResponse("/", 303)
 
     @app.post("/login", include_in_schema=False)
     async def log_in(request: Request) -> Response:
-        if guard.is_paused:
-            return _json(ApiError("too many wrong tokens came; wait a minute"), 429)
         body = await _body(request, MOST_FORM_BYTES)
         if body is None:
             return _json(ApiError(f"a form of more than {MOST_FORM_BYTES} bytes"), 413)
         given = parse_qs(body.decode("latin-1"), max_num_fields=8).get("token", [""])[0]
         name = guard.log_in(given)
         if name is None:
-            await asyncio.sleep(0.5)
-            return _file(wrong_token, status=403)
+            seconds = guard.refused_for()
+            await asyncio.sleep(WRONG_SECONDS)
+            return _too_many(seconds) if seconds else _file(wrong_token, status=403)
         answer = RedirectResponse("/", 303)
         answer.set_cookie(COOKIE, name, max_age=int(LOGIN_SECONDS), httponly=True, samesite="strict", path="/")
         return answer
@@ -538,8 +540,12 @@ def _content(text: str, schema: Any) -> dict[str, Any]:
     return {"description": text, "content": {"application/json": {"schema": schema}}}
 
 
-def _json(answer: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(answer), status, media_type="application/json")
+def _json(answer: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(answer), status, headers, media_type="application/json")
+
+
+def _too_many(seconds: float) -> Response:
+    return _json(ApiError("too many wrong tokens came; wait a minute"), 429, {"retry-after": f"{seconds:.0f}"})
 
 
 def _file(one: StaticFile, known: str | None = None, status: int = 200) -> Response:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import msgspec
-import uvicorn
 
 from kvstore.block.errors import BadInput
 from kvstore.console.access import ConsoleTokens, Guard
@@ -19,13 +17,12 @@ from kvstore.console.http_api import make_app
 from kvstore.console.operate import OperatorActions, OperatorVerbs
 from kvstore.console.stream import Broadcast
 from kvstore.console.watch import SidecarWatch
+from kvstore.listeners.addresses import listening_sockets
+from kvstore.listeners.http_server import HttpLimits, HttpListener
 from tiering.clock import Clock
 
 _log = logging.getLogger(__name__)
-MOST_CONNECTIONS = 128
-"""Further connections get a 503."""
-END_SECONDS = 1
-"""Streams do not end by themselves; a shutdown waits for them this long."""
+LIMITS = HttpLimits(connections=128)
 NO_RUN = "none"
 
 
@@ -57,7 +54,7 @@ def serve_console(
     if parts.operator is not None and tokens is None:
         raise BadInput("an operator's console drops and purges for who has its token; give --token-file")
     guard = Guard(host, tokens, parts.clock, parts.new_token)
-    listening = _listening(host, port)
+    sockets = listening_sockets(host, port, "--listen (console.listen)")
     watch = SidecarWatch(sidecar, parts.version, parts.clock, acts=parts.operator is not None)
     hub = Broadcast()
     actions = None
@@ -65,26 +62,12 @@ def serve_console(
         verbs, lines = parts.operator
         actions = OperatorActions(verbs, AuditLog(lines), parts.clock, parts.new_token)
     app = make_app(watch, guard, hub, parts.files, parts.version, actions)
-    config = uvicorn.Config(
-        app,
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-        lifespan="off",
-        ws="none",
-        server_header=False,
-        proxy_headers=False,
-        limit_concurrency=MOST_CONNECTIONS,
-        timeout_graceful_shutdown=END_SECONDS,
-    )
-    server = uvicorn.Server(config)
 
     async def run() -> None:
         loop = asyncio.get_running_loop()
+        listener = HttpListener(sockets, app, LIMITS, parts.clock)
         for number in (signal.SIGTERM, signal.SIGINT):
-            # The handler also has to be there before the server installs its own, and after, when uvicorn raises the
-            # signal again.
-            signal.signal(number, server.handle_exit)
+            loop.add_signal_handler(number, listener.end)
 
         def publish() -> None:
             one = watch.status()
@@ -92,7 +75,7 @@ def serve_console(
 
         def told() -> None:
             if not parts.is_wanted():
-                server.should_exit = True
+                loop.call_soon_threadsafe(listener.end)
             loop.call_soon_threadsafe(publish)
 
         def read_again() -> None:
@@ -106,18 +89,12 @@ def serve_console(
 
         loop.add_signal_handler(signal.SIGHUP, read_again)
         watch.start(told)
-        started(listening.getsockname()[1])
-        await server.serve([listening])
+        started(sockets[0].getsockname()[1])
+        await listener.serve()
 
     try:
         asyncio.run(run())
     finally:
         watch.close()
-        listening.close()
-
-
-def _listening(host: str, port: int) -> socket.socket:
-    try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except OSError as error:
-        raise BadInput(f"{host}:{port} cannot be listened on: {error.strerror}; give another --listen") from None
+        for one in sockets:
+            one.close()

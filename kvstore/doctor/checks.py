@@ -95,7 +95,7 @@ def _wanted(settings: Settings, has_engine: bool) -> dict[str, str]:
     if settings.store.policy == "adaptive":
         found["numba"] = "store.policy"
     if settings.console.listen is not None:
-        found |= dict.fromkeys(("fastapi", "uvicorn", "markdown-it-py"), "console.listen")
+        found |= dict.fromkeys(("fastapi", "h11", "markdown-it-py"), "console.listen")
     if settings.network.listen is not None or settings.remote.url is not None:
         network = ("grpcio", "grpcio-health-checking", "grpcio-reflection", "protobuf", "h11")
         found |= dict.fromkeys(network, "the network process")

@@ -31,7 +31,7 @@ GPU_SECONDS = 90.0
 DISTRIBUTION = "prefix-kvstore"
 PACKAGES = (
     *("msgspec", "xxhash", "numpy", "lmdb", "numba", "typer", "rich"),
-    *("fastapi", "uvicorn", "markdown-it-py", "h11", "httpx2"),
+    *("fastapi", "markdown-it-py", "h11", "httpx2"),
     *("grpcio", "grpcio-health-checking", "grpcio-reflection", "protobuf", "valkey", "cryptography"),
     *("torch", "triton", "transformers"),
 )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import selectors
 import socket
 import threading
@@ -20,11 +21,12 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from email.utils import formatdate
 from http import HTTPStatus
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from kvstore.block.errors import BadInput
+from kvstore.listeners.addresses import listening_sockets
 
 MAX_CONNECTIONS = 32
 """At a time."""
@@ -36,12 +38,13 @@ LINGER_SECONDS, LINGER_BYTES = 1.0, 64 << 10
 """How long, and how much, an answered client may go on sending: a connection that is closed with unread bytes loses the
 answer."""
 ACCEPTS_PER_SECOND, ACCEPT_BURST = 200.0, 200.0
-"""Limits on new connections: at these a flood takes a few hundredths of a processor, and delays no engine."""
-BACKLOG = 512
-"""Connections that may wait in the kernel, in order. A scraper among them waits `BACKLOG / ACCEPTS_PER_SECOND` seconds
-at most, which is less than its timeout."""
+"""Limits on new connections: at these a flood takes a few hundredths of a processor, and delays no engine. Of
+those that wait in the kernel, in order, a scraper waits `BACKLOG / ACCEPTS_PER_SECOND` seconds at most, which is less
+than its timeout."""
 LOOK_SECONDS = 0.25
 """How often late connections are looked for, while there are any."""
+METHODS = frozenset("GET HEAD POST PUT DELETE PATCH OPTIONS TRACE".split())
+"""Others are not known here: 501."""
 PLAIN, JSON = "text/plain; charset=utf-8", "application/json"
 
 _log = logging.getLogger(__name__)
@@ -103,15 +106,10 @@ class HttpServer:
         address cannot be had."""
         self._pages = pages
         self._seconds = seconds
-        try:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            self._socket = socket.create_server((host, port), family=family, backlog=BACKLOG)
-        except OSError as error:
-            raise BadInput(
-                f"{host}:{port} cannot be listened on: {error.strerror}; give another http.listen (--http)"
-            ) from None
-        self._socket.setblocking(False)
-        self.port: int = self._socket.getsockname()[1]
+        self._sockets = listening_sockets(host, port, "http.listen (--http)")
+        for one in self._sockets:
+            one.setblocking(False)
+        self.port: int = self._sockets[0].getsockname()[1]
         self._selector = selectors.DefaultSelector()
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
@@ -120,14 +118,14 @@ class HttpServer:
         self._made: deque[tuple[_HttpConnection, bool, Future[HttpAnswer]]] = deque()
         self._making = 0  # pages that the second thread has to make, also for clients that are gone
         self._accepts, self._accepts_at = ACCEPT_BURST, seconds()
-        self._is_accepting = True
+        self._is_accepting = False
         self._closing = False
         self._pool = ThreadPoolExecutor(1, "kv-http-page")
         self._thread = threading.Thread(target=self._serve, name="kv-http", daemon=True)
 
     def start(self) -> None:
         """Serve."""
-        self._selector.register(self._socket, selectors.EVENT_READ)
+        self._accept_from_now_on()
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._pool.submit(lambda: None)  # its thread is there from now on
         self._thread.start()
@@ -139,7 +137,7 @@ class HttpServer:
         if self._thread.is_alive():
             self._thread.join(seconds)
         self._pool.shutdown(wait=False, cancel_futures=True)
-        for one in (self._socket, self._woken, self._waker):
+        for one in (*self._sockets, self._woken, self._waker):
             one.close()
 
     # The loop ------------------------------------------------------------------------------------------------------
@@ -148,8 +146,8 @@ class HttpServer:
         while not self._closing:
             is_idle = not self._connections and self._is_accepting
             for key, _ in self._selector.select(None if is_idle else LOOK_SECONDS):
-                if key.fileobj is self._socket:
-                    self._accept()
+                if key.fileobj in self._sockets:
+                    self._accept(key.fileobj)
                 elif key.fileobj is self._woken:
                     self._deliver()
                 else:
@@ -164,18 +162,22 @@ class HttpServer:
         self._accepts = min(ACCEPT_BURST, self._accepts + (now - self._accepts_at) * ACCEPTS_PER_SECOND)
         self._accepts_at = now
         if not self._is_accepting and self._accepts >= 1:
-            self._selector.register(self._socket, selectors.EVENT_READ)
-            self._is_accepting = True
+            self._accept_from_now_on()
         for connection in [one for one in self._connections if one.ends_at < now]:
             self._close(connection)
 
-    def _accept(self) -> None:
+    def _accept_from_now_on(self) -> None:
+        for one in self._sockets:
+            self._selector.register(one, selectors.EVENT_READ)
+        self._is_accepting = True
+
+    def _accept(self, listening: socket.socket) -> None:
         if self._accepts < 1:
             self._pause_accept()
             return
         self._accepts -= 1
         try:
-            sock, _ = self._socket.accept()
+            sock, _ = listening.accept()
         except BlockingIOError:  # gone again
             return
         except OSError:  # no descriptors left: the next one is let in later
@@ -192,7 +194,8 @@ class HttpServer:
 
     def _pause_accept(self) -> None:
         if self._is_accepting:
-            self._selector.unregister(self._socket)
+            for one in self._sockets:
+                self._selector.unregister(one)
             self._is_accepting = False
 
     def _exchange(self, connection: _HttpConnection) -> None:
@@ -223,8 +226,9 @@ class HttpServer:
         connection.asked = True
         self._selector.modify(connection.socket, 0x0 or selectors.EVENT_WRITE, connection)
         if not end:
-            text = f"a request of more than {MAX_REQUEST_BYTES} bytes"
-            self._answer(connection, in_one_line(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, text))
+            text, is_line = f"a request of more than {MAX_REQUEST_BYTES} bytes", b"\n" not in connection.read
+            status = HTTPStatus.REQUEST_URI_TOO_LONG if is_line else HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
+            self._answer(connection, in_one_line(status, text))
             return
         self._take(connection, head)
 
@@ -279,6 +283,7 @@ class HttpServer:
             f"Content-Type: {answer.content_type}",
             f"Content-Length: {len(answer.body)}",
             "Cache-Control: no-store",
+            f"Date: {formatdate(usegmt=True)}",
             "Connection: close",
             *(f"{name}: {value}" for name, value in answer.headers),
         ]
@@ -319,8 +324,12 @@ def parsed(head: bytes) -> tuple[str, HttpRequest | None, HttpAnswer | None]:
     """The method and request of a head (lines end with a line feed alone), or why it is refused."""
     line, *fields = head.decode("latin-1").split("\n")
     method, *rest = line.split(" ")
-    if len(rest) != 2 or not rest[1].startswith("HTTP/1.") or not (rest[0].startswith(("/", "http://", "https://"))):
+    if len(rest) != 2 or not re.fullmatch(r"HTTP/\d\.\d", rest[1]):
         return "", None, in_one_line(HTTPStatus.BAD_REQUEST, "not an HTTP/1 request; ask GET /livez, for one")
+    if not rest[1].startswith("HTTP/1."):
+        return "", None, in_one_line(HTTPStatus.HTTP_VERSION_NOT_SUPPORTED, "only HTTP/1.1 is served")
+    if method not in METHODS:
+        return "", None, in_one_line(HTTPStatus.NOT_IMPLEMENTED, "there is no such method here")
     if method not in ("GET", "HEAD"):
         text = "only GET and HEAD are served"
         return "", None, in_one_line(HTTPStatus.METHOD_NOT_ALLOWED, text, ("Allow", "GET, HEAD"))
@@ -329,7 +338,13 @@ def parsed(head: bytes) -> tuple[str, HttpRequest | None, HttpAnswer | None]:
         name, colon, value = one.partition(":")
         if not colon or not name or name != name.strip():
             return "", None, in_one_line(HTTPStatus.BAD_REQUEST, "a header that is none; give NAME: VALUE")
+        if name.lower() == "host" and "host" in headers:
+            return "", None, in_one_line(HTTPStatus.BAD_REQUEST, "two headers Host; give one")
         headers.setdefault(name.lower(), value.strip())
+    if "host" not in headers and rest[1] != "HTTP/1.0":
+        return "", None, in_one_line(HTTPStatus.BAD_REQUEST, "the header Host is missing")
+    if not rest[0].startswith(("/", "http://", "https://")):
+        return "", None, in_one_line(HTTPStatus.BAD_REQUEST, "a target that is no path")
     try:
         path = urlsplit(rest[0]).path
     except ValueError:

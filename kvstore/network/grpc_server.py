@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2
 
 from kvstore.block.errors import BadInput, StoreError
 from kvstore.client.framing import TimedOut
+from kvstore.network.callers import KEPT, GrpcCallers
 from kvstore.network.credentials import Rotated, Tokens, caller_of_uris, node_of_uris
 from kvstore.network.lanes import AtOnce, CallerLanes, Delayed, Lane
 from kvstore.network.links import CallTime, SidecarBusy, TenantLink
@@ -32,7 +33,7 @@ from tiering.clock import Clock
 MOST_DEADLINE_SECONDS, ROUNDED_SECONDS = 3600.0, 180.0
 """Clients round deadlines up, and may repeat an earlier deadline that was slightly longer."""
 MOST_TEXT = 1000
-MOST_CONNECTIONS = 1024
+MOST_CONNECTIONS = 4 * KEPT
 OPTIONS = [
     ("grpc.so_reuseport", 0),  # a second server gets an error for the port, instead of sharing its connections
     ("grpc.max_receive_message_length", 4 << 20),
@@ -116,6 +117,7 @@ class GrpcDoor:
         self._identify = identify
         self._lanes = lanes
         self._clock = clock
+        self.callers = GrpcCallers()
         self._is_draining = False
         self._nodes: Callable[[Any], bytes | None] | None = None
         self._peer_lanes: dict[bool, Lane] = {}  # by whether it is for pulls
@@ -214,6 +216,7 @@ class GrpcDoor:
         caller = self._identify(context)
         if caller is None:
             raise Refused(grpc.StatusCode.UNAUTHENTICATED, "unknown credential")
+        self.callers.introduce(context.peer(), caller)
         is_operator = caller.tenant is None
         if is_operator != (service == ADMIN) and service not in REFLECTIONS:
             whose = "a tenant's" if is_operator else "the operator's"
@@ -229,6 +232,7 @@ class GrpcDoor:
         node = self._nodes(context)
         if node is None:
             raise Refused(grpc.StatusCode.UNAUTHENTICATED, f"{PEER} needs the certificate of a node")
+        self.callers.introduce(context.peer(), node)
         return PeerCall(node, self._time(context))
 
     def _time(self, context: Any) -> CallTime:

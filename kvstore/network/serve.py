@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any, Protocol
 
 from kvstore.block.errors import BadInput
 from kvstore.config import is_loopback
+from kvstore.listeners.addresses import numeric_hosts
 from kvstore.network.credentials import Certificates, Rotated, SourceFile, Tokens, caller_of_uris, server_context
 from kvstore.network.grpc_server import (
     HEALTH,
@@ -26,7 +28,7 @@ from kvstore.network.grpc_server import (
 )
 from kvstore.network.lanes import CallerLanes
 from kvstore.network.links import TenantLink
-from kvstore.network.query import QueryPages, QueryServer
+from kvstore.network.query import QueryApp, QueryPages, QueryServer
 from kvstore.network.services import DoorCaller, Others, Scorer
 from kvstore.network.unix_address import UnixAddress
 from kvstore.network.watch import StatusWatch
@@ -82,11 +84,13 @@ class NetworkParts:
     """The process's dependencies. tokens: parses a token file's text; the name is for messages. beat: writes the
     heartbeat. is_wanted: whether the parent process still runs. reflection: of these services, if it is to be served.
     courier: built from the files of the certificate, its key and the CA, if there are some; None if nothing is
-    elsewhere. only_checks: return before anything is served."""
+    elsewhere. only_checks: return before anything is served. sockets_at: duplicates of the process's own sockets at a
+    port."""
 
     clock: Clock
     new_token: Callable[[int], bytes]
     file: Callable[[str], SourceFile]
+    sockets_at: Callable[[int], list[socket.socket]]
     tokens: Callable[[bytes, str], Mapping[str, DoorCaller]]
     beat: Callable[[], None] = lambda: None
     is_wanted: Callable[[], bool] = lambda: True
@@ -140,6 +144,7 @@ def serve_network(
             stack.callback(courier.close)
             if courier.service is not None:
                 door.serve_peers(courier.service, node_by_certificate if configurations is not None else _any_process)
+        port = 0
         if isinstance(options.listen, str):
             address = UnixAddress(options.listen.removeprefix(UNIX))
             stack.callback(address.close)
@@ -147,13 +152,14 @@ def serve_network(
             where = options.listen
         else:
             host, port = options.listen
-            shown_host = f"[{host}]" if ":" in host else host
-            where = f"{shown_host}:{door.bind(f'{shown_host}:{port}', configurations)}"
+            for one in numeric_hosts(host, port, "--listen (network.listen)"):  # grpc takes a name that it has in part
+                port = door.bind(f"[{one}]:{port}" if ":" in one else f"{one}:{port}", configurations)
+            where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         http = None
         if options.http is not None:
             header = None if contexts is not None else lambda given: _given(tokens).now().caller(given)
-            pages = QueryPages(links, scorer, watch, clock)
-            http = QueryServer(options.http, pages, lanes, header, caller_of_uris, contexts)
+            app = QueryApp(QueryPages(links, scorer, watch, clock), lanes, header, caller_of_uris)
+            http = QueryServer(options.http, app, contexts, clock)
             stack.callback(lambda: http.close(END_SECONDS))
         watch.start()
         stack.callback(watch.close)
@@ -166,7 +172,8 @@ def serve_network(
         while not ends.is_set() and parts.is_wanted():
             parts.beat()
             door.give_up_late()
-            ends.wait(LOOK_SECONDS)
+            is_crowded = port != 0 and door.callers.make_room(parts.sockets_at(port))
+            ends.wait(LOOK_SECONDS / 10 if is_crowded else LOOK_SECONDS)
 
 
 def _serve_courier(

@@ -13,13 +13,13 @@ An example, not a load balancer: one process, no queue, no other retries.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, MutableMapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 from msgspec import Raw
 
+from kvstore.listeners.http_server import Message, Receive, Send, introduce
 from kvstore.openai.api import (
     DONE,
     MOST_BODY_BYTES,
@@ -39,10 +39,6 @@ PATHS = ("/v1/completions", "/v1/chat/completions")
 MOST_ID = 128
 BUSY = (429, 503)
 """Answers of an engine that did not take the request."""
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +127,6 @@ class PdProxy:
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """The ASGI interface."""
-        if scope["type"] != "http":
-            if scope["type"] == "websocket":
-                await send({"type": "websocket.close", "code": 1008})
-            return
         exchange = self._exchange(scope, send)
         try:
             await self._routed(scope, receive, exchange)
@@ -159,18 +151,21 @@ class PdProxy:
     async def _routed(self, scope: Message, receive: Receive, exchange: Exchange) -> None:
         path, method = scope["path"], scope["method"]
         if path in PATHS and method == "POST":
+            content = await self._content(scope, receive)  # a request counts once it is whole
             if self._under_way >= self._limits.requests:
                 raise ApiRefusal(503, f"{self._under_way} requests are under way; try again in a moment")
+            introduce(scope, (scope["client"] or ("",))[0])
             self._under_way += 1
             try:
-                await self._served(scope, receive, exchange)
+                await self._served(content, receive, exchange)
             finally:
                 self._under_way -= 1
-        elif path == "/health" and method in ("GET", "HEAD"):
+        elif path == "/health" and method == "GET":
             await self._health(exchange)
         elif path == "/v1/models" and method == "GET":
             await self._models(exchange)
         elif path in (*PATHS, "/health", "/v1/models"):
+            exchange.told["allow"] = "POST" if path in PATHS else "GET, HEAD"
             raise ApiRefusal(405, f"{method} {path} is not there; POST to {' or '.join(PATHS)}")
         else:
             raise ApiRefusal(404, f"there is no such path; POST to {' or '.join(PATHS)}")
@@ -196,8 +191,7 @@ class PdProxy:
 
     # A request -------------------------------------------------------------------------------------------------------
 
-    async def _served(self, scope: Message, receive: Receive, exchange: Exchange) -> None:
-        content = await self._content(scope, receive)
+    async def _served(self, content: bytes, receive: Receive, exchange: Exchange) -> None:
         body = read_body(content, self._passed)
         answering = asyncio.create_task(self._answered(body, content, exchange))
         leaving = asyncio.create_task(_left(receive))

@@ -1,30 +1,22 @@
-"""Runs `kvstore pd-proxy`: engines, the application, and a uvicorn server.
-
-uvicorn lacks a bound that is added here: a connection is closed if no complete request head arrives in time, and at
-once if too many are open.
-"""
+"""Runs `kvstore pd-proxy`: engines, the application, and its listener."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import signal
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
-
-from kvstore.block.errors import BadInput
-from kvstore.openai.api import Legs
+from kvstore.listeners.addresses import listening_sockets
+from kvstore.listeners.http_server import HttpLimits, HttpListener
+from kvstore.openai.api import Legs, error_body
 from kvstore.openai.fleet import Fleet, ProxiedEngine
 from kvstore.openai.proxy import PdProxy, ProxyLimits
+from tiering.clock import Clock
 
-MOST_CONNECTIONS = 1024
-HEAD_SECONDS = 15.0
-END_SECONDS = 10
+MOST_CONNECTIONS, MOST_UNFINISHED_BYTES = 1024, 1 << 30
+HEAD_SECONDS, BODY_SECONDS = 15.0, 60.0
+END_SECONDS = 10.0
 """Time for open streams after SIGTERM."""
 
 
@@ -49,18 +41,14 @@ def serve_proxy(
     options: ProxyOptions,
     address: tuple[str, int],
     new_id: Callable[[], str],
+    clock: Clock,
     started: Callable[[int], None],
     say: Callable[[str], None],
 ) -> None:
     """Serve until SIGTERM or SIGINT. started: called with the port once it listens. say: gets messages about engines.
     Raises `BadInput`."""
     host, port = address
-    try:
-        listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except OSError as error:
-        raise BadInput(f"{host}:{port} cannot be listened on: {error.strerror}; give another --listen") from None
-
-    logging.getLogger("uvicorn.error").addFilter(_FewLines())
+    sockets = listening_sockets(host, port, "--listen")
 
     async def run() -> None:
         scores: Sequence[str | None] = options.scores or [None] * len(options.decodes)
@@ -73,28 +61,21 @@ def serve_proxy(
         app = PdProxy(
             fleet, options.legs, new_id, prefiller=options.prefiller, limits=options.limits, passed=options.passed
         )
-        server = uvicorn.Server(
-            uvicorn.Config(
-                app,
-                http=_BoundedProtocol,
-                log_config=None,
-                log_level="warning",
-                access_log=False,
-                lifespan="off",
-                ws="none",
-                server_header=False,
-                proxy_headers=False,
-                timeout_graceful_shutdown=END_SECONDS,
-            )
+        limits = HttpLimits(
+            MOST_CONNECTIONS,
+            HEAD_SECONDS,
+            BODY_SECONDS,
+            idle_seconds=HEAD_SECONDS,
+            end_seconds=END_SECONDS,
+            body_bytes=MOST_UNFINISHED_BYTES,
         )
+        listener = HttpListener(sockets, app, limits, clock, error_body=error_body)
         for number in (signal.SIGTERM, signal.SIGINT):
-            # The handler also has to be there before the server installs its own, and after, when uvicorn raises the
-            # signal again.
-            signal.signal(number, server.handle_exit)
+            asyncio.get_running_loop().add_signal_handler(number, listener.end)
         watching = asyncio.create_task(fleet.watch())
         try:
-            started(listening.getsockname()[1])
-            await server.serve([listening])
+            started(sockets[0].getsockname()[1])
+            await listener.serve()
         finally:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
@@ -104,42 +85,5 @@ def serve_proxy(
     try:
         asyncio.run(run())
     finally:
-        listening.close()
-
-
-class _FewLines(logging.Filter):
-    """Lets one line per second through: clients can make the server warn."""
-
-    _last = 0.0
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        is_due = record.created - self._last >= 1.0
-        self._last = record.created if is_due else self._last
-        return is_due
-
-
-class _BoundedProtocol(H11Protocol):
-    """Closes connections that send no request."""
-
-    _late: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: Any) -> None:
-        """Close it at once if there are too many, else start the timer."""
-        super().connection_made(transport)
-        if len(self.connections) > MOST_CONNECTIONS:
-            transport.abort()
-        else:
-            self._late = self.loop.call_later(HEAD_SECONDS, self._look, transport, None)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self._late is not None:
-            self._late.cancel()
-        super().connection_lost(exc)
-
-    def _look(self, transport: Any, last: object) -> None:
-        """Close a connection that answered nothing since the last look. last: the request that was last then."""
-        is_idle = self.cycle is None or self.cycle.response_complete
-        if is_idle and self.cycle is last:
-            transport.abort()
-        else:
-            self._late = self.loop.call_later(HEAD_SECONDS, self._look, transport, self.cycle if is_idle else self)
+        for one in sockets:
+            one.close()

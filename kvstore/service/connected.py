@@ -151,9 +151,13 @@ class ConnectedClients:
         _, user, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
         most = self.most(listener)
         if len(self._like(listener)) >= most:
-            nameless = [one for one in self._like(listener) if one.caller is None]
-            if nameless:  # connections before their hello make room first
-                self.disconnect(min(nameless, key=lambda one: one.heard_at))
+            # Connections before their hello make room first; then, at a socket of no tenant, where a connection holds
+            # nothing, those with no request under way.
+            there = self._like(listener)
+            idle = [one for one in there if listener.admin is not None and not one.in_flight and not one.unsent]
+            silent = [one for one in there if one.caller is None] or idle
+            if silent:
+                self.disconnect(min(silent, key=lambda one: one.heard_at))
         refusal, why = None, Refusal.FULL
         if listener.users is not None and user not in listener.users:
             why, text = Refusal.USER, f"user {user} may not use this socket; name it in its `users`, or use another one"

@@ -398,13 +398,13 @@ def test_other_tokens_end_every_login() -> None:
     assert one.reader("Bearer a-token-of-the-teams", None) == ConsoleReader("team")
 
 
-def test_who_tries_tokens_has_to_wait() -> None:
+def test_who_tries_tokens_has_to_wait_and_who_has_one_has_not() -> None:
     clock = _Clock()
     one = guard(token=TOKEN, clock=clock)
-    assert [one.log_in(f"wrong {number}") for number in range(MOST_FAILURES)] == [None] * MOST_FAILURES
-    assert one.is_paused and one.log_in(TOKEN) is None
+    assert [one.refused_for() for _ in range(MOST_FAILURES)] == [0.0] * MOST_FAILURES
+    assert one.refused_for() == FAILURE_SECONDS and one.reader(f"Bearer {TOKEN}", None) == ConsoleReader()
     clock.now += FAILURE_SECONDS + 1
-    assert one.log_in(TOKEN) is not None
+    assert one.refused_for() == 0.0 and one.log_in(TOKEN) is not None
 
 
 @pytest.mark.parametrize("text", ["", "short", "two words of a long enough line", "x" * 5000, "tokén" * 5])

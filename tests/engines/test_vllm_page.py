@@ -29,7 +29,7 @@ from kvstore.node import SystemClock
 from metrics.scraped import Scrape
 from waiting import wait_until
 
-NEEDED = "fastapi", "uvicorn", "markdown_it"
+NEEDED = "fastapi", "h11", "markdown_it"
 pytestmark = [
     pytest.mark.skipif(
         CHROMIUM is None,

@@ -96,27 +96,31 @@ def test_a_page_is_given_and_the_connection_ends(server: HttpServer) -> None:
 
 def test_head_is_answered_without_a_body(server: HttpServer) -> None:
     for path in (b"/fast", b"/slow"):
-        answer = said(server, b"HEAD %b HTTP/1.1\r\n\r\n" % path)
+        answer = said(server, b"HEAD %b HTTP/1.1\r\nHost: a\r\n\r\n" % path)
         assert answer.endswith(b"\r\n\r\n") and b"\r\nContent-Length: 4\r\n" in answer
 
 
 @pytest.mark.parametrize(
     ("raw", "wanted"),
     [
-        (b"GET /none HTTP/1.1\r\n\r\n", 404),
-        (b"POST /fast HTTP/1.1\r\nContent-Length: 3\r\n\r\nabc", 405),
-        (b"DELETE /fast HTTP/1.1\r\n\r\n", 405),
-        (b"get /fast HTTP/1.1\r\n\r\n", 405),
+        (b"GET /none HTTP/1.1\r\nHost: a\r\n\r\n", 404),
+        (b"POST /fast HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\n\r\nabc", 405),
+        (b"DELETE /fast HTTP/1.1\r\nHost: a\r\n\r\n", 405),
+        (b"get /fast HTTP/1.1\r\nHost: a\r\n\r\n", 501),
+        (b"BREW /fast HTTP/1.1\r\nHost: a\r\n\r\n", 501),
+        (b"OPTIONS /fast HTTP/1.1\r\nHost: a\r\n\r\n", 405),
+        (b"GET /fast HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400),
+        (b"GET /fast HTTP/1.1\r\nName: value\r\n\r\n", 400),
         (b"GET /fast\r\n\r\n", 400),
-        (b"GET  /fast HTTP/1.1\r\n\r\n", 400),
-        (b"GET fast HTTP/1.1\r\n\r\n", 400),
-        (b"GET http://[ HTTP/1.1\r\n\r\n", 400),
-        (b"GET /fast HTTP/2.0\r\n\r\n", 400),
+        (b"GET  /fast HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+        (b"GET fast HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+        (b"GET http://[ HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+        (b"GET /fast HTTP/2.0\r\n\r\n", 505),
         (b"GET /fast HTTP/1.1\r\nno header\r\n\r\n", 400),
         (b"GET /fast HTTP/1.1\r\nName : value\r\n\r\n", 400),
         (b"\r\n\r\n", 400),
         (b"\x16\x03\x01\x02\x00\x01\x00\n\n", 400),
-        (b"GET /" + b"a" * MAX_REQUEST_BYTES + b" HTTP/1.1\r\n\r\n", 431),
+        (b"GET /" + b"a" * MAX_REQUEST_BYTES + b" HTTP/1.1\r\nHost: a\r\n\r\n", 414),
         (b"GET /fast HTTP/1.1\r\n" + b"Name: value\r\n" * 1000 + b"\r\n", 431),
     ],
 )
@@ -156,7 +160,7 @@ def test_a_page_that_takes_long_keeps_no_other_client_waiting() -> None:
         return HttpAnswer(HTTPStatus.OK, b"slow")
 
     with serving(slow) as server, connected(server) as sock:
-        sock.sendall(b"GET /slow HTTP/1.1\r\n\r\n")
+        sock.sendall(b"GET /slow HTTP/1.1\r\nHost: a\r\n\r\n")
         assert is_asked.wait(20)
         assert [status(server) for _ in range(5)] == [200] * 5
         may_answer.set()
@@ -185,13 +189,13 @@ def test_a_client_that_reads_no_answer_keeps_no_other_waiting(server: HttpServer
     with ExitStack() as stack:
         for _ in range(2 * MAX_CONNECTIONS):
             sock = stack.enter_context(connected(server))
-            sock.sendall(b"GET /large HTTP/1.1\r\n\r\n")
+            sock.sendall(b"GET /large HTTP/1.1\r\nHost: a\r\n\r\n")
         assert [status(server) for _ in range(5)] == [200] * 5
         assert len(server._connections) <= MAX_CONNECTIONS
 
 
 def test_a_large_answer_arrives_whole(server: HttpServer) -> None:
-    assert said(server, b"GET /large HTTP/1.1\r\n\r\n").endswith(b"\r\n\r\n" + LARGE)
+    assert said(server, b"GET /large HTTP/1.1\r\nHost: a\r\n\r\n").endswith(b"\r\n\r\n" + LARGE)
 
 
 def test_a_client_that_sends_a_byte_now_and_then_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,6 +246,6 @@ def test_an_address_that_is_taken_is_said_in_one_line(server: HttpServer) -> Non
 
 
 def test_a_header_that_comes_twice_counts_once() -> None:
-    method, request, refused = parsed(b"GET /a?b HTTP/1.1\nAuthorization: one\nauthorization: two")
+    method, request, refused = parsed(b"GET /a?b HTTP/1.1\nHost: a\nAuthorization: one\nauthorization: two")
     assert refused is None and method == "GET"
     assert request == HttpRequest("/a", {"authorization": "one"})

@@ -1,0 +1,1 @@
+"""Listeners that other processes and hosts reach: addresses, places, HTTP."""
