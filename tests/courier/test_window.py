@@ -15,8 +15,8 @@ from kvstore.courier.window import ReservedWindow
 from kvstore.node import SystemClock
 from kvstore.protocol import messages as m
 from service.sidecar import Sidecar
+from tiering.errors import TierError
 from tiering.frame import HEADER_BYTES
-from tiering.tier import TierError
 from torture.peer import Peer, packed_namespace
 
 
