@@ -335,8 +335,8 @@ def _add_api(app: FastAPI, watch: SidecarWatch, hub: Broadcast) -> None:
     async def whatif(request: Request) -> Response:
         return _json(whatif_of(known(request), watch.window("1h").sums))
 
-    @app.get("/api/request", summary="What is known of a request of an engine, by the beginning of its name")
-    def one_request(request: Request, id: str = Query(min_length=1, max_length=256)) -> Response:
+    @app.get("/api/request", summary="The last requests of engines, or those whose names begin with id")
+    def one_request(request: Request, id: str = Query("", max_length=256)) -> Response:
         found = asked(lambda: watch.why(id, request.scope[TENANT] or ""))
         return _json(RequestAnswer(found.found, found.kept))
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import msgspec
 
+from kvstore.block.errors import BadInput
 from kvstore.config import parse_size
-from kvstore.insight.models import MODELS, model_named
+from kvstore.insight.models import MODELS, ModelKv, model_named
 from kvstore.insight.plan import PlanRequest, plan
 from kvstore.protocol.status import SidecarStatus
 
@@ -38,7 +39,7 @@ class PlanSection(msgspec.Struct, frozen=True):
 
 class PlanAnswer(msgspec.Struct, frozen=True):
     """`/api/plan`. dram, nvme, new_tokens_per_second: the inputs used. is_measured: new_tokens_per_second is this
-    sidecar's present load, not a guess. refusals: what of the model this store does not keep."""
+    sidecar's present load of that model, not a guess. refusals: what of the model this store does not keep."""
 
     model: str
     source: str
@@ -77,13 +78,15 @@ def models_of_table() -> list[PlannedModel]:
 def planned(asked: PlanQuestion, facts: SidecarStatus | None) -> PlanAnswer:
     """facts: the sidecar's, None before its first answer. Raises `BadInput`."""
     dram, nvme = (_size(given, name, facts) for given, name in ((asked.dram, "dram"), (asked.nvme, "nvme")))
-    measured = _new_tokens(facts)
+    model = model_named(asked.model)
+    load = _new_tokens(facts)
+    measured = load if _serves_only(model, facts) else None
     new_tokens = asked.new_tokens_per_second
     is_measured = new_tokens is None and measured is not None
     if new_tokens is None:
         new_tokens = measured or 0.0
     request = PlanRequest(
-        model=model_named(asked.model),
+        model=model,
         context_tokens=asked.context_tokens,
         users=asked.users,
         tensor_parallel=asked.tensor_parallel,
@@ -96,6 +99,9 @@ def planned(asked: PlanQuestion, facts: SidecarStatus | None) -> PlanAnswer:
         new_tokens_per_second=new_tokens,
     )
     found = plan(request)
+    notes = list(found.notes)
+    if new_tokens == 0 and load:
+        notes.append(f"this sidecar sees {load:,.0f} new tokens a second of another model: give those of {model.name}")
     sections = [
         PlanSection(heading, [PlanFigure(one.words, one.value, one.unit, one.formula) for one in figures])
         for heading, figures in found.sections
@@ -109,7 +115,7 @@ def planned(asked: PlanQuestion, facts: SidecarStatus | None) -> PlanAnswer:
         new_tokens,
         is_measured,
         list(found.refusals),
-        list(found.notes),
+        notes,
         sections,
     )
 
@@ -119,6 +125,15 @@ def _size(given: str, tier: str, facts: SidecarStatus | None) -> int:
         return parse_size(given, tier)
     tiers = facts.tiers if facts is not None else []
     return next((one.budget_bytes for one in tiers if one.name == tier), 0)
+
+
+def _serves_only(model: ModelKv, facts: SidecarStatus | None) -> bool:
+    """A rate of other models' tokens says nothing of this one's bytes."""
+    asked = [one.name for one in facts.namespaces if one.looked.asked_tokens] if facts is not None else []
+    try:
+        return bool(asked) and all(model_named(one) is model for one in asked)
+    except BadInput:
+        return False
 
 
 def _new_tokens(facts: SidecarStatus | None) -> float | None:

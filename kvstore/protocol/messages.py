@@ -308,8 +308,8 @@ class Record(msgspec.Struct, array_like=True, frozen=True, tag="record"):
 
 
 class Why(msgspec.Struct, array_like=True, frozen=True, tag="why"):
-    """Admin: what is known of a request of an engine, by its name there or the beginning of it. tenant: search this one
-    only, by its shown name; "" for all."""
+    """Admin: what is known of a request of an engine, by its name there or the beginning of it ("": the last
+    ones). tenant: search this one only, by its shown name; "" for all."""
 
     request: Annotated[str, Meta(max_length=MAX_REQUEST_CHARACTERS)]
     tenant: Annotated[str, Meta(max_length=MAX_NAME)] = ""

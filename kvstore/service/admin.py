@@ -204,8 +204,8 @@ class Admin:
     # Requests ------------------------------------------------------------------------------------------------------
 
     def _why(self, verb: m.Why) -> m.WhyReply:
-        if self._told is None or not verb.request:
-            raise BadInput("give the name that the engine has for the request, or its beginning")
+        if self._told is None:
+            raise BadInput("this sidecar keeps no requests")
         return self._told.why(verb.request, self._shown(verb.tenant), self._model)
 
     def _shown(self, wanted: str) -> dict[bytes, str]:

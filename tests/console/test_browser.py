@@ -100,6 +100,28 @@ def test_the_bar_has_the_tokens_of_the_api_and_the_sidecar(
     assert browser.value(reasons) == looked.miss_tokens
 
 
+def test_a_reason_looks_the_same_whatever_its_rank(browser: Browser, served: tuple[Sidecar, RunningConsole]) -> None:
+    _, shown = served
+    browser.looks(1280, 900, "light")
+    browser.open(f"{shown.url}misses")
+    looks = (
+        "window.seen = null; import('/static/charts.js').then(({{ bar, piecesOf }}) => {{"
+        " const one = bar(piecesOf({{}}, {misses}, 0, 10000), 10000, '');"
+        " document.querySelector('main').append(one);"
+        " const drawn = (li) => getComputedStyle(li.querySelector('i'));"
+        " window.seen = Object.fromEntries([...one.querySelectorAll('[data-piece]')]"
+        ".map(li => [li.dataset.piece, drawn(li).backgroundColor + drawn(li).backgroundImage])); }}); 0"
+    )
+    seen = []
+    for misses in ("absent: 5000, partial_block: 4000, corrupt: 1000", "corrupt: 1, partial_block: 9000, absent: 999"):
+        browser.value(looks.format(misses=f"{{{misses}}}"))
+        browser.until("window.seen")
+        seen.append(browser.value("window.seen"))
+    assert seen[0] == seen[1] and len(set(seen[0].values())) == 3, seen
+    assert "rgb(72, 72, 84)" in seen[0]["partial_block"] and "rgb(248, 56, 0)" in seen[0]["corrupt"]
+    assert all("repeating-linear-gradient" in one for one in seen[0].values())
+
+
 def test_a_reasons_link_leads_to_its_words_on_this_host(
     served: tuple[Sidecar, RunningConsole], browser: Browser
 ) -> None:
@@ -170,6 +192,13 @@ def test_a_requests_page_has_what_its_engine_told(served: tuple[Sidecar, Running
     browser.until("document.querySelector('table')")
     text = browser.value("document.querySelector('table').textContent")
     assert "looked up: found" in text and "The first of them went" in text and "for room" in text, text
+    browser.open(f"{shown.url}request")
+    browser.until("document.querySelector('td a')")
+    last = "[...document.querySelectorAll('td a')].map(one => one.textContent)"
+    assert browser.value(last) == [one["request"] for one in shown.ask("/api/request").json["found"]]
+    assert {"cmpl-7", "cmpl-8"} <= set(browser.value(last))
+    browser.value("[...document.querySelectorAll('td a')].find(one => one.textContent === 'cmpl-7').click()")
+    browser.until("location.search === '?id=cmpl-7' && document.querySelector('[data-piece]')")
     browser.open(f"{shown.url}request?id=unknown")
     browser.until("document.getElementById('problem')")
     assert "Nothing is known" in browser.value("document.getElementById('problem').textContent")

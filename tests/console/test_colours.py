@@ -3,14 +3,31 @@ that those who see red, green or blue badly can tell hits from misses."""
 
 from __future__ import annotations
 
+import json
 import re
-from itertools import combinations
+from itertools import product
 from pathlib import Path
 
 import pytest
 
-STYLE = (Path(__file__).resolve().parents[2] / "kvstore" / "console" / "static" / "style.css").read_text()
-PIECES = ("engine", "dram", "nvme", "remote", "miss", "miss2")
+from kvstore.block.account import MissReason
+from kvstore.console.reasons import REASONS
+
+ROOT = Path(__file__).resolve().parents[2]
+STATIC, GRAFANA = ROOT / "kvstore" / "console" / "static", ROOT / "deploy" / "grafana" / "kvstore.json"
+STYLE = (STATIC / "style.css").read_text()
+HITS, MISSES = ("engine", "dram", "nvme", "remote"), ("miss", "miss2", "calm")
+PIECES = HITS + MISSES
+CALM = {reason for reason, text in REASONS.items() if text.is_fine}
+ALARMING = {
+    MissReason.CORRUPT,
+    MissReason.TIER_DOWN,
+    MissReason.UNREACHABLE,
+    MissReason.KEY_MISMATCH,
+    MissReason.NONFINITE,
+    MissReason.OUT_OF_RANGE,
+    MissReason.UNSUPPORTED,
+}
 TEXTS = ("text", "quiet", "link", "ok", "warning", "error")
 LEAST_APART = 20.0
 """CIE76, between a hit and a miss: what is told apart at a glance is 10 and more."""
@@ -86,6 +103,31 @@ def test_text_and_pieces_stand_out_from_what_is_behind_them(theme: str) -> None:
 @pytest.mark.parametrize("blindness", BLINDNESSES)
 def test_hits_and_misses_are_told_apart_by_everybody(theme: str, blindness: str) -> None:
     known = colours(theme)
-    for one, other in combinations(PIECES, 2):
-        if one.startswith("miss") != other.startswith("miss"):
-            assert apart(known[one], known[other], blindness) >= LEAST_APART, (one, other)
+    for one, other in product(HITS, MISSES):
+        assert apart(known[one], known[other], blindness) >= LEAST_APART, (one, other)
+
+
+def looks() -> dict[str, tuple[str, str]]:
+    """The page's one table: a reason's hue and hatch."""
+    (table,) = re.findall(r"LOOKS = \{(.*?)\n\};", (STATIC / "charts.js").read_text(), re.DOTALL)
+    return {name: (hue, hatch) for name, hue, hatch in re.findall(r'(\w+): \["(\w+)", (\d+)\]', table)}
+
+
+def test_each_reason_has_a_look_of_its_own_that_says_whether_to_act() -> None:
+    known = looks()
+    assert known.keys() == {*MissReason, "others"} and len(set(known.values())) == len(known)
+    assert {name for name, (hue, _) in known.items() if hue == "calm"} == CALM
+    assert {name for name, (hue, _) in known.items() if hue == "miss"} == ALARMING
+
+
+@pytest.mark.parametrize("title", ["Misses by reason", "Puts refused"])
+def test_grafana_draws_each_reason_in_a_colour_of_its_own_that_says_so(title: str) -> None:
+    (panel,) = [one for one in json.loads(GRAFANA.read_text())["panels"] if one["title"] == title]
+    given = {
+        one["matcher"]["options"]: one["properties"][0]["value"]["fixedColor"]
+        for one in panel["fieldConfig"]["overrides"]
+    }
+    assert given.keys() == set(MissReason) and len(set(given.values())) == len(given)
+    hues = {name: colour.rpartition("-")[2] for name, colour in given.items()}
+    assert {name for name, hue in hues.items() if hue in ("green", "blue")} == CALM
+    assert {name for name, hue in hues.items() if hue in ("red", "purple")} == ALARMING

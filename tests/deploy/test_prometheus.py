@@ -14,6 +14,8 @@ import pytest
 import yaml
 
 from adapters.test_connector_metrics import everything, scraped
+from console.running import console
+from kvstore.protocol.status import Readiness
 from metrics.busy_sidecar import busy_sidecar, scrape
 from metrics.promtool import promtool
 from metrics.scraped import Labels
@@ -168,9 +170,29 @@ def test_each_alert_has_a_test_in_which_it_fires_and_an_anchor() -> None:
     assert fired == alerts.keys() and silent >= alerts.keys() - {"KvstoreWantedAgain"}
     headings = {one.strip().lower().replace(" ", "-") for one in re.findall(r"^#+ (.*)$", PAGE, re.MULTILINE)}
     for name, rule in alerts.items():
-        page, _, anchor = rule["annotations"]["runbook"].partition("#")
-        assert page == "docs/dashboard.md" and anchor in headings, name
+        page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+        assert page == "http://127.0.0.1:9798/help" and anchor in headings, name
         assert rule["labels"]["severity"] in ("page", "ticket") and f"`{name}`" in PAGE, name
+
+
+def test_each_state_of_a_sidecar_has_an_alert() -> None:
+    watched = {
+        matchers["state"][1]
+        for rule in rules()
+        for name, matchers in selectors(rule["expr"])
+        if name == "kvstore_state" and "alert" in rule
+    }
+    assert watched == {one.value for one in Readiness} - {Readiness.READY.value}
+
+
+def test_each_runbook_opens_at_the_consoles_own_address(tmp_path: Path) -> None:
+    """A sidecar that is down is no reason why its page should not open."""
+    with console(tmp_path / "no.sock") as shown:
+        page = shown.ask("/help").body.decode()
+    for rule in rules():
+        if "alert" in rule:
+            _, path, anchor = re.split("(?<=9798)(?=/)|#", rule["annotations"]["runbook_url"])
+            assert path == "/help" and f'id="{anchor}"' in page, rule["alert"]
 
 
 def test_promtool_takes_the_rules_and_their_tests_pass() -> None:

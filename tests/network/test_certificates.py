@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.network.credentials import caller_of_uris
+from kvstore.network.credentials import caller_of_uris, node_of_uris
 from kvstore.network.services import DoorCaller
 from kvstore.wire import admin_pb2
 from network.running import Issuer, RunningNetwork, beside, certified, fails, grpc, refused
@@ -67,6 +67,13 @@ def test_names_of_tenants_may_be_quoted_and_are_taken_whole() -> None:
     for uris in ([], ["kvstore:operators"], ["KVSTORE:operator"], ["kvstore:tenant:a", "kvstore:tenant:b"], [b"\xff"]):
         assert caller_of_uris(uris) is None
     assert caller_of_uris(["kvstore:tenant:a", "kvstore:tenant:a"]) == DoorCaller("a")
+
+
+def test_a_certificate_of_two_nodes_is_neither() -> None:
+    one, other = "kvstore:node:" + "1" * 32, "kvstore:node:" + "2" * 32
+    assert node_of_uris([one.encode(), "kvstore:tenant:a"]) == node_of_uris([one, one]) == bytes.fromhex("1" * 32)
+    for uris in ([], [one, other], [other.encode(), one], [one, other, "kvstore:operator"], [one[:-1]], [one + "1"]):
+        assert node_of_uris(uris) is None, uris
 
 
 def test_whom_the_ca_did_not_sign_sees_a_connection_that_ends(

@@ -14,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from kvstore.block.identity import ExtraKey
-from kvstore.network.query import IDLE_SECONDS, MOST_BODY_BYTES, MOST_CONNECTIONS
+from kvstore.network.query import IDLE_SECONDS, MOST_BODIES, MOST_BODY_BYTES, MOST_CONNECTIONS
 from network.running import (
     OPERATOR_TOKEN,
     Issuer,
@@ -196,6 +196,29 @@ def test_a_body_of_a_stranger_is_not_read_and_nonsense_ends_its_connection(runni
     assert post(running, "/query", {"model": MODEL, "token_ids": []})[0] == 200
 
 
+def test_one_caller_s_slow_bodies_take_no_place_of_another_s(running: RunningNetwork) -> None:
+    asked, body = {"model": MODEL, "token_ids": []}, json.dumps({"model": MODEL, "token_ids": []})
+    head = f"{HEAD}Expect: 100-continue\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    slow = [raw(running) for _ in range(MOST_BODIES)]
+    try:
+        for one in slow:
+            one.sendall(head)
+            assert b" 100 " in one.recv(1 << 16), "its body is being read"
+        with raw(running) as further:
+            further.sendall(head)
+            assert b" 429 " in further.recv(1 << 16).split(b"\r\n")[0]
+        assert post(running, "/query", asked)[0] == 429
+        assert post(running, "/query", asked, tenant="other")[0] == 200
+        slow[0].sendall(body.encode())
+        assert b" 200 " in slow[0].recv(1 << 16).split(b"\r\n")[0]
+        slow[1].close()  # one that gives up makes room as well
+        wait_until(lambda: post(running, "/query", asked)[0] == 200)
+    finally:
+        for one in slow:
+            one.close()
+    wait_until(lambda: post(running, "/query", asked)[0] == 200)
+
+
 def test_clients_that_hang_make_room_and_lose_their_connection(running: RunningNetwork) -> None:
     silent = [raw(running) for _ in range(MOST_CONNECTIONS + 20)]
     half = [raw(running) for _ in range(20)]
@@ -280,5 +303,13 @@ def test_routers_of_other_hosts_come_with_certificates(sidecars: dict[str, Sidec
         assert [one["CPU"] for one in answer["default"].values()] == [640]
         assert asked("DNS:nobody", "nobody")[0] == 401 and asked("URI:kvstore:operator", "operator")[0] == 403
         context = ssl.create_default_context(cafile=issuer.ca)
-        with pytest.raises(OSError):
-            urllib.request.urlopen(f"https://localhost:{running.http_port}/query", data, 60, context=context)
+        assert running.http_port is not None
+        seen = b""
+        with (
+            socket.create_connection(("localhost", running.http_port), timeout=60) as plain,
+            suppress(ssl.SSLError, ConnectionError),  # TLS ends it, before HTTP says a word
+            context.wrap_socket(plain, server_hostname="localhost") as secured,
+        ):
+            secured.sendall(b"POST /query HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            seen = secured.recv(1 << 16)
+        assert not seen

@@ -12,7 +12,7 @@ const PAGES = [
   ["/prefixes", "Prefixes", prefixes, { prefixes: "/api/prefixes" }],
   ["/tenants", "Tenants", pages.tenants, { tenants: "/api/tenants", namespaces: "/api/namespaces" }],
   ["/moves", "Moves and disk", pages.moves, { engines: "/api/engines", elsewhere: "/api/elsewhere" }], ["/engines", "Engines", pages.engines, { engines: "/api/engines" }],
-  ["/request", "Request", pages.request, filled.has("id") ? { answer: `/api/request?${new URLSearchParams({ id: filled.get("id") })}` } : {}],
+  ["/request", "Request", pages.request, { answer: filled.has("id") ? `/api/request?${new URLSearchParams({ id: filled.get("id") })}` : "/api/request" }],
   ["/plan", "Plan", pages.plan, { models: "/api/models", planned: `/api/plan?${filled}` }],
   ["/operate", "Operate", operate, (status) => (status.acts ? { namespaces: "/api/namespaces", tenants: "/api/tenants" } : {})],
   ["/events", "Events", pages.events, (status) => ({ events: "/api/events", ...(status.acts ? { audit: "/api/audit" } : {}) })],

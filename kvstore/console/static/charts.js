@@ -5,28 +5,43 @@ const ORDER = ["engine", "hbm", "dram", "nvme", "peer", "remote"];
 const HUES = { engine: "engine", hbm: "dram", dram: "dram", nvme: "nvme", peer: "remote", remote: "remote", found: "found" };
 const NAMES = { engine: "engine's own cache", hbm: "hbm", dram: "dram", nvme: "nvme", peer: "other nodes", remote: "remote", found: "found, not loaded" };
 export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
-export const missHue = (at) => (at % 2 ? "miss2" : "miss");
-export const missHatch = (at) => 1 + (at % 3);
+// Each miss reason's hue, and its hatch below: calm, nothing is to be done; miss2, see whether it can be less; miss, see to it.
+export const LOOKS = {
+  partial_block: ["calm", 1], last_token: ["calm", 2], grid: ["calm", 3], audit: ["calm", 4], in_flight: ["calm", 5], cheaper_to_compute: ["calm", 6], disabled: ["calm", 7], incomplete: ["calm", 8],
+  absent: ["miss2", 1], evicted: ["miss2", 2], diverged: ["miss2", 3], other_namespace: ["miss2", 4], warming: ["miss2", 5], pinned_full: ["miss2", 6],
+  deadline: ["miss2", 7], stale_hint: ["miss2", 8], quota: ["miss2", 9], not_admitted: ["miss2", 10], busy: ["miss2", 11], others: ["miss2", 12],
+  corrupt: ["miss", 1], tier_down: ["miss", 2], unreachable: ["miss", 3], key_mismatch: ["miss", 4], nonfinite: ["miss", 5], out_of_range: ["miss", 6], unsupported: ["miss", 7],
+};
+const HATCHES = [null, [45, 8], [-45, 8], [90, 8], [0, 8], [45, 5], [-45, 5], [90, 5], [0, 5], [45, 13], [-45, 13], [90, 13], [0, 13]];  // degrees, pixels from stripe to stripe
+export function lookOf(name) { const [hue, hatch] = LOOKS[name] ?? ["miss2", 1]; return { hue, hatch }; }  // a later sidecar's reason
+function painted(element, one) {
+  element.classList.add(`hue-${one.hue}`);
+  if (!one.hatch) return element;
+  const [slope, pitch] = HATCHES[one.hatch];
+  element.classList.add("hatched");
+  element.style.setProperty("--slope", `${slope}deg`); element.style.setProperty("--pitch", `${pitch}px`);
+  return element;
+}
 const rest = (count) => `${count} other reason${count === 1 ? "" : "s"}`;
 
-// hits, misses: tokens by name. Pieces in their order; misses largest first, those below 1 % joined.
+// hits, misses: tokens by name. Pieces in their order; misses largest first, those below 1 % joined, but for what is to be seen to.
 export function piecesOf(hits, misses, found, asked) {
   const pieces = ORDER.filter((name) => hits[name] > 0).map((name) => ({ name, label: NAMES[name], hue: HUES[name], hatch: 0, tokens: hits[name] }));
   if (found > 0) pieces.push({ name: "found", label: NAMES.found, hue: "found", hatch: 0, tokens: found });
   const sorted = Object.entries(misses).filter(([, count]) => count > 0).sort((a, b) => b[1] - a[1]);
-  const large = sorted.filter(([, count]) => count >= asked / 100), small = sorted.slice(large.length);
+  const isLarge = ([name, count]) => count >= asked / 100 || lookOf(name).hue === "miss", large = sorted.filter(isLarge), small = sorted.filter((one) => !isLarge(one));
   if (small.length === 1) large.push(small.pop());
-  large.forEach(([name, count], at) => pieces.push({ name, label: `miss: ${name.replaceAll("_", " ")}`, hue: missHue(at), hatch: missHatch(at), tokens: count, miss: true }));
-  if (small.length) pieces.push({ name: "others", label: rest(small.length), hue: missHue(large.length), hatch: missHatch(large.length), tokens: small.reduce((sum, [, count]) => sum + count, 0), miss: true });
+  large.forEach(([name, count]) => pieces.push({ name, label: `miss: ${name.replaceAll("_", " ")}`, ...lookOf(name), tokens: count, miss: true }));
+  if (small.length) pieces.push({ name: "others", label: rest(small.length), ...lookOf("others"), tokens: small.reduce((sum, [, count]) => sum + count, 0), miss: true });
   return pieces;
 }
-const swatch = (one) => make(`i.swatch.hue-${one.hue}${one.hatch ? `.hatch${one.hatch}` : ""}`);
+const swatch = (one) => painted(make("i.swatch"), one);
 
 export function bar(pieces, asked, empty) {
   if (!asked) return make("div", {}, make("div.bar.empty"), make("p.quiet", {}, empty));
   const row = make("div.bar", { role: "img", "aria-label": pieces.map((one) => `${one.label} ${percent(one.tokens, asked)}`).join(", ") });
   for (const one of pieces) {
-    const part = make(`span.hue-${one.hue}${one.hatch ? `.hatch${one.hatch}` : ""}`, { title: `${one.label}: ${whole(one.tokens)} tokens` });
+    const part = painted(make("span", { title: `${one.label}: ${whole(one.tokens)} tokens` }), one);
     part.style.flexGrow = String(one.tokens);
     part.style.flexBasis = "0";
     if (one.tokens / asked >= 0.14) part.append(make("b", {}, one.label.replace("miss: ", "")));
@@ -39,21 +54,25 @@ export function bar(pieces, asked, empty) {
 function hatched(one) {
   const base = colour(one.hue === "found" ? "line" : one.hue);
   if (!one.hatch) return base;
+  const [slope, pitch] = HATCHES[one.hatch], isUpright = slope % 90 === 0, size = Math.round(isUpright ? pitch : pitch * Math.SQRT2);
   const tile = document.createElement("canvas");
-  tile.width = tile.height = 8;
+  tile.width = tile.height = size;
   const pen = tile.getContext("2d");
-  pen.fillStyle = base; pen.fillRect(0, 0, 8, 8);
-  pen.strokeStyle = colour("stripe"); pen.lineWidth = 2.5;
+  pen.fillStyle = base; pen.fillRect(0, 0, size, size);
+  pen.strokeStyle = colour("stripe"); pen.lineWidth = 0.4 * pitch;
   pen.beginPath();
-  if (one.hatch === 1) { pen.moveTo(-2, 10); pen.lineTo(10, -2); } else if (one.hatch === 2) { pen.moveTo(-2, -2); pen.lineTo(10, 10); } else { pen.moveTo(4, 0); pen.lineTo(4, 8); }
+  for (const shift of isUpright ? [size / 2] : [-size, 0, size]) {  // CSS's angle is across its stripes
+    if (slope === 90) { pen.moveTo(shift, 0); pen.lineTo(shift, size); } else if (slope === 0) { pen.moveTo(0, shift); pen.lineTo(size, shift); } else if (slope < 0) { pen.moveTo(shift - size, 2 * size); pen.lineTo(shift + 2 * size, -size); } else { pen.moveTo(shift - size, -size); pen.lineTo(shift + 2 * size, 2 * size); }
+  }
   pen.stroke();
   return pen.createPattern(tile, "repeat");
 }
-const SLOPES = { 1: 45, 2: -45, 3: 90 };
 // The same for the legend below a chart, whose swatches are no elements of ours.
 function marker(one) {
   const base = colour(one.hue === "found" ? "line" : one.hue);
-  return one.hatch ? `repeating-linear-gradient(${SLOPES[one.hatch]}deg, transparent 0 3px, ${colour("stripe")} 3px 5px), ${base}` : base;
+  if (!one.hatch) return base;
+  const [slope, pitch] = HATCHES[one.hatch], gap = Math.round(0.6 * pitch);
+  return `repeating-linear-gradient(${slope}deg, transparent 0 ${gap}px, ${colour("stripe")} ${gap}px ${pitch}px), ${base}`;
 }
 const drawn = new Set();
 addEventListener("themechange", () => drawn.forEach((one) => one.redraw()));

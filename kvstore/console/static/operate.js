@@ -10,6 +10,7 @@ async function act(what, order) {
   const { ticket } = await answerOf("/api/operator", {});
   return answerOf(`/api/operator/${what}`, { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify({ ...order, ticket }) });
 }
+const IRREVOCABLE = { drop: "This deletes.", purge: "This deletes for good." };
 // choices: [what is sent, what is to be typed, words]; rest: further fields, and what they add to what is sent.
 function form(what, title, words, label, choices, rest = [], more = () => ({})) {
   if (!choices.length) return wide(title, make("p.quiet", {}, "There is none."));
@@ -33,7 +34,9 @@ function form(what, title, words, label, choices, rest = [], more = () => ({})) 
     look();
   });
   look();
-  return wide(title, make("p.quiet", {}, words), one, said);
+  const framed = wide(title, make(IRREVOCABLE[what] ? "p" : "p.quiet", {}, IRREVOCABLE[what] ? make("b.state.error", {}, `${IRREVOCABLE[what]} `) : "", words), one, said);
+  if (IRREVOCABLE[what]) { framed.classList.add("health", "error"); button.classList.add("danger"); }
+  return framed;
 }
 export function operate({ status, namespaces, tenants }) {
   if (!status.acts) return [wide("This console changes nothing", make("p", {}, "Start it with console.operator = true, or kvstore console --operator, to drop, purge and warm here. The commands do the same: kvstore drop, kvstore purge, kvstore warm."))];

@@ -1,5 +1,5 @@
 // The first page: how it is, where tokens came from, what the tiers hold, whether anything was damaged.
-import { bar, chart, curve, piecesOf } from "./charts.js";
+import { bar, chart, curve, lookOf, piecesOf } from "./charts.js";
 import { bytes, eventList, known, make, moment, panel, percent, span, table, tokens, whole, wide } from "./format.js";
 
 export const empty = (status) => {
@@ -34,7 +34,7 @@ export function stackOf(series) {
   const lines = pieces.filter((one) => !one.miss).map((one) => ({ ...one, values: series.counters[`hit.${one.name}`] }));
   for (const one of pieces) if (large.has(one.name)) lines.push({ ...one, values: series.counters[`miss.${one.name}`] });
   const others = Object.keys(series.counters).filter((name) => name.startsWith("miss.") && !large.has(name.slice(5)) && series.sums[name] > 0);
-  if (others.length) lines.push({ name: "others", label: `${others.length} other reason${others.length === 1 ? "" : "s"}`, hue: large.size % 2 ? "miss2" : "miss", hatch: 3, values: series.times.map((_, at) => others.reduce((sum, name) => { const value = series.counters[name][at]; return known(value) ? (sum ?? 0) + value : sum; }, null)) });
+  if (others.length) lines.push({ name: "others", label: `${others.length} other reason${others.length === 1 ? "" : "s"}`, ...lookOf("others"), values: series.times.map((_, at) => others.reduce((sum, name) => { const value = series.counters[name][at]; return known(value) ? (sum ?? 0) + value : sum; }, null)) });
   return lines;
 }
 function tierPanel(status) {

@@ -1,5 +1,5 @@
 // The other pages.
-import { bar, chart, piecesOf, missHatch, missHue } from "./charts.js";
+import { bar, chart, lookOf, piecesOf } from "./charts.js";
 import { bytes, eventList, known, make, moment, ms, panel, percent, span, table, tokens, whole, wide } from "./format.js";
 import { auditPanel } from "./operate.js";
 import { account, empty, rates, stackOf } from "./overview.js";
@@ -16,10 +16,10 @@ export function misses({ status, series, window, windows, words, misses: reasons
     wide("Why tokens were computed", windows, bar(piecesOf({}, one.misses, 0, all), all, one.asked ? "Nothing was missed." : empty(status)),
       all ? make("p.sentence", {}, `${whole(all)} of ${whole(one.asked)} prompt tokens ${words} had to be computed (${percent(all, one.asked)}).`) : null),
     wide(`Misses, ${series.words}`, lines.length ? chart("Missed tokens a second by reason", series.times, rates(series, lines), { stacked: true, unit: " tokens/s", restarts: series.restarts, step: series.step, note: series.note }) : make("p.quiet", {}, `No misses in this time. ${series.note}`)),
-    ...listed.map((reason, at) => {
+    ...listed.map((reason) => {
       const card = panel(`${reason.reason.replaceAll("_", " ")}: ${percent(of(reason), one.asked)} of all tokens asked for (${whole(of(reason))})`,
         make("dl", {}, make("dt", {}, "what it means"), make("dd", {}, reason.meaning), make("dt", {}, "usual cause"), make("dd", {}, reason.cause), make("dt", {}, "what to do"), make("dd", {}, reason.remedy), make("dt", {}, "more"), make("dd", {}, make("a", { href: `/help#${reason.reason}` }, `Help: ${reason.reason}`))));
-      card.classList.add("reason", `hue-${missHue(at)}`);
+      card.classList.add("reason", `hue-${lookOf(reason.reason).hue}`);
       card.id = reason.reason;
       card.dataset.tokens = of(reason);
       return card;
@@ -42,6 +42,7 @@ export function moves({ status, series, engines, elsewhere }) {
   const hues = ["dram", "miss", "engine", "remote", "nvme", "miss2"];
   const lines = kinds.filter((kind) => series.counters[`moves.${kind}`]).map((kind, at) => ({ label: kind, hue: hues[at % hues.length], hatch: 0, values: series.counters[`moves.${kind}`] }));
   const rows = engines.moves.map((one) => [one.kind, one.priority, whole(one.waiting), whole(one.running), whole(one.done), whole(one.failed)]);
+  const failed = engines.moves.filter((one) => one.failed);
   const scrub = status.integrity, nvme = status.tiers.find((one) => one.name === "nvme");
   return [
     wide(`Moves a second, ${series.words}`, lines.length ? chart("Moves a second by kind", series.times, rates(series, lines), { unit: " moves/s", restarts: series.restarts, step: series.step, note: series.note, format: (value) => (value < 10 && value % 1 ? value.toFixed(1) : whole(value)) })
@@ -50,7 +51,8 @@ export function moves({ status, series, engines, elsewhere }) {
       make("p.quiet", {}, "Waiting moves that stay mean that the disk is slower than what is asked of it: look-ups that need them end as deadline. Failed ones were refused or given up.")),
     panel("Disk", make("dl", {}, ...[["taken", nvme ? `${bytes(nvme.taken_bytes)} of ${bytes(nvme.budget_bytes)}` : "- (no disk tier)"], ["what is written", nvme ? String(status.nvme_writes ?? "-") : "-"],
       ["verified by the scrub", known(scrub.verified_bytes) ? bytes(scrub.verified_bytes) : "-"], ["damaged", whole(scrub.damaged)], ["unreadable", whole(scrub.unreadable)], ["mended", whole(scrub.mended)], ["last pass ended", moment(scrub.last_pass_ended)]].flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]))),
-    panel("What does not work", status.health.level === "ok" ? make("p", {}, "Everything works.") : make("p", {}, status.health.text)),
+    panel("What does not work", make("p", {}, status.health.level !== "ok" ? status.health.text : failed.length ? "Everything works now." : "Everything works."),
+      failed.length ? make("p", {}, `Moves that failed since the sidecar began: ${failed.map((one) => `${one.kind} ${whole(one.failed)}`).join(", ")}. Their blocks stayed where they were, or will be computed again; if the numbers grow, the disk refuses or is too slow.`) : null),
     elsewherePanel(elsewhere.elsewhere),
   ];
 }
@@ -97,13 +99,18 @@ function timeline(one) {
     told ? bar(piecesOf(told.hits, told.misses, 0, told.asked), told.asked, "Nothing was asked for.") : null, table(["when", "what happened"], rows, "Nothing but its name."),
     told ? null : make("p.quiet", {}, "Its engine has not told what became of it: it is still running, or speaks an earlier version."));
 }
+function latest(found, kept) {
+  const all = (counts) => (counts ? whole(sum(counts)) : "-");
+  return wide(`The last requests (${whole(found.length)} of ${whole(kept)})`, table(["request", "engine", "tenant", "model", "*tokens", "*hits", "*misses"], found.map((one) => [make("a", { href: `/request?${new URLSearchParams({ id: one.request })}` }, one.request),
+    one.engine || "-", one.tenant, one.model || "-", whole(one.told?.asked), all(one.told?.hits), all(one.told?.misses)]), "No engine has named a request yet."), make("p.quiet", {}, "\"-\": its engine has not told yet."));
+}
 export function request({ answer }) {
   const asked = new URLSearchParams(location.search).get("id") ?? "";
   const form = make("form.plan", { method: "get", action: "/request" }, make("label", {}, "name of the request, or its beginning", make("input", { name: "id", value: asked, placeholder: "cmpl-...", autocomplete: "off", required: "" })), make("button", { type: "submit" }, "Show"));
   const found = answer?.found ?? [];
   return [
     wide("Why was this request a hit, or a miss?", form, answer?.error ? make("p", { id: "problem" }, answer.error) : asked && !found.length ? make("p", { id: "problem" }, `Nothing is known of a request that begins so. The sidecar remembers the last 1,024 requests of each tenant, now ${whole(answer.kept)}, by the names that engines have for them.`) : make("p.quiet", {}, "Names are those of the engine: vLLM tells them in its answers as id. The command is kvstore why.")),
-    ...found.map(timeline),
+    ...(asked ? found.map(timeline) : [latest(found, answer?.kept)]),
   ];
 }
 const inUnit = (value, unit) => {
@@ -127,7 +134,7 @@ export function plan({ models, planned }) {
   const form = make("form.plan", { method: "get", action: "/plan" }, make("label", {}, "model", choice),
     ...FIELDS.map(([name, words, usual]) => make("label", {}, words, make("input", { name, value: asked.get(name) ?? usual, placeholder: own[name] ?? (name === "weights" ? "16GB" : "80GB"), autocomplete: "off" }))), make("button", { type: "submit" }, "Plan"));
   return [
-    wide("What is planned for", form, make("p.quiet", {}, "Left empty, DRAM, NVMe and new tokens are what this sidecar has and sees. The command is kvstore plan; it also sizes from a recording (--trace).")),
+    wide("What is planned for", form, make("p.quiet", {}, "Left empty, DRAM and NVMe are this sidecar's; new tokens are what it sees, if it serves this model alone. The command is kvstore plan; it also sizes from a recording (--trace).")),
     ...(planned.error ? [wide("That cannot be planned", make("p", { id: "problem" }, planned.error))] : figuresOf(planned)),
   ];
 }

@@ -1,0 +1,46 @@
+"""A courier's reserved slots, at a real sidecar's socket: it goes on only as far as the sidecar has adopted."""
+
+from __future__ import annotations
+
+from contextlib import closing, suppress
+from pathlib import Path
+
+from elsewhere.courier import OtherNode
+from elsewhere.test_adoption import PAYLOAD, SPACE, chain, tenant
+from kvstore.block.account import HitTier, MissReason
+from kvstore.client.connection import SidecarConnection, Unavailable
+from kvstore.client.framing import FramedSocket
+from kvstore.courier.link import CONNECT_SECONDS, ENGINE, CourierRun
+from kvstore.courier.window import ReservedWindow
+from kvstore.node import SystemClock
+from kvstore.protocol import messages as m
+from service.sidecar import Sidecar
+from tiering.errors import TierError
+from tiering.frame import HEADER_BYTES
+from torture.peer import Peer, packed_namespace
+
+
+def test_a_courier_stops_where_the_sidecar_adopted_fewer_than_asked(tmp_path: Path) -> None:
+    """The namespace is dropped while a source still sends: no slot is filled that may be another client's by then."""
+    keys, clock = chain(4), SystemClock()
+    with Sidecar(tmp_path, couriers=True) as sidecar, closing(Peer(str(sidecar.path))) as engine:
+        engine.ask(m.Hello(m.OLDEST_VERSION, m.NEWEST_VERSION))
+        assert isinstance(engine.ask(m.OpenNamespace(packed_namespace(), PAYLOAD)), m.Granted)
+        wire = FramedSocket(str(sidecar.courier_path), ENGINE, b"", clock, CONNECT_SECONDS, tenant="default")
+        run = CourierRun("default", SidecarConnection(wire, clock))
+        (space,) = run.list_spaces()
+        window = ReservedWindow(run, space, run.reserve(space, None, keys, 0), keys, HitTier.PEER)
+        other, payload = OtherNode(tenant(sidecar), SPACE, PAYLOAD), bytes(PAYLOAD[0])
+        frames = [memoryview(other.header(0, keys, at, payload) + payload) for at in range(window.blocks)]
+        assert window.blocks == 4 and len(frames[0]) == HEADER_BYTES + PAYLOAD[0]
+
+        assert window.take(frames[0], is_right=True) and window.adopted == 1
+        with suppress(TierError):  # it would wait for the slots that are still lent
+            sidecar.core.drop(0, 0.0)
+        taken = [window.take(one, is_right=True) for one in frames[1:]]
+        window.adopt()
+        assert isinstance(window.failed, Unavailable) and window.failed.reason is MissReason.DISABLED
+        assert not window.take(frames[3], is_right=True), "its source is told to stop"
+        assert window.adopted <= 1 and not run.match(space, keys), taken
+        window.close()
+        run.close()
