@@ -42,6 +42,11 @@ class ContentDigests:
         """The digest of each of vLLM's `MultiModalFeatureSpec`. `BadInput`, in the future, says why one has none."""
         return self._reader.submit(lambda: [self._of(feature) for feature in features])
 
+    def have_other_content(self, features: Sequence[Any]) -> bool:
+        """Whether any of these names has stood for other content, too, since its digest was read."""
+        named = [self._named.get(str(feature.identifier)) for feature in features]
+        return any(one is not None and one.has_other_content for one in named)
+
     def close(self) -> None:
         self._reader.shutdown(wait=False, cancel_futures=True)
 

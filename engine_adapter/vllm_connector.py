@@ -569,7 +569,10 @@ class _SchedulerSide:
                 self.half.begins_with(request_id, tokens)
 
     def _is_other(self, mine: EngineView) -> bool:
-        """Whether its LoRA adapter's files changed since it was added: the engine may have read them anew since."""
+        """Whether its LoRA adapter's files changed since it was added: the engine may have read them anew since. Or
+        whether another image came under the name of one of its own."""
+        if mine.read is not None and self.reader.is_in_doubt(mine.request):
+            return True
         if mine.request.lora_request is None or not mine.extra_keys:
             return False
         return self.reader.facts(mine.request, mine.read).extra_keys != mine.extra_keys

@@ -54,6 +54,10 @@ class RequestReader:
         features = getattr(request, "mm_features", None)
         return self._contents.submit(features) if features and self._contents is not None else None
 
+    def is_in_doubt(self, request: Any) -> bool:
+        """Whether the engine may have taken other content for an image of a running request."""
+        return self._contents is not None and self._contents.have_other_content(request.mm_features)
+
     def close(self) -> None:
         if self._contents is not None:
             self._contents.close()

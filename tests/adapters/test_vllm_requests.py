@@ -186,11 +186,13 @@ def test_a_name_of_two_images_is_neither_from_then_on() -> None:
     """The engine's own caches go by the name: whose KV it computed under it is not known."""
     reader = RequestReader(AdapterDigests(lambda _: None))
     first = feature(1, 0, 4, "x")
-    assert read(reader, request(mm_features=[first])).refused is None
+    running, other = request(mm_features=[feature(3, 0, 4, "z"), first]), request(mm_features=[feature(3, 0, 4, "z")])
+    assert read(reader, running).refused is None and not reader.is_in_doubt(running)
     assert read(reader, request(mm_features=[feature(1, 0, 4, "x")])).refused is None, "the same once more"
     for shown in (feature(2, 0, 4, "x"), first, feature(1, 0, 4, "x")):
         facts = read(reader, request(mm_features=[shown]))
         assert facts.refused is MissReason.UNSUPPORTED and "same name" in facts.detail
+    assert reader.is_in_doubt(running) and not reader.is_in_doubt(other), "what runs is not stored from then on"
     assert read(reader, request(mm_features=[feature(1, 0, 4, "y")])).refused is None
 
 
