@@ -66,7 +66,7 @@ REASONS: dict[MissReason, ReasonText] = {
     MissReason.IN_FLIGHT: ReasonText(
         "Another request was storing the same blocks at that moment.",
         "Requests with one prefix came at once.",
-        "Nothing; the next ones find it.",
+        "Nothing; the next ones find it, and a put stores what only it has behind it.",
         True,
     ),
     MissReason.PINNED_FULL: ReasonText(

@@ -248,4 +248,4 @@ def test_an_address_that_is_taken_is_said_in_one_line(server: HttpServer) -> Non
 def test_a_header_that_comes_twice_counts_once() -> None:
     method, request, refused = parsed(b"GET /a?b HTTP/1.1\nHost: a\nAuthorization: one\nauthorization: two")
     assert refused is None and method == "GET"
-    assert request == HttpRequest("/a", {"authorization": "one"})
+    assert request == HttpRequest("/a", {"host": "a", "authorization": "one"})

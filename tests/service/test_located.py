@@ -127,8 +127,7 @@ def test_an_engine_gets_what_the_other_store_has_and_counts_it_once(tmp_path: Pa
             assert account["hits"] == {str(tier): 448}, (account, courier.brought)
             assert courier.brought == {"located": 1, "fetches": 1, "blocks": 7}
             assert both.ask("b", prompt)["hits"] == {"dram": 448}
-            looked = sidecar.admin.facts().looked
-            assert looked.hit_tokens[str(tier)] == 448, looked
+            wait_until(lambda: sidecar.admin.facts().looked.hit_tokens.get(str(tier)) == 448)  # once it is reported
         wait_until(lambda: settled(sidecar))
 
 

@@ -102,6 +102,7 @@ NOT_PUBLISHED = {
     "MatchPrefix.counts": "a match from another host serves no engine's request here, so it is not counted",
     "MatchPrefix.request": "nor is it shown beside one",
     "MatchPrefix.counts_short": "as `counts`",
+    "MatchPrefix.is_told": "as `counts`: no caller of another host reports its requests",
     "Opened.packed": "the fields of `Namespace` are published one by one, for those who do not read the packed form",
     "SidecarStatus.awaits": "of engines on the host; in `kvstore stat --json` and in the metrics",
     "SidecarStatus.elsewhere": "of couriers on the host; in `kvstore stat --json` and in the metrics",
