@@ -36,7 +36,7 @@ QUIET = CallLimits(match=10.0, lease=10.0, ping=600.0)
 
 MOST = {
     "embedded": {"put": 16, "match": 6, "lease": 13, "get": 10, "release": 6},
-    "nvme": {"put": 32, "match": 8, "lease": 15, "get": 10, "release": 6},
+    "nvme": {"put": 34, "match": 8, "lease": 15, "get": 10, "release": 6},
     "socket": {"put": 25, "match": 17, "lease": 23, "get": 10, "release": 15},
 }
 
