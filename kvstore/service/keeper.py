@@ -41,7 +41,7 @@ OUT_OF_RESOURCES = 71
 CANNOT_START = (2, OUT_OF_RESOURCES)
 """Statuses that mean unusable input or a machine short of something, never what the sidecar found in memory."""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 5.0
-LONGEST_CRASH_PAUSE_SECONDS, CRASHES_AT_ONCE = 1.0, 3
+LONGEST_CRASH_PAUSE_SECONDS, CRASHES_AT_ONCE = 0.5, 3
 """A sidecar that was ready and crashed is restarted at once, a few times. After more crashes the pause doubles with
 each, up to this: a client may repeat what crashed it, and a crash loop must not take the machine."""
 CALM_SECONDS = 300.0
