@@ -432,7 +432,7 @@ class CallLimits:
     drop: float = m.DROP_SECONDS
     open: float = 10.0
     first_pause: float = 0.02
-    longest_pause: float = 1.0
+    longest_pause: float = 0.5
     ping: float = 0.5
 
     @property
