@@ -174,6 +174,7 @@ SLOW_FILES = (
     "openai_api/test_prime.py",
     "service/test_tensor_parallel.py",
     "tiering/test_adaptive.py",
+    "listeners/test_stopping_callers_cost.py",
 )
 """With all of their tests: `make test` does not even read them."""
 ALONE_FILES = (
@@ -181,6 +182,7 @@ ALONE_FILES = (
     "console/test_cost.py",
     "kvstore/test_entries.py",
     "kvstore/test_slow_disk.py",
+    "listeners/test_stopping_callers_cost.py",
     "peers/test_data_door.py",
     "peers/test_pull_contract.py",
     "peers/test_spoiled_links.py",

@@ -362,30 +362,6 @@ def test_grpc_lets_callers_in_behind_as_many_as_it_takes(door_named: Callable[[s
             one.close()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["console", "query", "pd-proxy", "grpc", "api"])
-def test_callers_that_stop_cost_another_half_of_its_time_at_most(door_named: Callable[[str], Door], name: str) -> None:
-    """The 99th percentile of 100 calls, in the best of some rounds: quiet and besieged in turns."""
-    door = door_named(name)
-
-    def slowest() -> float:
-        took = []
-        for _ in range(100):
-            began = time.perf_counter()
-            door.good()
-            took.append(time.perf_counter() - began)
-        return sorted(took)[-2]
-
-    ratios = []
-    for _ in range(6):
-        quiet = slowest()
-        with Siege(door, door.stages["silent" if name == "api" else "head"]):
-            ratios.append(slowest() / quiet)
-        if ratios[-1] <= 1.5:
-            return
-    raise AssertionError(ratios)
-
-
 # What HTTP allows in a request ----------------------------------------------------------------------------------------
 
 BODY = b"Content-Length: 2\r\n"
