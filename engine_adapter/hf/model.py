@@ -82,9 +82,7 @@ def check_not_wrapped(model: torch.nn.Module) -> None:
     config: Any = getattr(model, "config", None)
     name = getattr(config, "model_type", kind.__name__)
     if hasattr(model, "_orig_mod"):
-        raise refusal(
-            name, "it is compiled by torch.compile, whose lengths change with each chunk; pass model._orig_mod"
-        )
+        raise refusal(name, "it is compiled by torch.compile; pass the model that was compiled (model._orig_mod)")
     part = compiled_part(model)
     if part is not None:
         raise refusal(
@@ -95,11 +93,8 @@ def check_not_wrapped(model: torch.nn.Module) -> None:
     if kind.__module__.startswith("peft.") and hasattr(model, "get_base_model"):
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
             raise refusal(name, f"{kind.__name__} puts virtual tokens in front of a prompt, which no prompt names")
-        raise refusal(
-            name,
-            f"it is wrapped in peft's {kind.__name__}; pass model.get_base_model(), in which the adapter "
-            "stays as active as it is",
-        )
+        reason = "pass model.get_base_model(), in which the adapter stays as active as it is"
+        raise refusal(name, f"it is wrapped in peft's {kind.__name__}; {reason}")
     if isinstance(getattr(model, "module", None), torch.nn.Module):
         raise refusal(name, f"it is wrapped in {kind.__name__}; pass the model inside (model.module)")
 
