@@ -26,7 +26,7 @@ import torch
 from engine_adapter.adapter import Report, StoreRequest, chosen_codec, grid_chunks
 from engine_adapter.hf.buffers import BufferSet, FreeList
 from engine_adapter.hf.hbm_blocks import HbmBlocks
-from engine_adapter.hf.inputs import checked_new_tokens, checked_stop_tokens, prompt_of, prompts_of
+from engine_adapter.hf.inputs import checked_new_tokens, checked_stop_tokens, names_its_words, prompt_of, prompts_of
 from engine_adapter.hf.layers import ModelCall, even_cache, ragged_cache
 from engine_adapter.hf.model import check_model, layout_of
 from engine_adapter.hf.sampling import Sampling
@@ -35,6 +35,7 @@ from engine_adapter.hf.watch import ModelIdentity, ModelWatch
 from engine_adapter.hf_news import CacheNews
 from kvstore.block.errors import BadInput, LayoutMismatch, StoreClosed, StoreError
 from kvstore.block.identity import ExtraKey, Namespace, as_extra_keys
+from kvstore.client.edge import in_one_line
 from kvstore.client.handle import NamespaceHandle, OpenStore
 from kvstore.config import parse_size
 
@@ -109,6 +110,7 @@ class PrefixCache:
     Not thread-safe; no other code may use the model during a call.
     """
 
+    @in_one_line("PrefixCache")
     def __init__(
         self,
         model: torch.nn.Module,
@@ -128,10 +130,11 @@ class PrefixCache:
         of a pool of decoded blocks on the model's device, asked before the store. deadline_ms: how long a lookup may
         wait for blocks. Raises `BadInput` or `LayoutMismatch`, with one line.
         """
-        check_model(model)
         self.model = model
-        self.device: torch.device = next(model.parameters()).device
-        self.layout = layout_of(model, namespace.block_tokens if namespace else block_tokens)
+        with in_one_line(f"PrefixCache cannot serve a {type(model).__name__}"):
+            check_model(model)
+            self.device: torch.device = next(model.parameters()).device
+            self.layout = layout_of(model, namespace.block_tokens if namespace else block_tokens)
         default = CHUNK_TOKENS_CPU if self.device.type == "cpu" else CHUNK_TOKENS_CUDA
         self.chunk_tokens = _checked_chunk(chunk_tokens, default, self.layout.block_tokens)
         if kept not in list(SavedBlocks):
@@ -168,6 +171,7 @@ class PrefixCache:
         """Forward passes of the model as it is now."""
         return self._watch.call
 
+    @names_its_words
     def generate(
         self,
         prompt: Any,
@@ -194,6 +198,7 @@ class PrefixCache:
         (answer,) = _drained(stream, on_token)
         return answer
 
+    @names_its_words
     def prefill(
         self,
         prompt: Any,
@@ -227,6 +232,7 @@ class PrefixCache:
             self._news.requests_end(self.namespace, [report])
         return ticket
 
+    @names_its_words
     def generate_batch(
         self,
         prompts: Any,
@@ -245,6 +251,7 @@ class PrefixCache:
         tokens = prompts_of(prompts, attention_mask, self._config, self._settings)
         return _drained(self._stream(tokens, max_new_tokens, sampling, stop_tokens, extra_keys), on_token)
 
+    @names_its_words
     def stream(
         self,
         prompts: Any,
@@ -304,11 +311,8 @@ class PrefixCache:
                 self._save_next(rows, buffers)
                 chosen = choose_for(rows, decoder.step())
                 now = watch.now()
-                accepted = [
-                    row.accept(token_id, stop_tokens, now)
-                    for row, token_id in zip(rows, chosen, strict=True)
-                    if not row.is_stopped
-                ]
+                going = [pair for pair in zip(rows, chosen, strict=True) if not pair[0].is_stopped]
+                accepted = [row.accept(token_id, stop_tokens, now) for row, token_id in going]
                 yield from watch.hand_out(accepted)
                 if not (self._identity.is_plain or self._watch.is_opaque):
                     for row in rows:  # adapters may be switched and back before a block is full

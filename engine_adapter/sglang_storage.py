@@ -30,6 +30,7 @@ from engine_adapter.model_files import model_fingerprint, snapshot_directory, ta
 from engine_adapter.paged.step_plan import NamespaceSpec
 from kvstore.block.errors import BadInput
 from kvstore.block.pages import Pages
+from kvstore.client.edge import in_one_line
 
 HASH_DIGITS = 64
 """Of a page's hash: SHA-256 as hexadecimal text."""
@@ -58,6 +59,7 @@ class KvStoreHiCache(hicache_storage.HiCacheStorage):
     or a pool whose pages it cannot tell apart with certainty.
     """
 
+    @in_one_line("KvStoreHiCache")
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None) -> None:
         given = {name: value for name, value in (storage_config.extra_config or {}).items() if name not in OF_SGLANG}
         url, model_dir = given.pop("url", ""), given.pop("model_dir", None)
@@ -92,14 +94,15 @@ class KvStoreHiCache(hicache_storage.HiCacheStorage):
         name = str(host_pool_name)
         if self.registered_pools.get(name) is host_pool:
             return
-        runs, slots = pool_runs(host_pool)
-        tokens = self.registered_pools.get("kv", host_pool).page_size
-        facts = {
-            **self._facts,
-            "pool": f"{name}, {type(host_pool).__name__} {host_pool.layout} {host_pool.storage_format_tag}",
-            "page": f"{tokens} tokens, {host_pool.dtype}",
-            "rank": rank_facts(self._config, host_pool, name),
-        }
+        with in_one_line(f"KvStoreHiCache: a host pool of kind {type(host_pool).__name__} is not served"):
+            runs, slots = pool_runs(host_pool)
+            tokens = self.registered_pools.get("kv", host_pool).page_size
+            facts = {
+                **self._facts,
+                "pool": f"{name}, {type(host_pool).__name__} {host_pool.layout} {host_pool.storage_format_tag}",
+                "page": f"{tokens} tokens, {host_pool.dtype}",
+                "rank": rank_facts(self._config, host_pool, name),
+            }
         try:
             layout = chunk_layout(name, tokens, [run.size for run in runs])
         except BadInput as error:
@@ -166,12 +169,13 @@ class KvStoreHiCache(hicache_storage.HiCacheStorage):
 
     def batch_get(self, keys: Keys, target_locations: Any = None, target_sizes: Any = None) -> list[Any]:
         """As `get`, page by page; None from the first page on that does not come."""
-        done, space = 0, self._spaces.get("kv")
+        done, space, began = 0, self._spaces.get("kv"), perf_counter()
         for name, target in zip(_names(keys), target_locations or [], strict=False):
             page = self._flat(target)
             if space is None or page is None or not space.load([name], page, self._deadline_ms):
                 break
             done += 1
+        self._note(self._metrics.prefetch_pgs, self._metrics.prefetch_bandwidth, "kv", done, began)
         return [*(target_locations or [])[:done], *[None] * (len(keys) - done)]
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
@@ -183,8 +187,10 @@ class KvStoreHiCache(hicache_storage.HiCacheStorage):
         space, names, pages = self._spaces.get("kv"), _names(keys), [self._flat(value) for value in values or []]
         if space is None or not len(names) == len(keys) == len(pages):
             return False
-        each = reversed(list(zip(names, pages, strict=True)))
-        return all([page and space.store([], [name], page, self._save_deadline_ms)[0] for name, page in each])
+        began, each = perf_counter(), reversed(list(zip(names, pages, strict=True)))
+        told = [space.store([], [name], page, self._save_deadline_ms) if page else ([False], 0) for name, page in each]
+        self._note(self._metrics.backup_pgs, self._metrics.backup_bandwidth, "kv", sum(new for _, new in told), began)
+        return all(held[0] for held, _ in told)
 
     def exists(self, key: str) -> bool:
         """Whether a page is stored."""
@@ -210,8 +216,8 @@ class KvStoreHiCache(hicache_storage.HiCacheStorage):
             return [True] * len(keys)  # another rank writes what all have
         before: list[str] = (extra_info.prefix_keys if extra_info is not None else None) or []
         chain = _names(before) if len(_names(before)) == len(before) else []
-        held = space.store(chain, _names(keys), pages, self._save_deadline_ms)
-        self._note(self._metrics.backup_pgs, self._metrics.backup_bandwidth, pool, sum(held), began)
+        held, new = space.store(chain, _names(keys), pages, self._save_deadline_ms)
+        self._note(self._metrics.backup_pgs, self._metrics.backup_bandwidth, pool, new, began)
         return [*held, *[False] * (len(keys) - len(held))]
 
     def _note(self, counts: list[int], speeds: list[float], pool: str, pages: int, began: float) -> None:

@@ -80,6 +80,7 @@ from engine_adapter.vllm_events import BlockEvents, EventBlock
 from engine_adapter.vllm_requests import EngineView, RequestReader
 from kvstore.block.account import HitTier, MissReason
 from kvstore.block.errors import BadInput
+from kvstore.client.edge import in_one_line
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is below its own name
 
@@ -162,6 +163,7 @@ class ConnectorMetrics(KVConnectorPromMetrics):
 class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
     """The scheduler's half of the connector, or a worker's, by its role."""
 
+    @in_one_line("KvStoreConnector")
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self._config = vllm_config

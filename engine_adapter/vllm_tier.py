@@ -47,6 +47,7 @@ from engine_adapter.model_files import model_fingerprint
 from engine_adapter.paged.step_plan import NamespaceSpec
 from engine_adapter.vllm_config import draft_fingerprint, fingerprint, model_settings, plain, reuse_refused
 from kvstore.block.errors import BadInput
+from kvstore.client.edge import in_one_line
 
 PINNED_VERSIONS = ("0.28", "0.31", "0.32")
 HASHES = ("sha256", "sha256_cbor")
@@ -61,6 +62,7 @@ CHUNKS_METRIC = "vllm:kv_offload_kvstore_chunks"
 
 _SLOTS_FIELD = next(it.name for it in fields(TransferJob) if it.name in ("chunk_ids", "block_ids"))
 """0.28 calls them blocks, 0.31 and later chunks."""
+LOCALITY: Any = getattr(base, "Locality", None)  # from 0.32 on
 _RESULT_FIELDS = frozenset(it.name for it in fields(JobResult))
 _TIER_PARAMETERS = frozenset(inspect.signature(SecondaryTierManager.__init__).parameters)
 _FIXED_ROOT = hasattr(kv_cache_utils, "get_none_hash_seed")
@@ -78,6 +80,7 @@ class KvStoreTier(SecondaryTierManager):
 
     medium = Medium.STORAGE
 
+    @in_one_line("KvStoreTier")
     def __init__(
         self,
         offloading_spec: Any,
@@ -97,6 +100,8 @@ class KvStoreTier(SecondaryTierManager):
     ) -> None:
         rest = {"backpressure_detector": backpressure_detector} if "backpressure_detector" in _TIER_PARAMETERS else {}
         super().__init__(offloading_spec, primary_kv_view, tier_type, **rest)
+        if LOCALITY and (where := unknown.pop("locality", None)) is not None:
+            self.locality = LOCALITY(str(where).upper())
         if unknown or not url:
             raise BadInput(
                 f"KvStoreTier: {', '.join(map(repr, unknown))} is no parameter of it"
@@ -150,8 +155,8 @@ class KvStoreTier(SecondaryTierManager):
         position = getattr(job_metadata.req_context, "get_offload_key_position", None)
         if position is not None:  # 0.28 does not tell which chunk comes first
             pairs.sort(key=lambda pair: position(pair[0]) or 0)
-        pairs = pairs if self._is_root_right else []
-        self._chunks.store(job_metadata.job_id, [name for name, _ in pairs], [int(slot) for _, slot in pairs])
+        slots = [int(slot) for _, slot in pairs] if self._is_root_right else []
+        self._chunks.store(job_metadata.job_id, [name for name, _ in pairs], slots)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Jobs that ended, each once. Of a load that failed in part the good keys are named; vLLM computes the rest."""
@@ -162,11 +167,12 @@ class KvStoreTier(SecondaryTierManager):
         results = []
         for job in jobs:
             if not job.is_load and self._events is not None and job.good:
-                self._events.append(OffloadingEvent(keys=list(job.good), medium=self.medium, removed=False))
+                where = {"locality": self.locality} if LOCALITY else {}
+                self._events.append(OffloadingEvent(keys=list(job.good), medium=self.medium, removed=False, **where))
             named: dict[str, Any] = {} if not job.is_load or not job.failed else {"successful_keys": job.good or None}
             if "transfer_bytes" in _RESULT_FIELDS:
                 named["transfer_bytes"] = job.size_bytes
-            results.append(JobResult(job.number, bool(job.good) and not job.failed, transfer_time=job.seconds, **named))
+            results.append(JobResult(job.number, not job.failed, transfer_time=job.seconds, **named))
         return results
 
     def take_events(self) -> Iterable[OffloadingEvent]:

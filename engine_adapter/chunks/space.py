@@ -96,8 +96,8 @@ class ChunkOutcomes:
 
 class ChunkSpace:
     """Chunks of one kind in the store and in the engine's memory. Thread-safe. outcomes: `found`, `missing`; `loaded`,
-    `failed_loads`, of which `corrupt`; `stored`, `failed_stores`, and `in_flight`, which
-    another engine was still storing; and `faults`."""
+    `failed_loads`, of which `corrupt`; `stored`, `failed_stores`, `present`, which were stored before, and `in_flight`,
+    which another engine was still storing; and `faults`."""
 
     def __init__(
         self,
@@ -185,11 +185,13 @@ class ChunkSpace:
         plan = WaitPlan.of_fetch(len(prompt.keys), max(0.0, ends_at - self._clock()), self.block_tokens)
         return handle.has_courier and wait_for_blocks(handle, prompt, "", plan, here)
 
-    def store(self, before: Sequence[bytes], names: Sequence[bytes], pages: Pages, deadline_ms: float) -> list[bool]:
-        """Store chunks; returns which of them are held now, those stored before, or in flight, included. before: the
-        chunks before them, from the beginning on, as far as they are known. If they cannot be stored behind those, each
-        is stored by itself: the last ones first, since what was used last is evicted last."""
-        held, ends_at, in_flight = [False] * len(names), self._clock() + deadline_ms / 1000, 0
+    def store(
+        self, before: Sequence[bytes], names: Sequence[bytes], pages: Pages, deadline_ms: float
+    ) -> tuple[list[bool], int]:
+        """Store chunks; returns which of them are held now, those stored before, or in flight, included, and how many
+        are new. before: the chunks before them, from the beginning on, as far as they are known. If they cannot be
+        stored behind those, each is stored by itself: the last ones first, since what was used last is evicted last."""
+        held, ends_at, in_flight, new = [False] * len(names), self._clock() + deadline_ms / 1000, 0, 0
         with self._outcomes.caught():
             if self._writing.now() is None:
                 self._writing.want(self.spec)
@@ -197,6 +199,7 @@ class ChunkSpace:
             if handle is not None and names:
                 chain, known = self.prompt(handle, [*before, *names]), len(before)
                 result = handle.put(chain, pages, known * self.block_tokens, deadline_ms=deadline_ms)
+                new = result.stored
                 stopped = len(names) if result.stopped_at is None else max(0, result.stopped_at - known)
                 if result.stopped_at is not None and result.in_flight:  # another engine holds these already
                     in_flight = min(len(names), max(0, result.stopped_at + result.in_flight - known)) - stopped
@@ -206,10 +209,11 @@ class ChunkSpace:
                     left_ms = max(0.0, 1000 * (ends_at - self._clock()))
                     alone = Prompt(self.block_tokens, chain.keys[known + at : known + at + 1]), pages.cut(at, at + 1)
                     result = handle.put(*alone, deadline_ms=left_ms)
-                    held[at] = result.stopped_at is None
+                    held[at], new = result.stopped_at is None, new + result.stored
                 self._outcomes.told(result.reason)
-        self._outcomes.count(stored=sum(held) - in_flight, in_flight=in_flight, failed_stores=len(held) - sum(held))
-        return held
+        present, failed = sum(held) - in_flight - new, len(held) - sum(held)
+        self._outcomes.count(stored=new, present=present, in_flight=in_flight, failed_stores=failed)
+        return held, new
 
     def clear(self) -> bool:
         """Evict them all, from every tier and for all engines; returns whether that was done."""

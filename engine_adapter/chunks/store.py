@@ -44,7 +44,7 @@ class ChunkState(Enum):
 @dataclass(frozen=True, slots=True)
 class ChunkLimits:
     """Named upper bounds. asked: chunks asked for or held at a time; beyond that they are missing. queued_stores:
-    chunks that wait to be stored, whose slots the engine cannot use meanwhile; beyond that they fail at once.
+    chunks of several jobs that wait to be stored, whose slots the engine cannot use; beyond that they fail.
     load_threads, save_threads: that copy, in each space. lease_ms: how long a chunk's promotion from a lower tier may
     take. ask_seconds: beyond that, how long an answer may take before the chunk is missing. hold_seconds: how long a
     chunk is held without being loaded. drain_seconds: after which `drain` gives up what has not begun."""
@@ -232,16 +232,18 @@ class ChunkStore:
             self._workers[space].start_loads()
 
     def store(self, number: int, names: Sequence[bytes], slots: Sequence[int]) -> None:
-        """Put the chunks in these slots, a prefix in order; stored ones are skipped. If the queue lacks room for all,
-        the first ones are taken. The last of these are begun first: what was used last is evicted last, and a prefix is
+        """Put the chunks in these slots, a prefix in order; stored ones are skipped. Without a slot they fail. If the
+        queue lacks room for all, the first ones are taken; all where nothing waits, since their engine keeps a job's
+        slots to its end. The last of these are begun first: what was used last is evicted last, and a prefix is
         useful without its end, but not without its beginning."""
         queued = sum(not job.is_load for job, *_ in self._orders.values())
         is_open = not self._is_closed and all(space.handle is not None for space in self._spaces)
-        taken = min(max(0, self.limits.queued_stores - queued), len(names)) if is_open else 0
+        room = max(0, self.limits.queued_stores - queued) if queued else len(slots)
+        taken = min(room, len(slots)) if is_open else 0
         self._outcomes.count(refused_stores=len(names) - taken)
         self._jobs.append(job := ChunkJob(number, "", False, self._clock(), taken, failed=list(names[taken:])))
         plans = {space: StepPlan() for space in self._spaces}
-        for name, slot in reversed(list(zip(names, slots, strict=True))[:taken]):
+        for name, slot in reversed(list(zip(names[:taken], slots, strict=False))):
             space, handle = self._reached(name) or (None, None)
             keys = list[bytes]()
             with self._outcomes.caught():

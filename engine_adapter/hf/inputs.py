@@ -11,9 +11,11 @@ Imports torch only. Must never take padding for a prompt: where nothing says whi
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import wraps
+from inspect import signature
 from operator import index
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -22,6 +24,7 @@ from kvstore.block.errors import BadInput
 from kvstore.block.identity import token_bytes
 
 MAX_NEW_TOKENS = 1 << 31
+F = TypeVar("F", bound=Callable[..., Any])
 
 _WITHOUT_EFFECT = frozenset(
     "length special_tokens_mask offset_mapping num_truncated_tokens overflow_to_sample_mapping assistant_masks".split()
@@ -63,6 +66,22 @@ def prompt_of(given: Any, attention_mask: Any, config: Any, generation_config: A
     if attention_mask is not None and _is_flat(attention_mask, "attention_mask"):
         attention_mask = [attention_mask]
     return prompts_of(given, attention_mask, config, generation_config)
+
+
+def names_its_words(method: F) -> F:
+    """A method that is called as transformers' own: `BadInput` says what it takes where other words are given."""
+    taken = signature(method)
+    words = f"it takes {', '.join([*taken.parameters][1:])}; other settings are those of model.generation_config"
+
+    @wraps(method)
+    def checked(*args: Any, **given: Any) -> Any:
+        try:
+            taken.bind(*args, **given)
+        except TypeError as error:
+            raise BadInput(f"PrefixCache.{method.__name__}: {error}; {words}, and sampling= draws tokens") from None
+        return method(*args, **given)
+
+    return cast(F, checked)
 
 
 def checked_new_tokens(given: Any) -> int:

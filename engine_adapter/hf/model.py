@@ -51,10 +51,17 @@ def check_model(model: torch.nn.Module) -> None:
         raise refusal(name, "it is not a decoder-only language model of transformers (a ...ForCausalLM class)")
     if getattr(config, "is_encoder_decoder", False) or not getattr(config, "is_causal", True):
         raise refusal(name, "it is not a decoder with causal attention")
-    if getattr(model, "_is_stateful", False) or not getattr(config, "num_attention_heads", None):
-        raise refusal(name, "it keeps a recurrent state (Mamba or another hybrid), not only KV per token")
     if config.get_text_config() is not config:
-        raise refusal(name, "it is made of several models; pass its language model")
+        raise refusal(name, "it is made of several models (it takes images or the like); only text models are served")
+    if getattr(model, "_is_stateful", False):
+        kinds = {*(getattr(config, "layer_types", None) or ("linear_attention",))}
+        if kinds <= {"attention", "full_attention"}:
+            raise refusal(name, "it is of a hybrid class, none of which is served, not even without a recurrent layer")
+        raise refusal(name, "it keeps a recurrent state (Mamba or another hybrid), not only KV per token")
+    if differing := {"head_dim", "num_key_value_heads"} & (getattr(config, "per_layer_attributes", None) or set()):
+        raise refusal(name, f"its layers have KV of different shapes ({', '.join(sorted(differing))})")
+    if not getattr(config, "num_attention_heads", None):
+        raise refusal(name, "its configuration has no num_attention_heads, by which KV has its shape")
     if getattr(config, "kv_lora_rank", None):
         raise refusal(name, "its attention (MLA) has K and V of different widths")
     rope = _rope(config)
@@ -75,11 +82,7 @@ def check_not_wrapped(model: torch.nn.Module) -> None:
     config: Any = getattr(model, "config", None)
     name = getattr(config, "model_type", kind.__name__)
     if hasattr(model, "_orig_mod"):
-        raise refusal(
-            name,
-            "it is compiled by torch.compile, for lengths that change with every chunk; pass the model "
-            "that was compiled (model._orig_mod)",
-        )
+        raise refusal(name, "it is compiled by torch.compile; pass the model that was compiled (model._orig_mod)")
     part = compiled_part(model)
     if part is not None:
         raise refusal(
@@ -90,11 +93,8 @@ def check_not_wrapped(model: torch.nn.Module) -> None:
     if kind.__module__.startswith("peft.") and hasattr(model, "get_base_model"):
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
             raise refusal(name, f"{kind.__name__} puts virtual tokens in front of a prompt, which no prompt names")
-        raise refusal(
-            name,
-            f"it is wrapped in peft's {kind.__name__}; pass model.get_base_model(), in which the adapter "
-            "stays as active as it is",
-        )
+        reason = "pass model.get_base_model(), in which the adapter stays as active as it is"
+        raise refusal(name, f"it is wrapped in peft's {kind.__name__}; {reason}")
     if isinstance(getattr(model, "module", None), torch.nn.Module):
         raise refusal(name, f"it is wrapped in {kind.__name__}; pass the model inside (model.module)")
 

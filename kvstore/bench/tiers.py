@@ -200,7 +200,7 @@ class HostPool:
         self._space = ChunkSpace(spec, runs, self.pages, (self, self), ChunkOutcomes())
         self._names = [b"%064x" % number for number in range(self.pages)]
         self._turns = count()
-        held = self._space.store([], self._names, self._space.pages(range(self.pages)), 1000 * OPEN_SECONDS)
+        held, _ = self._space.store([], self._names, self._space.pages(range(self.pages)), 1000 * OPEN_SECONDS)
         assert all(held), "a sidecar did not take them"
         for _ in range(int(OPEN_SECONDS / LOOK_SECONDS)):
             if self._space.handle is not None:

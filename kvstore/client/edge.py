@@ -6,8 +6,11 @@ the adapters that catches every error; each says what the error becomes. Must ne
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
+
+from kvstore.block.errors import BadInput, StoreError
 
 
 class contained:  # read as a statement, as `contextlib.suppress` is
@@ -30,3 +33,15 @@ class contained:  # read as a statement, as `contextlib.suppress` is
             return False
         self._failed(error)
         return True
+
+
+@contextmanager
+def in_one_line(what: str) -> Iterator[None]:
+    """A block, or a function, that no foreign exception leaves: it becomes `BadInput`, one line that begins so."""
+
+    def failed(error: Exception) -> None:
+        said = f"{what}: {type(error).__name__}: {' '.join(str(error).split())}"
+        raise error if isinstance(error, StoreError) else BadInput(said)
+
+    with contained(failed):
+        yield

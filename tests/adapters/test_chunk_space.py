@@ -41,7 +41,7 @@ class Engine:
         return b"".join(one[slot].tobytes() for one in self.memory)
 
     def store(self, names: Sequence[bytes], slots: Sequence[int], before: Sequence[bytes] = ()) -> list[bool]:
-        return self.space.store(before, names, self.space.pages(slots), 1000 * SECONDS)
+        return self.space.store(before, names, self.space.pages(slots), 1000 * SECONDS)[0]
 
     def load(self, names: Sequence[bytes], slots: Sequence[int]) -> int:
         return self.space.load(names, self.space.pages(slots), 1000 * SECONDS)
@@ -93,6 +93,13 @@ def test_what_cannot_stand_behind_what_is_before_stands_by_itself(engine: Engine
     assert [engine.chunk(slot) for slot in range(100, 170)] == [engine.chunk(slot) for slot in order]
 
 
+def test_what_is_stored_again_is_counted_as_present(engine: Engine) -> None:
+    engine.store(NAMES[:10], range(10))
+    assert engine.space.store([], NAMES[:15], engine.space.pages(range(15)), 1000 * SECONDS) == ([True] * 15, 5)
+    assert engine.space.store([], NAMES[:15], engine.space.pages(range(15)), 1000 * SECONDS) == ([True] * 15, 0)
+    assert engine.outcomes.take() == {"stored": 15, "present": 25}
+
+
 def test_a_batch_larger_than_may_be_pinned_is_loaded_in_pieces(tmp_path: Path) -> None:
     limits = kvstore.Limits(pinned_fraction=0.1)
     with Sidecar(tmp_path, dram="64MiB", limits=limits) as sidecar, sidecar.client() as store:
@@ -130,7 +137,7 @@ def test_without_a_sidecar_nothing_is_found_and_nothing_raises(tmp_path: Path) -
         outcomes = ChunkOutcomes()
         space = ChunkSpace(spec, [ChunkRun(memory.ctypes.data, 8192, 8192)], 2, (store, store), outcomes)
         assert space.found(NAMES[:2]) == space.load(NAMES[:2], space.pages([0, 1]), 10) == 0
-        assert space.store([], NAMES[:2], space.pages([0, 1]), 10) == [False] * 2 and not space.clear()
+        assert space.store([], NAMES[:2], space.pages([0, 1]), 10) == ([False] * 2, 0) and not space.clear()
         assert outcomes.take() == {"missing": 2, "failed_loads": 2, "failed_stores": 2}
         space.close()
 
@@ -214,7 +221,7 @@ def test_what_a_hung_engine_is_storing_counts_as_held_and_the_rest_is_stored(eng
         keys = theirs.space.prompt(handle, NAMES[:20]).keys
         reservation = Asking(handle.door).reserve(handle.number, keys).reservation
         assert reservation
-        assert engine.space.store([], NAMES[:30], engine.space.pages(range(30)), 2000) == [True] * 30
+        assert engine.space.store([], NAMES[:30], engine.space.pages(range(30)), 2000) == ([True] * 30, 10)
         assert engine.outcomes.take() == {"stored": 10, "in_flight": 20}
         assert engine.space.found(NAMES[20:30]) == 10 and engine.space.found(NAMES[:20]) == 0
         theirs.space.close()

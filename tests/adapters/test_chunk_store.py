@@ -149,8 +149,8 @@ def test_accounts_are_in_the_chunks_tokens(engine: Engine, sidecar: Sidecar) -> 
     engine.ask(NAMES[:3])
     (counts,) = sidecar.counting.all().values()
     assert counts.block_tokens == CHUNK_TOKENS
-    assert (counts.asked, counts.found) == (3 * CHUNK_TOKENS, 0)
-    assert (sum(counts.hits.values()), counts.misses) == (2 * CHUNK_TOKENS, {MissReason.ABSENT: CHUNK_TOKENS})
+    told = (counts.asked, counts.found, sum(counts.hits.values()), counts.misses)
+    assert told == (3 * CHUNK_TOKENS, 0, 2 * CHUNK_TOKENS, {MissReason.ABSENT: CHUNK_TOKENS})
 
 
 def test_another_process_finds_them_and_another_group_does_not(engine: Engine, sidecar: Sidecar) -> None:
@@ -372,6 +372,19 @@ def test_stores_that_wait_are_bounded(held: tuple[Engine, Held]) -> None:
     assert len(jobs[first].good) == 5
     assert (jobs[refused].good, jobs[refused].failed) == ([name_of(8)], [name_of(9)]), "the beginning is taken"
     assert engine.outcomes.take()["refused_stores"] == 2
+
+
+def test_a_job_above_the_bound_is_stored_whole_where_nothing_waits(held: tuple[Engine, Held]) -> None:
+    engine, space = held
+    names = [name_of(number) for number in range(10)]
+    first = engine.begin_store(names, range(10))
+    assert engine.ended(engine.begin_store([name_of(11)], [11])).failed, "behind it the bound holds"
+    space.go.set()
+    assert set(engine.ended(first).good) == set(names)
+
+
+def test_chunks_without_a_slot_fail(engine: Engine) -> None:
+    assert engine.store(NAMES, []).failed == NAMES and engine.store([], []).failed == []
 
 
 def test_closing_waits_for_a_copy_and_lets_go_of_what_is_held(sidecar: Sidecar) -> None:

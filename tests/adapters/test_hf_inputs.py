@@ -258,6 +258,39 @@ def test_what_tokenizers_return_is_answered_as_the_prompts_alone(side: str, tmp_
             cache.generate(prompts[0], max_new_tokens=1.5)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("method", "given", "said"),
+    [
+        ("generate", {"do_sample": True, "temperature": 0.5}, ".*'do_sample'; it takes prompt, max_new_tokens, "),
+        ("generate_batch", {"num_beams": 2}, ".*'num_beams'; it takes prompts, "),
+        ("stream", {"streamer": None}, ".*'streamer'; it takes prompts, "),
+        ("prefill", {"max_new_tokens": 2}, ".*'max_new_tokens'; it takes prompt, attention_mask, "),
+        ("generate", {}, "missing a required argument: 'max_new_tokens'"),
+    ],
+)
+def test_words_of_transformers_generate_get_one_line(method: str, given: dict[str, Any], said: str) -> None:
+    cache = PrefixCache(small_model())
+    with pytest.raises(BadInput, match=f"^PrefixCache.{method}: {said}") as caught:
+        getattr(cache, method)([1, 2], **{**({"max_new_tokens": 1} if method != "prefill" and given else {}), **given})
+    assert "\n" not in str(caught.value) and "model.generation_config" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"store": "embedded:./kv"}, "PrefixCache: AttributeError: 'str' object"),
+        ({"namespace": "mine"}, "cannot serve a LlamaForCausalLM: AttributeError"),
+        ({"chunk_tokens": "64"}, "PrefixCache: TypeError"),
+        ({"cache_size": 3}, "PrefixCache: .* unexpected keyword argument 'cache_size'"),
+        ({"model": None}, "cannot serve a NoneType: AttributeError"),
+    ],
+)
+def test_no_foreign_exception_leaves_the_constructor(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadInput, match=said) as caught:
+        PrefixCache(**{"model": small_model(), **given})
+    assert "\n" not in str(caught.value)
+
+
 def test_a_stream_takes_masks_as_well() -> None:
     cache = PrefixCache(small_model(), chunk_tokens=128)
     mask = torch.tensor([[0, 1, 1], [1, 1, 1]])

@@ -34,6 +34,7 @@ MODULES = (
     "sglang.srt.mem_cache.memory_pool",
     "sglang.srt.mem_cache.pool_host.mha",
     "sglang.srt.mem_cache.pool_host.mla",
+    "sglang.srt.mem_cache.pool_host.dsa",
     "sglang.srt.mem_cache.pool_host.group",
     "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller",
     "sglang.srt.managers.cache_controller",

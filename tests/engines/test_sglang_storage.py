@@ -22,12 +22,15 @@ import torch
 import engines.sglang_cpu  # noqa: F401  prepares what the others import, or skips where there is no SGLang
 from engine_adapter.sglang_storage import KvStoreHiCache, engine_facts, is_replicated, pool_runs, rank_facts
 from engines.sglang_cpu import (
+    LATENT,
     LAYERS,
     MHA_LAYOUTS,
     MLA_LAYOUTS,
     PAGE,
+    ROPE,
     SECONDS,
     SGLANG,
+    WIDTH,
     HiCache,
     device_pool,
     hashes_of,
@@ -457,6 +460,22 @@ def test_figures_and_clearing(opened: Callable[..., HiCache]) -> None:
         assert engine.write(prompt)[0] == 20, "and it goes on"
 
 
+@pytest.mark.parametrize("interface_v1", [0, 1])
+def test_pages_are_counted_once_in_either_interface(interface_v1: int, opened: Callable[..., HiCache]) -> None:
+    prompt = prompt_of(6, seed=1)
+    with opened(interface_v1=interface_v1).opened() as engine:
+        engine.backend._config.enable_storage_metrics = True
+        engine.write(prompt[: 4 * PAGE])
+        assert engine.backend.get_stats().backup_pgs == [4]
+        assert engine.write(prompt[: 4 * PAGE])[0] == 4 and engine.backend.get_stats().backup_pgs == [], "no new one"
+        engine.write(prompt)
+        assert engine.read(prompt)[0] == 6
+        told = engine.backend.get_stats()
+        assert (told.backup_pgs, sum(told.prefetch_pgs)) == ([2], 6) and len(told.prefetch_bandwidth) > 0
+        counts = engine.backend.outcomes.take()
+        assert (counts["stored"], counts["present"]) == (6, 8)
+
+
 def test_a_history_at_random_is_that_of_a_dictionary(opened: Callable[..., HiCache]) -> None:
     seed = random.SystemRandom().randrange(1 << 32)
     print(f"seed {seed}")
@@ -492,6 +511,8 @@ def test_a_history_at_random_is_that_of_a_dictionary(opened: Callable[..., HiCac
         ({"url": ""}, '"url" is missing'),
         ({"url": "tcp:x"}, "not a store's address"),
         ({"sise": 3}, "'sise' is no parameter"),
+        ({"deadline_ms": "soon"}, "KvStoreHiCache: ValueError: .*'soon'"),
+        ({"weights_epoch": None}, "KvStoreHiCache: TypeError: .*NoneType"),
         ({"model_dir": "/nowhere"}, "cannot be read"),
         ({"model_dir": None}, "give the weights as model_dir"),
     ],
@@ -515,6 +536,36 @@ def test_pages_that_are_no_blocks_are_refused(weights: Path) -> None:
         logical = SimpleNamespace(kv_buffer=None, page_size=64, size=640, layout="layer_first")
         logical.get_page_buffer_meta = lambda _: None
         pool_runs(logical)
+
+
+@pytest.mark.parametrize("kind", ["DSAIndexerPoolHost", "MHATokenToKOnlyPoolHost"])
+def test_a_pool_of_an_index_is_refused_in_one_line(kind: str, weights: Path) -> None:
+    """Of DeepSeek V3.2, GLM-5 and MiniMax M3: SGLang's own host pools, beside the one of the KV."""
+    backend = KvStoreHiCache(config_of(extra_config={"url": "unix:x", "model_dir": str(weights)}), {})
+    pools = SGLANG["memory_pool"]
+    more = dict(page_size=PAGE, dtype=torch.bfloat16, layer_num=LAYERS, device="cpu", enable_memory_saver=False)
+    if kind == "MHATokenToKOnlyPoolHost":
+        anchor = host_pool(device_pool("mha"), "page_first", 8)
+        device = pools.MHATokenToKOnlyPool(PAGE * 4, head_num=1, head_dim=WIDTH, **more)
+        pool = getattr(SGLANG["mha"], kind)(device, anchor, "page_first", pin_memory=False)
+    else:
+        anchor = host_pool(device_pool("mla"), "page_first", 8)
+        with SGLANG["runtime_context"].get_parallel().override(attn_dcp_size=1, attn_dcp_rank=0):
+            device = pools.DSATokenToKVPool(
+                PAGE * 4,
+                kv_lora_rank=LATENT,
+                qk_rope_head_dim=ROPE,
+                kv_cache_dim=LATENT + ROPE,
+                index_head_dim=128,
+                **more,
+            )
+            decl = SGLANG["dsa"].make_dsa_indexer_pool_decl(device)
+            pool = getattr(SGLANG["dsa"], kind)(decl, anchor, pin_memory=False)
+    backend.register_mem_pool_host(anchor)
+    with pytest.raises(BadInput, match=f"kind {kind}.* is not served") as raised:
+        backend.register_mem_host_pool_v2(pool, PoolName.INDEXER)
+    assert "\n" not in str(raised.value) and set(backend.registered_pools) == {"kv"}
+    backend.close()
 
 
 def config_of(**more: Any) -> Any:

@@ -374,6 +374,45 @@ def test_chunks_come_back(tier: KvStoreTier) -> None:
     assert set(KvStoreTier.build_metric_definitions({})) == {CHUNKS_METRIC}
 
 
+@pytest.mark.parametrize("is_promotion", [False, True])
+def test_a_job_without_chunks_succeeds(is_promotion: bool, tier: KvStoreTier) -> None:
+    tier.on_new_request(Request("r"))
+    job = job_of(1, [], [], is_promotion=is_promotion)
+    tier.submit_load(job) if is_promotion else tier.submit_store(job)
+    assert finished(tier)[0].success
+
+
+def test_a_job_above_half_of_the_primary_tier_is_stored_whole(tier: KvStoreTier) -> None:
+    tier.on_new_request(Request("r"))
+    keys = [make_offload_key(bytes([n]) * 32, 0) for n in range(SLOTS)]
+    tier.submit_store(job_of(1, keys, [*range(SLOTS)], is_promotion=False))
+    assert finished(tier)[0].success
+    assert [answer(tier, key) for key in keys] == [LookupResult.HIT] * SLOTS
+
+
+@pytest.mark.skipif(not vllm_tier.LOCALITY, reason="this vLLM does not ask tiers where their storage is")
+def test_where_its_storage_is_can_be_said(config: Any, tmp_path: Path, root: None) -> None:
+    """Through vLLM's own factory, and in the events that it publishes."""
+    vllm_config = config
+    assert vllm_config is not None
+    given = {"type": "KvStoreTier", "module_path": "engine_adapter.vllm_tier", "hash_seed": SEED}
+    memory = memoryview(np.zeros((SLOTS, CHUNK_BYTES), np.int8))
+    make = factory.SecondaryTierFactory.create_secondary_tier
+    with Sidecar(tmp_path, dram="16MiB") as sidecar:
+        given |= {"url": f"unix:{sidecar.path}", "enable_kv_events": True, "deadline_ms": 5000}
+        tier: Any = make({**given, "locality": "REMOTE"}, memory, spec_of())
+        be_patient(tier)
+        wait_until(lambda: all(space.handle is not None for space in tier._chunks._spaces))
+        tier.on_new_request(Request("r"))
+        tier.submit_store(job_of(1, KEYS, [0, 1, 2, 3], is_promotion=False))
+        assert finished(tier)[0].success
+        (event,) = tier.take_events()
+        assert tier.locality is event.locality is vllm_tier.LOCALITY.REMOTE
+        tier.shutdown()
+    with pytest.raises(BadInput, match="KvStoreTier: ValueError: 'MOON' is not a valid Locality"):
+        make({**given, "locality": "moon"}, memory, spec_of())
+
+
 def test_of_a_load_that_fails_in_part_the_good_keys_are_named(tier: KvStoreTier) -> None:
     tier.on_new_request(Request("r"))
     tier.submit_store(job_of(1, KEYS[:3], [0, 1, 2], is_promotion=False))
@@ -423,6 +462,10 @@ def test_without_a_sidecar_it_begins_and_misses(config: Any, tmp_path: Path, roo
         ({"url": ""}, '"url" is missing'),
         ({"url": "tcp:x"}, "not a store's address"),
         ({"url": "unix:x", "sise": 3}, "'sise'"),
+        ({"url": "unix:x", "deadline_ms": "soon"}, "KvStoreTier: ValueError: .*'soon'"),
+        ({"url": "unix:x", "queued_chunks": [2]}, "KvStoreTier: TypeError: .*list"),
+        ({"url": 3}, "3 is not a store's address"),
+        ({"url": "unix:x", "model_dir": 3}, "KvStoreTier: "),
     ],
 )
 def test_parameters_are_checked(parameters: dict[str, Any], what: str, config: Any) -> None:
