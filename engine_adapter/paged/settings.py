@@ -11,8 +11,8 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any
 
+from kvstore.block import payload
 from kvstore.block.errors import BadInput
-from kvstore.block.payload import CODEC_NAMES
 from kvstore.protocol.told import MAX_EVERY
 
 MAX_DEADLINE_MS = 60_000
@@ -86,6 +86,8 @@ class ConnectorSettings:
         for name, kind in (("save", SavePolicy), ("load", LoadMode)):
             if name in checked:
                 checked[name] = _one_of(name, kind, checked[name])
+        if "codec" in checked:
+            checked["codec"] = payload.codec_meant(checked["codec"])
         settings = ConnectorSettings(**checked)
         settings._check()
         return settings
@@ -93,7 +95,7 @@ class ConnectorSettings:
     def _check(self) -> None:
         is_url = isinstance(self.url, str) and self.url.startswith("unix:")
         _wanted("url", self.url, is_url, 'a sidecar\'s socket, as "unix:/run/kvstore/kvstore.sock"')
-        codecs = ("auto", *sorted(CODEC_NAMES))
+        codecs = ("auto", *sorted(payload.CODEC_NAMES))
         _wanted("codec", self.codec, self.codec in codecs, f"one of {', '.join(codecs)}")
         for name in ("match_deadline_ms", "lease_deadline_ms", "save_patience_ms"):
             value = getattr(self, name)

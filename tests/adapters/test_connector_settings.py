@@ -54,6 +54,10 @@ def test_what_is_allowed_is_taken_as_it_is(given: dict[str, Any]) -> None:
     assert isinstance(settings.save, SavePolicy) and isinstance(settings.load, LoadMode)
 
 
+def test_a_codec_that_was_removed_is_its_successor() -> None:
+    assert ConnectorSettings.of({**URL, "codec": "int8-th"}).codec == "int8-kc64"
+
+
 NAN = float("nan")
 WRONG: list[tuple[str, Any]] = [
     *(("url", value) for value in ("", "/run/kv.sock", "embedded:./kv", 5, None)),
