@@ -214,7 +214,7 @@ class Admin:
         return {tenant: name for tenant, name in names.items() if wanted in ("", printable(name))}
 
     def prefixes(self, tenant: str = "") -> PrefixFigures:
-        """Hot prefixes, and where prompts part: of one tenant, by its shown name, or of all."""
+        """Hot prefixes: of one tenant, by its shown name, or of all."""
         if self._prefixes is None:
             raise BadInput("this sidecar does not follow prefixes")
         with self._naming:  # callers share the result: the store walks over all namespaces for it

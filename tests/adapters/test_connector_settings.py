@@ -43,7 +43,6 @@ def test_the_url_is_all_that_is_needed() -> None:
         {"audit": 0.0},
         {"ttl": None},
         {"ttl": 0.5},
-        {"sketch_every": 0},
         {"priority": -100},
     ],
 )
@@ -54,8 +53,12 @@ def test_what_is_allowed_is_taken_as_it_is(given: dict[str, Any]) -> None:
     assert isinstance(settings.save, SavePolicy) and isinstance(settings.load, LoadMode)
 
 
-def test_a_codec_that_was_removed_is_its_successor() -> None:
-    assert ConnectorSettings.of({**URL, "codec": "int8-th"}).codec == "int8-kc64"
+@pytest.mark.parametrize(("given", "codec"), [({"codec": "int8-th"}, "int8-kc64"), ({"sketch_every": 100}, "auto")])
+def test_what_was_removed_is_taken_with_one_warning(
+    given: dict[str, Any], codec: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert ConnectorSettings.of({**URL, **given}).codec == codec
+    assert len(caplog.records) == 1 and "was removed" in caplog.text
 
 
 NAN = float("nan")
@@ -77,7 +80,6 @@ WRONG: list[tuple[str, Any]] = [
     *((name, value) for name in ("cost_model", "without_prefix_caching", "traces") for value in (1, "true", None)),
     *(("audit", value) for value in (-0.1, 1.1, True, "0.1", NAN, None)),
     *(("ttl", value) for value in (0, -1, True, "60", NAN, 1e30)),
-    *(("sketch_every", value) for value in (-1, 1.5, True, "all", None, 1 << 40)),
     *(("priority", value) for value in (-101, 101, 1.0, True, None)),
 ]
 
