@@ -18,6 +18,7 @@ if sys.argv[:1] == ["-m"] and not sys.flags.safe_path and __file__ != f"{sys.pat
     # `python -m kvstore` without -P: no file in the working directory may be imported in place of a package.
     del sys.path[0]
 
+import logging
 import secrets
 import threading
 from collections.abc import Mapping
@@ -46,6 +47,7 @@ from kvstore.config import (
     DEFAULT_SCRUB,
     DEFAULT_TENANT,
     DEFAULT_WRITES,
+    REMOVED_POLICY,
     Limits,
     Size,
     StoreOptions,
@@ -56,7 +58,6 @@ from kvstore.config import (
 from kvstore.protocol.messages import MIN_SESSION_BYTES
 from tiering.clock import SystemClock
 from tiering.policies.lru import LeafFirstLru
-from tiering.policies.s3_fifo import S3Fifo
 from tiering.policies.shares import Share
 
 if TYPE_CHECKING:
@@ -92,6 +93,8 @@ __all__ = [
     "embedded",
     "open",
 ]
+
+_log = logging.getLogger(__name__)
 
 
 def __getattr__(name: str) -> Any:
@@ -129,7 +132,7 @@ def open(
     only. slab, extent: size of the pieces that disk and memory are shared out in, chosen from the budgets if not given.
     tenant: whose blocks these are. limits: the store's named upper bounds. scrub: bytes per second at which what is on
     disk is read and verified again in the background, once a day; "off" for never. policy: which blocks go first when
-    DRAM is full: "lru", "adaptive" (LRU, and what it learns where that finds more) or "s3-fifo". nvme_writes: what of
+    DRAM is full: "lru" or "adaptive" (LRU, and what it learns where that finds more). nvme_writes: what of
     that is written to disk: "all", "learned" (what is likely to come back), or a number for no more of that than so
     many times the size of `nvme` a day; what a put asks to keep is written whatever it says. shares: what single
     tenants have of each tier, by name; if not given, the worst block goes first, whichever tenant's. Raises `BadInput`,
@@ -192,7 +195,14 @@ def embedded(
             raise BadInput("nvme= needs the package lmdb; run in a checkout: pip install '.[server]'") from None
         indexes = LmdbMaker
     codecs = _Codecs()
-    parts = StoreParts(codecs, policy_named(policy), indexes, before_close=codecs.close)
+    try:
+        maker = policy_named(policy)
+    except BadInput as error:
+        if policy != REMOVED_POLICY:  # which needed no package
+            raise
+        _log.warning("blocks go by %s instead: %s", DEFAULT_POLICY, error)
+        maker = LeafFirstLru
+    parts = StoreParts(codecs, maker, indexes, before_close=codecs.close)
     return open_embedded(expanded(directory, "directory"), options, parts)
 
 
@@ -230,9 +240,11 @@ class _Codecs:
 def policy_named(name: str, thinned: float = 1.0) -> PolicyMaker:
     """The maker of an eviction policy. thinned: the share of all blocks that it is told of, if a tier is modelled by a
     part of its blocks. Raises `BadInput`, also if a package that it needs is missing."""
-    simple: dict[str, PolicyMaker] = {"lru": LeafFirstLru, "s3-fifo": S3Fifo}
-    if checked_policy(name, "policy") in simple:
-        return simple[name]
+    given, name = name, checked_policy(name, "policy")
+    if given != name:
+        _log.warning("policy %r was removed and is %r now; name that, or lru", given, name)
+    if name == DEFAULT_POLICY:
+        return LeafFirstLru
     try:
         # Imports numba: half a second, and vLLM on a CPU must not find it imported.
         from tiering.policies.adaptive import Adaptive

@@ -41,8 +41,10 @@ _PAGE_BYTES = 4096
 Size = str | int
 """As people write one: "2GiB", or a number of bytes. In a settings file it is text."""
 
-POLICIES = ("lru", "s3-fifo", "adaptive")
+POLICIES = ("lru", "adaptive")
 """Eviction policies of DRAM."""
+REMOVED_POLICY, SUCCESSOR = "s3-fifo", "adaptive"
+"""A name that stays valid, and what it means."""
 DEFAULT_POLICY = "lru"
 AUTO, OFF = "auto", "off"
 """In a sidecar's settings: a budget chosen from what the machine has; and no NVMe."""
@@ -143,7 +145,10 @@ def parse_writes(given: str | float, name: str) -> float | None:
 
 
 def checked_policy(given: str, name: str) -> str:
-    """One of `POLICIES`. Raises `BadInput`. `name` is the option, for the message."""
+    """One of `POLICIES`: the given one, or the successor of one that was removed. Raises `BadInput`. `name` is the
+    option, for the message."""
+    if given == REMOVED_POLICY:
+        return SUCCESSOR
     if given not in POLICIES:
         raise BadInput(f"{name}={given!r}; allowed: {', '.join(POLICIES)}")
     return given

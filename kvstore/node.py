@@ -19,6 +19,7 @@ from typing import NoReturn, TypeVar, cast
 
 import msgspec
 
+from kvstore.block import payload
 from kvstore.block.account import MissReason
 from kvstore.block.display_names import DisplayNames, checked_name
 from kvstore.block.errors import BadInput, DirectoryInUse, KeysUnusable
@@ -229,6 +230,7 @@ class EmbeddedStore:
         shard: for one rank of `layout.head_shards`, whose pages have its own heads only: what it gets and puts are the
         parts of that shard (`Layout.parts_of`). The namespace is the same for all ranks. Raises `BadInput`.
         """
+        codec = payload.codec_meant(codec)
         chosen = self._codecs(codec)
         for key, value in (config or {}).items():
             if not isinstance(key, str) or not isinstance(value, str):

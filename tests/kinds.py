@@ -60,7 +60,6 @@ PURE_FILES = frozenset(
     peers/test_tokens.py
     prefixes/test_book.py
     prefixes/test_hottest.py
-    prefixes/test_partings.py
     remote/test_names.py
     remote/test_remote_breaker.py
     remote/test_writes.py

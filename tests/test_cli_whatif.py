@@ -66,7 +66,7 @@ def test_a_curve_is_drawn(trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (("--policy", "s3-fifo"), "--policy 's3-fifo'; give lru or adaptive"),
+        (("--policy", "arc"), "--policy 'arc'; give lru or adaptive"),
         (("--sizes", "1e3"), "--sizes '1e3'; give whole numbers from 1 to 4194304"),
         (("--sizes", ""), "--sizes ''; give whole numbers"),
         (("--dram", "much"), "--dram='much' is not a size; write a number with"),

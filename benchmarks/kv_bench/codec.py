@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kv_kernels.int8 import GROUP, KC64, TH, slice_form
+from kv_kernels.int8 import GROUP, KC64, slice_form
 from kvstore.bench.row import BenchResult, Row, Section
 
 RAW = "raw"
@@ -26,8 +26,7 @@ SHAPES: dict[str, tuple[int, tuple[int, ...]]] = {
 
 BOUNDS = {
     RAW: "exact",
-    KC64: f"K: (max - min) / 510 of a channel over {GROUP} tokens; V: as int8-th",
-    TH: "max / 254 of a token and head",
+    KC64: f"K: (max - min) / 510 of a channel over {GROUP} tokens; V: max / 254 of a token and head",
 }
 LATENT_BOUND = f"max / 254 of {GROUP} channels of a token"
 WORDS = "ratio: how many times smaller. bound: how far a number may be off, before it is rounded to the pool's dtype."
@@ -51,7 +50,7 @@ def size_rows(tokens: int = GROUP) -> list[Row]:
     rows = []
     pool_bits = 8 * POOL_DTYPE.itemsize
     for shape, (heads, widths) in SHAPES.items():
-        for codec in (RAW, KC64, TH):
+        for codec in (RAW, KC64):
             bits, bound = float(pool_bits), BOUNDS[codec]
             if codec != RAW:
                 form = slice_form(codec, heads, tokens, widths, POOL_DTYPE.itemsize)

@@ -22,7 +22,7 @@ from transformers import AttentionInterface, Cache
 from engine_adapter.hf.attention import ChunkMask, attend
 from engine_adapter.hf.layers import BufferLayer
 from kv_bench.corpus import read_sources, windows
-from kv_kernels.int8 import KC64, TH, Axis, dequantize, quantize
+from kv_kernels.int8 import KC64, Axis, dequantize, quantize
 from kvstore.bench.row import Row, Section
 from kvstore.block.codec import RawCodec
 from kvstore.block.errors import BadInput
@@ -240,7 +240,6 @@ def _there_and_back(numbers: torch.Tensor, axis: Axis) -> torch.Tensor:
 CODECS: dict[str, RoundTrip] = {
     RawCodec.name: lambda k, v: (k, v),
     KC64: lambda k, v: (_there_and_back(k, Axis.CHANNEL), _there_and_back(v, Axis.TOKEN)),
-    TH: lambda k, v: (_there_and_back(k, Axis.TOKEN), _there_and_back(v, Axis.TOKEN)),
 }
 
 

@@ -152,11 +152,11 @@ def _axis(codec: str, plane: int, planes: int) -> Axis | None:
     """How an 8-bit codec keeps this plane; None for a codec that changes nothing."""
     if codec == "raw":
         return None
-    if codec not in (int8.KC64, int8.TH):
-        raise BadInput(f"blocks of codec {codec!r} cannot be audited; allowed: raw, {int8.KC64}, {int8.TH}")
+    if codec != int8.KC64:
+        raise BadInput(f"blocks of codec {codec!r} cannot be audited; allowed: raw, {int8.KC64}")
     if planes == 1:
         return Axis.LATENT
-    return Axis.CHANNEL if codec == int8.KC64 and plane == 0 else Axis.TOKEN
+    return Axis.CHANNEL if plane == 0 else Axis.TOKEN
 
 
 def _compare_plane(stored: torch.Tensor, computed: torch.Tensor, axis: Axis | None) -> torch.Tensor:

@@ -18,14 +18,13 @@ from engine_adapter.handoff.block_wait import BlockWait, ParkedWaits, WaitPlan, 
 from engine_adapter.handoff.fetch import FetchPolicy
 from engine_adapter.paged.announcements import Announcements
 from engine_adapter.paged.lookup import PrefixLookup
-from engine_adapter.paged.step_plan import AuditOrder, LoadOrder, NamespaceSpec
+from engine_adapter.paged.step_plan import AuditOrder, LoadOrder
 from kvstore.block.account import Account, HitTier, MissReason
 from kvstore.block.identity import ExtraKey, Prompt
 from kvstore.client.edge import contained
 from kvstore.client.handle import Lease, NamespaceHandle
 from kvstore.client.pending import PendingReply
 from kvstore.client.spans import NO_TRACE, RequestTrace
-from kvstore.prefixes.sampler import PromptSampler
 from kvstore.protocol.messages import Located, Sealed
 from kvstore.protocol.told import MAX_TOLD_REQUESTS, MAX_TOLD_TEXT, RequestTold, SavingsTold, told_name
 
@@ -346,10 +345,8 @@ class RequestNews:
     `kvstore why` and the console. Of a request that runs on, the tokens are reported before its end. A step reports,
     and where no further one comes, a timer does. One thread adds."""
 
-    def __init__(self, sketch_every: int, choose: Callable[[], float], late: Callable[[], None] = lambda: None) -> None:
-        """sketch_every, choose: of `PromptSampler`, to which their prompts are offered. late: called in a thread of its
-        own where no step has called `tell` for a second though something waits."""
-        self.sampler = PromptSampler(sketch_every, choose)
+    def __init__(self, late: Callable[[], None] = lambda: None) -> None:
+        """late: called in a thread of its own where no step has called `tell` for a second though something waits."""
         self._late, self._lock = late, threading.Lock()
         self._timer: threading.Timer | None = None
         self._waiting: deque[RequestTold] = deque(maxlen=MOST_WAITING)
@@ -358,16 +355,9 @@ class RequestNews:
         """From when on `tell` has something to send; inf if nothing waits."""
         self._judged: tuple[object, float, float] = (None, 0.0, 0.0)  # of the last report, in ms
 
-    def over(
-        self, state: RequestState, facts: NamespaceSpec | None, namespace: NamespaceHandle | None
-    ) -> dict[str, Any]:
-        """A request is over. facts, namespace: those in use, if any. Returns the report for its user; the store's waits
-        for the end of its load."""
-        request, told = state.request, state.told()
-        is_of_it = namespace is not None and facts is not None and state.number == facts.number
-        if namespace is not None and is_of_it and state.is_admitted and state.facts.saves:
-            stop = request.num_prompt_tokens
-            self.sampler.offer(namespace, state.account, state.facts.extra_keys, lambda: request.token_ids(0, stop))
+    def over(self, state: RequestState) -> dict[str, Any]:
+        """A request is over. Returns the report for its user; the store's waits for the end of its load."""
+        told = state.told()
         if state.load is None:
             self.add(state)
         return told

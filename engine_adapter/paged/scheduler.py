@@ -97,7 +97,7 @@ class PagedScheduler:
         self._announces = False
         self._first_tokens: list[tuple[int, float, bool, int, int]] = []
         """Awaited first tokens: (step, when its request was added, whether it was held out, prompt, found tokens)."""
-        self._news = RequestNews(settings.sketch_every, choose, lambda: self._tell_news(0.0))
+        self._news = RequestNews(lambda: self._tell_news(0.0))
         self._promises = Promises(settings, self._namespace, clock, pause, lambda: self.is_busy, lambda: self.announced)
 
     # The namespace ---------------------------------------------------------------------------------------------------
@@ -278,7 +278,7 @@ class PagedScheduler:
             state.load.account = state.account  # counted when it is known how the load ended
         else:
             self._counts.add(state.account)
-        return {**self._news.over(state, self._facts, self._namespace.now()), "block_tokens": self.block_tokens}
+        return {**self._news.over(state), "block_tokens": self.block_tokens}
 
     def hit_tiers(self, request_id: str, tokens: int) -> dict[HitTier, int]:
         state = self._states.get(request_id)
@@ -370,7 +370,6 @@ class PagedScheduler:
             self.finished(request_id)
         if self._audits is not None:
             self._audits.close()
-        self._news.sampler.close()
         self._news.close()
         self._namespace.close(CLOSE_SECONDS)
 

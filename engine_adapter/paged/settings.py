@@ -6,16 +6,18 @@ never read the environment.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any
 
+from kvstore.block import payload
 from kvstore.block.errors import BadInput
-from kvstore.block.payload import CODEC_NAMES
-from kvstore.protocol.told import MAX_EVERY
 
 MAX_DEADLINE_MS = 60_000
+
+_log = logging.getLogger(__name__)
 
 
 class SavePolicy(StrEnum):
@@ -45,8 +47,7 @@ class ConnectorSettings:
     saved, in each worker. save_patience_ms: how long a save waits until an engine that computes on the same CPU cores
     is idle. cost_model: whether a prefix is loaded only as far as that is faster than computing it. audit: the share of
     hits that are computed all the same and compared. without_prefix_caching: whether the store also serves an engine
-    whose own prefix caching is off. sketch_every: one in this many prompts that missed more than 1,024 tokens is
-    sketched, for the console's page on prefixes; 0: none. traces: whether requests that bring a traceparent get
+    whose own prefix caching is off. traces: whether requests that bring a traceparent get
     OpenTelemetry spans of look-ups, leases and loads. ttl: seconds for which saved blocks are retained. priority: of
     saved blocks, -100 .. 100; above 0 they are retained for nine seconds times the priority after their last use."""
 
@@ -65,7 +66,6 @@ class ConnectorSettings:
     cost_model: bool = True
     audit: float = 0.001
     without_prefix_caching: bool = False
-    sketch_every: int = 100
     traces: bool = False
     ttl: float | None = None
     priority: int = 0
@@ -73,6 +73,9 @@ class ConnectorSettings:
     @staticmethod
     def of(given: Mapping[str, Any]) -> ConnectorSettings:
         """Raises `BadInput`, with one line, for the first key or value that is wrong."""
+        if "sketch_every" in given:
+            _log.warning("kv_connector_extra_config: sketch_every was removed, and prompts are judged by kvstore lint")
+            given = {name: value for name, value in given.items() if name != "sketch_every"}
         known = [field.name for field in fields(ConnectorSettings)]
         unknown = sorted(set(given) - set(known))
         if unknown:
@@ -86,6 +89,8 @@ class ConnectorSettings:
         for name, kind in (("save", SavePolicy), ("load", LoadMode)):
             if name in checked:
                 checked[name] = _one_of(name, kind, checked[name])
+        if "codec" in checked:
+            checked["codec"] = payload.codec_meant(checked["codec"])
         settings = ConnectorSettings(**checked)
         settings._check()
         return settings
@@ -93,7 +98,7 @@ class ConnectorSettings:
     def _check(self) -> None:
         is_url = isinstance(self.url, str) and self.url.startswith("unix:")
         _wanted("url", self.url, is_url, 'a sidecar\'s socket, as "unix:/run/kvstore/kvstore.sock"')
-        codecs = ("auto", *sorted(CODEC_NAMES))
+        codecs = ("auto", *sorted(payload.CODEC_NAMES))
         _wanted("codec", self.codec, self.codec in codecs, f"one of {', '.join(codecs)}")
         for name in ("match_deadline_ms", "lease_deadline_ms", "save_patience_ms"):
             value = getattr(self, name)
@@ -104,7 +109,6 @@ class ConnectorSettings:
             ("block_tokens", 0, 4096),
             ("load_threads", 1, 16),
             ("save_bytes", 0, 1 << 40),
-            ("sketch_every", 0, MAX_EVERY),
             ("priority", -100, 100),
         ):
             value = getattr(self, name)

@@ -60,7 +60,7 @@ class DeviceCopy:
         plain: Callable[[], BlockCopy],
     ) -> None:
         """planes: per layer slice, per plane, [pages, page_tokens, heads, width] on the device; table: physical pages.
-        codec: `int8.KC64` or `int8.TH`, None for bytes as they are. plain: another route, for when this one takes no
+        codec: `int8.KC64`, None for bytes as they are. plain: another route, for when this one takes no
         more. Raises `ValueError` with the reason where these pages are not for this route."""
         self._pools = PoolTable.of(planes, torch.empty(len(planes), len(planes[0]), dtype=torch.int64, device="meta"))
         if codec is None and self._pools.dtype.itemsize not in RAW_BYTES:

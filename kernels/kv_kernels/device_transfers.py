@@ -19,7 +19,7 @@ from kv_kernels.cuda import CudaDevice, local_cpus
 from kv_kernels.device import Device
 from kv_kernels.device_copy import DeviceContext, DeviceCopy
 from kv_kernels.device_tables import TableMemory
-from kv_kernels.int8 import ALIGN_BYTES, KC64, TH, Axis, SliceForm
+from kv_kernels.int8 import ALIGN_BYTES, KC64, SliceForm
 from kv_kernels.pinned import PinnedExtents
 from kv_kernels.transfer import Loader, Saver
 from kv_kernels.triton_digest import digest_keys
@@ -76,8 +76,7 @@ class DeviceTransfers:
         def plain() -> BlockCopy:
             return int8_plain.PlainInt8Copy(form, planes, table, page_tokens)
 
-        codec = KC64 if form.planes[0].axis is Axis.CHANNEL else TH
-        return self._copy(planes, table, form.tokens, form.size_bytes, codec, plain)
+        return self._copy(planes, table, form.tokens, form.size_bytes, KC64, plain)
 
     def close(self, timeout_s: float) -> bool:
         """Take no more transfers, finish those under way, and end the threads; returns whether that was in time."""

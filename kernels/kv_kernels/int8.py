@@ -1,15 +1,15 @@
 """KV in 8 bits: how a layer slice lies in a payload, and what its numbers become, in plain torch.
 
-Two codecs. `int8-kc64` keeps K asymmetric per channel over 64 tokens and V symmetric per token and head (the axes of
-KIVI, arXiv 2402.02750, at 8 bits); `int8-th` keeps both symmetric per token and head. One latent plane (MLA) is kept by
-both symmetric per token in groups of 64 along its width, of which the last may be shorter. A layer slice, C order:
+`int8-kc64` keeps K asymmetric per channel over 64 tokens and V symmetric per token and head (the axes of KIVI, arXiv
+2402.02750, at 8 bits). One latent plane (MLA) is kept symmetric per token in groups of 64 along its width, of which the
+last may be shorter. A layer slice, C order:
 
-    int8-kc64                                   int8-th                             one latent plane, both
-    K codes  int8 [head, token, width]          K codes  int8 [head, token, width]  codes  int8 [head, token, width]
-    V codes  int8 [head, token, width]          V codes  int8 [head, token, width]  scale  fp16 [head, token, group]
-    K scale  fp16 [head, token / 64, width]     K scale  fp16 [head, token]         zeros up to a multiple of 16
-    zeros up to a multiple of a number's bytes  V scale  fp16 [head, token]
-    K zero   the pool's dtype, as K scale       zeros up to a multiple of 16
+    K and V                                     one latent plane
+    K codes  int8 [head, token, width]          codes  int8 [head, token, width]
+    V codes  int8 [head, token, width]          scale  fp16 [head, token, group]
+    K scale  fp16 [head, token / 64, width]     zeros up to a multiple of 16
+    zeros up to a multiple of a number's bytes
+    K zero   the pool's dtype, as K scale
     V scale  fp16 [head, token]
     zeros up to a multiple of 16
 
@@ -41,7 +41,6 @@ from kv_kernels.int8_form import ALIGN_BYTES as ALIGN_BYTES
 from kv_kernels.int8_form import GROUP, Axis, PlaneForm, SliceForm
 from kv_kernels.int8_form import KC64 as KC64
 from kv_kernels.int8_form import SCALE_BYTES as SCALE_BYTES
-from kv_kernels.int8_form import TH as TH
 from kv_kernels.int8_form import slice_form as slice_form
 
 LARGEST = {torch.float16: 65504.0}

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
-KC64, TH = "int8-kc64", "int8-th"
+KC64 = "int8-kc64"
 GROUP = 64
 """Tokens of a group of K's, or numbers along a latent's width."""
 ALIGN_BYTES = 16
@@ -50,8 +50,8 @@ class SliceForm(NamedTuple):
 
 def slice_form(codec: str, heads: int, tokens: int, widths: Sequence[int], element_bytes: int) -> SliceForm:
     """widths: of each plane. element_bytes: of a number of the pool, which is 2 or 4. tokens: a multiple of 64."""
-    assert codec in (KC64, TH) and tokens % GROUP == 0 and element_bytes in (2, 4)
-    axes = _axes(codec, len(widths))
+    assert codec == KC64 and tokens % GROUP == 0 and element_bytes in (2, 4)
+    axes = (Axis.LATENT,) if len(widths) == 1 else (Axis.CHANNEL, Axis.TOKEN)
     codes_at = [sum(widths[:index]) * heads * tokens for index in range(len(widths))]
     at = sum(widths) * heads * tokens
     planes = []
@@ -68,9 +68,3 @@ def slice_form(codec: str, heads: int, tokens: int, widths: Sequence[int], eleme
         planes.append(PlaneForm(axis, width, codes, scales_at, zeros_at, groups))
     size_bytes = -(-at // ALIGN_BYTES) * ALIGN_BYTES
     return SliceForm(heads, tokens, tuple(planes), size_bytes, gap, (at, size_bytes))
-
-
-def _axes(codec: str, planes: int) -> tuple[Axis, ...]:
-    if planes == 1:
-        return (Axis.LATENT,)
-    return (Axis.CHANNEL if codec == KC64 else Axis.TOKEN, Axis.TOKEN)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from kv_kernels.int8 import ALIGN_BYTES, GROUP, KC64, TH, SliceForm, slice_form
+from kv_kernels.int8 import ALIGN_BYTES, GROUP, KC64, SliceForm, slice_form
 
 RAW_BYTES = (1, 2, 4)
 """Widths of a number that a raw copy can move."""
@@ -176,8 +176,8 @@ def _form(pools: PoolTable, codec: str | None, block_tokens: int) -> SliceForm |
         if pools.dtype.itemsize not in RAW_BYTES:
             raise ValueError(f"numbers of {pools.dtype} have {pools.dtype.itemsize} bytes; raw moves 1, 2 or 4")
         return None
-    if codec not in (KC64, TH):
-        raise ValueError(f"codec {codec!r} is not known here; give {KC64!r} or {TH!r}")
+    if codec != KC64:
+        raise ValueError(f"codec {codec!r} is not known here; give {KC64!r}")
     if pools.dtype not in NUMBERS:
         raise ValueError(f"pools of {pools.dtype}; {codec} is for {', '.join(str(dtype) for dtype in NUMBERS)}")
     return _slice_form(codec, pools.heads, block_tokens, pools.widths, pools.dtype.itemsize)

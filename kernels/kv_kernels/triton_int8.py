@@ -44,7 +44,7 @@ def gather_quantize(
 ) -> None:
     """Quantize the blocks of `table` into payloads, layers [first, last) of them; padding is written as zeros.
 
-    codec: `int8.KC64` or `int8.TH`. table, payloads: as in `triton_raw.gather`.
+    codec: `int8.KC64`. table, payloads: as in `triton_raw.gather`.
     status: int32 [blocks], zeroed by the caller. Of each block the worst of its groups, as the value of a `Flaw`, or
     0. Nothing is promised about the payload of a block that is not 0.
     Raises `ValueError` where the arguments do not fit together (`pools.check_launch`).

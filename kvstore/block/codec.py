@@ -2,7 +2,6 @@
 
     raw         the engine's numbers, bit for bit
     int8-kc64   8 bits: K asymmetric per channel over 64 tokens, V symmetric per token and head
-    int8-th     8 bits: K and V symmetric per token and head. Not for models with outliers or a bias in K
 
 A payload is one layer slice after another. What an 8-bit slice looks like (codes, then K's scales and zero points, V's
 scales, padding) is drawn in `kv_kernels.int8`, with the bound on each number's error. A block is encoded only once:
@@ -89,7 +88,6 @@ class Int8Codec:
 CODECS: dict[str, Callable[[routes.Devices | None], Codec]] = {
     RawCodec.name: RawCodec,
     int8.KC64: lambda devices: Int8Codec(int8.KC64, devices),
-    int8.TH: lambda devices: Int8Codec(int8.TH, devices),
 }
 
 

@@ -5,16 +5,29 @@ One formula for code that writes blocks (`codec`) and for code that only counts 
 
 from __future__ import annotations
 
-from kv_kernels.int8_form import KC64, TH, SliceForm, slice_form
+import logging
+
+from kv_kernels.int8_form import KC64, SliceForm, slice_form
 from kvstore.block.errors import BadInput, shown
 from kvstore.block.layout import Layout, Part
 from tiering.frame import frame_bytes
 
 RAW = "raw"
-INT8_CODECS = (KC64, TH)
-CODEC_NAMES = (*INT8_CODECS, RAW)
+CODEC_NAMES = (KC64, RAW)
+REMOVED_CODEC, SUCCESSOR = "int8-th", KC64
+"""A name that stays valid, and what it means: blocks stored under it are not found any more."""
 INT8_DTYPES = ("bfloat16", "float16", "float32")
 """Dtypes of KV that an 8-bit codec can write."""
+
+_log = logging.getLogger(__name__)
+
+
+def codec_meant(name: str) -> str:
+    """The codec that is meant by this name, known or not; warns if it was removed."""
+    if name != REMOVED_CODEC:
+        return name
+    _log.warning("codec %r was removed and is %r now; name that", name, SUCCESSOR)
+    return SUCCESSOR
 
 
 def int8_form(codec: str, part: Part) -> SliceForm:
@@ -32,7 +45,7 @@ def payload_bytes(codec: str, part: Part) -> int:
     """All layer slices of a part. Raises `BadInput` for a codec that is not known, and as `int8_form`."""
     if codec == RAW:
         return part.raw_bytes
-    if codec not in INT8_CODECS:
+    if codec != KC64:
         raise BadInput(f"codec {shown(codec)} is not known; allowed: {', '.join(CODEC_NAMES)}")
     return int8_form(codec, part).size_bytes * len(part.layers)
 

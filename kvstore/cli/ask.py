@@ -62,7 +62,7 @@ def why(socket: str, clock: Clock, request: str) -> m.WhyReply:
 
 
 def prefixes(socket: str, clock: Clock, tenant: str) -> PrefixFigures:
-    """A sidecar's hottest prefixes, and where prompts part; of one tenant or of all. Raises `StoreError`."""
+    """A sidecar's hottest prefixes; of one tenant or of all. Raises `StoreError`."""
     _check_name("a tenant's name", tenant)
     with _connection(socket, clock, "give --admin-socket or --data") as ask:
         figures = ask(m.Prefixes(tenant), m.PrefixesReply, CALL_SECONDS).figures

@@ -21,7 +21,7 @@ from kvstore.cli.terminal import (
     typer,
     whole,
 )
-from kvstore.config import DEFAULT_POLICY, POLICIES, expanded, parse_size
+from kvstore.config import DEFAULT_POLICY, POLICIES, REMOVED_POLICY, checked_policy, expanded, parse_size
 
 
 @app.command()
@@ -31,7 +31,7 @@ def replay(
     ],
     policy: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME,..", help="lru, s3-fifo or adaptive. May be given again; lru if left out."),
+        typer.Option(metavar="NAME,..", help="lru or adaptive. May be given again; lru if left out."),
     ] = None,
     blocks: Annotated[
         list[str] | None, typer.Option(metavar="N,..", help="Blocks that DRAM has room for. May be given again.")
@@ -85,9 +85,9 @@ def replay(
     most = replays.MOST_BLOCKS
     allowed = f"give {', '.join(POLICIES)}, or several with commas between them"
     for name in (names := listed(policy or [DEFAULT_POLICY], "--policy", allowed)):
-        if name not in POLICIES:
+        if name not in (*POLICIES, REMOVED_POLICY):
             raise typer.BadParameter(f"--policy {name[:40]!r}; {allowed}")
-    chosen = {name: kvstore.policy_named(name) for name in names}
+    chosen = {checked_policy(name, "--policy"): kvstore.policy_named(name) for name in names}
     below = whole(nvme_blocks, "--nvme-blocks", 0, most)
     if admission and not below:
         raise typer.BadParameter("--admission is to NVMe; give --nvme-blocks, too")

@@ -192,10 +192,7 @@ def prefixes(
     socket: AdminSocket = None,
     as_json: Json = False,
 ) -> int:
-    """Where prompts part although they are equal again later, with what to do, and which stored prefixes are hot.
-
-    Covers about the last hour. Engines send sketches of a few prompts with many misses, never their tokens.
-    """
+    """Which stored prefixes are hot, of about the last hour."""
     from kvstore.cli import ask, report
 
     path, clock = _admin(data, socket)

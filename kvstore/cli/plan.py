@@ -37,7 +37,7 @@ def plan(
         str, typer.Option(metavar="NAME", help="Of the engine's KV pool. The model's own if left out.")
     ] = "",
     codec: Annotated[
-        str, typer.Option(metavar="NAME", help="Of the store: int8-kc64, int8-th or raw. int8-kc64 where it can be.")
+        str, typer.Option(metavar="NAME", help="Of the store: int8-kc64 or raw. int8-kc64 where it can be.")
     ] = "",
     block: Annotated[str, typer.Option(metavar="N", help="Tokens of a block: a multiple of 64.")] = "64",
     tensor_parallel: Annotated[str, typer.Option(metavar="N", help="GPUs that share the model.")] = "1",
@@ -91,6 +91,7 @@ def plan(
 
     Nothing is measured here: speeds are those that you give, or assumed ones, and the output says which.
     """
+    from kvstore.block.payload import codec_meant
     from kvstore.insight import models as known
     from kvstore.insight import plan as plans
 
@@ -125,7 +126,7 @@ def plan(
     options: dict[str, Any] = {
         "model": chosen,
         "dtype": dtype,
-        "codec": codec,
+        "codec": codec_meant(codec),
         "block_tokens": whole(block, "--block", 1, 4096),
         "tensor_parallel": whole(tensor_parallel, "--tensor-parallel", 1, 4096),
         "context_tokens": whole(context, "--context", 1, (1 << 31) - 1),

@@ -59,11 +59,6 @@ class PrefixReport:
 
     def render(self, console: Any) -> None:
         told = self.figures
-        for one in told.partings[:_SHOWN]:
-            console.print(Text(f"{one.tenant}, {one.model}: {one.sentence}"), soft_wrap=True)
-        if not told.partings:
-            came = _count(told.prompts, "sketch", "sketches")
-            console.print(Text(f"No prompts were seen that part and are the same again ({came} came from engines)."))
         table = Table("prefix", "tenant", "model", box=None)
         for name in ("tokens", "requests/h", "tokens saved/h", "size", "readable"):
             table.add_column(name, justify="right")

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from hashlib import blake2b
 from itertools import count
 from numbers import Integral, Real
 from typing import Any, Protocol, TypeVar
@@ -46,7 +45,7 @@ from kvstore.protocol.door import (
 from kvstore.protocol.lease_ticket import LeaseTicket
 from kvstore.protocol.replies import Grant, LeaseReply, MatchReply, ReserveReply
 from kvstore.protocol.requests import check_request
-from kvstore.protocol.told import PromptTold, RequestTold, SavingsTold
+from kvstore.protocol.told import RequestTold, SavingsTold
 from tiering.counts.awaits import AwaitEnd
 from tiering.frame import HEADER_BYTES, digest
 
@@ -175,11 +174,6 @@ class NamespaceHandle(HandOffVerbs):
         """The namespace's number in its store."""
         return self._grant.number
 
-    @property
-    def sketch_key(self) -> bytes:
-        """The key for sketches of this tenant's prompts: derived from its identity key, which it does not reveal."""
-        return blake2b(digest_size=32, key=self._grant.identity_key, person=b"kv-sketch-key-v1").digest()
-
     def hashed(self, token_ids: Any, extra_keys: ExtraKeys = (), after: Prompt | None = None) -> Prompt:
         """A prompt's keys, to be used by several verbs, or by another process of the engine.
 
@@ -212,14 +206,13 @@ class NamespaceHandle(HandOffVerbs):
         self,
         requests: Sequence[RequestTold],
         savings: SavingsTold | None = None,
-        prompts: Sequence[PromptTold] = (),
         seconds: float = 0.0,
     ) -> None:
-        """Report on requests of this engine, at most `MAX_TOLD_REQUESTS`, what hits saved since the last report, and
-        sketches of at most `MAX_TOLD_PROMPTS` of this namespace, for `kvstore why` and the dashboard. Does not block;
-        no effect without a sidecar. seconds: above 0, it may wait for the next request or ping, and go with it."""
+        """Report on requests of this engine, at most `MAX_TOLD_REQUESTS`, and what hits saved since the last report:
+        for `kvstore why` and the dashboard. Does not block; no effect without a sidecar. seconds: above 0, it may wait
+        for the next request or ping, and go with it."""
         number = self.number if self.is_told else -1
-        self._door.submit(m.Tell(list(requests), savings, list(prompts), number), m.Done, seconds)
+        self._door.submit(m.Tell(list(requests), savings, namespace=number), m.Done, seconds)
 
     def submit_match(
         self,

@@ -151,14 +151,9 @@ class SocketDoor:
             return cast(Submitted[A], ReadyReply(m.Counted(0)))
         if isinstance(request, m.Tell):
             if run is not None and not run.wire.closed and run.tells_changes and not run.breaker.is_open:
-                prompts = [
-                    msgspec.structs.replace(one, namespace=run.namespaces[one.namespace])
-                    for one in request.prompts
-                    if one.namespace in run.namespaces
-                ]
                 post = run.post_later if seconds > 0 else run.post
                 named = run.namespaces.get(request.namespace, -1)
-                post(msgspec.structs.replace(request, prompts=prompts, namespace=named))
+                post(msgspec.structs.replace(request, namespace=named))
             return cast(Submitted[A], ReadyReply(m.Done()))
         assert isinstance(request, m.MatchPrefix | m.LeasePrefix | PlainVerb), "other requests are called"
 

@@ -340,7 +340,7 @@ def _add_api(app: FastAPI, watch: SidecarWatch, hub: Broadcast) -> None:
         found = asked(lambda: watch.why(id, request.scope[TENANT] or ""))
         return _json(RequestAnswer(found.found, found.kept))
 
-    @app.get("/api/prefixes", summary="Which stored prefixes are hot, and where prompts part that are the same again")
+    @app.get("/api/prefixes", summary="Which stored prefixes are hot")
     def prefixes(request: Request) -> Response:
         return _json(asked(lambda: watch.prefixes(request.scope[TENANT] or "")))
 

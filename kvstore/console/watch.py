@@ -104,7 +104,7 @@ class SidecarWatch:
         return self._asked(m.Why(request, tenant), m.WhyReply)
 
     def prefixes(self, tenant: str = "") -> PrefixFigures | None:
-        """Hot prefixes, and where prompts part; as `why`."""
+        """Hot prefixes; as `why`."""
         reply = self._asked(m.Prefixes(tenant), m.PrefixesReply)
         return reply.figures if reply is not None else None
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.block.errors import BadInput
-from kvstore.config import AUTO, OFF, DramConfig, NvmeConfig
+from kvstore.config import AUTO, DEFAULT_POLICY, OFF, DramConfig, NvmeConfig
 from kvstore.doctor import directory, machine, sidecar
 from kvstore.doctor.engine import configuration
 from kvstore.doctor.findings import Check, Finding, refused
@@ -92,7 +92,7 @@ def _wanted(settings: Settings, has_engine: bool) -> dict[str, str]:
     found = dict.fromkeys(("msgspec", "xxhash", "numpy", "typer", "rich"), "kvstore serve")
     if settings.store.nvme != OFF:
         found["lmdb"] = "store.nvme"
-    if settings.store.policy == "adaptive":
+    if settings.store.policy != DEFAULT_POLICY:
         found["numba"] = "store.policy"
     if settings.console.listen is not None:
         found |= dict.fromkeys(("fastapi", "h11", "markdown-it-py"), "console.listen")

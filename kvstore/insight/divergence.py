@@ -61,7 +61,7 @@ class PromptChange(StrEnum):
 class Divergence:
     """How a prompt differs from an earlier one. In tokens.
 
-    place: the first token that differs, or, unless is_exact, the start of its block. earlier_tokens, tokens: how many
+    place: the first token that differs. earlier_tokens, tokens: how many
     tokens lie between there and where both are equal again, in the earlier prompt and in this one; None if there is no
     single such place. equal_tokens: tokens of this prompt behind the difference that the earlier one has too. what: the
     namespace field that differs.
@@ -72,7 +72,6 @@ class Divergence:
     earlier_tokens: int | None
     tokens: int | None
     equal_tokens: int
-    is_exact: bool = True
     what: str = ""
 
 
@@ -199,36 +198,6 @@ class SketchIndex:
 # Comparing -------------------------------------------------------------------------------------------------------
 
 
-def compare_sketches(
-    earlier: PromptSketch, sketch: PromptSketch, fork_token: int, block_tokens: int, stored_tokens: int = 0
-) -> Divergence | None:
-    """Compare two prompts by their sketches, from the block on where their chains part. None if they share too little
-    there.
-
-    fork_token: first token of that block; it is reported as the place. Equal runs that lie in the block at one place
-    may stand before the difference: they do not count. Lengths are unknown, so a replacement by more or fewer tokens
-    is reported as INSERTED. stored_tokens: as for `compare_prompts`.
-    """
-    old, new = (
-        (one.fingerprints[at:], one.places[at:])
-        for one in (earlier, sketch)
-        for at in [np.searchsorted(one.places, fork_token)]
-    )
-    pairs = _unique_pairs(old[0], new[0])
-    was, stands = old[1][pairs[:, 0]].astype(np.int64), new[1][pairs[:, 1]].astype(np.int64)
-    is_behind = (was != stands) | (stands + SHINGLE_TOKENS > fork_token + block_tokens)
-    was, stands = was[is_behind], stands[is_behind]
-    behind = int((stands >= stored_tokens).sum())
-    if behind < LEAST_SHARED:
-        return None
-    equal = min(behind * SKETCH_EVERY, sketch.tokens - max(fork_token, stored_tokens))
-    if (was[1:] < was[:-1]).any():  # sketches keep one run in 64; 32 moved tokens suffice
-        kind = PromptChange.REORDERED
-    else:
-        kind = PromptChange.INSERTED if stands[0] != was[0] else PromptChange.CHANGED
-    return Divergence(kind, fork_token, None, None, equal, is_exact=False)
-
-
 @dataclass(frozen=True, slots=True, repr=False)
 class SeenPrompt:
     """tokens: uint32. salt: prompts with different salts share nothing. fields: those of its namespace."""
@@ -269,16 +238,6 @@ def shared_start(one: Column, other: Column) -> int:
     differs = one[:count] != other[:count]
     at = int(differs.argmax()) if count else 0
     return at if count and differs[at] else count
-
-
-def shared_sketch_start(one: PromptSketch, other: PromptSketch) -> int:
-    """Number of leading tokens that are equal, estimated from sketches; usually somewhat low."""
-    count = min(len(one.places), len(other.places))
-    differs = (one.fingerprints[:count] != other.fingerprints[:count]) | (one.places[:count] != other.places[:count])
-    at = int(differs.argmax()) if count else 0
-    if count and not differs[at]:
-        return min(one.tokens, other.tokens)
-    return int(one.places[at - 1]) + SHINGLE_TOKENS if at else 0
 
 
 def _other_field(earlier: Mapping[str, str], fields: Mapping[str, str]) -> str:

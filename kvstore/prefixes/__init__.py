@@ -1,1 +1,1 @@
-"""Live prefix diagnostics: which stored prefixes are hot, and where prompts part needlessly."""
+"""Live prefix diagnostics: which stored prefixes are hot."""

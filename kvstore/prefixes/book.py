@@ -1,13 +1,13 @@
-"""A sidecar's prefix diagnostics, fed by look-ups, leases and engines' reports without delaying them.
+"""A sidecar's hot prefixes, fed by look-ups, leases and engines' reports without delaying them.
 
     looked_up(), granted()  a sample goes into the tenant's bounded queue; if that is full, they are counted as dropped
-    told()                  queues sketches of prompts, within a rate
-    step()                  the worker's thread feeds trees and sketches from the queues; run() repeats it until stopped
-    figures()               any thread reads which prefixes are hot and where prompts part, of about the last hour
+    told()                  counts what its engines saved
+    step()                  the worker's thread feeds trees from the queues; run() repeats it until stopped
+    figures()               any thread reads which prefixes are hot, of about the last hour
 
-Counts decay with a half-life of half an hour. Each tenant has its own queue, rate, trees and sketches, so that other
-tenants hardly influence what it sees. Shared bounds: 8,192 nodes of 65,536 blocks (32 bytes each), 1,024 sketches of 16
-MiB; the tenant with most gives way. Clock and names are handed in; the caller owns the thread.
+Counts decay with a half-life of half an hour. Each tenant has its own queue, rate and trees, so that other tenants
+hardly influence what it sees. Shared bounds: 8,192 nodes of 65,536 blocks (32 bytes each); the tenant with most gives
+way. Clock and names are handed in; the caller owns the thread.
 """
 
 from __future__ import annotations
@@ -18,37 +18,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
-
 from kvstore.block.account import HitTier
-from kvstore.block.errors import BadInput
-from kvstore.insight.divergence import SHINGLE_TOKENS, Divergence, PromptChange, PromptSketch
 from kvstore.insight.whatif import HALF_LIFE_SECONDS, Stop, faded_seconds
 from kvstore.prefixes.hottest import PrefixTree
-from kvstore.prefixes.partings import Partings, SketchedPrompt
 from kvstore.protocol import messages as m
 from kvstore.protocol.status import printable
-from kvstore.protocol.told import (
-    FINGERPRINT_BYTES,
-    LINK_BYTES,
-    PLACE_BYTES,
-    HotPrefix,
-    PrefixFigures,
-    PromptParting,
-    PromptTold,
-)
+from kvstore.protocol.told import HotPrefix, PrefixFigures
 from tiering.clock import Clock
 from tiering.frame import KEY_BYTES
 
 MOST_NODES, MOST_BLOCKS = 1 << 13, 1 << 16
-MOST_SKETCHES, MOST_SKETCH_BYTES = 1024, 16 << 20
 MOST_TREES, LEAST_NODES = 64, 16
 """Per tenant: namespaces that are followed, the most recent; nodes that each may have in any case."""
 FREE_A_SECOND, ONE_IN = 32, 67
 """Per tenant, of look-ups and of leases: so many a second are followed, and of the rest one in so many."""
 MOST_QUEUED, MOST_QUEUED_BLOCKS = 256, 1 << 14
-PROMPTS_A_SECOND, MOST_PROMPTS_AT_ONCE = 2.0, 32
-"""Per tenant: sketches accepted, on average and in a burst."""
 LEAST_SHARE = 0.01
 """A prefix is listed if it found this share of the tokens that its tenant's look-ups found."""
 MOST_ROWS = 20
@@ -59,7 +43,6 @@ LEAST_USES = 0.01
 """Prefixes with fewer decayed uses are not listed."""
 MOST_SECONDS_A_TOKEN = 1.0
 """Limit of the saving that an engine may report."""
-_KINDS = frozenset(PromptChange)
 
 
 class Standing(NamedTuple):
@@ -107,15 +90,11 @@ class _Sampling:
 
 @dataclass(slots=True)
 class _Tenant:
-    partings: Partings
     lookups: _Sampling = field(default_factory=_Sampling)
     leases: _Sampling = field(default_factory=_Sampling)
     sampled: int = 0
     dropped: int = 0
-    prompts: int = 0
-    prompts_left: float = MOST_PROMPTS_AT_ONCE
     chains: deque[_Chain] = field(default_factory=deque)
-    sketches: deque[tuple[SketchedPrompt, PromptSketch]] = field(default_factory=deque)
     queued_blocks: int = 0
     trees: dict[int, PrefixTree] = field(default_factory=dict)  # last fed at the end
     saved_seconds: float = 0.0
@@ -133,14 +112,12 @@ class _Tenant:
 class PrefixBook:
     """Thread-safe; one thread at a time steps."""
 
-    def __init__(self, clock: Clock, difference: Callable[[int, int], str]) -> None:
-        """difference: describes how two namespaces, given by number, differ."""
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._difference = lambda one, other: printable(difference(one, other))
         self._sizes: dict[int, tuple[int, int]] = {}
         self._tenants: dict[bytes, _Tenant] = {}
         self._queue_lock = threading.Lock()  # guards queues and counts; held for one append
-        self._lock = threading.Lock()  # guards trees and sketches; held for one item
+        self._lock = threading.Lock()  # guards trees; held for one item
         self._began_at = self._faded_at = self._paid_at = clock.monotonic_seconds()
         self._busy = 1  # tenants with trees
         self._shown: dict[tuple[bool, tuple[bytes, ...]], tuple[float, PrefixFigures]] = {}
@@ -151,7 +128,7 @@ class PrefixBook:
         """Announce a tenant's namespace. block_bytes: size of its blocks in a tier."""
         self._sizes[namespace] = block_bytes, block_tokens
         with self._queue_lock:
-            self._tenants.setdefault(tenant, _Tenant(Partings(self._difference)))
+            self._tenants.setdefault(tenant, _Tenant())
 
     def looked_up(self, tenant: bytes, namespace: int, keys: Sequence[bytes], blocks: int) -> None:
         """A look-up found the first `blocks` of these keys."""
@@ -165,22 +142,16 @@ class PrefixBook:
         if mine is not None and (weight := mine.leases.weight()):
             self._offer(mine, _Chain(namespace, b"".join(keys[:blocks]), first_block, weight))
 
-    def told(self, tenant: bytes, verb: m.Tell, prompts: Sequence[tuple[SketchedPrompt, PromptSketch]]) -> None:
-        """Take an engine's report. prompts: its sketches, checked."""
+    def told(self, tenant: bytes, verb: m.Tell) -> None:
+        """Take an engine's report."""
         mine = self._tenants.get(tenant)
-        if mine is None:
+        if mine is None or verb.savings is None:
             return
         with self._queue_lock:
-            if verb.savings is not None:
-                mine.tells_savings = True
-                mine.saved_seconds += verb.savings.saved_seconds - verb.savings.regret_seconds
-                for one in verb.firsts:
-                    mine.saved_tokens += one.hits.get(HitTier.DRAM, 0) + one.hits.get(HitTier.NVME, 0)
-            for prompt in prompts:
-                mine.prompts += 1
-                if mine.prompts_left >= 1:
-                    mine.prompts_left -= 1
-                    mine.sketches.append(prompt)
+            mine.tells_savings = True
+            mine.saved_seconds += verb.savings.saved_seconds - verb.savings.regret_seconds
+            for one in verb.firsts:
+                mine.saved_tokens += one.hits.get(HitTier.DRAM, 0) + one.hits.get(HitTier.NVME, 0)
 
     def _offer(self, mine: _Tenant, chain: _Chain) -> None:
         blocks = len(chain.keys) // KEY_BYTES
@@ -204,16 +175,11 @@ class PrefixBook:
         for mine in tenants:
             with self._queue_lock:
                 chains, mine.chains = mine.chains, deque()
-                sketches, mine.sketches = mine.sketches, deque()
                 mine.queued_blocks = 0
             for chain in chains:
                 with self._lock:
                     self._follow(mine, chain)
-            for prompt, sketch in sketches:
-                with self._lock:
-                    mine.partings.take(prompt, sketch, self._clock.wall_seconds())
-                    self._make_room()
-            done += len(chains) + len(sketches)
+            done += len(chains)
         return done
 
     def run(self, stop: Stop) -> None:
@@ -237,19 +203,12 @@ class PrefixBook:
         trees = len(mine.trees) * self._busy
         tree.shrink(max(LEAST_NODES, MOST_NODES // trees), max(LEAST_NODES, MOST_BLOCKS // trees))
 
-    def _make_room(self) -> None:
-        all_ = [one.partings for one in list(self._tenants.values())]
-        while sum(map(len, all_)) > MOST_SKETCHES or sum(one.size_bytes for one in all_) > MOST_SKETCH_BYTES:
-            max((one for one in all_ if len(one)), key=lambda one: (one.size_bytes, len(one))).forget_oldest()
-
     def _pass_time(self) -> None:
         now = self._clock.monotonic_seconds()
         if now - self._paid_at >= WAIT_SECONDS:
             with self._queue_lock:
                 for mine in self._tenants.values():
                     mine.lookups.free = mine.leases.free = FREE_A_SECOND
-                    more = PROMPTS_A_SECOND * (now - self._paid_at)
-                    mine.prompts_left = min(MOST_PROMPTS_AT_ONCE, mine.prompts_left + more)
             self._paid_at = now
         if now - self._faded_at < FADE_EVERY_SECONDS:
             return
@@ -257,7 +216,6 @@ class PrefixBook:
         self._faded_at = now
         for mine in list(self._tenants.values()):
             with self._lock:
-                mine.partings.fade(factor)
                 for tree in mine.trees.values():
                     tree.fade(factor)
                     self._shrink(mine, tree)
@@ -282,24 +240,17 @@ class PrefixBook:
         per_hour = 3600 / faded_seconds(max(LEAST_SECONDS, now - self._began_at))
         mine = [(name, self._tenants[one]) for one, name in names.items() if one in self._tenants]
         hot: list[_Hot] = []
-        partings: list[PromptParting] = []
         for name, tenant in mine:
             with self._lock:
                 hot += _hottest(tenant, printable(name))
-                partings += _partings(tenant.partings, printable(name), named, per_hour)
         hot.sort(key=lambda one: -one.found_tokens)
-        partings.sort(key=lambda one: (-one.lost_tokens_per_hour, -one.prompts_per_hour))
         tenants = [tenant for _, tenant in mine]
         shown = PrefixFigures(
             [_row(one, named, standing, per_hour) for one in hot[:most]],  # calls the store, so outside of our lock
-            partings[:most],
             now - self._began_at,
             sum(one.lookups.came for one in tenants),
             sum(one.sampled for one in tenants),
             sum(one.dropped for one in tenants),
-            sum(one.prompts for one in tenants),
-            sum(len(one.partings) for one in tenants) if of_all else None,
-            sum(one.partings.size_bytes for one in tenants) if of_all else None,
         )
         with self._queue_lock:
             if len(self._shown) > 2 * len(self._tenants):  # one for each tenant, and one of all
@@ -318,15 +269,12 @@ class PrefixBook:
         with self._queue_lock, self._lock:
             tenants = list(self._tenants.values())
             for mine in tenants:
-                assert len(mine.chains) <= MOST_QUEUED and len(mine.sketches) <= MOST_PROMPTS_AT_ONCE
+                assert len(mine.chains) <= MOST_QUEUED
                 queued = sum(len(one.keys) for one in mine.chains)
                 assert queued == mine.queued_blocks * KEY_BYTES <= MOST_QUEUED_BLOCKS * KEY_BYTES
                 assert len(mine.trees) <= MOST_TREES
-                mine.partings.check()
                 for tree in mine.trees.values():
                     tree.check()
-            assert sum(len(one.partings) for one in tenants) <= MOST_SKETCHES
-            assert sum(one.partings.size_bytes for one in tenants) <= MOST_SKETCH_BYTES
 
 
 class _Hot(NamedTuple):
@@ -391,55 +339,3 @@ def _row(
         hot.used_at,
         there.retained_until,
     )
-
-
-def _partings(partings: Partings, tenant: str, named: Mapping[int, SpaceNames], per_hour: float) -> list[PromptParting]:
-    found = []
-    for group in sorted(partings.groups, key=lambda one: (-one.lost_tokens, -one.prompts))[:MOST_ROWS]:
-        earlier, tokens = group.lengths()
-        found.append(
-            PromptParting(
-                group.sentence(per_hour),
-                tenant,
-                *named.get(group.namespace, UNKNOWN),
-                group.kind,
-                group.what,
-                group.place,
-                group.last_place,
-                group.is_exact,
-                earlier,
-                tokens,
-                group.equal_tokens,
-                group.prompts * per_hour,
-                group.lost_tokens * per_hour,
-                group.sampled,
-                group.seen_at,
-            )
-        )
-    return found
-
-
-def checked_prompt(told: PromptTold, namespace: int, block_tokens: int) -> tuple[SketchedPrompt, PromptSketch]:
-    """Check a sketch from the wire. namespace: the store's number. Raises `BadInput`."""
-    fingerprints, chain = len(told.fingerprints) / FINGERPRINT_BYTES, len(told.chain) / LINK_BYTES
-    if fingerprints != len(told.places) / PLACE_BYTES or fingerprints % 1 or chain % 1:
-        raise BadInput(
-            f"a sketch of {len(told.fingerprints)}, {len(told.places)} and {len(told.chain)} bytes; give "
-            f"{FINGERPRINT_BYTES} for each fingerprint, {PLACE_BYTES} for its place, and {LINK_BYTES} for each block"
-        )
-    if chain > told.tokens // block_tokens or told.stored_tokens > told.tokens:
-        raise BadInput(f"{chain:g} blocks and {told.stored_tokens} stored tokens of a prompt of {told.tokens}")
-    places = np.frombuffer(told.places, "<u4").astype(np.uint32)
-    if len(places) and ((places[1:] <= places[:-1]).any() or int(places[-1]) > told.tokens - SHINGLE_TOKENS):
-        raise BadInput(f"places of a sketch that do not rise, or lie behind the prompt of {told.tokens} tokens")
-    parted, one = None, told.parted
-    if one is not None:
-        if one.kind not in _KINDS or max(one.place, one.equal_tokens) > told.tokens:
-            raise BadInput(
-                f"parted as {printable(one.kind)!r}; give one of {', '.join(PromptChange)}, within the prompt"
-            )
-        kind = PromptChange(one.kind)
-        parted = Divergence(kind, one.place, one.earlier_tokens, one.tokens, one.equal_tokens, what=printable(one.what))
-    kept = told.every, told.stored_tokens, told.chain, told.start, told.salt, told.adapter, parted
-    sketch = PromptSketch(told.tokens, np.frombuffer(told.fingerprints, "<u8").astype(np.uint64), places)
-    return SketchedPrompt(namespace, block_tokens, *kept), sketch

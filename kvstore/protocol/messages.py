@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -45,7 +45,6 @@ from kvstore.protocol.told import (
     MAX_TOLD_PROMPTS,
     MAX_TOLD_REQUESTS,
     PrefixFigures,
-    PromptTold,
     RequestRecord,
     RequestTold,
     SavingsTold,
@@ -250,12 +249,12 @@ class Changes(msgspec.Struct, array_like=True, frozen=True, tag="changes"):
 
 
 class Tell(msgspec.Struct, array_like=True, frozen=True, tag="tell"):
-    """An engine reports on its requests, what hits saved, and sketches of prompts that missed much, for people. From
-    version 2 on; the engine does not wait for the answer. namespace: of requests whose tokens count."""
+    """An engine reports on its requests and what hits saved, for people. From version 2 on; the engine does not wait
+    for the answer. prompts: of earlier engines, unused. namespace: of requests whose tokens count."""
 
     requests: Annotated[list[RequestTold], Meta(max_length=MAX_TOLD_REQUESTS)]
     savings: SavingsTold | None = None
-    prompts: Annotated[list[PromptTold], Meta(max_length=MAX_TOLD_PROMPTS)] = []
+    prompts: Annotated[list[Any], Meta(max_length=MAX_TOLD_PROMPTS)] = []
     namespace: int = -1
 
     @property
@@ -316,7 +315,7 @@ class Why(msgspec.Struct, array_like=True, frozen=True, tag="why"):
 
 
 class Prefixes(msgspec.Struct, array_like=True, frozen=True, tag="prefixes"):
-    """Admin: the hottest prefixes, and where prompts part. tenant: as in `Why`."""
+    """Admin: the hottest prefixes. tenant: as in `Why`."""
 
     tenant: Annotated[str, Meta(max_length=MAX_NAME)] = ""
 

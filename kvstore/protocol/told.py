@@ -5,7 +5,7 @@ Bounded where a message is read; nothing here decides anything.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -17,12 +17,6 @@ MAX_TOLD_REQUESTS, MAX_TOLD_WORDS, MAX_TOLD_TEXT = 64, 48, 256
 Word = Annotated[str, Meta(max_length=32)]
 """A tier, or a reason."""
 MAX_TOLD_PROMPTS = 4
-MAX_SKETCHED_TOKENS, MAX_FINGERPRINTS, MAX_SKETCHED_BLOCKS = 1 << 17, 2560, 1 << 13
-"""Of one prompt: what lies behind is left out."""
-FINGERPRINT_BYTES, PLACE_BYTES, LINK_BYTES, SHORT_BYTES = 8, 4, 4, 8
-MAX_EVERY = 100_000
-Tokens = Annotated[int, Meta(ge=0, le=MAX_SKETCHED_TOKENS)]
-Short = Annotated[bytes, Meta(max_length=SHORT_BYTES)]
 
 
 class RequestTold(msgspec.Struct, frozen=True):
@@ -52,38 +46,6 @@ class SavingsTold(msgspec.Struct, array_like=True, frozen=True):
     regret_seconds: float = 0.0
     ttft_saved_ms: float | None = None
     ttft_saved_error_ms: float | None = None
-
-
-class PromptParted(msgspec.Struct, array_like=True, frozen=True):
-    """How a prompt differs from an earlier one of the same engine, by the tokens of both; see
-    `kvstore.insight.divergence.Divergence`. kind: a `PromptChange`."""
-
-    kind: Word
-    place: Tokens
-    earlier_tokens: Tokens | None
-    tokens: Tokens | None
-    equal_tokens: Tokens
-    what: Annotated[str, Meta(max_length=MAX_TOLD_TEXT)] = ""
-
-
-class PromptTold(msgspec.Struct, array_like=True, frozen=True):
-    """A prompt that missed much: one of `every` such, as a sketch that reveals nothing of its tokens without the
-    tenant's key. namespace: by the client's number. tokens: of it; stored_tokens: that were found. chain: `LINK_BYTES`
-    of each full block's key. fingerprints, places: of runs of its tokens, `FINGERPRINT_BYTES` and `PLACE_BYTES` each,
-    little-endian, places rising. start, salt, adapter: keyed digests of its first tokens and of what else its keys
-    depend on, empty where there is none. parted: from which earlier prompt of its engine, as far as that knows."""
-
-    namespace: int
-    every: Annotated[int, Meta(ge=1, le=MAX_EVERY)]
-    tokens: Tokens
-    stored_tokens: Tokens
-    chain: Annotated[bytes, Meta(max_length=MAX_SKETCHED_BLOCKS * LINK_BYTES)]
-    fingerprints: Annotated[bytes, Meta(max_length=MAX_FINGERPRINTS * FINGERPRINT_BYTES)]
-    places: Annotated[bytes, Meta(max_length=MAX_FINGERPRINTS * PLACE_BYTES)]
-    start: Short = b""
-    salt: Short = b""
-    adapter: Short = b""
-    parted: PromptParted | None = None
 
 
 def told_name(request: str) -> str:
@@ -168,41 +130,17 @@ class HotPrefix(msgspec.Struct, frozen=True):
     retained_until: float | None
 
 
-class PromptParting(msgspec.Struct, frozen=True):
-    """Prompts that differ from earlier ones in the same way. sentence: what is wrong, and what to do. kind: a
-    `PromptChange`. place, last_place: the least and the greatest position of the first token that differs; of the start
-    of its block unless is_exact. Lengths are medians, None where they are not known. lost_tokens_per_hour: computed,
-    though an earlier prompt had the same ones after the change. prompts: that were sampled."""
-
-    sentence: str
-    tenant: str
-    namespace: str
-    model: str
-    kind: str
-    what: str
-    place: int
-    last_place: int
-    is_exact: bool
-    earlier_tokens: int | None
-    tokens: int | None
-    equal_tokens: int
-    prompts_per_hour: float
-    lost_tokens_per_hour: float
-    prompts: int
-    seen_at: float
-
-
 class PrefixFigures(msgspec.Struct, frozen=True):
     """What was seen of prompts in about the last hour; the weight of each halves in half an hour. seconds: how long
-    this has counted. lookups: all; sampled: those followed; dropped: those that came too fast. prompts: sketches that
-    engines sent. sketches, sketch_bytes: that are kept, None for a tenant."""
+    this has counted. lookups: all; sampled: those followed; dropped: those that came too fast. The others
+    stay empty: `kvstore lint` finds where the prompts of a file part."""
 
     hottest: list[HotPrefix]
-    partings: list[PromptParting]
     seconds: float
     lookups: int
     sampled: int
     dropped: int
-    prompts: int
-    sketches: int | None
-    sketch_bytes: int | None
+    partings: list[Any] = []
+    prompts: int = 0
+    sketches: int | None = None
+    sketch_bytes: int | None = None

@@ -17,7 +17,7 @@ from math import isinf
 from typing import Protocol
 
 from kvstore.block.errors import BadInput, StoreClosed, StoreError
-from kvstore.config import DEFAULT_POLICY
+from kvstore.config import DEFAULT_POLICY, checked_policy
 from kvstore.core.usage import NamespaceUsage, StoreUsage
 from kvstore.insight.recording import Recording
 from kvstore.insight.whatif import CurvePoint, WhatIf
@@ -214,7 +214,7 @@ class Admin:
         return {tenant: name for tenant, name in names.items() if wanted in ("", printable(name))}
 
     def prefixes(self, tenant: str = "") -> PrefixFigures:
-        """Hot prefixes, and where prompts part: of one tenant, by its shown name, or of all."""
+        """Hot prefixes: of one tenant, by its shown name, or of all."""
         if self._prefixes is None:
             raise BadInput("this sidecar does not follow prefixes")
         with self._naming:  # callers share the result: the store walks over all namespaces for it
@@ -274,7 +274,7 @@ class Admin:
             departed=self._sessions.departed,
             door=self._door.usage(),
             tenants=self._store.core.tenants(self._store.tenant_names()),
-            policy=DEFAULT_POLICY if self._why_not_policy else self._chosen.policy,
+            policy=DEFAULT_POLICY if self._why_not_policy else checked_policy(self._chosen.policy, "policy"),
             policy_note=printable(self._why_not_policy),
             nvme_writes=self._chosen.nvme_writes if usage.nvme is not None else None,
             hidden_namespaces=max(0, len(spaces) - MAX_NAMESPACES),

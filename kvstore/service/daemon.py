@@ -79,7 +79,7 @@ class Daemon:
         recording = Recording(clock, new_token)
         slow = SlowExtents(clock.monotonic_seconds, clock.thread_seconds)
         self.whatif = WhatIf(clock, int.from_bytes(new_token(SALT_BYTES)))
-        self.prefixes = PrefixBook(clock, store.core.difference)
+        self.prefixes = PrefixBook(clock)
         self._insight_ends, self._keys_end = threading.Event(), threading.Event()
         self._thread_seconds, self._process_seconds = clock.thread_seconds, process_seconds
         self.told = ToldRequests(clock)

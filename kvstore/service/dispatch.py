@@ -22,7 +22,7 @@ from kvstore.core.reservations import SEALED_BLOCKS
 from kvstore.core.store import Store
 from kvstore.insight.recording import Recording
 from kvstore.insight.whatif import WhatIf
-from kvstore.prefixes.book import PrefixBook, checked_prompt
+from kvstore.prefixes.book import PrefixBook
 from kvstore.protocol import messages as m
 from kvstore.protocol.door import MAX_PRIORITY, TenantClient, check_participant
 from kvstore.protocol.handing_over import MAX_TICKET_SECONDS
@@ -91,7 +91,7 @@ class Handlers:
         self.parking = Parking(store)
         self._recording, self._whatif = recording, whatif
         self._told = told or ToldRequests(store.clock)
-        self._prefixes = prefixes or PrefixBook(store.clock, lambda one, other: "")
+        self._prefixes = prefixes or PrefixBook(store.clock)
         self._counting, self._sessions, self._run = counting, sessions, run
         self._verbs: dict[type, Callable[[ClientState, Any], Response | m.Answer]] = {
             m.OpenNamespace: self._open_namespace,
@@ -497,14 +497,10 @@ class Handlers:
         return Response(m.NotifyPipeReply(), [notify_pipe]) if notify_pipe is not None else m.Done()
 
     def _tell(self, caller: ClientState, verb: m.Tell) -> m.Answer:
-        prompts = []
-        for one in verb.prompts:
-            number, _ = _check_asked(caller, one.namespace, ())
-            prompts.append(checked_prompt(one, number, self._store.namespace_of(number).layout.block_tokens))
         if verb.namespace >= 0:
             self._counting.told(_check_asked(caller, verb.namespace, ())[0], verb.requests)
         self._told.tell(caller, verb)
-        self._prefixes.told(caller.keys.tenant, verb, prompts)
+        self._prefixes.told(caller.keys.tenant, verb)
         return m.Done()
 
     def _changes(self, caller: ClientState, verb: m.Changes) -> m.Answer:

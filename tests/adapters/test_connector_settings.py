@@ -43,7 +43,6 @@ def test_the_url_is_all_that_is_needed() -> None:
         {"audit": 0.0},
         {"ttl": None},
         {"ttl": 0.5},
-        {"sketch_every": 0},
         {"priority": -100},
     ],
 )
@@ -52,6 +51,14 @@ def test_what_is_allowed_is_taken_as_it_is(given: dict[str, Any]) -> None:
     for name, value in given.items():
         assert getattr(settings, name) == value
     assert isinstance(settings.save, SavePolicy) and isinstance(settings.load, LoadMode)
+
+
+@pytest.mark.parametrize(("given", "codec"), [({"codec": "int8-th"}, "int8-kc64"), ({"sketch_every": 100}, "auto")])
+def test_what_was_removed_is_taken_with_one_warning(
+    given: dict[str, Any], codec: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert ConnectorSettings.of({**URL, **given}).codec == codec
+    assert len(caplog.records) == 1 and "was removed" in caplog.text
 
 
 NAN = float("nan")
@@ -73,7 +80,6 @@ WRONG: list[tuple[str, Any]] = [
     *((name, value) for name in ("cost_model", "without_prefix_caching", "traces") for value in (1, "true", None)),
     *(("audit", value) for value in (-0.1, 1.1, True, "0.1", NAN, None)),
     *(("ttl", value) for value in (0, -1, True, "60", NAN, 1e30)),
-    *(("sketch_every", value) for value in (-1, 1.5, True, "all", None, 1 << 40)),
     *(("priority", value) for value in (-101, 101, 1.0, True, None)),
 ]
 

@@ -1042,13 +1042,13 @@ def state_of(name: str, *, is_admitted: bool = True) -> RequestState:
 def test_what_no_further_step_reports_a_timer_does_and_the_end() -> None:
     sent: list[Any] = []
     namespace: Any = SimpleNamespace(tell=lambda requests, savings, seconds: sent.extend(requests))
-    news = RequestNews(0, lambda: 0.0, lambda: news.tell(namespace, None, 1, 0.0, 0.0))
+    news = RequestNews(lambda: news.tell(namespace, None, 1, 0.0, 0.0))
     burst = [str(number) for number in range(100)]
     for name in burst:
-        news.over(state_of(name), None, None)
+        news.over(state_of(name))
     wait_until(lambda: len(sent) == 100)
     assert [one.request for one in sent] == burst
-    news.over(state_of("last"), None, None)
+    news.over(state_of("last"))
     news.close()
     assert [one.request for one in sent[100:]] == ["last"]
 
@@ -1056,13 +1056,13 @@ def test_what_no_further_step_reports_a_timer_does_and_the_end() -> None:
 def test_the_tokens_of_a_request_that_runs_on_are_reported_once() -> None:
     sent: list[Any] = []
     namespace: Any = SimpleNamespace(tell=lambda requests, savings, seconds: sent.extend(requests))
-    news, long, waits = RequestNews(0, lambda: 0.0), state_of("long"), state_of("waits", is_admitted=False)
+    news, long, waits = RequestNews(), state_of("long"), state_of("waits", is_admitted=False)
     for _ in range(3):
         news.add_running([long, waits])
         news.tell(namespace, None, 1, 0.0, 0.0)
     long.saved_blocks = 7
     for state in (long, waits):
-        news.over(state, None, None)
+        news.over(state)
     news.tell(namespace, None, 1, 0.0, 0.0)
     told = [("long", 0, True), ("long", 7, False), ("waits", 0, True)]
     assert [(one.request, one.saved_blocks, one.counts) for one in sent] == told
@@ -1070,9 +1070,9 @@ def test_the_tokens_of_a_request_that_runs_on_are_reported_once() -> None:
 
 def test_a_request_whose_name_is_no_text_is_told_all_the_same() -> None:
     """A client may give one with half of a pair of surrogates, which no message can carry."""
-    news = RequestNews(0, lambda: 0.0)
+    news = RequestNews()
     request: Any = SimpleNamespace(request_id="\ud800" + "x" * 400, num_prompt_tokens=1)
-    news.over(RequestState(request, RequestSpec(), Account.missed(MissReason.ABSENT, 1, 64)), None, None)
+    news.over(RequestState(request, RequestSpec(), Account.missed(MissReason.ABSENT, 1, 64)))
     sent: list[Any] = []
     namespace: Any = SimpleNamespace(tell=lambda requests, savings, seconds: sent.extend(requests))
     news.tell(namespace, None, 1, 0.0, 0.0)

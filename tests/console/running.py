@@ -11,15 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from email.message import Message
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy
-
-from kvstore.block.account import Account, MissReason
-from kvstore.client.handle import NamespaceHandle
-from kvstore.prefixes.sampler import PromptSampler
 from service.sidecar import Sidecar
 from service.test_serve import PATHS
 from waiting import wait_until
@@ -54,24 +48,6 @@ def serve_traffic(sidecar: Sidecar, prompts: int = 60) -> None:
             assert prompts < 60, "nothing was evicted"
     while sidecar.whatif.step() or sidecar.prefixes.step():  # no thread does it here
         pass
-
-
-def offer_prompts(handle: NamespaceHandle, prompts: int) -> None:
-    """An engine computes prompts of 9,000 tokens with a time at token 40, and sketches all."""
-    drawn = numpy.random.default_rng(1).integers(0, 30_000, 9000)
-    sampler = PromptSampler(1, lambda: 0.0)
-    for number in range(prompts):
-        tokens = [*drawn[:40].tolist(), *range(60_000 + 6 * number, 60_006 + 6 * number), *drawn[46:].tolist()]
-        sampler.offer(handle, Account.missed(MissReason.ABSENT, 9000, 64), (), partial(list, tokens))
-        sampler.settle()
-    sampler.close()
-
-
-def tell_prompts(sidecar: Sidecar, prompts: int = 20) -> None:
-    """The same, until the sidecar has worked it through."""
-    with sidecar.client(engine="vllm") as store:
-        offer_prompts(store.namespace(model=MODEL, layout=LAYOUT, name="small model"), prompts)
-        wait_until(lambda: sidecar.prefixes.step() >= 0 and sidecar.admin.prefixes().prompts == prompts)
 
 
 @dataclass

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from console.browser import CHROMIUM, Browser
-from console.running import console, tell_prompts
+from console.running import console
 from hf_models import small_model
 from kvstore.block.account import HitTier, MissReason
 from kvstore.block.codec import codec_named
@@ -99,7 +99,6 @@ def test_each_page_has_a_picture(tmp_path: Path) -> None:
             browser.value(f"document.getElementById('token').value = '{TOKEN}'; document.forms[0].submit()")
             browser.until("location.pathname === '/' && document.getElementById('health')")
             cache = PrefixCache(small_model("llama", **LARGER), store, chunk_tokens=128, deadline_ms=5000)
-            tell_prompts(sidecar)
             last = ask_for_a_while(sidecar, cache)
             asked = sidecar.admin.facts().looked.asked_tokens
             bearer = {"authorization": f"Bearer {TOKEN}"}

@@ -17,7 +17,7 @@ import pytest
 
 import kvstore
 from console.browser import CHROMIUM, Browser
-from console.running import RunningConsole, console, offer_prompts
+from console.running import RunningConsole, console
 from kvstore.block.errors import BadInput
 from kvstore.cli import ask
 from kvstore.console.access import checked_tokens
@@ -59,13 +59,12 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningConsole]:
                 handle = patient(store).namespace(model=f"model-of-{name}", layout=LAYOUT)  # type: ignore[arg-type]
                 handle.put(ids(64 * blocks), random_pages(LAYOUT, blocks))
                 handle.lease(handle.match(ids(64 * blocks + 1)), deadline_ms=5000, request=f"cmpl-{name}").release()
-                offer_prompts(handle, blocks)
                 handle.tell([RequestTold(f"cmpl-{name}", 64 * blocks + 1, {"dram": 64 * blocks}, {"partial_block": 1})])
         socket = directory / "kv" / "observe.sock"
         wait_until(lambda: len(ask.why(str(socket), SystemClock(), "cmpl-").found) == 2)
         with console(socket, "--token-file", str(directory / "tokens")) as running:
             wait_until(lambda: asked(running, "/api/status", "").get("looked") is not None)
-            wait_until(lambda: {one["prompts"] for one in asked(running, "/api/prefixes", "")["partings"]} == {2, 6})
+            wait_until(lambda: len(asked(running, "/api/prefixes", "")["hottest"]) == 2)
             yield running
 
 
@@ -94,9 +93,8 @@ def test_a_tenant_sees_its_own_figures(shown: RunningConsole) -> None:
 def test_a_tenants_prefixes_are_its_own(shown: RunningConsole) -> None:
     own, everything = asked(shown, "/api/prefixes", "red"), asked(shown, "/api/prefixes", "")
     assert [(one["tenant"], one["tokens"], one["model"]) for one in own["hottest"]] == [("red", 192, "model-of-red")]
-    assert [(one["tenant"], one["prompts"]) for one in own["partings"]] == [("red", 2)]
-    assert own["prompts"] == 3 and own["lookups"] == 1 and own["sketches"] is None
-    assert {one["tenant"] for one in everything["hottest"]} == {"red", "blue"} and everything["prompts"] == 10
+    assert own["lookups"] == 1 and own["partings"] == [] and own["sketches"] is None
+    assert {one["tenant"] for one in everything["hottest"]} == {"red", "blue"}
     assert asked(shown, "/api/prefixes?tenant=blue", "red")["hottest"] == own["hottest"]
 
 
@@ -209,7 +207,7 @@ def test_its_pages_show_it_alone(shown: RunningConsole, tmp_path: Path) -> None:
         links = "[...document.querySelectorAll('#nav a')].filter(one => !one.hidden).map(one => one.textContent)"
         assert browser.value(links) == ["Why misses", "Prefixes", "Tenants", "Request", "Plan", "Help"]
         pages = {"tenants": "192", "misses": "Nothing was missed", "request?id=cmpl": "cmpl-red", "plan": "formula"}
-        pages["prefixes"] = "part at token 40"
+        pages["prefixes"] = "model-of-red"
         for page, words in pages.items():
             browser.open(f"{shown.url}{page}")
             browser.until(f"document.getElementById('main')?.textContent.includes('{words}')")

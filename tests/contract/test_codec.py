@@ -311,11 +311,6 @@ class TestInt8Kc64(Int8Contract):
         return codec_named("int8-kc64")
 
 
-class TestInt8Th(Int8Contract):
-    def make(self) -> Codec:
-        return codec_named("int8-th")
-
-
 class TestRawCodec(CodecContract):
     def make(self) -> Codec:
         return RawCodec()
@@ -387,9 +382,3 @@ class TestRawOnDevice(OnDevice, TestRawCodec):
 class TestInt8Kc64OnDevice(OnDevice, Int8Contract):
     def make(self) -> Codec:
         return codec_named("int8-kc64", self.route())
-
-
-@pytest.mark.slow
-class TestInt8ThOnDevice(OnDevice, Int8Contract):
-    def make(self) -> Codec:
-        return codec_named("int8-th", self.route())

@@ -19,7 +19,6 @@ from learned_policy import by_worth
 from tiering.policies.adaptive import Adaptive
 from tiering.policies.lru import LeafFirstLru
 from tiering.policies.policy import EvictionPolicy
-from tiering.policies.s3_fifo import S3Fifo
 
 STEPS = st.lists(st.tuples(st.sampled_from("grow grow root touch evict worst refill".split()), st.integers(0, 10**6)),
                  max_size=60)  # fmt: skip
@@ -273,8 +272,3 @@ class TestAdaptiveThatGoesByWorth(EvictionPolicyContract):
 
     def make(self) -> EvictionPolicy:
         return by_worth(NAMES, 3)
-
-
-class TestS3Fifo(EvictionPolicyContract):
-    def make(self) -> EvictionPolicy:
-        return S3Fifo(NAMES)

@@ -108,7 +108,7 @@ def warnings(log: list[dict[str, Any]]) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["lru", "s3-fifo", "adaptive"])
+@pytest.mark.parametrize("policy", ["lru", "adaptive"])
 def test_each_policy_is_served_where_nothing_may_be_written_and_run(
     tmp_path: Path, denied: Callable[[], None], policy: str
 ) -> None:

@@ -241,7 +241,7 @@ def test_an_indexer_has_no_eight_bits() -> None:
     ("change", "says"),
     [
         ({"dtype": "int4"}, "--dtype 'int4'; allowed: float32"),
-        ({"codec": "zip"}, "codec 'zip' is not known; allowed: int8-kc64, int8-th, raw"),
+        ({"codec": "zip"}, "codec 'zip' is not known; allowed: int8-kc64, raw"),
         ({"block_tokens": 100}, "block_tokens=100 does not fit"),
         ({"tensor_parallel": 3}, "--tensor-parallel 3 does not divide the 8 KV heads of llama-3.1-8b"),
         ({"tensor_parallel": 0}, "--tensor-parallel 0; give 1 to 4096"),

@@ -153,9 +153,9 @@ def test_what_warms_up_is_not_counted() -> None:
 
 
 def test_sizes_and_policies_make_a_table() -> None:
-    result = table(made_of([1, 2], [1, 3], [4]), "lru", "s3-fifo", blocks=[2, 8, 2])
+    result = table(made_of([1, 2], [1, 3], [4]), "lru", "adaptive", blocks=[2, 8, 2])
     assert [(row.policy, row.dram_blocks) for row in result.rows] == [
-        (policy, size) for size in (2, 8) for policy in ("lru", "s3-fifo", OPTIMUM)
+        (policy, size) for size in (2, 8) for policy in ("lru", "adaptive", OPTIMUM)
     ]
     told = result.to_dict()
     assert told["options"]["blocks"] == [2, 8, 2] and len(told["rows"]) == 6  # type: ignore[call-overload, index, arg-type]

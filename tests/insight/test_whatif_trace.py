@@ -102,7 +102,7 @@ def test_sizes_are_blocks_or_bytes_or_some_that_fit() -> None:
 def test_what_cannot_be_is_said() -> None:
     for options, says in (
         ({"blocks": [0]}, "0 blocks; give 1 to"),
-        ({"policy": "s3-fifo"}, "--policy 's3-fifo'; give lru or adaptive"),
+        ({"policy": "arc"}, "--policy 'arc'; give lru or adaptive"),
         ({"names": 15}, "--names 15; give 16 to"),
         ({"seed": -1}, "--seed -1"),
         ({"kv_bytes_per_token": 0}, "--kv-bytes-per-token 0"),

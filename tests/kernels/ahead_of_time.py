@@ -148,8 +148,8 @@ def main() -> None:
     for name, codecs in (
         ("gather", [None]),
         ("scatter", [None]),
-        ("gather_quantize", ["int8-kc64", "int8-th"]),
-        ("dequantize_scatter", ["int8-kc64", "int8-th"]),
+        ("gather_quantize", ["int8-kc64"]),
+        ("dequantize_scatter", ["int8-kc64"]),
     ):
         for codec in codecs:
             wanted.append((name, codec, bf16, "token-major", everywhere))
@@ -163,7 +163,7 @@ def main() -> None:
         jobs += [(label, kernel, target, {}) for target in targets]
     jobs += [("digest_slices", kept_digest(), target, {}) for target in everywhere]
     # What would be fused if it were allowed.
-    for name, codecs in (("gather_quantize", ["int8-kc64", "int8-th"]), ("dequantize_scatter", ["int8-kc64"])):
+    for name, codecs in (("gather_quantize", ["int8-kc64"]), ("dequantize_scatter", ["int8-kc64"])):
         for codec in codecs:
             kernel = kept(name, codec, pools_of(bf16))
             for target in ("sm_90", "sm_100", "gfx942"):

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kv_kernels import int8, reference, triton_int8
-from kv_kernels.int8 import KC64, TH, Axis, dequantize, quantize, slice_form
+from kv_kernels.int8 import KC64, Axis, dequantize, quantize, slice_form
 from paged_memory import DEVICE, Case, Memory, kernels_can_run, ones, page_table
 
 __all__ = ["kernels_can_run"]
@@ -28,12 +28,12 @@ CASES = [
     (KC64, Case("fused", "float32", 48, 4, 1, (96, 65), layers=2)),
     (KC64, Case("transposed", "bfloat16", 32, 2, 2, (64, 192), layers=2, layers_launched=(0, 1))),
     (KC64, Case("gaps", "float32", 64, 1, 5, (7, 5), layers=2)),  # with bytes between and behind its pieces
-    (TH, Case("head-range", "float16", 3, 64, 2, (80, 128), layers=1, blocks=1)),
-    (TH, Case("transposed", "float32", 128, 1, 1, (64, 64), layers=1)),
-    (TH, Case("gaps", "bfloat16", 64, 1, 3, (5, 192), layers=2)),
+    (KC64, Case("head-range", "float16", 3, 64, 2, (80, 128), layers=1, blocks=1)),
+    (KC64, Case("transposed", "float32", 128, 1, 1, (64, 64), layers=1)),
+    (KC64, Case("gaps", "bfloat16", 64, 1, 3, (5, 192), layers=2)),
     (KC64, Case("token-major", "bfloat16", 64, 1, 1, (576,), layers=1)),
-    (TH, Case("gaps", "float16", 16, 8, 1, (567,), layers=2, blocks=1)),
-    (TH, Case("token-major", "bfloat16", 64, 1, 1, (2304, 3), layers=1, blocks=1)),
+    (KC64, Case("gaps", "float16", 16, 8, 1, (567,), layers=2, blocks=1)),
+    (KC64, Case("token-major", "bfloat16", 64, 1, 1, (2304, 3), layers=1, blocks=1)),
 ]
 cases = pytest.mark.parametrize(("codec", "case"), CASES, ids=[f"{codec}-{case}" for codec, case in CASES])
 
@@ -206,7 +206,7 @@ def test_along_the_wrong_axis_a_biased_channel_would_be_lost() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, about numbers that are meant to be wrong
-@pytest.mark.parametrize("codec", [KC64, TH])
+@pytest.mark.parametrize("codec", [KC64])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_what_cannot_be_written_is_reported_by_block(codec: str, dtype: str) -> None:
     """The worst of a block's groups; where a group has a NaN, its scale does not count."""
@@ -259,7 +259,7 @@ def test_every_scale_is_rounded_up_as_the_twin_does() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"codec": "int4"}, "codec 'int4' is not known here; give 'int8-kc64' or 'int8-th'"),
+        ({"codec": "int4"}, "codec 'int4' is not known here; give 'int8-kc64'"),
         ({"dtype": "uint8"}, "pools of torch.uint8; int8-kc64 is for torch.bfloat16"),
         ({"status": torch.zeros(2)}, r"the status is torch.float32 \[2\] on cpu; give int32 \[1\], zeroed"),
         ({"status": torch.zeros(2, dtype=torch.int32)}, r"give int32 \[1\], zeroed"),

@@ -165,7 +165,7 @@ def test_a_launch_asks_torch_for_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
         triton_raw.gather(pools, table, payloads, HEADER)
         triton_raw.scatter(pools, table, payloads, HEADER, 1, 5)
         triton_int8.gather_quantize(pools, "int8-kc64", table, payloads, status, HEADER)
-        triton_int8.dequantize_scatter(pools, "int8-th", table, payloads, HEADER)
+        triton_int8.dequantize_scatter(pools, "int8-kc64", table, payloads, HEADER)
     assert operations.seen == []
     assert [kernel.grids for kernel in kernels.values()] == [[(120,)], [(96,)], [(120,)], [(120,)]]
 

@@ -40,12 +40,12 @@ def on_host(pages: Pages) -> Pages:
 
 
 def test_codecs_have_the_names_they_are_found_by() -> None:
-    assert set(CODECS) == {"raw", "int8-kc64", "int8-th"}
+    assert set(CODECS) == {"raw", "int8-kc64"}
     for name in CODECS:
         assert codec_named(name).name == name
     with pytest.raises(BadInput) as caught:
         codec_named("zip")
-    assert one_line(caught.value, "'zip'", "allowed: int8-kc64, int8-th, raw")
+    assert one_line(caught.value, "'zip'", "allowed: int8-kc64, raw")
 
 
 def test_pages_in_host_memory_take_the_fast_way() -> None:

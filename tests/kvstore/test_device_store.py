@@ -139,7 +139,7 @@ def test_windows_and_layers_are_read_as_on_the_host(codec: str, route: ChaosRout
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("codec", ["raw", "int8-th"])
+@pytest.mark.parametrize("codec", ["raw", "int8-kc64"])
 def test_through_a_sidecar(codec: str, route: ChaosRoute, tmp_path: Path) -> None:
     """Blocks enough that the first ones are committed while later ones are under way."""
     blocks = 20

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import tarfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,8 @@ import kvstore
 from kvstore.block.layout import Layout
 from kvstore.block.pages import Pages
 from kvstore.fsck.check import check
+from kvstore.node import EmbeddedStore
+from waiting import wait_until
 from workbench import blank_pages, blank_planes, ids, same_tokens, small_layout
 
 EARLIER = Path(__file__).parents[1] / "data/earlier/directory.tar.xz"
@@ -62,3 +66,34 @@ def test_it_opens_warm(directory: Path) -> None:
 def test_its_frames_and_its_index_are_sound(directory: Path) -> None:
     found = check(directory)
     assert found.is_well, found.to_dict()
+
+
+def held(store: EmbeddedStore) -> dict[str, int]:
+    """Readable blocks by codec."""
+    found: Counter[str] = Counter()
+    for one in store.core.namespaces():
+        found[one.namespace.codec] += one.blocks
+    return dict(+found)
+
+
+def test_what_a_removed_codec_wrote_is_missed_and_gives_way(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Six blocks of `int8-th` as model a, and of `int8-kc64` as model b."""
+    with tarfile.open(EARLIER.with_name("removed-codec.tar.xz")) as archive:
+        archive.extractall(tmp_path, filter="data")
+    directory, layout = tmp_path / "kv", small_layout(head_dim=64)
+    directory.chmod(0o700)
+    assert check(directory).is_well
+    with kvstore.open(f"embedded:{directory}", dram="1MiB", nvme="2MiB", slab="256KiB") as store:
+        assert store.warmed(20)
+        assert held(store) == {"int8-th": BLOCKS, "int8-kc64": BLOCKS}
+        ours = store.namespace(model="a", layout=layout, codec="int8-th")
+        kept = store.namespace(model="b", layout=layout, codec="int8-kc64")
+        assert ours.namespace.codec == "int8-kc64"
+        (line,) = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+        assert line == "codec 'int8-th' was removed and is 'int8-kc64' now; name that"
+        assert ours.match(ids(64 * BLOCKS)).blocks == 0 and kept.match(ids(64 * BLOCKS, 1000)).blocks == BLOCKS
+        for first in range(1, 40):
+            prompt, pages = ids(64 * BLOCKS, 10_000 * first), stored_pages(layout, first)
+            wait_until(lambda prompt=prompt, pages=pages: ours.put(prompt, pages).stopped_at is None)  # type: ignore[misc]
+        store.check()
+        assert "int8-th" not in held(store)

@@ -69,7 +69,7 @@ def part_of(layout: Layout, layer: int) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("codec", ["raw", "int8-kc64", "int8-th"])
+@pytest.mark.parametrize("codec", ["raw", "int8-kc64"])
 def test_layers_come_in_the_order_of_their_numbers(a: Bench, name: str, codec: str) -> None:
     """After each yield that layer is as a get would have made it, and no later one is touched."""
     layout = LAYOUTS[name]

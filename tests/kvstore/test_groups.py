@@ -183,7 +183,7 @@ def test_a_layout_of_sliding_groups_alone(a: Bench) -> None:
     assert_same_planes(into.pages.planes, expected_planes(before, into, source, Load(layout, 16, 0, {}, 6, {}), 6))
 
 
-@pytest.mark.parametrize("codec", ["int8-kc64", "int8-th"])
+@pytest.mark.parametrize("codec", ["int8-kc64"])
 @pytest.mark.parametrize("page_tokens", [16, 64])
 def test_codecs_of_8_bits_read_windows(a: Bench, codec: str, page_tokens: int) -> None:
     """As they read whole prompts: the same numbers in the window, nothing before it."""

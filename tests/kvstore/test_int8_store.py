@@ -13,7 +13,7 @@ from kvstore.client.handle import PutResult
 from workbench import Bench, bench, blank_pages, ids, one_line, plausible_pages, same_tokens, small_layout
 
 LAYOUT = small_layout(kv_heads=4, head_shards=2, layer_shards=2)
-CODECS = ["int8-kc64", "int8-th"]
+CODECS = ["int8-kc64"]
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_each_codec_has_its_namespace(a: Bench) -> None:
     pages = plausible_pages(LAYOUT, 1)
     for codec in ("raw", *CODECS):
         assert a.namespace(LAYOUT, codec=codec).put(ids(64), pages).stored == 1
-    assert a.store.usage().blocks == 3
+    assert a.store.usage().blocks == 2
     other = a.namespace(LAYOUT, codec="raw").match(ids(64))
     assert other.blocks == 1
 
@@ -90,4 +90,4 @@ def test_adapters_take_8_bits_where_they_can() -> None:
 def test_a_codec_that_does_not_exist_is_one_line(given: object) -> None:
     with pytest.raises(BadInput) as caught:
         codec_named(given)  # type: ignore[arg-type]
-    assert one_line(caught.value, f"codec {given!r}", "int8-kc64, int8-th, raw")
+    assert one_line(caught.value, f"codec {given!r}", "int8-kc64, raw")

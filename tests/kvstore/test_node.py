@@ -157,7 +157,7 @@ def test_what_the_machine_has_is_the_limit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "fragments"),
     [
-        ({"codec": "zip"}, BadInput, ("codec 'zip'", "allowed: int8-kc64, int8-th, raw")),
+        ({"codec": "zip"}, BadInput, ("codec 'zip'", "allowed: int8-kc64, raw")),
         ({"model": "/models/llama"}, BadInput, ("'/models/llama'", "commit id")),
         ({"model": ""}, BadInput, ("model=''", "commit id")),
         ({"weights_epoch": -1}, BadInput, ("weights_epoch=-1",)),

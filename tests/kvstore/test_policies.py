@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -21,7 +22,6 @@ from recorded import made_of
 from tiering.policies.adaptive import Adaptive
 from tiering.policies.lru import LeafFirstLru
 from tiering.policies.policy import PolicyMaker
-from tiering.policies.s3_fifo import S3Fifo
 from workbench import MODEL, one_line, open_at, random_pages, small_layout
 
 SEED = 11
@@ -67,13 +67,13 @@ def _seeded(maker: PolicyMaker, names: Any, seed: int) -> Any:
 
 
 def test_names_make_policies() -> None:
-    assert [kvstore.policy_named(name) for name in POLICIES] == [LeafFirstLru, S3Fifo, Adaptive]
+    assert [kvstore.policy_named(name) for name in POLICIES] == [LeafFirstLru, Adaptive]
 
 
 def test_a_policy_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(BadInput) as refused:
         kvstore.open(f"embedded:{tmp_path / 'kv'}", dram="1MiB", policy="arc")
-    assert one_line(refused.value, "policy='arc'", "allowed: lru, s3-fifo, adaptive")
+    assert one_line(refused.value, "policy='arc'", "allowed: lru, adaptive")
     assert not (tmp_path / "kv").exists(), "nothing was made"
     with pytest.raises(BadInput, match="policy='adaptive' is the sidecar's to know"):
         kvstore.open("unix:/tmp/kvstore.sock", policy="adaptive")
@@ -111,10 +111,20 @@ def test_without_numba_it_says_what_to_install() -> None:
     assert "NUMBA_DISABLE_JIT forbids; unset it, or take lru" in run_without("os.environ['NUMBA_DISABLE_JIT']='1'", SAY)
 
 
-@pytest.mark.parametrize("name", ["lru", "s3-fifo"])
-def test_what_is_not_compiled_needs_no_numba(name: str) -> None:
-    program = f"import kvstore, kvstore.node\nkvstore.policy_named({name!r})\nprint('numba' in sys.modules)"
+def test_what_is_not_compiled_needs_no_numba() -> None:
+    program = "import kvstore, kvstore.node\nkvstore.policy_named('lru')\nprint('numba' in sys.modules)"
     assert run_without("", program) == "False"
+
+
+def test_a_policy_that_was_removed_opens_with_its_successor_and_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with kvstore.embedded(str(tmp_path), dram="1MiB", policy="s3-fifo") as store:
+        assert isinstance(store.core._blocks.residency.policy, Adaptive)
+    (line,) = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+    assert line == "policy 's3-fifo' was removed and is 'adaptive' now; name that, or lru"
+    program = f"import kvstore\nwith kvstore.open('embedded:{tmp_path}', dram='1MiB', policy='s3-fifo'): print('open')"
+    assert run_without("sys.modules['numba'] = None", program) == "open", "it needed no numba before"
 
 
 def test_each_use_is_told_once(tmp_path: Path) -> None:

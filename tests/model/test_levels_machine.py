@@ -15,10 +15,9 @@ from model.levels_model import SPACES, LevelsModel
 from model.store_model import Prompt
 from tiering.policies.lru import LeafFirstLru
 from tiering.policies.policy import PolicyMaker
-from tiering.policies.s3_fifo import S3Fifo
 
 SEED = 20261122
-POLICIES: tuple[PolicyMaker, ...] = (LeafFirstLru, by_worth, S3Fifo)
+POLICIES: tuple[PolicyMaker, ...] = (LeafFirstLru, by_worth)
 """Lives by plain chance take them in turn."""
 
 prompts = st.builds(

@@ -10,13 +10,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvstore.block.errors import BadInput
-from kvstore.insight.divergence import PromptChange, PromptSketch
 from kvstore.insight.whatif import HALF_LIFE_SECONDS
 from kvstore.prefixes import book as module
-from kvstore.prefixes.book import PrefixBook, SpaceNames, Standing, checked_prompt
+from kvstore.prefixes.book import PrefixBook, SpaceNames, Standing
 from kvstore.protocol import messages as m
-from kvstore.protocol.told import PrefixFigures, PromptParted, PromptTold, RequestTold, SavingsTold
+from kvstore.protocol.told import PrefixFigures, RequestTold, SavingsTold
 from tiering.frame import KEY_BYTES
 
 BLOCK, BLOCK_BYTES = 64, 4096
@@ -41,7 +39,7 @@ class Time:
 
 def a_book(*tenants: bytes) -> tuple[PrefixBook, Time]:
     time = Time()
-    book = PrefixBook(time, lambda one, other: f"field is {one} here and {other} there")
+    book = PrefixBook(time)
     for number, tenant in enumerate(tenants or (RED,)):
         book.opened(tenant, number, BLOCK_BYTES, BLOCK)
     return book, time
@@ -60,17 +58,6 @@ def all_there(number: int, chain: Sequence[bytes]) -> Standing:
 
 def shown(book: PrefixBook, names: Mapping[bytes, str] | None = None, *, of_all: bool = True) -> PrefixFigures:
     return book.figures(names or {RED: "red"}, SPACES, all_there, of_all=of_all)
-
-
-def prompt(**more: object) -> PromptTold:
-    draw = np.random.default_rng(1)
-    places = np.sort(draw.choice(9000, 140, replace=False)).astype("<u4")
-    told = PromptTold(0, 100, 9064, 0, b"abcd" * 141, draw.bytes(140 * 8), places.tobytes(), b"start")
-    return msgspec.structs.replace(told, **more)
-
-
-def take(book: PrefixBook, tenant: bytes, told: PromptTold, number: int = 0) -> None:
-    book.told(tenant, m.Tell([], None, [told]), [checked_prompt(told, number, BLOCK)])
 
 
 # Look-ups --------------------------------------------------------------------------------------------------------
@@ -182,8 +169,8 @@ def test_seconds_saved_are_the_tenants_own_and_never_absurd() -> None:
     request = RequestTold("r", 200, {"dram": 100, "engine": 50}, {"absent": 50})
     running = RequestTold("r", 200, {"dram": 100, "engine": 50}, {"absent": 50}, counts=True)
     for first, savings in ((running, SavingsTold(1.0, 0.5)), (request, SavingsTold(1.0))):
-        book.told(RED, m.Tell([first], savings, namespace=0), [])  # and once more when it is over
-    book.told(BLUE, m.Tell([request], SavingsTold(1e9)), [])
+        book.told(RED, m.Tell([first], savings, namespace=0))  # and once more when it is over
+    book.told(BLUE, m.Tell([request], SavingsTold(1e9)))
     book.step()
     rows = {row.tenant: row for row in shown(book, {RED: "red", BLUE: "blue"}).hottest}
     assert rows["red"].saved_seconds_per_hour == pytest.approx(rows["red"].saved_tokens_per_hour * 1.5 / 100)
@@ -196,7 +183,6 @@ def test_of_what_a_tenant_is_shown_nothing_is_anothers() -> None:
     def feed(tenant: bytes, number: int, times: int) -> None:
         for _ in range(times):
             book.looked_up(tenant, number, keys(number, 2, 3), 3)
-        take(book, tenant, prompt(parted=PromptParted("changed", 40, 6, 6, 8000)), number)
 
     feed(RED, 0, 10)
     book.step()
@@ -205,10 +191,10 @@ def test_of_what_a_tenant_is_shown_nothing_is_anothers() -> None:
     book.step()
     time.now += module.FRESH_SECONDS
     beside = shown(book, of_all=False)
-    assert replace_seconds(beside) == replace_seconds(alone) and alone.sketches is None
-    assert {one.tenant for one in shown(book, {RED: "red", BLUE: "blue"}).partings} == {"red", "blue"}
+    assert replace_seconds(beside) == replace_seconds(alone)
+    assert {one.tenant for one in shown(book, {RED: "red", BLUE: "blue"}).hottest} == {"red", "blue"}
     book.forget(RED)
-    assert shown(book).hottest == [] and shown(book).prompts == 0
+    assert shown(book).hottest == [] and shown(book).lookups == 0
     feed(RED, 0, 3)
     book.step()
     book.check()
@@ -217,93 +203,6 @@ def test_of_what_a_tenant_is_shown_nothing_is_anothers() -> None:
 
 def replace_seconds(figures: PrefixFigures) -> PrefixFigures:
     return msgspec.structs.replace(figures, seconds=0.0)
-
-
-# Sketches --------------------------------------------------------------------------------------------------------
-
-
-def test_sketches_are_bounded_and_the_tenant_that_has_most_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_SKETCHES", 50)
-    book, time = a_book(RED, BLUE)
-    take(book, BLUE, prompt(), 1)
-    for number in range(200):
-        take(book, RED, prompt(start=b"%d" % number))
-        time.now += 1
-        book.step()
-        book.check()
-    both = shown(book, {RED: "red", BLUE: "blue"})
-    assert (both.prompts, both.sketches) == (201, 50) and shown(book, {BLUE: "blue"}).sketches == 1
-
-
-def test_sketches_that_come_too_fast_are_left_out() -> None:
-    book, time = a_book()
-    for _ in range(1000):
-        take(book, RED, prompt())
-    book.check()
-    assert book.step() == module.MOST_PROMPTS_AT_ONCE
-    time.now += 10
-    book.step()
-    for _ in range(1000):
-        take(book, RED, prompt())
-    assert book.step() == 20
-    assert shown(book).prompts == 2000 and shown(book).sketches == module.MOST_PROMPTS_AT_ONCE + 20
-
-
-@pytest.mark.slow
-def test_all_that_a_message_can_hold_is_bounded_in_bytes() -> None:
-    book, time = a_book()
-    draw = np.random.default_rng(1)
-    places = np.arange(2560, dtype="<u4") * 50
-    for _ in range(450):
-        told = prompt(
-            tokens=1 << 17, chain=draw.bytes(2048 * 4), fingerprints=draw.bytes(2560 * 8), places=places.tobytes()
-        )
-        take(book, RED, told)
-        time.now += 1
-        book.step()
-    book.check()
-    figures = shown(book)
-    assert figures.sketch_bytes is not None and figures.sketch_bytes <= module.MOST_SKETCH_BYTES
-    assert figures.sketches is not None and 250 < figures.sketches < 450
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"fingerprints": b"1234567"},
-        {"places": b"1234" * 139},
-        {"places": (np.arange(140, dtype="<u4")[::-1]).tobytes()},
-        {"places": np.zeros(140, "<u4").tobytes()},
-        {"places": (np.arange(140, dtype="<u4") + 9000).tobytes()},
-        {"chain": b"abc"},
-        {"chain": b"abcd" * 142},
-        {"stored_tokens": 9065},
-        {"tokens": 10},
-        {"parted": PromptParted("moved", 0, 1, 1, 1)},
-        {"parted": PromptParted("changed", 9065, 1, 1, 1)},
-        {"parted": PromptParted("changed", 0, 1, 1, 9065)},
-    ],
-    ids=lambda one: str(one)[:40],
-)
-def test_a_sketch_that_cannot_be_is_refused(more: dict[str, object]) -> None:
-    with pytest.raises(BadInput):
-        checked_prompt(prompt(**more), 0, BLOCK)
-
-
-def test_a_sketch_of_nothing_is_taken() -> None:
-    book, _ = a_book()
-    empty = prompt(tokens=0, fingerprints=b"", places=b"", chain=b"", start=b"")
-    take(book, RED, empty)
-    take(book, RED, prompt(fingerprints=b"same key" * 140))
-    take(book, RED, prompt(fingerprints=b"same key" * 140))
-    assert book.step() == 3
-    book.check()
-
-
-def test_what_a_client_says_of_a_namespace_is_printable() -> None:
-    parted = PromptParted("other namespace", 0, None, None, 5000, "adapter is \x1b[31m here")
-    found = checked_prompt(prompt(parted=parted), 0, BLOCK)[0].parted
-    assert found is not None and found.kind is PromptChange.NAMESPACE and "\x1b" not in found.what
 
 
 # Cost ------------------------------------------------------------------------------------------------------------
@@ -338,10 +237,3 @@ def test_what_it_takes_of_a_look_up(blocks: int) -> None:
         f"\n{1e6 * door:.2f} us at the door, {1e6 * all_:.2f} us in all, {blocks} blocks; a copy: {1e6 * copy:.0f} us"
     )
     assert all_ < 0.01 * blocks * copy
-
-
-def test_sketches_are_no_part_of_what_is_kept_twice() -> None:
-    kept, sketch = checked_prompt(prompt(), 0, BLOCK)
-    assert isinstance(sketch, PromptSketch) and not any(
-        isinstance(getattr(kept, one), PromptSketch) for one in kept.__slots__
-    )

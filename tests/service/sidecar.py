@@ -57,7 +57,7 @@ class Sidecar:
         slow = SlowExtents(clock.monotonic_seconds, clock.thread_seconds)
         self.told = ToldRequests(clock)
         self.whatif = WhatIf(clock, secrets.randbits(64))
-        self.prefixes = PrefixBook(clock, self.core.difference)
+        self.prefixes = PrefixBook(clock)
         insight = self.whatif, self.told, self.prefixes
         self.handlers = Handlers(
             self.core, self.sessions, run, self.counting, recording, self.store.names, slow, *insight

@@ -129,14 +129,14 @@ def test_stat_shows_what_decides_what_is_worth_holding(tmp_path: Path) -> None:
         f'[door]\nshare = 0.25\n[tenants.other]\nsocket = "{tmp_path / "other.sock"}"\n'
     )
     with (
-        serving(tmp_path, "--dram", "4MiB", "--nvme", "64MiB", "--config", str(config)) as _,
+        serving(tmp_path, "--dram", "4MiB", "--nvme", "64MiB", "--config", str(config)) as (process, _),
         client(tmp_path) as store,
     ):
         handle = store.namespace(model=MODEL, layout=small_layout())
         assert handle.put(ids(640), random_pages(handle.layout, 10), ttl=3600).reason is None
         data = str(tmp_path / "kv")
         found = told("stat", "--data", data)
-        assert (found["policy"], found["nvme_writes"], found["retained_fraction"]) == ("s3-fifo", 2.0, 0.5)
+        assert (found["policy"], found["nvme_writes"], found["retained_fraction"]) == ("adaptive", 2.0, 0.5)
         rate = 2 * (64 << 20) / 86_400
         assert found["write_budget"] == {"bytes_per_second": rate, "left_bytes": 3600 * rate, "most_bytes": 3600 * rate}
         tenants = {one["tenant"]: one for one in found["tenants"]}
@@ -149,7 +149,10 @@ def test_stat_shows_what_decides_what_is_worth_holding(tmp_path: Path) -> None:
         assert 0 < kept == tenants["default"]["dram_retained_bytes"] and found["nvme_retained_bytes"] == 0
         assert tenants["other"]["dram_retained_bytes"] is None, "it has its budget together with others"
         shown = run("stat", "--data", data).stdout
-    assert "policy: s3-fifo; nvme_writes: 2.0, 0 blocks declined, 5.3 MiB of at most 5.3 MiB left to write" in shown
+        status, log = ended(process)
+        warned = [line["message"] for line in log if line["level"] == "warning"]
+        assert status == 0 and warned == ["policy 's3-fifo' was removed and is 'adaptive' now; name that, or lru"]
+    assert "policy: adaptive; nvme_writes: 2.0, 0 blocks declined, 5.3 MiB of at most 5.3 MiB left to write" in shown
     assert "of at most 2.0 MiB of dram, 0 B of at most 32.0 MiB of nvme (retained_fraction 0.5)" in shown
     (line,) = [line.split() for line in shown.splitlines() if line.startswith("default  ") and "20.0" in line]
     assert line[-2:] == ["20.0", "MiB"]

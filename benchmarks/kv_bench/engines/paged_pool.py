@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from kv_kernels import reference
-from kv_kernels.int8 import KC64, TH
+from kv_kernels.int8 import KC64
 from kv_kernels.pools import PoolTable
 from kvstore.bench.rig import BlockShape
 from kvstore.block.codec import codec_named
@@ -30,7 +30,7 @@ else:
     _COMPILER_ERRORS = (triton_raw.triton.TritonError,)  # this room does not import triton itself
 
 RAW = "raw"
-CODECS = (RAW, KC64, TH)
+CODECS = (RAW, KC64)
 TRITON, TWINS = ROUTES = ("triton", "twins")
 HEADER = HEADER_BYTES
 FAILURES: tuple[type[Exception], ...] = (RuntimeError, OSError, ValueError, *_COMPILER_ERRORS)
