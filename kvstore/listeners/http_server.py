@@ -246,12 +246,14 @@ class _Exchanges:
     # The request -----------------------------------------------------------------------------------------------------
 
     async def _head(self) -> h11.Request | None:
-        """None if the connection ends between two requests."""
+        """None if the connection ends between two requests, or is silent for too long."""
         loop, limits, http = asyncio.get_running_loop(), self._limits, self._http
         is_first = http.their_http_version is None
         if not http.trailing_data[0]:  # nothing of the request is there
-            async with asyncio.timeout(limits.head_seconds if is_first else limits.idle_seconds):
-                first = await self._reader.read(_READ_BYTES)
+            first = b""
+            with suppress(TimeoutError):
+                async with asyncio.timeout(limits.head_seconds if is_first else limits.idle_seconds):
+                    first = await self._reader.read(_READ_BYTES)
             if not first:
                 return None
             http.receive_data(first)

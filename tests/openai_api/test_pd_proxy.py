@@ -549,7 +549,8 @@ def test_who_says_nothing_is_shown_out(small: Callable[..., SmallOpenAi]) -> Non
         silent[0].sendall(b"POST /v1/completions HT")
         with proxy.wire() as one_too_many:
             assert one_too_many.recv(1) == b""
-        assert [one.recv(1) for one in silent] == [b""] * 4
+        assert silent[0].recv(12) in (b"", b"HTTP/1.1 408"), "it made room, or was told that its head is late"
+        assert [one.recv(1) for one in silent[1:]] == [b""] * 3
         for one in silent:
             one.close()
         assert proxy.ask(COMPLETIONS, PROMPT)[0] == 200
