@@ -166,11 +166,12 @@ class _Wrong:
     line: str
     said_at: float
     logged_at: float
+    is_logged: bool
 
 
 class OncePerKind:
     """Present faults, by kind. Thread-safe. A kind is logged when it begins, again for each minute that it goes on, and
-    when it ends; a kind that was not reported for a minute counts as over."""
+    when it ends; one that comes and goes, once a minute. A kind that was not reported for a minute counts as over."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -185,17 +186,20 @@ class OncePerKind:
                 if now - self._said[oldest].said_at < AGAIN_SECONDS:
                     return
                 del self._said[oldest]
-            logged_at = self._said[kind].logged_at if kind in self._said else -inf
-            is_due = now - logged_at >= AGAIN_SECONDS
-            self._said[kind] = _Wrong(line, now, now if is_due else logged_at)
+            before = self._said.get(kind, _Wrong(line, now, -inf, False))
+            is_due = now - before.logged_at >= AGAIN_SECONDS
+            self._said[kind] = _Wrong(line, now, now if is_due else before.logged_at, is_due or before.is_logged)
             self._said.move_to_end(kind)
         if is_due:
             _log.warning("%s", line)
 
     def ended(self, kind: str, line: str) -> None:
         with self._lock:
-            was_so = self._said.pop(kind, None) is not None
-        if was_so:
+            one = self._said.get(kind)
+            if one is not None:
+                self._said[kind] = _Wrong(one.line, -inf, one.logged_at, False)
+                self._said.move_to_end(kind, last=False)
+        if one is not None and one.is_logged:
             _log.info("%s", line)
 
     def reasons(self) -> list[str]:

@@ -23,6 +23,21 @@ def test_a_reason_lasts_as_long_as_it_is_said(caplog: pytest.LogCaptureFixture) 
     assert told.reasons() == [], "what was seen once is not wrong for ever"
 
 
+def test_what_comes_and_goes_is_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    clock = FakeClock()
+    told = OncePerKind(clock)
+    caplog.set_level("INFO")
+    for _ in range(5):
+        told.say("writes", "no room")
+        assert told.reasons() == ["no room"]
+        told.ended("writes", "room again")
+        assert told.reasons() == []
+    assert [one.message for one in caplog.records] == ["no room", "room again"]
+    clock.advance(AGAIN_SECONDS)
+    told.say("writes", "no room")
+    assert len(caplog.records) == 3
+
+
 def test_what_is_told_is_bounded_and_makes_room_for_what_is_wrong_now(caplog: pytest.LogCaptureFixture) -> None:
     clock = FakeClock()
     told = OncePerKind(clock)
