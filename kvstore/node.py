@@ -367,13 +367,17 @@ class StoreParts:
     reach: Reach = go_on
 
 
+def memory_here() -> int:
+    """Bytes that this process's cgroup and the machine allow."""
+    cgroups = "".join(read_text_files(["/proc/self/cgroup"]).values())
+    return memory_limit(read_text_files(memory_limit_files(cgroups)))
+
+
 def open_embedded(directory: str, options: StoreOptions, parts: StoreParts) -> EmbeddedStore:
     """Open a store in this process on a directory, which is made if need be. Raises `BadInput`, `DirectoryInUse` and
     `KeysUnusable`, each with one line that says what to do."""
     tiers, shares = options.tiers, options.shares
-    cgroups = "".join(read_text_files(["/proc/self/cgroup"]).values())
-    memory_bytes = memory_limit(read_text_files(memory_limit_files(cgroups)))
-    dram_config = DramConfig.of(tiers.dram, tiers.extent, memory_bytes)
+    dram_config = DramConfig.of(tiers.dram, tiers.extent, memory_here())
     rate = parse_rate(tiers.scrub, "scrub")
     path = Path(directory)
     try:

@@ -17,11 +17,11 @@ from pathlib import Path
 
 from kvstore.block.errors import BadInput, StoreError
 from kvstore.block.identity import key_difference
-from kvstore.config import AUTO, MIN_NVME_BYTES, OFF, Size, memory_limit, memory_limit_files, parse_rate
+from kvstore.config import AUTO, MIN_NVME_BYTES, OFF, Size, parse_rate
 from kvstore.insight.recording import Recording
 from kvstore.insight.whatif import WhatIf
 from kvstore.keys.rotation import LOOK_SECONDS
-from kvstore.node import EmbeddedStore
+from kvstore.node import EmbeddedStore, memory_here
 from kvstore.prefixes.book import PrefixBook
 from kvstore.protocol.status import Readiness, printable
 from kvstore.service.accounting import Counting, set_aside
@@ -35,7 +35,7 @@ from kvstore.service.told import ToldRequests
 from tiering.clock import Clock
 from tiering.errors import TierError
 from tiering.faults import NEW_SLABS, FaultKind
-from tiering.files import make_directory, read_text_files
+from tiering.files import make_directory
 from tiering.nvme.slab_files import disk_room, slab_bytes
 
 RUN_BYTES, SALT_BYTES = 16, 8
@@ -257,8 +257,7 @@ def budgets(settings: Settings) -> tuple[Size, Size | None]:
     """The budgets of DRAM and NVMe: as set, or from what the cgroup and the disk allow. Raises `BadInput`."""
     dram, nvme = settings.store.dram, settings.store.nvme
     if dram == AUTO:
-        cgroups = "".join(read_text_files(["/proc/self/cgroup"]).values())
-        dram = int(DRAM_SHARE * memory_limit(read_text_files(memory_limit_files(cgroups))))
+        dram = int(DRAM_SHARE * memory_here())
     if nvme == OFF:
         return dram, None
     if nvme == AUTO:

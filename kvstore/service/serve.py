@@ -33,7 +33,7 @@ from kvstore.config import (
     format_size,
     parse_rate,
 )
-from kvstore.node import EmbeddedStore, StoreParts, open_embedded
+from kvstore.node import EmbeddedStore, StoreParts, memory_here, open_embedded
 from kvstore.service.connections import DoorLimits
 from kvstore.service.daemon import CouriersMaker, Daemon, budgets
 from kvstore.service.keeper import ALL, DESCRIPTORS, FORGET, KEEP, READY, TOLD
@@ -266,7 +266,7 @@ def _try_limits(settings: Settings, dram: Size, nvme: Size | None) -> None:
     """Have for a moment what the settings need of each limit, as the first start and every later one find it. Raises
     `BadInput` without shared memory, and what `serve` takes for a shortage: a store that lacks any of it would say that
     it is ready, and let no client in."""
-    memory = DramConfig.of(dram, settings.store.extent, 1 << 62)
+    memory = DramConfig.of(dram, settings.store.extent, memory_here())
     disk = NvmeConfig.of(nvme, settings.store.slab, None) if nvme is not None else None
     _try_shared_memory()
     longest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
