@@ -120,7 +120,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
-    with Sidecar(tmp_path, dram="256MiB") as running:
+    with Sidecar(tmp_path, dram="512MiB") as running:
         yield running
 
 
