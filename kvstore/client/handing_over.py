@@ -15,7 +15,7 @@ from kvstore.protocol.replies import Grant
 from tiering.counts.awaits import MAX_AWAIT_SECONDS, AwaitEnd
 
 LOCATE_GRACE_SECONDS = 0.05
-"""A sidecar answers within 5 ms (`LOCATE_SECONDS`); without an answer by then nothing is elsewhere."""
+"""A sidecar's answer is here within 5 ms (`LOCATE_SECONDS`); without an answer by then nothing is elsewhere."""
 
 
 class HandOffVerbs:

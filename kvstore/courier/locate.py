@@ -48,8 +48,8 @@ from tiering.clock import Clock
 from tiering.remote.driver import RemoteFault
 from tiering.remote.workers import RemoteCall
 
-LOOK_SECONDS = 0.0042
-"""For all of a `Locate`: the engine gets the answer "nothing" after 5 ms."""
+LOOK_SECONDS = 0.003
+"""For all of a `Locate`: the sidecar answers "nothing" after `LOCATE_SECONDS`."""
 LIMIT_SECONDS = 1.0
 """For a look-up, whether or not an engine waits for it."""
 LOOK_THREADS, MOST_LOOKS = 16, 64

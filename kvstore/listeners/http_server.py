@@ -40,6 +40,7 @@ PLACE, CERTIFICATE = "kvstore.place", "kvstore.certificate"
 METHODS = frozenset("GET HEAD POST PUT DELETE PATCH OPTIONS TRACE".split())
 """Others are not known here at all: 501. An application answers 405 to those that it does not serve at a path."""
 _READ_BYTES = 64 << 10
+_HEAD_END = re.compile(rb"\n\r?\n")
 _AUTHORITY = re.compile(rb"[A-Za-z0-9.\-_~%:\[\]]*")
 
 Message = MutableMapping[str, Any]
@@ -168,15 +169,18 @@ class HttpListener:
 
     async def _connection(self, place: Place, sock: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        reader = asyncio.StreamReader(limit=_READ_BYTES)
+        came_at, reader = loop.time(), asyncio.StreamReader(limit=_READ_BYTES)
         protocol = asyncio.StreamReaderProtocol(reader)
         transport: asyncio.Transport | None = None
         try:
             context = self._context() if self._context is not None else None
+            if context is None and not await self._sent_first(sock, reader, came_at + self.limits.head_seconds):
+                return
             more: dict[str, Any] = {"ssl_handshake_timeout": self.limits.head_seconds} if context is not None else {}
             transport, _ = await loop.connect_accepted_socket(lambda: protocol, sock, ssl=context, **more)
             transport.set_write_buffer_limits(0)  # `drain` then waits until the kernel has all
-            await _Exchanges(self, place, reader, asyncio.StreamWriter(transport, protocol, reader, loop)).run()
+            writer = asyncio.StreamWriter(transport, protocol, reader, loop)
+            await _Exchanges(self, place, reader, writer, came_at).run()
         except (OSError, h11.RemoteProtocolError):
             pass
         finally:
@@ -186,17 +190,36 @@ class HttpListener:
             else:
                 sock.close()
 
+    async def _sent_first(self, sock: socket.socket, reader: asyncio.StreamReader, ends_at: float) -> bool:
+        """Wait for a first head's end, or as long for one as may be; what came is in the reader. A transport costs
+        three times as much as such a wait, and is not made for a client that stops in its head."""
+        received = bytearray()
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(ends_at):
+                while len(received) <= MOST_HEAD_BYTES and not _HEAD_END.search(received):
+                    piece = await asyncio.get_running_loop().sock_recv(sock, _READ_BYTES)
+                    if not piece:
+                        break
+                    received += piece
+        reader.feed_data(bytes(received))
+        return bool(received)
+
 
 class _Exchanges:
     """The requests of one connection, in order."""
 
     def __init__(
-        self, listener: HttpListener, place: Place, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self,
+        listener: HttpListener,
+        place: Place,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        came_at: float,
     ) -> None:
         self._listener, self._limits, self._place = listener, listener.limits, place
         self._reader, self._writer = reader, writer
         self._http = h11.Connection(h11.SERVER, MOST_HEAD_BYTES)
-        self._ends_at = 0.0
+        self._ends_at = came_at + listener.limits.head_seconds  # of what is waited for
         self._early: h11.Data | None = None  # of the body, read with the head
         self._ahead = 0  # bytes behind the request that is being served
         self._answer_head = b""
@@ -252,12 +275,13 @@ class _Exchanges:
         if not http.trailing_data[0]:  # nothing of the request is there
             first = b""
             with suppress(TimeoutError):
-                async with asyncio.timeout(limits.head_seconds if is_first else limits.idle_seconds):
+                async with asyncio.timeout_at(self._ends_at if is_first else loop.time() + limits.idle_seconds):
                     first = await self._reader.read(_READ_BYTES)
             if not first:
                 return None
             http.receive_data(first)
-        self._ends_at = loop.time() + limits.head_seconds
+        if not is_first:
+            self._ends_at = loop.time() + limits.head_seconds
         try:
             event = await self._event()
         except TimeoutError:

@@ -74,17 +74,15 @@ class TakenPlaces:
         self._all.pop(place, None)
 
     def _end_one(self, among: list[Place]) -> bool:
-        counts = Counter(one.caller for one in among)
         strangers = [one for one in among if one.caller is None]
         waiting = [one for one in among if one.caller is not None and one.waits]
         if len(strangers) > self._most // 8 or (strangers and not waiting):
             found = strangers[0]
-        elif waiting:
-            found = max(waiting, key=lambda one: counts[one.caller])  # `max` takes the first of equals
         else:
-            if not among or 2 * max(counts.values()) <= self._most:
+            counts = Counter(one.caller for one in among)
+            if not waiting and (not among or 2 * max(counts.values()) <= self._most):
                 return False
-            found = max(among, key=lambda one: counts[one.caller])
+            found = max(waiting or among, key=lambda one: counts[one.caller])  # `max` takes the first of equals
         self.leave(found)
         found.end()
         return True

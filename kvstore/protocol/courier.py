@@ -29,8 +29,9 @@ MAX_ADOPTED = 512
 """Headers in one message."""
 MAX_QUESTIONS = 1024
 """Open questions of one tenant; and answers to them in one message."""
-LOCATE_SECONDS = 0.005
-"""Without an answer by then, the engine is told that nothing is elsewhere."""
+LOCATE_SECONDS = 0.0036
+"""Without an answer by then, the engine is told that nothing is elsewhere. It waits 5 ms for that: a timer is late by
+up to a millisecond, and the way here and back takes up to half of one."""
 MAX_WHERE_CHARACTERS = 256
 MAX_SOURCES = 256
 """Nodes and engines that a courier reports on."""
@@ -44,7 +45,7 @@ _Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 class Locate(msgspec.Struct, array_like=True, frozen=True, tag="locate"):
     """An engine asks how many leading blocks of a chain could be here soon. ticket: of a hand-off; its node is then
-    taken to have them. The sidecar answers after `LOCATE_SECONDS` at most."""
+    taken to have them. The sidecar answers after `LOCATE_SECONDS`."""
 
     namespace: int
     keys: _Keys

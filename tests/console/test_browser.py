@@ -249,7 +249,7 @@ def test_other_nodes_have_their_state_in_words_and_the_apis_figures(tmp_path: Pa
                 ["down", "state error"],
             ]
             first = browser.value(f"[...{section}.querySelector('tbody tr').cells].map(cell => cell.textContent)")
-            wanted = ["3", "0", "3 MiB", "0 B", "5", "3", "1", "digest 2", "2.50", "8.0", "40"]
+            wanted = ["3", "0", "3 MiB", "0 B", "5", "3", "0", "1", "0", "digest 2", "2.50", "8.0", "40"]
             assert first == ["peer", "10.0.0.7:9400", "up", *wanted]
             assert "degraded: directory 10.0.0.2:9500 does not answer" in browser.value(f"{section}.textContent")
         courier.close()
