@@ -8,13 +8,17 @@ wait. Must know nothing of how chunks are kept. Any fault of the store becomes a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import wraps
 from hashlib import blake2b
 from importlib.metadata import version
 from itertools import accumulate
 from time import perf_counter
 from typing import Any, TypeAlias
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -45,11 +49,16 @@ SETTINGS = (
     "speculative_algorithm speculative_draft_kv_cache_dtype"
 ).split()
 """SGLang's arguments that decide KV, besides the weights."""
+UPDATER = "sglang.srt.managers.scheduler_components.weight_updater"
+"""The module of SGLang's scheduler that changes weights in place."""
 KEPT_FIGURES = 1024
 """Operations whose figures are kept until they are asked for."""
 Extra: TypeAlias = hicache_storage.HiCacheStorageExtraInfo | None
 Result: TypeAlias = hicache_storage.PoolTransferResult
 Keys: TypeAlias = list[str]
+
+_log = logging.getLogger(__name__)
+_backends: WeakSet[KvStoreHiCache] = WeakSet()
 
 
 class KvStoreHiCache(hicache_storage.HiCacheStorage):
@@ -80,9 +89,13 @@ class KvStoreHiCache(hicache_storage.HiCacheStorage):
         self.outcomes = ChunkOutcomes()
         """Pages of all pools by outcome: see `ChunkSpace`."""
         self._spaces: dict[str, ChunkSpace] = {}
+        self._left: list[ChunkSpace] = []
+        self._is_off = False
         self._metrics = StorageMetrics()
         self.registered_pools: dict[str, Any] = {}
         self._asked_last = ""
+        _backends.add(self)
+        follow_weight_updates()
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Register the pool of the KV itself."""
@@ -92,7 +105,7 @@ class KvStoreHiCache(hicache_storage.HiCacheStorage):
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
         """Register one more pool; its namespace is opened in the background. Raises `BadInput`."""
         name = str(host_pool_name)
-        if self.registered_pools.get(name) is host_pool:
+        if self._is_off or self.registered_pools.get(name) is host_pool:
             return
         with in_one_line(f"KvStoreHiCache: a host pool of kind {type(host_pool).__name__} is not served"):
             runs, slots = pool_runs(host_pool)
@@ -113,8 +126,20 @@ class KvStoreHiCache(hicache_storage.HiCacheStorage):
 
     def close(self) -> None:
         """Disconnect. SGLang's threads have ended by then. Safe to call again."""
-        for space in self._spaces.values():
+        for space in (*self._spaces.values(), *self._left):
             space.close()
+
+    def weights_may_have_changed(self, how: str) -> None:
+        """Neither look up nor store from here on: pages of other weights have the same hashes."""
+        if not self._is_off:
+            _log.warning(
+                "kvstore: the weights may have changed in place (%s): no page is looked up or stored until SGLang is "
+                "started again with these weights",
+                how,
+            )
+        self._is_off = True
+        self._left += self._spaces.values()  # another thread may be in one
+        self._spaces = {}
 
     def clear(self) -> bool:
         """Evict every page of these namespaces, from all tiers and for all engines; whether that was done."""
@@ -257,6 +282,25 @@ class KvStoreHiCache(hicache_storage.HiCacheStorage):
         ends = [0, *accumulate(space.sizes)]
         runs = [ChunkRun(tensor.data_ptr() + at, size, size) for at, size in zip(ends, space.sizes, strict=False)]
         return Pages(chunk_planes(space.block_tokens, runs, 1), [0], space.block_tokens)
+
+
+def follow_weight_updates() -> None:
+    """From here on, SGLang's scheduler tells its backends when a client has it change the weights."""
+    updater = getattr(sys.modules.get(UPDATER), "SchedulerWeightUpdaterManager", None)
+    for name in [name for name in dir(updater) if name.startswith("update_weights_from_")]:
+        plain = getattr(updater, name)
+        if not hasattr(plain, "__wrapped__"):
+            setattr(updater, name, _telling(plain))
+
+
+def _telling(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(plain)
+    def update(*args: Any, **kwargs: Any) -> Any:
+        for one in list(_backends):  # before: what is copied meanwhile is of neither
+            one.weights_may_have_changed(plain.__name__)
+        return plain(*args, **kwargs)
+
+    return update
 
 
 def pool_runs(pool: Any) -> tuple[list[ChunkRun], int]:

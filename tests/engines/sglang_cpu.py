@@ -38,6 +38,7 @@ MODULES = (
     "sglang.srt.mem_cache.pool_host.group",
     "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller",
     "sglang.srt.managers.cache_controller",
+    "sglang.srt.managers.scheduler_components.weight_updater",
     "sglang.srt.observability.metrics_collector",
     "sglang.srt.runtime_context",
 )

@@ -12,6 +12,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,13 @@ import pytest
 import torch
 
 import engines.sglang_cpu  # noqa: F401  prepares what the others import, or skips where there is no SGLang
-from engine_adapter.sglang_storage import KvStoreHiCache, engine_facts, is_replicated, pool_runs, rank_facts
+from engine_adapter.sglang_storage import (
+    KvStoreHiCache,
+    engine_facts,
+    is_replicated,
+    pool_runs,
+    rank_facts,
+)
 from engines.sglang_cpu import (
     LATENT,
     LAYERS,
@@ -647,3 +654,21 @@ def test_two_engines_that_back_up_one_beginning_at_once_find_every_end(
         assert told == [[head + tail] * prompts] * 2
         found = [one.backend.batch_exists(hashes_of(asked(turn, which))) for turn in range(prompts) for which in (0, 1)]
         assert found == [head + tail] * 2 * prompts
+
+
+@pytest.mark.parametrize("kind", ["disk", "distributed", "tensor", "ipc"])
+def test_pages_of_weights_that_were_changed_in_place_are_neither_found_nor_stored(
+    kind: str, opened: Callable[..., HiCache]
+) -> None:
+    """By each call of SGLang's scheduler that changes them, also one that fails."""
+    prompts = prompt_of(4, seed=1), prompt_of(4, seed=2)
+    with opened().opened() as engine:
+        assert engine.write(prompts[0])[0] == 4 and engine.read(prompts[0])[0] == 4
+        manager = object.__new__(SGLANG["weight_updater"].SchedulerWeightUpdaterManager)
+        with suppress(AttributeError):  # there is no model here
+            getattr(manager, f"update_weights_from_{kind}")(SimpleNamespace())
+        assert engine.read(prompts[0])[0] == 0 and engine.write(prompts[1])[0] == 0
+        engine.backend.register_mem_host_pool_v2(engine.pool, PoolName.DRAFT)
+        assert engine.backend.batch_exists(hashes_of(prompts[0])) == 0
+    with opened().opened() as again:
+        assert again.read(prompts[0])[0] == 4 and again.read(prompts[1])[0] == 0
