@@ -16,7 +16,6 @@ import kvstore
 from kvstore.block.account import HitTier, MissReason
 from kvstore.config import format_size
 from kvstore.demo.compare import ColdAgainstGenerate
-from kvstore.demo.eight_bits import EightBits
 from kvstore.demo.passes import PassResult, restored_answer_tokens
 from kvstore.demo.questions import DemoRequest, Kind
 
@@ -40,7 +39,6 @@ class DemoResult:
     stored_blocks: int
     stored_bytes: int
     read_bytes: int
-    eight_bits: EightBits
     reversed_asked: int
     reversed_changed: int
     seconds: float
@@ -102,7 +100,6 @@ class DemoResult:
             "cold_vs_generate_pairs": against.to_dict() if against else None,
             "stored": {"blocks": self.stored_blocks, "bytes": self.stored_bytes},
             "restart": {"read_bytes": self.read_bytes},
-            "eight_bits": self.eight_bits.to_dict(),
             "restored_answer_tokens": self._restored_answers(),
             "identical": self.identical,
             "reversed": {"asked": self.reversed_asked, "changed": self.reversed_changed},
@@ -154,12 +151,7 @@ class DemoResult:
                 f"(median of {against.pairs} pairs; by themselves, medians of {against.cold_ms:.0f} ms and "
                 f"{against.generate_ms:.0f} ms)."
             )
-        small = self.eight_bits
         lines += [
-            f"In 8 bits ({small.codec}) the same blocks take {format_size(small.stored_bytes)} instead of "
-            f"{format_size(small.raw_bytes)} of 32-bit numbers; the first token comes after {small.ttft_ms_p50:.1f} ms "
-            f"(p50). Answers that are the cold ones: {small.same_answers} of {small.answers} "
-            f"({small.same_tokens} of {small.tokens} tokens come before a difference).",
             f"From blocks whose signs were reversed, {self.reversed_changed} of {self.reversed_asked} answers change "
             "(all must: answers are made from what is stored).",
             self._words_on_answers(),

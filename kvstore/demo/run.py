@@ -24,7 +24,6 @@ from kvstore.block.account import HitTier
 from kvstore.client.sidecar_store import SidecarStore
 from kvstore.demo.compare import PlainGenerate, changed_by_reversing
 from kvstore.demo.dashboard import DemoSidecar
-from kvstore.demo.eight_bits import answer_from_8_bits
 from kvstore.demo.model import describe_model, model_of
 from kvstore.demo.options import MAX_ANSWER_TOKENS, DemoOptions, usable_cores
 from kvstore.demo.passes import Progress, run_first_pass, run_pass
@@ -82,7 +81,6 @@ def run(
         changed = changed_by_reversing(
             cold_cache, {number: cold.prompts[number] for number in doubted}, tokens, scratch / "reversed", progress
         )
-        eight_bits = answer_from_8_bits(model, cold, tokens, options.dram, scratch / "in 8 bits", progress)
         progress("restart", 0, 1)
         store.close()
         if sidecar is not None:
@@ -106,7 +104,6 @@ def run(
         stored_blocks=stored_blocks,
         stored_bytes=stored_blocks * warm_cache.layout.raw_bytes,
         read_bytes=read_bytes,
-        eight_bits=eight_bits,
         reversed_asked=len(changed),
         reversed_changed=sum(changed),
         seconds=time.perf_counter() - start,

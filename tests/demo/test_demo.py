@@ -127,18 +127,6 @@ def test_json_and_table_say_the_same(result: DemoResult) -> None:
     assert f"Identical answers in all passes: {REQUESTS} of {REQUESTS}" in shown.getvalue()
 
 
-def test_the_same_in_8_bits(result: DemoResult) -> None:
-    """Bytes of a block of one layer and two heads: codes of K and V, K's scales and zero points, V's scales."""
-    small = result.eight_bits
-    codes, parameters = 2 * 2 * 64 * 64, 2 * (64 * (2 + 4) + 64 * 2)
-    assert small.codec == "int8-kc64" and small.blocks > 0
-    assert small.stored_bytes == small.blocks * (codes + parameters) < 0.3 * small.raw_bytes
-    assert (small.answers, small.tokens) == (REQUESTS, sum(map(len, result.passes[0].answers)))
-    assert small.same_answers <= small.answers and 0 < small.same_tokens <= small.tokens
-    assert (small.same_answers == small.answers) == (small.same_tokens == small.tokens)
-    assert result.to_dict()["eight_bits"] == dataclasses.asdict(small)
-
-
 def test_failures_are_found(result: DemoResult) -> None:
     cold, fill, warm, restart = result.passes
     wrong = dataclasses.replace(restart, answers=[*warm.answers[:-1], [*warm.answers[-1][:-1], -1]])

@@ -112,11 +112,6 @@ def test_the_interface_is_the_one_that_is_known() -> None:
     assert {one.name for one in PoolHitPolicy} == {"ALL_PAGES", "TRAILING_PAGES", "BLOCK_GROUPS"}
 
 
-def test_it_is_the_factorys_own_way_to_make_one() -> None:
-    source = inspect.getsource(SGLANG["backend_factory"].StorageBackendFactory._create_dynamic_backend)
-    assert "return backend_class(storage_config, kwargs)" in source
-
-
 # --- round trips -----------------------------------------------------------------------------------------------------
 
 
