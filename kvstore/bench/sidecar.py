@@ -168,7 +168,8 @@ class Sidecar:
         return StoreError(f"a sidecar ended with {self._process.returncode}: {self._logged()[-500:]}")
 
     def _logged(self) -> str:
-        return self._log.read_text(errors="replace").strip()
+        lines = self._log.read_text(errors="replace").splitlines()
+        return "\n".join(line for line in lines if '"level": "info"' not in line)
 
 
 def open_patiently(socket: str) -> SidecarStore:

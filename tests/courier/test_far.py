@@ -65,8 +65,7 @@ def stalls(way: Distance, asker: Asker, before: list[int], after: list[int]) -> 
         way.go_on()
     found = [is_found(asker, number, waits) for number in after]
     assert all(found), (found, way.connections, asker.node.stat()["elsewhere"])
-    print(f"waits of {1e3 * statistics.median(waits):.2f} ms, {1e3 * max(waits):.2f} at most")
-    assert statistics.median(waits) < 1.5 * ENGINE_SECONDS, sorted(waits)[-5:]
+    assert statistics.median(waits) < 1.5 * ENGINE_SECONDS, sorted(waits)
 
 
 def source_of(node: Node, kind: str) -> dict[str, Any]:

@@ -180,7 +180,8 @@ class StoreMachine(RuleBasedStateMachine):
             assert not others_end or len(self.opening) or self.interrupted, "it goes on once the others have ended"
             assert result.in_flight > 0
         elif before.blocks < -(-first_token // BLOCK_TOKENS):
-            assert result.reason is before.reason and result.stopped_at == before.blocks
+            look = self._look(owned, prompt) if others_end else before  # what is missing is in flight no longer
+            assert (result.reason, result.stopped_at) == (look.reason, before.blocks)
         elif result.reason is MissReason.EVICTED:
             assert stored and result.stopped_at > max(stored), "the end of the chain made room for its beginning"
         else:

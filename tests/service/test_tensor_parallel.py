@@ -350,6 +350,6 @@ def test_an_older_program_leaves_the_fields_out() -> None:
     verb = m.Reserve(1, [b"k" * 32], 0)
     whole = m.pack(m.Request(7, verb))
     assert m.unpack_request(whole[m.LENGTH_BYTES :]).verb == verb
-    short = b"\x92\x07\x96" + whole[m.LENGTH_BYTES + 3 :][: -len(b"\xa0\x90\x00")]
-    assert whole[m.LENGTH_BYTES : m.LENGTH_BYTES + 3] == b"\x92\x07\x99", "a request of two, a verb of nine"
+    short = b"\x92\x07\x96" + whole[m.LENGTH_BYTES + 3 :][: -len(b"\xa0\x90\x00\xc2")]
+    assert whole[m.LENGTH_BYTES : m.LENGTH_BYTES + 3] == b"\x92\x07\x9a", "a request of two, a verb of ten"
     assert m.unpack_request(short).verb == verb

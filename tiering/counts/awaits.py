@@ -46,7 +46,8 @@ class AwaitEnd(StrEnum):
 class ParkedAwait:
     """A wait for the last of these keys, which are consecutive in a chain. number: of the namespace. tell: called at
     the end; must do next to nothing. fetch: set if a courier fetches the blocks; then only the fetch ends the wait, not
-    a put that is given up. end: None until it is over. follows: the first key that was not readable at the look."""
+    a put that is given up. end: None until it is over. follows: the first key that was not readable at the look.
+    is_looked: whether the look behind `register` is over."""
 
     number: int
     tenant: bytes
@@ -57,6 +58,7 @@ class ParkedAwait:
     since: float = 0.0
     end: AwaitEnd | None = None
     follows: bytes = b""
+    is_looked: bool = False
 
 
 class AwaitCounts(NamedTuple):
@@ -109,6 +111,7 @@ class Awaits:
 
     def looked(self, one: ParkedAwait, readable: int) -> None:
         """Report the look: so many of its leading keys are readable. Under the lock under which the index changes."""
+        one.is_looked = True
         if readable >= len(one.keys):
             self.end([one], AwaitEnd.READABLE)
         elif readable < len(one.keys) - 1:
@@ -194,7 +197,8 @@ class Awaits:
         with self._lock:
             parked = [(name, one) for name, ones in self.heads.items() for one in ones]
             assert all(name == (one.number, one.keys[-1]) and one.end is None for name, one in parked)
-            assert not any(is_readable(*name) for name in self.heads), "what can be read is waited for by none"
+            looked = [name for name, one in parked if one.is_looked]
+            assert not any(is_readable(*name) for name in looked), "what can be read is waited for by none"
             assert all(self.heads.values()) and all(self._follows.values()), "no key is kept that none waits for"
             following = {one for ones in self._follows.values() for one in ones}
             assert following == {one for _, one in parked if one.follows}, "each stands under both keys, or under one"
