@@ -59,7 +59,7 @@ help:
 	@echo '                   (in four parts: test-pure, test-kernels, test-drawn, test-rest)'
 	@echo 'make test-slow     what make test leaves out; SHARE=3/8 the third of eight shares of it'
 	@echo 'make test-engines  the adapters in a real vLLM, and behind the caches of SGLang, on a CPU, in $(ENGINES) (3.7 GB),'
-	@echo '                   without the slow tests'
+	@echo '                   without the slow tests; SHARE=3/40 with the third of forty shares of these'
 	@echo 'make test-vllm-matrix  all of these, with 200 prompts for each configuration, on every vLLM that is served: hours'
 	@echo 'make browser the console'"'"'s pages in chromium (apt-get install --no-install-recommends chromium fonts-dejavu-core)'
 	@echo 'make check   run the linter, the formatter (reporting only) and the type checker'
@@ -138,7 +138,7 @@ test-slow: $(STAMP)
 	$(PYTEST) -m 'slow and alone' --ignore=$(ENGINE_TESTS) $(if $(SHARE),--share $(SHARE)) $(ARGS) || [ $$? -eq 5 ]
 
 test-engines: $(STAMP) $(ENGINE_STAMP)
-	$(ENGINES)/bin/python -m pytest -rs -p no:cacheprovider -n 2 --dist loadfile --timeout $(ENGINE_LIMIT_SECONDS) -m 'not slow' $(ENGINE_TESTS) $(ARGS)
+	$(ENGINES)/bin/python -m pytest -rs -p no:cacheprovider -n 2 --dist loadfile --timeout $(ENGINE_LIMIT_SECONDS) $(if $(SHARE),--share $(SHARE),-m 'not slow') $(ENGINE_TESTS) $(ARGS)
 
 browser: $(STAMP)
 	$(PYTEST) tests/console/test_browser.py tests/console/test_cost.py $(ARGS)

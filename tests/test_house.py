@@ -22,9 +22,7 @@ MOST_LINES_A_FILE = 900
 MOST_BROAD_HANDLERS = 12
 """Each at a boundary: an adapter's, a thread's that serves others, foreign code's; or it hands the error on to the
 thread that waits for it."""
-MOST_SETTINGS = (
-    73  # with four of the console, seven of the network process, two of the keys of a pool, ten of what is elsewhere
-)
+MOST_SETTINGS = 73
 MOST_NOBODIES = 0
 
 

@@ -73,7 +73,8 @@ def drive(engine: PagedEngine, random: Random, steps: int, evict: Callable[[int]
             if asked and random.random() < 0.3:  # a conversation goes on
                 prompt = random.choice(asked).stream[:500]
             prompt = prompt + [random.randrange(997) for _ in range(random.randrange(1, 100))]
-            asked.append(engine.add(f"r{number}", prompt, random.choice([1, 3, 20, 70])))
+            room = (engine.shape.pages - 1) // len(engine.shape.windows) * engine.shape.page_tokens
+            asked.append(engine.add(f"r{number}", prompt[: room - 70], random.choice([1, 3, 20, 70])))
             drawn.streams.append((engine.weights, asked[-1].stream))
         turned_back = [one for one in engine.turned_back if one.status is Status.RUNNING]
         if turned_back and random.random() < 0.3:  # given up before it has computed what did not come

@@ -37,7 +37,7 @@ def chosen(cases: dict[str, Any], *first: str) -> list[Any]:
     return [name if name in first else pytest.param(name, marks=pytest.mark.slow) for name in cases]
 
 
-@pytest.mark.parametrize("name", chosen(DTYPES, "bf16", "fp8", "two ranks", "windows"))
+@pytest.mark.parametrize("name", chosen(DTYPES, "bf16", "fp8", "windows"))
 def test_an_external_hit_gives_the_tokens_of_the_engines_own(name: str, sidecar: Any, saved: Any, run: Any) -> None:
     print(f"seed {SEED}")
     case: dict[str, Any] = DTYPES[name]

@@ -42,6 +42,7 @@ def hosts() -> Iterator[tuple[Sidecar, Sidecar]]:
         shutil.rmtree(root, ignore_errors=True)
 
 
+@pytest.mark.slow
 def test_what_another_host_computed_is_fetched_and_the_tokens_are_the_same(
     hosts: tuple[Sidecar, Sidecar], saved: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,6 +46,7 @@ def facts(sidecar: Sidecar) -> SidecarStatus:
     return ask.stat(f"{sidecar.directory}/admin.sock", SystemClock())
 
 
+@pytest.mark.slow
 def test_what_one_prefills_the_other_one_decodes(engines: Engines) -> None:
     prompts = drawn(COUNT, longest=LONGEST)
     hit = wanted = 0

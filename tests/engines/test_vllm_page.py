@@ -31,6 +31,7 @@ from waiting import wait_until
 
 NEEDED = "fastapi", "h11", "markdown_it"
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(
         CHROMIUM is None,
         reason="there is no chromium here: apt-get install --no-install-recommends chromium fonts-dejavu-core",

@@ -13,6 +13,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engine
 from engines import models
 from engines.session import named
 
+pytestmark = pytest.mark.slow
+
 SEED = int(os.environ.get("ENGINE_SEED", "0")) or random.SystemRandom().randrange(1 << 30)
 PROMPTS = [[first, *random.Random(SEED + first).choices(range(900), k=150)] for first in range(40)]
 ONE, OTHER, THIRD = 1, 2, 3

@@ -14,7 +14,7 @@ from engines.session import named
 
 PROMPTS = [random.Random(first).choices(range(900), k=300) for first in range(3)]
 ASK = {"do": "generate", "prompts": PROMPTS, "max_tokens": 6}
-OPEN = [{"do": "generate", "prompts": [[1, 2, 3]], "max_tokens": 2}, {"do": "settle"}]
+OPEN = [{"do": "generate", "prompts": [[1, 2, 3]], "max_tokens": 2}, {"do": "settle", "seconds": 3.0}]
 """The namespace of after a reset is opened beside an engine's steps."""
 FORGET = [{"do": "settle"}, {"do": "reset"}]
 

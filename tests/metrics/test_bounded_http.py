@@ -24,7 +24,6 @@ from kvstore.metrics.bounded_http import (
 from kvstore.node import SystemClock
 from waiting import wait_until
 
-LARGE = b"x" * (4 << 20)
 GET = b"GET /fast HTTP/1.1\r\nHost: a\r\n\r\n"
 
 
@@ -32,7 +31,6 @@ GET = b"GET /fast HTTP/1.1\r\nHost: a\r\n\r\n"
 def serving(slow: Callable[[HttpRequest], HttpAnswer] | None = None) -> Iterator[HttpServer]:
     pages = {
         "/fast": Page(lambda request: HttpAnswer(HTTPStatus.OK, b"fast")),
-        "/large": Page(lambda request: HttpAnswer(HTTPStatus.OK, LARGE)),
         "/slow": Page(slow or (lambda request: HttpAnswer(HTTPStatus.OK, b"slow")), is_slow=True),
     }
     server = HttpServer("127.0.0.1", 0, pages, SystemClock().monotonic_seconds)
@@ -159,10 +157,6 @@ def test_clients_that_say_nothing_make_room_and_those_that_ask_are_served(server
             stack.enter_context(connected(server)).sendall(b"GET /fast HTTP/1.1\r\nName: " * (number % 2))
         assert [status(server) for _ in range(5)] == [200] * 5
         assert len(server._connections) <= bounded_http.MAX_CONNECTIONS
-
-
-def test_a_large_answer_arrives_whole(server: HttpServer) -> None:
-    assert said(server, b"GET /large HTTP/1.1\r\nHost: a\r\n\r\n").endswith(b"\r\n\r\n" + LARGE)
 
 
 def test_a_client_that_sends_a_byte_now_and_then_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
