@@ -196,11 +196,11 @@ class HttpListener:
         received = bytearray()
         with suppress(TimeoutError):
             async with asyncio.timeout_at(ends_at):
-                while len(received) <= MOST_HEAD_BYTES and not _HEAD_END.search(received):
-                    piece = await asyncio.get_running_loop().sock_recv(sock, _READ_BYTES)
-                    if not piece:
-                        break
+                while piece := await asyncio.get_running_loop().sock_recv(sock, _READ_BYTES):
+                    seen = max(0, len(received) - 2)  # or who sends single bytes has all looked through for each
                     received += piece
+                    if len(received) > MOST_HEAD_BYTES or _HEAD_END.search(received, seen):
+                        break
         reader.feed_data(bytes(received))
         return bool(received)
 
