@@ -655,7 +655,6 @@ def test_two_engines_that_back_up_one_beginning_at_once_find_every_end(
 def test_pages_of_weights_that_were_changed_in_place_are_neither_found_nor_stored(
     kind: str, opened: Callable[..., HiCache]
 ) -> None:
-    """By each call of SGLang's scheduler that changes them, also one that fails."""
     prompts = prompt_of(4, seed=1), prompt_of(4, seed=2)
     with opened().opened() as engine:
         assert engine.write(prompts[0])[0] == 4 and engine.read(prompts[0])[0] == 4

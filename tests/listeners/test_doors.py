@@ -18,6 +18,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ import pytest
 from console.running import console
 from elsewhere.courier import RawCourier
 from kvstore.cli import ask
+from kvstore.listeners.places import Place, TakenPlaces
 from kvstore.network.callers import KEPT
 from kvstore.network.grpc_server import MOST_CONNECTIONS
 from kvstore.peers import transport as t
@@ -47,7 +49,6 @@ from workbench import MODEL, small_layout
 OPERATOR = "operator-token-0123456789"
 ROUNDS = 4
 SECONDS = 20.0
-"""For one good call beside others' tests: what a besieged listener of before never answered within."""
 LAYOUT = small_layout()
 
 
@@ -351,9 +352,20 @@ def test_a_good_caller_is_served_while_others_stop_at_a_stage(
     door.good()
 
 
+def test_a_newcomer_is_kept_while_one_caller_waits_in_most_places() -> None:
+    ended: list[str] = []
+    places = TakenPlaces(16)
+    for caller in (None, *["a"] * 14, None):
+        places.take(Place(partial(ended.append, str(caller)), caller))
+    assert places.make_room() and ended == ["a"]
+
+
 def test_grpc_lets_callers_in_behind_as_many_as_it_takes(door_named: Callable[[str], Door]) -> None:
     door = door_named("grpc")
     socks = [door.connect() for _ in range(MOST_CONNECTIONS + 40)]
+    for one in socks:
+        with suppress(OSError):
+            one.sendall(door.stages["head"])  # grpc itself ends those that say nothing, after a while
     try:
         wait_until(lambda: ended_by_peer(socks) >= len(socks) - KEPT)
         door.good()

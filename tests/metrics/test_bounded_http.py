@@ -19,7 +19,6 @@ from kvstore.metrics.bounded_http import (
     HttpRequest,
     HttpServer,
     Page,
-    parsed,
 )
 from kvstore.node import SystemClock
 from waiting import wait_until
@@ -104,7 +103,6 @@ def test_a_page_is_given_and_the_connection_ends(server: HttpServer) -> None:
     ],
 )
 def test_what_is_no_request_for_a_page_is_refused_in_one_line(server: HttpServer, raw: bytes, wanted: int) -> None:
-    """Beside what tests/listeners/test_doors.py sends to every listener."""
     head, _, body = said(server, raw).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 %d " % wanted), head
     assert body.endswith(b"\n") and body.count(b"\n") == 1
@@ -199,9 +197,3 @@ def test_clients_that_come_too_often_wait_in_the_kernel(monkeypatch: pytest.Monk
         monkeypatch.setattr(bounded_http, "ACCEPTS_PER_SECOND", 1e6)
         monkeypatch.setattr(bounded_http, "ACCEPT_BURST", 1e6)
         assert status(server) == 200
-
-
-def test_a_header_that_comes_twice_counts_once() -> None:
-    method, request, refused = parsed(b"GET /a?b HTTP/1.1\nHost: a\nAuthorization: one\nauthorization: two")
-    assert refused is None and method == "GET"
-    assert request == HttpRequest("/a", {"host": "a", "authorization": "one"})
