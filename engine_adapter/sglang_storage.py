@@ -89,7 +89,6 @@ class KvStoreHiCache(hicache_storage.HiCacheStorage):
         self.outcomes = ChunkOutcomes()
         """Pages of all pools by outcome: see `ChunkSpace`."""
         self._spaces: dict[str, ChunkSpace] = {}
-        self._left: list[ChunkSpace] = []
         self._is_off = False
         self._metrics = StorageMetrics()
         self.registered_pools: dict[str, Any] = {}
@@ -126,7 +125,7 @@ class KvStoreHiCache(hicache_storage.HiCacheStorage):
 
     def close(self) -> None:
         """Disconnect. SGLang's threads have ended by then. Safe to call again."""
-        for space in (*self._spaces.values(), *self._left):
+        for space in self._spaces.values():
             space.close()
 
     def weights_may_have_changed(self, how: str) -> None:
@@ -138,8 +137,9 @@ class KvStoreHiCache(hicache_storage.HiCacheStorage):
                 how,
             )
         self._is_off = True
-        self._left += self._spaces.values()  # another thread may be in one
-        self._spaces = {}
+
+    def _space(self, pool: str) -> ChunkSpace | None:
+        return None if self._is_off else self._spaces.get(pool)
 
     def clear(self) -> bool:
         """Evict every page of these namespaces, from all tiers and for all engines; whether that was done."""
@@ -147,7 +147,7 @@ class KvStoreHiCache(hicache_storage.HiCacheStorage):
 
     def batch_exists(self, keys: Keys, extra_info: Extra = None) -> int:
         """How many leading pages are stored here, or are elsewhere and can be here in time."""
-        space, names = self._spaces.get("kv"), _names(keys)
+        space, names = self._space("kv"), _names(keys)
         if space is None:
             return 0
         before = getattr(extra_info, "prefix_keys", None) or []
@@ -194,7 +194,7 @@ class KvStoreHiCache(hicache_storage.HiCacheStorage):
 
     def batch_get(self, keys: Keys, target_locations: Any = None, target_sizes: Any = None) -> list[Any]:
         """As `get`, page by page; None from the first page on that does not come."""
-        done, space, began = 0, self._spaces.get("kv"), perf_counter()
+        done, space, began = 0, self._space("kv"), perf_counter()
         for name, target in zip(_names(keys), target_locations or [], strict=False):
             page = self._flat(target)
             if space is None or page is None or not space.load([name], page, self._deadline_ms):
@@ -209,7 +209,7 @@ class KvStoreHiCache(hicache_storage.HiCacheStorage):
 
     def batch_set(self, keys: Keys, values: Any = None, target_locations: Any = None, target_sizes: Any = None) -> bool:
         """As `set`; the last page first, since what was used last is evicted last."""
-        space, names, pages = self._spaces.get("kv"), _names(keys), [self._flat(value) for value in values or []]
+        space, names, pages = self._space("kv"), _names(keys), [self._flat(value) for value in values or []]
         if space is None or not len(names) == len(keys) == len(pages):
             return False
         began, each = perf_counter(), reversed(list(zip(names, pages, strict=True)))
@@ -228,13 +228,13 @@ class KvStoreHiCache(hicache_storage.HiCacheStorage):
 
     def _load(self, pool: str, keys: Sequence[str], host_indices: torch.Tensor | None, info: Extra) -> list[bool]:
         fetches = pool == PoolName.KV and _is_first(info)
-        space, pages, began = self._spaces.get(pool), self._pages(pool, keys, host_indices), perf_counter()
+        space, pages, began = self._space(pool), self._pages(pool, keys, host_indices), perf_counter()
         done = space.load(_names(keys), pages, self._deadline_ms, fetches=fetches) if space and pages else 0
         self._note(self._metrics.prefetch_pgs, self._metrics.prefetch_bandwidth, pool, done, began)
         return [True] * done + [False] * (len(keys) - done)
 
     def _store(self, pool: str, keys: Sequence[str], host_indices: Any, extra_info: Extra) -> list[bool]:
-        space, pages, began = self._spaces.get(pool), self._pages(pool, keys, host_indices), perf_counter()
+        space, pages, began = self._space(pool), self._pages(pool, keys, host_indices), perf_counter()
         if space is None or pages is None:
             return [False] * len(keys)
         if is_replicated(self._config, self.registered_pools[pool], pool) and not self._config.is_storage_writer:
@@ -252,7 +252,7 @@ class KvStoreHiCache(hicache_storage.HiCacheStorage):
 
     def _pages(self, pool: str, keys: Sequence[str], host_indices: torch.Tensor | None) -> Pages | None:
         """The pool's pages that these tokens fill, for keys that are known; None unless they fill whole pages."""
-        space, page = self._spaces.get(pool), getattr(self.registered_pools.get(pool), "page_size", 1)
+        space, page = self._space(pool), getattr(self.registered_pools.get(pool), "page_size", 1)
         if space is None or host_indices is None or len(host_indices) != len(keys) * page:
             return None
         first = host_indices[::page].tolist()
@@ -262,7 +262,7 @@ class KvStoreHiCache(hicache_storage.HiCacheStorage):
     def _restorable(self, transfer: PoolTransfer, names: list[bytes]) -> list[int]:
         """Lengths of a prefix, in pages, for which this pool has what it needs. Of trailing pages the longest lengths
         are looked at first; pages not known by the deadline count as missing."""
-        space = self._spaces.get(str(transfer.name))
+        space = self._space(str(transfer.name))
         if space is None:
             return []
         if transfer.hit_policy is PoolHitPolicy.ALL_PAGES:
@@ -275,7 +275,7 @@ class KvStoreHiCache(hicache_storage.HiCacheStorage):
 
     def _flat(self, tensor: Any) -> Pages | None:
         """A tensor that holds one page of the KV as the pool would give it, as pages; None where it holds none."""
-        space = self._spaces.get("kv")
+        space = self._space("kv")
         is_flat = isinstance(tensor, torch.Tensor) and tensor.is_cpu and tensor.is_contiguous()
         if space is None or not is_flat or tensor.nbytes != space.chunk_bytes:
             return None
