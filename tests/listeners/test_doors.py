@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -233,7 +234,16 @@ def proxy_door() -> Iterator[Door]:
         flags = "--prefill", engine.url, "--decode", engine.url, "--legs", "shared-storage"
         with RunningProxy(*flags, limits={"connections": 64, "requests": 16}) as proxy:
             asked = {"model": "m", "prompt": "p", "max_tokens": 1}
-            yield Door(tcp(proxy.port), lambda: http_call(proxy.port, path, "", asked), http_stages(path, "x"), 150)
+
+            def is_served() -> bool:  # 503 says that sixteen others are under way, and to come again
+                try:
+                    http_call(proxy.port, path, "", asked)
+                except urllib.error.HTTPError as error:
+                    assert (error.code, error.headers["retry-after"]) == (503, "1"), error.read()
+                    return False
+                return True
+
+            yield Door(tcp(proxy.port), lambda: wait_until(is_served), http_stages(path, "x"), 150)
     finally:
         engine.close()
 
