@@ -11,7 +11,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 PACKAGES = {
@@ -51,6 +51,25 @@ def _names(node: ast.expr) -> list[str]:
     if isinstance(node, ast.Starred):
         return _names(node.value)
     return [node.id] if isinstance(node, ast.Name) else [node.attr] if isinstance(node, ast.Attribute) else []
+
+
+def _classes(tree: ast.Module) -> list[ast.ClassDef]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+
+
+def _bases(node: ast.ClassDef) -> list[str]:
+    return [name for base in node.bases for name in _names(base.value if isinstance(base, ast.Subscript) else base)]
+
+
+def _members(node: ast.ClassDef) -> set[str]:
+    """Methods, and attributes that the class or its methods assign."""
+    found = set()
+    for one in ast.walk(node):
+        if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(one.name)
+        elif isinstance(one, ast.Name | ast.Attribute) and isinstance(one.ctx, ast.Store):
+            found |= set(_names(one))
+    return found
 
 
 @dataclass(frozen=True)
@@ -159,6 +178,39 @@ class House:
             for node in ast.walk(tree):
                 if isinstance(node, ast.ClassDef):
                     found[node.name].append(module)
+        return found
+
+    def wide_constructors(self, most: int) -> dict[str, int]:
+        """Classes whose constructor takes more than so many parameters."""
+        found = {}
+        for tree in self.trees.values():
+            for one in _classes(tree):
+                for method in one.body:
+                    if isinstance(method, ast.FunctionDef) and method.name == "__init__":
+                        count = len(method.args.args) + len(method.args.kwonlyargs) - 1
+                        if count > most:
+                            found[one.name] = count
+        return found
+
+    def lone_protocols(self) -> dict[str, list[str]]:
+        """Protocols that fewer than two classes of the product and its tests implement, by name or by all methods."""
+        texts = [path.read_bytes() for path in sorted((self.root / "tests").rglob("*.py"))]
+        tests = [ast.parse(text) for text in texts if b"class " in text]
+        classes = {one.name: one for tree in [*tests, *self.trees.values()] for one in _classes(tree)}
+        protocols = {one.name for tree in self.trees.values() for one in _classes(tree) if "Protocol" in _bases(one)}
+
+        @cache
+        def members(name: str) -> set[str]:
+            one = classes.get(name)
+            return set() if one is None else _members(one).union(*map(members, set(_bases(one)) - {name}))
+
+        has = {name: members(name) for name, one in classes.items() if "Protocol" not in _bases(one)}
+        found = {}
+        for protocol in protocols:
+            asked = {name for name in members(protocol) if not name.startswith("_") or name == "__call__"}
+            makers = [name for name in has if protocol in _bases(classes[name]) or asked <= has[name]]
+            if len(makers) < 2:
+                found[protocol] = makers
         return found
 
     def broad_handlers(self) -> Counter[str]:

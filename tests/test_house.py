@@ -19,6 +19,9 @@ MOST_LINES = dict(line.split() for line in (ROOT / "tests" / "lines.txt").read_t
 """Of the product without benches, and of the tests. A change may lower both numbers; it raises neither."""
 MOST_FILES, MOST_KERNEL_FILES, MOST_FLAT_FILES = 15, 24, 4
 MOST_LINES_A_FILE = 900
+MOST_PARAMETERS = 7
+MOST_WIDE_CONSTRUCTORS, MOST_LONE_PROTOCOLS = 22, 27
+"""Constructors that take more, and Protocols with fewer than two implementers."""
 MOST_BROAD_HANDLERS = 12
 """Each at a boundary: an adapter's, a thread's that serves others, foreign code's; or it hands the error on to the
 thread that waits for it."""
@@ -53,6 +56,16 @@ def test_no_folder_is_crowded(house: House) -> None:
 
 def test_no_file_grows_too_long(house: House) -> None:
     assert {path: count for path, count in house.lines().items() if count > MOST_LINES_A_FILE} == {}, "split them"
+
+
+def test_constructors_take_few_parameters(house: House) -> None:
+    found = house.wide_constructors(MOST_PARAMETERS)
+    assert len(found) <= MOST_WIDE_CONSTRUCTORS, found
+
+
+def test_a_protocol_has_two_implementers(house: House) -> None:
+    found = house.lone_protocols()
+    assert len(found) <= MOST_LONE_PROTOCOLS, found
 
 
 def test_each_class_has_a_name_of_its_own(house: House) -> None:
