@@ -43,7 +43,6 @@ PURE_FILES = frozenset(
     insight/test_prompts.py
     kvstore/test_catalogue.py
     kvstore/test_door.py
-    kvstore/test_lease.py
     kvstore/test_miss.py
     kvstore/test_numbers.py
     kvstore/test_prefix_index.py
