@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import kvstore
 from asking import Asking
 from kvstore.block.account import HitTier, MissReason
-from kvstore.block.pages import Pages
 from kvstore.client.handle import NamespaceHandle
 from kvstore.config import Limits
 from kvstore.node import EmbeddedStore
@@ -20,11 +19,13 @@ from tiering.errors import TierUnavailable
 from tiering.nvme.tier import NvmeTier
 from tiering.slots import FrameState
 from tiering.tier import extent_of, slot_of
-from workbench import MODEL, blank_planes, ids, random_pages, small_layout
+from workbench import MODEL, prompt_of, put_prompt, read_prompt, small_layout
 
 BLOCKS = 20
 PROMPTS = 12
-LONG_MS = 20_000
+prompt = partial(prompt_of, blocks=BLOCKS)
+put = partial(put_prompt, blocks=BLOCKS)
+read = partial(read_prompt, blocks=BLOCKS)
 
 
 def opened(path: Path, **options: Any) -> EmbeddedStore:
@@ -36,32 +37,6 @@ def opened(path: Path, **options: Any) -> EmbeddedStore:
 
 def namespace(store: EmbeddedStore, **layout: Any) -> NamespaceHandle:
     return store.namespace(model=MODEL, layout=small_layout(**layout))
-
-
-def prompt(number: int, blocks: int = BLOCKS) -> list[int]:
-    return ids(64 * blocks, 10_000 * number)
-
-
-def pages(number: int, handle: NamespaceHandle, blocks: int = BLOCKS) -> Pages:
-    return random_pages(handle.layout, blocks, 64, number)
-
-
-def read(handle: NamespaceHandle, number: int, deadline_ms: float = LONG_MS) -> tuple[int, Any]:
-    """How many blocks were delivered, each compared bit for bit; and the lease."""
-    into = Pages(blank_planes(handle.layout, BLOCKS, 64), range(BLOCKS), 64)
-    with handle.lease(handle.match(prompt(number)), deadline_ms=deadline_ms) as lease:
-        loaded = handle.get(lease, into)
-    want = pages(number, handle)
-    blocks = loaded.tokens // 64
-    for layer, planes in into.planes.items():
-        for got, expected in zip(planes, want.planes[layer], strict=True):
-            assert torch.equal(got[:blocks].view(torch.uint8), expected[:blocks].view(torch.uint8))
-    assert loaded.account.asked == lease.account.asked == 64 * BLOCKS
-    return blocks, lease
-
-
-def put(handle: NamespaceHandle, number: int, **options: Any) -> Any:
-    return handle.put(prompt(number), pages(number, handle), **options)
 
 
 @pytest.mark.slow
@@ -82,7 +57,7 @@ def test_more_than_dram_holds_is_all_there_and_still_there_after_a_restart(tmp_p
         for number in range(PROMPTS):
             match = handle.match(prompt(number))
             assert match.tiers == ((HitTier.NVME, BLOCKS),)
-            blocks, lease = read(handle, number)
+            blocks, _, lease = read(handle, number)
             assert blocks == BLOCKS and lease.account.hits == {HitTier.NVME: 64 * BLOCKS}
             assert handle.match(prompt(number)).tiers == ((HitTier.DRAM, BLOCKS),)
             store.check()
@@ -112,7 +87,7 @@ def test_a_frame_that_rotted_is_a_miss_and_its_slot_is_not_used_again(tmp_path: 
             byte = file.read(1)
             file.seek(-1, 1)
             file.write(bytes([byte[0] ^ 1]))
-        delivered, lease = read(handle, 0)
+        delivered, _, lease = read(handle, 0)
         assert delivered == 5 and lease.reason is MissReason.CORRUPT
         assert blocks.tally.now().damaged[CheckedAt.LOAD] == 1
         assert slab.slots.states[slot_of(place)] == FrameState.QUARANTINED
@@ -165,7 +140,7 @@ def test_a_durable_put_that_stops_has_made_durable_what_it_holds(tmp_path: Path)
     with opened(tmp_path) as store:
         handle = namespace(store)
         keys = handle.match(prompt(0)).keys
-        assert handle.put(prompt(0, 7), pages(0, handle, 7)).stored == 7
+        assert put(handle, 0, blocks=7, of=BLOCKS).stored == 7
         reply = Asking(handle.door).reserve(handle.number, keys[:9], 0, 0, None)  # somebody else is storing two blocks
         result = put(handle, 0, durability="disk")
         assert (result.stopped_at, result.reason) == (7, MissReason.IN_FLIGHT)

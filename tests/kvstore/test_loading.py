@@ -7,16 +7,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import kvstore
 from asking import Asking
 from kvstore.block.account import HitTier, MissReason
-from kvstore.block.pages import Pages
 from kvstore.client.handle import NamespaceHandle
 from kvstore.core import nvme_recovery as loading
 from kvstore.core.nvme_recovery import NvmeRecovery
@@ -26,10 +25,12 @@ from tiering.nvme.slab import slab_name
 from tiering.nvme.tier import NvmeTier
 from tiering.slab_header import PAGE_BYTES
 from tiering.tier import extent_of, slot_of
-from workbench import MODEL, blank_planes, ids, random_pages, small_layout
+from workbench import MODEL, prompt_of, put_prompt, read_prompt, small_layout
 
 BLOCKS = 12
 PARTS = [1, 2]
+prompt = partial(prompt_of, blocks=BLOCKS)
+put = partial(put_prompt, blocks=BLOCKS, of=BLOCKS)
 
 
 def opened(path: Path, **options: Any) -> EmbeddedStore:
@@ -40,29 +41,11 @@ def namespace(store: EmbeddedStore, parts: int = 1) -> NamespaceHandle:
     return store.namespace(model=MODEL, layout=small_layout(layer_shards=parts))
 
 
-def prompt(number: int, blocks: int = BLOCKS) -> list[int]:
-    return ids(64 * blocks, 10_000 * number)
-
-
-def put(handle: NamespaceHandle, number: int, blocks: int = BLOCKS, durability: str = "volatile") -> Any:
-    planes = random_pages(handle.layout, BLOCKS, 64, number).planes
-    return handle.put(prompt(number, blocks), Pages(planes, range(blocks), 64), durability=durability)
-
-
 def delivered(handle: NamespaceHandle, number: int, tier: HitTier | None = None) -> int:
-    """Blocks of a prompt that a get delivers, all of them compared; from that tier, if one is named."""
-    into = Pages(blank_planes(handle.layout, BLOCKS, 64), range(BLOCKS), 64)
-    with handle.lease(handle.match(prompt(number)), deadline_ms=20_000) as lease:
-        loaded = handle.get(lease, into)
-    blocks = loaded.tokens // 64
-    for layer, planes in into.planes.items():
-        wanted = random_pages(handle.layout, BLOCKS, 64, number).planes[layer]
-        for got, want in zip(planes, wanted, strict=True):
-            assert torch.equal(got[:blocks].view(torch.uint8), want[:blocks].view(torch.uint8))
-    if tier is not None:
-        hits = {segment.origin for segment in loaded.account.segments if isinstance(segment.origin, HitTier)}
-        assert hits <= {tier}
-    return blocks
+    """Blocks of a prompt; all from that tier, if one is named."""
+    found = read_prompt(handle, number, BLOCKS)
+    assert tier is None or set(found.lease.account.hits) <= {tier}
+    return found.blocks
 
 
 @pytest.fixture
