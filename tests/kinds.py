@@ -53,7 +53,6 @@ PURE_FILES = frozenset(
     pool/test_choice.py
     pool/test_directory.py
     pool/test_members.py
-    pool/test_model.py
     pool/test_speeds.py
     peers/test_sealed.py
     peers/test_tokens.py

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asking import stand_in
 from kvstore import HitTier, Limits, MissReason
 from kvstore.block.codec import codec_named
 from kvstore.block.errors import BadInput, LayoutMismatch, StoreClosed
 from kvstore.block.identity import ExtraKey, Prompt, TenantKeys
 from kvstore.block.layout import Layout
 from kvstore.block.pages import Pages
-from kvstore.client.handle import WINDOW_BLOCKS, NamespaceHandle, PutResult
-from kvstore.protocol import messages as m
+from kvstore.client.handle import NamespaceHandle, PutResult
 from tiering.frame import HEADER_BYTES
 from workbench import (
     OTHER_SECRET,
@@ -232,31 +228,6 @@ def test_a_put_that_cannot_be_done_evicts_nothing() -> None:
     assert ns.match(ids(640)).blocks == 10
 
 
-def test_a_long_put_is_stored_in_pieces_that_others_see_early() -> None:
-    """The store may be asked between any two pieces; what is visible then is what the pieces before have stored."""
-    blocks = 2 * WINDOW_BLOCKS + 3
-    a = bench(dram=16 << 20, extent=1 << 20)
-    ns = a.namespace()
-    seen = []
-    door = a.door()
-
-    def watched(request: m.Commit, commit: Callable[[], Any]) -> Any:
-        visible = commit()
-        seen.append(a.store.usage().blocks)
-        return visible
-
-    stand_in(door, m.Commit, watched)
-    watched_ns = NamespaceHandle(door, ns.namespace, codec_named("raw"))
-    pages = random_pages(ns.layout, blocks)
-    assert watched_ns.put(ids(blocks * 64), pages) == PutResult(0, blocks, None, None)
-    assert seen == [WINDOW_BLOCKS, 2 * WINDOW_BLOCKS, blocks]
-    found = blank_pages(ns.layout, blocks)
-    with ns.lease(ns.match(ids(blocks * 64))) as lease:
-        assert ns.get(lease, found).tokens == blocks * 64
-    assert same_tokens(found, pages, range(blocks * 64))
-    a.store.check()
-
-
 def test_a_prompt_that_was_leased_goes_after_one_that_was_not(a: Bench) -> None:
     ns = a.namespace()
     put(ns, 128)
@@ -336,51 +307,6 @@ def test_a_lease_is_released_when_its_context_is_left_by_an_error(a: Bench) -> N
     assert lease.released and a.store.usage().leases == 0
 
 
-@pytest.mark.parametrize(
-    "table", [[1, 1], np.array([1, 1]), torch.tensor([1, 1]), torch.tensor([1, 1], dtype=torch.int8)]
-)
-def test_a_page_holds_one_piece_of_a_prompt(a: Bench, table: Any) -> None:
-    """Whatever the table is: elements of a tensor are never equal to each other by their hashes."""
-    ns = a.namespace()
-    put(ns, 128)
-    blank = blank_pages(ns.layout, 2)
-    with ns.lease(ns.match(ids(128))) as lease, pytest.raises(LayoutMismatch) as caught:
-        ns.get(lease, Pages(blank.planes, table, 64))
-    assert one_line(caught.value, "names a page twice")
-
-
-@pytest.mark.parametrize("table", [np.array([[0, 1]]), [[0], [1]], torch.tensor([0.0, 1.0]), None, 5, iter([0, 1])])
-def test_what_is_no_page_table_is_one_line(a: Bench, table: Any) -> None:
-    ns = a.namespace()
-    put(ns, 128)
-    blank = blank_pages(ns.layout, 2)
-    with ns.lease(ns.match(ids(128))) as lease, pytest.raises(BadInput) as caught:
-        ns.get(lease, Pages(blank.planes, table, 64))
-    assert one_line(caught.value, "page table", "one page number each")
-
-
-@pytest.mark.parametrize("page_tokens", [64.0, "64", None, 0])
-def test_what_is_no_page_size_is_one_line(a: Bench, page_tokens: Any) -> None:
-    with pytest.raises(BadInput) as caught:
-        Pages(blank_pages(a.namespace().layout, 2).planes, [0, 1], page_tokens)
-    assert one_line(caught.value, f"page_tokens={page_tokens!r}")
-
-
-@pytest.mark.parametrize("plane", [[1.0], None])
-def test_planes_that_are_no_tensors_are_one_line(a: Bench, plane: Any) -> None:
-    ns = a.namespace()
-    with pytest.raises(LayoutMismatch) as caught:
-        ns.put(ids(128), Pages(dict.fromkeys(ns.layout.layers, (plane, plane)), [0, 1], 64))
-    assert one_line(caught.value, type(plane).__name__, "give tensors")
-
-
-@pytest.mark.parametrize(("blocks", "named"), [(-5, "blocks=-5"), ("many", "blocks='many'"), (0.5, "blocks=0.5")])
-def test_what_is_no_number_of_blocks_is_not_evicted(a: Bench, blocks: Any, named: str) -> None:
-    with pytest.raises(BadInput) as caught:
-        a.store.evict(blocks)
-    assert one_line(caught.value, named, "0 or more")
-
-
 # Tenants and namespaces -----------------------------------------------------------------------------------------------
 
 
@@ -401,21 +327,6 @@ def test_the_same_prompt_in_another_namespace_is_named(a: Bench) -> None:
     match = other.match(ids(192))
     assert match.account.misses == {MissReason.OTHER_NAMESPACE: 192}
     assert match.detail == "model is another here and 3f5e1c0d9a there"
-
-
-def test_what_is_no_match_lease_or_pages_is_refused_in_one_line(a: Bench) -> None:
-    mine = a.namespace()
-    match = mine.match(ids(64))
-    calls: list[tuple[str, Callable[[], object]]] = [
-        ("match of type list", lambda: mine.lease(ids(64))),  # type: ignore[arg-type]
-        ("lease of type Match", lambda: mine.get(match, into=blank_pages(mine.layout, 1))),  # type: ignore[arg-type]
-        ("into of type dict", lambda: mine.get(mine.lease(match), into={})),  # type: ignore[arg-type]
-        ("pages of type NoneType", lambda: mine.put(ids(64), None)),  # type: ignore[arg-type]
-    ]
-    for fragment, call in calls:
-        with pytest.raises(BadInput) as caught:
-            call()
-        assert one_line(caught.value, fragment, "; give ")
 
 
 def test_a_lease_of_another_namespace_loads_nothing(a: Bench) -> None:
@@ -460,42 +371,6 @@ def test_a_store_that_closes_under_a_put_is_a_put_of_nothing(a: Bench) -> None:
 # What people give -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "fragments"),
-    [
-        ({"durability": "forever"}, ("'forever'", "volatile, disk")),
-        ({"durability": "disk"}, ("NVMe", "nvme=")),
-        ({"first_token": -64}, ("first_token=-64", "multiple of 64")),
-        ({"first_token": 63}, ("first_token=63", "multiple of 64")),
-        ({"ttl": 0}, ("ttl=0", "seconds above 0")),
-        ({"ttl": -5.0}, ("ttl=-5.0",)),
-        ({"ttl": float("nan")}, ("ttl=nan",)),
-        ({"ttl": float("inf")}, ("ttl=inf",)),
-        ({"ttl": "1h"}, ("ttl='1h'", "seconds above 0")),
-        ({"priority": 101}, ("priority=101", "-100 to 100")),
-        ({"priority": -101}, ("priority=-101",)),
-        ({"priority": 0.5}, ("priority=0.5", "whole number")),
-        ({"priority": True}, ("priority=True", "whole number")),
-        ({"ttl": True}, ("ttl=True", "seconds above 0")),
-        ({"priority": "high"}, ("priority='high'", "whole number")),
-    ],
-)
-def test_bad_options_of_a_put_are_one_clear_line(a: Bench, options: dict[str, Any], fragments: tuple[str, ...]) -> None:
-    ns = a.namespace()
-    with pytest.raises(BadInput) as caught:
-        ns.put(ids(64), random_pages(ns.layout, 1), **options)
-    assert one_line(caught.value, *fragments)
-    assert a.store.usage().reservations == 0 and ns.match(ids(64)).blocks == 0
-    a.store.check()
-
-
-def test_too_few_pages_for_a_put(a: Bench) -> None:
-    ns = a.namespace()
-    with pytest.raises(LayoutMismatch) as caught:
-        ns.put(ids(192), random_pages(ns.layout, 2))
-    assert one_line(caught.value, "up to token 128", "up to 192", "more pages or fewer token ids")
-
-
 def test_pages_that_do_not_fit_leave_nothing_behind(a: Bench) -> None:
     ns = a.namespace(small_layout(kv_heads=4, head_shards=2))
     wrong = random_pages(small_layout(kv_heads=2), 2)
@@ -519,58 +394,11 @@ def test_a_coder_that_fails_leaves_nothing_behind(a: Bench) -> None:
     assert ns.put(ids(128), pages).stored == 2
 
 
-@pytest.mark.parametrize(
-    ("lease_from", "get_from", "fragments"),
-    [(0, 63, ("first_token=63", "64 tokens")), (64, 0, ("first_token=0", "first token 64")), (0, -64, ("-64",))],
-)
-def test_a_get_begins_at_a_page_that_is_leased(
-    a: Bench, lease_from: int, get_from: int, fragments: tuple[str, ...]
-) -> None:
-    ns = a.namespace()
-    put(ns, 128)
-    with ns.lease(ns.match(ids(128)), lease_from) as lease, pytest.raises(BadInput) as caught:
-        ns.get(lease, blank_pages(ns.layout, 2), get_from)
-    assert one_line(caught.value, *fragments)
-
-
-@pytest.mark.parametrize(
-    ("options", "fragments"),
-    [
-        ({"first_token": -1}, ("first_token=-1", "0 or more")),
-        ({"deadline_ms": -1}, ("deadline_ms=-1", "0 or more")),
-        ({"deadline_ms": float("nan")}, ("deadline_ms=nan",)),
-    ],
-)
-def test_bad_options_of_a_lease_are_one_clear_line(
-    a: Bench, options: dict[str, Any], fragments: tuple[str, ...]
-) -> None:
-    ns = a.namespace()
-    with pytest.raises(BadInput) as caught:
-        ns.lease(ns.match(ids(64)), **options)
-    assert one_line(caught.value, *fragments)
-
-
 def test_a_match_prints_no_keys(a: Bench) -> None:
     ns = a.namespace()
     put(ns, 64)
     match = ns.match(ids(64))
     assert repr(match.keys[0])[2:-1] not in repr(match) and "dram" in repr(match)
-
-
-@pytest.mark.parametrize(
-    ("shape", "fragments"),
-    [
-        ({"head_dim": 256}, ("266240 bytes", "extent has 65536", "smaller blocks or layer_shards")),
-        ({"layers": 17, "layer_shards": 17}, ("17 parts", "1114112", "1048576", "smaller extent=")),
-        ({"layers": 300, "head_dim": 1}, ("300 layers", "at most", "layer_shards")),
-    ],
-)
-def test_a_namespace_that_does_not_fit_is_one_clear_line(
-    a: Bench, shape: dict[str, Any], fragments: tuple[str, ...]
-) -> None:
-    with pytest.raises(BadInput) as caught:
-        a.namespace(small_layout(**shape))
-    assert one_line(caught.value, *fragments)
 
 
 def test_namespaces_are_bounded_in_number() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -150,13 +149,6 @@ def test_of_fewer_heads_than_ranks_neighbours_share_one() -> None:
     assert [[part.index for part in FOUR_OF_TWO.parts_of(rank)] for rank in range(4)] == [[0], [0], [1], [1]]
     assert [[part.index for part in LATENT.parts_of(rank)] for rank in range(2)] == [[0], [0]]
     assert [[part.index for part in MIXED.parts_of(rank)] for rank in range(4)] == [[0, 4], [1, 4], [2, 4], [3, 4]]
-
-
-@pytest.mark.parametrize("shard", [-1, 2, 99, 1.0, "0", True])
-def test_a_shard_that_is_none_is_refused_in_one_line(shard: Any) -> None:
-    with pytest.raises(BadInput) as raised:
-        bench().namespace(TWO, shard=shard)
-    assert one_line(raised.value, f"shard={shard!r}", "0 to 1", "None")
 
 
 def test_pages_with_all_heads_are_not_a_ranks(two: Ranks) -> None:
@@ -411,33 +403,6 @@ def test_a_put_for_the_disk_says_of_the_first_ranks_that_others_are_not_there(tm
         assert first == PutResult(0, 3, 0, IN_FLIGHT)
         assert ranks[1].put(ids(192), mine[1], durability="disk", collective="j") == PutResult(0, 3, None, None)
         store.check()
-
-
-def test_ranks_that_are_threads_store_many_prompts_at_once() -> None:
-    """Evicting each other's all the time; what can be read is right."""
-    ranks = Ranks(small_layout(kv_heads=4, head_shards=4), dram=512 * KIB)
-    prompts = 60
-    pages = [random_pages(ranks.layout, 4, seed=prompt) for prompt in range(prompts)]
-    faults: list[BaseException] = []
-
-    def work(rank: int) -> None:
-        try:
-            for prompt in range(prompts):
-                ranks.put(rank, pages[prompt], 256, f"p{prompt}", start=1000 * prompt)
-        except BaseException as error:
-            faults.append(error)
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(4)]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
-        ranks.store.check()
-        time.sleep(0.002)
-    assert not faults
-    ranks.store.check()
-    assert ranks.store.usage().reservations == 0
-    found = [ranks.reads(ranks.whole, pages[prompt], 256, 1000 * prompt) for prompt in range(prompts)]
-    assert sum(found) >= 256
 
 
 # What is remembered is bounded ----------------------------------------------------------------------------------------

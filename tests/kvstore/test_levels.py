@@ -12,7 +12,6 @@ import kvstore
 from asking import Asking
 from kvstore.block.account import HitTier, MissReason
 from kvstore.client.handle import NamespaceHandle
-from kvstore.config import Limits
 from kvstore.node import EmbeddedStore
 from tiering.counts.tally import CheckedAt
 from tiering.errors import TierUnavailable
@@ -196,19 +195,6 @@ def test_a_reader_finds_damage_before_the_write_does(
         store.check()
     with opened(tmp_path) as store:
         assert read(namespace(store), 0)[0] == BLOCKS
-
-
-def test_what_it_says_of_bad_options(tmp_path: Path) -> None:
-    for options, words in (
-        ({"nvme": "1KiB"}, "too small"),
-        ({"nvme": "9000TiB"}, "more than"),
-        ({"nvme": "64MiB", "slab": "1GiB"}, "slab=1GiB"),
-        ({"nvme": "much"}, "nvme='much'"),
-    ):
-        with pytest.raises(kvstore.BadInput, match=words):
-            kvstore.open(f"embedded:{tmp_path}", dram="1MiB", **options)
-    with opened(tmp_path, limits=Limits(lease_seconds=5)) as store:
-        assert store.usage().blocks == 0
 
 
 def test_a_disk_that_cannot_be_taken_in_is_not_called_empty(tmp_path: Path, monkeypatch: Any) -> None:

@@ -36,7 +36,6 @@ from waiting import wait_until
 from workbench import (
     MODEL,
     blank_planes,
-    one_line,
     open_at,
     prompt_of,
     put_prompt,
@@ -897,17 +896,3 @@ def test_it_is_on_by_default_and_can_be_switched_off(tmp_path: Path) -> None:
 )
 def test_rates_as_people_write_them(written: str | int, rate: int) -> None:
     assert parse_rate(written, "scrub") == rate
-
-
-@pytest.mark.parametrize("written", ["", "fast", "/s", "8MiB/h", "8MiB/s/s", "-1", -1, "on", None, True, 1.5, "1MiBs"])
-def test_what_is_not_a_rate_is_one_clear_line(tmp_path: Path, written: Any) -> None:
-    with pytest.raises(kvstore.BadInput) as caught:
-        kvstore.open(f"embedded:{tmp_path}", dram="1MiB", scrub=written)
-    assert one_line(caught.value, f"scrub={written!r}", "e.g. scrub=8MiB/s", "off")
-
-
-@pytest.mark.parametrize("written", [1, "63KiB/s", "10B/s"])
-def test_a_rate_that_comes_to_nothing_is_one_clear_line(tmp_path: Path, written: Any) -> None:
-    with pytest.raises(kvstore.BadInput) as caught:
-        kvstore.open(f"embedded:{tmp_path}", dram="1MiB", nvme="8MiB", scrub=written)
-    assert one_line(caught.value, f"scrub={written!r}", "at least 64.0 KiB/s", "off")
