@@ -43,7 +43,6 @@ PURE_FILES = frozenset(
     insight/test_prompts.py
     kvstore/test_catalogue.py
     kvstore/test_door.py
-    kvstore/test_lease.py
     kvstore/test_miss.py
     kvstore/test_numbers.py
     kvstore/test_prefix_index.py
@@ -54,7 +53,6 @@ PURE_FILES = frozenset(
     pool/test_choice.py
     pool/test_directory.py
     pool/test_members.py
-    pool/test_model.py
     pool/test_speeds.py
     peers/test_sealed.py
     peers/test_tokens.py

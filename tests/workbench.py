@@ -8,15 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from kvstore.block.account import MissReason
 from kvstore.block.codec import codec_named
 from kvstore.block.identity import KeyRing, Namespace, TenantKeys
 from kvstore.block.layout import Layout
 from kvstore.block.pages import Pages
-from kvstore.client.handle import NamespaceHandle
+from kvstore.client.handle import Lease, NamespaceHandle, PutResult
 from kvstore.config import DramConfig, Limits, StoreOptions, TierOptions
 from kvstore.core.store import Store
 from kvstore.node import EmbeddedDoor, EmbeddedStore, StoreParts, build_store, open_embedded
@@ -206,3 +207,34 @@ def slot_class(part: int = 0, *, owner: bytes = b"a", frame_bytes: int = 16 * KI
 def ids(tokens: int, start: int = 0) -> list[int]:
     """A prompt."""
     return list(range(start, start + tokens))
+
+
+def prompt_of(number: int, blocks: int) -> list[int]:
+    """One of many that begin otherwise."""
+    return ids(64 * blocks, 10_000 * number)
+
+
+def put_prompt(handle: NamespaceHandle, number: int, blocks: int, of: int | None = None, **options: Any) -> PutResult:
+    """Store it with its own random bits. of: the blocks that it has in all, if these are its first ones."""
+    pages = random_pages(handle.layout, of or blocks, seed=number)
+    return handle.put(prompt_of(number, blocks), Pages(pages.planes, range(blocks), 64), **options)
+
+
+class Delivered(NamedTuple):
+    """Of a prompt. reason: why not all of it."""
+
+    blocks: int
+    reason: MissReason | None
+    lease: Lease
+
+
+def read_prompt(handle: NamespaceHandle, number: int, blocks: int, deadline_ms: float = 20_000) -> Delivered:
+    """What a lease and a get deliver of what `put_prompt` stored, compared bit for bit."""
+    into, match = blank_pages(handle.layout, blocks), handle.match(prompt_of(number, blocks))
+    with handle.lease(match, deadline_ms=deadline_ms) as lease:
+        loaded = handle.get(lease, into)
+    assert same_tokens(random_pages(handle.layout, blocks, seed=number), into, range(loaded.tokens))
+    assert loaded.account.asked == lease.account.asked == 64 * blocks
+    if loaded.tokens < lease.tokens:
+        return Delivered(loaded.tokens // 64, loaded.reason, lease)
+    return Delivered(lease.blocks, match.reason if match.blocks == lease.blocks else lease.reason, lease)

@@ -45,19 +45,6 @@ def with_courier(*couriers: str) -> TenantQuestions:
     return book
 
 
-def test_each_question_is_handed_out_once_and_answered_by_who_has_it() -> None:
-    book = with_courier("b", "a")
-    one, other = locate(book), fetch(book)
-    asked = book.take("a")
-    assert asked.locates == [one.ask] and asked.fetches == [other.ask] and not asked.more
-    assert book.take("a") == c.QuestionsReply()
-    assert book.answered("b", c.QuestionAnswered(one.ask.number, 3)) is None, "it was not asked"
-    assert book.answered("a", c.QuestionAnswered(99, 3)) is None
-    assert book.answered("a", c.QuestionAnswered(one.ask.number, 3)) is one
-    assert book.answered("a", c.QuestionAnswered(one.ask.number, 3)) is None, "once"
-    book.check()
-
-
 def test_who_hangs_up_has_its_questions_asked_of_the_next() -> None:
     book = with_courier("a", "b")
     one = fetch(book)
@@ -66,32 +53,6 @@ def test_who_hangs_up_has_its_questions_asked_of_the_next() -> None:
     assert book.take("a").fetches == [one.ask]
     assert book.left("a") == [one] and book.courier is None and one.answer is None
     book.check()
-
-
-def test_a_fetch_that_is_over_is_told_once_to_who_has_it() -> None:
-    book = with_courier("a")
-    unasked, asked = fetch(book), fetch(book)
-    book.no_more(unasked)
-    assert len(book) == 1, "no courier knows of it"
-    book.take("a")
-    book.no_more(asked)
-    book.no_more(asked)
-    assert book.answered("a", c.QuestionAnswered(asked.ask.number, 3)) is None
-    book.check()
-    assert book.take("a").over == [asked.ask.number] and len(book) == 0
-    assert book.take("a").over == []
-
-
-def test_a_courier_that_does_not_ask_has_no_more_questions_until_it_does() -> None:
-    book = with_courier("a")
-    one = locate(book, until=5.0)
-    assert book.expire(4.9) == [] and book.expire(5.0) == [one]
-    assert book.courier is None, "it did not even take it"
-    book.take("a")
-    assert book.courier == "a"
-    one = locate(book, until=5.0)
-    book.take("a")
-    assert book.expire(5.0) == [one] and book.courier == "a", "it has it, and is slow"
 
 
 def test_questions_and_their_keys_are_bounded() -> None:

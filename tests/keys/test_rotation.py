@@ -24,7 +24,19 @@ from service.sidecar import Sidecar
 from tiering.frame import epoch_in
 from tiering.nvme.lmdb_index import LmdbMaker
 from waiting import wait_until
-from workbench import MODEL, Bench, blank_pages, ids, open_at, random_pages, same_tokens, shard_pages, small_layout
+from workbench import (
+    MODEL,
+    Bench,
+    blank_pages,
+    open_at,
+    prompt_of,
+    put_prompt,
+    random_pages,
+    read_prompt,
+    same_tokens,
+    shard_pages,
+    small_layout,
+)
 
 SIZES = {"dram": "2MiB", "nvme": "4MiB", "slab": "64KiB", "extent": "64KiB", "scrub": 0}
 BLOCKS = 6
@@ -62,19 +74,12 @@ def space(store: EmbeddedStore) -> NamespaceHandle:
 
 
 def put(handle: NamespaceHandle, prompt: int, blocks: int = BLOCKS, durability: str = "disk") -> None:
-    done = handle.put(ids(64 * blocks, 1000 * prompt), random_pages(LAYOUT, blocks, seed=prompt), durability=durability)
+    done = put_prompt(handle, prompt, blocks, of=BLOCKS, durability=durability)
     assert done.reason is None, done
 
 
 def read(handle: NamespaceHandle, prompt: int, blocks: int = BLOCKS) -> tuple[int, MissReason | None]:
-    """How many blocks are readable, each byte compared; and why not all."""
-    blank = blank_pages(LAYOUT, blocks)
-    match = handle.match(ids(64 * blocks, 1000 * prompt))
-    with handle.lease(match, deadline_ms=30_000) as lease:
-        loaded = handle.get(lease, blank)
-        assert loaded.tokens == 64 * lease.blocks and loaded.reason is None
-        assert same_tokens(random_pages(LAYOUT, blocks, seed=prompt), blank, range(loaded.tokens))
-        return lease.blocks, match.reason if match.blocks == lease.blocks else lease.reason
+    return read_prompt(handle, prompt, blocks)[:2]
 
 
 def settle(store: EmbeddedStore) -> None:
@@ -131,8 +136,7 @@ def test_what_hangs_below_a_retired_block_is_found_again(tmp_path: Path, pool: P
         settle(store)
         assert read(handle, 1) == (0, MissReason.KEY_MISMATCH)
         store.check()
-        done = handle.put(ids(128, 1000), random_pages(LAYOUT, BLOCKS, seed=1), durability="disk")
-        assert done.stored == 2
+        assert put_prompt(handle, 1, 2, of=BLOCKS, durability="disk").stored == 2
         assert read(handle, 1) == (BLOCKS, None)
         store.check()
 
@@ -182,7 +186,7 @@ def test_a_leased_block_goes_when_its_reader_is_done(tmp_path: Path, pool: Pool)
     with opened(tmp_path / "kv", pool) as store:
         handle = space(store)
         put(handle, 1, durability="volatile")
-        lease = handle.lease(handle.match(ids(64 * BLOCKS, 1000)))
+        lease = handle.lease(handle.match(prompt_of(1, BLOCKS)))
         pool.rotate()
         pool.retire(1)
         for _ in range(3):
@@ -202,7 +206,7 @@ def test_a_put_that_began_before_a_rotation(tmp_path: Path, pool: Pool) -> None:
     """A block's parts may be of two epochs: readable under both, gone when either is retired."""
     with opened(tmp_path / "kv", pool) as store:
         halves = [store.namespace(model=MODEL, layout=LAYOUT, shard=shard) for shard in (0, 1)]
-        prompt = ids(64, 1000)
+        prompt = prompt_of(1, 1)
         given = random_pages(LAYOUT, 1, seed=7)
         pages = [shard_pages(given, LAYOUT, shard) for shard in (0, 1)]
         assert halves[0].put(prompt, pages[0], collective="a").reason is None
@@ -235,7 +239,7 @@ def test_a_namespace_that_is_opened_after_a_rotation(tmp_path: Path, pool: Pool)
         handle = NamespaceHandle(EmbeddedDoor(store.core, before), Namespace(MODEL, LAYOUT, "raw"), codec_named("raw"))
         put(handle, 1)
         blocks = store.core._blocks
-        (row, *_) = blocks.index.match(0, handle.hashed(ids(64, 1000)).keys)
+        (row, *_) = blocks.index.match(0, handle.hashed(prompt_of(1, 1)).keys)
         assert bench.header_of(blocks.residency.place(row, 0)).stamp.epoch == 2
         pool.retire(1)
         settle(store)
@@ -266,8 +270,8 @@ def test_under_load_no_request_fails_and_no_byte_is_wrong(sidecar: Sidecar, pool
                 handle = store.namespace(model=MODEL, layout=LAYOUT)
                 while not ends.is_set():
                     prompt, blocks = random.randrange(8), random.randrange(1, BLOCKS + 1)
-                    given = ids(64 * blocks, 1000 * prompt), random_pages(LAYOUT, BLOCKS, seed=prompt)
-                    done = handle.put(*given, durability=random.choice(["volatile", "disk"]))
+                    how = random.choice(["volatile", "disk"])
+                    done = put_prompt(handle, prompt, blocks, of=BLOCKS, durability=how)
                     assert done.reason in (None, MissReason.IN_FLIGHT, MissReason.KEY_MISMATCH), done
                     found, why = read(handle, prompt)
                     allowed = (

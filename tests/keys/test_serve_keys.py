@@ -26,7 +26,14 @@ from kvstore.cli import ask
 from kvstore.node import SystemClock
 from service.sidecar import patient
 from waiting import wait_until
-from workbench import MODEL, blank_pages, ids, random_pages, same_tokens, small_layout
+from workbench import (
+    MODEL,
+    prompt_of,
+    put_prompt,
+    random_pages,
+    read_prompt,
+    small_layout,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 PATHS = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'tests'}"}
@@ -101,17 +108,11 @@ def served(directory: Path, *flags: str, data: str = "kv", **variables: str) -> 
 
 
 def put(handle: Any, prompt: int, blocks: int = 4) -> Any:
-    return handle.put(ids(64 * blocks, 1000 * prompt), random_pages(LAYOUT, blocks, seed=prompt), durability="disk")
+    return put_prompt(handle, prompt, blocks, durability="disk")
 
 
 def read(handle: Any, prompt: int, blocks: int = 4) -> tuple[int, MissReason | None]:
-    blank = blank_pages(LAYOUT, blocks)
-    match = handle.match(ids(64 * blocks, 1000 * prompt))
-    with handle.lease(match, deadline_ms=10_000) as lease:
-        loaded = handle.get(lease, blank)
-        assert loaded.reason is None
-        assert same_tokens(random_pages(LAYOUT, blocks, seed=prompt), blank, range(loaded.tokens))
-        return lease.blocks, match.reason if match.blocks == lease.blocks else lease.reason
+    return read_prompt(handle, prompt, blocks)[:2]
 
 
 def test_rotation_and_retirement_under_load_without_a_restart(tmp_path: Path) -> None:
@@ -183,10 +184,10 @@ def test_another_identity_is_refused_at_the_start_and_its_clients_are_told(tmp_p
     line = run("serve", "--data", str(tmp_path / "kv"), "--keys", str(pool), status=2)
     assert old in line and other in line and f"keys.cold_start={other}" in line
     with served(tmp_path, KVSTORE_KEYS_COLD_START=other) as sidecar:
-        wait_until(lambda: handle.match(ids(64, 1000)).reason is MissReason.KEY_MISMATCH)
-        match = handle.match(ids(64, 1000))
+        wait_until(lambda: handle.match(prompt_of(1, 1)).reason is MissReason.KEY_MISMATCH)
+        match = handle.match(prompt_of(1, 1))
         assert match.reason is MissReason.KEY_MISMATCH and old in match.detail and other in match.detail
-        put_back = handle.put(ids(64, 1000), random_pages(LAYOUT, 1))
+        put_back = handle.put(prompt_of(1, 1), random_pages(LAYOUT, 1))
         assert put_back.reason is MissReason.KEY_MISMATCH and old in put_back.detail
         (warning,) = sidecar.stat()["warnings"]
         assert old in warning and other in warning and "test 1.0" in warning and "default" in warning
@@ -222,7 +223,7 @@ def test_a_purged_tenant_is_not_revived_by_its_mount(tmp_path: Path) -> None:
     run("keys", "revive", "default", "--data", str(tmp_path / "kv"))
     with served(tmp_path, "--config", str(config)) as sidecar, sidecar.client() as store:
         handle = store.namespace(model=MODEL, layout=LAYOUT)
-        assert handle.match(ids(64, 1000)).blocks == 0, "what was purged stays so"
+        assert handle.match(prompt_of(1, 1)).blocks == 0, "what was purged stays so"
         assert put(handle, 1).reason is None and sidecar.stat()["warnings"] == []
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from kvstore.block.account import HitTier, MissReason
 from model.store_model import SHARDED, WHOLE, OpenStore, Owned, Prompt
-from simulation.two_tiers import Disk, RealDisk, Sizes, bugs, load, nothing, open_two_tiers, put, wait_until_idle
+from simulation.two_tiers import Disk, Sizes, bugs, load, nothing, open_two_tiers, put, wait_until_idle
 from tiering.errors import TierUnavailable
 from tiering.frame import HEADER_BYTES
 from tiering.nvme.group_commit import BatchRequest
@@ -152,19 +152,6 @@ def test_a_block_goes_down_behind_the_one_that_it_follows_and_never_alone(place:
     place.levels._demote(number, rows[1:])
     assert all(map(blocks.is_below, rows))
     place.is_well()
-
-
-def test_an_ancestor_that_nvme_gave_up_goes_down_again_with_its_descendants(place: Place) -> None:
-    assert put(place.space, A, "disk") is None
-    assert place.levels.demote_all(30) == 0
-    with place.opened.core._shared.lock:
-        for _ in range(2):
-            place.opened.blocks.below.evict(1, place.sharded.handle.number)  # for the sake of another one
-    assert place.space.match(A).tiers == ((HitTier.DRAM, 2),)
-    assert put(place.space, LONGER) is None
-    place.restart()
-    assert place.space.match(LONGER).tiers == ((HitTier.NVME, 3),), "closing writes down what DRAM alone has"
-    assert load(place.space, LONGER) == (3, None)
 
 
 def test_what_waits_to_be_written_down_is_no_more_than_what_there_is(place: Place) -> None:
@@ -311,28 +298,3 @@ def test_a_slab_that_cannot_be_read_at_a_start_costs_no_block_of_the_others(plac
         place.opened.drop(place.sharded)
     place.restart()
     assert load(place.sharded, A) == (2, None)
-
-
-@pytest.mark.parametrize("real", [False, True], ids=["simulated", "real"])
-def test_what_was_given_up_is_not_back_when_the_index_is_built_again(tmp_path: Path, real: bool) -> None:
-    disk: Any = RealDisk(tmp_path / "kv") if real else None
-    (tmp_path / "kv").mkdir(exist_ok=True)
-    place = Place(tmp_path / "kv", Sizes(nvme=1 << 20, slab=128 << 10), disk)
-    assert put(place.sharded, LONGER, "disk") is None
-    for number in range(60):  # far more than there is room for
-        assert put(place.space, Prompt((number, 1)), "disk") is None
-    assert place.opened.drop(place.sharded) in (0, 3)
-    place.opened.core.evict(1000)
-    kept = [number for number in range(60) if place.space.match(Prompt((number, 1))).blocks == 2]
-    gone = [number for number in range(60) if place.space.match(Prompt((number, 1))).blocks == 0]
-    assert kept and gone
-    for _ in range(2):
-        place.restart(index_too=True)
-        assert place.tier.rebuilds
-        assert place.sharded.match(LONGER).blocks == 0, "it was dropped"
-        for number in gone:
-            assert place.space.match(Prompt((number,))).blocks == 0, "it was evicted"
-        for number in kept:
-            assert load(place.space, Prompt((number, 1))) == (2, None)
-    place.is_well()
-    place.opened.close()

@@ -11,7 +11,6 @@ import pytest
 import kvstore
 from kvstore.block import display_names
 from kvstore.block.display_names import MOST_CHARACTERS, MOST_NAMES, DisplayNames, read_names, shown
-from kvstore.block.errors import BadInput
 from kvstore.fsck.check import check
 from kvstore.node import SystemClock
 from kvstore.protocol import messages as m
@@ -146,9 +145,3 @@ def test_a_purge_takes_the_names_along(tmp_path: Path) -> None:
         store.namespace(model=MODEL, layout=small_layout(), name="mine")
         store.purge("default")
     assert read_names(tmp_path / "kv" / "names") == {}
-
-
-@pytest.mark.parametrize("name", [None, 5, b"bytes", ["a"]])
-def test_a_name_that_is_no_text_is_refused(tmp_path: Path, name: object) -> None:
-    with kvstore.open(f"embedded:{tmp_path}/kv", dram="1MiB") as store, pytest.raises(BadInput, match="name="):
-        store.namespace(model=MODEL, layout=small_layout(), name=name)  # type: ignore[arg-type]

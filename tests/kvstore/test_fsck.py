@@ -13,20 +13,19 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import lmdb
 import pytest
-import torch
 from rich.console import Console
 
 import kvstore
 from kvstore.block.errors import BadInput, DirectoryInUse, KeysUnusable
 from kvstore.block.identity import KeyRing
 from kvstore.block.key_file import KeyFile
-from kvstore.block.pages import Pages
 from kvstore.client.handle import NamespaceHandle
 from kvstore.fsck import check as fsck
 from kvstore.fsck.result import FsckResult, IndexState, SlabState, Slot
@@ -39,10 +38,11 @@ from tiering.nvme.slab import META, StoreStamp, record_key, slab_name
 from tiering.nvme.slab_files import DirectFiles
 from tiering.nvme.tier import NvmeTier
 from tiering.slab_header import PAGE_BYTES, SlabHeader, read_slab_header
-from workbench import MODEL, blank_planes, ids, one_line, random_pages, small_layout
+from workbench import MODEL, one_line, prompt_of, put_prompt, read_prompt, small_layout
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPTS, BLOCKS = 3, 12
+prompt = partial(prompt_of, blocks=BLOCKS)
 OTHER_MODEL = "0123abcd"
 FIRST, SECOND, OTHER = slab_name(1), slab_name(2), slab_name(3)
 """The first two are the namespace's that most tests damage, with 20 slots each; the third is another one's."""
@@ -62,19 +62,12 @@ def namespace(store: EmbeddedStore, model: str = MODEL) -> NamespaceHandle:
     return store.namespace(model=model, layout=small_layout())
 
 
-def prompt(number: int) -> list[int]:
-    return ids(64 * BLOCKS, 10_000 * number)
-
-
 def stored(path: Path) -> None:
     """Three prompts of twelve blocks, and one of another namespace: 36 frames in two slabs, and 12 in a third."""
     with opened(path) as store:
         for number in range(PROMPTS):
-            handle = namespace(store)
-            result = handle.put(prompt(number), random_pages(handle.layout, BLOCKS, 64, number), durability="disk")
-            assert result.stored == BLOCKS
-        other = namespace(store, OTHER_MODEL)
-        assert other.put(prompt(0), random_pages(other.layout, BLOCKS), durability="disk").stored == BLOCKS
+            assert put_prompt(namespace(store), number, BLOCKS, durability="disk").stored == BLOCKS
+        assert put_prompt(namespace(store, OTHER_MODEL), 0, BLOCKS, durability="disk").stored == BLOCKS
 
 
 @pytest.fixture(scope="module")
@@ -156,16 +149,8 @@ def said(result: FsckResult) -> list[tuple[str, str, int | None]]:
 
 
 def delivered(store: EmbeddedStore, number: int, model: str = MODEL) -> int:
-    """How many blocks of a prompt are there, each compared bit for bit."""
-    handle = namespace(store, model)
-    into = Pages(blank_planes(handle.layout, BLOCKS, 64), range(BLOCKS), 64)
-    with handle.lease(handle.match(prompt(number)), deadline_ms=20_000) as lease:
-        blocks = handle.get(lease, into).tokens // 64
-    want = random_pages(handle.layout, BLOCKS, 64, number)
-    for layer, planes in into.planes.items():
-        for got, expected in zip(planes, want.planes[layer], strict=True):
-            assert torch.equal(got[:blocks].view(torch.uint8), expected[:blocks].view(torch.uint8))
-    return blocks
+    """How many blocks of a prompt are there."""
+    return read_prompt(namespace(store, model), number, BLOCKS).blocks
 
 
 def found_by_a_store(kv: Path) -> list[int]:
@@ -255,7 +240,7 @@ def older_generation(kv: Path) -> int:
     with opened(kv) as store:
         other = namespace(store, OTHER_MODEL)
         assert store.drop(other) == BLOCKS
-        other.put(prompt(0), random_pages(other.layout, BLOCKS), durability="disk")
+        put_prompt(other, 0, BLOCKS, durability="disk")
     slots = [slot for slot in range(12) if any(frame_at(kv, OTHER, slot)[:PAGE_BYTES])]
     last = next(slot for slot in slots if header_at(kv, OTHER, slot).block_index == BLOCKS - 1)
     assert header_at(kv, OTHER, last).generation > parse_header(before[last][:PAGE_BYTES]).generation
@@ -458,8 +443,7 @@ def stale(kv: Path) -> None:
 
 def foreign(kv: Path) -> None:
     with opened(kv.parent / "other") as store:
-        handle = namespace(store)
-        handle.put(prompt(0), random_pages(handle.layout, BLOCKS), durability="disk")
+        put_prompt(namespace(store), 0, BLOCKS, durability="disk")
     shutil.copy(kv.parent / "other" / "nvme" / "index" / "data.mdb", kv / "nvme" / "index" / "data.mdb")
 
 
@@ -819,8 +803,7 @@ def test_after_a_repair_a_store_finds_exactly_the_good_frames(kv: Path, tmp_path
     assert sum(want) < 48 and found_by_a_store(kv) == want
     with opened(kv) as store:
         for number in range(PROMPTS):
-            handle = namespace(store)
-            handle.put(prompt(number), random_pages(handle.layout, BLOCKS, 64, number), durability="disk")
+            put_prompt(namespace(store), number, BLOCKS, durability="disk")
     assert checked(kv).is_well and found_by_a_store(kv) == ALL, "and what was lost is filled again"
 
 

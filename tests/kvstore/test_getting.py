@@ -90,16 +90,6 @@ def test_layers_come_in_the_order_of_their_numbers(a: Bench, name: str, codec: s
     a.store.check()
 
 
-@pytest.mark.parametrize("first_token", [0, 48, 64, 208, 256])
-def test_from_any_page_on(a: Bench, first_token: int) -> None:
-    layout = LAYOUTS["by head and layer"]
-    ns, source = namespace(a, layout)
-    blank = blank_pages(layout, BLOCKS, 16).cut(first_token // 16, 4 * BLOCKS)
-    with lease_of(ns, first_token=first_token) as lease:
-        assert [loaded.tokens for loaded in ns.get_by_layer(lease, blank, first_token)] == [64 * BLOCKS] * 4
-    assert same_tokens(blank, source, range(first_token, 64 * BLOCKS), offset=first_token)
-
-
 def test_headers_are_checked_once_and_digests_taken_once(a: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     layout = LAYOUTS["by head and layer"]
     ns, source = namespace(a, layout)
@@ -150,20 +140,6 @@ def test_a_bad_slice_ends_the_load_from_its_layer_on(a: Bench, name: str, layer:
     a.store.check()
 
 
-@pytest.mark.parametrize("part", [0, 1, 2])
-def test_a_bad_header_ends_the_load_from_the_first_layer_of_its_part_on(a: Bench, part: int) -> None:
-    layout = LAYOUTS["by layer"]
-    ns, source = namespace(a, layout)
-    into = canaries(layout)
-    with lease_of(ns) as lease:
-        damage(a, lease, part, 1, 100)
-        told = list(ns.get_by_layer(lease, into))
-    first = layout.parts[part].layers[0]
-    assert [one.tokens for one in told] == [256 if layer < first else 64 for layer in layout.layers]
-    assert same_tokens(into, source, range(64))
-    assert a.store.usage().counters["reported_frames"] == 1
-
-
 @pytest.mark.parametrize("by_layer", [False, True])
 def test_a_header_that_goes_with_other_bytes_is_not_the_one_that_was_leased(a: Bench, by_layer: bool) -> None:
     """Payload and header were changed together, so that they agree: the lease's digest of the header tells."""
@@ -201,19 +177,6 @@ def test_layers_that_were_told_before_are_mended_where_a_later_one_fails(a: Benc
         for plane, right, was in zip(into.planes[layer], source.planes[layer], before[layer], strict=True):
             assert same_bits(plane[3:8], right[3:8]) and same_bits(plane[:3], was[:3])
     assert same_tokens(Pages({2: into.planes[2], 3: into.planes[3]}, into.table, 16), source, range(128))
-
-
-def test_where_a_later_layer_fails_once_more(a: Bench) -> None:
-    layout = LAYOUTS["one part"]
-    ns, source = namespace(a, layout)
-    size = ns._grant.payload_bytes[0] // 4
-    into = canaries(layout)
-    with lease_of(ns) as lease:
-        damage(a, lease, 0, 3, HEADER_BYTES + size)
-        damage(a, lease, 0, 1, HEADER_BYTES + 3 * size)
-        assert [one.tokens for one in ns.get_by_layer(lease, into)] == [256, 192, 192, 64]
-    assert same_tokens(into, source, range(64))
-    assert a.store.usage().counters["reported_frames"] == 2
 
 
 # What ends it ---------------------------------------------------------------------------------------------------------
@@ -266,16 +229,6 @@ def test_a_release_in_the_middle_of_a_get_ends_it_at_the_next_piece(
     assert same_tokens(into, source, range(loaded.tokens))
     assert a.store.usage().leases == 0
     a.store.check()
-
-
-def test_a_request_that_is_over_ends_it(a: Bench) -> None:
-    ns, _ = namespace(a, LAYOUTS["by layer"])
-    lease = lease_of(ns, request="r")
-    told = ns.get_by_layer(lease, canaries(ns.layout))
-    assert next(told).tokens == 256
-    ns.door.requests.release("r")
-    assert [(one.tokens, one.reason) for one in told] == [(0, MissReason.DISABLED)] * 4
-    assert {one.reason for one in ns.get_by_layer(lease, canaries(ns.layout))} == {MissReason.DISABLED}
 
 
 def test_a_lease_that_ran_out_is_read_to_its_end(a: Bench) -> None:

@@ -171,18 +171,6 @@ def test_the_end_of_the_load_decides_not_that_of_the_pages_or_of_the_prompt(a: B
     assert_same_planes(short.pages.planes, expected_planes(before, short, source, replace(load, stop=2), 2))
 
 
-def test_a_layout_of_sliding_groups_alone(a: Bench) -> None:
-    layout = Layout((sliding("near", (0,), 70), sliding("far", (1,), 130)))
-    watched = Watched(a, layout)
-    source = stored(watched.ns, 6)
-    into, before = target(layout, 384, {"near": 19, "far": 15})
-    with lease_of(watched.ns, 6) as lease:
-        watched.opened.clear()
-        assert watched.ns.get(lease, into.pages).tokens == 384
-        assert watched.blocks_opened(lease) == [{4, 5}, {3, 4, 5}]
-    assert_same_planes(into.pages.planes, expected_planes(before, into, source, Load(layout, 16, 0, {}, 6, {}), 6))
-
-
 @pytest.mark.parametrize("codec", ["int8-kc64"])
 @pytest.mark.parametrize("page_tokens", [16, 64])
 def test_codecs_of_8_bits_read_windows(a: Bench, codec: str, page_tokens: int) -> None:
@@ -272,18 +260,6 @@ def test_two_pieces_of_a_prompt_in_one_page_are_one_line(a: Bench) -> None:
     assert a.store.usage().blocks == 2 and not a.store.usage().reservations
 
 
-def test_a_window_that_nothing_is_loaded_for_needs_no_pages(a: Bench) -> None:
-    """An engine that has all of it itself, and a prompt of which nothing is stored."""
-    ns = a.namespace(TWO)
-    stored(ns, 2)
-    into, before = target(TWO, 128, {"sliding": 8})
-    with lease_of(ns, 2, first_token=128) as lease:
-        assert ns.get(lease, into.pages, 128).tokens == 128
-    with lease_of(ns, 2, prompt=7000) as nothing:
-        assert ns.get(nothing, into.pages).tokens == 0
-    assert_same_planes(into.pages.planes, before)
-
-
 # What fails -----------------------------------------------------------------------------------------------------------
 
 
@@ -316,45 +292,6 @@ def test_what_was_read_before_a_fault_is_not_read_again(a: Bench) -> None:
         assert watched.ns.get(lease, into.pages).tokens == 448
     assert watched.digests == (2 * 7 + 1) + 2 * len([4, 5, 6]) + 2 * len([3, 4])
     check_loaded(before, into, source, Load(layout, 16, 0, {}, 8, {"full": [7]}), 448)
-
-
-def test_where_there_are_none_nothing_is_loaded(a: Bench) -> None:
-    """As an engine gives them: pages of the window at the end alone."""
-    ns = a.namespace(TWO)
-    source = stored(ns, 8)
-    into, before = target(TWO, 512, {"sliding": 25})
-    with lease_of(ns, 8) as lease:
-        damage(a, lease, 0, 7)
-        loaded = ns.get(lease, into.pages)
-        assert (loaded.tokens, loaded.reason) == (0, MissReason.CORRUPT)
-        assert loaded.account.misses == {MissReason.CORRUPT: 512}
-    check_loaded(before, into, source, Load(TWO, 16, 0, {"sliding": 25}, 8, {"full": [7]}), 0)
-
-
-def test_where_a_window_reaches_back_to_the_beginning_a_load_ends_at_any_block(a: Bench) -> None:
-    """The engine has the tokens before 320 itself, and so the window of whatever ends within 99 tokens behind them."""
-    ns = a.namespace(TWO)
-    source = stored(ns, 8)
-    into, before = target(TWO, 192)
-    with lease_of(ns, 8, first_token=320) as lease:
-        damage(a, lease, 1, 6)
-        loaded = ns.get(lease, into.pages, 320)
-        assert (loaded.tokens, loaded.reason) == (384, MissReason.CORRUPT)
-    check_loaded(before, into, source, Load(TWO, 16, 320, {}, 8, {"sliding": [6]}), 384)
-
-
-def test_a_second_fault_ends_a_load_where_it_began(a: Bench) -> None:
-    ns = a.namespace(TWO)
-    source = stored(ns, 8)
-    into, before = target(TWO, 512)
-    with lease_of(ns, 8) as lease:
-        damage(a, lease, 0, 5)
-        damage(a, lease, 1, 4, 700)
-        loaded = ns.get(lease, into.pages)
-        assert (loaded.tokens, loaded.reason) == (0, MissReason.CORRUPT)
-    check_loaded(before, into, source, Load(TWO, 16, 0, {}, 8, {"full": [5], "sliding": [4]}), 0)
-    assert a.store.usage().counters["reported_frames"] == 2
-    a.store.check()
 
 
 SHAPES = st.sampled_from([(2, (8, 8), "bfloat16"), (1, (16,), "float32"), (2, (4, 4), "uint8")])

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import base64
-import random
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -20,7 +17,7 @@ from kvstore.client.handle import NamespaceHandle
 from kvstore.client.pending import PendingReply
 from kvstore.node import EmbeddedStore
 from kvstore.protocol import messages as m
-from kvstore.protocol.hand_off_ticket import PREFIX, HandOff, opened
+from kvstore.protocol.hand_off_ticket import HandOff, opened
 from kvstore.protocol.handing_over import MAX_TICKET_SECONDS
 from service.sidecar import Sidecar
 from torture.peer import Peer, packed_namespace
@@ -32,7 +29,6 @@ NAMESPACE, HEAD, NOW = bytes(range(16)), bytes(range(32)), 1_800_000_000.0
 HERE = NodeIdentity(b"n" * 16, b"r" * 8)
 MINE = Identity.of(TenantKeys.derive(b"s" * 32), HERE)
 GOOD = HandOff(MINE.key_id, NAMESPACE, HEAD, 31, 64, HERE.node, HERE.incarnation, "", int(1000 * NOW) + 30_000)
-ALTERED = 20_000
 
 
 @pytest.fixture
@@ -49,40 +45,6 @@ def test_a_ticket_says_what_was_sealed_and_is_short() -> None:
     text = GOOD.seal(MINE)
     assert look(text) == m.TicketOpened(HEAD, 31, 30.0)
     assert len(text) < 200
-
-
-def test_of_twenty_thousand_altered_ones_none_is_taken() -> None:
-    seed = random.randrange(1 << 32)
-    print(f"seed {seed}")
-    draw = random.Random(seed)
-    other = changed_as(GOOD, head=bytes(32), blocks=7).seal(MINE)
-    text = GOOD.seal(MINE)
-    letters = [chr(one) for one in range(32, 127)] + ["é", "\ud800", "\0", "="]
-    reasons: Counter[MissReason | None] = Counter()
-    while reasons.total() < ALTERED:
-        changed = list(text)
-        for _ in range(draw.choice([1, 1, 1, 2, 9])):
-            at = draw.randrange(len(changed))
-            match draw.randrange(5):
-                case 0:
-                    changed[at] = draw.choice(letters)
-                case 1:
-                    del changed[at:]
-                    changed += draw.choice(["", other[at:], "A", "="])
-                case 2:
-                    changed.insert(at, draw.choice(letters))
-                case 3:
-                    changed[at : at + 4] = other[at : at + 4]
-                case 4:
-                    raw = bytearray(base64.urlsafe_b64decode(text[len(PREFIX) :]))
-                    raw[draw.randrange(len(raw))] ^= 1 << draw.randrange(8)
-                    changed = list(PREFIX + base64.urlsafe_b64encode(raw).decode())
-            changed = changed or ["x"]
-        altered = "".join(changed)
-        if altered not in (text, other):
-            told = look(altered)
-            reasons[told.reason] += 1
-            assert told.reason is MissReason.KEY_MISMATCH and not told.blocks and not told.head, altered
 
 
 def test_any_other_character_anywhere_is_refused() -> None:

@@ -69,23 +69,6 @@ def test_what_is_let_go_of_at_once_is_always_waited_for() -> None:
         unmap_wait.end(ONE, MOMENT_SECONDS, now)
 
 
-def test_memory_is_waited_for_in_vain_once() -> None:
-    unmap_wait = UnmapWait()
-    assert unmap_wait.begin(ONE, [1, 2], 0.0)
-    unmap_wait.in_vain([1, 2])
-    unmap_wait.end(ONE, WAIT_SECONDS, 0.2)
-    assert not unmap_wait.begin(ONE, [1, 2], 10.0) and not unmap_wait.begin(TWO, [2], 10.0)
-    assert unmap_wait.begin(TWO, [2, 3], 10.0), "there is some that may come"
-
-
-def test_only_so_many_wait_at_a_time() -> None:
-    unmap_wait = UnmapWait()
-    assert all(unmap_wait.begin(b"%d" % number, [number], 0.0) for number in range(MOST_WAITING))
-    assert not unmap_wait.begin(ONE, [99], 0.0)
-    unmap_wait.end(b"0", 0.0, 0.0)
-    assert unmap_wait.begin(ONE, [99], 0.0)
-
-
 @pytest.mark.parametrize("is_collective", [False, True])
 def test_a_tenant_that_waited_for_long_waits_again_when_time_has_passed(*, is_collective: bool) -> None:
     unmap_wait, waits = UnmapWait(), 0
@@ -99,18 +82,6 @@ def test_a_tenant_that_waited_for_long_waits_again_when_time_has_passed(*, is_co
     assert not unmap_wait.begin(ONE, [waits], over / REGAIN - 0.01)
     assert unmap_wait.begin(ONE, [waits], over / REGAIN + 0.01)
     assert not UnmapWait().begin(ONE, [], 0.0)
-
-
-def test_time_brings_back_no_more_than_was_spent() -> None:
-    unmap_wait = UnmapWait()
-    assert unmap_wait.begin(ONE, [1], 0.0)
-    unmap_wait.end(ONE, MOMENT_SECONDS + 0.1, 0.0)
-    assert unmap_wait._spent_by(ONE, 1000.0) == 0.0
-    waits = 0
-    while unmap_wait.begin(ONE, [2 + waits], 1000.0):
-        unmap_wait.end(ONE, MOMENT_SECONDS + 0.1, 1000.0)
-        waits += 1
-    assert waits in (10, 11)
 
 
 # In the store ---------------------------------------------------------------------------------------------------------

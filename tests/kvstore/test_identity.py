@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from hashlib import blake2b
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,6 @@ from hypothesis import strategies as st
 
 from kvstore.block.errors import BadInput
 from kvstore.block.identity import (
-    MAX_EXTRA_KEY_BYTES,
-    MAX_EXTRA_KEYS,
     NOWHERE,
     ExtraKey,
     Identity,
@@ -63,7 +62,9 @@ def keys_of(token_ids: Any, extras: Sequence[ExtraKey | bytes | str] = (), block
     return PrefixHasher(KEY, block_tokens).keys(token_bytes(token_ids), as_extra_keys(extras))
 
 
-token_lists = st.lists(st.integers(0, 2**32 - 1), max_size=300)
+token_lists = st.builds(
+    lambda tokens, seed: Random(seed).choices(range(2**32), k=tokens), st.integers(0, 300), st.integers()
+)
 extra_lists = st.lists(
     st.builds(ExtraKey, st.binary(max_size=40), st.integers(0, 400)), max_size=4
 )  # some lie behind the last full block
@@ -83,30 +84,6 @@ def test_the_chain_is_the_formula(
     )
 
 
-def test_a_partial_block_has_no_key() -> None:
-    assert [len(keys_of(range(tokens))) for tokens in (0, 1, 63, 64, 65, 127, 128)] == [0, 0, 0, 1, 1, 1, 2]
-
-
-@given(st.integers(0, 191), st.integers(1, 2**32 - 1))
-@settings(max_examples=40)
-def test_one_other_token_changes_its_block_and_all_behind_it(position: int, difference: int) -> None:
-    prompt = list(range(192))
-    other = list(prompt)
-    other[position] = (other[position] + difference) % 2**32
-    same = [mine == theirs for mine, theirs in zip(keys_of(prompt), keys_of(other), strict=True)]
-    assert same == [block < position // 64 for block in range(3)]
-
-
-def test_two_tokens_in_another_order_are_another_block() -> None:
-    assert keys_of([1, 2, *range(62)]) != keys_of([2, 1, *range(62)])
-
-
-@pytest.mark.parametrize("bit", range(32))
-def test_every_bit_of_a_token_counts(bit: int) -> None:
-    prompt = list(range(64))
-    assert keys_of(prompt) != keys_of([*prompt[:63], prompt[63] ^ 1 << bit])
-
-
 @pytest.mark.parametrize("first", range(6))
 @pytest.mark.parametrize("extras", [(), (ExtraKey(b"salt"), ExtraKey(b"image", 70), ExtraKey(b"image", 200))])
 def test_a_prompt_that_grows_has_the_keys_that_it_has_at_once(first: int, extras: tuple[ExtraKey, ...]) -> None:
@@ -115,74 +92,6 @@ def test_a_prompt_that_grows_has_the_keys_that_it_has_at_once(first: int, extras
     whole = hasher.keys(token_bytes(prompt), extras)
     assert len(whole) == 5
     assert hasher.keys(token_bytes(prompt[64 * first :]), extras, whole[:first]) == whole
-
-
-@pytest.mark.parametrize(
-    ("mine", "theirs"),
-    [
-        ([b"ab", b"c"], [b"a", b"bc"]),
-        ([b"ab"], [b"a", b"b"]),
-        ([b"a" + bytes(4) + b"b"], [b"a", b"b"]),
-        ([b"a" + bytes(4) + bytes([1, 0, 0, 0]) + b"b"], [b"a", b"b"]),
-        ([b"", b"a"], [b"a", b""]),
-    ],
-)
-def test_extra_keys_that_are_cut_elsewhere_are_others(mine: list[bytes], theirs: list[bytes]) -> None:
-    one, other = (keys_of(range(64), [ExtraKey(value, 0) for value in values]) for values in (mine, theirs))
-    assert one != other
-
-
-@pytest.mark.parametrize(
-    ("extras", "first_different"),
-    [
-        ((b"adapter",), 0),
-        (("adapter",), 0),  # text and bytes of the same letters are different things
-        ((ExtraKey(b"adapter"),), 0),
-        ((ExtraKey(b""),), 0),  # empty is not absent
-        ((ExtraKey(b"image", 70),), 1),
-        ((ExtraKey(b"image", 71),), 1),
-        ((ExtraKey(b"image", 128),), 2),
-        ((ExtraKey(b"imag", 70), ExtraKey(b"e", 70)), 1),
-        ((ExtraKey(b"a", 70), ExtraKey(b"b", 70)), 1),
-        ((ExtraKey(b"b", 70), ExtraKey(b"a", 70)), 1),
-    ],
-)
-def test_an_extra_key_holds_from_its_block_on(extras: tuple[ExtraKey | bytes, ...], first_different: int) -> None:
-    plain, other = keys_of(range(192)), keys_of(range(192), extras)
-    assert [mine == theirs for mine, theirs in zip(plain, other, strict=True)] == [
-        block < first_different for block in range(3)
-    ]
-
-
-def test_extra_keys_differ_by_value_position_order_and_kind() -> None:
-    variants: list[Sequence[ExtraKey | bytes | str]] = [
-        (),
-        (b"one",),
-        ("one",),
-        (b"two",),
-        (b"one", b"two"),
-        (b"two", b"one"),
-        (b"onetwo",),
-        (ExtraKey(b"one"),),
-        (ExtraKey(b"one", 1),),
-        (ExtraKey(b"one", 63),),
-        (ExtraKey(b""),),
-        (ExtraKey(b""), ExtraKey(b"")),
-    ]
-    assert len({keys_of(range(64), extras)[0] for extras in variants}) == len(variants)
-
-
-@pytest.mark.parametrize(
-    "given", [None, 7, {b"one"}, {b"one": 1}, iter([b"one"]), b"one", "one"], ids=lambda given: type(given).__name__
-)
-def test_extra_keys_that_are_no_sequence_are_refused_by_one_line(given: Any) -> None:
-    with pytest.raises(BadInput, match="extra_keys ") as caught:
-        as_extra_keys(given)
-    assert "\n" not in str(caught.value)
-
-
-def test_the_same_image_in_the_second_block_is_not_the_same_as_in_the_first() -> None:
-    assert keys_of(range(128), (ExtraKey(b"i", 3),))[1] != keys_of(range(128), (ExtraKey(b"i", 67),))[1]
 
 
 def test_another_tenant_and_another_block_size_share_no_key() -> None:
@@ -274,25 +183,6 @@ def test_a_message_never_repeats_the_prompt() -> None:
 
 
 # Extra keys -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("extras", "fragments"),
-    [
-        ("salt", ("one string", "sequence")),
-        (b"salt", ("one string", "sequence")),
-        ((7,), ("int", "bytes, text or ExtraKey")),
-        ((ExtraKey(b"x", -1),), ("token -1", "from token 0 on")),
-        ((b"x" * (MAX_EXTRA_KEY_BYTES + 1),), (str(MAX_EXTRA_KEY_BYTES), "digest")),
-        ((b"x",) * (MAX_EXTRA_KEYS + 1), (str(MAX_EXTRA_KEYS + 1), str(MAX_EXTRA_KEYS))),
-        (("salt", "\ud800"), ("surrogate", "bytes")),
-    ],
-    ids=["text", "bytes", "a number", "a negative position", "too long", "too many", "no text"],
-)
-def test_bad_extra_keys_are_one_clear_line(extras: Any, fragments: tuple[str, ...]) -> None:
-    with pytest.raises(BadInput) as caught:
-        as_extra_keys(extras)
-    assert one_line(caught.value, *fragments)
 
 
 def test_a_salt_is_not_printed() -> None:
@@ -459,19 +349,6 @@ def test_the_order_of_the_configuration_does_not_matter() -> None:
     one = Namespace(MODEL, small_layout(), "raw", 0, {"a": "1", "b": "2"})
     two = Namespace(MODEL, small_layout(), "raw", 0, {"b": "2", "a": "1"})
     assert one.digest() == two.digest()
-
-
-@pytest.mark.parametrize("model", ["", "/models/llama", "./llama", "../llama", "~/llama", "m" * 257])
-def test_a_model_is_a_fingerprint(model: str) -> None:
-    with pytest.raises(BadInput) as caught:
-        Namespace(model, small_layout(), "raw")
-    assert one_line(caught.value, repr(model), "commit id or a content digest")
-
-
-def test_an_epoch_is_not_negative() -> None:
-    with pytest.raises(BadInput) as caught:
-        Namespace(MODEL, small_layout(), "raw", -1)
-    assert one_line(caught.value, "weights_epoch=-1", "0 or more")
 
 
 # Golden values: identity is a promise to what is stored already. When one of these changes, raise CHAIN_VERSION or

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -152,13 +151,6 @@ def test_of_fewer_heads_than_ranks_neighbours_share_one() -> None:
     assert [[part.index for part in MIXED.parts_of(rank)] for rank in range(4)] == [[0, 4], [1, 4], [2, 4], [3, 4]]
 
 
-@pytest.mark.parametrize("shard", [-1, 2, 99, 1.0, "0", True])
-def test_a_shard_that_is_none_is_refused_in_one_line(shard: Any) -> None:
-    with pytest.raises(BadInput) as raised:
-        bench().namespace(TWO, shard=shard)
-    assert one_line(raised.value, f"shard={shard!r}", "0 to 1", "None")
-
-
 def test_pages_with_all_heads_are_not_a_ranks(two: Ranks) -> None:
     with pytest.raises(LayoutMismatch, match=r"wants\s+\[pages, 64, 1, 8\]"):
         two.ranks[0].put(ids(64), random_pages(TWO, 1), collective="j")
@@ -201,16 +193,6 @@ def test_a_bad_frame_is_a_miss_for_the_rank_whose_it_is_and_then_for_all(two: Ra
 
 
 # Puts that several make together --------------------------------------------------------------------------------------
-
-
-def test_a_block_is_visible_once_all_ranks_filled_their_parts(two: Ranks) -> None:
-    pages = random_pages(TWO, 4)
-    assert two.put(0, pages, 256, "j") == PutResult(0, 4, None, None)
-    assert two.blocks(4) == 0 and two.whole.match(ids(256)).reason is IN_FLIGHT
-    assert two.store.usage().reservations == 1
-    assert two.put(1, pages, 256, "j") == PutResult(0, 4, None, None)
-    assert [two.reads(handle, pages, 256) for handle in (*two.ranks, two.whole)] == [256] * 3
-    assert two.is_at_rest()
 
 
 @pytest.mark.parametrize("layout", [FOUR_OF_TWO, BY_LAYER, LATENT, MIXED])
@@ -287,23 +269,6 @@ def test_what_is_there_already_is_counted_alike_by_all(present: int) -> None:
     assert ranks.blocks(300) == 300 and ranks.is_at_rest()
 
 
-def test_later_steps_go_on_behind_blocks_that_others_have_not_filled_yet(two: Ranks) -> None:
-    """As an engine stores a prompt while it is computed, step by step."""
-    pages = random_pages(TWO, 6)
-    for step in range(3):
-        mine = Pages(shard_pages(pages, TWO, 0).planes, range(2 * step, 2 * step + 2), 64)
-        result = two.ranks[0].put(ids(128 * (step + 1)), mine, first_token=128 * step, collective=f"step {step}")
-        assert result == PutResult(0, 2, None, None)
-    stranger = two.store.reserve(two.whole.number, two.whole.match(ids(512)).keys, 0, 0, None)
-    assert (stranger.blocks, stranger.reason) == ([], IN_FLIGHT)
-    for step in range(3):
-        assert two.blocks(6) == 2 * step
-        mine = Pages(shard_pages(pages, TWO, 1).planes, range(2 * step, 2 * step + 2), 64)
-        assert two.ranks[1].put(ids(128 * (step + 1)), mine, 128 * step, collective=f"step {step}").stored == 2
-        two.store.check()
-    assert two.reads(two.whole, pages, 384) == 384 and two.is_at_rest()
-
-
 def test_what_follows_is_visible_after_what_it_follows_whoever_is_first(two: Ranks) -> None:
     replies = [
         [two.reserve(rank, 2 + 2 * step, f"{step}", first_block=2 * step) for rank in range(2)] for step in (0, 1)
@@ -320,27 +285,6 @@ def test_what_follows_is_visible_after_what_it_follows_whoever_is_first(two: Ran
     assert two.blocks(4) == 1
     assert two.store.commit(replies[0][1].reservation, 1, 1, [[bytes(16)] * 2]) == 2
     assert two.blocks(4) == 4 and two.is_at_rest()
-
-
-def test_what_follows_lost_blocks_is_lost_with_them(two: Ranks) -> None:
-    steps = [
-        [two.reserve(rank, 2 + 2 * step, f"{step}", first_block=2 * step) for rank in range(2)] for step in range(3)
-    ]
-    for rank in range(2):
-        assert two.commit(rank, steps[1][rank]) == 2
-    assert two.commit(0, steps[2][0]) == 2
-    two.store.abort(steps[0][0].reservation)
-    two.store.check()
-    assert two.whole.match(ids(384)).reason is MissReason.ABSENT and two.blocks(6) == 0
-    usage = two.store.usage()
-    assert (usage.reservations, usage.dram.reserved + usage.dram.used) == (2, 8), "one may write into each of two"
-    assert two.commit(1, steps[2][1]) == two.commit(1, steps[0][1]) == 0
-    for reply in (steps[2][1], steps[0][1]):
-        two.store.abort(reply.reservation)
-        two.store.check()
-    assert two.is_at_rest()
-    assert two.reserve(0, 6, "2", first_block=4) == ReserveReply(0, 0, stopped_at=4, reason=DISABLED)
-    assert two.whole.put(ids(384), random_pages(TWO, 6)).stored == 6
 
 
 def test_a_step_whose_beginning_is_gone_is_refused_for_all(two: Ranks) -> None:
@@ -369,77 +313,6 @@ def test_sessions_do_not_know_each_others_names(two: Ranks) -> None:
 # The answer is the first one's ----------------------------------------------------------------------------------------
 
 
-def test_the_answer_is_the_first_ones_whatever_happened_since(two: Ranks) -> None:
-    pages = random_pages(TWO, 4)
-    two.whole.put(ids(128), pages)
-    first = two.reserve(0, 4)
-    assert (first.present, first.blocks) == (2, [2, 3])
-    second = two.reserve(1, 4)
-    assert (second.present, second.blocks, second.stopped_at) == (2, [2, 3], None)
-    assert first.reservation != second.reservation
-    assert [len(column) for column in first.places] == [2, 0] and [len(column) for column in second.places] == [0, 2]
-    two.store.abort(first.reservation)
-    two.store.abort(second.reservation)
-    all_there = [two.reserve(rank, 2, "there") for rank in range(2)]
-    assert all_there == [ReserveReply(0, 2)] * 2
-    assert two.store.evict(10) == 2
-    assert two.reserve(1, 2, "there") == ReserveReply(0, 2), "also when they are gone since"
-    assert two.is_at_rest()
-
-
-def test_who_comes_after_the_end_is_told_how_it_ended(two: Ranks) -> None:
-    for rank in range(2):
-        assert two.commit(rank, two.reserve(rank, 3, "stored")) == 3
-    assert two.reserve(0, 3, "stored") == ReserveReply(0, 3)
-    aborted = two.reserve(0, 3, "aborted", start=1000)
-    two.store.abort(aborted.reservation)
-    assert two.reserve(1, 3, "aborted", start=1000) == ReserveReply(0, 0, stopped_at=0, reason=DISABLED)
-    assert two.commit(0, two.reserve(0, 3, "expired", start=2000)) == 3
-    two.bench.clock.advance(30)
-    late = two.reserve(1, 3, "expired", start=2000)
-    assert late == ReserveReply(0, 0, stopped_at=0, reason=DISABLED)
-    assert two.is_at_rest() and two.store.usage().counters["lapsed_joint_puts"] == 1
-    two.bench.clock.advance(ENDED_SECONDS)
-    assert two.reserve(1, 3, "expired", start=2000).blocks == [0, 1, 2], "after long enough it is another put"
-
-
-def test_other_blocks_under_the_same_name_are_refused(two: Ranks) -> None:
-    """Else the slots of one prompt would be filled with another one's numbers."""
-    first = two.reserve(0, 3)
-    refused = ReserveReply(0, 0, stopped_at=0, reason=MissReason.DIVERGED)
-    for options in ({"start": 7}, {"first_block": 1}):
-        assert two.reserve(1, 3, **options) == refused  # type: ignore[arg-type]
-    assert two.reserve(1, 2) == refused
-    assert two.commit(0, first) == 3 and two.commit(1, two.reserve(1, 3)) == 3
-    assert two.reserve(1, 3, start=7) == refused
-    assert two.is_at_rest()
-
-
-def test_who_comes_while_the_first_is_still_finding_room_waits_for_the_answer(two: Ranks) -> None:
-    store, find = two.store, two.store._puts._find_slots
-    begun, go_on = threading.Event(), threading.Event()
-
-    def slowly(record: Any) -> Any:
-        begun.set()
-        assert go_on.wait(20)
-        return find(record)
-
-    store._puts._find_slots = slowly  # type: ignore[method-assign]
-    replies: dict[int, ReserveReply] = {}
-    threads = [threading.Thread(target=lambda one=rank: replies.update({one: two.reserve(one, 3)})) for rank in (0, 1)]
-    threads[0].start()
-    assert begun.wait(20)
-    threads[1].start()
-    time.sleep(0.05)
-    store.check()
-    assert not replies
-    go_on.set()
-    for thread in threads:
-        thread.join(20)
-    assert [replies[rank].blocks for rank in (0, 1)] == [[0, 1, 2]] * 2
-    assert [two.commit(rank, replies[rank]) for rank in (0, 1)] == [3, 3] and two.is_at_rest()
-
-
 def test_all_are_told_when_the_first_is_cut_off(two: Ranks) -> None:
     def interrupted(record: Any) -> Any:
         raise KeyboardInterrupt
@@ -464,67 +337,6 @@ def test_as_much_as_there_is_room_for_is_stored_by_all() -> None:
 
 
 # How one ends ---------------------------------------------------------------------------------------------------------
-
-
-def test_slots_of_a_lost_put_are_free_when_the_last_writer_let_go(two: Ranks) -> None:
-    replies = [two.reserve(rank, 3) for rank in range(2)]
-    two.store.cancel(replies[0].reservation)
-    two.store.check()
-    assert two.blocks(3) == 0 and two.store.usage().dram.reserved == 6
-    assert two.commit(1, replies[1]) == 0
-    two.store.abort(replies[1].reservation)
-    two.store.check()
-    assert two.store.usage().dram.reserved == 6 and two.store.usage().reservations == 1, "the first may still write"
-    two.store.abort(replies[0].reservation)
-    assert two.is_at_rest()
-
-
-def test_one_that_is_done_and_leaves_harms_nobody(two: Ranks) -> None:
-    one = two.reserve(0, 3)
-    assert two.commit(0, one) == 3
-    two.store.abort(one.reservation)
-    two.store.cancel(one.reservation)
-    assert two.commit(1, two.reserve(1, 3)) == 3
-    assert two.blocks(3) == 3 and two.is_at_rest()
-
-
-def test_blocks_that_all_filled_stay_when_the_rest_is_lost(two: Ranks) -> None:
-    replies = [two.reserve(rank, 4) for rank in range(2)]
-    assert [two.commit(rank, replies[rank], 2) for rank in range(2)] == [2, 2]
-    assert two.blocks(4) == 2
-    two.store.abort(replies[0].reservation)
-    assert two.reserve(0, 4) == ReserveReply(0, 0, stopped_at=2, reason=DISABLED)
-    two.store.abort(replies[1].reservation)
-    assert two.blocks(4) == 2 and two.is_at_rest()
-
-
-def test_time_is_over_for_those_who_hold_slots_too(two: Ranks) -> None:
-    replies = [two.reserve(rank, 3) for rank in range(2)]
-    assert two.commit(0, replies[0], 1) == 1
-    two.bench.clock.advance(29)
-    two.store.expire_due()
-    assert two.store.usage().dram.reserved == 5
-    two.bench.clock.advance(1)
-    two.store.expire_due()
-    assert two.whole.match(ids(192)).reason is MissReason.ABSENT
-    assert two.commit(1, replies[1]) == 0
-    for reply in replies:
-        two.store.check()
-        assert two.store.usage().reservations == 1
-        two.store.abort(reply.reservation)
-    assert two.is_at_rest()
-
-
-def test_a_dropped_namespace_ends_its_joint_puts(two: Ranks) -> None:
-    done, pending = two.reserve(0, 2, "a"), [two.reserve(rank, 4, "b", first_block=2) for rank in range(2)]
-    assert two.commit(0, done) == 2
-    two.store.drop(two.whole.number)
-    two.store.check()
-    assert two.reserve(1, 2, "a").reason is DISABLED
-    assert [two.commit(rank, pending[rank]) for rank in range(2)] == [0, 0]
-    for reply in pending:
-        two.store.abort(reply.reservation)
-    assert two.is_at_rest() and two.store.usage().dram.capacity == 0
 
 
 def test_a_joint_put_that_found_no_room_may_be_dropped_before_it_is_answered(
@@ -591,33 +403,6 @@ def test_a_put_for_the_disk_says_of_the_first_ranks_that_others_are_not_there(tm
         assert first == PutResult(0, 3, 0, IN_FLIGHT)
         assert ranks[1].put(ids(192), mine[1], durability="disk", collective="j") == PutResult(0, 3, None, None)
         store.check()
-
-
-def test_ranks_that_are_threads_store_many_prompts_at_once() -> None:
-    """Evicting each other's all the time; what can be read is right."""
-    ranks = Ranks(small_layout(kv_heads=4, head_shards=4), dram=512 * KIB)
-    prompts = 60
-    pages = [random_pages(ranks.layout, 4, seed=prompt) for prompt in range(prompts)]
-    faults: list[BaseException] = []
-
-    def work(rank: int) -> None:
-        try:
-            for prompt in range(prompts):
-                ranks.put(rank, pages[prompt], 256, f"p{prompt}", start=1000 * prompt)
-        except BaseException as error:
-            faults.append(error)
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(4)]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
-        ranks.store.check()
-        time.sleep(0.002)
-    assert not faults
-    ranks.store.check()
-    assert ranks.store.usage().reservations == 0
-    found = [ranks.reads(ranks.whole, pages[prompt], 256, 1000 * prompt) for prompt in range(prompts)]
-    assert sum(found) >= 256
 
 
 # What is remembered is bounded ----------------------------------------------------------------------------------------

@@ -7,17 +7,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
-import torch
 
 import kvstore
 from asking import Asking
 from kvstore.block.account import HitTier, MissReason
-from kvstore.block.pages import Pages
 from kvstore.client.handle import NamespaceHandle
 from kvstore.core import nvme_recovery as loading
 from kvstore.core.nvme_recovery import NvmeRecovery
@@ -27,10 +25,12 @@ from tiering.nvme.slab import slab_name
 from tiering.nvme.tier import NvmeTier
 from tiering.slab_header import PAGE_BYTES
 from tiering.tier import extent_of, slot_of
-from workbench import MODEL, blank_planes, ids, random_pages, small_layout
+from workbench import MODEL, prompt_of, put_prompt, read_prompt, small_layout
 
 BLOCKS = 12
 PARTS = [1, 2]
+prompt = partial(prompt_of, blocks=BLOCKS)
+put = partial(put_prompt, blocks=BLOCKS, of=BLOCKS)
 
 
 def opened(path: Path, **options: Any) -> EmbeddedStore:
@@ -41,29 +41,11 @@ def namespace(store: EmbeddedStore, parts: int = 1) -> NamespaceHandle:
     return store.namespace(model=MODEL, layout=small_layout(layer_shards=parts))
 
 
-def prompt(number: int, blocks: int = BLOCKS) -> list[int]:
-    return ids(64 * blocks, 10_000 * number)
-
-
-def put(handle: NamespaceHandle, number: int, blocks: int = BLOCKS, durability: str = "volatile") -> Any:
-    planes = random_pages(handle.layout, BLOCKS, 64, number).planes
-    return handle.put(prompt(number, blocks), Pages(planes, range(blocks), 64), durability=durability)
-
-
 def delivered(handle: NamespaceHandle, number: int, tier: HitTier | None = None) -> int:
-    """Blocks of a prompt that a get delivers, all of them compared; from that tier, if one is named."""
-    into = Pages(blank_planes(handle.layout, BLOCKS, 64), range(BLOCKS), 64)
-    with handle.lease(handle.match(prompt(number)), deadline_ms=20_000) as lease:
-        loaded = handle.get(lease, into)
-    blocks = loaded.tokens // 64
-    for layer, planes in into.planes.items():
-        wanted = random_pages(handle.layout, BLOCKS, 64, number).planes[layer]
-        for got, want in zip(planes, wanted, strict=True):
-            assert torch.equal(got[:blocks].view(torch.uint8), want[:blocks].view(torch.uint8))
-    if tier is not None:
-        hits = {segment.origin for segment in loaded.account.segments if isinstance(segment.origin, HitTier)}
-        assert hits <= {tier}
-    return blocks
+    """Blocks of a prompt; all from that tier, if one is named."""
+    found = read_prompt(handle, number, BLOCKS)
+    assert tier is None or set(found.lease.account.hits) <= {tier}
+    return found.blocks
 
 
 @pytest.fixture
@@ -301,32 +283,6 @@ def _crash(tmp_path: Path, cut: int) -> None:
     shutil.rmtree(tmp_path / "crashed" / "nvme" / "index")
 
 
-@pytest.mark.slow
-def test_what_is_stored_meanwhile_is_not_evicted_before_all_is_known(tmp_path: Path, monkeypatch: Any) -> None:
-    """Durable puts would have to evict each other: what is found on disk may hang below any of them."""
-    options = {"nvme": "1MiB", "dram": "2MiB", "slab": "256KiB"}
-    with opened(tmp_path, **options) as store:
-        assert put(namespace(store), 0, durability="disk").reason is None
-    with held_back(monkeypatch) as go_on, opened(tmp_path, **options) as store:
-        handle, done = namespace(store), threading.Event()
-        reasons: list[MissReason | None] = []
-
-        def store_many() -> None:
-            reasons.extend(put(handle, number, durability="disk").reason for number in range(1, 9))
-            done.set()
-
-        thread = threading.Thread(target=store_many)
-        thread.start()
-        assert not done.wait(1.0)
-        assert store.usage().counters["demoted_blocks"], "some of it had room"
-        assert not store.usage().counters.get("nvme_evicted_blocks")
-        go_on()
-        thread.join(30)
-        assert done.is_set() and reasons == [None] * 8 and store.warmed(20)
-        assert store.usage().counters["nvme_evicted_blocks"]
-        store.check()
-
-
 @pytest.mark.parametrize("is_evicted", [False, True])
 def test_an_older_copy_ends_with_the_newer_one(directory: Path, is_evicted: bool, monkeypatch: Any) -> None:
     """It could not be decided while the directory was taken in; then a newer one was durable, and perhaps evicted."""
@@ -479,32 +435,6 @@ def test_blocks_below_an_unreadable_slab_wait_for_it(tmp_path: Path, is_back: bo
     with opened(tmp_path, **options) as store:
         assert store.warmed(20)
         assert delivered(namespace(store), 0) == (BLOCKS if is_back else 0)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_busy_store_loads_right(tmp_path: Path, seed: int, monkeypatch: Any) -> None:
-    """Small tiers that evict all the time, while slices of a few blocks come in."""
-    random = Random(seed)
-    monkeypatch.setattr(loading, "SLICE_BLOCKS", 3)
-    options = {"dram": "1MiB", "nvme": "1536KiB", "slab": "256KiB"}
-    for _ in range(4):
-        with opened(tmp_path, **options) as store:
-            handles = [namespace(store, parts) for parts in PARTS]
-            while True:
-                handle, number = random.choice(handles), random.randrange(6)
-                if random.random() < 0.6:
-                    put(handle, number, random.randrange(3, BLOCKS), random.choice(["volatile", "disk"]))
-                else:
-                    delivered(handle, number)
-                store.check()
-                if store.warmed(0):
-                    break
-            for _ in range(5):
-                put(random.choice(handles), random.randrange(6))
-                delivered(random.choice(handles), random.randrange(6))
-            store.check()
-            progress = store.usage().loading
-            assert progress is not None and progress.slots == progress.all_slots, f"seed {seed}"
 
 
 def _copy(source: Path, target: Path) -> None:

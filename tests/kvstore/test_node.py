@@ -18,11 +18,10 @@ import pytest
 import kvstore
 from descriptors import open_files, opened_since
 from kvstore.block.account import MissReason
-from kvstore.block.errors import BadInput, DirectoryInUse, KeysUnusable, StoreClosed, StoreError
+from kvstore.block.errors import BadInput, DirectoryInUse, KeysUnusable, StoreClosed
 from kvstore.block.identity import TenantKeys
 from kvstore.block.key_file import KeyFile
-from kvstore.block.layout import Layout
-from kvstore.config import Limits, memory_limit
+from kvstore.config import memory_limit
 from kvstore.node import EmbeddedStore, SystemClock
 from tiering.files import read_text_files
 from workbench import MODEL, blank_pages, ids, one_line, random_pages, same_tokens, small_layout
@@ -109,82 +108,10 @@ def test_the_clock_of_the_machine() -> None:
 # What cannot be -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "url", ["", "kv", "./kv", "embedded:", "unix:", "http://host", "EMBEDDED:kv", ":kv", Path("kv"), None]
-)
-def test_an_address_that_is_not_one(url: Any) -> None:
-    with pytest.raises(BadInput) as caught:
-        kvstore.open(url)
-    assert one_line(caught.value, repr(url), "unix:PATH", "embedded:DIRECTORY", "e.g. embedded:./kv")
-
-
-@pytest.mark.parametrize("option", [{"dram": "2GiB"}, {"nvme": "2GiB"}, {"tenant": "me"}, {"limits": Limits()}])
-def test_what_a_sidecar_knows_is_not_given_to_its_clients(option: dict[str, Any]) -> None:
-    with pytest.raises(BadInput) as caught:
-        kvstore.open("unix:/run/kv.sock", **option)
-    assert one_line(caught.value, f"{next(iter(option))}=", "kvstore serve")
-
-
-@pytest.mark.parametrize(
-    ("options", "fragments"),
-    [
-        ({"dram": "lots"}, ("dram='lots'", "e.g. dram=2GiB")),
-        ({"dram": "1KiB"}, ("dram=1KiB", "at least 1.0 MiB")),
-        ({"dram": "900TiB"}, ("dram=900TiB", "cgroup", "give less")),
-        ({"dram": None}, ("dram=None", "e.g. dram=2GiB")),
-        ({"extent": "1KiB"}, ("extent=1KiB", "64.0 KiB and 1.0 MiB")),
-        ({"tenant": ""}, ("tenant=''", "1 to 64 printable")),
-        ({"tenant": "a\nb"}, ("tenant='a\\nb'", "printable")),
-        ({"tenant": "x" * 65}, ("1 to 64",)),
-        ({"limits": {"leases": 5}}, ("limits={'leases': 5}", "kvstore.Limits")),
-    ],
-)
-def test_bad_options_are_one_clear_line_and_leave_the_directory_free(
-    tmp_path: Path, options: dict[str, Any], fragments: tuple[str, ...]
-) -> None:
-    with pytest.raises(BadInput) as caught:
-        opened(tmp_path, **options)
-    assert one_line(caught.value, *fragments)
-    opened(tmp_path).close()
-
-
 def test_what_the_machine_has_is_the_limit(tmp_path: Path) -> None:
     memory = memory_limit(read_text_files(["/proc/meminfo"]))
     with pytest.raises(BadInput, match="cgroup"):
         opened(tmp_path, dram=memory + 1)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "fragments"),
-    [
-        ({"codec": "zip"}, BadInput, ("codec 'zip'", "allowed: int8-kc64, raw")),
-        ({"model": "/models/llama"}, BadInput, ("'/models/llama'", "commit id")),
-        ({"model": ""}, BadInput, ("model=''", "commit id")),
-        ({"weights_epoch": -1}, BadInput, ("weights_epoch=-1",)),
-        ({"config": {"rope": 10000}}, BadInput, ("'rope'=10000", "text")),
-        ({"config": {1: "x"}}, BadInput, ("1='x'", "text")),
-        ({"layout": small_layout(head_dim=512)}, BadInput, ("extent has 65536", "smaller blocks or layer_shards")),
-    ],
-)
-def test_bad_namespaces_are_one_clear_line(
-    tmp_path: Path, options: dict[str, Any], error: type[StoreError], fragments: tuple[str, ...]
-) -> None:
-    with opened(tmp_path) as store:
-        with pytest.raises(error) as caught:
-            store.namespace(**{"model": MODEL, "layout": small_layout(), **options})
-        assert one_line(caught.value, *fragments)
-        store.namespace(model=MODEL, layout=small_layout())
-
-
-def test_a_block_that_does_not_fit_the_page(tmp_path: Path) -> None:
-    with pytest.raises(BadInput) as caught:
-        Layout.gqa(layers=1, kv_heads=1, head_dim=8, dtype="bfloat16", block_tokens=64, page_tokens=48)
-    assert one_line(caught.value, "block_tokens=64", "48 tokens", "multiple of 192", "use 192")
-    with opened(tmp_path) as store:
-        ns = store.namespace(model=MODEL, layout=small_layout())
-        with pytest.raises(BadInput) as caught:
-            ns.put(ids(192), random_pages(small_layout(page_tokens=48), 1, 48))
-        assert one_line(caught.value, "48 tokens", "block of 64", "multiple of the page")
 
 
 # The directory --------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from kvstore.client.handle import NamespaceHandle
 from kvstore.node import EmbeddedStore
 from simulation.two_tiers import wait_until_idle
 from tiering.policies import admission
-from workbench import blank_pages, ids, one_line, random_pages, small_layout
+from workbench import blank_pages, ids, random_pages, small_layout
 
 BLOCK = 64
 
@@ -142,14 +142,6 @@ def test_an_end_in_order_writes_what_waits(tmp_path: Path) -> None:
         assert store.warmed(60)
         load = Load(store)
         assert load.get(last) == {HitTier.NVME: 20}
-
-
-@pytest.mark.parametrize("given", ["learned", 1.0])
-def test_without_nvme_there_is_nothing_to_choose(given: str | float, tmp_path: Path) -> None:
-    with pytest.raises(kvstore.BadInput) as caught:
-        kvstore.embedded(str(tmp_path), dram="1MiB", nvme_writes=given)
-    assert one_line(caught.value, f"nvme_writes={given!r}", "there is none; give nvme a size, or leave nvme_writes out")
-    kvstore.embedded(str(tmp_path), dram="1MiB", nvme_writes="all").close()
 
 
 # What is kept for a time: memory, of 80 blocks, may keep 20 of them, and the disk all that is put here ----------------
@@ -297,10 +289,3 @@ def test_a_close_says_what_it_wrote_and_what_it_did_not(
     assert found and caplog.records[0].levelno == logging.INFO, line
     assert int(found[2] or 0) == declined and (declined > 0) == (name == "number")
     assert int(found[1]) == load.counters()["demoted_blocks"] - before > 0
-
-
-@pytest.mark.parametrize("given", ["some", "", -1, 0, float("nan"), True, 1e9])
-def test_what_cannot_be_is_one_line(given: str | float, tmp_path: Path) -> None:
-    with pytest.raises(kvstore.BadInput) as caught:
-        opened(tmp_path, nvme_writes=given)
-    assert one_line(caught.value, "nvme_writes=", "give all, learned, or how many times")

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.block.errors import BadInput, LayoutMismatch
+from kvstore.block.errors import LayoutMismatch
 from kvstore.block.layout import Attention, KvGroup, Layout
 from kvstore.block.pages import GroupPages, Pages, page_numbers
 from workbench import blank_planes, one_line
@@ -26,24 +26,6 @@ def test_a_group_has_the_pages_it_is_given_and_all_others_the_table() -> None:
     assert pages.of_group("sliding") is mine and mine.stop_page == 3
     assert pages.of_group("full") == GroupPages([4, 5, 6]) == Pages({}, [4, 5, 6], 16).of_group("sliding")
     assert pages.tokens == 48
-
-
-@pytest.mark.parametrize(
-    ("make", "fragments"),
-    [
-        (lambda: GroupPages([1], -1), ("first_page=-1", "from 0 up")),
-        (lambda: GroupPages([1], 0.5), ("first_page=0.5", "whole number")),  # type: ignore[arg-type]
-        (lambda: GroupPages(5), ("page table of type int", "one page number each")),  # type: ignore[arg-type]
-        (lambda: Pages({}, [1, 2], 16, [GroupPages([1])]), ("groups of type list", "GroupPages")),  # type: ignore[arg-type]
-        (lambda: Pages({}, [1, 2], 16, {"a": [1, 2]}), ("type list", "'a'", "kvstore.GroupPages")),  # type: ignore[dict-item]
-        (lambda: Pages({}, [1, 2], 16, {"a": GroupPages([1])}), ("'a'", "1 pages from page 0 on", "ends at page 2")),
-        (lambda: Pages({}, [1, 2], 16, {"a": GroupPages([1], 2)}), ("'a'", "from page 2 on", "ends at page 2")),
-    ],
-)
-def test_what_is_not_possible_is_one_clear_line(make: Any, fragments: tuple[str, ...]) -> None:
-    with pytest.raises(BadInput) as caught:
-        make()
-    assert one_line(caught.value, *fragments)
 
 
 def test_pages_of_a_group_that_the_layout_does_not_have() -> None:

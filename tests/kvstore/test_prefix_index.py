@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.core.rows.index import NO_ROW, PrefixIndex, RowState
+from kvstore.core.rows.index import NO_ROW, PrefixIndex
 from tiering.tier import TierMiss
 
 TENANTS = [b"one", b"one", b"two"]  # of namespaces 0, 1 and 2
@@ -195,32 +195,6 @@ def chain_in(index: PrefixIndex, space: int, numbers: range) -> list[int]:
     return rows
 
 
-def test_a_match_ends_at_the_first_block_that_is_not_readable() -> None:
-    index = PrefixIndex()
-    index.add_namespace(b"t")
-    rows = chain_in(index, 0, range(5))
-    keys = [key_of(number) for number in range(5)]
-    assert index.match(0, keys) == rows
-    assert index.match(0, [*keys, key_of(9)]) == rows
-    assert index.match(0, []) == [] and index.match(0, [key_of(9), *keys]) == []
-    index.mark_lost(rows[2])
-    assert index.match(0, keys) == rows[:2], "also where blocks behind it are readable"
-    assert index.matched(0, keys) == 2 and index.matched(0, []) == 0
-    index.publish(rows[2])
-    assert index.match(0, keys) == rows
-
-
-def test_a_block_that_is_being_stored_is_not_seen() -> None:
-    index = PrefixIndex()
-    index.add_namespace(b"t")
-    row = index.insert(0, key_of(0), NO_ROW)
-    assert index.match(0, [key_of(0)]) == [] and index.visible_blocks() == 0
-    assert index.why_not(0, key_of(0), NO_ROW) is TierMiss.IN_FLIGHT
-    assert index.find(0, key_of(0)) == row and index.state(row) is RowState.PENDING
-    index.remove(row)
-    assert index.why_not(0, key_of(0), NO_ROW) is TierMiss.NEVER_SEEN
-
-
 def test_a_block_goes_before_its_parent() -> None:
     index = PrefixIndex()
     index.add_namespace(b"t")
@@ -239,46 +213,6 @@ def test_a_key_is_new_to_its_namespace() -> None:
     index.insert(1, key_of(0), NO_ROW)
     with pytest.raises(AssertionError):
         index.insert(0, key_of(0), NO_ROW)
-
-
-def test_no_more_evicted_keys_are_remembered_than_said() -> None:
-    index = PrefixIndex(forgotten_limit=10)
-    index.add_namespace(b"t")
-    for number in range(100):
-        index.remove(*chain_in(index, 0, range(number, number + 1)), remember=True)
-    found = [index.why_not(0, key_of(number), NO_ROW) for number in range(100)]
-    assert found == [TierMiss.NEVER_SEEN] * 90 + [TierMiss.EVICTED] * 10
-
-
-def test_an_evicted_block_that_came_back_was_not_evicted() -> None:
-    index = PrefixIndex()
-    index.add_namespace(b"t")
-    (row,) = chain_in(index, 0, range(1))
-    index.remove(row, remember=True)
-    (row,) = chain_in(index, 0, range(1))
-    index.remove(row)
-    assert index.why_not(0, key_of(0), NO_ROW) is TierMiss.NEVER_SEEN
-
-
-def test_evicted_in_one_namespace_is_not_evicted_in_another() -> None:
-    index = PrefixIndex()
-    index.add_namespace(b"t")
-    index.add_namespace(b"t")
-    index.remove(*chain_in(index, 0, range(1)), remember=True)
-    assert index.why_not(0, key_of(0), NO_ROW) is TierMiss.EVICTED
-    assert index.why_not(1, key_of(0), NO_ROW) is TierMiss.NEVER_SEEN
-
-
-def test_elsewhere_never_looks_at_another_tenant() -> None:
-    index = PrefixIndex()
-    for tenant in (b"mine", b"theirs", b"mine"):
-        index.add_namespace(tenant)
-    chain_in(index, 1, range(1))
-    assert index.elsewhere(0, key_of(0)) == -1
-    (row,) = chain_in(index, 2, range(1))
-    assert index.elsewhere(0, key_of(0)) == 2 and index.elsewhere(2, key_of(0)) == -1
-    index.mark_lost(row)
-    assert index.elsewhere(0, key_of(0)) == -1, "nobody can read it there"
 
 
 # What a block costs ---------------------------------------------------------------------------------------------------

@@ -12,10 +12,9 @@ from kvstore import Limits, Share
 from kvstore.block.account import HitTier
 from kvstore.client.handle import NamespaceHandle, PutResult
 from kvstore.node import EmbeddedStore
-from kvstore.service.settings import read_settings
 from model.store_model import OpenStore
 from simulation.two_tiers import Disk, Sizes, open_two_tiers, wait_until_idle
-from workbench import MODEL, FakeClock, ids, one_line, random_pages, small_layout
+from workbench import MODEL, FakeClock, ids, random_pages, small_layout
 
 BLOCK = 64
 LAYOUT = small_layout()
@@ -137,10 +136,3 @@ def test_none_of_it_is_kept_where_nothing_may_be(tmp_path: Path) -> None:
         for prompt in range(20):
             assert tenants["a"].put(tokens(prompt, 10), PAGES[10], ttl=1000).reason is None
         assert tenants["a"].match(tokens(0, 10)).blocks == 0 and store._store.usage().dram_retained_bytes == 0
-
-
-@pytest.mark.parametrize("given", [-0.1, 0.95, float("nan")])
-def test_what_cannot_be_is_one_line(given: float) -> None:
-    with pytest.raises(kvstore.BadInput) as caught:
-        read_settings(f"[limits]\nretained_fraction = {given}\n")
-    assert one_line(caught.value, "limits.retained_fraction=", "from 0 to 0.9")

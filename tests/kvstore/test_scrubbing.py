@@ -33,10 +33,21 @@ from tiering.nvme.slab_files import DirectFiles
 from tiering.slots import FrameState
 from tiering.tier import extent_of, slot_of
 from waiting import wait_until
-from workbench import MODEL, blank_planes, ids, one_line, open_at, random_pages, small_layout
+from workbench import (
+    MODEL,
+    blank_planes,
+    open_at,
+    prompt_of,
+    put_prompt,
+    random_pages,
+    read_prompt,
+    small_layout,
+)
 
 SEED = 20261120
 BLOCKS = 20
+prompt = partial(prompt_of, blocks=BLOCKS)
+put = partial(put_prompt, blocks=BLOCKS)
 LONG_MS = 20_000
 LONG_SECONDS = 30.0
 EVER = ScrubLimits(1 << 40, first_seconds=0, pass_seconds=0, pause_seconds=0.02)
@@ -147,25 +158,8 @@ def wait_for(event: threading.Event) -> None:
     assert event.wait(LONG_SECONDS)
 
 
-def prompt(number: int, blocks: int = BLOCKS) -> list[int]:
-    return ids(64 * blocks, 10_000 * number)
-
-
-def put(handle: NamespaceHandle, number: int, blocks: int = BLOCKS, **options: Any) -> Any:
-    return handle.put(prompt(number, blocks), random_pages(handle.layout, blocks, 64, number), **options)
-
-
 def read(handle: NamespaceHandle, number: int, blocks: int = BLOCKS) -> int:
-    """How many blocks were delivered, each compared bit for bit."""
-    into = Pages(blank_planes(handle.layout, blocks, 64), range(blocks), 64)
-    with handle.lease(handle.match(prompt(number, blocks)), deadline_ms=LONG_MS) as lease:
-        loaded = handle.get(lease, into)
-    delivered = loaded.tokens // 64
-    want = random_pages(handle.layout, blocks, 64, number)
-    for layer, planes in into.planes.items():
-        for got, expected in zip(planes, want.planes[layer], strict=True):
-            assert torch.equal(got[:delivered].view(torch.uint8), expected[:delivered].view(torch.uint8))
-    return delivered
+    return read_prompt(handle, number, blocks).blocks
 
 
 def on_disk(path: Path, prompts: int = 1, **layout: Any) -> None:
@@ -902,17 +896,3 @@ def test_it_is_on_by_default_and_can_be_switched_off(tmp_path: Path) -> None:
 )
 def test_rates_as_people_write_them(written: str | int, rate: int) -> None:
     assert parse_rate(written, "scrub") == rate
-
-
-@pytest.mark.parametrize("written", ["", "fast", "/s", "8MiB/h", "8MiB/s/s", "-1", -1, "on", None, True, 1.5, "1MiBs"])
-def test_what_is_not_a_rate_is_one_clear_line(tmp_path: Path, written: Any) -> None:
-    with pytest.raises(kvstore.BadInput) as caught:
-        kvstore.open(f"embedded:{tmp_path}", dram="1MiB", scrub=written)
-    assert one_line(caught.value, f"scrub={written!r}", "e.g. scrub=8MiB/s", "off")
-
-
-@pytest.mark.parametrize("written", [1, "63KiB/s", "10B/s"])
-def test_a_rate_that_comes_to_nothing_is_one_clear_line(tmp_path: Path, written: Any) -> None:
-    with pytest.raises(kvstore.BadInput) as caught:
-        kvstore.open(f"embedded:{tmp_path}", dram="1MiB", nvme="8MiB", scrub=written)
-    assert one_line(caught.value, f"scrub={written!r}", "at least 64.0 KiB/s", "off")

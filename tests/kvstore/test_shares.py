@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -360,27 +359,6 @@ def test_on_disk_what_is_kept_goes_where_all_else_is_in_use(tmp_path: Path) -> N
         for lease in leases:
             lease.release()
         world.store.check()
-
-
-@pytest.mark.parametrize(
-    ("shares", "parts"),
-    [
-        ({"a": Share(1.5)}, ("shares: a: guaranteed=1.5", "guaranteed to it, 0 to 1")),
-        ({"a": Share(-0.1)}, ("shares: a: guaranteed=-0.1",)),
-        ({"a": Share(float("nan"))}, ("shares: a: guaranteed=nan",)),
-        ({"a": Share(0.5, 0)}, ("shares: a: weight=0", "0.001 to 1000")),
-        ({"a": Share(0.6), "b": Share(0.5)}, ("come to 1.1 of each tier", "a 0.6, b 0.5", "1 or less")),
-        ({"a": Share(0.01)}, ("share=0.01 of tenant a is less than one piece of dram", "64.0 KiB", "more dram")),
-        ({"a": 0.7}, ("shares={'a': 0.7}", "kvstore.Share(guaranteed=0.5)")),
-        (0.5, ("shares=0.5; give a kvstore.Share",)),
-        ({"a": Share("half")}, ("shares: a: guaranteed='half' is not a number",)),
-        ({"a": Share(0.5, True)}, ("shares: a: weight=True is not a number",)),
-    ],
-)
-def test_what_cannot_be_is_one_line(tmp_path: Path, shares: Any, parts: tuple[str, ...]) -> None:
-    with pytest.raises(kvstore.BadInput) as caught:
-        Tenants(tmp_path, shares)
-    assert one_line(caught.value, *parts)
 
 
 @pytest.mark.parametrize(

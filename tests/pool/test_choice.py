@@ -73,26 +73,6 @@ def test_what_is_chosen_is_fit(data: st.DataObject) -> None:
             assert chosen[0].blocks == max(of.blocks for of in fit), "all are equally fast: most blocks first"
 
 
-def test_two_failures_of_one_run_ban_it_for_ten_seconds() -> None:
-    choice = HolderChoice(HERE, SpeedBook())
-    choice.failed(node(1), RUNS[0], 100.0)
-    assert [one.node for one in choice.choose([holder(1)], alive(1), b"p", BLOCK, 100.0)] == [node(1)]
-    choice.failed(node(1), RUNS[0], 101.0)
-    assert choice.choose([holder(1)], alive(1), b"p", BLOCK, 101.0 + BAN_SECONDS - 0.01) == []
-    assert choice.choose([holder(1)], alive(1), b"p", BLOCK, 101.0 + BAN_SECONDS) != []
-    assert choice.choose([holder(1, run=1)], alive(1, run=1), b"p", BLOCK, 101.0) != [], "it was started again"
-
-
-def test_failures_are_forgotten_by_a_success_and_by_time() -> None:
-    choice = HolderChoice(HERE, SpeedBook())
-    for between in (lambda: choice.worked(node(1), RUNS[0]), lambda: None):
-        choice.failed(node(1), RUNS[0], 0.0)
-        between()
-        choice.failed(node(1), RUNS[0], 2 * BAN_SECONDS)
-        assert not choice.is_banned(node(1), RUNS[0], 2 * BAN_SECONDS)
-        choice.worked(node(1), RUNS[0])
-
-
 def test_holders_without_the_tenant_s_keys_are_not_asked() -> None:
     choice = HolderChoice(HERE, SpeedBook())
     assert choice.choose([holder(1)], alive(1), b"p", BLOCK, 0.0, b"tenant b") == []

@@ -93,14 +93,6 @@ def test_holders_lead_without_a_gap_and_are_alive(data: st.DataObject) -> None:
     assert all(alive[one.node].incarnation == one.incarnation for one in found)
 
 
-def test_a_chunk_behind_a_gap_does_not_count() -> None:
-    heads = [(16, b"a"), (32, b"b"), (48, b"c")]
-    here = hint_value(RUN, HitTier.DRAM)
-    said = [{node(0): here, node(1): here}, {node(0): here}, {node(0): here, node(1): here, node(2): here}]
-    found = leading_holders(heads, said, {node(number): entry(number) for number in range(3)})
-    assert [(one.node, one.blocks) for one in found] == [(node(0), 48), (node(1), 16)]
-
-
 def test_the_tier_is_the_slowest_of_them() -> None:
     heads = [(16, b"a"), (32, b"b")]
     said = [{node(1): hint_value(RUN, HitTier.NVME)}, {node(1): hint_value(RUN, HitTier.DRAM)}]

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -18,20 +17,17 @@ from pathlib import Path
 import pytest
 
 from descriptors import open_files, opened_since
-from kvstore.block.account import HitTier, MissReason
+from kvstore.block.account import MissReason
 from kvstore.block.errors import Unreachable
 from kvstore.client import socket_door as remote_door
 from kvstore.client.framing import FramedSocket
 from kvstore.client.handle import NamespaceHandle, PutResult
 from kvstore.client.sidecar_store import SidecarStore
-from kvstore.core import room
 from kvstore.node import SystemClock
 from kvstore.protocol import messages as m
 from service.sidecar import Sidecar
-from tiering.dram import unmap_wait
 from tiering.dram.unmap_wait import TENANT_SECONDS, WAIT_SECONDS
 from tiering.frame import digest
-from tiering.nvme.lmdb_index import LmdbMaker
 from torture.peer import Peer, packed_namespace
 from waiting import wait_until
 from workbench import MODEL, ids, random_pages, small_layout
@@ -209,29 +205,6 @@ def test_it_is_rung_where_an_answer_that_nobody_waits_for_told_it(sidecar: Sidec
     assert listener.rings() == 1
 
 
-def test_a_lease_that_waits_for_the_disk_has_it_rung(tmp_path: Path) -> None:
-    sizes = {"dram": "1MiB", "extent": "64KiB", "nvme": "32MiB", "slab": "1MiB"}
-    with Sidecar(tmp_path, indexes=LmdbMaker, **sizes) as sidecar, sidecar.client() as store:
-        handle, listener = opened(store, MODEL), Listener(sidecar)
-        for number in range(9):
-            tokens = ids(512, 100_000 * number)
-            assert handle.put(tokens, random_pages(handle.layout, 8), durability="disk").stored == 8
-        sidecar.store.evict(72)
-        assert handle.match(ids(512)).tiers == ((HitTier.NVME, 8),)
-        listener.fill(75)
-        while listener.rings(0):
-            listener.told()
-        retired = sidecar.core.retired_extents
-
-        def waits_for_memory() -> bool:  # once what fills it is written down, it may go
-            handle.lease(handle.match(ids(512)), deadline_ms=20_000).release()
-            return sidecar.core.retired_extents > retired
-
-        wait_until(waits_for_memory)
-        assert listener.rings() == 1 and listener.told()
-        listener.close()
-
-
 # What a bell costs, and what it cannot do -----------------------------------------------------------------------------
 
 
@@ -325,35 +298,7 @@ def test_a_descriptor_of_something_else_is_no_bell(sidecar: Sidecar) -> None:
     assert not opened_since(before, "/dev/null")
 
 
-def test_clients_that_put_at_the_same_moment_all_wait(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as may wait, of one tenant, while another client of it maps everything. Each waits as long as a busy
-    machine needs."""
-    monkeypatch.setattr(room, "LOOKS_SECONDS", [room.LOOKS_SECONDS[-1]] * 500)
-    monkeypatch.setattr(room, "PUT_SECONDS", 60.0)
-    monkeypatch.setattr(unmap_wait, "TENANT_SECONDS", 600.0)
-    with ExitStack() as stack:
-        clients = [stack.enter_context(sidecar.client()) for _ in range(9)]
-        handles = [opened(store, f"m{number}") for number, store in enumerate(clients)]
-        wait_until(lambda: all(store._door._run.notify_pipe is not None for store in clients))  # type: ignore[union-attr]
-        for turn in range(4):
-            assert put(handles[0], 100 + turn, blocks=75).reason is None
-            with ThreadPoolExecutor(8) as pool:
-                results = list(pool.map(lambda handle, number=turn: put(handle, number, blocks=5), handles[1:]))
-            assert results == [PutResult(0, 5, None, None)] * 8
-
-
 # A client's own life --------------------------------------------------------------------------------------------------
-
-
-def test_a_bell_is_heard_from_the_first_moment_and_after_coming_again(sidecar: Sidecar) -> None:
-    with sidecar.client() as store:
-        handle = opened(store, MODEL)
-        wait_until(lambda: store._door._run is not None and store._door._run.notify_pipe is not None)
-        run = store._door._run
-        assert run is not None
-        run.wire.close()
-        wait_until(lambda: put(handle, 1).reason is None)
-        wait_until(lambda: store._door._run is not run and store._door._run.notify_pipe is not None)  # type: ignore[union-attr]
 
 
 def test_one_thread_listens_however_often_it_is_asked(sidecar: Sidecar) -> None:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-import signal
-import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -132,23 +129,6 @@ def test_workers_read_what_the_scheduler_leased_and_a_killed_one_holds_nothing(t
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_stopped_in_the_middle_of_a_copy_keeps_its_slots(tmp_path: Path) -> None:
-    with Sidecar(tmp_path, dram="1MiB") as sidecar, sidecar.client() as store:
-        scheduler = store.namespace(model=MODEL, layout=LAYOUT)
-        scheduler.put(ids(512), PAGES)
-        with workers(str(sidecar.path), store.session, 1) as (worker,):
-            lease = lease_of(scheduler)
-            assert worker.tell(lease.ticket()) == READ
-            os.kill(worker.process.pid or 0, signal.SIGSTOP)
-            lease.release()
-            for number in range(20):
-                scheduler.put(ids(512, 1000 * (1 + number)), random_pages(LAYOUT, 8, seed=number))
-            assert scheduler.match(ids(512)).blocks == 8 and sidecar.store.usage().leases == 1
-            os.kill(worker.process.pid or 0, signal.SIGKILL)
-            wait_until(lambda: sidecar.store.usage().leases == 0)
-
-
-@pytest.mark.slow
 def test_one_ticket_of_a_session_is_good_across_restarts_of_the_sidecar(tmp_path: Path) -> None:
     flags = ["--nvme", "64MiB"]
     with serving(tmp_path, *flags) as (process, said):
@@ -200,60 +180,6 @@ def test_a_forked_child_is_of_the_same_session(tmp_path: Path) -> None:
 # Polls that never wait ------------------------------------------------------------------------------------------------
 
 
-def test_a_lease_that_comes_after_its_deadline_is_given_back(tmp_path: Path) -> None:
-    with Sidecar(tmp_path, dram="1MiB") as sidecar, sidecar.client() as store:
-        handle = store.namespace(model=MODEL, layout=LAYOUT)
-        handle.put(ids(512), PAGES)
-        match = handle.match(ids(512))
-        handle.door._limits = type(handle.door._limits)(lease=0.0)  # type: ignore[attr-defined]
-        lock = sidecar.core._shared.lock
-        with lock:  # no lease is granted meanwhile
-            pending = [handle.submit_lease(match, deadline_ms=1) for _ in range(10)]
-            time.sleep(0.02)
-            assert {polled(one).reason for one in pending} == {MissReason.DEADLINE}
-        time.sleep(0.05)
-        wait_until(lambda: sidecar.store.usage().leases == 0)
-        wait_until(lambda: not sidecar.sessions.leased_blocks(next(iter(sidecar.sessions._callers.values()))))
-        sidecar.store.check()
-
-
-@pytest.mark.slow
-def test_blocking_calls_and_polls_share_a_connection_while_it_breaks(tmp_path: Path) -> None:
-    """Nobody hangs, nobody raises."""
-    over, faults = threading.Event(), []
-
-    def block(handle: NamespaceHandle) -> None:
-        try:
-            while not over.is_set():
-                with handle.lease(handle.match(ids(512)), deadline_ms=100) as lease:
-                    handle.get(lease, blank_pages(LAYOUT, 8))
-        except BaseException as error:
-            faults.append(error)
-
-    processes: list[subprocess.Popen[str]] = []
-    with serving(tmp_path, "--nvme", "64MiB") as (_, said):
-        store = kvstore.open(f"unix:{said['serving'][0]}")
-        handle = store.namespace(model=MODEL, layout=LAYOUT)
-        handle.put(ids(512), PAGES, durability="disk")
-        threads = [threading.Thread(target=block, args=(handle,)) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-    try:
-        for _ in range(2):
-            with serving(tmp_path, "--nvme", "64MiB") as (process, _):
-                processes.append(process)
-                for _ in range(100):
-                    match = polled(handle.submit_match(ids(512)))
-                    polled(handle.submit_lease(match, request="r"))
-                store.release_request("r")
-    finally:
-        over.set()
-        for thread in threads:
-            thread.join(SECONDS)
-    assert not faults and not any(thread.is_alive() for thread in threads)
-    store.close()
-
-
 @pytest.mark.parametrize("length", [1, 15, 65, 1000])
 def test_a_token_of_another_length_is_refused(tmp_path: Path, length: int) -> None:
     with Sidecar(tmp_path, dram="1MiB") as sidecar, sidecar.client() as store:
@@ -263,23 +189,10 @@ def test_a_token_of_another_length_is_refused(tmp_path: Path, length: int) -> No
             store.namespace(model=MODEL, layout=LAYOUT)
 
 
-@pytest.mark.parametrize(("path", "told"), [("x" * 108, "longer than 107 bytes"), ("a\0b", "no NUL")])
-def test_what_is_no_sockets_path_is_refused_when_the_store_is_opened(path: str, told: str) -> None:
-    with pytest.raises(kvstore.BadInput) as caught:
-        kvstore.open(f"unix:{path}")
-    assert one_line(caught.value, told, "give")
-
-
 def test_a_socket_whose_path_is_too_long_is_called_so() -> None:
     with pytest.raises(kvstore.Unreachable) as caught:
         FramedSocket("x" * 200, "test", b"", SystemClock(), 1.0)
     assert one_line(caught.value, "path too long")
-
-
-def test_how_fast_a_sidecar_scrubs_is_not_a_clients_to_say() -> None:
-    with pytest.raises(kvstore.BadInput) as caught:
-        kvstore.open("unix:/run/kvstore.sock", scrub="off")
-    assert one_line(caught.value, "scrub='off'", "kvstore serve")
 
 
 def test_leases_that_are_submitted_together_map_an_extent_once(tmp_path: Path) -> None:

@@ -6,14 +6,10 @@ What is kept for whoever is out of reach, and for how long, is seen from outside
 from __future__ import annotations
 
 import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +23,6 @@ from kvstore.block.identity import Namespace
 from kvstore.block.layout import Layout
 from kvstore.client.framing import FramedSocket
 from kvstore.client.handle import EARLY_BLOCKS, LAST_BLOCKS, PutResult
-from kvstore.config import Limits
 from kvstore.node import SystemClock
 from kvstore.protocol import messages as m
 from kvstore.protocol.door import ReservationLost
@@ -52,8 +47,6 @@ from tiering.nvme.lmdb_index import LmdbMaker
 from torture.peer import Peer
 from waiting import wait_until
 from workbench import MODEL, blank_pages, ids, plausible_pages, random_pages, same_tokens, small_layout
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -90,19 +83,6 @@ def test_what_one_client_stores_another_one_reads(sidecar: Sidecar, parts: dict[
         assert theirs.put(ids(512), pages).present == 8
         assert one.drop(mine) == 8 and theirs.match(ids(512)).blocks == 0
         wait_until(lambda: is_at_rest(sidecar))
-
-
-def test_a_bit_that_flips_under_a_lease_is_a_miss_and_is_counted(sidecar: Sidecar) -> None:
-    with sidecar.client() as store:
-        handle = store.namespace(model=MODEL, layout=small_layout())
-        handle.put(ids(512), random_pages(handle.layout, 8))
-        with handle.lease(handle.match(ids(512))) as lease:
-            sidecar.core.spans([lease.reply.places[0][5]])[0].view[HEADER_BYTES + 77] ^= 16
-            loaded = handle.get(lease, blank_pages(handle.layout, 8))
-        assert loaded.tokens == 320 and loaded.reason is MissReason.CORRUPT
-        assert loaded.account.misses == {MissReason.CORRUPT: 192}
-        wait_until(lambda: sidecar.store.usage().counters.get("quarantined_blocks") == 1)
-        assert handle.match(ids(512)).reason is MissReason.CORRUPT
 
 
 @pytest.mark.parametrize("flawed", [0, 36, 50, 84, 99])  # 36 and 84: where what precedes was committed already
@@ -154,75 +134,6 @@ def test_room_for_one_block_costs_others_no_more_than_an_extent(tmp_path: Path) 
 
 # Those who are gone ---------------------------------------------------------------------------------------------------
 
-HOLD = """
-import sys
-from asking import Asking
-from kvstore.block.codec import codec_named
-from kvstore.node import SystemClock
-from kvstore.client.sidecar_store import open_sidecar
-from kvstore.client.socket_door import SocketDoor
-from kvstore.client.framing import FramedSocket
-from service.sidecar import patient
-from workbench import MODEL, ids, random_pages, small_layout
-
-store = patient(open_sidecar(sys.argv[1], codecs=codec_named, clock=SystemClock(), session="5e" * 16))
-handle = store.namespace(model=MODEL, layout=small_layout())
-handle.put(ids(512), random_pages(handle.layout, 8))
-lease = handle.lease(handle.match(ids(512)))
-views = [span.view for span in handle.door.memory(lease.reply.lease, lease.reply.places[0])]
-reply = Asking(handle.door).reserve(handle.number, handle.match(ids(512, 7)).keys, 0, 0, None)
-slots = [span.view for span in handle.door.memory(reply.reservation, reply.places[0], writable=True)]
-for slot in slots:
-    slot[-1] = 1
-print(lease.blocks, len(reply.blocks), flush=True)
-sys.stdin.readline()
-"""
-
-
-@contextmanager
-def a_holder(sidecar: Sidecar) -> Iterator[subprocess.Popen[str]]:
-    """A process with 8 blocks leased, 8 reserved, and both mapped."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(sidecar.path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'tests'}"},
-    )
-    try:
-        assert process.stdout is not None and process.stdout.readline() == "8 8\n"
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
-@pytest.mark.slow
-def test_a_killed_client_leaves_nothing(sidecar: Sidecar) -> None:
-    with a_holder(sidecar) as process:
-        usage = sidecar.store.usage()
-        assert (usage.leases, usage.reservations, usage.dram.reserved) == (1, 1, 8)
-        process.send_signal(signal.SIGKILL)
-        wait_until(lambda: is_at_rest(sidecar))
-    assert sidecar.store.usage().dram.used == 8 and len(sidecar.sessions) == 0
-
-
-@pytest.mark.slow
-def test_a_stopped_client_keeps_what_it_may_still_read_from_any_other_use(tmp_path: Path) -> None:
-    with Sidecar(tmp_path, dram="1MiB", limits=Limits(lease_seconds=0.2)) as sidecar, sidecar.client() as store:
-        handle = store.namespace(model=MODEL, layout=small_layout())
-        with a_holder(sidecar) as process:
-            process.send_signal(signal.SIGSTOP)
-            wait_until(lambda: not sidecar.store.evict(0) and not sidecar.store.usage().pinned_bytes)
-            assert sidecar.store.evict(100) == 8
-            usage = sidecar.store.usage()
-            assert (usage.dram.zombie, usage.dram.reserved) == (8, 8)
-            for number in range(40):  # more than there is room for
-                handle.put(ids(512, 1000 * number), random_pages(handle.layout, 8))
-            assert sidecar.store.usage().dram.zombie == 8
-            process.send_signal(signal.SIGKILL)
-            wait_until(lambda: is_at_rest(sidecar))
-
 
 def test_a_client_that_hangs_up_and_still_maps_what_it_had(sidecar: Sidecar) -> None:
     store = sidecar.client()
@@ -263,28 +174,6 @@ def test_memory_of_a_lease_goes_with_its_connection(sidecar: Sidecar) -> None:
         loaded = handle.get(lease, blank_pages(handle.layout, 8))
         assert (loaded.tokens, loaded.reason) == (0, MissReason.UNREACHABLE)
         assert handle.get(again, blank_pages(handle.layout, 8)).tokens == 512
-
-
-def test_a_lease_is_held_by_all_who_attached_to_it(sidecar: Sidecar) -> None:
-    tenant = sidecar.store.keys.tenant("default")
-    with sidecar.client() as store:
-        handle = store.namespace(model=MODEL, layout=small_layout())
-        handle.put(ids(512), random_pages(handle.layout, 8))
-        lease = handle.lease(handle.match(ids(512)), deadline_ms=10_000)
-        assert lease.blocks == 8, lease.detail
-        (session,) = sidecar.sessions.sessions()
-        number = number_of(lease)
-        worker, stranger = (sidecar.sessions.join(tenant, token, "test") for token in (session.token, b"x" * 16))
-        assert worker.session is session and stranger.session is not session
-        assert sidecar.sessions.attach(stranger, [number]) == []
-        assert sidecar.sessions.attach(worker, [number, 12345]) == [number]
-        lease.release()
-        handle.match(ids(512))
-        assert sidecar.store.usage().leases == 1, "the worker holds it"
-        sidecar.sessions.release(worker, [number])
-        assert is_at_rest(sidecar)
-        sidecar.sessions.left(worker)
-        sidecar.sessions.left(stranger)
 
 
 # What cannot be -------------------------------------------------------------------------------------------------------
@@ -436,35 +325,6 @@ def test_an_answer_that_comes_too_late_leaves_nothing(sidecar: Sidecar) -> None:
         wait_until(lambda: bool(handle.match(ids(64)).blocks) and is_at_rest(sidecar))
 
 
-def test_numbers_of_others_name_nothing(sidecar: Sidecar) -> None:
-    with sidecar.client() as store:
-        handle = store.namespace(model=MODEL, layout=small_layout())
-        handle.put(ids(512), random_pages(handle.layout, 8))
-        lease = handle.lease(handle.match(ids(512)))
-        key = lease.keys[0]
-        extent = lease.reply.places[0][0] >> 24
-        verbs: list[m.Verb] = [
-            m.MatchPrefix(0, [key]),
-            m.Release([number_of(lease)]),
-            m.ReportFrame(number_of(lease), 0, 0),
-            m.Commit(1, 0, 0, [[b"x" * 16] * 2]),
-            m.Abort(1),
-            m.Drop(0),
-            m.Attach([number_of(lease)]),
-            m.Extents([extent + 1000], True),
-        ]
-        replies = talk(sidecar, HELLO, *[m.pack(m.Request(number, verb)) for number, verb in enumerate(verbs, 2)])
-        answers = {reply.number: reply.answer for reply in replies}
-        faults = [answer.fault if isinstance(answer, m.Failed) else answer for answer in answers.values()][1:]
-        bad = m.RequestFault.BAD_INPUT
-        assert len(answers) == len(verbs) + 1
-        assert sorted(map(str, faults)) == sorted(
-            map(str, [bad, m.Done(), m.Done(), m.Counted(0), m.Done(), bad, m.Attached([]), m.ExtentsReply([])])
-        )
-        assert not sidecar.store.usage().counters.get("reported_frames") and sidecar.store.usage().leases == 1
-        lease.release()
-
-
 def test_whoever_is_turned_away_is_told_why(tmp_path: Path) -> None:
     """Also where the hello comes late; and they are turned away for good, however many they are."""
     with Sidecar(tmp_path, DoorLimits(connections=1)) as sidecar, sidecar.client() as store:
@@ -485,37 +345,6 @@ def test_whoever_is_turned_away_is_told_why(tmp_path: Path) -> None:
         for one in silent:
             one.close()
         wait_until(lambda: len(sidecar.door) == 1)
-
-
-def test_a_large_message_is_answered_as_a_small_one_is(sidecar: Sidecar) -> None:
-    """Whatever thread serves it; it is read apart from all others."""
-    space = Namespace("m", small_layout(), "raw").pack()
-    absent = [number.to_bytes(KEY_BYTES, "big") for number in range(LARGE // KEY_BYTES)]
-    peer = Peer(str(sidecar.path))
-    assert isinstance(peer.ask(m.Hello(1, 1, "test")), m.Welcome)
-    granted = peer.ask(m.OpenNamespace(space, [8192]))
-    assert isinstance(granted, m.Granted)
-    number = granted.grant.number
-    asked: list[tuple[m.Verb, type]] = [
-        (m.MatchPrefix(number, absent), m.Matched),
-        (m.ReleaseRequest("x" * LARGE), m.Done),
-        (m.LeasePrefix(number, absent, 0, 0.0), m.Leased),
-        (m.Reserve(number, absent, 0), m.Reserved),
-        (m.MatchPrefix(number, [*absent, absent[0]]), m.Failed),
-    ]
-    for at, (verb, kind) in enumerate(asked, 2):
-        assert len(m.pack(m.Request(at, verb))) > LARGE
-        assert isinstance(peer.ask(verb, at), kind)
-    assert sidecar.door.usage().served == {
-        "hello": 1,
-        "namespace": 1,
-        "match": 2,
-        "release_request": 1,
-        "lease": 1,
-        "reserve": 1,
-    }
-    peer.close()
-    wait_until(lambda: is_at_rest(sidecar))
 
 
 def said_hello(sidecar: Sidecar) -> Peer:

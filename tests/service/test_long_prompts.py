@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,7 +25,7 @@ from kvstore.service import dispatch as handlers
 from kvstore.service.connections import DoorLimits
 from service.sidecar import Sidecar
 from tiering.tier import SLOT_BITS
-from torture.long_prompts import LAYOUT, blank, mixed, prompt
+from torture.long_prompts import LAYOUT, blank, prompt
 from torture.peer import Peer
 from waiting import wait_until
 from workbench import MODEL
@@ -59,14 +58,6 @@ def waited(pending: PendingReply[T]) -> T:
 def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
     with Sidecar(tmp_path, dram="256MiB") as sidecar:
         yield sidecar
-
-
-@pytest.mark.slow
-def test_long_and_short_prompts_of_one_connection(tmp_path: Path) -> None:
-    """All of them are found, leased and loaded whole: how long that takes is for `make torture` to say."""
-    with Sidecar(tmp_path, dram="256MiB") as sidecar, sidecar.client() as store:
-        told = mixed(store, long=2, short=100, long_tokens=LONG, short_tokens=6400)
-    assert told.reasons == Counter({("long", None, LONG // 64, LONG): 2, ("short", None, 100, 6400): 100})
 
 
 def test_a_client_waits_the_longer_for_an_answer_the_more_it_asks_for(
@@ -146,24 +137,6 @@ def test_a_sidecar_that_takes_fewer_blocks_is_not_asked_for_more(sidecar: Sideca
         assert not run.wire.closed
 
 
-@pytest.mark.slow
-def test_ten_long_prompts_that_are_submitted_together(sidecar: Sidecar) -> None:
-    """More bytes than a socket takes: each is found and leased whole, though all but the first one wait for others."""
-    with sidecar.client() as store:
-        handle = store.namespace(model=MODEL, layout=LAYOUT)
-        prompts = [handle.hashed(prompt(LONG, seed)) for seed in range(2)]
-        for seed, one in enumerate(prompts):
-            assert handle.put(one, blank(LONG)).stored == LONG // 64, seed
-        asked = [handle.submit_match(prompts[number % 2], deadline_ms=10_000) for number in range(60)]
-        matches = [waited(one) for one in asked]
-        assert {(match.blocks, match.reason) for match in matches} == {(LONG // 64, None)}
-        wanted = [handle.submit_lease(match, deadline_ms=10_000) for match in matches]
-        leases = [waited(one) for one in wanted]
-        assert {(lease.blocks, lease.reply.reason) for lease in leases} == {(LONG // 64, None)}
-        for lease in leases:
-            lease.release()
-
-
 def test_a_question_behind_long_ones_is_waited_for(sidecar: Sidecar) -> None:
     """Messages of a connection are taken in their order; after a while there is nothing before it any more."""
     with sidecar.client() as store:
@@ -233,26 +206,6 @@ def test_whoever_reads_no_answers_is_served_no_further(tmp_path: Path, monkeypat
         assert numbers == set(range(2, 2 + count))
         peer.close()
         wait_until(lambda: sidecar.store.usage().leases == 0)
-
-
-def test_what_a_session_may_hold_is_a_limit_of_pins_with_a_name(
-    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(handlers, "MAX_LEASED_BLOCKS", 500)
-    with sidecar.client() as store:
-        handle = store.namespace(model=MODEL, layout=LAYOUT)
-        tokens = prompt(300 * 64, 1)
-        assert handle.put(tokens, blank(300 * 64)).stored == 300
-        match = handle.match(tokens)
-        with handle.lease(match) as first, handle.lease(match) as second:
-            assert first.blocks == 300
-            assert (second.blocks, second.reply.reason) == (0, MissReason.PINNED_FULL)
-            assert "1 leases of 300 blocks" in second.reply.detail and "of 500" in second.reply.detail
-            (counts,) = sidecar.counting.all().values()
-            assert counts.misses == {MissReason.PINNED_FULL: 300 * 64}
-        released(sidecar)
-        with handle.lease(match) as third:
-            assert third.blocks == 300
 
 
 def test_a_put_of_a_long_prompt_names_its_last_blocks_only(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> None:

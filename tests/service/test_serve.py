@@ -226,11 +226,6 @@ def test_a_directory_that_another_sidecar_has_is_told_as_that_and_not_as_a_short
         assert process.poll() is None
 
 
-def test_a_path_that_is_no_sockets_is_refused_at_once() -> None:
-    with pytest.raises(kvstore.BadInput, match="is longer than 107 bytes; give a shorter path"):
-        kvstore.open(f"unix:/{'x' * 107}")
-
-
 def test_a_line_of_text_in_the_log_says_what_one_of_json_does() -> None:
     record = logging.makeLogRecord({"levelname": "INFO", "name": "a.b", "msg": "serving", "data": "./kv", "bytes": 5})
     assert TextLines().format(record).endswith(" INFO a.b: serving data=./kv bytes=5")

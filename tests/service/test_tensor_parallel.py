@@ -25,11 +25,10 @@ from kvstore.cli import ask
 from kvstore.client.handle import NamespaceHandle, PutResult
 from kvstore.client.sidecar_store import SidecarStore
 from kvstore.protocol import messages as m
-from kvstore.protocol.door import Collective, ReservationLost
+from kvstore.protocol.door import Collective
 from service.sidecar import Sidecar, patient
 from service.test_serve import serving
 from tiering.clock import SystemClock
-from tiering.frame import HEADER_BYTES
 from waiting import wait_until
 from workbench import MODEL, blank_pages, ids, random_pages, same_tokens, shard_pages, small_layout
 
@@ -37,8 +36,6 @@ SPAWN = multiprocessing.get_context("spawn")
 SECONDS = 60
 TOKENS, BLOCKS = 512, 8
 TWO = small_layout(head_shards=2)
-FOUR_OF_TWO = small_layout(head_shards=4)
-LATENT = Layout.mla(layers=2, latent_dim=24, rope_dim=8, dtype="bfloat16", head_shards=2)
 
 
 def pages_of(layout: Layout, seed: int) -> Any:
@@ -210,43 +207,6 @@ def test_a_rank_that_is_killed_before_its_commit_ends_the_put_for_all(tmp_path: 
             it.workers[0].kill()
 
 
-def test_a_rank_that_is_killed_after_its_commit_harms_nobody(tmp_path: Path) -> None:
-    with engine(tmp_path, TWO) as it:
-        assert it.put(1, "a", [0]) == [PutResult(0, BLOCKS, None, None)]
-        it.workers[0].kill()
-        wait_until(lambda: len(it.stat().sessions) == 1 and it.stat().sessions[0].connections == 2)
-        assert it.put(1, "a", [1]) == [PutResult(0, BLOCKS, None, None)]
-        assert it.blocks(1) == BLOCKS
-
-
-def test_what_is_not_whole_in_time_is_given_up(tmp_path: Path) -> None:
-    (tmp_path / "config.toml").write_text("[limits]\njoint_seconds = 0.5\n")
-    with engine(tmp_path, TWO, "--config", str(tmp_path / "config.toml")) as it:
-        assert it.put(1, "a", [0]) == [PutResult(0, BLOCKS, None, None)]
-        wait_until(lambda: it.slots() == 0)  # and nobody asked for anything
-        assert it.put(1, "a", [1]) == [PutResult(0, 0, 0, MissReason.DISABLED)]
-        assert it.stat().counters["lapsed_joint_puts"] == 1 and it.blocks(1) == 0
-        assert it.reservations() == (0, [0])
-
-
-def test_latents_are_written_by_one_rank_and_read_by_all(tmp_path: Path) -> None:
-    with engine(tmp_path, LATENT) as it:
-        assert it.put(1, "", [0]) == [PutResult(0, BLOCKS, None, None)], "it has all parts: no name is needed"
-        assert it.read(1) == [READ] * 2
-        results = it.put(2, "b")
-        assert sorted(result.stored for result in results) == [0, BLOCKS], "whoever came first"
-        assert it.read(2) == [READ] * 2
-
-
-def test_four_ranks_of_two_heads(tmp_path: Path) -> None:
-    with engine(tmp_path, FOUR_OF_TWO) as it:
-        assert it.put(1, "a", [1, 2]) == [PutResult(0, BLOCKS, None, None)] * 2
-        assert it.read(1) == [READ] * 4
-        results = it.put(2, "b")
-        assert [sum(result.stored for result in results[pair : pair + 2]) for pair in (0, 2)] == [BLOCKS] * 2
-        assert it.read(2) == [READ] * 4
-
-
 # Sidecars inside the test's process -----------------------------------------------------------------------------------
 
 
@@ -254,70 +214,6 @@ def test_four_ranks_of_two_heads(tmp_path: Path) -> None:
 def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
     with Sidecar(tmp_path, dram="4MiB") as sidecar:
         yield sidecar
-
-
-def test_a_bad_frame_of_one_rank_is_a_miss_for_it_and_then_for_all(sidecar: Sidecar) -> None:
-    with sidecar.client() as scheduler, sidecar.client(scheduler.session) as worker:
-        whole = scheduler.namespace(model=MODEL, layout=TWO)
-        ranks = [worker.namespace(model=MODEL, layout=TWO, shard=rank) for rank in range(2)]
-        pages = pages_of(TWO, 1)
-        for rank in range(2):
-            assert ranks[rank].put(ids(TOKENS), shard_pages(pages, TWO, rank), collective="a").stored == BLOCKS
-        with whole.lease(whole.match(ids(TOKENS)), deadline_ms=5000) as lease:
-            sidecar.core.spans([lease.reply.places[1][3]])[0].view[HEADER_BYTES] ^= 1
-            loaded = []
-            for rank in range(2):
-                with ranks[rank].attach(lease.ticket()) as attached:
-                    blank = shard_pages(blank_pages(TWO, BLOCKS), TWO, rank)
-                    loaded.append(ranks[rank].get(attached, blank))
-                assert same_tokens(shard_pages(pages, TWO, rank), blank, range(loaded[rank].tokens))
-            assert [(one.tokens, one.reason) for one in loaded] == [(TOKENS, None), (192, MissReason.CORRUPT)]
-        for handle in (whole, *ranks):
-            match = handle.match(ids(TOKENS))
-            assert (match.blocks, match.reason) == (3, MissReason.CORRUPT)
-
-
-def test_two_ranks_of_one_process_have_a_share_each(sidecar: Sidecar) -> None:
-    """On one connection, with places that are each one's own."""
-    with sidecar.client() as store:
-        ranks = [store.namespace(model=MODEL, layout=TWO, shard=rank) for rank in range(2)]
-        keys = ranks[0].match(ids(TOKENS)).keys
-        collective = [Collective("j", (rank,)) for rank in range(2)]
-        one, two = (
-            Asking(ranks[rank].door).reserve(ranks[rank].number, keys, 0, 0, None, collective[rank])
-            for rank in range(2)
-        )
-        assert one.reservation != two.reservation and one.blocks == two.blocks == list(range(BLOCKS))
-        assert [len(column) for column in (*one.places, *two.places)] == [BLOCKS, 0, 0, BLOCKS]
-        assert sidecar.store.usage().reservations == 1
-        assert list(sidecar.sessions.reservations().values()) == [1]
-        digests = [[bytes(16)] * 2] * BLOCKS
-        with pytest.raises(ReservationLost, match="the caller's to fill"):  # it is no part of that share
-            Asking(ranks[0].door).commit(two.reservation, 0, 0, digests)
-        assert Asking(ranks[0].door).commit(one.reservation, 0, 0, digests) == BLOCKS
-        Asking(ranks[0].door).abort(one.reservation)
-        assert Asking(ranks[1].door).commit(two.reservation, 1, 0, digests) == BLOCKS
-        assert ranks[0].match(ids(TOKENS)).blocks == BLOCKS
-
-
-def test_a_long_joint_put_through_a_socket(tmp_path: Path) -> None:
-    blocks = 150
-    limits = kvstore.Limits(pinned_fraction=1.0)
-    with (
-        Sidecar(tmp_path, dram="8MiB", limits=limits) as sidecar,
-        sidecar.client() as scheduler,
-        sidecar.client(scheduler.session) as worker,
-    ):
-        pages = random_pages(TWO, blocks)
-        ranks = [store.namespace(model=MODEL, layout=TWO, shard=rank) for rank, store in enumerate((scheduler, worker))]
-        for rank, handle in enumerate(ranks):
-            result = handle.put(ids(64 * blocks), shard_pages(pages, TWO, rank), collective="a")
-            assert result == PutResult(0, blocks, None, None)
-        for rank, handle in enumerate(ranks):
-            blank = shard_pages(blank_pages(TWO, blocks), TWO, rank)
-            with handle.lease(handle.match(ids(64 * blocks)), deadline_ms=5000) as lease:
-                assert handle.get(lease, blank).tokens == 64 * blocks
-            assert same_tokens(shard_pages(pages, TWO, rank), blank, range(64 * blocks))
 
 
 def test_other_sessions_and_nonsense_have_no_part_in_a_joint_put(sidecar: Sidecar) -> None:
