@@ -156,24 +156,6 @@ def ends(thread: threading.Thread) -> None:
 # Fences --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_fence_waits_for_a_save_that_reads(store: EmbeddedStore) -> None:
-    with Bench(store) as bench:
-        table = [1, 2, 3, 4]
-        bench.fill(ids(128), table)
-        bench.worker.in_read.clear()
-        order = bench.save(ids(128), table)
-        bench.begin(saves=[order])
-        bench.worker.start_saves()
-        assert bench.worker.reads.wait(SECONDS)
-        fence = blocks_for(0.1, lambda: bench.begin(cancelled_saves=[order.number]))
-        bench.worker.in_read.set()
-        ends(fence)
-        bench.fill(ids(128, 900), table)
-        (report,) = bench.reports(saves=1).saves
-        assert report.stored == 2 and not report.dropped, "it had read everything"
-        assert wrong_blocks(bench.handle, ids(128), 0, 0.0) == (2, [])
-
-
 def test_a_fence_does_not_wait_for_a_save_of_other_pages(store: EmbeddedStore) -> None:
     with Bench(store) as bench:
         bench.fill(ids(64), [1, 2])
@@ -220,22 +202,6 @@ def test_a_save_waits_for_loads_and_goes_when_they_are_over(store: EmbeddedStore
         assert found.saves[0].stored == 1, "before the engine takes the load's report"
         wait_until(lambda: bool(bench.worker.finished()[0]))
         lease.release()
-
-
-def test_a_save_that_is_fenced_before_it_reads_reads_nothing(store: EmbeddedStore) -> None:
-    with Bench(store) as bench:
-        bench.fill(ids(128), [1, 2, 3, 4])
-        bench.worker.before_read.clear()
-        order = bench.save(ids(128), [1, 2, 3, 4])
-        bench.begin(saves=[order])
-        bench.worker.start_saves()
-        wait_until(lambda: bool(bench.worker._saving))
-        bench.begin(cancelled_saves=[order.number])
-        bench.fill(ids(128, 900), [1, 2, 3, 4])
-        bench.worker.before_read.set()
-        (report,) = bench.reports(saves=1).saves
-        assert report.dropped and report.stored == 0 and not bench.worker.reads.is_set()
-        assert bench.handle.match(ids(128)).blocks == 0
 
 
 def test_with_windows_a_fence_waits_a_little_for_saves_that_wait(

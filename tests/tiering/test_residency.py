@@ -66,45 +66,6 @@ def test_the_life_of_a_frame_is_as_drawn() -> None:
     assert {(FrameState[a], FrameEvent[b]): FrameState[c] for a, b, c in triples} == TRANSITIONS
 
 
-@given(
-    st.integers(1, 6),
-    st.lists(st.tuples(st.sampled_from(FrameEvent), st.integers(0, 5), st.integers(0, 99)), max_size=80),
-)
-@settings(max_examples=150)
-def test_slots_against_a_list_of_states(capacity: int, steps: list[tuple[FrameEvent, int, int]]) -> None:
-    table = SlotTable(capacity)
-    states = [FrameState.FREE] * capacity
-    owners = [-1] * capacity
-    for event, slot, row in steps:
-        slot %= capacity
-        if event is FrameEvent.RESERVE:
-            if FrameState.FREE not in states:
-                continue
-            (slot,) = table.reserve(1)
-            assert states[slot] is FrameState.FREE
-            table.owners[slot] = owners[slot] = row
-            states[slot] = FrameState.RESERVED
-        elif (states[slot], event) in TRANSITIONS:
-            table.apply(slot, event)
-            states[slot] = TRANSITIONS[states[slot], event]
-            if states[slot] is FrameState.FREE:
-                owners[slot] = -1
-        else:
-            with pytest.raises(IllegalTransition):
-                table.apply(slot, event)
-        table.check()
-        assert list(table.states) == states and list(table.owners) == owners
-        assert table.free == states.count(FrameState.FREE) and table.live == states.count(FrameState.RESIDENT)
-
-
-def test_a_table_notices_when_it_does_not_add_up() -> None:
-    table = SlotTable(3)
-    table.check()
-    table.states[1] = FrameState.RESIDENT
-    with pytest.raises(AssertionError):
-        table.check()
-
-
 # Rows: places, pins, late readers -------------------------------------------------------------------------------------
 
 
