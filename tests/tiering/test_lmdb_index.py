@@ -1,6 +1,6 @@
 """The real LMDB file: damage, a full disk. Run as a program, this file is the process that a disk refuses.
 
-That it lives through kills is in `torture.tier`; what damage of any kind comes to in attack/test_index_damage.py.
+That it lives through kills is in attack/test_store_kills.py; what comes of damage, in attack/test_index_damage.py.
 """
 
 from __future__ import annotations

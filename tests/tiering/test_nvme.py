@@ -27,7 +27,6 @@ from tiering.errors import BlockMissing, IndexDoubtful, TierError, TierFull, Tie
 from tiering.frame import HEADER_BYTES, Stamp, digest
 from tiering.nvme.lmdb_index import DATA_FILE
 from tiering.nvme.slab import (
-    ENTRY,
     META,
     SLOTS_PER_RECORD,
     STAMP_PAGES,
@@ -45,7 +44,7 @@ from tiering.nvme.tier import NvmeTier
 from tiering.slab_header import PAGE_BYTES
 from tiering.slots import FrameState
 from tiering.tier import extent_of, place_of, slot_of
-from torture import RealMachine, kill
+from torture.tier import RealMachine
 
 Name = tuple[int, bytes, int]
 SLOTS = 40
@@ -308,36 +307,6 @@ def test_many_threads_share_their_syncs_and_nobody_is_answered_early() -> None:
     customer.tier.check()
     usage = customer.tier.usage()
     assert (usage.used, usage.deleting, usage.reserved) == (threads * (2 * rounds - rounds // 2), 0, 0)
-
-
-def test_threads_on_a_real_disk(tmp_path: Path) -> None:
-    customer = opened(RealMachine(tmp_path))
-    for part in (0, 1):
-        customer.tier.new_slab(STAMPS[part], MAC_KEY, b"")
-    written: dict[Name, Frame] = {}
-
-    def work(number: int) -> None:
-        random = Random(number)
-        for round_number in range(3):
-            frame = Frame(number % 2, random.randbytes(32), number << 8 | round_number, random)
-            given_up = Frame(number % 2, random.randbytes(32), number << 8 | round_number, random)
-            places = customer.tier.reserve(CLASSES[frame.part], 2)
-            customer.tier.commit(places, [frame.bytes, given_up.bytes])
-            written[frame.name] = frame
-            customer.tier.delete(places[1:])
-        customer.tier.settle()
-
-    together(work, 6)
-    customer.machine.stop()
-    found = customer.machine.start()
-    names = {
-        (slab.header.slot_class.part, entry["key"].tobytes(), int(entry["generation"])): place
-        for slab in found
-        for place, entry in zip(slab.places, slab.entries, strict=True)
-    }
-    assert names.keys() == written.keys()
-    assert all(customer.read(place) == written[name].bytes for name, place in names.items())
-    customer.tier.close()
 
 
 def test_power_is_lost_under_many_threads() -> None:
@@ -825,20 +794,6 @@ def stocked_here(customer: Customer) -> Customer:
     return customer
 
 
-def test_session_numbers_rise(customer: Customer) -> None:
-    sessions = [customer.tier.session]
-    for number in range(4):
-        if number % 2 and isinstance(customer.machine, RealMachine):
-            customer.machine.vanish()
-            customer.machine.start()
-        elif number % 2:
-            customer.crash(number)
-        else:
-            customer.restart()
-        sessions.append(customer.tier.session)
-    assert sessions == sorted(set(sessions)) and sessions[0] >= 1
-
-
 @pytest.mark.parametrize("page", range(STAMP_PAGES))
 @pytest.mark.parametrize("clean", [True, False])
 def test_no_session_number_comes_twice_when_a_stamp_rots(page: int, clean: bool) -> None:
@@ -879,16 +834,6 @@ def test_what_was_condemned_stays_condemned(customer: Customer) -> None:
         assert place not in customer.tier.reserve(CLASSES[0], SLOTS)
         customer.machine.stop()
         customer.compare(customer.machine.start())
-
-
-def test_condemned_without_a_settle_is_durable_with_the_next_batch() -> None:
-    customer = opened()
-    names = customer.store(0, 3)
-    customer.quarantine(names[0])
-    customer.store(1, 1)
-    customer.settle()
-    customer.crash()
-    assert customer.tier.usage().quarantined == 1
 
 
 def test_a_load_says_how_far_it_is() -> None:
@@ -1600,16 +1545,3 @@ def test_places_in_doubt_are_not_used_before_they_are_void() -> None:
         offset = customer.tier._ledger.pieces[1].header.offset(slot_of(place))
         assert not any(machine.files.durable(slab_name(1))[offset : offset + PAGE_BYTES])
     assert set(places) <= set(customer.tier.reserve(CLASSES[0], SLOTS))
-
-
-def test_entries_are_as_large_as_they_are_said_to_be() -> None:
-    assert ENTRY.itemsize * SLOTS_PER_RECORD + 32 <= 4080 and place_of(1, 0) > 0
-
-
-# Processes that are killed --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_five_processes_are_killed() -> None:
-    sums = kill(5, SEED)
-    assert sums["kills"] == 5 and sums["stored"] > 0, sums
