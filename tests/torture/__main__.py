@@ -129,7 +129,7 @@ def main() -> int:
         run("messages", options.messages, lambda progress: messages(options.messages, options.seed, progress))
         run("half-open", 2 * options.half_open, lambda told: half_open(options.half_open, options.seed, report=told))
         within, seed = options.nested, options.seed
-        requests, answers, disks = within // 4, within // 40, within // 500
+        requests, answers, disks = within // 4, within // 40, within // 200
         run("nested", within - requests - answers - disks, lambda told: nested(told.total, seed, told))
         run("nested requests", requests, lambda told: odd_requests(requests, seed, told, options.quiet_ms))
         run("nested answers", answers, lambda told: odd_answers(answers, seed, told))
