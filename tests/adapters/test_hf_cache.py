@@ -260,14 +260,6 @@ def test_a_ragged_batch(llama: Any, store: EmbeddedStore) -> None:
     assert [answer.report.restored_tokens for answer in second] == [256, 0, 512]
 
 
-def test_a_batch_of_equal_lengths(llama: Any, store: EmbeddedStore) -> None:
-    prompts = [prompt_of(270, seed) for seed in range(3)]
-    warm = cache_of(llama, store)
-    expected = [plain(llama, prompt, 12) for prompt in prompts]
-    for _ in range(2):
-        assert [answer.token_ids for answer in warm.generate_batch(prompts, max_new_tokens=12)] == expected
-
-
 @pytest.mark.parametrize("lengths", [(300, 70), (300, 300)])
 def test_what_an_earlier_request_left_in_the_buffers_does_no_harm(llama: Any, lengths: tuple[int, int]) -> None:
     cache = cache_of(llama)

@@ -347,25 +347,6 @@ def test_between_two_pieces_a_save_waits_again(store: EmbeddedStore, monkeypatch
 # Loads ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("first", [0, 64, 96])
-def test_a_load_that_the_step_waits_for_is_over_when_it_begins(store: EmbeddedStore, first: int) -> None:
-    with Bench(store) as bench:
-        bench.stored(ids(256))
-        table = list(range(11, 19))
-        order, lease = bench.load(ids(256), table, first)
-        bench.begin(loads=[order])
-        bench.worker.start_loads()
-        assert bench.is_right(ids(256), table, first, 256)
-        assert not first or not bench.is_right(ids(256), table, 0, first), "the engine's own pages are not touched"
-        assert bench.worker.finished() == (set(), set(), set())
-        (report,) = bench.reports(loads=1).loads
-        assert (report.tokens, report.reason) == (256, None)
-        bench.worker.start_loads()
-        assert bench.worker.take_reports() is None, "once"
-        lease.release()
-        assert store.usage().leases == 0
-
-
 def test_a_worker_in_the_schedulers_process_reads_with_its_lease(store: EmbeddedStore) -> None:
     with Bench(store) as bench:
         bench.stored(ids(128))
@@ -456,18 +437,6 @@ def test_a_layer_is_waited_for_until_it_is_there(store: EmbeddedStore) -> None:
         assert bench.reports(loads=1).loads[0].tokens == 256
         bench.worker.wait_layer("layer.1")
         lease.release()
-
-
-def test_layers_of_a_load_that_fails_are_not_waited_for(store: EmbeddedStore) -> None:
-    with Bench(store) as bench:
-        bench.stored(ids(256))
-        order, lease = bench.load(ids(256), list(range(11, 19)), layerwise=True)
-        lease.release()
-        bench.begin(loads=[order])
-        bench.worker.start_loads()
-        bench.worker.wait_layer("layer.1")
-        bench.worker.start_saves()
-        assert bench.worker.finished()[2] == set(range(11, 19))
 
 
 def test_an_idle_step_waits_a_little_for_loads_and_no_other_does(
@@ -564,20 +533,6 @@ def test_nothing_is_saved_of_a_step_that_waited_for_a_load_that_failed(store: Em
         assert bench.reports(saves=1).saves[0].stored == 1
 
 
-def test_a_load_beside_the_steps_that_fails_spoils_no_step(store: EmbeddedStore) -> None:
-    with Bench(store) as bench:
-        bench.stored(ids(256))
-        order, lease = bench.load(ids(256), list(range(11, 19)), waits=False)
-        lease.release()
-        bench.fill(ids(64, 500), [20, 21])
-        bench.begin(loads=[order])
-        bench.worker.start_loads()
-        _received(bench, 1)
-        bench.begin(saves=[bench.save(ids(64, 500), [20, 21])])
-        bench.worker.start_saves()
-        assert bench.reports(saves=1).saves[0].stored == 1
-
-
 def test_no_more_waits_to_be_saved_than_may(store: EmbeddedStore) -> None:
     rank_bytes = Bench(store)
     page = rank_bytes.rank.pages.facts.page_bytes
@@ -595,22 +550,6 @@ def test_no_more_waits_to_be_saved_than_may(store: EmbeddedStore) -> None:
         bench.begin(saves=[bench.save(ids(128, 1000), [20, 21, 22, 23])])
         bench.worker.start_saves()
         assert bench.reports(saves=1).saves[0].stored == 2, "there is room again"
-
-
-def test_a_save_says_how_much_is_held(store: EmbeddedStore) -> None:
-    with Bench(store) as bench:
-        bench.stored(ids(128))
-        table = list(range(1, 13))
-        bench.fill(ids(320), table)
-        bench.begin(saves=[bench.save(ids(320), table), bench.save(ids(384), table, 256 + 64)])
-        bench.worker.start_saves()
-        first, second = bench.reports(saves=2).saves
-        assert (first.held, first.stored, second.held, second.stored) == (5, 3, 6, 1)
-        assert store.evict(3) == 3
-        bench.begin(saves=[bench.save(ids(384), table, 320)])
-        bench.worker.start_saves()
-        (third,) = bench.reports(saves=1).saves
-        assert (third.held, third.stored, third.dropped) == (3, 0, False) and third.reason is not None
 
 
 def test_close_saves_what_waits_as_far_as_there_is_time(store: EmbeddedStore) -> None:
@@ -747,26 +686,6 @@ def test_an_audit_does_not_wait_for_the_engine(store: EmbeddedStore) -> None:
         bench.worker.start_saves()
         assert audited(bench, (PageRun(2, [13, 14]),), number=2) == [AuditVerdict.EXACT]
         assert bench.handle.match(ids(64, 500)).blocks == 1
-
-
-def test_an_audit_does_not_wait_for_a_save_between_two_pieces(
-    store: EmbeddedStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with Bench(store) as bench:
-        bench.stored(ids(128))
-    monkeypatch.setattr(paged_worker, "PIECE_BYTES", 1)
-    with Bench(store, save_patience=SECONDS) as bench:
-        bench.fill(ids(128, 500), [1, 2, 3, 4])
-        bench.fill(ids(128), [11, 12, 13, 14])
-        bench.worker.in_read.clear()
-        bench.begin(number=1, saves=[bench.save(ids(128, 500), [1, 2, 3, 4])])
-        bench.worker.start_saves()
-        bench.worker.take_reports()
-        assert bench.worker.reads.wait(SECONDS)
-        bench.begin(number=2)
-        bench.worker.in_read.set()
-        wait_until(lambda: bench.handle.match(ids(128, 500)).blocks == 1)
-        assert audited(bench, (PageRun(2, [13, 14]),), number=3) == [AuditVerdict.EXACT]
 
 
 @pytest.mark.parametrize("which", range(3))
