@@ -15,6 +15,6 @@ from kvstore.node import EmbeddedStore
 def store(tmp_path: Path) -> Iterator[EmbeddedStore]:
     """Of which all may be pinned, since pages are pinned as long as a load lasts; whole at the end."""
     limits = kvstore.Limits(pinned_fraction=1.0)
-    with kvstore.embedded(str(tmp_path / "kv"), dram="16MiB", limits=limits) as opened:
+    with kvstore.embedded(str(tmp_path / "kv"), dram="64MiB", limits=limits) as opened:
         yield opened
         opened.check()

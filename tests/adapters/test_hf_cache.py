@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +76,6 @@ def plain(model: Any, prompt: list[int], new_tokens: int) -> list[int]:
 @pytest.fixture(scope="module")
 def llama() -> Any:
     return model_of()
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[EmbeddedStore]:
-    with kvstore.open(f"embedded:{tmp_path}", dram="64MiB") as opened:
-        yield opened
 
 
 def reasons(account: Any) -> dict[str, int]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,12 +22,6 @@ SECONDS = 30
 
 def facts(number: int, epoch: int = 0, model: str = "m") -> NamespaceSpec:
     return NamespaceSpec(number, "", model, LAYOUT, "raw", epoch, {})
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[EmbeddedStore]:
-    with kvstore.embedded(str(tmp_path / "kv"), dram="1MiB") as opened:
-        yield opened
 
 
 @pytest.fixture
