@@ -1,4 +1,4 @@
-"""A store for the adapters' tests."""
+"""A store and a sidecar for the adapters' tests."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 import kvstore
 from kvstore.node import EmbeddedStore
+from service.sidecar import Sidecar
 
 
 @pytest.fixture
@@ -18,3 +19,9 @@ def store(tmp_path: Path) -> Iterator[EmbeddedStore]:
     with kvstore.embedded(str(tmp_path / "kv"), dram="64MiB", limits=limits) as opened:
         yield opened
         opened.check()
+
+
+@pytest.fixture
+def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
+    with Sidecar(tmp_path, dram="64MiB") as running:
+        yield running
