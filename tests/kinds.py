@@ -29,8 +29,6 @@ PURE_FILES = frozenset(
     adapters/test_costmodel.py
     adapters/test_load_choice.py
     adapters/test_model_files.py
-    adapters/test_save_patience.py
-    adapters/test_save_plan.py
     adapters/test_speeds.py
     bench/test_traffic_workload.py
     console/test_figures.py

@@ -1,4 +1,4 @@
-"""A store for the adapters' tests."""
+"""A store and a sidecar for the adapters' tests."""
 
 from __future__ import annotations
 
@@ -9,12 +9,19 @@ import pytest
 
 import kvstore
 from kvstore.node import EmbeddedStore
+from service.sidecar import Sidecar
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[EmbeddedStore]:
     """Of which all may be pinned, since pages are pinned as long as a load lasts; whole at the end."""
     limits = kvstore.Limits(pinned_fraction=1.0)
-    with kvstore.embedded(str(tmp_path / "kv"), dram="16MiB", limits=limits) as opened:
+    with kvstore.embedded(str(tmp_path / "kv"), dram="64MiB", limits=limits) as opened:
         yield opened
         opened.check()
+
+
+@pytest.fixture
+def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
+    with Sidecar(tmp_path, dram="64MiB") as running:
+        yield running

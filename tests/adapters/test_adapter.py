@@ -7,81 +7,26 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from engine_adapter.adapter import (
     SAVE_BYTES_PER_MS,
     SAVE_DEADLINE_MS,
-    BlockPool,
-    EngineAdapter,
     Report,
     StoreRequest,
     chosen_codec,
-    cut_to_grid,
-    grid_chunks,
-    reusable_tokens,
 )
 from engine_adapter.hf.hbm_blocks import HbmBlocks
-from kvstore.block.account import Account, HitTier, MissReason
+from kvstore.block.account import HitTier, MissReason
 from kvstore.block.layout import Layout
 from kvstore.block.pages import Pages
 from kvstore.client.handle import PutResult
-from workbench import bench, blank_pages, plausible_pages, random_pages, same_tokens, small_layout
+from workbench import bench, blank_pages, plausible_pages, random_pages, small_layout
 
 CHUNK = 128
 
 
 def request_on(namespace: object, tokens: int, **options: object) -> StoreRequest:
     return StoreRequest(namespace, Report(tokens, CHUNK), **options)  # type: ignore[arg-type]
-
-
-@given(start=st.integers(0, 2000), length=st.integers(0, 2000), chunk=st.integers(1, 700))
-def test_chunks_cover_a_range_and_end_on_the_grid(start: int, length: int, chunk: int) -> None:
-    stop = start + length
-    chunks = list(grid_chunks(start, stop, chunk))
-    assert [position for begin, end in chunks for position in range(begin, end)] == list(range(start, stop))
-    assert all(end % chunk == 0 for _, end in chunks[:-1])
-    assert chunks == [cell for cell in chunks if cell[0] // chunk == (cell[1] - 1) // chunk]
-
-
-@given(found=st.integers(0, 3000), rest=st.integers(0, 300), chunk=st.sampled_from([1, 64, 256]))
-def test_cutting_to_the_grid(found: int, rest: int, chunk: int) -> None:
-    asked = found + rest
-    if not asked:
-        return
-    account = cut_to_grid(Account.of([(HitTier.DRAM, found), (MissReason.ABSENT, rest)]), chunk)
-    assert account.asked == asked
-    assert account.hit_tokens == reusable_tokens(found, asked, chunk) < asked
-    assert account.hit_tokens % chunk == 0 and found - account.hit_tokens <= chunk
-    assert account.misses.get(MissReason.LAST_TOKEN, 0) == (1 if rest == 0 else 0)
-    assert account.misses.get(MissReason.ABSENT, 0) == rest
-    assert cut_to_grid(account, chunk) == account
-
-
-def test_a_request_saves_and_another_loads() -> None:
-    parts = bench()
-    namespace = parts.namespace()
-    tokens = list(range(450))
-    pages = random_pages(small_layout(), 7)
-    first = request_on(namespace, 450)
-    assert first.matched_tokens(tokens) == 0
-    assert first.report.account.misses == {MissReason.ABSENT: 448, MissReason.PARTIAL_BLOCK: 2}
-    assert first.load(pages) == 0
-    first.save(tokens[:128], Pages(pages.planes, pages.table[:2], 64))
-    first.finished(tokens[:448], pages)
-    assert first.report.saved_blocks == 7 and not first.report.put_reasons
-
-    second = request_on(namespace, 450)
-    into = blank_pages(small_layout(), 7)
-    assert second.matched_tokens(tokens) == 384
-    assert parts.store.usage().leases == 1, "what was promised is pinned"
-    assert second.load(into) == 384
-    assert same_tokens(pages, into, range(384))
-    assert parts.store.usage().leases == 0
-    assert second.report.account.misses == {MissReason.GRID: 64, MissReason.PARTIAL_BLOCK: 2}
-    assert second.load(into) == 384, "loading again changes nothing"
-    assert second.report.lookup_ms > 0 and second.report.restored_ms > 0 and first.report.save_ms > 0
 
 
 def test_a_save_has_time_by_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,38 +58,6 @@ def test_a_request_that_is_given_up_pins_nothing() -> None:
     parts.store.check()
 
 
-def test_a_short_match_is_not_leased() -> None:
-    parts = bench()
-    namespace = parts.namespace()
-    tokens = list(range(127))
-    request_on(namespace, 127).save(tokens[:64], random_pages(small_layout(), 1))
-    request = request_on(namespace, 127)
-    assert request.matched_tokens(tokens) == 0
-    assert request.report.account.misses == {MissReason.GRID: 64, MissReason.PARTIAL_BLOCK: 63}
-    assert parts.store.usage().leases == 0 and request.load(blank_pages(small_layout(), 1)) == 0
-
-
-def test_pages_that_cover_less_than_was_matched() -> None:
-    namespace = bench().namespace()
-    tokens = list(range(600))
-    request_on(namespace, 600).save(tokens[:576], random_pages(small_layout(), 9))
-    request = request_on(namespace, 600)
-    assert request.matched_tokens(tokens) == 512
-    assert request.load(blank_pages(small_layout(), 5)) == 256
-    assert request.report.account.hits == {HitTier.DRAM: 256}
-    assert request.report.account.misses == {MissReason.GRID: 320, MissReason.PARTIAL_BLOCK: 24}
-
-
-def test_without_a_namespace_everything_is_disabled() -> None:
-    request = request_on(None, 100)
-    assert request.matched_tokens(list(range(100))) == 0
-    pages = random_pages(small_layout(), 1)
-    assert request.load(pages) == 0
-    request.finished(list(range(64)), pages)
-    assert request.report.to_dict()["misses"] == {"disabled": 100}
-    assert request.report.save_ms == 0 and not request.report.put_reasons
-
-
 def test_after_a_fault_the_store_is_left_alone() -> None:
     namespace = bench().namespace()
     tokens = list(range(200))
@@ -158,12 +71,6 @@ def test_after_a_fault_the_store_is_left_alone() -> None:
     other = request_on(namespace, 200)
     other.save(tokens[:192], pages)
     assert other.report.saved_blocks == 3
-
-
-def test_the_contracts_are_met() -> None:
-    adapter: EngineAdapter = request_on(None, 1)
-    pool: BlockPool | None = None
-    assert adapter.matched_tokens([1]) == 0 and pool is None
 
 
 def test_percentiles_are_of_the_nearest_rank() -> None:

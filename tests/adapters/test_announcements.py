@@ -123,40 +123,6 @@ def test_where_the_order_is_lost_or_the_store_began_anew_all_is_taken_back() -> 
         assert told.asked[-1] == after.next, "nothing is left out between"
 
 
-def test_a_store_that_does_not_answer_changes_nothing() -> None:
-    keys = [key(1)]
-    news = announced(Told(m.Changed(b"r", [], 5), m.Changed(b"", [], 0), m.Changed(b"r", [(keys[0], 0)], 6)))
-    router = Router(news)
-    news.step()
-    news.expect(keys, keys, 0)
-    save(news, keys, 1)
-    news.step()
-    router.listen()
-    assert router.places == {keys[0]: HitTier.DRAM}
-    news.step()
-    news.step()
-    router.listen()
-    assert router.places == {}
-
-
-def test_what_falls_out_is_taken_back() -> None:
-    news = announced(None, most=3)
-    router = Router(news)
-    keys = [key(number) for number in range(5)]
-    for name in keys:
-        news.expect([name], [name], 0)
-        save(news, [name], 1)
-        router.listen()
-    assert set(router.places) == set(keys[2:])
-
-
-def test_blocks_that_no_event_can_name_are_left_out() -> None:
-    news: Announcements[bytes] = Announcements(HandClock(), lambda *_: None, lambda: None)
-    news.expect([key(1)], [key(1)], 0)
-    save(news, [key(1)], 1)
-    assert news.take() == []
-
-
 # With a store ---------------------------------------------------------------------------------------------------------
 
 

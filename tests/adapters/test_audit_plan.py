@@ -9,7 +9,7 @@ from itertools import count
 
 import pytest
 
-from adapters.test_paged_scheduler import FACTS, LAYOUT, put
+from adapters.test_paged_scheduler import FACTS, put
 from engine_adapter.audit.audits import AuditResult, AuditVerdict
 from engine_adapter.cost.load_choice import LoadChoice
 from engine_adapter.paged.audit_plan import AuditPlan
@@ -17,7 +17,6 @@ from engine_adapter.paged.requests import Computed, RequestSpec, RequestState
 from engine_adapter.paged.save_plan import SavePlan
 from engine_adapter.paged.step_plan import AuditReport, NamespaceSpec, StepPlan
 from kvstore.block.account import Account
-from kvstore.block.layout import Layout
 from kvstore.node import EmbeddedStore
 from paged_engine import Request
 from workbench import ids
@@ -101,34 +100,6 @@ def test_all_ranks_have_to_compare_and_the_worst_counts(store: EmbeddedStore) ->
     assert held.reported(orders, 2, DRIFTED) is None, "it is over"
 
 
-@pytest.mark.parametrize("silent", [0, 1])
-def test_where_one_rank_has_nothing_to_say_there_is_no_verdict(store: EmbeddedStore, silent: int) -> None:
-    held = Held(store, (0, 1))
-    assert held.begins()
-    orders = held.computed()
-    assert held.reported(orders, silent) is None
-    assert held.reported(orders, 1 - silent, DRIFTED) is None
-    assert held.plan.take_outcomes() == {"given_up": 1} and held.saves.taken({9}) == []
-
-
-def test_a_request_that_ends_before_its_block_is_computed_holds_nothing(store: EmbeddedStore) -> None:
-    held = Held(store)
-    assert held.begins()
-    held.plan.ended(held.state)
-    held.plan.ended(held.state)
-    assert held.computed(319).audits == [] and held.choice.holdout.begins("b", 0.0)
-    assert held.plan.take_outcomes() == {"given_up": 1}
-
-
-def test_a_request_that_ends_while_its_block_is_compared_is_compared(store: EmbeddedStore) -> None:
-    held = Held(store)
-    assert held.begins()
-    orders = held.computed()
-    held.plan.ended(held.state)
-    assert store.usage().leases == 1, "a worker reads it"
-    assert held.reported(orders, 0, EXACT) is AuditVerdict.EXACT
-
-
 @pytest.mark.parametrize("page", [1, 9, 10])
 def test_what_was_computed_behind_decoded_numbers_is_not_compared(store: EmbeddedStore, page: int) -> None:
     """They are another block's, or less exact than what the stored block was computed from."""
@@ -155,39 +126,6 @@ def test_with_an_inexact_codec_every_other_time_the_first_block_is_compared(stor
         seen.append(order.first_token)
         held.plan.reported(AuditReport(order.number, name, 0, (CLOSE,)), held.saves, 0.0)
     assert seen == [0, 256, 0, 256]
-
-
-def test_a_block_that_is_gone_is_not_compared(store: EmbeddedStore) -> None:
-    held = Held(store)
-    found = held.handle.match(ids(330))
-    assert store.evict(100) == 5
-    assert held.plan.begins(held.state, found, held.handle, 0.0)
-    assert held.computed().audits == [] and held.choice.holdout.begins("b", 0.0)
-
-
-def test_when_it_is_closed_nothing_that_is_reported_counts(store: EmbeddedStore) -> None:
-    held = Held(store)
-    assert held.begins()
-    orders = held.computed()
-    held.plan.close()
-    assert held.reported(orders, 0, DRIFTED) is None and held.plan.take_outcomes() == {"given_up": 1}
-
-
-def test_bytes_are_held_out_as_numbers_are(store: EmbeddedStore) -> None:
-    opaque = Layout(LAYOUT.groups, 64, 32, packing="opaque:torch.float32:[1]:[1]")
-    held = Held(store, facts=NamespaceSpec(0, "", "m", opaque, "raw", 0, {}))
-    assert held.begins() and held.computed().audits
-    held.plan.close()
-
-
-def test_beside_one_that_is_compared_others_are_computed_and_hold_nothing(store: EmbeddedStore) -> None:
-    held = Held(store)
-    assert held.begins()
-    other = held.of("b")
-    assert held.plan.begins(other, held.handle.match(ids(330)), held.handle, 0.0) and other.audit is None
-    for state in (other, held.state):
-        held.plan.ended(state)
-    assert held.plan.take_outcomes() == {"given_up": 1}
 
 
 @pytest.mark.parametrize(("verdict", "is_sound"), [(EXACT, True), (CLOSE, True), (DRIFTED, False), (None, False)])

@@ -48,12 +48,6 @@ class Engine:
 
 
 @pytest.fixture
-def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
-    with Sidecar(tmp_path, dram="64MiB") as running:
-        yield running
-
-
-@pytest.fixture
 def engine(sidecar: Sidecar) -> Iterator[Engine]:
     with sidecar.client() as store:
         made = Engine(store)

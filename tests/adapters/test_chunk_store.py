@@ -109,12 +109,6 @@ class Engine:
 
 
 @pytest.fixture
-def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
-    with Sidecar(tmp_path, dram="32MiB") as sidecar:
-        yield sidecar
-
-
-@pytest.fixture
 def engine(sidecar: Sidecar) -> Iterator[Engine]:
     with sidecar.client() as store, Engine(store) as engine:
         yield engine.opened()

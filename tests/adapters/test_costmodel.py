@@ -177,28 +177,6 @@ def test_no_number_makes_it_fail(
         assert model.predicted_load_ms(runs, now) >= 0
 
 
-def test_dram_is_taken_and_the_disk_behind_it_left() -> None:
-    speeds = {**PRIORS, HitTier.NVME: TierPrior(1e-3, 1e9)}
-    decision = Case(128, [(HitTier.DRAM, 1024), (HitTier.NVME, 4096)], 6000, 64, 0.0, False).choose(model_of(speeds))
-    assert (decision.load_tokens, decision.declined_tokens) == (1024, 4096)
-    assert decision.reason is MissReason.CHEAPER_TO_COMPUTE
-    assert decision.parts == ((HitTier.DRAM, 1024 * BYTES_PER_TOKEN),)
-
-
-def test_a_block_that_two_tiers_share_is_completed_where_the_rest_is_not_worth_it() -> None:
-    speeds = {**PRIORS, HitTier.REMOTE: TierPrior(1e-6, BYTES_PER_TOKEN / 60e-6)}  # 40 us are what computing takes
-    decision = Case(0, [(HitTier.DRAM, 96), (HitTier.REMOTE, 1024)], 1200, 64, 0.0, False).choose(model_of(speeds))
-    assert decision.load_tokens == 128, "32 slow tokens bring 64"
-
-
-def test_a_millisecond_decides() -> None:
-    computing = model_of().prefill.more_seconds(0, 4096)
-    assert computing is not None
-    for share, tokens in ((0.999, 4096), (1.001, 0)):
-        speeds = {**PRIORS, HitTier.DRAM: TierPrior(1e-6, 4096 * BYTES_PER_TOKEN / (share * computing - 1e-6))}
-        assert Case(0, [(HitTier.DRAM, 4096)], 4096, 64, 0.0, False).choose(model_of(speeds)).load_tokens == tokens
-
-
 def test_a_queue_makes_short_prefixes_computed_and_long_ones_loaded() -> None:
     model = model_of()
     short = Case(0, [(HitTier.DRAM, 512)], 600, 64, 0.05, False)

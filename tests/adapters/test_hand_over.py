@@ -163,17 +163,6 @@ def test_nothing_comes_and_it_computes_after_a_while(tmp_path: Path, monkeypatch
         assert "deadline" in told["detail"] and 0.05 <= time.monotonic() - began < 5.0
 
 
-def test_decode_first_and_prefill_later_is_as_good_as_the_other_way(tmp_path: Path) -> None:
-    with pair(tmp_path) as both:
-        prompt = both.prompt(500)
-        waiting = both.decode.add("d", prompt, 4, RequestSpec(awaits=True))
-        for _ in range(5):
-            both.decode.step()
-        both.prefilled("p", prompt)
-        both.decode.run()
-        assert both.told(waiting)["hits"] == {"dram": full(500)}
-
-
 def test_the_first_token_appended_shifts_nothing(tmp_path: Path) -> None:
     with pair(tmp_path) as both:
         for tokens in (320, 383, 384, 400):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-import kvstore
 from kvstore.block.errors import BadInput
 from kvstore.node import EmbeddedStore
 
@@ -22,12 +20,6 @@ from hf_models import plain_answer, projections, small_model, some_prompt
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPT = some_prompt(300)
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[EmbeddedStore]:
-    with kvstore.open(f"embedded:{tmp_path}", dram="64MiB") as opened:
-        yield opened
 
 
 def cache_of(model: Any, store: Any = None, **options: Any) -> PrefixCache:

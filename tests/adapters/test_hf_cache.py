@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +76,6 @@ def plain(model: Any, prompt: list[int], new_tokens: int) -> list[int]:
 @pytest.fixture(scope="module")
 def llama() -> Any:
     return model_of()
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[EmbeddedStore]:
-    with kvstore.open(f"embedded:{tmp_path}", dram="64MiB") as opened:
-        yield opened
 
 
 def reasons(account: Any) -> dict[str, int]:
@@ -258,14 +251,6 @@ def test_a_ragged_batch(llama: Any, store: EmbeddedStore) -> None:
     assert [answer.token_ids for answer in second] == expected
     assert first[2].report.restored_tokens == 256, "the beginning it shares with the first one is computed once"
     assert [answer.report.restored_tokens for answer in second] == [256, 0, 512]
-
-
-def test_a_batch_of_equal_lengths(llama: Any, store: EmbeddedStore) -> None:
-    prompts = [prompt_of(270, seed) for seed in range(3)]
-    warm = cache_of(llama, store)
-    expected = [plain(llama, prompt, 12) for prompt in prompts]
-    for _ in range(2):
-        assert [answer.token_ids for answer in warm.generate_batch(prompts, max_new_tokens=12)] == expected
 
 
 @pytest.mark.parametrize("lengths", [(300, 70), (300, 300)])

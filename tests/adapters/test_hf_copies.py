@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-import kvstore
 from kvstore.node import EmbeddedStore
 
 pytest.importorskip("transformers")
@@ -19,12 +17,6 @@ from engine_adapter.hf_cache import PrefixCache
 from hf_models import plain_answer, small_model, some_prompt
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[EmbeddedStore]:
-    with kvstore.open(f"embedded:{tmp_path}", dram="64MiB") as opened:
-        yield opened
 
 
 def cache_of(model: Any, store: EmbeddedStore) -> PrefixCache:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +46,6 @@ cache.prefill(some_prompt(tokens), on_ticket=lambda ticket: print(ticket, flush=
 print("over", flush=True)
 sys.stdin.readline()
 """
-
-
-@pytest.fixture
-def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
-    with Sidecar(tmp_path, dram="64MiB") as sidecar:
-        yield sidecar
 
 
 class Prefill:

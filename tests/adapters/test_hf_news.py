@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,6 @@ from engine_adapter.hf_news import CacheNews  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CLOCK = SystemClock()
-
-
-@pytest.fixture
-def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
-    with Sidecar(tmp_path, dram="64MiB") as sidecar:
-        yield sidecar
 
 
 def prompt_of(tokens: int, seed: int) -> list[int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +28,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(scope="module")
 def llama() -> Any:
     return model_of()
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[EmbeddedStore]:
-    with kvstore.open(f"embedded:{tmp_path}", dram="64MiB") as opened:
-        yield opened
 
 
 @pytest.mark.parametrize("kept", list(SavedBlocks))

@@ -8,13 +8,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import kvstore
 from kvstore.block.codec import codec_named
 from kvstore.block.errors import BadInput, LayoutMismatch
 from kvstore.block.identity import Namespace
@@ -36,12 +34,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPT = some_prompt(300)
 DEEP = "model.layers.1.mlp.down_proj"
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[EmbeddedStore]:
-    with kvstore.open(f"embedded:{tmp_path}", dram="64MiB") as opened:
-        yield opened
 
 
 def cache_of(model: Any, store: Any = None, **options: Any) -> PrefixCache:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,33 +25,8 @@ def facts(number: int, epoch: int = 0, model: str = "m") -> NamespaceSpec:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[EmbeddedStore]:
-    with kvstore.embedded(str(tmp_path / "kv"), dram="1MiB") as opened:
-        yield opened
-
-
-@pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opened_namespace, "RETRY_SECONDS", 0.01)
-
-
-def test_nothing_is_opened_before_it_is_wanted(store: EmbeddedStore) -> None:
-    def never() -> Any:
-        raise AssertionError
-
-    opened = NamespaceOpener(never)
-    assert opened.now() is None and opened.wait(0, 0.01) is None and opened.detail == "nothing was opened yet"
-    opened.close(1.0)
-
-
-def test_the_one_that_is_wanted_is_open_soon(store: EmbeddedStore) -> None:
-    opened = NamespaceOpener(lambda: SharedStore(store))
-    opened.want(facts(0, 7))
-    handle = opened.wait(0, SECONDS)
-    assert handle is not None and opened.now() is handle
-    assert handle.namespace.weights_epoch == 7
-    opened.close(1.0)
-    assert opened.now() is None and opened.wait(0, SECONDS) is None, "and it does not come back"
 
 
 def test_who_waits_for_it_is_told_once_when_it_is_open(store: EmbeddedStore) -> None:
@@ -136,14 +109,6 @@ def test_one_that_cannot_be_opened_does_not_keep_the_next_from_it(store: Embedde
     assert opened.wait(0, 0.05) is None and "no such codec" in opened.detail
     opened.want(facts(1))
     assert opened.wait(1, SECONDS) is not None
-    opened.close(1.0)
-
-
-def test_a_shard_is_opened_as_one(store: EmbeddedStore) -> None:
-    opened = NamespaceOpener(lambda: SharedStore(store), 0)
-    opened.want(facts(0))
-    handle = opened.wait(0, SECONDS)
-    assert handle is not None and handle.shard == 0
     opened.close(1.0)
 
 

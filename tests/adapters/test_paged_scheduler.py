@@ -181,20 +181,6 @@ class Half:
 # The look-up ---------------------------------------------------------------------------------------------------------
 
 
-def test_an_answer_that_comes_between_two_questions_is_a_hit(store: EmbeddedStore) -> None:
-    put(store, ids(320))
-    late = Late(store)
-    half = Half(late)
-    late.is_late = True
-    request = half.add("a", ids(330))
-    assert half.half.matched("a", 0) == (None, False)
-    assert half.half.matched("a", 0) == (None, False)
-    late.is_late = False
-    assert half.matched(request) == (320, True)
-    assert late.asked == 1, "asked once"
-    assert half.told(request)["hits"] == {"dram": 320}
-
-
 def test_no_answer_in_time_is_a_miss_and_a_late_question_is_not_a_late_answer(store: EmbeddedStore) -> None:
     put(store, ids(320))
     late = Late(store)
@@ -668,24 +654,6 @@ def test_a_load_is_over_when_every_rank_has_reported_and_brings_what_the_worst_d
     wait_until(lambda: not store.usage().leases)
 
 
-def test_a_parked_request_that_is_admitted_again_fences_what_lies_behind_its_load(store: EmbeddedStore) -> None:
-    put(store, ids(128))
-    half = Half(SharedStore(store), save="all")
-    # A save that reads pages 1 to 10, which another request is given while it waits.
-    first = half.add("s", ids(320, 1000))
-    half.admit(first, tokens=320)
-    (save,) = half.step(first).saves
-    assert half.told(first)
-    request = half.add("a", ids(330))
-    assert half.matched(request) == (128, True)
-    half.half.allocated("a", [[20, 21, 22, 23]], 128)
-    orders = half.step()
-    assert orders.cancelled_saves == []
-    half.loaded(orders)
-    half.half.allocated("a", [[20, 21, 22, 23, 3, 4]], 0)
-    assert half.step(request).cancelled_saves == [save.number]
-
-
 def test_a_load_that_failed_and_gives_its_pages_back_is_admitted_anew_without_the_store(store: EmbeddedStore) -> None:
     put(store, ids(320))
     half = Half(SharedStore(store))
@@ -861,13 +829,17 @@ def test_what_was_dropped_is_offered_again_and_what_is_held_is_not(store: Embedd
     assert counts.saved_blocks == 4 and counts.dropped_saves == 1
 
 
-def test_what_was_evicted_before_a_save_is_offered_with_the_next_one(store: EmbeddedStore) -> None:
-    half = Half(SharedStore(store))
+def test_a_save_of_several_ranks_holds_what_all_of_them_hold(store: EmbeddedStore) -> None:
+    half = Half(SharedStore(store), ranks=2)
     request = half.add("a", ids(400))
     half.admit(request, tokens=400)
-    half.saved(half.step(request, upto=256), 4, 4)
-    half.saved(half.step(request, upto=320), 2, 0, reason=MissReason.EVICTED)
-    assert half.step(request, upto=384).saves[0].first_token == 128
+    (order,) = half.step(request, upto=192).saves
+    for rank, held, reason in ((1, 3, None), (0, 1, MissReason.QUOTA)):
+        report = SaveReport(order.number, order.request, rank, held, held, 0.004, reason=reason)
+        half.half.reported(StepReports(saves=[report]))
+    assert half.step(request, upto=256).saves[0].first_token == 64
+    told = half.told(request)
+    assert told["saved_blocks"] == 3 and told["put_reasons"] == {"quota": 1}
 
 
 @pytest.mark.parametrize(

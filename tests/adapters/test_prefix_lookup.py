@@ -85,30 +85,6 @@ def test_a_lease_of_less_says_what_was_found(store: EmbeddedStore, stop: int, ke
     asked.lookup.give_back()
 
 
-@pytest.mark.parametrize(("first", "stop"), [(320, 320), (0, 63), (128, 128), (192, 128)])
-def test_what_is_no_more_than_the_engine_has_is_not_pinned(store: EmbeddedStore, first: int, stop: int) -> None:
-    asked = Asked(store)
-    assert asked.matched(first, stop, MissReason.AUDIT) == 0
-    assert asked.lookup.is_over and is_free(store)
-    hit = min(stop, 320) // 64 * 64
-    assert asked.lookup.account.hit_tokens == hit
-    assert asked.lookup.account.misses.get(MissReason.AUDIT, 0) == 320 - hit
-
-
-def test_a_prompt_of_which_nothing_is_stored_is_over_at_once(store: EmbeddedStore) -> None:
-    asked = Asked(store)
-    asked.lookup = PrefixLookup(
-        asked.handle,
-        asked.handle.hashed(ids(100, 7000)),
-        "r",
-        asked.clock.monotonic_seconds,
-        match_deadline_ms=20,
-        lease_deadline_ms=50,
-    )
-    assert asked.matched() == 0 and asked.lookup.is_over
-    assert asked.lookup.account.asked == 100 and asked.lookup.account.hit_tokens == 0
-
-
 @pytest.mark.parametrize("stop", [256, 128, 64])
 def test_a_decision_for_less_is_less_in_the_account_too(store: EmbeddedStore, stop: int) -> None:
     """What is pinned already may be more than what is wanted by now."""
@@ -119,29 +95,6 @@ def test_a_decision_for_less_is_less_in_the_account_too(store: EmbeddedStore, st
     assert asked.lookup.account.misses[MissReason.CHEAPER_TO_COMPUTE] == 320 - stop
     assert asked.matched(0, 320) == 320
     assert asked.lookup.account.hit_tokens == 320, "and no less than it could be"
-    asked.lookup.give_back()
-    assert is_free(store)
-
-
-def test_with_less_of_the_engines_own_a_lease_is_taken_anew(store: EmbeddedStore) -> None:
-    asked = Asked(store)
-    assert asked.matched(256) == 320
-    assert asked.lookup.lease is not None and asked.lookup.lease.first_token == 256
-    assert asked.matched(70) == 320
-    assert asked.lookup.lease is not None and asked.lookup.lease.first_token == 64
-    assert asked.matched(192) == 320 and asked.lookup.lease.first_token == 64, "it covers that"
-    asked.lookup.give_back()
-    assert is_free(store)
-
-
-def test_with_less_of_the_engines_own_while_the_lease_is_on_its_way_it_is_asked_for_anew(store: EmbeddedStore) -> None:
-    asked = Asked(store)
-    asked.lookup.found()
-    asked.late.is_late = True
-    assert asked.lookup.matched(256, 320, GRID) is None
-    asked.late.is_late = False
-    assert asked.matched(0) == 320
-    assert asked.lookup.lease is not None and asked.lookup.lease.first_token == 0
     asked.lookup.give_back()
     assert is_free(store)
 
@@ -163,36 +116,6 @@ def test_a_lease_that_brings_nothing_is_a_miss_with_its_reason(store: EmbeddedSt
     assert store.evict(100) == 5
     assert asked.matched() == 0 and asked.lookup.is_over
     assert asked.lookup.account.hit_tokens == 0 and asked.lookup.account.asked == 330
-    assert is_free(store)
-
-
-def test_the_deadline_begins_with_the_first_question(store: EmbeddedStore) -> None:
-    asked = Asked(store)
-    asked.late.is_late = True
-    asked.clock.advance(100)
-    assert asked.lookup.matched(0, 320, GRID) is None
-    asked.clock.advance(0.021)
-    assert asked.lookup.matched(0, 320, GRID) == 0
-    assert asked.lookup.account.misses == {MissReason.DEADLINE: 320, MissReason.PARTIAL_BLOCK: 10}
-    assert asked.lookup.found() is None and asked.lookup.matched(0, 320, GRID) == 0
-
-
-@pytest.mark.parametrize("when", ["asked", "found", "leasing", "held"])
-def test_giving_back_lets_go_of_everything_and_may_be_done_again(store: EmbeddedStore, when: str) -> None:
-    asked = Asked(store)
-    asked.late.is_late = when in ("asked", "leasing")
-    if when != "asked":
-        asked.late.is_late = False
-        asked.lookup.found()
-        asked.late.is_late = when == "leasing"
-    if when == "leasing":
-        asked.lookup.matched(0, 320, GRID)
-    if when == "held":
-        asked.matched()
-    asked.lookup.give_back()
-    asked.lookup.give_back()
-    asked.late.is_late = False
-    assert (asked.matched() == 0 and asked.lookup.found() is None) or when != "asked"
     assert is_free(store)
 
 

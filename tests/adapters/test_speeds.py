@@ -84,15 +84,6 @@ def test_noise_and_hiccups_do_not_move_it_far(costs: tuple[float, float, float, 
     assert speed.to_dict()["outliers"] >= 3
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_slow_first_step_is_forgotten(seed: int) -> None:
-    print("seed", seed)
-    engine, speed = Engine(Random(seed), *GPU), PrefillSpeed()
-    speed.observe([(0, 1024)], 0, 20.0)  # compiles
-    engine.show(speed, LEAST_STEPS * 2, noise=0.02)
-    assert speed.more_seconds(0, 4096) == pytest.approx(engine.marginal(0, 4096), rel=0.2)
-
-
 @pytest.mark.parametrize("factor", [0.25, 4.0])
 def test_an_engine_that_changes_its_speed_is_followed(factor: float) -> None:
     before, speed = Engine(Random(2), *GPU), PrefillSpeed()
@@ -218,15 +209,6 @@ def test_a_slow_disk_is_noticed_within_loads_and_not_put_down_to_dram(seed: int)
     assert speed.seconds(memory, now) < 3 * true_seconds(memory)
     speed.observe(disk, true_seconds(disk), now + 1)
     assert speed.seconds(disk, now + 1) < 3 * true_seconds(disk), "good news is believed at once"
-
-
-def test_one_hiccup_does_not_condemn_a_tier() -> None:
-    speed = LoadSpeed()
-    disk = [(HitTier.NVME, 100.0 * MEBIBYTE)]
-    for second in range(20):
-        speed.observe(disk, true_seconds(disk), float(second))
-    speed.observe(disk, 100 * true_seconds(disk), 20.0)
-    assert speed.seconds(disk, 20.0) < 1.2 * true_seconds(disk)
 
 
 def test_bad_news_is_believed_step_by_step() -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import kvstore
 from adapters.test_opened_namespace import facts
 from adapters.test_paged_scheduler import FACTS, SECONDS, Request
 from engine_adapter.paged import namespace_opener as opened_namespace
@@ -27,12 +26,6 @@ from paged_engine import SharedStore
 from service.sidecar import Sidecar
 from waiting import wait_until
 from workbench import MODEL, FakeClock, bench, blank_pages, ids, random_pages, small_layout
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[EmbeddedStore]:
-    with kvstore.embedded(str(tmp_path / "kv"), dram="1MiB") as opened:
-        yield opened
 
 
 class Gated:

@@ -21,7 +21,7 @@ def test_parsers_take_what_is_right_and_refuse_the_rest() -> None:
     counts = nested(4000, SEED)
     for name in TARGETS:
         assert counts.get(f"{name} refused", 0) + counts.get(f"{name} taken", 0) > 10, f"{name}: {counts}"
-        assert counts.get(f"{name} taken", 0) or name == "key files", f"{name}: nothing gets past its first check"
+        assert counts.get(f"{name} taken", 0), f"{name}: nothing gets past its first check"
     assert sum(counts[f"{name} refused"] for name in TARGETS) > 1000
 
 
@@ -41,7 +41,7 @@ def test_a_client_of_an_odd_sidecar_has_misses() -> None:
 
 @pytest.mark.slow
 def test_a_directory_with_odd_contents_is_opened_or_refused() -> None:
-    counts = directories(25, SEED)
+    counts = directories(60, SEED)
     assert all(any(one.startswith(name) for one in counts) for name in CHANGES), counts
 
 

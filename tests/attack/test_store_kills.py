@@ -85,13 +85,6 @@ def test_what_was_acknowledged_must_be_there(witness: Witness) -> None:
         witness.compare()
 
 
-def test_what_was_only_begun_may_be_there_or_not(witness: Witness) -> None:
-    stored(witness, 1)
-    hear(witness, f"put 0 {WHOLE} 1 10")
-    witness.compare()
-    assert witness.counts["blocks compared"] == 1
-
-
 def test_what_nobody_stored_must_not_be_there(witness: Witness) -> None:
     stored(witness, 1)
     with pytest.raises(AssertionError, match="1 blocks are there that were given up"):
@@ -110,25 +103,11 @@ def test_what_was_found_must_stay_and_what_was_not_must_stay_away(witness: Witne
         witness.compare()
 
 
-def test_what_was_recorded_as_gone_may_be_missing(witness: Witness) -> None:
-    stored(witness, 1)
-    key = key_of(witness, 2)
-    hear(witness, f"put 0 {WHOLE} 2", "durable 0", "ended 0", f"put 1 {WHOLE} 1", "durable 1", f"gone 0 {key}")
-    witness.compare()
-    assert witness.counts["evicted blocks"] == 1
-
-
 def test_what_was_stored_again_after_it_had_gone_is_owed_again(witness: Witness) -> None:
     key = key_of(witness, 2)
     hear(witness, f"put 0 {WHOLE} 2", "durable 0", f"gone 0 {key}", f"put 1 {WHOLE} 2", "durable 1")
     with pytest.raises(AssertionError, match="are not there"):
         witness.compare()
-
-
-def test_an_eviction_before_the_acknowledgement_is_told_goes_before_it(witness: Witness) -> None:
-    key = key_of(witness, 2)
-    hear(witness, f"put 0 {WHOLE} 2", f"gone 0 {key}", "durable 0", "ended 0")
-    witness.compare()
 
 
 def test_what_was_dropped_must_stay_away_but_for_what_was_put_meanwhile(witness: Witness) -> None:

@@ -168,42 +168,6 @@ def test_another_engine_reads_what_one_wrote_and_other_weights_do_not(
             assert other.read(prompt) == (0, [])
 
 
-def test_what_is_there_is_not_stored_again_and_a_longer_prompt_goes_on(
-    opened: Callable[..., HiCache],
-) -> None:
-    prompt = prompt_of(40, seed=1)
-    with opened().opened() as engine:
-        _, first = engine.write(prompt[: 30 * PAGE])
-        stored, rest = engine.write(prompt, first=30)
-        assert stored == 10
-        assert engine.write(prompt, first=20)[0] == 20, "what is held is as good as stored, and keeps its first bytes"
-        found, loaded = engine.read(prompt)
-        assert found == 40 and same(loaded, [*first, *rest])
-
-
-def test_without_prefix_keys_pages_are_found_all_the_same(opened: Callable[..., HiCache]) -> None:
-    """SGLang tells what comes before a batch only where `hicache_storage_pass_prefix_keys` says so."""
-    prompt = prompt_of(BATCH + 40, seed=1)
-    with opened().opened() as engine:
-        stored, first = engine.write(prompt[: (BATCH + 20) * PAGE], tells_prefix=False)
-        more, rest = engine.write(prompt, first=BATCH + 20, tells_prefix=True)
-        assert (stored, more) == (BATCH + 20, 20)
-        found, loaded = engine.read(prompt)
-        assert found == BATCH + 40 and same(loaded, [*first, *rest])
-
-
-def test_a_page_that_is_missing_ends_the_prefix(opened: Callable[..., HiCache]) -> None:
-    prompt = prompt_of(40, seed=1)
-    with opened().opened() as engine:
-        _, first = engine.write(prompt[: 10 * PAGE])
-        assert engine.write(prompt, first=20)[0] == 20, "behind pages that are not there, each by itself"
-        found, loaded = engine.read(prompt)
-        assert found == 10 and same(loaded, first)
-        assert engine.backend.batch_exists(hashes_of(prompt)[20:]) == 20, "for who has those before"
-        indices = engine.pool.alloc(40 * PAGE)
-        assert engine.backend.batch_get_v1(hashes_of(prompt), indices) == [True] * 10 + [False] * 30
-
-
 def test_the_end_of_a_prefix_is_evicted_before_its_beginning(tmp_path: Path, weights: Path) -> None:
     with Sidecar(tmp_path, dram="16MiB", extent="1MiB") as sidecar, HiCache(f"unix:{sidecar.path}", weights) as engine:
         prompt = prompt_of(40, seed=1)

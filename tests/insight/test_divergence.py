@@ -17,7 +17,6 @@ from kvstore.insight.divergence import (
     Shingler,
     SketchIndex,
     compare_prompts,
-    shared_start,
 )
 from kvstore.insight.trace import Column
 
@@ -47,24 +46,6 @@ SHINGLER = Shingler(b"a tenant's secret")
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_time_in_a_prompt(seed: int) -> None:
-    generator, first = drawn(seed)
-    place, length = int(generator.integers(0, 2000)), int(generator.integers(1, 30))
-    earlier, second = first.copy(), first.copy()
-    earlier[place : place + length] = planted(generator, length)
-    second[place : place + length] = earlier[place : place + length] + OTHER
-    found = compare_prompts(SeenPrompt(earlier), SeenPrompt(second), BLOCK, SHINGLER)
-    assert found is not None
-    assert (found.kind, found.place, found.earlier_tokens, found.tokens) == (
-        PromptChange.CHANGED,
-        place,
-        length,
-        length,
-    )
-    assert found.equal_tokens == 10_000 - place - length
-
-
-@pytest.mark.parametrize("seed", SEEDS)
 def test_a_change_before_an_insertion_is_called_a_change(seed: int) -> None:
     generator, first = drawn(seed)
     place, later = int(generator.integers(0, 2000)), int(generator.integers(6000, 7000))
@@ -72,81 +53,6 @@ def test_a_change_before_an_insertion_is_called_a_change(seed: int) -> None:
     second[place : place + 6] = planted(generator, 6)
     found = compare_prompts(SeenPrompt(first), SeenPrompt(second), BLOCK, SHINGLER)
     assert found is not None and (found.kind, found.place) == (PromptChange.CHANGED, place)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("is_removed", [False, True])
-def test_an_insertion(seed: int, is_removed: bool) -> None:
-    generator, first = drawn(seed)
-    place, length = int(generator.integers(0, 2000)), int(generator.integers(1, 700))
-    with_it = joined(first[:place], planted(generator, length), first[place:])
-    earlier, second = (with_it, first) if is_removed else (first, with_it)
-    found = compare_prompts(SeenPrompt(earlier), SeenPrompt(second), BLOCK, SHINGLER)
-    assert found is not None
-    lengths = (length, 0) if is_removed else (0, length)
-    assert (found.kind, found.place, found.earlier_tokens, found.tokens) == (PromptChange.INSERTED, place, *lengths)
-    assert found.equal_tokens == 10_000 - place
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_documents_in_another_order(seed: int) -> None:
-    generator, system = drawn(seed, int(np.random.default_rng(seed).integers(0, 500)))
-    documents = [generator.integers(0, TEXT, int(size)).astype(np.uint32) for size in generator.integers(400, 2000, 5)]
-    order = generator.permutation(5)
-    while order[0] == 0:
-        order = generator.permutation(5)
-    earlier, second = joined(system, *documents), joined(system, *(documents[one] for one in order))
-    place = shared_start(earlier, second)
-    assert len(system) <= place < len(system) + 3
-    found = compare_prompts(SeenPrompt(earlier), SeenPrompt(second), BLOCK, SHINGLER)
-    assert found is not None
-    assert (found.kind, found.place, found.tokens) == (PromptChange.REORDERED, place, None)
-    assert found.equal_tokens == len(second) - place
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_salt_and_another_namespace(seed: int) -> None:
-    generator, first = drawn(seed)
-    second = joined(first[: int(generator.integers(BLOCK, 9000))], planted(generator, 100))
-    salted = compare_prompts(SeenPrompt(first), SeenPrompt(second, f"user {seed}"), BLOCK, SHINGLER)
-    assert salted is not None and (salted.kind, salted.place) == (PromptChange.SALTED, 0)
-    assert salted.equal_tokens == (len(second) - 100) // BLOCK * BLOCK
-    earlier = SeenPrompt(first, fields={"model": "a", "weights": "1"})
-    named = compare_prompts(earlier, SeenPrompt(second, fields={"model": "a", "weights": "2"}), BLOCK, SHINGLER)
-    assert named is not None and (named.kind, named.place) == (PromptChange.NAMESPACE, 0)
-    assert named.what == "weights is 1 in one and 2 in the other"
-    missing = compare_prompts(earlier, SeenPrompt(second, fields={"model": "a"}), BLOCK, SHINGLER)
-    assert missing is not None and missing.what == "weights is 1 in one and not set in the other"
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_start_that_fills_no_block(seed: int) -> None:
-    generator, first = drawn(seed)
-    place = int(generator.integers(16, BLOCK))
-    found = compare_prompts(
-        SeenPrompt(first), SeenPrompt(joined(first[:place], planted(generator, 5000))), BLOCK, SHINGLER
-    )
-    assert found is not None and (found.kind, found.place, found.equal_tokens) == (PromptChange.SHORT, place, 0)
-    is_filled = joined(first[:BLOCK], planted(generator, 5000))
-    assert compare_prompts(SeenPrompt(first), SeenPrompt(is_filled), BLOCK, SHINGLER) is None
-
-
-@pytest.mark.slow
-def test_nothing_is_found_in_a_thousand_random_prompts() -> None:
-    generator = np.random.default_rng(7)
-    index = SketchIndex(1024)
-    prompts: list[SeenPrompt] = []
-    reported = 0
-    for number in range(1000):
-        tokens = joined(np.zeros(1, np.uint32), generator.integers(0, TEXT, 2000).astype(np.uint32))
-        sketch = SHINGLER.sketch(tokens)
-        assert index.nearest(sketch, 0) == []
-        if prompts:
-            earlier = prompts[int(generator.integers(number))]
-            reported += compare_prompts(earlier, SeenPrompt(tokens), BLOCK, SHINGLER) is not None
-        prompts.append(SeenPrompt(tokens))
-        index.add(number, sketch)
-    assert reported == 0
 
 
 def test_what_goes_on_is_no_parting() -> None:

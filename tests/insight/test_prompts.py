@@ -84,6 +84,8 @@ def test_a_salt_and_a_namespace() -> None:
     assert (group.kind, group.equal_tokens) == (PromptChange.SALTED, 2944) and "one salt, or none" in group.sentence
     group = only(judged({"token_ids": SYSTEM, "model": "a"}, {"token_ids": SYSTEM, "model": "b"}))
     assert group.kind is PromptChange.NAMESPACE and "(model is a in one and b in the other)" in group.sentence
+    group = only(judged({"token_ids": SYSTEM, "model": "a"}, {"token_ids": SYSTEM}))
+    assert "(model is a in one and not set in the other)" in group.sentence
     again = judged(*({"token_ids": SYSTEM, "cache_salt": one} for one in ("a", "b", "a", "b")))
     assert again.hit_tokens == 2 * 2944 and again.groups[0].prompts == 1
 

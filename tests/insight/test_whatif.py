@@ -31,6 +31,7 @@ from kvstore.insight.whatif import (
 )
 from recorded import recorded
 from stack_distances import by_list, rates
+from workbench import FakeClock
 
 SALT = 0x1234_5678_9ABC_DEF0
 BLOCK_BYTES, BLOCK_TOKENS = 2 << 20, 64
@@ -38,16 +39,6 @@ MOST_MIB = 4
 PROMPTS = st.lists(
     st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=6), st.sampled_from((1, 2))), min_size=1, max_size=30
 )
-
-
-class HandClock:
-    """Time that passes when it is told to."""
-
-    def __init__(self) -> None:
-        self.now = 1_000.0
-
-    def monotonic_seconds(self) -> float:
-        return self.now
 
 
 def key(*name: object) -> bytes:
@@ -72,7 +63,7 @@ def work_through(whatif: WhatIf) -> None:
 @settings(max_examples=50, deadline=None)
 def test_with_nothing_sampled_out_the_curve_is_exact(prompts: list[tuple[list[int], int]], times: int) -> None:
     """Of two namespaces with blocks of two sizes; equal keys in both are two blocks."""
-    whatif = WhatIf(HandClock(), SALT)
+    whatif = WhatIf(FakeClock(), SALT)
     requests = []
     for ids, namespace in prompts * times:
         assert looked_up(whatif, namespace, chain(ids), namespace * BLOCK_BYTES)
@@ -95,7 +86,7 @@ def test_with_nothing_sampled_out_the_curve_is_exact(prompts: list[tuple[list[in
 
 
 def test_a_full_queue_drops_and_counts() -> None:
-    whatif = WhatIf(HandClock(), SALT)
+    whatif = WhatIf(FakeClock(), SALT)
     half = chain(range(8)) * (MOST_QUEUED_BLOCKS // 16)
     assert looked_up(whatif, 1, half) and looked_up(whatif, 1, half)
     assert not looked_up(whatif, 1, half[:1]), "as many blocks wait as may"
@@ -119,12 +110,12 @@ def test_a_look_up_does_not_wait_for_work() -> None:
     """The clock is read in the middle of a step; here it stands still there."""
     reads, goes_on = threading.Event(), threading.Event()
 
-    class SlowClock(HandClock):
+    class SlowClock(FakeClock):
         def monotonic_seconds(self) -> float:
             if threading.current_thread() is not threading.main_thread():
                 reads.set()
                 assert goes_on.wait(30)
-            return self.now
+            return self.monotonic
 
     whatif = WhatIf(SlowClock(), SALT)
     worker = threading.Thread(target=whatif.step)
@@ -137,7 +128,7 @@ def test_a_look_up_does_not_wait_for_work() -> None:
 
 
 def test_it_runs_until_it_is_stopped() -> None:
-    whatif, stop = WhatIf(HandClock(), SALT), threading.Event()
+    whatif, stop = WhatIf(FakeClock(), SALT), threading.Event()
     worker = threading.Thread(target=whatif.run, args=(stop,))
     for _ in range(50):
         looked_up(whatif, 1, chain(range(4)))
@@ -157,7 +148,7 @@ def test_a_busy_queue_is_worked_through_in_time_and_a_quiet_one_seldom(
     blocks_a_second: int, most_lost: int, steps: tuple[int, int]
 ) -> None:
     """For two seconds. What is lost is lost at first, until it is known how much comes."""
-    clock, waits = HandClock(), list[float]()
+    clock, waits = FakeClock(), list[float]()
     whatif = WhatIf(clock, SALT, 16)
     keys = [key(at) for at in range(8_000)]
     look_ups = [keys[at : at + 400] for at in range(0, len(keys), 400)]
@@ -171,7 +162,7 @@ def test_a_busy_queue_is_worked_through_in_time_and_a_quiet_one_seldom(
             for at in range(round(blocks_a_second * timeout / 400)):
                 looked_up(whatif, 1, look_ups[at % len(look_ups)])
             waits.append(timeout)
-            clock.now += timeout
+            clock.monotonic += timeout
             return False
 
     whatif.run(TwoSeconds())
@@ -181,12 +172,12 @@ def test_a_busy_queue_is_worked_through_in_time_and_a_quiet_one_seldom(
 
 
 def test_what_was_counted_half_an_hour_ago_counts_half() -> None:
-    clock = HandClock()
+    clock = FakeClock()
     whatif = WhatIf(clock, SALT)
     looked_up(whatif, 1, chain(range(100)))
     work_through(whatif)
     before = whatif.snapshot(1e9)
-    clock.now += HALF_LIFE_SECONDS
+    clock.monotonic += HALF_LIFE_SECONDS
     after = whatif.snapshot(1e9)
     assert after.asked_tokens == pytest.approx(before.asked_tokens / 2)
     assert after.asked_bytes == pytest.approx(before.asked_bytes / 2)
@@ -195,14 +186,14 @@ def test_what_was_counted_half_an_hour_ago_counts_half() -> None:
 def test_estimators_take_turns_of_an_hour() -> None:
     """Each learns for an hour before it answers, and goes after two: what was before that is forgotten. What is asked
     for the first time since it began is not counted in its first half hour."""
-    clock = HandClock()
+    clock = FakeClock()
     whatif = WhatIf(clock, SALT)
 
     def an_hour(*name: object) -> None:
         for at in range(60):
             looked_up(whatif, 1, chain([*name, at % 6]))
             work_through(whatif)
-            clock.now += TURN_SECONDS / 60
+            clock.monotonic += TURN_SECONDS / 60
         whatif.check()
 
     an_hour("old")
@@ -214,7 +205,7 @@ def test_estimators_take_turns_of_an_hour() -> None:
     assert told.seconds == pytest.approx(TURN_SECONDS)
     assert told.sampled_names <= 7, "those that were asked for in the last two hours"
     assert told.points[-1].token_hit_rate == pytest.approx(1.0), "each was asked for an hour ago as well"
-    clock.now += 10 * TURN_SECONDS
+    clock.monotonic += 10 * TURN_SECONDS
     assert whatif.snapshot(1e9).asked_tokens == pytest.approx(0, abs=1)
 
 
@@ -231,7 +222,7 @@ def test_nobody_without_the_salt_can_tell_what_is_sampled() -> None:
 
 
 def test_the_words_say_how_far_to_trust_it() -> None:
-    whatif = WhatIf(HandClock(), SALT, LEAST_NAMES)
+    whatif = WhatIf(FakeClock(), SALT, LEAST_NAMES)
     assert whatif.snapshot(1e9).words == "nothing was looked up yet"
     assert whatif.snapshot(0).curve == ()
     for at in range(100):
@@ -239,7 +230,7 @@ def test_the_words_say_how_far_to_trust_it() -> None:
     work_through(whatif)
     words = whatif.snapshot(1e9).words
     assert words.startswith("estimated for LRU from 16 names") and "of so few names only" in words
-    whatif = WhatIf(HandClock(), SALT)
+    whatif = WhatIf(FakeClock(), SALT)
     looked_up(whatif, 1, chain(range(100)))
     work_through(whatif)
     words = whatif.snapshot(1e9).words
@@ -252,7 +243,7 @@ def test_the_words_say_how_far_to_trust_it() -> None:
 
 @pytest.mark.slow
 def test_where_sampling_takes_much_of_the_work_fewer_names_are_sampled_and_later_more_again() -> None:
-    clock = HandClock()
+    clock = FakeClock()
     whatif = WhatIf(clock, SALT, 2_048)
 
     def ask_for(first: int) -> int:
@@ -275,9 +266,9 @@ def test_where_sampling_takes_much_of_the_work_fewer_names_are_sampled_and_later
         assert is_sampled_of(most) and ask_for(0) == most
     for names in (512, 1_024, 2_048, 2_048):
         whatif.weigh(0.0, 10.0, 5.0)
-        clock.now += TURN_SECONDS
+        clock.monotonic += TURN_SECONDS
         ask_for(0)  # of the next turn, which samples more
-        clock.now += TURN_SECONDS
+        clock.monotonic += TURN_SECONDS
         ask_for(0)  # and answers now
         assert whatif.snapshot(1e9).sampled_names <= names
     assert whatif.snapshot(1e9).sampled_names > FEWEST_NAMES
@@ -285,7 +276,7 @@ def test_where_sampling_takes_much_of_the_work_fewer_names_are_sampled_and_later
 
 def test_a_worker_that_takes_far_too_much_samples_far_fewer_names_at_once() -> None:
     """Until then a sidecar that starts under load spends much of a core on it."""
-    whatif = WhatIf(HandClock(), SALT, 2_048)
+    whatif = WhatIf(FakeClock(), SALT, 2_048)
     for at in range(3_000):
         looked_up(whatif, 1, chain([at]))
         whatif.step()
@@ -297,7 +288,7 @@ def test_a_worker_that_takes_far_too_much_samples_far_fewer_names_at_once() -> N
 
 def test_a_burst_of_work_is_weighed_at_once_and_a_little_every_five_seconds() -> None:
     """Weighed after five seconds alone, a sidecar that starts under load serves thousands of look-ups late."""
-    clock, spent = HandClock(), [0.0]
+    clock, spent = FakeClock(), [0.0]
     whatif = WhatIf(clock, SALT, 2_048)
     for at in range(3_000):
         looked_up(whatif, 1, chain([at]))
@@ -314,7 +305,7 @@ def test_a_burst_of_work_is_weighed_at_once_and_a_little_every_five_seconds() ->
 
         def wait(self, timeout: float | None = None) -> bool:
             self.left -= 1
-            clock.now += 0.2
+            clock.monotonic += 0.2
             spent[0] += self.seconds
             return False
 
@@ -332,18 +323,18 @@ def test_a_burst_of_work_is_weighed_at_once_and_a_little_every_five_seconds() ->
 
 
 def test_the_rate_of_tokens_is_what_was_asked_for_in_a_second() -> None:
-    clock = HandClock()
+    clock = FakeClock()
     whatif = WhatIf(clock, SALT)
     for seconds in range(5_000):
         looked_up(whatif, 1, chain([seconds % 7, 1]))
-        clock.now += 1.0
+        clock.monotonic += 1.0
         work_through(whatif)
         if seconds in (100, 1_000, 3_000, 4_999):
             assert whatif.snapshot(1e9).tokens_per_second == pytest.approx(2 * BLOCK_TOKENS, rel=0.03), seconds
 
 
 def test_a_namespace_has_to_be_opened_first() -> None:
-    whatif = WhatIf(HandClock(), SALT)
+    whatif = WhatIf(FakeClock(), SALT)
     assert not whatif.looked_up(3, chain([1]))
     whatif.opened(3, BLOCK_BYTES, BLOCK_TOKENS)
     assert whatif.looked_up(3, chain([1])) and whatif.looked_up(3, chain([1, 2]))
@@ -356,7 +347,7 @@ def test_a_namespace_has_to_be_opened_first() -> None:
 @pytest.mark.slow
 def test_memory_is_bounded_with_two_estimators_and_a_full_queue() -> None:
     random = np.random.default_rng(1)
-    clock = HandClock()
+    clock = FakeClock()
     tracemalloc.start()
     try:
         whatif = WhatIf(clock, SALT)
@@ -367,7 +358,7 @@ def test_memory_is_bounded_with_two_estimators_and_a_full_queue() -> None:
             del raw
             tracemalloc.reset_peak()
             work_through(whatif)
-            clock.now += TURN_SECONDS / 55
+            clock.monotonic += TURN_SECONDS / 55
             most = max(most, _held(tracemalloc.take_snapshot())) if at % 40 == 39 else most
         while looked_up(whatif, 1, [random.bytes(32) for _ in range(64)]):
             pass
@@ -408,7 +399,7 @@ def test_few_blocks_take_work() -> None:
     """What it costs is printed, beside a copy of a block and the digest of it; how many names are followed is bounded:
     the rest is the machine."""
     trace = recorded("mooncake_conversation").without_partial()
-    clock = HandClock()
+    clock = FakeClock()
     whatif = WhatIf(clock, SALT)
     chains, seconds = list(trace.chains()), (trace.timestamps_ms / 1000).tolist()
     for lap in range(3):
@@ -416,7 +407,7 @@ def test_few_blocks_take_work() -> None:
         handed = worked = 0.0
         blocks = waiting = 0
         for names, second in zip(chains, seconds, strict=True):
-            clock.now = 1_000 + lap * TURN_SECONDS + second
+            clock.monotonic = 1_000 + lap * TURN_SECONDS + second
             look_up = [keys[name] for name in names]
             before = time.thread_time()
             assert looked_up(whatif, 1, look_up)

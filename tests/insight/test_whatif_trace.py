@@ -142,11 +142,6 @@ def errors_at(name: str, size: int, told_part: float, seeds: Sequence[int]) -> f
 
 
 @pytest.mark.slow
-def test_adaptive_of_the_shorter_trace_is_met_at_one_size() -> None:
-    assert errors_at("mooncake_synthetic", 2_000, part_for(2_000), (0,)) <= 0.015
-
-
-@pytest.mark.slow
 def test_a_part_learns_as_much_as_all_if_it_knows_that_it_is_one() -> None:
     """What the policy has as floors in names and in uses is of all blocks."""
     name, size = "mooncake_conversation", 10_000

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chaos import POISON, ChaosDevice, ChaosStream
-from chaos_worker import ChaosWorker
-from happens_before import HazardError, Pageable, Race, Released, Shadow, Undefined
-from kv_kernels.device import Direction, Region, region
+from chaos import ChaosDevice, ChaosStream
+from happens_before import HazardError, Race, Shadow
+from kv_kernels.device import Direction, Region
 
 SEEDS = range(40)
 
@@ -72,100 +69,6 @@ def test_who_looks_long_enough_sees_an_event_done() -> None:
         device = ChaosDevice(Random(seed), eagerness=0.0)
         event = device.compute().record()
         assert any(event.is_done() for _ in range(60))
-
-
-@pytest.mark.parametrize("eagerness", [0.0, 1.0])
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_race_is_found_where_the_bytes_come_out_right(seed: int, eagerness: float) -> None:
-    """An eager device runs in the order of the calls: a missing wait changes no byte."""
-    device = ChaosDevice(Random(seed), eagerness=eagerness)
-    memory = device.memory(16)
-    device.host_write([region(memory)], "writes")
-    first, second = streams(device)
-    with pytest.raises(Race, match="nothing orders them"):
-        put(first, lambda: memory.fill_(3), [], [region(memory)])
-        put(second, lambda: None, [Region(memory.data_ptr() + 15, 1)], [])
-        if eagerness:
-            assert bool((memory == 3).all())
-        device.finish()
-    with pytest.raises(Race):
-        first.record()  # and it is not forgotten
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_an_order_may_lead_through_others(seed: int) -> None:
-    """By events and stream order, through the host, and from a worker to who waits for it."""
-    device = ChaosDevice(Random(seed))
-    memory = device.memory(16)
-    first, second = streams(device)
-    put(first, lambda: memory.fill_(1), [], [region(memory)])
-    second.wait(first.record())
-    second.record().wait()
-    device.host_read([region(memory)], "reads")
-    device.host_write([region(memory)], "writes")
-    put(device.compute(), lambda: memory.fill_(2), [region(memory)], [region(memory)])
-    worker = ChaosWorker(device, "worker")
-    event, done = device.compute().record(), []
-
-    def job() -> None:
-        event.wait()
-        device.host_write([region(memory)], "writes")
-        done.append(True)
-
-    worker.submit(job)
-    assert not worker.wait(lambda: bool(done), 0.0)
-    assert worker.wait(lambda: bool(done), 1.0)
-    device.host_write([region(memory)], "writes")
-    device.finish()
-
-
-def test_a_host_thread_is_not_ordered_with_another() -> None:
-    device = ChaosDevice(Random(1))
-    memory = device.memory(16)
-    device.host_write([region(memory)], "writes")
-    with device.acting("other"), pytest.raises(Race, match=r"other \(reads\) and engine \(writes\)"):
-        device.host_read([region(memory)], "reads")
-
-
-def test_poison_is_not_read() -> None:
-    device = ChaosDevice(Random(1))
-    memory = device.memory(16)
-    assert memory.tolist() == [POISON] * 16
-    device.host_write([Region(memory.data_ptr(), 15)], "writes")
-    put(device.compute(), lambda: None, [Region(memory.data_ptr(), 15)], [])
-    device.compute().record().wait()
-    with pytest.raises(Undefined, match="which nobody has written"):
-        device.host_read([region(memory)], "reads")
-
-
-def test_what_was_released_is_not_touched() -> None:
-    for touch in (ChaosDevice.host_read, ChaosDevice.host_write):
-        device = ChaosDevice(Random(1))
-        memory = device.memory(16)
-        device.host_write([region(memory)], "writes")
-        device.release([Region(memory.data_ptr() + 8, 8)], "evicts")
-        assert memory[8:].tolist() == [POISON] * 8
-        device.host_read([Region(memory.data_ptr(), 8)], "reads")
-        with pytest.raises(Released, match=r"after engine \(evicts\)"):
-            touch(device, [region(memory)], "touches")
-    device = ChaosDevice(Random(1))
-    memory = device.memory(16)
-    device.compute().release([region(memory)])
-    device.compute().take([region(memory)])
-    with pytest.raises(Undefined):
-        put(device.compute(), lambda: None, [region(memory)], [])
-        device.finish()
-
-
-def test_a_copy_finds_its_host_memory_pinned() -> None:
-    device = ChaosDevice(Random(1), lambda address, size_bytes, writable: "" if writable else "read-only")
-    target, source = device.memory(16), torch.arange(16, dtype=torch.uint8)
-    device.host_write([region(source)], "writes")
-    assert device.host.register(source.data_ptr(), 16, writable=False) == "read-only"
-    assert not device.host.register(source.data_ptr(), 15, writable=True)
-    device.compute().copy([target[:15]], [source[:15]])
-    with pytest.raises(Pageable, match="not pinned"):
-        device.compute().copy([target], [source])
 
 
 def test_a_seed_repeats_an_order() -> None:

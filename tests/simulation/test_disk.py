@@ -129,33 +129,6 @@ def test_it_tears_at_sectors_in_some_crashes_and_at_pages_in_others() -> None:
     assert all(len(set(piece)) == 1 for content in torn for piece in pieces(content, SECTOR_BYTES))
 
 
-def test_a_later_write_may_be_lost_while_an_earlier_one_survives() -> None:
-    def prepare(files: SimulatedFiles) -> None:
-        files.write(A, 0, page(1))
-        files.write(A, PAGE_BYTES, page(2))
-        files.write(A, 0, page(3))
-
-    found = {
-        (content[0], content[PAGE_BYTES]) for content in after_crashes(prepare) if len(set(content[:PAGE_BYTES])) == 1
-    }
-    assert {(1, 0), (3, 0), (0, 2), (1, 2)} <= found, "in one page and between two of them"
-
-
-def test_a_sync_ends_the_doubt_about_its_slab_alone() -> None:
-    kept = set()
-    for seed in SEEDS:
-        files = disk_with_slab()
-        files.create("b.slab", PAGE_BYTES)
-        files.write(A, 0, page(1))
-        files.write("b.slab", 0, page(2))
-        files.sync(A)
-        assert files.durable(A)[:PAGE_BYTES] == page(1) and files.durable("b.slab") == bytes(PAGE_BYTES)
-        files.crash(random.Random(seed))
-        assert contents(files)[:PAGE_BYTES] == page(1)
-        kept.add(files.image("b.slab")[0])
-    assert kept == {0, 2}
-
-
 def test_a_crash_is_repeated_by_its_seed_and_settles_everything() -> None:
     def run(seed: int) -> bytes:
         files = disk_with_slab()
@@ -169,16 +142,6 @@ def test_a_crash_is_repeated_by_its_seed_and_settles_everything() -> None:
 
     assert [run(seed) for seed in range(5)] == [run(seed) for seed in range(5)]
     assert len({run(seed) for seed in range(5)}) > 1
-
-
-def test_another_process_finds_everything_and_nothing_is_more_durable() -> None:
-    files = disk_with_slab()
-    files.write(A, 0, page(1))
-    files.close()
-    with pytest.raises(OSError):
-        files.sizes()
-    files.reopen()
-    assert contents(files)[:PAGE_BYTES] == page(1) and files.durable(A) == bytes(PAGES * PAGE_BYTES)
 
 
 # Faults ---------------------------------------------------------------------------------------------------------------
@@ -221,17 +184,6 @@ def test_a_failed_write_leaves_a_part_of_it() -> None:
         files.write(A, 0, page(1, 2))
     assert {piece[0] for piece in pieces(contents(files)[: 2 * PAGE_BYTES], SECTOR_BYTES)} == {0, 1}
     assert files.durable(A) == bytes(PAGES * PAGE_BYTES)
-
-
-def test_a_failed_read_leaves_no_content_to_rely_on() -> None:
-    files = disk_with_slab()
-    files.write(A, 0, page(1))
-    files.fail("read", 1, OSError(errno.EIO, "planned"))
-    into = bytearray(PAGE_BYTES)
-    with pytest.raises(OSError):
-        files.read(A, 0, memoryview(into))
-    assert into != page(1) and len(set(into)) > 1
-    assert contents(files)[:PAGE_BYTES] == page(1)
 
 
 def test_after_a_failed_sync_a_good_one_helps_only_what_is_written_again() -> None:
@@ -301,78 +253,3 @@ def test_a_remove_that_is_cut_leaves_all_or_nothing() -> None:
     found = crashed(1, lambda files: files.remove(A))
     assert {tuple(files.sizes()) for files in found} == {(), (A,)}
     assert all(files.image(A)[:PAGE_BYTES] == page(1) for files in found if files.sizes())
-
-
-def test_names_are_durable_when_the_call_is_over() -> None:
-    for seed in SEEDS:
-        files = disk_with_slab()
-        files.create("b.slab", PAGE_BYTES)
-        files.remove(A)
-        files.crash(random.Random(seed))
-        assert files.sizes() == {"b.slab": PAGE_BYTES}
-
-
-def test_reading_is_no_effect() -> None:
-    power = Power()
-    files = disk_with_slab(power)
-    before = power.steps
-    contents(files)
-    files.sizes()
-    assert power.steps == before
-    files.write(A, 0, page(1))
-    files.sync(A)
-    files.remove(A)
-    assert power.steps == before + 3
-
-
-# Damage ---------------------------------------------------------------------------------------------------------------
-
-
-def test_a_bit_is_turned_for_good() -> None:
-    files = disk_with_slab()
-    files.write(A, 0, page(1))
-    files.sync(A)
-    files.flip(A, 8 * 5 + 7)
-    assert contents(files)[:7] == bytes([1, 1, 1, 1, 1, 0x81, 1])
-    files.crash(random.Random(0))
-    assert files.image(A)[5] == 0x81
-    files.flip(A, 8 * 5 + 7)
-    assert contents(files)[:PAGE_BYTES] == page(1)
-
-
-def test_damage_is_in_whatever_a_crash_leaves() -> None:
-    def prepare(files: SimulatedFiles) -> None:
-        files.write(A, 0, page(1, 2))
-        files.poke(A, PAGE_BYTES - 2, b"DAMAGE")
-        files.flip(A, 0)
-
-    for content in after_crashes(prepare):
-        assert content[PAGE_BYTES - 2 : PAGE_BYTES + 4] == b"DAMAGE" and content[0] in (0 ^ 1, 1 ^ 1)
-
-
-def test_bytes_of_one_place_in_another() -> None:
-    files = disk_with_slab()
-    files.write(A, PAGE_BYTES, page(7))
-    files.sync(A)
-    files.copy_slot(A, PAGE_BYTES, 3 * PAGE_BYTES, PAGE_BYTES)
-    for image in (files.image(A), files.durable(A)):
-        assert [piece[0] for piece in pieces(image, PAGE_BYTES)] == [0, 7, 0, 7]
-
-
-def test_a_copy_has_the_same_doubts_and_a_life_of_its_own() -> None:
-    power = Power(last=3)
-    files = disk_with_slab(power)
-    files.write(A, 0, page(1))
-    twin = files.copy()
-    with pytest.raises(PowerLoss):
-        files.sync(A)
-    twin.write(A, 0, page(2))
-    twin.sync(A)
-    assert files.image(A)[:PAGE_BYTES] == page(1) and files.durable(A)[:PAGE_BYTES] == page(0)
-    left = set()
-    for seed in SEEDS:
-        again = files.copy()
-        again.crash(random.Random(seed))
-        left.add(again.image(A)[0])
-    assert left == {0, 1} and files.image(A)[:PAGE_BYTES] == page(1)
-    assert twin.durable(A)[:PAGE_BYTES] == page(2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 
 import pytest
 
@@ -100,18 +99,6 @@ def test_a_sync_that_is_cut_off_promises_nothing() -> None:
     assert kept == {0, 1}
 
 
-def test_only_effects_take_a_step() -> None:
-    power = Power()
-    index = SimulatedIndex(power)
-    write(index, 1)
-    index.get([KEY])
-    list(index.iterate(b""))
-    index.apply([])
-    assert power.steps == 1
-    index.sync()
-    assert power.steps == 2
-
-
 def test_a_planned_fault_comes_once_and_has_no_effect() -> None:
     index = SimulatedIndex()
     write(index, 1)
@@ -132,40 +119,3 @@ def test_a_planned_fault_comes_once_and_has_no_effect() -> None:
     with pytest.raises(OSError):
         next(index.iterate(b""))
     assert batches(index) == 3
-
-
-def test_a_copy_goes_its_own_way() -> None:
-    index = SimulatedIndex()
-    write(index, 1)
-    index.sync()
-    write(index, 2)
-    twins = [index.copy() for _ in SEEDS]
-    for seed, twin in zip(SEEDS, twins, strict=True):
-        twin.crash(random.Random(seed))
-    assert {batches(twin) for twin in twins} == {1, 2}
-    write(twins[0], 3)
-    assert batches(index) == 2 and index.unsynced == 1
-
-
-def test_a_close_makes_nothing_durable() -> None:
-    index = SimulatedIndex()
-    write(index, 1)
-    index.close()
-    index.reopen()
-    assert batches(index) == 1 and index.unsynced == 1
-
-
-def test_threads_may_share_it() -> None:
-    index = SimulatedIndex()
-
-    def work(name: int) -> None:
-        for number in range(200):
-            index.apply([(b"%d-%d" % (name, number), b"v")])
-            index.get([b"0-0"])
-
-    threads = [threading.Thread(target=work, args=(name,)) for name in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(list(index.iterate(b""))) == index.unsynced == 800

@@ -507,64 +507,9 @@ def test_it_is_the_same_whether_a_request_is_learned_and_told_at_once_or_in_piec
         assert (mine == theirs).all()
 
 
-def test_a_victim_is_found_before_a_long_request_is_told_in_full() -> None:
-    """Both ghosts are told of a piece within it, of another before each victim, and of more with short requests."""
-    policy = Adaptive(array("q", range(1, 400)), 1)
-    policy.expect(400)
-    chain = list(range(300))
-    ghosts = np.array([adaptive_arrays.LRU, adaptive_arrays.OWN])
-    for row in chain:
-        policy.inserted(row)
-    policy.used(chain, len(chain))
-    assert policy._numbers[ghosts + adaptive_arrays.LEFT].tolist() == [300 - adaptive_arrays.PIECE] * 2
-    next(policy.victims())
-    assert policy._numbers[ghosts + adaptive_arrays.LEFT].tolist() == [300 - 2 * adaptive_arrays.PIECE] * 2
-    policy.used([300], 1)
-    told = 2 * adaptive_arrays.PIECE + adaptive_arrays.AT_ONCE
-    assert policy._numbers[ghosts + adaptive_arrays.COUNT].tolist() == [told] * 2
-    assert policy._numbers[adaptive_arrays.WAITING] == 2
-    for _ in range(300 // adaptive_arrays.AT_ONCE):
-        policy.used([300], 1)
-    assert policy._numbers[ghosts + adaptive_arrays.COUNT].tolist() == [301] * 2
-    assert policy._numbers[adaptive_arrays.WAITING] == 0
-
-
-def test_a_request_that_finds_no_place_to_wait_has_the_first_one_told() -> None:
-    """Long requests without a victim in between: each but the first ones is told a piece, and the first one's rest."""
-    names = array("q", range(1, 4000))
-    policy = Adaptive(names, 1)
-    policy.expect(4000)
-    for request in range(adaptive_arrays.REQUESTS + 3):
-        policy.used(list(range(300 * request, 300 * (request + 1))), 300)
-        rings_are_whole(policy)
-        assert policy._numbers[adaptive_arrays.WAITING] == min(request + 1, adaptive_arrays.REQUESTS)
-    policy._catch_up(1 << 30)
-    assert policy._numbers[adaptive_arrays.WAITING] == 0
-    for ghost in (adaptive_arrays.LRU, adaptive_arrays.OWN):
-        assert policy._numbers[ghost + adaptive_arrays.COUNT] == 300 * (adaptive_arrays.REQUESTS + 3)
-
-
 def clock(policy: Adaptive) -> int:
     """Uses that were learned."""
     return int(policy._numbers[adaptive_arrays.CLOCK])
-
-
-def test_a_long_request_is_learned_in_pieces() -> None:
-    """One within it, another before each victim, and more with each request behind it."""
-    policy = Adaptive(array("q", range(1, 3000)), 1)
-    policy.expect(3000)
-    for row in range(2001):
-        policy.inserted(row)
-    policy.used(list(range(2000)), 2000)
-    assert clock(policy) == adaptive_arrays.STEP
-    next(policy.victims())
-    assert clock(policy) == adaptive_arrays.STEP + adaptive_arrays.PIECE
-    policy.used([2000], 1)
-    assert clock(policy) == 2 * adaptive_arrays.STEP + adaptive_arrays.PIECE
-    assert policy._order["when"][2001] == clock(policy), "it is not learned yet, and its leaf is known to be young"
-    while policy._waiting:
-        policy.used([2000], 1)
-    assert policy._order["when"][1:2001].tolist() == list(range(1, 2001))
 
 
 def test_whoever_asks_for_more_than_is_learned_meanwhile_is_not_learned_and_nobody_waits(
@@ -619,19 +564,6 @@ def test_a_row_that_has_another_block_by_then_is_not_marked_with_what_was_learne
     policy._catch_up(1 << 30)
     assert policy._order["when"][1900] == 1900 and policy._order["when"][1902] == 1902
     assert policy._order["when"][1901] == adaptive_arrays.STEP, "as it was when it came"
-
-
-def test_a_row_that_came_again_meanwhile_keeps_what_is_learned_of_its_block() -> None:
-    policy = Adaptive(array("q", range(1, 2001)), 1)
-    policy.expect(2000)
-    for row in range(2000):
-        policy.inserted(row)
-    policy.used(list(range(2000)), 2000)
-    policy.removed(1900)
-    policy.inserted(1900)
-    policy._catch_up(1 << 30)
-    policy._flush()
-    assert policy._order["when"][1901] == 1901
 
 
 def test_an_event_that_cannot_be_leaves_what_waits_as_it_is() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import random
-from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +15,7 @@ from tiering.dram.tier import DramTier, copy_frame
 from tiering.errors import BlockMissing, TierFull, TierUnavailable
 from tiering.frame import HEADER_BYTES
 from tiering.slots import FrameState
-from tiering.tier import FrameSpan, SlotClass, extent_of, place_of, slot_of
+from tiering.tier import FrameSpan, SlotClass, extent_of, slot_of
 from workbench import KIB, slot_class
 
 A, B = slot_class(owner=b"a"), slot_class(owner=b"b", frame_bytes=24 * KIB)
@@ -59,26 +58,6 @@ def test_an_extent_is_cut_into_the_frames_of_its_class() -> None:
     tier.check()
 
 
-def test_frames_do_not_overlap() -> None:
-    tier = tier_of(A, A)
-    spans = sorted(tier.reserved_span(place).address for place in tier.reserve(A, 8))
-    assert all(after - before >= A.frame_bytes for before, after in pairwise(spans))
-
-
-def test_a_place_says_where_it_is() -> None:
-    tier = tier_of(A)
-    for place in tier.reserve(A, 4):
-        assert place_of(extent_of(place), slot_of(place)) == place and 0 <= slot_of(place) < 4
-        assert tier.class_of(extent_of(place)) == A
-
-
-def test_the_budget_is_the_budget() -> None:
-    tier = tier_of(A, A, B, B)
-    assert not tier.has_room()
-    with pytest.raises(TierFull):
-        tier.new_extent()
-
-
 def test_a_retired_extent_gives_its_bytes_back() -> None:
     tier = tier_of(A, A, budget=2)
     descriptors = len(os.listdir("/proc/self/fd"))
@@ -112,96 +91,12 @@ def test_numbers_of_extents_are_not_used_again() -> None:
 # Readers that are late, frames that are bad ---------------------------------------------------------------------------
 
 
-def test_a_retained_slot_is_not_used_again_before_it_is_let_go() -> None:
-    tier = tier_of(A, budget=1)
-    places = stored(tier, A, 4)
-    view = tier.span_at(places[0]).view
-    tier.retain(places[:1])
-    assert tier.reserve(A, 4) == [] and tier.usage().zombie == 1
-    assert bytes(view[:4]) == b"\x01" * 4
-    with pytest.raises(BlockMissing):
-        tier.committed_span(places[0])
-    tier.allow_reuse(places)  # the others were not evicted: nothing happens to them
-    assert [state(tier, place) for place in places] == [FrameState.FREE] + 3 * [FrameState.RESIDENT]
-    assert tier.reserve(A, 4) == places[:1]
-    tier.check()
-
-
 def test_letting_go_of_what_is_gone_is_nothing() -> None:
     tier = tier_of(A)
     places = stored(tier, A, 1)
     tier.delete(places)
     tier.retire(extent_of(places[0]))
     tier.allow_reuse(places)
-    tier.check()
-
-
-def test_a_condemned_slot_is_never_used_again() -> None:
-    tier = tier_of(A, budget=1)
-    places = stored(tier, A, 4)
-    tier.quarantine(places[:2])
-    tier.delete(places[2:])
-    assert tier.usage().quarantined == 2 and set(tier.reserve(A, 4)) == set(places[2:])
-    with pytest.raises(BlockMissing):
-        tier.committed_span(places[0])
-    for wrong in (tier.delete, tier.abort, tier.retain, tier.quarantine):
-        with pytest.raises(AssertionError):
-            wrong(places[:1])
-    tier.check()
-
-
-def test_condemned_slots_count_towards_an_extent_to_give_back() -> None:
-    tier = tier_of(A, budget=1)
-    places = stored(tier, A, 4)
-    assert list(tier.reclaimable_classes()) == []
-    tier.quarantine(places[:3])
-    tier.delete(places[3:])
-    assert list(tier.reclaimable_classes()) == [A]
-    tier.retire(extent_of(places[0]))
-    assert tier.usage().quarantined == 0 and tier.usage().taken_bytes == 0
-    tier.check()
-
-
-# Emptying an extent ---------------------------------------------------------------------------------------------------
-
-
-def test_while_an_extent_is_emptied_nothing_new_goes_in() -> None:
-    tier = tier_of(A, A, budget=2)
-    places = stored(tier, A, 2)
-    number = extent_of(places[0])
-    targets = tier.start_vacating(number, 2)
-    assert len(targets) == 2 and number not in {extent_of(target) for target in targets}
-    assert tier.free_slots(A) == 2 and number not in {extent.number for extent in tier.extents_of(A)}
-    assert number in {extent.number for extent in tier.all_extents(A)}
-    tier.delete(places[:1])
-    assert len(tier.reserve(A, 8)) == 2, "only those of the other extent"
-    tier.check()
-    tier.commit(targets, [HEADER] * 2)
-    tier.delete(places[1:])
-    tier.retire(number)
-    assert tier.usage().taken_bytes == 64 * KIB
-    tier.check()
-
-
-def test_an_extent_that_could_not_be_emptied_is_used_again() -> None:
-    tier = tier_of(A, A, budget=2)
-    places = stored(tier, A, 3)
-    number = extent_of(places[0])
-    targets = tier.start_vacating(number, 3)
-    tier.delete(places[:1])
-    tier.abort(targets)
-    tier.stop_vacating(number)
-    assert tier.free_slots(A) == 6 and len(tier.reserve(A, 8)) == 6
-    tier.check()
-
-
-def test_emptying_without_room_changes_nothing() -> None:
-    tier = tier_of(A, A, budget=2)
-    places = stored(tier, A, 7)
-    before = tier.usage()
-    with pytest.raises(TierFull):
-        tier.start_vacating(extent_of(places[0]), 4)
-    assert tier.usage() == before and tier.free_slots(A) == 1
     tier.check()
 
 

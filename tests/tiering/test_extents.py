@@ -11,7 +11,6 @@ import re
 import resource
 import signal
 import socket
-import stat
 import subprocess
 import sys
 import threading
@@ -79,11 +78,6 @@ def test_it_can_be_neither_shrunk_nor_grown_nor_unsealed() -> None:
         assert os.fstat(extent.descriptor).st_size == 64 * KIB
 
 
-def test_it_can_be_opened_by_its_own_user_only() -> None:
-    with extent_of(64 * KIB) as extent:
-        assert stat.S_IMODE(os.fstat(extent.descriptor).st_mode) == 0o600
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_who_may_read_can_not_reopen_it_for_writing() -> None:
     """The same user always can: processes of one user are one domain of trust."""
@@ -95,11 +89,6 @@ def test_another_user_who_may_read_can_not_reopen_it_for_writing() -> None:
             done = subprocess.run(reopen, pass_fds=[descriptor], user=65534, stderr=subprocess.PIPE, cwd="/")
             assert (done.returncode == 0) is is_allowed and (b"Permission denied" in done.stderr) is not is_allowed
         os.close(descriptor)
-
-
-def test_a_child_does_not_inherit_it() -> None:
-    with extent_of(64 * KIB) as extent:
-        assert not os.get_inheritable(extent.descriptor)
 
 
 def test_every_page_was_touched_and_none_goes_into_a_core_file() -> None:
@@ -159,23 +148,6 @@ def test_of_the_address_space_nothing_is_left() -> None:
         with extent_of(64 * KIB), extent_of(4 * MIB):
             pass
     assert (pages() - before) * mmap.PAGESIZE < 8 * MIB, "a reservation is up to 2 MiB larger"
-
-
-def test_it_is_zeros_and_shared_with_whoever_maps_it() -> None:
-    with extent_of(128 * KIB) as extent:
-        assert bytes(extent.view) == bytes(128 * KIB)
-        reader = mmap.mmap(extent.descriptor, 128 * KIB, prot=mmap.PROT_READ)
-        extent.view[70_000:70_005] = b"bytes"
-        assert reader[70_000:70_005] == b"bytes"
-        reader.close()
-
-
-def test_frames_are_views_at_their_addresses() -> None:
-    with extent_of(64 * KIB) as extent:
-        span = extent.frame(3, 12 * KIB)
-        assert span.address == extent.address + 36 * KIB and len(span.view) == 12 * KIB
-        ctypes.memset(span.address, 7, len(span.view))
-        assert bytes(extent.view) == bytes(36 * KIB) + b"\x07" * (12 * KIB) + bytes(16 * KIB)
 
 
 def test_it_has_no_name_in_any_file_system() -> None:
@@ -582,12 +554,6 @@ def test_an_extent_that_cannot_be_made_ahead_is_a_fault_of_whoever_asks() -> Non
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     pool.destroy(pool.create())
     pool.close()
-
-
-@pytest.mark.parametrize(("budget", "extent"), [(4 * KIB, 8 * KIB), (MIB, 5000), (MIB, 0)])
-def test_a_pool_is_checked_when_it_is_made(budget: int, extent: int) -> None:
-    with pytest.raises(AssertionError):
-        ExtentPool(budget, extent)
 
 
 def test_who_asked_lets_go_before_it_is_unmapped() -> None:

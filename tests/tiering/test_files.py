@@ -96,15 +96,6 @@ def test_a_process_that_is_killed_lets_go(tmp_path: Path) -> None:
     DirectoryLock(tmp_path).release()
 
 
-def test_the_same_process_is_refused_too(tmp_path: Path) -> None:
-    lock = DirectoryLock(tmp_path)
-    with pytest.raises(BlockingIOError, match=str(os.getpid())):
-        DirectoryLock(tmp_path)
-    lock.release()
-    lock.release()
-    DirectoryLock(tmp_path).release()
-
-
 def test_a_lock_is_held_also_where_a_full_disk_takes_no_name_of_its_holder(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
@@ -138,16 +129,6 @@ def test_a_socket_whose_owner_is_stuck_is_in_use(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="it is a file, where a socket is to be"):
         listening_socket(path, 0o600)
     assert path.read_text() == "no socket"
-
-
-def test_a_refused_lock_leaves_no_descriptor(tmp_path: Path) -> None:
-    lock = DirectoryLock(tmp_path)
-    before = open_files()
-    for _ in range(3):
-        with pytest.raises(BlockingIOError):
-            DirectoryLock(tmp_path)
-    assert not opened_since(before)
-    lock.release()
 
 
 def test_the_lock_is_for_its_owner_and_is_not_inherited(tmp_path: Path) -> None:
@@ -212,15 +193,6 @@ def test_one_that_exists_is_left_as_it_is(tmp_path: Path) -> None:
     assert (tmp_path / "store" / "file").read_text() == "kept"
 
 
-def test_a_file_in_the_way_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("kept")
-    with pytest.raises(OSError):
-        make_directory(tmp_path / "file")
-    with pytest.raises(OSError):
-        make_directory(tmp_path / "file" / "store")
-    assert (tmp_path / "file").read_text() == "kept"
-
-
 # Secrets --------------------------------------------------------------------------------------------------------------
 
 
@@ -234,16 +206,6 @@ def test_a_secret_is_written_for_its_owner_alone(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert read_secret_file(path, MOST) == b"secret"
     assert os.listdir(tmp_path) == ["keys"], "no draft is left"
-
-
-@pytest.mark.parametrize("contents", [b"", b"x", b"long" * 100_000])
-def test_secrets_of_any_length(tmp_path: Path, contents: bytes) -> None:
-    write_secret_file(tmp_path / "keys", contents)
-    assert read_secret_file(tmp_path / "keys", MOST) == contents
-
-
-def test_no_file_is_no_secret(tmp_path: Path) -> None:
-    assert read_secret_file(tmp_path / "keys", MOST) is None
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o620, 0o602, 0o610, 0o601, 0o777])
@@ -331,11 +293,6 @@ def test_a_lock_for_reading_keeps_others_out_and_writes_nothing(tmp_path: Path) 
     finish(held)
 
 
-def test_where_nobody_ever_was_there_is_nothing_to_lock(tmp_path: Path) -> None:
-    ReadingLock(tmp_path).release()
-    assert os.listdir(tmp_path) == []
-
-
 def test_files_that_are_only_read(tmp_path: Path) -> None:
     files = DirectFiles(tmp_path)
     files.create("a.slab", len(DATA))
@@ -368,11 +325,6 @@ def test_files_on_a_file_system_that_cannot_be_written(mounted: Callable[..., Pa
     looked = ReadOnlyFiles(place)
     assert contents(looked, "a.slab") == DATA
     looked.close()
-
-
-def test_files_of_no_directory(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        ReadOnlyFiles(tmp_path / "none")
 
 
 # Slabs ----------------------------------------------------------------------------------------------------------------
@@ -502,12 +454,6 @@ def test_a_draft_of_a_crash_is_no_slab_and_is_removed(tmp_path: Path) -> None:
     files.create("a.slab", PAGE)
     assert files.sizes() == {"a.slab": PAGE}
     files.close()
-
-
-def test_a_file_in_the_way_of_the_folder_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "slabs").write_text("kept")
-    with pytest.raises(OSError):
-        DirectFiles(tmp_path / "slabs")
 
 
 @pytest.mark.parametrize(

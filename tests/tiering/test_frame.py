@@ -373,34 +373,6 @@ def test_frames_are_whole_pages(payload_bytes: int) -> None:
     assert HEADER_BYTES + payload_bytes <= size < HEADER_BYTES + payload_bytes + ALIGNMENT
 
 
-# Made by mistake ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"key_id": b"short"},
-        {"tenant": b"short"},
-        {"namespace": b"short"},
-        {"codec": "a-name-of-17-byte"},
-        {"slices": 0},
-        {"slices": MAX_SLICES + 1},
-        {"payload_bytes": 3001},
-    ],
-)
-def test_a_stamp_is_checked_when_it_is_made(change: dict[str, Any]) -> None:
-    with pytest.raises(AssertionError):
-        replace(STAMP, **change)
-
-
-@pytest.mark.parametrize(
-    "change", [{"digests": DIGESTS[:2]}, {"digests": [b"short"] * 3}, {"prefix_key": b"short"}, {"parent": b"short"}]
-)
-def test_a_seal_is_checked_when_it_is_made(change: dict[str, Any]) -> None:
-    with pytest.raises(AssertionError):
-        sealed(**change)
-
-
 # The format is a promise to frames on disk and to other hosts: when these bytes change, raise VERSION. ----------------
 
 GOLDEN_USED = (

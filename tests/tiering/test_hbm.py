@@ -16,25 +16,6 @@ def _fill(pool: HbmPool, key: bytes, value: float) -> None:
         memory.fill_(value)
 
 
-def test_what_was_put_is_got_until_it_is_evicted() -> None:
-    pool = HbmPool("cpu", 16, torch.bfloat16, capacity_bytes=3 * 32)
-    for number in range(4):
-        _fill(pool, b"%d" % number, number)
-    assert pool.get(b"0") is None
-    assert [float(pool.get(b"%d" % number)[0]) for number in (1, 2, 3)] == [1.0, 2.0, 3.0]
-    assert pool.usage().blocks == pool.usage().capacity_blocks == 3
-    assert pool.usage().evicted == 1
-
-
-def test_a_used_block_outlives_one_that_was_not_used() -> None:
-    pool = HbmPool("cpu", 4, torch.float32, capacity_bytes=2 * 16)
-    _fill(pool, b"old", 1)
-    _fill(pool, b"new", 2)
-    assert pool.get(b"old") is not None
-    _fill(pool, b"newest", 3)
-    assert pool.leading([b"old"]) == 1 and pool.leading([b"new"]) == 0
-
-
 def test_a_pool_too_small_for_one_block_holds_nothing() -> None:
     pool = HbmPool("cpu", 1024, torch.float32, capacity_bytes=100)
     assert pool.put(b"key") is None and pool.get(b"key") is None

@@ -1,8 +1,10 @@
-"""The real LMDB file: kills, damage, a full disk. Run as a program, this file is the process that dies of them."""
+"""The real LMDB file: damage, a full disk. Run as a program, this file is the process that a disk refuses.
+
+That it lives through kills is in attack/test_store_kills.py; what comes of damage, in attack/test_index_damage.py.
+"""
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
@@ -10,9 +12,7 @@ import stat
 import subprocess
 import sys
 import tempfile
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,20 +20,13 @@ import pytest
 from tiering.errors import IndexDoubtful, TierError, TierFull, TierUnavailable
 from tiering.nvme import lmdb_index
 from tiering.nvme.frame_index import Change
-from tiering.nvme.lmdb_index import LmdbIndex, discard, open_index, open_to_read
+from tiering.nvme.lmdb_index import discard, open_index, open_to_read
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MAP_BYTES = 1 << 20
 PAGE_BYTES = 4096
 META_BYTES = 152
 FREE_PAGES, PAIRS = 40, 88  # where a meta page has its two trees
-
-SEEDS = range(200)
-KILLS = 10
-
-LAST = b"last"
-KEYS_OF_A_BATCH = 5
-BATCHES_KEPT = 40
 
 
 @pytest.fixture
@@ -113,20 +106,6 @@ def test_discard_removes_two_files_and_nothing_else(tmp_path: Path) -> None:
     index.close()
 
 
-@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
-def test_what_is_no_file_is_not_opened(kind: str, tmp_path: Path) -> None:
-    path = tmp_path / "data.mdb"
-    make: dict[str, Callable[[], None]] = {
-        "link": lambda: path.symlink_to(tmp_path / "elsewhere"),
-        "pipe": lambda: os.mkfifo(path),
-        "folder": path.mkdir,
-    }
-    make[kind]()
-    with pytest.raises(IndexDoubtful):
-        open_index(tmp_path, MAP_BYTES, clean=True)
-    assert not (tmp_path / "elsewhere").exists()
-
-
 def test_an_index_is_looked_at_without_a_trace(tmp_path: Path) -> None:
     assert open_to_read(tmp_path / "none") is None and not (tmp_path / "none").exists()
     index = open_index(tmp_path / "index", MAP_BYTES, clean=True)
@@ -167,18 +146,6 @@ def test_a_file_that_is_open_here_is_not_called_damaged(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_there_is_not_called_damaged(tmp_path: Path) -> None:
     with pytest.raises(TierUnavailable, match="No such file"):
         open_index(tmp_path / "missing" / "index", MAP_BYTES, clean=False)
-
-
-@pytest.mark.parametrize("lock", [b"", b"x", b"\xff" * 4096, b"\xff" * 100_000])
-def test_a_damaged_lock_file_does_not_matter(lock: bytes, tmp_path: Path) -> None:
-    index = open_index(tmp_path, MAP_BYTES, clean=False)
-    index.apply([(b"a", b"1")])
-    index.close()
-    (tmp_path / "lock.mdb").write_bytes(lock)
-    index = open_index(tmp_path, MAP_BYTES, clean=False)
-    index.apply([(b"b", b"2")])
-    assert [key for key, _ in index.iterate(b"")] == [b"a", b"b"]
-    index.close()
 
 
 # --- room ------------------------------------------------------------------------------------------------------------
@@ -243,63 +210,6 @@ def test_without_permission_there_is_one_clear_error(mode: int, tmp_path: Path) 
     for folder in (tmp_path, directory):
         folder.chmod(0o700)
     assert said == "TierUnavailable: cannot open the index in index: Permission denied"
-
-
-# --- kills -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_what_was_synced_outlives_a_kill(tmp_path: Path) -> None:
-    chance = random.Random(20)
-    directory = tmp_path / "index"
-    for _ in range(KILLS):
-        program = start_program("write", str(directory))
-        assert program.stdout is not None
-        promised = 0
-        for _ in range(chance.randrange(1, 12)):
-            promised = int(program.stdout.readline())
-        time.sleep(chance.random() * 0.01)
-        program.kill()
-        rest = program.stdout.read().split()
-        assert program.wait() == -9
-        # A number that was cut in the middle promises nothing.
-        promised = max([promised, *map(int, rest[:-1])])
-        index = open_index(directory, MAP_BYTES, clean=False)
-        last = last_batch(index)
-        assert last >= promised
-        assert dict(index.iterate(b"k")) == pairs_after(last)
-        index.close()
-    print(f"{KILLS} kills, {last} batches")
-
-
-def write_until_killed(directory: Path) -> None:
-    index = open_index(directory, MAP_BYTES, clean=False)
-    number = last_batch(index)
-    while True:
-        number += 1
-        index.apply(batch(number))
-        if number % 3:
-            index.sync()
-            print(number, flush=True)
-
-
-def last_batch(index: LmdbIndex) -> int:
-    (last,) = index.get([LAST])
-    return int(last) if last else 0
-
-
-def batch(number: int) -> list[Change]:
-    added: list[Change] = [(key, b"%d" % number) for key in keys_of(number)]
-    return [*added, *((key, None) for key in keys_of(number - BATCHES_KEPT)), (LAST, b"%d" % number)]
-
-
-def keys_of(number: int) -> list[bytes]:
-    return [b"k%08d-%d" % (number, part) for part in range(KEYS_OF_A_BATCH)] if number > 0 else []
-
-
-def pairs_after(last: int) -> dict[bytes, bytes]:
-    numbers = range(max(1, last - BATCHES_KEPT + 1), last + 1)
-    return {key: b"%d" % number for number in numbers for key in keys_of(number)}
 
 
 # --- damage ----------------------------------------------------------------------------------------------------------
@@ -390,17 +300,6 @@ def test_an_impossible_meta_page_is_not_mapped(
         open_index(tmp_path, MAP_BYTES, clean=True)
 
 
-@pytest.mark.slow
-def test_damage_is_found_or_harmless(sound: Path, memory: Path) -> None:
-    """Whatever gets past checks and probe is read and written to the end without a crash; values may be wrong."""
-    found = json.loads(run_program("damage", str(sound), str(memory), str(len(SEEDS))))
-    died = found.pop("died")
-    print(f"{len(SEEDS)} damaged files, seeds {SEEDS}: {found}")
-    assert died == [], "seeds of files that got past the probe and ended the process that read them"
-    assert sum(found.values()) == len(SEEDS)
-    assert all(any(kind.endswith(end) for kind in found) for end in ("checks", "probe", "same", "wrong"))
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_after_a_kill_the_probe_stands_before_the_map(seed: int, sound: Path, tmp_path: Path) -> None:
     whole = bytearray((sound / "data.mdb").read_bytes())
@@ -460,103 +359,6 @@ def root_of(whole: bytes, tree: int = PAIRS) -> int:
     return int.from_bytes(newest[tree + 40 : tree + 48], sys.byteorder)
 
 
-def damage(whole: bytearray, chance: random.Random) -> str:
-    """Damage a file in one of the ways in which files are damaged, and say which."""
-    pages = len(whole) // PAGE_BYTES
-    page = chance.randrange(pages) * PAGE_BYTES
-    kind = chance.choice(
-        ["flip", "flip", "flip", "flip of a header", "flip of a meta page", "range", "zeros", "misdirected"]
-    )
-    if kind == "flip":
-        flip(whole, chance.randrange(8 * len(whole)))
-    elif kind == "flip of a header":
-        # Headers of pages and the tables behind them are a small part of the file and its most dangerous one.
-        flip(whole, 8 * page + chance.randrange(8 * 64))
-    elif kind == "flip of a meta page":
-        flip(whole, 8 * PAGE_BYTES * chance.randrange(2) + chance.randrange(8 * META_BYTES))
-    elif kind == "range":
-        start, length = chance.randrange(len(whole)), chance.choice([1, 16, 512, 4096, 20_000])
-        whole[start : start + length] = chance.randbytes(len(whole[start : start + length]))
-    elif kind == "zeros":
-        whole[page : page + PAGE_BYTES] = bytes(PAGE_BYTES)
-    else:
-        other = chance.randrange(pages) * PAGE_BYTES
-        whole[page : page + PAGE_BYTES] = whole[other : other + PAGE_BYTES]
-    return kind
-
-
-def flip(whole: bytearray, bit: int) -> None:
-    whole[bit // 8] ^= 1 << bit % 8
-
-
-def try_damaged_files(sound: Path, scratch: Path, count: int) -> None:
-    """Each file in a process of its own, forked from this small one; counts what came of them."""
-    whole = (sound / "data.mdb").read_bytes()
-    index = open_index(sound, MAP_BYTES, clean=True)
-    expected = dict(index.iterate(b""))
-    index.close()
-    outcomes: Counter[str] = Counter()
-    died = []
-    for seed in range(count):
-        chance = random.Random(seed)
-        damaged = bytearray(whole)
-        kind = damage(damaged, chance)
-        (scratch / "data.mdb").write_bytes(damaged)
-        status = in_a_fork(lambda: lmdb_index._check_file(scratch / "data.mdb") is None)
-        if status == DOUBTFUL:
-            outcomes[f"{kind}: checks"] += 1
-            continue
-        assert status == 0, f"seed {seed}: the checks ended with {status}"
-        if in_a_fork(lambda: lmdb_index.probe(str(scratch))):
-            outcomes[f"{kind}: probe"] += 1
-            continue
-        status = in_a_fork(lambda chance=chance: use(scratch, expected, chance))
-        if status < 0 or status not in USES:
-            died.append(seed)
-        else:
-            outcomes[f"{kind}: {USES[status]}"] += 1
-        discard(scratch)
-    print(json.dumps({**outcomes, "died": died}))
-
-
-DOUBTFUL = 10
-USES = {0: "same", 1: "wrong", DOUBTFUL: "doubtful later"}
-
-
-def use(directory: Path, expected: dict[bytes, bytes], chance: random.Random) -> bool:
-    """Read and write everything; whether anything read was wrong."""
-    index = open_index(directory, MAP_BYTES, clean=True)
-    wrong = dict(index.iterate(b"")) != expected
-    wrong |= dict(zip(expected, index.get(list(expected)), strict=True)) != expected
-    wrong |= index.get([key + b"x" for key in expected]) != [None] * len(expected)
-    for prefix in (b"0", b"11", b"big", b"\xff"):
-        wrong |= dict(index.iterate(prefix)) != {k: v for k, v in expected.items() if k.startswith(prefix)}
-    for _ in range(5):
-        index.apply(random_changes(chance, 300))
-    index.apply([(key, None) for key in expected])
-    index.apply([(b"%06d" % number, b"v" * 200) for number in range(2000)])
-    index.sync()
-    wrong |= len(list(index.iterate(b"00"))) < 2000
-    index.close()
-    return wrong
-
-
-def in_a_fork(act: Callable[[], object]) -> int:
-    """How a process that does this ends: 0, 1 if the result is true, `DOUBTFUL`, or minus a signal."""
-    child = os.fork()
-    if not child:
-        status = 99
-        try:
-            status = int(bool(act()))
-        except IndexDoubtful:
-            status = DOUBTFUL
-        except SystemExit as end:
-            status = end.code if isinstance(end.code, int) else 98
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 # --- processes -------------------------------------------------------------------------------------------------------
 
 
@@ -604,12 +406,8 @@ def run_program(*arguments: str, before: list[str] | None = None) -> str:
 
 
 if __name__ == "__main__":
-    act, folder, *rest = sys.argv[1:]
-    if act == "write":
-        write_until_killed(Path(folder))
-    elif act == "damage":
-        try_damaged_files(Path(folder), Path(rest[0]), int(rest[1]))
-    elif act == "fill":
+    act, folder = sys.argv[1:]
+    if act == "fill":
         fill_the_disk(Path(folder))
     elif act == "trespass":
         open_without_permission(Path(folder))

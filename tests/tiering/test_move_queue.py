@@ -162,16 +162,6 @@ def test_no_priority_starves(queues: Queues) -> None:
     assert order[MOST_PASSES + len(lower)] is Priority.WAITING
 
 
-def test_moves_run_side_by_side(queues: Queues) -> None:
-    queue, barrier = queues.new(threads=3), threading.Barrier(3)
-
-    def meet() -> None:
-        barrier.wait(HANGS_AFTER_SECONDS)
-
-    moves = [queue.submit(number, DISK, Priority.SAVE, meet) for number in range(3)]
-    assert finished(*moves) == [None] * 3
-
-
 # Joining --------------------------------------------------------------------------------------------------------------
 
 
@@ -272,14 +262,6 @@ def test_one_of_two_holders_only_leaves(queues: Queues) -> None:
     gate.opened.set()
     assert finished(first, second, third) == [None] * 3 and work.runs == 1
     assert queue.close(HANGS_AFTER_SECONDS) and heard == [first]
-
-
-def test_the_last_holder_ends_it_for_all(queues: Queues) -> None:
-    queue = queues.new()
-    queues.busy(queue)
-    moves = [queue.submit("x", DISK, Priority.SAVE, Work()) for _ in range(3)]
-    assert [move.cancel() for move in moves] == [False, False, True]
-    assert finished(*moves) == [TierMiss.TIMED_OUT] * 3
 
 
 def test_a_move_that_began_is_not_cancelled(queues: Queues) -> None:
@@ -723,20 +705,6 @@ def test_close_ends_what_waits_and_awaits_what_runs(queues: Queues) -> None:
     assert finished(*running) == [None, None] and heard == waiting
     for thread in worker_threads():
         thread.join(HANGS_AFTER_SECONDS)
-    assert worker_threads() == []
-
-
-def test_close_ends_the_attempts(queues: Queues) -> None:
-    queue, gate = queues.new(attempts=100, breaker_faults=1000), queues.gate(down())
-    move = queue.submit("x", DISK, Priority.SAVE, gate)
-    assert gate.begun.wait(HANGS_AFTER_SECONDS) and not queue.close(0)
-    gate.opened.set()
-    assert finished(move) == [TierMiss.DOWN] and gate.runs == 1
-
-
-def test_closing_what_never_began_takes_no_time(queues: Queues) -> None:
-    queue = queues.new()
-    assert queue.close(0) and queue.submit("x", DISK, Priority.SAVE, Work()).finding is TierMiss.DOWN
     assert worker_threads() == []
 
 

@@ -25,9 +25,7 @@ from simulation.machine import CLASSES, MAC_KEY, SLAB_BYTES, STAMPS, Frame, Mach
 from simulation.power import PowerLoss
 from tiering.errors import BlockMissing, IndexDoubtful, TierError, TierFull, TierUnavailable
 from tiering.frame import HEADER_BYTES, Stamp, digest
-from tiering.nvme.lmdb_index import DATA_FILE
 from tiering.nvme.slab import (
-    ENTRY,
     META,
     SLOTS_PER_RECORD,
     STAMP_PAGES,
@@ -45,7 +43,7 @@ from tiering.nvme.tier import NvmeTier
 from tiering.slab_header import PAGE_BYTES
 from tiering.slots import FrameState
 from tiering.tier import extent_of, place_of, slot_of
-from torture import RealMachine, kill
+from torture.tier import RealMachine
 
 Name = tuple[int, bytes, int]
 SLOTS = 40
@@ -310,36 +308,6 @@ def test_many_threads_share_their_syncs_and_nobody_is_answered_early() -> None:
     assert (usage.used, usage.deleting, usage.reserved) == (threads * (2 * rounds - rounds // 2), 0, 0)
 
 
-def test_threads_on_a_real_disk(tmp_path: Path) -> None:
-    customer = opened(RealMachine(tmp_path))
-    for part in (0, 1):
-        customer.tier.new_slab(STAMPS[part], MAC_KEY, b"")
-    written: dict[Name, Frame] = {}
-
-    def work(number: int) -> None:
-        random = Random(number)
-        for round_number in range(3):
-            frame = Frame(number % 2, random.randbytes(32), number << 8 | round_number, random)
-            given_up = Frame(number % 2, random.randbytes(32), number << 8 | round_number, random)
-            places = customer.tier.reserve(CLASSES[frame.part], 2)
-            customer.tier.commit(places, [frame.bytes, given_up.bytes])
-            written[frame.name] = frame
-            customer.tier.delete(places[1:])
-        customer.tier.settle()
-
-    together(work, 6)
-    customer.machine.stop()
-    found = customer.machine.start()
-    names = {
-        (slab.header.slot_class.part, entry["key"].tobytes(), int(entry["generation"])): place
-        for slab in found
-        for place, entry in zip(slab.places, slab.entries, strict=True)
-    }
-    assert names.keys() == written.keys()
-    assert all(customer.read(place) == written[name].bytes for name, place in names.items())
-    customer.tier.close()
-
-
 def test_power_is_lost_under_many_threads() -> None:
     acknowledged = 0
     for last in range(3, 150, 3):
@@ -378,41 +346,6 @@ def test_power_is_lost_under_many_threads() -> None:
         customer.settle()
         customer.restart()
     assert acknowledged > 100
-
-
-def test_a_close_in_the_middle_of_commits(tmp_path: Path) -> None:
-    """Who is late gets a typed fault; who was answered is right, whatever the stamp says."""
-    for number, seconds in enumerate((0.0, 0.005, 0.02)):
-        customer = opened(RealMachine(tmp_path / str(number)))
-        for part in (0, 1):
-            customer.tier.new_slab(STAMPS[part], MAC_KEY, b"")
-        tier = customer.tier
-
-        def work(number: int, customer: Customer = customer, tier: NvmeTier = tier) -> None:
-            random = Random(number)
-            for round_number in range(8):
-                frame = Frame(number % 2, random.randbytes(32), number << 8 | round_number, random)
-                customer.frames[frame.name] = frame
-                customer.leaving.add(frame.name)
-                (place,) = tier.reserve(CLASSES[frame.part], 1)
-                try:
-                    tier.commit([place], [frame.bytes])
-                except TierUnavailable:
-                    return
-                customer.owed[frame.name] = place
-                customer.leaving.discard(frame.name)
-
-        threads = [threading.Thread(target=work, args=(one,)) for one in range(4)]
-        for thread in threads:
-            thread.start()
-        time.sleep(seconds)
-        customer.machine.stop()
-        for thread in threads:
-            thread.join()
-        customer.compare(customer.machine.start())
-        customer.settle()
-        customer.restart()
-        customer.tier.close()
 
 
 class Gate(SimulatedFiles):
@@ -663,23 +596,6 @@ def test_a_header_that_cannot_be_zeroed_takes_no_commit_back() -> None:
     customer.crash()
 
 
-def test_an_index_that_failed_ends_no_session_in_order() -> None:
-    for call, error in (("apply", IndexDoubtful("a page is damaged")), ("sync", TierUnavailable("no space left"))):
-        customer = stocked()
-        customer.evict(customer.some(2))
-        customer.machine.index.fail(call, 1, error)
-        with pytest.raises(TierUnavailable):
-            customer.settle()
-        nothing_is_acknowledged(customer)
-        customer.machine.stop()
-        pages = [customer.machine.files.image("00000000.slab")[at : at + PAGE_BYTES] for at in (0, PAGE_BYTES)]
-        stamp = latest_stamp(pages)
-        assert stamp is not None and not stamp.clean
-        customer.compare(customer.machine.start())
-        customer.settle()
-        customer.crash()
-
-
 @pytest.mark.parametrize("refusals", [1, 2, 5])
 def test_an_index_that_has_no_room_for_a_batch_takes_the_next_one(refusals: int) -> None:
     customer = stocked()
@@ -804,16 +720,6 @@ def stamp_of(files: Any) -> StoreStamp:
     return stamp
 
 
-def test_a_clean_close_needs_no_rebuild(customer: Customer) -> None:
-    customer = stocked_here(customer)
-    for _ in range(3):
-        tier = customer.restart()
-        assert not tier.rebuilds and tier.left_alone == []
-        customer.store(1, 1)
-    customer.machine.stop()
-    assert stamp_of(customer.machine.files).clean
-
-
 def stocked_here(customer: Customer) -> Customer:
     customer.store(0, 36)
     customer.store(1, 5)
@@ -823,20 +729,6 @@ def stocked_here(customer: Customer) -> Customer:
     customer.settle()
     customer.store(0, 3)
     return customer
-
-
-def test_session_numbers_rise(customer: Customer) -> None:
-    sessions = [customer.tier.session]
-    for number in range(4):
-        if number % 2 and isinstance(customer.machine, RealMachine):
-            customer.machine.vanish()
-            customer.machine.start()
-        elif number % 2:
-            customer.crash(number)
-        else:
-            customer.restart()
-        sessions.append(customer.tier.session)
-    assert sessions == sorted(set(sessions)) and sessions[0] >= 1
 
 
 @pytest.mark.parametrize("page", range(STAMP_PAGES))
@@ -854,17 +746,6 @@ def test_no_session_number_comes_twice_when_a_stamp_rots(page: int, clean: bool)
     assert customer.tier.session > used
 
 
-def test_both_stamps_gone() -> None:
-    customer = stocked()
-    customer.settle()
-    customer.machine.stop()
-    customer.machine.files.poke("00000000.slab", 0, bytes(2 * PAGE_BYTES))
-    customer.index_lost = True
-    customer.compare(customer.machine.start())
-    assert customer.tier.rebuilds
-    assert not customer.restart().rebuilds
-
-
 def test_what_was_condemned_stays_condemned(customer: Customer) -> None:
     names = customer.store(0, 3)
     place = customer.quarantine(names[0])
@@ -879,16 +760,6 @@ def test_what_was_condemned_stays_condemned(customer: Customer) -> None:
         assert place not in customer.tier.reserve(CLASSES[0], SLOTS)
         customer.machine.stop()
         customer.compare(customer.machine.start())
-
-
-def test_condemned_without_a_settle_is_durable_with_the_next_batch() -> None:
-    customer = opened()
-    names = customer.store(0, 3)
-    customer.quarantine(names[0])
-    customer.store(1, 1)
-    customer.settle()
-    customer.crash()
-    assert customer.tier.usage().quarantined == 1
 
 
 def test_a_load_says_how_far_it_is() -> None:
@@ -976,20 +847,6 @@ def put_back(machine: Machine, copy: Any) -> None:
         machine.index = copy
 
 
-def test_an_index_that_is_gone_is_built_again(customer: Customer) -> None:
-    stocked_here(customer)
-    customer.settle()
-    customer.machine.stop()
-    if isinstance(customer.machine, RealMachine):
-        (customer.machine.directory / "index" / DATA_FILE).unlink()
-    else:
-        customer.machine.discard()
-    customer.index_lost = True
-    customer.compare(customer.machine.start())
-    assert customer.tier.rebuilds
-    assert not customer.restart().rebuilds
-
-
 def test_a_frame_of_another_class_is_not_taken_in() -> None:
     customer = stocked()
     customer.settle()
@@ -1003,23 +860,6 @@ def test_a_frame_of_another_class_is_not_taken_in() -> None:
     customer.index_lost = True
     customer.compare(machine.start())
     assert customer.tier.rebuilds and frame.name not in customer.owed
-
-
-def test_an_older_copy_of_the_index_is_not_believed(customer: Customer) -> None:
-    stocked_here(customer)
-    customer.restart()
-    customer.machine.stop()
-    copy = copy_of(customer.machine)
-    customer.compare(customer.machine.start())
-    customer.evict(customer.some(10))
-    customer.settle()
-    customer.store(0, 6)
-    customer.machine.stop()
-    put_back(customer.machine, copy)
-    customer.index_lost = True
-    customer.compare(customer.machine.start())
-    assert customer.tier.rebuilds
-    assert not customer.restart().rebuilds
 
 
 @pytest.mark.parametrize("sessions", [1, 2], ids=["the session before it", "the last but one"])
@@ -1175,25 +1015,6 @@ def test_a_slab_that_is_given_back_is_gone(customer: Customer) -> None:
     assert not customer.restart().rebuilds
     assert [key for key, _ in customer.machine.index.iterate(record_key(1, 0)[:5])] == []
     customer.store(0, 3)
-    customer.restart()
-
-
-def test_the_number_of_a_slab_that_is_gone_may_come_again() -> None:
-    customer = opened()
-    customer.evict(customer.store(0, 5))
-    customer.tier.retire(1)
-    customer.settle()
-    customer.restart()
-    customer.store(1, 2)
-    assert {extent_of(place) for place in customer.owed.values()} == {1}
-    customer.crash()
-
-
-def test_a_slab_with_something_in_it_is_not_given_back() -> None:
-    customer = opened()
-    customer.store(0, 1)
-    with pytest.raises(AssertionError):
-        customer.tier.retire(1)
     customer.restart()
 
 
@@ -1600,16 +1421,3 @@ def test_places_in_doubt_are_not_used_before_they_are_void() -> None:
         offset = customer.tier._ledger.pieces[1].header.offset(slot_of(place))
         assert not any(machine.files.durable(slab_name(1))[offset : offset + PAGE_BYTES])
     assert set(places) <= set(customer.tier.reserve(CLASSES[0], SLOTS))
-
-
-def test_entries_are_as_large_as_they_are_said_to_be() -> None:
-    assert ENTRY.itemsize * SLOTS_PER_RECORD + 32 <= 4080 and place_of(1, 0) > 0
-
-
-# Processes that are killed --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_five_processes_are_killed() -> None:
-    sums = kill(5, SEED)
-    assert sums["kills"] == 5 and sums["stored"] > 0, sums

@@ -13,7 +13,7 @@ from tiering.dram.tier import DramTier
 from tiering.policies.lru import LeafFirstLru
 from tiering.residency import Evict, Grow, Pins, Residency, Vacate
 from tiering.slots import TRANSITIONS, FrameEvent, FrameState, IllegalTransition, SlotTable
-from tiering.tier import NO_PLACE, SlotClass, extent_of, place_of, slot_of
+from tiering.tier import SlotClass, extent_of, place_of, slot_of
 from workbench import KIB, slot_class
 
 A, B = slot_class(owner=b"a"), slot_class(owner=b"b")
@@ -66,45 +66,6 @@ def test_the_life_of_a_frame_is_as_drawn() -> None:
     assert {(FrameState[a], FrameEvent[b]): FrameState[c] for a, b, c in triples} == TRANSITIONS
 
 
-@given(
-    st.integers(1, 6),
-    st.lists(st.tuples(st.sampled_from(FrameEvent), st.integers(0, 5), st.integers(0, 99)), max_size=80),
-)
-@settings(max_examples=150)
-def test_slots_against_a_list_of_states(capacity: int, steps: list[tuple[FrameEvent, int, int]]) -> None:
-    table = SlotTable(capacity)
-    states = [FrameState.FREE] * capacity
-    owners = [-1] * capacity
-    for event, slot, row in steps:
-        slot %= capacity
-        if event is FrameEvent.RESERVE:
-            if FrameState.FREE not in states:
-                continue
-            (slot,) = table.reserve(1)
-            assert states[slot] is FrameState.FREE
-            table.owners[slot] = owners[slot] = row
-            states[slot] = FrameState.RESERVED
-        elif (states[slot], event) in TRANSITIONS:
-            table.apply(slot, event)
-            states[slot] = TRANSITIONS[states[slot], event]
-            if states[slot] is FrameState.FREE:
-                owners[slot] = -1
-        else:
-            with pytest.raises(IllegalTransition):
-                table.apply(slot, event)
-        table.check()
-        assert list(table.states) == states and list(table.owners) == owners
-        assert table.free == states.count(FrameState.FREE) and table.live == states.count(FrameState.RESIDENT)
-
-
-def test_a_table_notices_when_it_does_not_add_up() -> None:
-    table = SlotTable(3)
-    table.check()
-    table.states[1] = FrameState.RESIDENT
-    with pytest.raises(AssertionError):
-        table.check()
-
-
 # Rows: places, pins, late readers -------------------------------------------------------------------------------------
 
 
@@ -113,27 +74,6 @@ def rows_of(count: int, parts: int = 1) -> Residency:
     for row in range(count):
         residency.reserved([row], [[place_of(part, row)] for part in range(parts)])
     return residency
-
-
-def test_a_row_knows_its_places_until_it_is_forgotten() -> None:
-    residency = rows_of(3, parts=2)
-    residency.part_sealed(1, 0, b"d" * 16)
-    residency.published(1, 77)
-    assert residency.places_of([0, 1], 1) == [place_of(1, 0), place_of(1, 1)]
-    assert residency.header_digest(1, 0) == b"d" * 16 and residency.generation(1) == 77
-    residency.moved(1, 1, place_of(9, 9))
-    assert residency.forget(1) == [place_of(0, 1), place_of(9, 9)]
-    assert residency.place(1, 0) == residency.place(1, 1) == NO_PLACE
-    assert residency.generation(1) == 0 and residency.forget(1) == []
-    residency.reserved([1], [[place_of(2, 0)], [place_of(2, 1)]])
-    assert residency.header_digest(1, 1) == bytes(16), "not the one of the block before"
-
-
-def test_rows_of_more_parts_come_beside_those_that_are_there() -> None:
-    residency = rows_of(2)
-    residency.reserved([5], [[1], [2], [3]])
-    assert [residency.place(5, part) for part in range(3)] == [1, 2, 3]
-    assert residency.place(0, 2) == NO_PLACE and residency.forget(0) == [place_of(0, 0)]
 
 
 def test_pins_count_who_was_first_and_who_was_last() -> None:
@@ -226,28 +166,6 @@ class Setup:
         return move
 
 
-def test_first_it_grows_into_the_budget() -> None:
-    setup = Setup(extents=2)
-    assert setup.room(A) == Grow(A)
-    setup.grow(A)
-    setup.fill(A, SLOTS)
-    assert setup.room(A) == Grow(A)
-    assert setup.room(A, B) == Grow(A) and setup.room(B, A) == Grow(B)
-
-
-def test_it_grows_what_is_short() -> None:
-    setup = Setup(extents=2)
-    setup.grow(A)
-    assert setup.room(A, B) == Grow(B)
-
-
-def test_it_is_asked_only_when_something_is_short() -> None:
-    setup = Setup(extents=2)
-    setup.grow(A)
-    with pytest.raises(AssertionError, match="short"):
-        setup.room(A)
-
-
 def test_without_budget_it_evicts_the_oldest() -> None:
     setup = Setup(extents=1)
     setup.grow(A)
@@ -256,13 +174,6 @@ def test_without_budget_it_evicts_the_oldest() -> None:
     setup.residency.policy.touched([rows[0]])
     setup.residency.pins.pin([rows[1]])
     assert setup.room(A) == Evict(rows[2])
-
-
-def test_when_all_is_pinned_there_is_nothing_to_do() -> None:
-    setup = Setup(extents=1)
-    setup.grow(A)
-    setup.residency.pins.pin(setup.fill(A, SLOTS))
-    assert setup.room(A) is None and setup.room(B) is None
 
 
 def test_an_empty_extent_of_another_class_is_given_back() -> None:
@@ -287,18 +198,6 @@ def test_a_cold_extent_is_emptied_into_the_free_slots_of_its_class() -> None:
     assert setup.room(B) == Vacate(extent_of(setup.residency.place(rows[3], 0)), (rows[3],)), "the cheaper one"
     setup.residency.pins.pin([rows[3]])
     assert setup.room(B) == Vacate(second, tuple(rows[4:7]))
-
-
-def test_the_class_that_is_short_is_not_robbed() -> None:
-    setup = Setup(extents=2)
-    setup.grow(A)
-    setup.grow(B)
-    setup.fill(A, SLOTS)
-    rows = setup.fill(B, SLOTS)
-    setup.evict(rows)
-    assert isinstance(setup.room(A), Vacate), "B has an empty extent"
-    setup.fill(B, SLOTS)
-    assert setup.room(A) == Evict(0)
 
 
 @pytest.mark.parametrize("use", ["pinned", "reserved", "held", "zombie", "being emptied"])
@@ -340,35 +239,6 @@ def test_a_condemned_slot_does_not_keep_its_extent() -> None:
     assert setup.room(B) == Vacate(bad + 1, ()), "the empty one is the cheapest"
     setup.fill(A, 1)
     assert setup.room(B) == Vacate(bad, tuple(rows[1:])), "three live frames fit into three free slots"
-
-
-def test_following_its_advice_memory_wanders_to_where_it_is_used() -> None:
-    setup = Setup(extents=3)
-    for _ in range(3):
-        setup.grow(A)
-        setup.fill(A, SLOTS)
-    steps = 0
-    while not setup.tier.free_slots(B):
-        steps += 1
-        assert steps < 30
-        move = setup.room(B)
-        if isinstance(move, Evict):
-            setup.evict([move.row])
-        elif isinstance(move, Vacate):
-            targets = setup.tier.start_vacating(move.extent, len(move.rows))
-            for row, target in zip(move.rows, targets, strict=True):
-                source = setup.residency.place(row, 0)
-                setup.tier.commit([target], [bytes(4096)])
-                setup.tier.own([target], [row])
-                setup.residency.moved(row, 0, target)
-                setup.tier.delete([source])
-            setup.tier.retire(move.extent)
-        else:
-            assert move == Grow(B)
-            setup.grow(B)
-        setup.tier.check()
-    assert setup.tier.usage().used == 2 * SLOTS, "one extent's worth of the oldest blocks went"
-    assert [row for row in range(setup.rows) if setup.residency.place(row, 0) != NO_PLACE] == list(range(4, 12))
 
 
 # Who is listed --------------------------------------------------------------------------------------------------------

@@ -108,25 +108,6 @@ def test_what_is_kept_keeps_the_way_to_it_which_counts() -> None:
     assert not tree.retention.holds(leaf) and all(tree.retention.holds(row) for row in [*way, newer])
 
 
-def test_without_room_those_go_back_whose_time_ends_first() -> None:
-    tree = Tree([4 * BLOCK])
-    first, second, third = (tree.put(2, ttl=ttl) for ttl in (100, 50, 70))
-    assert [tree.retention.holds(row) for row in (*first, *second, *third)] == [True, True, False, False, True, True]
-    assert tree.evict(6) == [second[1], second[0], third[1], first[1], third[0], first[0]]
-
-
-def test_of_a_chain_that_is_too_long_the_beginning_is_kept() -> None:
-    tree = Tree([3 * BLOCK])
-    rows = tree.put(10, ttl=60)
-    assert [tree.retention.holds(row) for row in rows] == [True] * 3 + [False] * 7
-
-
-def test_groups_have_budgets_of_their_own() -> None:
-    tree = Tree([BLOCK, 2 * BLOCK])
-    mine, others = tree.put(2, ttl=60), tree.put(2, ttl=30, group=1)
-    assert [tree.retention.holds(row) for row in (*mine, *others)] == [True, False, True, True]
-
-
 def test_a_budget_that_shrinks_keeps_what_ends_last() -> None:
     tree = Tree([4 * BLOCK, BLOCK])
     soon, late = tree.put(2, ttl=30), tree.put(2, ttl=60)

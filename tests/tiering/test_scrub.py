@@ -276,23 +276,6 @@ def test_passes_begin_a_day_apart_and_the_first_after_a_minute() -> None:
     assert (scrub.usage().frames, scrub.usage().last_pass_frames) == (4, 2)
 
 
-def test_a_pass_longer_than_a_day_is_followed_by_the_next_at_once() -> None:
-    shelf, clock = Shelf(), FakeClock()
-    shelf.put(1, 4)
-    scrub = scrub_of(shelf, clock, pass_seconds=0.125)
-    run_pass(scrub, clock)
-    assert scrub.seconds_until_due() == 0
-
-
-def test_a_pass_over_nothing_ends_at_once() -> None:
-    shelf, clock = Shelf(), FakeClock()
-    scrub = scrub_of(shelf, clock)
-    assert scrub.usage().last_pass_frames is None and scrub.window() == []
-    assert scrub.usage().last_pass_frames == 0
-    assert scrub.usage().passes == 1 and scrub.usage().last_pass_seconds == 0 and scrub.usage().last_pass_ended
-    assert scrub.seconds_until_due() == 86400
-
-
 def test_nothing_is_due_in_a_pause_and_the_pass_goes_on_where_it_was() -> None:
     shelf, clock = Shelf(), FakeClock()
     shelf.put(2, 2)
@@ -350,16 +333,6 @@ def test_no_more_suspects_are_remembered_than_the_limit() -> None:
     scrub = scrub_of(shelf, clock, pass_seconds=0, unreadable_passes=1, suspects=4)
     run_pass(scrub, clock, dict.fromkeys(places[1:], CheckResult.UNREADABLE))
     assert len(scrub.given_up()) == 4 and scrub.usage().unreadable == 8
-
-
-def test_a_frame_that_is_gone_counts_as_nothing() -> None:
-    shelf, clock = Shelf(), FakeClock()
-    places = shelf.put(0, 3)
-    scrub = scrub_of(shelf, clock)
-    run_pass(scrub, clock, {places[0]: CheckResult.GONE, places[1]: CheckResult.DAMAGED})
-    usage = scrub.usage()
-    assert (usage.frames, usage.damaged, usage.unreadable) == (2, 1, 0)
-    assert usage.counters == {"scrubbed_frames": 2, "scrub_damaged_frames": 1}
 
 
 @pytest.mark.parametrize(

@@ -115,11 +115,6 @@ def test_a_slab_header_of_impossible_sizes_is_refused(frame_bytes: int, slots: i
     refused(lambda: parse_slab_header(header.pack(MAC_KEY)))
 
 
-@pytest.mark.parametrize("size", [0, 8, PAGE_BYTES - 1, PAGE_BYTES + 1])
-def test_a_page_of_another_size_is_no_slab_header(size: int) -> None:
-    refused(lambda: parse_slab_header((HEADER.pack(MAC_KEY) + b"\0")[:size]))
-
-
 @pytest.mark.parametrize("field", ["sequence", "session", "changes"])
 def test_a_stamp_that_counted_too_far_is_none(field: str) -> None:
     """What comes after it could not be written."""
@@ -154,27 +149,6 @@ def test_a_slab_header_whose_key_is_away(other: dict[str, object]) -> None:
     with pytest.raises(KeyAbsent):
         read_slab_header(replace(HEADER, **other).pack(MAC_KEY), Keys())  # type: ignore[arg-type]
     assert parse_slab_header(replace(HEADER, **other).pack(MAC_KEY)) == replace(HEADER, **other)  # type: ignore[arg-type]
-
-
-def test_a_slab_header_of_another_version() -> None:
-    page = bytearray(HEADER.pack(MAC_KEY))
-    page[8:12] = struct.pack("<I", 2)
-    refused(lambda: read_slab_header(bytes(page), Keys(knows_all=True)))
-
-
-def test_a_slab_header_that_says_it_is_longer_than_its_page() -> None:
-    page = bytearray(HEADER.pack(MAC_KEY))
-    at = page.index(b"about this slab") - 4
-    for length in (MAX_ABOUT_BYTES + 1, PAGE_BYTES, 2**32 - 1):
-        page[at : at + 4] = struct.pack("<I", length)
-        refused(lambda: read_slab_header(bytes(page), Keys()))
-
-
-@pytest.mark.parametrize(
-    "page", [bytes(PAGE_BYTES), b"\xff" * PAGE_BYTES, b"KVSLAB\x00\x00".ljust(PAGE_BYTES, b"\x00")]
-)
-def test_pages_that_are_no_slab_header(page: bytes) -> None:
-    refused(lambda: read_slab_header(page, Keys(knows_all=True)))
 
 
 # Records --------------------------------------------------------------------------------------------------------------

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tiering.slots import FrameEvent, FrameState, IllegalTransition, Piece, SlotLedger
-from tiering.tier import NO_PLACE, SLOT_BITS, extent_of, place_of, slot_of
+from tiering.tier import extent_of, place_of, slot_of
 from workbench import KIB, slot_class
 
 CLASSES = [slot_class(), slot_class(1), slot_class(owner=b"b", frame_bytes=8 * KIB)]
-STRANGER = slot_class(9)
 PIECE_BYTES = 64 * KIB
 FREE, RESERVED, RESIDENT = FrameState.FREE, FrameState.RESERVED, FrameState.RESIDENT
 QUARANTINED = FrameState.QUARANTINED
@@ -186,93 +185,12 @@ TestBooks.settings = settings(max_examples=60, stateful_step_count=40)
 # One by one -----------------------------------------------------------------------------------------------------------
 
 
-def test_an_empty_ledger() -> None:
-    ledger = ledger_of()
-    assert ledger.reserve(STRANGER, 3) == [] and ledger.free_slots(STRANGER) == 0
-    assert ledger.all_pieces(STRANGER) == [] and ledger.open_pieces(STRANGER) == []
-    assert ledger.sums() == [0] * len(FrameState) and list(ledger.reclaimable_classes(1)) == []
-    ledger.check()
-
-
-@pytest.mark.parametrize("capacity", [0, -1, 1 << SLOT_BITS])
-def test_a_piece_has_a_number_of_slots_that_a_place_can_name(capacity: int) -> None:
-    with pytest.raises(AssertionError):
-        Piece(1, CLASSES[0], capacity)
-
-
-def test_a_place_that_is_none_has_no_state() -> None:
-    ledger = ledger_of(4)
-    assert ledger.state(place_of(1, 3)) == FREE
-    for place in (NO_PLACE, place_of(1, 4), place_of(2, 0), place_of(0, 0)):
-        assert ledger.state(place) is None
-
-
 def test_the_pieces_of_a_class_fill_one_after_the_other() -> None:
     ledger = ledger_of(2, 3)
     places = ledger.reserve(CLASSES[0], 9)
     assert [extent_of(place) for place in places] == [1, 1, 2, 2, 2]
     ledger.step(places[:1], FrameEvent.ABORT)
     assert ledger.reserve(CLASSES[0], 9) == places[:1]
-
-
-def test_a_piece_that_is_closing_gets_nothing_new() -> None:
-    ledger = ledger_of(2, 2)
-    (place,) = resident(ledger, 1)
-    ledger.start_closing(1)
-    assert ledger.free_slots(CLASSES[0]) == 2
-    ledger.step([place], FrameEvent.EVICT, FrameEvent.DELETED)
-    assert ledger.free_slots(CLASSES[0]) == 2, "what becomes free while it closes is out of use, too"
-    assert {extent_of(one) for one in ledger.reserve(CLASSES[0], 9)} == {2}
-    ledger.check()
-    ledger.stop_closing(1)
-    assert ledger.free_slots(CLASSES[0]) == 2
-    assert {extent_of(one) for one in ledger.reserve(CLASSES[0], 9)} == {1}
-    ledger.check()
-
-
-def test_a_quarantined_slot_is_never_reserved_and_leaves_with_its_piece() -> None:
-    ledger = ledger_of(4)
-    (bad,) = resident(ledger, 1)
-    ledger.step([bad], FrameEvent.CONDEMN)
-    assert bad not in ledger.reserve(CLASSES[0], 9)
-    assert list(ledger.reclaimable_classes(PIECE_BYTES)) == []
-    ledger.step([place_of(1, slot) for slot in range(4) if slot != slot_of(bad)], FrameEvent.ABORT)
-    assert list(ledger.reclaimable_classes(PIECE_BYTES)) == [CLASSES[0]], "a bad slot is no loss"
-    ledger.check()
-    ledger.remove(1)
-    ledger.check()
-    assert list(ledger.reclaimable_classes(PIECE_BYTES)) == [] and ledger.sums() == [0] * len(FrameState)
-
-
-def test_states_as_they_were_found() -> None:
-    ledger: SlotLedger[Piece] = SlotLedger()
-    piece = Piece(1, CLASSES[0], 6)
-    found = [RESIDENT, FREE, QUARANTINED, RESERVED, FREE, RESIDENT]
-    piece.slots.load(bytes(found))
-    ledger.add(piece)
-    ledger.check()
-    assert ledger.free_slots(CLASSES[0]) == 2 and ledger.sums()[QUARANTINED] == 1
-    assert sorted(ledger.reserve(CLASSES[0], 9)) == [place_of(1, 1), place_of(1, 4)]
-    ledger.step([place_of(1, 3)], FrameEvent.ABORT)
-    assert ledger.reserve(CLASSES[0], 9) == [place_of(1, 3)]
-
-
-def test_states_are_found_once_and_are_as_many_as_slots() -> None:
-    piece = Piece(1, CLASSES[0], 3)
-    for wrong in (bytes(2), bytes(4)):
-        with pytest.raises(AssertionError):
-            piece.slots.load(wrong)
-    piece.slots.load(bytes([RESIDENT, FREE, FREE]))
-    with pytest.raises(AssertionError):
-        piece.slots.load(bytes(3))
-
-
-def test_everything_is_forgotten() -> None:
-    ledger = ledger_of(2, 2)
-    resident(ledger, 3)
-    ledger.clear()
-    ledger.check()
-    assert ledger.reserve(CLASSES[0], 1) == [] and ledger.pieces == {}
 
 
 Damage = Callable[[SlotLedger[Piece]], object]
@@ -299,14 +217,6 @@ def test_check_notices(damage: Damage) -> None:
     damage(ledger)
     with pytest.raises(AssertionError):
         ledger.check()
-
-
-@given(capacities=st.lists(st.integers(1, 5), max_size=4), counts=st.lists(st.integers(0, 6), max_size=6))
-def test_no_place_is_handed_out_twice(capacities: list[int], counts: list[int]) -> None:
-    ledger = ledger_of(*capacities)
-    places = [place for count in counts for place in ledger.reserve(CLASSES[0], count)]
-    assert len(places) == len(set(places)) == min(sum(counts), sum(capacities))
-    ledger.check()
 
 
 def test_a_piece_that_is_being_written_to_is_nothing_to_evict_as_a_whole() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvstore.core.rows.index import NO_ROW, PrefixIndex
-from tiering.counts.histogram import AGE_SECONDS, Histogram, HistogramCounts
+from tiering.counts.histogram import HistogramCounts
 from tiering.counts.tally import EVICTIONS, CheckedAt, EvictedTo, Eviction, EvictionCause, Tally, TierName
 from tiering.residency import LastUses
 
@@ -93,17 +93,6 @@ def test_what_was_evicted_and_is_asked_for_counts_once() -> None:
     assert ages(tally.now().wanted_again[TierName.DRAM]) == {60.0: 1}, "what was dropped is not waited for"
 
 
-def test_without_a_clock_events_count_and_ages_do_not() -> None:
-    tally, uses = Tally(), uses_of(None, rows=1000)
-    uses.used(range(10))
-    tally.evicted(TierName.DRAM, EvictedTo.NOTHING, uses.idle_seconds(5))
-    assert tally.stamp(TierName.DRAM) == 0
-    tally.asked_again(7)
-    now = tally.now()
-    assert now.evicted[TierName.DRAM, EvictedTo.NOTHING] == 1
-    assert not ages(now.idle[TierName.DRAM]) and not ages(now.wanted_again[TierName.DRAM])
-
-
 def test_checks_count_bytes_and_damage() -> None:
     tally = Tally()
     tally.checked(CheckedAt.LOAD, 4096, is_sound=True)
@@ -113,10 +102,3 @@ def test_checks_count_bytes_and_damage() -> None:
     assert (now.verified_bytes[CheckedAt.LOAD], now.damaged[CheckedAt.LOAD]) == (8192, 1)
     assert (now.verified_bytes[CheckedAt.MOVE], now.damaged[CheckedAt.MOVE]) == (0, 1)
     assert sum(now.damaged.values()) == 2
-
-
-def test_a_copy_stays_as_it_was() -> None:
-    histogram = Histogram(AGE_SECONDS)
-    before = histogram.now()
-    histogram.add(5)
-    assert sum(before.counts) == 0 and sum(histogram.now().counts) == 1

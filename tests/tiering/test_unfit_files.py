@@ -137,18 +137,6 @@ def test_a_lock_that_is_no_file_is_refused(take: Callable[[Path], object], stand
 
 
 @NO_FILE
-def test_a_slab_that_is_no_file_is_refused(stands: str, tmp_path: Path) -> None:
-    words = put_there(stands, tmp_path / "00000000.slab")
-    files = DirectFiles(tmp_path)
-    assert files.sizes() == {}
-    with pytest.raises(Unfit, match=f"00000000.slab is {words}, where a file is to be"):
-        soon(lambda: files.create("00000000.slab", 4096))
-    with pytest.raises(OSError):
-        soon(lambda: files.read("00000000.slab", 0, memoryview(bytearray(4096))))
-    files.close()
-
-
-@NO_FILE
 def test_where_direct_io_is_tried_nothing_is_in_the_way(stands: str, tmp_path: Path) -> None:
     put_there(stands, tmp_path / "direct-io.probe")
     if stands == "directory":
@@ -178,12 +166,6 @@ def test_a_socket_that_is_none_is_refused(stands: str, tmp_path: Path) -> None:
     words = put_there(stands, tmp_path / "kv.sock")
     with pytest.raises(Unfit, match=f"it is {words}, where a socket is to be"):
         listening_socket(tmp_path / "kv.sock", 0o600)
-
-
-def test_a_link_that_leads_nowhere_is_called_so(tmp_path: Path) -> None:
-    (tmp_path / "kv").symlink_to(tmp_path / "missing" / "x")
-    with pytest.raises(Unfit, match="it is a link that leads nowhere, where a directory is to be"):
-        make_directory(tmp_path / "kv")
 
 
 @NO_FILE

@@ -1,13 +1,9 @@
-"""Long runs against the promises of the NVMe tier and of a whole store: `python -m torture` (see `__main__`).
+"""Long runs against the promises of a whole store: `python -m torture` (see `__main__`).
 
 nursery   forks children that are to be killed
-tier      a child on a bare NVMe tier, killed at random moments
+tier      a bare NVMe tier on a real directory
 points    every failpoint by name, and the wrappers that end a process at one
 child     a process that uses a whole store, from several threads
 witness   what such a process said, and whether the directory keeps it
 campaign  many such processes: killed at random moments, or at every failpoint
 """
-
-from torture.tier import RealMachine, kill
-
-__all__ = ["RealMachine", "kill"]

@@ -1,6 +1,6 @@
 """Long runs against the promises of disk and sidecar, for as long as one likes; the suite runs them in short forms.
 
-    make torture ARGS="--flips 200000 --index-flips 5000 --power 1000 --kills 1000 --points 20 --stores 1000 --seed 7"
+    make torture ARGS="--flips 200000 --index-flips 5000 --power 1000 --points 20 --stores 1000 --seed 7"
     make torture ARGS="--clients 2000 --restarts 50"
     make torture ARGS="--messages 10000 --half-open 1000 --flood 60"
     make torture ARGS="--nested 1000000 --quiet-ms 50"
@@ -8,8 +8,6 @@
     flips        damage to a stocked directory, that many single damages (attack/test_nvme_damage.py)
     index-flips  single bits of the index file, each opened and used by another process (attack/test_index_damage.py)
     power        lives on a simulated disk that loses power (simulation/test_nvme_power.py)
-    kills        a process on a bare NVMe tier, ended by SIGKILL at a random moment; a journal that the parent keeps
-                 says what was acknowledged
     points       a process on a whole store, ended by SIGKILL at every failpoint, that many times each
     stores       a process on a whole store, ended by SIGKILL at a random moment
     clients      a client of a sidecar, ended by SIGKILL or stopped by SIGSTOP at a random moment of a copy or fill
@@ -39,7 +37,6 @@ from attack.test_index_damage import index_damage
 from attack.test_nvme_damage import damage
 from simulation.test_nvme_power import live
 from torture import clients as sidecar
-from torture import kill
 from torture.campaign import nursery, points, stores
 from torture.door import half_open, messages
 from torture.flood import flood
@@ -70,7 +67,6 @@ def main() -> int:
     parser.add_argument("--flips", type=int, default=100_000, help="single damages to a stocked directory")
     parser.add_argument("--index-flips", type=int, default=100, help="single bits of the index file")
     parser.add_argument("--power", type=int, default=200, help="lives on a disk that loses power")
-    parser.add_argument("--kills", type=int, default=50, help="processes on a bare tier ended by SIGKILL")
     parser.add_argument("--points", type=int, default=1, help="processes ended by SIGKILL at each failpoint")
     parser.add_argument("--stores", type=int, default=50, help="processes on a whole store ended by SIGKILL")
     parser.add_argument("--clients", type=int, default=100, help="clients of a sidecar ended by SIGKILL, or stopped")
@@ -126,7 +122,6 @@ def main() -> int:
         run("flips", options.flips, lambda progress: damage(options.flips, options.seed, progress))
         run("index flips", options.index_flips, lambda told: index_damage(options.index_flips, options.seed, told))
         run("power", options.power, lives)
-        run("kills", options.kills, lambda progress: kill(options.kills, options.seed, progress))
         run("points", options.points * len(POINTS), reached)
         run("stores", options.stores, killed)
         run("clients", options.clients, clients_killed)
@@ -134,7 +129,7 @@ def main() -> int:
         run("messages", options.messages, lambda progress: messages(options.messages, options.seed, progress))
         run("half-open", 2 * options.half_open, lambda told: half_open(options.half_open, options.seed, report=told))
         within, seed = options.nested, options.seed
-        requests, answers, disks = within // 4, within // 40, within // 500
+        requests, answers, disks = within // 4, within // 40, within // 200
         run("nested", within - requests - answers - disks, lambda told: nested(told.total, seed, told))
         run("nested requests", requests, lambda told: odd_requests(requests, seed, told, options.quiet_ms))
         run("nested answers", answers, lambda told: odd_answers(answers, seed, told))

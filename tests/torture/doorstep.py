@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import kvstore
 from kvstore.block.errors import Unreachable
@@ -27,18 +25,19 @@ from kvstore.protocol import messages as m
 from kvstore.protocol.status import SidecarStatus
 from kvstore.service.connections import DoorLimits
 from service.sidecar import patient
+from torture import outside
 from torture.peer import LONG_SECONDS
 from workbench import blank_pages, ids, random_pages, same_tokens, small_layout
 
 ROOT = Path(__file__).resolve().parents[2]
 PATHS = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'tests'}"}
-DRAM_BYTES, NVME_BYTES = 32 << 20, 64 << 20
+SIZES = {"dram": "32MiB", "nvme": "64MiB", "extent": "1MiB"}
 SLACK_BYTES = 64 << 20
 """What a sidecar's process may grow by beside what its limits name: threads' stacks, arenas, rows of its index."""
 OTHER_TENANT = "other"
 
 
-class Sidecar:
+class Sidecar(outside.Sidecar):
     """`kvstore serve` with a keeper and two tenants. A context: it is ended in order, or killed where something
     failed."""
 
@@ -46,45 +45,18 @@ class Sidecar:
         """door: settings of that section."""
         self.limits = DoorLimits(**(door or {}))  # type: ignore[arg-type]
         self._scratch = tempfile.TemporaryDirectory(prefix="kv-door-")
-        scratch = Path(self._scratch.name)
-        self.sockets = {"default": str(scratch / "a.sock"), OTHER_TENANT: str(scratch / "b.sock")}
-        self.admin = str(scratch / "admin.sock")
-        self._log = scratch / "log"
-        config = scratch / "config.toml"
-        config.write_text(
-            f"[store]\ndata = '{scratch / 'kv'}'\ndram = '{DRAM_BYTES}'\nnvme = '{NVME_BYTES}'\n"
-            "prefault = false\n"
-            "[limits]\nlease_seconds = 86400\n"
-            f"[door]\nsocket = '{self.sockets['default']}'\n"
-            + "".join(f"{name} = {value}\n" for name, value in asdict(self.limits).items())
-            + f"[tenants.{OTHER_TENANT}]\nsocket = '{self.sockets[OTHER_TENANT]}'\n[admin]\nsocket = '{self.admin}'\n"
-        )
-        with self._log.open("wb") as log:
-            self._keeper = subprocess.Popen(
-                [sys.executable, "-m", "kvstore", "serve", "--json", "--config", str(config)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env={**os.environ, **PATHS},
-            )
-        assert self._keeper.stdout is not None
-        line = self._keeper.stdout.readline()
-        assert line, f"the sidecar did not start: {self._log.read_text()}"
-        os.set_blocking(self._keeper.stdout.fileno(), False)
-        self.pid: int = json.loads(line)["pid"]
-        self.run = self.facts().run
-        self.rest_bytes = self.resident_bytes()
-        self.rest_descriptors = self.descriptors()
+        scratch, other = Path(self._scratch.name), f"{self._scratch.name}/b.sock"
+        tenants = {f"tenants.{OTHER_TENANT}": {"socket": other}}
+        super().__init__(scratch, SIZES, 86400, door=asdict(self.limits), **tenants)
+        self.sockets = {"default": self.socket, OTHER_TENANT: other}
 
     def check(self) -> None:
         """That it is the process that was started, and that it met nothing that it was not made for."""
-        assert self._keeper.stdout is not None
-        assert self._keeper.poll() is None, f"the keeper ended with status {self._keeper.returncode}"
-        said = self._keeper.stdout.read()
-        assert not said, f"it was started again: {said!r}"
+        assert self.process.poll() is None, f"the keeper ended with status {self.process.returncode}"
+        assert self.starts == 1, "it was started again"
         facts = self.facts()
         assert (facts.pid, facts.run) == (self.pid, self.run), f"process {facts.pid} serves instead of {self.pid}"
-        for line in self._log.read_text().splitlines():
+        for line in self.log_file.read_text().splitlines():
             assert json.loads(line)["level"] == "info", f"the sidecar's log says {line}"
 
     def facts(self) -> SidecarStatus:
@@ -138,30 +110,21 @@ class Sidecar:
             )
             time.sleep(0.02)
 
-    def end(self) -> None:
-        """SIGTERM, and status 0."""
-        self.check()
-        self._keeper.terminate()
-        status = self._keeper.wait(LONG_SECONDS)
-        assert status == 0, f"it ended with status {status}: {self._log.read_text()[-500:]}"
-
-    def __enter__(self) -> Sidecar:
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self.run = self.facts().run
+        self.rest_bytes = self.resident_bytes()
+        self.rest_descriptors = self.descriptors()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *given: Any) -> None:
         try:
             if kind is None:
-                self.end()
+                self.check()
+                status = self.end()
+                assert status == 0, f"it ended with status {status}: {self.log()}"
         finally:
-            if self._keeper.returncode is None:
-                self._keeper.kill()
-                self._keeper.wait()
-                try:
-                    os.kill(self.pid, 9)
-                except ProcessLookupError:
-                    pass
-            assert self._keeper.stdout is not None
-            self._keeper.stdout.close()
+            super().__exit__(kind, *given)
             self._scratch.cleanup()
 
 

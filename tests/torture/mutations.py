@@ -17,6 +17,7 @@ import msgspec
 from kvstore.block.account import HitTier
 from kvstore.protocol import messages as m
 from kvstore.protocol.courier import QuestionAnswered
+from torture.mutate import mutated
 from torture.peer import packed_namespace
 
 HUGE = (0, 1, -1, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, 2**64 - 1, -(2**31) - 1, -(2**63))
@@ -109,30 +110,6 @@ REPLY_TAGS = ("welcome", "granted", "matched", "leased", "done", "failed", "coun
 # Values ---------------------------------------------------------------------------------------------------------------
 
 
-def _odd(random: Random, booty: Booty) -> Any:
-    """A value where another one was."""
-    return random.choice(
-        [
-            None,
-            True,
-            random.choice(HUGE),
-            random.choice(HUGE),
-            random.choice(ODD_FLOATS),
-            random.choice(["", "text", "\x00\x1b[2J\u202e", "x" * 1000, "\U0001f5dd" * 200]),
-            random.choice([b"", random.randbytes(1), random.randbytes(15), random.randbytes(65), bytes(5000)]),
-            [],
-            [[]],
-            {},
-            {"a": 1},
-            [random.choice(HUGE) for _ in range(random.choice([1, 40, 5000]))],
-            [random.randbytes(random.choice([0, 16, 31, 32, 33])) for _ in range(random.choice([1, 3, 300]))],
-            random.choice(booty.numbers_of_others() or [0]),
-            random.choice(booty.numbers_of_others() or [0]),
-            msgspec.msgpack.Ext(random.randint(-128, 127), random.randbytes(4)),
-        ]
-    )
-
-
 def _places(value: Any, path: tuple[int, ...] = ()) -> list[tuple[int, ...]]:
     found = [path] if path else []
     if isinstance(value, list):
@@ -142,20 +119,8 @@ def _places(value: Any, path: tuple[int, ...] = ()) -> list[tuple[int, ...]]:
 
 
 def _change_value(random: Random, booty: Booty, message: list[Any]) -> None:
-    """In place: a number, a verb, an argument, or something within one."""
-    *path, last = random.choice(_places(message))
-    within = message
-    for step in path:
-        within = within[step]
-    what = random.randrange(5)
-    if what == 0:
-        del within[last]
-    elif what == 1:
-        within.insert(last, _odd(random, booty))
-    elif what == 2 and isinstance(within[last], list):
-        within[last] = (within[last] or [0]) * random.choice([2, 100])
-    else:
-        within[last] = _odd(random, booty)
+    """A number, a verb, an argument, or something within one, for what it should not be."""
+    message[:] = mutated(random, message, wire=True)
 
 
 def _change_alike(random: Random, booty: Booty, message: list[Any]) -> None:

@@ -6,12 +6,12 @@
     settings             TOML
     traces, prompts      JSON lines
     ledgers              shared memory that a keeper hands over
-    headers              of slabs and frames, and index records: under MACs that are right
-    stamps, key files    under their checksums; JSON
+    slab headers         under MACs that are right
     requests             MessagePack of every verb
 
 Each target starts from what is right, changes values, types, lengths and nesting, makes checksums and MACs right again,
-and gives it to the real parser. Only the exceptions that are declared may come out, and memory stays what it was.
+and gives it to the real parser. Only the exceptions that are declared may come out, and memory stays what it was. What
+a disk holds is given to a whole store in `torture.nested_disk`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from __future__ import annotations
 import gc
 import json
 import struct
-import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Callable
@@ -33,14 +32,12 @@ import msgspec
 
 from kvstore.block.about import check_can_be_kept, pack_about, unpack_about
 from kvstore.block.account import HitTier, MissReason
-from kvstore.block.errors import BadInput, KeysUnusable
-from kvstore.block.identity import MAX_PACKED_BYTES, Namespace, TenantKeys, root_key
-from kvstore.block.key_file import KeyFile
+from kvstore.block.errors import BadInput
+from kvstore.block.identity import MAX_PACKED_BYTES, Namespace, TenantKeys
 from kvstore.block.layout import Attention, KvGroup, Layout
 from kvstore.cli.ask import read_prompts
 from kvstore.cli.report import NamespacesReport, StatReport
 from kvstore.client.connection import checked_facts
-from kvstore.core.rows.recovery_order import recovery_order
 from kvstore.insight.trace import read_trace
 from kvstore.protocol import messages as m
 from kvstore.protocol import status as f
@@ -50,25 +47,7 @@ from kvstore.service.settings import read_settings
 from tiering.dram.extents import Extent
 from tiering.dram.keeping import Ledger
 from tiering.errors import BlockCorrupt
-from tiering.frame import HEADER_BYTES, Sealer, Stamp, open_header, parse_header
-from tiering.nvme.slab import (
-    EMPTY,
-    ENTRY,
-    HELD,
-    SLOTS_PER_RECORD,
-    OtherFormat,
-    StoreStamp,
-    entry_of,
-    latest_stamp,
-    open_meta,
-    open_record,
-    pack_meta,
-    pack_record,
-    split_entries,
-)
-from tiering.nvme.slab_recovery import Found
-from tiering.slab_header import PAGE_BYTES, SlabHeader, read_slab_header
-from tiering.tier import SlotClass, place_of
+from tiering.slab_header import PAGE_BYTES, read_slab_header
 from torture.mutate import EDGES, WIDE, as_json, invalid_pages, mutated, odd
 from torture.mutations import VALID, Booty
 
@@ -409,114 +388,6 @@ def slab_header(random: Random) -> str:
     return _taken_about(header.about)
 
 
-STAMP = Stamp(KEYS.key_id, 1, KEYS.tenant, NAMESPACES[0].digest(), "raw", 0, 1, 64, 2, 8192)
-FRAME = Sealer(STAMP, KEYS.mac).seal(b"k" * 32, b"p" * 32, 3, 9, [bytes(16)] * 2, 5, 77)
-STAMP_FIELDS = struct.Struct("<8sHH8sI16s32s16sHHIIQ")
-IDENTITY_FIELDS = struct.Struct("<32s32sIiQQ")
-
-
-def frame_header(random: Random) -> str:
-    stamp, identity = list(STAMP_FIELDS.unpack_from(FRAME)), list(IDENTITY_FIELDS.unpack_from(FRAME, STAMP_FIELDS.size))
-    fields = stamp + identity
-    sizes = "8 H H 8 I 16 32 16 H H I I Q 32 32 I i Q Q".split()
-    bits = {"H": 16, "I": 32, "i": 31, "Q": 64}
-    for at in random.sample(range(len(fields)), random.choice((1, 1, 2))):
-        if isinstance(fields[at], bytes):
-            fields[at] = random.randbytes(len(fields[at]))
-        else:
-            fields[at] = random.choice(
-                (0, 1, 2, 3, 255, (1 << bits[sizes[at]]) - 1, random.getrandbits(bits[sizes[at]]))
-            )
-    used = STAMP_FIELDS.pack(*fields[:13]) + IDENTITY_FIELDS.pack(*fields[13:]) + bytes(16) * min(fields[11], 200)
-    mac = blake2b(used, digest_size=32, key=KEYS.mac).digest()
-    raw = (used + mac).ljust(HEADER_BYTES, b"\0")[:HEADER_BYTES]
-    if random.random() < 0.1:
-        raw = invalid_pages(random, raw)
-    try:
-        header = open_header(raw, Ring())
-    except BlockCorrupt as error:
-        return refused(error)
-    assert parse_header(raw) == header and len(header.digests) == header.stamp.slices
-    assert header.stamp.frame_bytes >= HEADER_BYTES
-    return "taken"
-
-
-def index_records(random: Random) -> str:
-    """Records with any entries under their MACs, as a start sorts them."""
-    layout = NAMESPACES[2].layout
-    parts, root = len(layout.parts), root_key(64)
-    found = []
-    names = [random.randbytes(32) for _ in range(6)]
-    for part in range(parts):
-        slot_class = SlotClass(KEYS.tenant, NAMESPACES[2].digest(), part, 12_288)
-        header = SlabHeader(part + 1, slot_class, SLOTS_PER_RECORD, KEYS.key_id, 1, b"u" * 16, ABOUTS[2])
-        entries = b""
-        for slot in range(SLOTS_PER_RECORD):
-            at = slot % len(names)
-            depth, generation, priority, expires, state = at, 1 + slot // len(names), 0, 0, HELD
-            parent = names[at - 1] if at else root
-            if random.random() < 0.15:
-                depth = random.choice((0, at + 1, 77, (1 << 32) - 1))
-                generation = random.choice((generation, 0, (1 << 63) - 1, (1 << 64) - 1))
-                priority = random.choice((0, -(1 << 31), (1 << 31) - 1))
-                expires = random.choice((0, (1 << 63), (1 << 64) - 1))
-                parent = random.choice((*names, root, bytes(32)))
-                state = random.choice((HELD, HELD, EMPTY, 2, 255))
-            entries += entry_of(names[at], parent, depth, generation, priority, expires, state)
-        value = pack_record(header, 0, entries, KEYS.mac)
-        if random.random() < 0.05:
-            value = invalid_pages(random, value)
-        try:
-            opened = split_entries(open_record(header, 0, value, KEYS.mac))
-        except BlockCorrupt as error:
-            return refused(error)
-        slots = [slot for slot in range(SLOTS_PER_RECORD) if opened["state"][slot] == HELD]
-        assert opened.dtype == ENTRY
-        found.append(Found(header, [place_of(header.number, slot) for slot in slots], opened[slots]))
-    blocks, useless, lost = recovery_order(found, parts, root)
-    assert all(int(parent) < at for at, parent in enumerate(blocks.parents)), "a child before its parent"
-    assert len(blocks) * parts + len(useless) + len(lost) == sum(len(one.places) for one in found)
-    return "taken"
-
-
-def stamps(random: Random) -> str:
-    fields = [random.choice((1, 2, 7, *(one for one in WIDE if one > 0))) for _ in range(3)]
-    page = StoreStamp(fields[0], fields[1], b"i" * 16, fields[2], random.random() < 0.5).pack()
-    pages = [page, bytes(PAGE_BYTES)] if fields[0] % 2 == 0 else [bytes(PAGE_BYTES), page]
-    if random.random() < 0.1:
-        pages = [invalid_pages(random, one).ljust(PAGE_BYTES, b"\0")[:PAGE_BYTES] for one in pages]
-    try:
-        latest = latest_stamp(pages)
-    except OtherFormat as error:
-        return refused(error)
-    if latest is not None:  # whoever opens the directory counts on
-        latest.next(index_uid=b"j" * 16, changes=latest.changes + 1, clean=True, session=latest.session + 1).pack()
-        struct.pack("<Q", (latest.session + 1 << 40) + (1 << 39))
-    meta = open_meta(pack_meta(b"i" * 16, fields[2]))
-    if meta is not None:
-        pack_meta(meta[0], meta[1] + 1)
-    return "taken" if latest is not None else "refused"
-
-
-KEY_FILE: Any = {
-    "version": 1,
-    "tenants": {"default": {"secret": "00" * 32, "epoch": 1}, "b": {"secret": "11" * 32, "epoch": 2}},
-}
-
-
-def key_file(random: Random) -> str:
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "keys"
-        path.write_bytes(as_json(random, mutated(random, KEY_FILE)).encode("utf-8", "surrogatepass"))
-        path.chmod(0o600)
-        try:
-            keys = KeyFile(path)
-        except KeysUnusable as error:
-            return refused(error)
-        msgspec.msgpack.encode(list(keys.by_name()))
-        return "taken"
-
-
 # Requests -------------------------------------------------------------------------------------------------------------
 
 BOOTY = Booty(1, 2, 3, 4, [bytes(32)] * 3)
@@ -545,18 +416,14 @@ class Target:
 
 
 TARGETS = {
-    "packed namespaces": Target(packed, 0.4),
+    "packed namespaces": Target(packed, 0.45),
     "tickets": Target(ticket, 0.1),
     "admin answers": Target(admin_answer, 0.08),
     "settings": Target(settings, 0.05),
     "traces": Target(trace, 0.07),
     "prompts": Target(prompts, 0.05),
     "ledgers": Target(ledger, 0.05),
-    "slab headers": Target(slab_header, 0.06),
-    "frame headers": Target(frame_header, 0.06),
-    "index records": Target(index_records, 0.01),
-    "stamps": Target(stamps, 0.02),
-    "key files": Target(key_file, 0.01),
+    "slab headers": Target(slab_header, 0.11),
     "requests": Target(request, 0.04),
 }
 

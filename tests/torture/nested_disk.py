@@ -37,7 +37,7 @@ from tiering.nvme.slab import (
 )
 from tiering.slab_header import PAGE_BYTES, SlabHeader, parse_slab_header
 from torture.mutate import as_json, mutated
-from torture.nested import IDENTITY_FIELDS, SLAB, STAMP_FIELDS
+from torture.nested import SLAB
 from workbench import blank_pages, ids, open_at, random_pages, same_tokens, small_layout
 
 Report = Callable[[int], None]
@@ -46,6 +46,8 @@ BLOCKS = 3
 MODELS = ("a" * 40, "b" * 40)
 SIZES: dict[str, Any] = {"dram": "1MiB", "nvme": "1MiB", "slab": "64KiB", "extent": "64KiB"}
 WARM_SECONDS = 60.0
+STAMP_FIELDS = struct.Struct("<8sHH8sI16s32s16sHHIIQ")
+IDENTITY_FIELDS = struct.Struct("<32s32sIiQQ")
 
 
 def opened(path: Path) -> EmbeddedStore:

@@ -14,7 +14,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from kvstore.block.errors import StoreError
 from kvstore.cli import ask
@@ -59,11 +59,13 @@ def opened_by(pid: int) -> Opened:
 class Sidecar:
     """`kvstore serve` on a directory, from its start on. A context: it is killed with its keeper at the end."""
 
-    def __init__(self, directory: Path, store: dict[str, Any], lease_seconds: float) -> None:
-        """store: settings of that section."""
+    def __init__(
+        self, directory: Path, store: dict[str, Any], lease_seconds: float, **sections: dict[str, Any]
+    ) -> None:
+        """store, sections: settings of these sections."""
         self.socket = str(directory / "door")
-        self._admin = str(directory / "admin")
-        self._log = directory / "log"
+        self.admin = str(directory / "admin")
+        self.log_file = directory / "log"
         self.extent_bytes = int(str(store["extent"]).removesuffix("MiB")) << 20
         config = directory / "config.toml"
         config.write_text(
@@ -72,14 +74,15 @@ class Sidecar:
                 for name, section in {
                     # Not prefaulted: every extent that is there is somebody's.
                     "store": {"data": str(directory / "kv"), "prefault": False, **store},
-                    "door": {"socket": self.socket},
-                    "admin": {"socket": self._admin},
+                    "admin": {"socket": self.admin},
                     "limits": {"lease_seconds": lease_seconds},
+                    **sections,
+                    "door": {"socket": self.socket, **sections.get("door", {})},
                 }.items()
             )
         )
         command = [sys.executable, "-m", "kvstore", "serve", "--json", "--config", str(config)]
-        with self._log.open("wb") as log:
+        with self.log_file.open("wb") as log:
             self.process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -92,7 +95,7 @@ class Sidecar:
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
 
-    def __enter__(self) -> Sidecar:
+    def __enter__(self) -> Self:
         try:
             self.serves()
         except BaseException:
@@ -160,11 +163,11 @@ class Sidecar:
 
     def facts(self) -> SidecarStatus:
         """What `kvstore stat` says."""
-        return ask.stat(self._admin, SystemClock())
+        return ask.stat(self.admin, SystemClock())
 
     def log(self) -> str:
         """Its last lines."""
-        return self._log.read_text(errors="replace")[-2000:]
+        return self.log_file.read_text(errors="replace")[-2000:]
 
     def _children(self) -> list[int]:
         text = Path(f"/proc/{self.keeper_pid}/task/{self.keeper_pid}/children").read_text()
