@@ -71,7 +71,6 @@ from tiering.after_fork import close_in_children
 from tiering.clock import Clock, SystemClock
 from tiering.dram.extents import BlankPool, ExtentPool
 from tiering.dram.keeping import KeptExtent, MemoryKeeper
-from tiering.dram.mover import Mover
 from tiering.dram.tier import DramTier
 from tiering.errors import TierError
 from tiering.failpoint import Reach, go_on
@@ -349,7 +348,7 @@ class StoreParts:
     (`DramTier.take_over`). numbers_key: of the permutations that number extents, leases and reservations, so that
     tenants cannot count each other's, and a number of an earlier run names nothing; random if not given. scrub_limits:
     all bounds of the scrub, in place of the rate in the options. gone: told of every block that NVMe gives up (see
-    `BlockTable`). keys: of a pool's tenants; the caller has them followed (`rotation`). reach: told of failpoints.
+    `Lower`). keys: of a pool's tenants; the caller has them followed (`rotation`). reach: told of failpoints.
     """
 
     codecs: Callable[[str], Codec] = _no_codec
@@ -513,26 +512,26 @@ def build_store(
         clock.thread_seconds,
     )
     dram = DramTier(pool, Numbers(numbers_key, EXTENT_BITS), parts.keeper)
-    taken_over = dram.take_over(parts.kept, parts.guard)
+    dram.take_over(parts.kept, parts.guard)
     pins = Pins()
     session = _session(tier, dram)
-    index = PrefixIndex(limits.forgotten)
     groups = Shares(shares) if shares else None
+    index = PrefixIndex(limits.forgotten, groups)
 
     def policies(make: PolicyMaker) -> EvictionPolicy:
         made = [make(index.names, secrets.randbelow(1 << 31)) for _ in range(len(groups) if groups is not None else 1)]
-        return (
-            ByGroup(made, lambda row: groups.of_namespace[index.namespace_of(row)]) if groups is not None else made[0]
-        )
+        return ByGroup(made, index.group_of) if groups is not None else made[0]
 
     residency = Residency(policies(parts.dram_policy), pins)
     lower = None
     if tier is not None:
         chooses = admission(index.names, clock.monotonic_seconds, tier.budget_bytes)
-        lower = Lower(tier, Residency(policies(LeafFirstLru), pins), chooses)
+        # Writes that hang leave a thread for reads.
+        queue = MoveQueue(clock, QueueLimits(), MOVE_THREADS, {WRITES: MOVE_THREADS - 1}, faults)
+        lower = Lower(tier, Residency(policies(LeafFirstLru), pins), chooses, queue, parts.gone)
     first = partial(_first_generation, session)
-    blocks = BlockTable(index, residency, dram, ring, lower, first, parts.gone, groups, clock.monotonic_seconds)
-    wishes = IndexRetentionHints(index, blocks.spaces, groups.of_namespace if groups is not None else None)
+    blocks = BlockTable(index, residency, dram, ring, lower, first, clock.monotonic_seconds)
+    wishes = IndexRetentionHints(index, blocks.spaces)
     fractions = groups.parts() if groups is not None else [1.0]
     for here, budget_bytes in (
         (residency, dram.budget_bytes),
@@ -540,24 +539,8 @@ def build_store(
     ):
         budgets = [int(part * limits.retained_fraction * budget_bytes) for part in fractions]
         here.retention = Retention(wishes, here.is_listed, clock.wall_seconds, budgets)
-    # Writes that hang leave a thread for reads.
-    queue = None
-    if tier is not None:
-        queue = MoveQueue(clock, QueueLimits(), MOVE_THREADS, {WRITES: MOVE_THREADS - 1}, faults)
-    new_number = Numbers(numbers_key, LEASE_BITS)
-    return Store(
-        blocks,
-        Mover(dram, ring),
-        clock,
-        limits,
-        queue,
-        parts.scrub_limits,
-        new_number,
-        taken_over,
-        new_uid(),
-        lower,
-        node,
-    )
+    numbers = Numbers(numbers_key, LEASE_BITS)
+    return Store(blocks, clock, limits, parts.scrub_limits, numbers, new_uid(), node)
 
 
 def _session(tier: NvmeTier | None, dram: DramTier) -> int:

@@ -30,14 +30,15 @@ from kvstore.block.about import unpack_about
 from kvstore.block.identity import TenantKeys, root_key
 from kvstore.config import MAX_NAMESPACES
 from kvstore.core.rows.below import Lower
-from kvstore.core.rows.index import NO_ROW, Column, RowState
+from kvstore.core.rows.index import NO_ROW, Column, OpenedNamespace, RowState
 from kvstore.core.rows.recovery_order import AT_ROOT, ELSEWHERE, RecoveryOrder, recovery_order, split_keys
-from kvstore.core.table import BlockTable, OpenedNamespace
+from kvstore.core.shared import Shared
+from kvstore.core.table import BlockTable
 from kvstore.protocol.status import RecoveryStatus
 from tiering.errors import BlockCorrupt, TierError, TierUnavailable
 from tiering.faults import SHORTAGES, kind_of
 from tiering.files import private_pages
-from tiering.frame import HEADER_BYTES, MacKeys, open_header, verify_payload
+from tiering.frame import HEADER_BYTES, open_header, verify_payload
 from tiering.nvme.slab_recovery import Found
 from tiering.nvme.tier import NvmeTier
 from tiering.tier import NO_PLACE, SlotClass
@@ -83,13 +84,10 @@ class _Undecided:
 class NvmeRecovery:
     """Takes in a directory once. The lock is the store's."""
 
-    def __init__(self, blocks: BlockTable, lower: Lower[NvmeTier], keys: MacKeys, lock: threading.Lock) -> None:
-        assert blocks.below is not None
-        self._blocks = blocks
-        self._below = blocks.below
-        self._lower = lower
-        self._keys = keys
-        self._lock = lock
+    def __init__(self, shared: Shared, lower: Lower[NvmeTier]) -> None:
+        assert shared.blocks.below is not None
+        self._blocks, self._below, self._lower = shared.blocks, shared.blocks.below, lower
+        self._keys, self._lock = shared.blocks.keys, shared.lock
         self._over = threading.Event()
         self._succeeded = False
         self._closing = threading.Event()
@@ -373,7 +371,7 @@ def _can_lead(state: RowState) -> bool:
 
 
 def space_of(
-    blocks: BlockTable, keys: TenantKeys | None, digest_of_namespace: bytes, about: bytes
+    blocks: BlockTable[NvmeTier], keys: TenantKeys | None, digest_of_namespace: bytes, about: bytes
 ) -> OpenedNamespace | None:
     """The namespace that stored frames belong to, added if unknown. about: the record stored with them.
 

@@ -25,10 +25,11 @@ from kvstore.node import EmbeddedStore, memory_here
 from kvstore.prefixes.book import PrefixBook
 from kvstore.protocol.status import Readiness, printable
 from kvstore.service.accounting import Counting, set_aside
-from kvstore.service.admin import Admin, Couriers, Observer
+from kvstore.service.admin import Admin, Observer
 from kvstore.service.descriptors import SlowExtents
 from kvstore.service.dispatch import Handlers
 from kvstore.service.local_door import LocalDoor
+from kvstore.service.parked import Parking
 from kvstore.service.sessions import Sessions
 from kvstore.service.settings import Settings, shares_of, socket_key
 from kvstore.service.told import ToldRequests
@@ -42,7 +43,7 @@ RUN_BYTES, SALT_BYTES = 16, 8
 DRAM_SHARE, NVME_SHARE = 0.5, 0.8
 MOST_WARNINGS = 64
 
-CouriersMaker = Callable[[EmbeddedStore, Sessions, Handlers, str], Couriers]
+CouriersMaker = Callable[[EmbeddedStore, Sessions, Handlers, str], Parking]
 """The last argument: the address at which other nodes reach this one."""
 
 _log = logging.getLogger(__name__)
@@ -118,7 +119,7 @@ class Daemon:
             self.door.listen_admin(Path(where), Observer(admin, clock), observe.mode_bits, observe.users)
             if self.couriers is not None:
                 key, where = "the couriers' socket", settings.courier_socket
-                self.door.listen_couriers(Path(where), self.couriers.greet)
+                self.door.listen_couriers(Path(where), self.couriers)
         except OSError as error:
             self.door.close(0)
             mend = {

@@ -173,8 +173,7 @@ class Handlers:
 
     def serve(self, caller: ClientState, verb: m.Verb) -> Response:
         """Serve a request. Never raises for what a client can cause."""
-        elsewhere = self.parking.elsewhere
-        verbs = elsewhere.verbs if elsewhere is not None and caller.is_courier else self._verbs
+        verbs = self.parking.verbs if caller.is_courier else self._verbs
         handler = verbs.get(type(verb))
         if handler is None:  # a second hello: the first was served elsewhere
             text = "this is a tenant's socket; that is a verb of the admin socket, admin.sock in the sidecar's --data"
@@ -194,11 +193,9 @@ class Handlers:
             if caller.is_courier or not verb.seconds >= 0:
                 text = "couriers wait for no blocks" if caller.is_courier else f"seconds={verb.seconds}; give 0 or more"
                 raise BadInput(text)
-            if verb.located and self.parking.elsewhere is not None:
-                return self.parking.elsewhere.park(caller, number, verb, tell)
+            return self.parking.park(caller, number, verb, tell)
         except BadInput as error:
             return Response(m.failed(m.RequestFault.BAD_INPUT, str(error)))
-        return self._store.park(number, verb.keys, verb.seconds, tell)
 
     def serve_at_once(self, caller: ClientState, verb: m.Verb) -> Response | None:
         """As `serve` if a request that may wait need not this time; else None, without effect."""
@@ -264,8 +261,9 @@ class Handlers:
             if self._whatif is not None:
                 self._whatif.looked_up(number, verb.keys)
             self._prefixes.looked_up(caller.keys.tenant, number, verb.keys, matched.reply.blocks)
-        elsewhere = self.parking.elsewhere
-        return m.Matched(matched.reply, elsewhere.is_served(caller.keys.tenant)) if elsewhere is not None else matched
+        if not self.parking.has_couriers:
+            return matched
+        return m.Matched(matched.reply, self.parking.is_served(caller.keys.tenant))
 
     def _lease(self, caller: ClientState, verb: m.LeasePrefix) -> m.Answer:
         answer = self._lease_by(caller, verb, self._lease_waiting)
@@ -333,8 +331,8 @@ class Handlers:
         if reply.lease:
             parts = len(caller.namespaces[number])
             self._sessions.took(caller, reply.lease, verb.request, len(reply.generations), parts)
-            if self.parking.elsewhere is not None and not caller.is_courier:
-                self.parking.elsewhere.leased(reply.lease)
+            if not caller.is_courier:
+                self.parking.leased(reply.lease)
         return m.Leased(reply)
 
     def _gone(
@@ -516,18 +514,14 @@ class Handlers:
     def _drop(self, caller: ClientState, verb: m.Drop) -> m.Answer:
         number, _ = _check_asked(caller, verb.namespace, ())
         verb = msgspec.structs.replace(verb, seconds=checked_seconds(verb.seconds))
-        if self.parking.elsewhere is None:
-            return self._store.handle(caller, verb)
-        with self.parking.elsewhere.forgetting(caller.keys.tenant, self._store.namespace_of(number).digest()) as left:
+        with self.parking.forgetting(caller.keys.tenant, self._store.namespace_of(number).digest()) as left:
             dropped = self._store.handle(caller, verb)
         assert isinstance(dropped, m.Counted)
         return left.counted(dropped.blocks)
 
     def _locate(self, caller: ClientState, verb: m.Locate) -> Response | m.Answer:
         _check_asked(caller, verb.namespace, verb.keys)
-        if self.parking.elsewhere is None:
-            return m.Located(0, self._store.readable(caller.named[verb.namespace], verb.keys))
-        return self.parking.elsewhere.locate(caller, verb)
+        return self.parking.locate(caller, verb)
 
     def _namespaces(self, caller: ClientState, verb: m.Namespaces) -> m.Answer:
         mine = [one for one in self._store.namespaces() if one.tenant == caller.session.tenant.tenant]

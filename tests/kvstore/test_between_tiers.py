@@ -157,7 +157,7 @@ def test_a_block_goes_down_behind_the_one_that_it_follows_and_never_alone(place:
 def test_an_ancestor_that_nvme_gave_up_goes_down_again_with_its_descendants(place: Place) -> None:
     assert put(place.space, A, "disk") is None
     assert place.levels.demote_all(30) == 0
-    with place.opened.core._shared.lock:
+    with place.opened.core.lock:
         for _ in range(2):
             place.opened.blocks.below.evict(1, place.sharded.handle.number)  # for the sake of another one
     assert place.space.match(A).tiers == ((HitTier.DRAM, 2),)
@@ -283,7 +283,7 @@ def test_a_move_that_is_almost_over_is_not_taken_for_the_next_one(
     try:
         with place.space.handle.lease(place.space.match(A), deadline_ms=200) as lease:
             assert over.wait(60) and lease.blocks <= 2
-        while place.levels.promoter.promoting:
+        while place.levels._promoting:
             threading.Event().wait(0.001)
         place.opened.core.evict(10)
         assert place.space.match(A).tiers == ((HitTier.NVME, 2),)

@@ -6,7 +6,7 @@ from array import array
 
 import pytest
 
-from kvstore.core.leases import LeaseTable
+from kvstore.core.shared import LeaseTable
 
 
 def places(*given: int) -> array[int]:

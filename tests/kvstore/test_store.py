@@ -68,7 +68,9 @@ class Watched(Bench):
         dram = DramTier(self.pool)
         self.mover = WatchedMover(dram, ring)
         blocks = BlockTable(PrefixIndex(100), Residency(LeafFirstLru(), Pins()), dram, ring)
-        super().__init__(Store(blocks, self.mover, clock, limits or Limits(pinned_fraction=1.0)), clock, ring)
+        store = Store(blocks, clock, limits or Limits(pinned_fraction=1.0))
+        store._room._mover = self.mover
+        super().__init__(store, clock, ring)
 
 
 def put(ns: NamespaceHandle, blocks: int, start: int = 0) -> Any:
@@ -451,7 +453,7 @@ def test_a_block_moves_to_a_copy_of_its_own_frame_only() -> None:
     ns = a.namespace()
     pages = random_pages(ns.layout, 3)
     assert ns.put(ids(192), pages).stored == 3
-    blocks = a.store._blocks
+    blocks = a.store.blocks
     rows = blocks.index.match(ns.number, ns.match(ids(192)).keys)
     for _ in range(2):  # there, and to the place where it was
         (target,) = blocks.dram.reserve(blocks.spaces[ns.number].classes[0], 1)

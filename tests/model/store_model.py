@@ -380,7 +380,8 @@ def open_store(
     index = PrefixIndex(limits.forgotten)
     blocks = BlockTable(index, Residency(policy(index.names, 1), Pins()), tier, ring)
     mover = InterruptibleMover(Mover(tier, ring))
-    core = Store(blocks, mover, clock, limits)  # type: ignore[arg-type]
+    core = Store(blocks, clock, limits)
+    core._room._mover = mover  # type: ignore[assignment]
     store = EmbeddedStore(core, ring, keys, lock, codec_named)
     return OpenStore(store, core, keys, ring, clock, mover, blocks)
 

@@ -71,7 +71,7 @@ class Sidecar:
         self.desk = desk_of(self.store, self.sessions, self.handlers) if couriers else None
         self.courier_path = directory / "courier.sock"
         if self.desk is not None:
-            self.door.listen_couriers(self.courier_path, self.desk.greet)
+            self.door.listen_couriers(self.courier_path, self.desk)
         self.admin = Admin(
             self.store,
             self.sessions,

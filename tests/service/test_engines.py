@@ -206,7 +206,7 @@ def test_a_lease_that_comes_after_its_deadline_is_given_back(tmp_path: Path) -> 
         handle.put(ids(512), PAGES)
         match = handle.match(ids(512))
         handle.door._limits = type(handle.door._limits)(lease=0.0)  # type: ignore[attr-defined]
-        lock = sidecar.core._shared.lock
+        lock = sidecar.core.lock
         with lock:  # no lease is granted meanwhile
             pending = [handle.submit_lease(match, deadline_ms=1) for _ in range(10)]
             time.sleep(0.02)

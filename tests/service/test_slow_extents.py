@@ -121,7 +121,7 @@ def test_the_kernel_is_asked_without_the_lock_of_the_store(tmp_path: Path) -> No
         answered = wire.call(m.Extents(extents, False), 60.0)
         (caller,) = sidecar.sessions._callers
         with ThreadPoolExecutor(1) as pool:
-            with sidecar.core._shared.lock:
+            with sidecar.core.lock:
                 asked = pool.submit(sidecar.core.unmapped, extents, caller)
                 try:
                     found = asked.result(10)
