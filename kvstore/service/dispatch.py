@@ -77,22 +77,15 @@ class Handlers:
         counting: Counting,
         recording: Recording,
         names: DisplayNames | None = None,
-        slow: SlowExtents | None = None,
         whatif: WhatIf | None = None,
-        told: ToldRequests | None = None,
-        prefixes: PrefixBook | None = None,
     ) -> None:
-        """run: names this run of the sidecar. names: records engines' names of their models. slow: tracks whose memory
-        is slow to hand out. whatif: gets look-ups. told: gets engines' reports. prefixes: gets both."""
-        self._names = names
-        self._slow = slow or SlowExtents()
+        """run: names this run of the sidecar. names: records engines' names of their models. whatif: gets look-ups."""
+        self._store, self._sessions, self._run = store, sessions, run
+        self._counting, self._recording, self._names, self._whatif = counting, recording, names, whatif
+        self.told, self.prefixes = ToldRequests(store.clock), PrefixBook(store.clock)
+        self._slow = SlowExtents(store.clock.monotonic_seconds, store.clock.thread_seconds)
         self._lasting = Lasting()
-        self._store = store
         self.parking = Parking(store)
-        self._recording, self._whatif = recording, whatif
-        self._told = told or ToldRequests(store.clock)
-        self._prefixes = prefixes or PrefixBook(store.clock)
-        self._counting, self._sessions, self._run = counting, sessions, run
         self._verbs: dict[type, Callable[[ClientState, Any], Response | m.Answer]] = {
             m.OpenNamespace: self._open_namespace,
             m.MatchPrefix: self._match,
@@ -239,7 +232,7 @@ class Handlers:
         block_bytes = sum(map(frame_bytes, granted.grant.payload_bytes))
         if self._whatif is not None:
             self._whatif.opened(number, block_bytes, tokens)
-        self._prefixes.opened(tenant, number, block_bytes, tokens)
+        self.prefixes.opened(tenant, number, block_bytes, tokens)
         caller.named[own], caller.session.is_engine = number, True
         caller.fingerprint = b""  # its keys are the right ones now
         return granted
@@ -255,12 +248,12 @@ class Handlers:
             self._counting.looked_up(number, verb.keys, matched.reply, seconds, verb.is_told)
             if verb.request:
                 gone = self._gone(number, verb, matched.reply)
-                self._told.looked_up(caller, verb, number, matched.reply, seconds, gone)
+                self.told.looked_up(caller, verb, number, matched.reply, seconds, gone)
             if self._recording.token:
                 self._recording.looked_up(number, verb.keys)
             if self._whatif is not None:
                 self._whatif.looked_up(number, verb.keys)
-            self._prefixes.looked_up(caller.keys.tenant, number, verb.keys, matched.reply.blocks)
+            self.prefixes.looked_up(caller.keys.tenant, number, verb.keys, matched.reply.blocks)
         if not self.parking.has_couriers:
             return matched
         return m.Matched(matched.reply, self.parking.is_served(caller.keys.tenant))
@@ -325,9 +318,9 @@ class Handlers:
     ) -> m.Answer:
         if verb.counts and not caller.is_courier:
             self._counting.leased(number, verb.keys, reply, seconds, verb.found, verb.is_told)
-            self._prefixes.granted(caller.keys.tenant, number, verb.keys, verb.first_block, reply.blocks)
+            self.prefixes.granted(caller.keys.tenant, number, verb.keys, verb.first_block, reply.blocks)
             if verb.request:
-                self._told.leased(caller, verb, number, reply, seconds, self._gone(number, verb, reply))
+                self.told.leased(caller, verb, number, reply, seconds, self._gone(number, verb, reply))
         if reply.lease:
             parts = len(caller.namespaces[number])
             self._sessions.took(caller, reply.lease, verb.request, len(reply.generations), parts)
@@ -359,7 +352,7 @@ class Handlers:
         request = self._sessions.request_of(caller, verb.lease)
         if request is not None:
             self._counting.reported(verb.lease, verb.block)
-            self._told.reported(caller, request)
+            self.told.reported(caller, request)
             self._store.handle(caller, verb)
         return m.Done()
 
@@ -497,8 +490,8 @@ class Handlers:
     def _tell(self, caller: ClientState, verb: m.Tell) -> m.Answer:
         if verb.namespace >= 0:
             self._counting.told(_check_asked(caller, verb.namespace, ())[0], verb.requests)
-        self._told.tell(caller, verb)
-        self._prefixes.told(caller.keys.tenant, verb)
+        self.told.tell(caller, verb)
+        self.prefixes.told(caller.keys.tenant, verb)
         return m.Done()
 
     def _changes(self, caller: ClientState, verb: m.Changes) -> m.Answer:

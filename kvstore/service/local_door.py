@@ -88,15 +88,12 @@ class LocalDoor:
         sessions: Sessions,
         clock: Clock,
         limits: DoorLimits,
-        failed: Callable[[], None] = lambda: None,
         faults: FaultReports | None = None,
     ) -> None:
-        """failed: called, after logging, when an internal fault ends the service. faults: gets what the machine
-        lacks."""
+        """faults: gets what the machine lacks."""
         self._handlers = handlers
         self._sessions = sessions
         self._clock, self._limits = clock, limits
-        self._failed = failed
         self._log = RateLimitedLog(_log, clock)
         self._faults = faults or Unheard()
         self._figures = DoorFigures()
@@ -181,7 +178,9 @@ class LocalDoor:
         """`usage` without single connections: cheap for any number of them."""
         return self._figures.counts(*self._there())
 
-    def start(self) -> None:
+    def start(self, failed: Callable[[], None] = lambda: None) -> None:
+        """failed: called, after logging, when an internal fault ends the service."""
+        self._failed = failed
         self._sessions.watch_memory(lambda: wake(self._waker))
         self._threads.start([self._end_pool, self._sweep_pool, *self._own_pools()])
         thread = threading.Thread(target=self._serve, name="kv-local-door", daemon=True)

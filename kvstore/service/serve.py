@@ -143,8 +143,6 @@ def _serve(settings: Settings, outside: Outside, started: Callable[[list[str], i
             outside.clock,
             outside.first_number,
             outside.new_token,
-            _end_at_once,
-            outside.process_seconds,
             why_not,
             outside.couriers,
         )
@@ -154,7 +152,7 @@ def _serve(settings: Settings, outside: Outside, started: Callable[[list[str], i
             if settings.http.listen is not None:
                 health = _Health(*host_and_port(settings.http.listen), daemon, outside.health)
                 health.start(is_restart=keeper is not None and keeper.is_restart)
-            daemon.start()
+            daemon.start(outside.process_seconds, _end_at_once)
             if keeper is not None:
                 daemon.beside = keeper.beside
                 keeper.start(lambda: os.kill(os.getpid(), signal.SIGTERM))

@@ -255,7 +255,7 @@ def open_two_tiers(
     except BaseException:
         lock.release()
         raise
-    store = EmbeddedStore(core, ring, keys, lock, codec_named)
+    store = EmbeddedStore(core, ring, keys, lock, StoreParts(codec_named))
     return OpenStore(store, core, keys, ring, clock, core._room._mover, core.blocks)  # type: ignore[arg-type]
 
 
