@@ -437,7 +437,6 @@ def new_uid() -> bytes:
 
 
 def _open_nvme(directory: Path, options: StoreOptions, parts: StoreParts, ring: KeyRing) -> NvmeTier:
-    """The tier on disk, its frames not loaded yet."""
     nvme, slab, faults = options.tiers.nvme, options.tiers.slab, parts.faults
     assert nvme is not None and parts.indexes is not None and faults is not None
     try:

@@ -111,7 +111,6 @@ class InTouch:
         self.is_moving = bool(retired) and run.notify_pipe is None
 
     def _listen(self, run: SidecarConnection, descriptor: int) -> None:
-        """Have the sidecar's notifications nudge the thread."""
         run.notify_pipe = notify_pipe = NotifyPipeEnd(descriptor)
         try:
             threading.Thread(target=_hear, args=(notify_pipe, self.nudge), name="kv-bell", daemon=True).start()

@@ -58,7 +58,6 @@ class Warming:
             self.left[str(reason or MissReason.EVICTED)] += lost
 
     def _promote(self, keys: Sequence[bytes]) -> tuple[int, MissReason | None]:
-        """How many leading blocks were pinned in DRAM, and why not all."""
         for start in range(0, len(keys), WARM_BLOCKS):
             seconds = min(WARM_SECONDS, self.ends_at - self.clock.monotonic_seconds())
             if seconds <= 0:

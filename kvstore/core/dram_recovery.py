@@ -116,7 +116,6 @@ class DramRecovery:
             yield space, list(families.values())
 
     def _read(self, number: int, slot_class: SlotClass, families: dict[tuple[bytes, int], _Family]) -> None:
-        """Sort an extent's frames by block; those that do not match the ledger are given up."""
         useless = []
         for place, generation, raw in self._blocks.dram.found_in(number):
             header = self._header(raw, generation, slot_class)
@@ -148,7 +147,6 @@ class DramRecovery:
     # Into the tables -----------------------------------------------------------------------------------------------
 
     def _take_over(self, space: OpenedNamespace, families: list[_Family]) -> None:
-        """In the order in which they were stored, but parents first."""
         root = root_key(space.namespace.layout.block_tokens)
         by_key = {family.header.prefix_key: family for family in sorted(families, key=_generation)}
         order: list[_Family] = []
@@ -176,7 +174,7 @@ class DramRecovery:
             self._give_up(useless)
 
     def _insert(self, space: OpenedNamespace, family: _Family, root: bytes) -> bool:
-        """Make a block readable, if it is whole and its parent is known. Under the lock."""
+        """Whether a block is whole and its parent known. Under the lock."""
         blocks, header = self._blocks, family.header
         parts = range(len(space.classes))
         if any(part not in family.frames for part in parts):
@@ -199,7 +197,6 @@ class DramRecovery:
         return True
 
     def _is_below_alone(self, row: int, generation: int) -> bool:
-        """Whether NVMe has that very block, and DRAM neither has it nor is promoting it."""
         blocks = self._blocks
         if blocks.lower is None or blocks.index.state(row) is not RowState.VISIBLE or blocks.is_above(row):
             return False

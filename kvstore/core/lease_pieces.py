@@ -141,7 +141,6 @@ class Endings:
         return pins, held
 
     def _hold(self, record: LeaseRecord, most: int) -> int:
-        """Hold the next places: of one part, or of several short ones. Returns how many places it counts for."""
         cost, rows = 0, len(record.rows)
         while cost < most and record.held < len(record.places):
             part, at = divmod(record.held, rows)

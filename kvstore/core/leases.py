@@ -298,8 +298,8 @@ class Leasing:
     def _pinned(
         self, waiting: tuple[int, list[int]], keys: Sequence[bytes], first_block: int
     ) -> tuple[int, TierRuns, LeaseEnd]:
-        """Pin the readable prefix of a long chain. Returns how many blocks that is, the tiers they were found in, and
-        why it ends there. waiting: pinned so far."""
+        """How many blocks of a long chain are readable, in which tiers, and why it ends there. waiting: pinned so
+        far."""
         number, wanted = waiting
         blocks = 0
         tiers: list[tuple[HitTier, int]] = []

@@ -261,8 +261,7 @@ class Levels:
         return waiting > (1 - FLUSH_FRACTION) * self._blocks.dram.budget_bytes or self._dirty.missed > 0
 
     def _flush_batch(self, *, everything: bool = False) -> None:
-        """Flush a group of blocks that are to be retained or, if there are none, the least recently used ones that the
-        policy admits. everything: do not ask the policy."""
+        """everything: do not ask the policy."""
         blocks, dirty = self._blocks, self._dirty
         admission = None if everything else self._lower.admission
         chooses = admission is not None and admission.chooses
@@ -324,8 +323,6 @@ class Levels:
         return kept
 
     def _way_down(self, row: int, taken: set[int]) -> list[int]:
-        """A block behind its ancestors that NVMe lacks, in the order to write them. taken: rows already being written,
-        with theirs."""
         way = []
         while row != NO_ROW and row not in taken and not self._blocks.is_below(row):
             way.append(row)
@@ -470,8 +467,7 @@ class Levels:
                 self._changed.notify_all()
 
     def _stands(self, row: int, generation: int) -> bool:
-        """Whether DRAM still has what was to be written: a reader may have found it damaged, and a put may be refilling
-        the row. Under the lock."""
+        """Whether DRAM still has what was to be written. Under the lock."""
         blocks = self._blocks
         return (
             blocks.index.state(row) is RowState.VISIBLE
@@ -486,8 +482,7 @@ class Levels:
         columns: Sequence[Sequence[int]],
         frames: Sequence[memoryview],
     ) -> list[int]:
-        """Write frames while they are verified in place: the blocks before the first bad one become durable, and are
-        returned. generations: of the rows, in order."""
+        """Returns the blocks before the first bad one, which are durable. generations: of the rows, in order."""
         good: list[int] = []
         if not generations:
             return good
@@ -500,7 +495,7 @@ class Levels:
         return good
 
     def _verified(self, number: int, generations: Mapping[int, int]) -> list[int]:
-        """The blocks up to the first that fails a check; that one is quarantined, unless a reader has done it."""
+        """Up to the first that fails a check; that one is quarantined, unless a reader has done it."""
         blocks = self._blocks
         good: list[int] = []
         for row, generation in generations.items():
@@ -518,7 +513,7 @@ class Levels:
         return good
 
     def _make_room(self, number: int, rows: Sequence[int]) -> tuple[list[int], list[list[int]]]:
-        """Slots on NVMe for as many blocks as possible, at least one. Raises `TierFull` and `TierUnavailable`."""
+        """At least one slot on NVMe. Raises `TierFull` and `TierUnavailable`."""
         tier, space = self._lower.tier, self._blocks.spaces[number]
         is_disk_full = False  # the disk has no room for another slab, though the budget allows one
         for _ in range(self._limits.room_steps):
@@ -609,7 +604,6 @@ class Levels:
         return self._queue.close(seconds)
 
     def _say(self, written: Counter[str], reason: MissReason | None, seconds: float) -> None:
-        """Log what became of the dirty blocks: a warning, unless the settings ask for it."""
         with self._lock:
             declined = self._dirty.declined()
             left, left_bytes = len(self._dirty), self._dirty.waiting_bytes

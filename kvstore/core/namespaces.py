@@ -193,7 +193,7 @@ class NamespaceVerbs:
         return readable
 
     def _rows_of(self, number: int) -> Column:
-        """A namespace's rows that are not being stored, deepest first. The lock is free between pieces."""
+        """Deepest first. The lock is free between pieces."""
         index, found = self._blocks.index, []
         with self._shared.lock:
             for first in range(0, index.rows_end, SCANNED_ROWS):
@@ -206,7 +206,7 @@ class NamespaceVerbs:
         return deepest_first
 
     def _drop_row(self, number: int, row: int, deadline: float) -> None:
-        """Drop the row if it is still the namespace's. Under the lock, which is released while a move pins the row."""
+        """Under the lock, which is released while a move pins the row."""
         blocks = self._blocks
         while blocks.index.is_row_of(row, number) and blocks.residency.pins.counts[row]:
             left = deadline - self._clock.monotonic_seconds()
@@ -224,7 +224,7 @@ class NamespaceVerbs:
 
     def _await_taken_in(self, is_busy: Callable[[], bool], deadline: float) -> None:
         """Wait until recovery is over and no move is in flight. Under the lock. Raises `TierUnavailable`, and
-        `StoreClosed` if the store was closed while the lock was released."""
+        `StoreClosed`."""
         self._shared.check_open()
         while (is_warming := self._recovery.is_under_way) or is_busy():
             left = deadline - self._clock.monotonic_seconds()

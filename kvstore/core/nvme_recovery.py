@@ -185,7 +185,7 @@ class NvmeRecovery:
             self._below.all_known = not self._closing.is_set()
 
     def _take_in(self, space: OpenedNamespace, group: Sequence[Found]) -> _Undecided | None:
-        """Take in a namespace; returns what is undecided, or None if the store closes meanwhile."""
+        """What is undecided of a namespace; None if the store closes meanwhile."""
         root = root_key(space.namespace.layout.block_tokens)
         proof = self._proven(group)
         if self._closing.is_set():
@@ -209,7 +209,6 @@ class NvmeRecovery:
         return undecided
 
     def _proven(self, group: Sequence[Found]) -> _Proof:
-        """The frames that are whole; none while the store closes."""
         proof = _Proof([], [], [])
         with ThreadPoolExecutor(self._lower.tier.threads, "kv-verify") as pool:
             for one in group:
@@ -247,7 +246,6 @@ class NvmeRecovery:
             self._lower.tier.delete(useless)
 
     def _look_again(self, undecided: list[_Undecided]) -> None:
-        """Take in undecided blocks, once the puts and writes in progress have ended."""
         for _ in range(LOOKS):
             undecided = [one for one in undecided if one.blocks]
             if not undecided or self._closing.wait(LOOK_SECONDS):
@@ -268,12 +266,10 @@ class NvmeRecovery:
                     self._below.older[name] = [int(column[at]) for column in one.found.places]
 
     def _is_sound(self, space: OpenedNamespace, places: Sequence[int]) -> bool:
-        """Whether the frames of a block, one per part, can be read and pass their own checks."""
         frames = [memoryview(bytearray(slot_class.frame_bytes)) for slot_class in space.classes]
         return all(self._verdict(*one) is _RecoveryCheck.WHOLE for one in zip(places, frames, strict=True))
 
     def _verdict(self, place: int, frame: memoryview) -> _RecoveryCheck:
-        """Read a frame into that memory and check it."""
         try:
             self._lower.tier.read(place, frame)
             verify_payload(open_header(bytes(frame[:HEADER_BYTES]), self._keys), frame[HEADER_BYTES:])
@@ -284,7 +280,7 @@ class NvmeRecovery:
         return _RecoveryCheck.WHOLE
 
     def _insert(self, into: _Undecided, first: int, stop: int) -> list[int]:
-        """Make rows for a slice; returns the places of blocks without a way to them. Under the lock."""
+        """Returns the places of blocks without a way to them. Under the lock."""
         space, found, rows = into.space, into.found, into.rows
         keys = split_keys(found.keys[first:stop])
         parents = found.parents[first:stop]

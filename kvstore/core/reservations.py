@@ -89,7 +89,6 @@ class Reservations:
         return joined
 
     def _join(self, put: CollectivePut, chain: Chain, collective: Collective) -> ReserveReply:
-        """A share of a collective put, once the first participant has its answer. Under the lock."""
         if not self._answered.wait_for(lambda: put.answer is not None, ANSWER_SECONDS):
             return ReserveReply(0, 0, stopped_at=0, reason=MissReason.DEADLINE)
         return self._collective.join(put, chain, collective.parts, self._new_number)
@@ -176,7 +175,6 @@ class Reservations:
         )
 
     def _in_flight(self, number: int, keys: Sequence[bytes], start: int | None) -> int:
-        """How many blocks from this one on other puts are storing."""
         index, filling = self._blocks.index, self._filling()
         rows = (index.find(number, key) for key in keys[start:])
         is_awaited = (row != NO_ROW and (index.state(row) is RowState.PENDING or row in filling) for row in rows)
@@ -193,10 +191,8 @@ class Reservations:
     def _begin_rows(
         self, record: ReservationRecord, keys: Sequence[bytes], present: int, in_flight_rows: Mapping[int, int]
     ) -> tuple[int | None, MissReason | None]:
-        """Rows for all blocks that are not readable, up to one that another put is storing.
-
-        in_flight_rows: rows of other puts that this one may follow, with their reservations.
-        """
+        """Rows for all blocks that are not readable, up to one that another put is storing. in_flight_rows: of puts
+        that this one may follow, with their reservations."""
         blocks, index = self._blocks, self._blocks.index
         parent = index.find(record.namespace, keys[present - 1]) if present else NO_ROW
         parent_key = (
@@ -232,7 +228,6 @@ class Reservations:
         return stopped
 
     def _find_slots(self, record: ReservationRecord) -> MissReason | None:
-        """Slots that are free, or else what room can be made; returns why there are fewer than wanted."""
         with self._shared.lock:
             is_open = not (record.cancelled or self._shared.closed)
             classes = self._blocks.spaces[record.namespace].classes if is_open else ()
@@ -248,7 +243,6 @@ class Reservations:
     def _tail_evicted(
         self, record: ReservationRecord, keys: Sequence[bytes], skipped: int
     ) -> tuple[int, MissReason] | tuple[None, None]:
-        """Blocks behind the last one to fill were readable, and may have been evicted to make room for it."""
         with self._shared.lock:
             for position in range(record.indexes[-1] + 1 - skipped, len(keys)):
                 if self._blocks.index.find(record.namespace, keys[position]) == NO_ROW:
@@ -433,8 +427,7 @@ class Reservations:
         self._cut(record, start)
 
     def _cancel(self, record: ReservationRecord) -> None:
-        """End a reservation whose namespace is dropped or whose producer is lost: its rows and their descendants go
-        now, its slots once all producers are done."""
+        """Rows and their descendants go now, slots once all producers are done."""
         for other in list(self._records.values()):
             if record.number in other.depends_on and not other.cancelled:
                 self._cancel(other)
@@ -445,9 +438,8 @@ class Reservations:
             self._free_cancelled(record)
 
     def _orphan_the_last(self, record: ReservationRecord, *, also_ending: bool = False) -> None:
-        """Orphan the rows of a long reservation but for as many as `_cancel` takes at a time. Under the lock, which is
-        released between pieces: the reservation may be cancelled or aborted and the store closed meanwhile.
-        also_ending: also if it is being aborted."""
+        """But for as many rows as `_cancel` takes at a time. Under the lock, which is released between pieces: the
+        reservation may be cancelled or aborted and the store closed meanwhile."""
         most = max(1, ABORTED_PLACES // record.parts)
         record.is_cancelling = True
         while not (record.is_collective or record.cancelled or self._shared.closed) and (

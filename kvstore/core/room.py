@@ -119,8 +119,7 @@ class Room:
         return MissReason.DEADLINE
 
     def _await_memory(self, record: ReservationRecord | SlotRequest, awaited: AwaitedMemory) -> tuple[float, bool]:
-        """Wait until clients have unmapped this memory, other puts have taken it, or the wait is over. Returns how long
-        it waited, and whether to look for slots again."""
+        """Returns how long it waited, and whether to look for slots again."""
         tenant, dram = self._blocks.spaces[record.namespace].tenant, self._blocks.dram
         is_collective = isinstance(record, ReservationRecord) and record.is_collective
         mapped = set(awaited.mapped)
@@ -149,7 +148,6 @@ class Room:
     def _take_slots(
         self, record: ReservationRecord | SlotRequest, scarce: bool, is_patient: bool
     ) -> SlotClass | ExtentMove | AwaitedMemory | MissReason | None:
-        """Slots for the next rows; returns what must happen outside the lock before there are more, or None if done."""
         blocks = self._blocks
         make_room = blocks.residency.room_within if scarce else blocks.residency.room
         take_places = blocks.make_place_above if isinstance(record, SlotRequest) else blocks.place

@@ -204,7 +204,6 @@ class Scrubbing:
             return self._second_look(frame.place)
 
     def _second_look(self, place: int) -> CheckResult:
-        """A frame failed a check: it is damaged if it fails again and was not replaced meanwhile."""
         for _ in range(RECHECKS):
             with self._lock:
                 frame = next(iter(self._lower.tier.residents(place, place + 1, 0)), None)
@@ -239,8 +238,6 @@ class Scrubbing:
     # Damage --------------------------------------------------------------------------------------------------------
 
     def _quarantine(self, frame: Resident, aim: Aim, why: TierMiss = TierMiss.CORRUPT) -> bool:
-        """Quarantine a block on NVMe, if that very frame still stands there."""
-
         def stands() -> bool:
             if self.closing or self._lower.tier.residents(frame.place, frame.place + 1, 0) != [frame]:
                 return False
@@ -271,7 +268,6 @@ class Scrubbing:
         )
 
     def _mend(self) -> None:
-        """Write damaged blocks from DRAM again, each with its ancestors, which may be lost too."""
         if not self._to_mend or self._clock.monotonic_seconds() < self._next_mend:
             return
         index = self._blocks.index
@@ -348,7 +344,6 @@ class Retirement:
         return NO_PLACE not in places and any(epoch_in(dram.span_at(place).view) in epochs for place in places)
 
     def _is_refilled(self, row: int) -> bool:
-        """Whether a put is refilling a lost row, perhaps with frames that are signed already."""
         return self._blocks.index.state(row) is RowState.LOST and self._blocks.residency.place(row, 0) != NO_PLACE
 
     def _is_old(self, place: int, epochs: Container[tuple[bytes, int]]) -> bool:

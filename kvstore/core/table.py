@@ -236,7 +236,6 @@ class BlockTable(Generic[TierBelow]):
         return self._evict((row for row in self._worst_for(groups) if namespace_of(row) == giver), most)
 
     def _worst_for(self, groups: Sequence[int] | None) -> Iterator[int]:
-        """Evictable leaves, except those whose slots could not be reused yet."""
         residency, is_guarded = self.residency, self.dram.is_guarded
         rows = (row for row in residency.worst(groups) if not is_guarded(residency.place(row, 0)))
         if residency.holds:
@@ -477,7 +476,6 @@ class BlockTable(Generic[TierBelow]):
                 assert self.residency.children(row) == children[row]
 
     def _check_frame(self, row: int, part: int, slot_class: SlotClass, parent_key: bytes | None) -> None:
-        """Invariants 3 and 6: the place is readable, it is this block's, and its header names it."""
         place = self.residency.place(row, part)
         extent = next(extent for extent in self.dram.all_extents(slot_class) if extent.number == extent_of(place))
         assert extent.slots.states[slot_of(place)] == FrameState.RESIDENT
@@ -506,7 +504,6 @@ class BlockTable(Generic[TierBelow]):
         dram.delete(written)
 
     def _leave(self, row: int) -> None:
-        """The block leaves DRAM and stays on NVMe."""
         self.residency.unlisted(row)
         self._child_went(self.index.parent(row))
 
@@ -665,7 +662,6 @@ class BlocksBelow:
         return self._evict_own(rows, blocks, claimed), claimed
 
     def _while_worst(self, groups: Sequence[int] | None, choice: SlabReclaim) -> Iterator[int]:
-        """Leaves of the asking namespace, as long as they are worse than the slab that another would give."""
         has_own = False
         for row in self._residency.worst(groups):
             if self._index.namespace_of(row) == choice.asker:
@@ -692,7 +688,6 @@ class BlocksBelow:
         return self._above.is_listed(row) or not self._index.children(row)
 
     def _evicted(self, row: int, *, claim: bool) -> list[int] | None:
-        """Returns the places that a block had on NVMe; None if it must stay because it leads to others."""
         stays = self._above.is_listed(row)
         if not self._may_go(row):
             return None
@@ -729,7 +724,6 @@ class BlocksBelow:
         return self._forget(row, claim=claim)
 
     def _forget(self, row: int, *, claim: bool = False) -> list[int]:
-        """The same without the report."""
         places = self._residency.forget(row)
         self._tier.delete(places, claim=claim)
         self._residency.unlisted(row)

@@ -165,7 +165,6 @@ class CourierDesk(Parking):
             raise BadInput(f"nothing of this was adopted: {error}") from None
 
     def _adopted(self, caller: ClientState, verb: m.Adopt) -> int:
-        """How many blocks of the reservation are adopted in all parts. Raises `HeaderRefused`."""
         progress, count = caller.reservations.get(verb.reservation), len(verb.headers)
         if progress is None:
             raise HeaderRefused(AdoptFault.RESERVATION, 0, "no reservation of that number is this connection's")
@@ -245,7 +244,6 @@ class CourierDesk(Parking):
     def _whence(
         self, caller: ClientState, number: int, verb: m.Locate
     ) -> tuple[str, bytes, bytes] | tuple[()] | m.TicketOpened:
-        """The node that a ticket names; empty without one, or if it is this node."""
         if not verb.ticket:
             return ()
         identity, space = Identity.of(caller.keys, self._store.node), self._store.namespace_of(number)

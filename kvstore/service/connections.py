@@ -595,7 +595,6 @@ class DoorThreads:
         self._finish(asked, m.RequestFault.BUSY, "a request could not be served", serve)
 
     def _finish(self, asked: QueuedRequest, fault: m.RequestFault, what: str, work: Callable[[], None]) -> None:
-        """Do it, and hand the outcome to the door's thread; a fault of the work is the answer."""
         if not asked.connection.attempt(self._log, what, work):
             asked.served = Response(m.Failed(fault, "a fault of the sidecar; it is in its log"))
         self.done.append(asked)

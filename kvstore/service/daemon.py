@@ -143,8 +143,6 @@ class Daemon:
         _log.info("serving", extra={**sockets, "data": self.settings.store.data, **budgets})
 
     def _start_insight(self, process_seconds: Callable[[], float]) -> None:
-        """Start the threads of what-if estimates and prefix diagnostics, as far as the machine has threads."""
-
         def estimate() -> None:
             self.whatif.run(self._insight_ends, lambda: (self._thread_seconds(), process_seconds()))
 
@@ -173,7 +171,6 @@ class Daemon:
         return reasons if self.couriers is None else [*reasons, *self.couriers.reasons()]
 
     def _has_disk_room(self) -> bool:
-        """Whether the disk has room for all of `nvme`, whether or not a slab is wanted now."""
         nvme = self.store.usage().nvme
         try:
             return nvme is not None and nvme.budget_bytes <= disk_room(Path(self.settings.store.data) / "nvme")

@@ -300,7 +300,6 @@ class Handlers:
             return self._leased(caller, number, verb, _ended_by(reply, detail), seconds) if reply is not None else None
 
     def _check_lease(self, caller: ClientState, number: int, verb: m.LeasePrefix) -> m.Answer | None:
-        """A refusal if the session holds as much as it may. Raises `BadInput`."""
         if not 0 <= verb.first_block <= len(verb.keys) or not verb.deadline_ms >= 0:
             raise BadInput(
                 f"first_block={verb.first_block}, deadline_ms={verb.deadline_ms}: give a block of the chain, 0 or more"
@@ -331,7 +330,6 @@ class Handlers:
     def _gone(
         self, number: int, verb: m.MatchPrefix | m.LeasePrefix, reply: MatchReply | LeaseReply
     ) -> tuple[Eviction, bool] | None:
-        """How the first missed block was evicted, and whether it had a ttl."""
         if reply.reason is not MissReason.EVICTED or not 0 <= reply.blocks < len(verb.keys):
             return None
         eviction, had_ttl = self._store.eviction_of(number, verb.keys[reply.blocks])
@@ -472,7 +470,6 @@ class Handlers:
         return shared
 
     def _check_shares(self, caller: ClientState, extent: int) -> None:
-        """Raises `BadInput`."""
         if caller.shares[extent] < MAX_SHARES:
             return
         if self._store.is_mapped(extent, caller.number):
@@ -546,7 +543,6 @@ def checked_seconds(seconds: float) -> float:
 
 
 def _as_fits_an_answer(verb: m.LeasePrefix, parts: int) -> tuple[m.LeasePrefix, str]:
-    """The lease request cut to what fits one answer and to the longest wait, and the message if it was cut."""
     most = MAX_LEASED_FRAMES // parts
     if verb.deadline_ms > MAX_DEADLINE_MS:
         verb = msgspec.structs.replace(verb, deadline_ms=MAX_DEADLINE_MS)
@@ -557,7 +553,6 @@ def _as_fits_an_answer(verb: m.LeasePrefix, parts: int) -> tuple[m.LeasePrefix, 
 
 
 def _ended_by(reply: LeaseReply, detail: str) -> LeaseReply:
-    """The reply with that detail, if nothing before it ended it."""
     if not detail or reply.reason is not None:
         return reply
     return msgspec.structs.replace(reply, reason=MissReason.PINNED_FULL, detail=detail)

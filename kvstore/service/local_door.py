@@ -275,7 +275,6 @@ class LocalDoor:
             self._is_ending = False
 
     def _safely(self, what: str, work: Callable[[], object]) -> None:
-        """Do work that concerns all clients: a fault in it is logged, and they are served on."""
         attempt(self._log, work, what, what)
 
     def _answer_awaits(self) -> None:
@@ -284,11 +283,9 @@ class LocalDoor:
             self._watch(connection)
 
     def _take_turn(self, ready: dict[Connection, None]) -> bool:
-        """Take at most one message of each connection. If several tenants want a turn, they alternate, least-served
-        first, whatever their number of connections. Returns whether any was taken, and more are left.
-
-        A long round ends early: tenants that arrived meanwhile may have been served less than those left.
-        """
+        """At most one message of each connection; tenants alternate, least-served first, whatever their number of
+        connections. Returns whether any was taken, and more are left. A long round ends early: tenants that arrived
+        meanwhile may have been served less than those left."""
         now = self._clock.monotonic_seconds()
         ends_at = now + TURN_SECONDS
         has_taken = False
@@ -349,7 +346,6 @@ class LocalDoor:
             self._disconnect(connection)
 
     def _or_disconnect(self, connection: Connection, what: str, work: Callable[[], object]) -> None:
-        """Do what concerns one connection: a fault of it is logged, and ends this connection and no other."""
         if not connection.attempt(self._log, what, work):
             self._disconnect(connection)
 

@@ -308,7 +308,7 @@ def _try_limits(settings: Settings, dram: Size, nvme: Size | None) -> None:
 
 
 def _try_shared_memory() -> None:
-    """Allocate a page of shared memory. Raises `BadInput` if that fails: a store without it could serve nothing."""
+    """Raises `BadInput`: a store without it could serve nothing."""
     try:
         Extent(PROBE_BYTES).close()
     except OSError as error:
@@ -321,8 +321,7 @@ def _try_shared_memory() -> None:
 
 
 def _usable_policy(name: str, policies: Callable[[str], PolicyMaker]) -> tuple[PolicyMaker, str]:
-    """The policy that was set; or, if it cannot run here, the default one and why: a store that evicts by a simpler
-    rule is better than none."""
+    """The policy that was set; or, if it cannot run here, the default one and why."""
     try:
         return policies(name), ""
     except BadInput as error:
@@ -384,7 +383,6 @@ def taken_over(now: Settings, given: Settings) -> tuple[Settings, list[str], lis
 
 
 def _flat(settings: Settings) -> Iterator[tuple[str, Any]]:
-    """Every setting by its full name."""
     for section in fields(Settings):
         value = getattr(settings, section.name)
         tables = [(section.name, value)]
@@ -594,5 +592,4 @@ class KeeperWire:
 
 
 def _end_with_parent(does: bool) -> None:
-    """Set whether the kernel kills this process as soon as its parent, the supervisor, ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if does else 0)

@@ -319,7 +319,6 @@ class Sessions:
         return len(self._departed)
 
     def _look(self, gone: DisconnectedClient[ClientState], most: int) -> int:
-        """Free what it held, if it has nothing mapped any more. Returns the kernel queries made."""
         is_mapped, looks = self._departed.look(gone, most)
         if is_mapped:
             return looks

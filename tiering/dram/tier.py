@@ -406,7 +406,6 @@ class DramTier:
             self._check_ledger(extent)
 
     def _check_ledger(self, extent: DramExtent) -> None:
-        """The ledger lists exactly what is readable, by its generation."""
         if extent.ledger is None:
             return
         for slot, generation in enumerate(extent.ledger.generations.tolist()):

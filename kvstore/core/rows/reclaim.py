@@ -79,7 +79,6 @@ class ReclaimPlan:
         return ways
 
     def _ways_on(self) -> list[int]:
-        """Blocks that stay because they lead to others."""
         listed, children = self._residency.listed_column, self._residency.child_counts
         every = self._index.child_counts
         rows = min(len(listed), len(every))  # each column has all rows, and some spare
@@ -125,7 +124,6 @@ class ExtentReclaim:
                 return
 
     def _look_at(self, leaf: int, number: int) -> bool:
-        """This leaf would go next; returns whether its namespace could then give an extent."""
         if number not in self._offers:
             if self._in_use is None:
                 self._in_use = self._residency.pieces_in_use()
