@@ -70,8 +70,8 @@ from kvstore.protocol.replies import LeaseReply
 from kvstore.protocol.requests import Requests
 from tiering.after_fork import close_in_children
 from tiering.clock import Clock, SystemClock
-from tiering.dram.extents import BlankPool, ExtentPool
-from tiering.dram.keeping import KeptExtent, MemoryKeeper
+from tiering.dram.extents import BlankPool, ExtentPool, MemoryKeeper
+from tiering.dram.keeping import KeptExtent
 from tiering.dram.tier import DramTier
 from tiering.errors import TierError
 from tiering.failpoint import Reach, go_on

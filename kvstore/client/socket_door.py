@@ -532,7 +532,7 @@ class SocketDoor:
 
     def _keep_in_touch(self) -> bool:
         """Start the background thread unless it runs; returns whether it does."""
-        return self._touch.start(self, self._limits.ping)
+        return self._touch.start(self.look_after, self._limits.ping)
 
     def look_after(self) -> float:
         """One round of the background thread; returns the seconds until the next."""

@@ -471,7 +471,7 @@ def set_level(level: str) -> None:
 
 
 class KeeperWire:
-    """The sidecar's end of the socket to its supervisor (*keeper*): `tiering.dram.keeping.MemoryKeeper` over it, which
+    """The sidecar's end of the socket to its supervisor (*keeper*): `tiering.dram.extents.MemoryKeeper` over it, which
     memory was kept, and which to keep. Thread-safe.
 
     Its own thread sends, in order, so that a thread that holds a lock never waits for the supervisor. If the supervisor

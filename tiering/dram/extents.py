@@ -218,11 +218,20 @@ class MappedExtent:
         self.view = view if writable else view.toreadonly()
 
 
-class Forgetful(Protocol):
-    """What a pool needs of a keeper."""
+class MemoryKeeper(Protocol):
+    """Holds descriptors for the next process. Never blocks and never raises: memory that is not kept leads to
+    misses."""
+
+    def new_name(self) -> bytes:
+        """A new name of `keeping.NAME_BYTES`, never used before."""
+        ...
+
+    def keep(self, name: bytes, extent: int, ledger: int) -> None:
+        """Hold copies of these descriptors until `forget`."""
+        ...
 
     def forget(self, name: bytes) -> None:
-        """The memory kept under that name is not needed any more."""
+        """Close them."""
         ...
 
 
@@ -247,7 +256,7 @@ class ExtentPool:
         self,
         budget_bytes: int,
         extent_bytes: int,
-        keeper: Forgetful | None = None,
+        keeper: MemoryKeeper | None = None,
         faults: FaultReports | None = None,
         now: Callable[[], float] = lambda: 0.0,
         thread_seconds: Callable[[], float] = lambda: 0.0,

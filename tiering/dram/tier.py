@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 
-from tiering.dram.extents import LOOK_SECONDS, Extent, ExtentPool, ask_again_at, found_extent
-from tiering.dram.keeping import KeptExtent, Ledger, MemoryKeeper
+from tiering.dram.extents import LOOK_SECONDS, Extent, ExtentPool, MemoryKeeper, ask_again_at, found_extent
+from tiering.dram.keeping import KeptExtent, Ledger
 from tiering.errors import BlockCorrupt, BlockMissing, TierFull, TierUnavailable
 from tiering.faults import HANDED_OVER, KEPT, kind_of
 from tiering.frame import HEADER_BYTES, generation_in
