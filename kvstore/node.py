@@ -10,6 +10,7 @@ import logging
 import secrets
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
@@ -69,13 +70,12 @@ from kvstore.protocol.replies import LeaseReply
 from kvstore.protocol.requests import Requests
 from tiering.after_fork import close_in_children
 from tiering.clock import Clock, SystemClock
-from tiering.dram.extents import BlankPool, ExtentPool
-from tiering.dram.keeping import KeptExtent, MemoryKeeper
-from tiering.dram.mover import Mover
+from tiering.dram.extents import BlankPool, ExtentPool, MemoryKeeper
+from tiering.dram.keeping import KeptExtent
 from tiering.dram.tier import DramTier
 from tiering.errors import TierError
 from tiering.failpoint import Reach, go_on
-from tiering.faults import NEW_SLABS, FaultKind, FaultReports, Faults
+from tiering.faults import NEW_SLABS, FaultKind, Faults
 from tiering.files import DirectoryLock, make_directory, read_text_files
 from tiering.frame import frame_bytes
 from tiering.move_queue import MoveQueue, QueueLimits
@@ -188,28 +188,23 @@ class EmbeddedStore:
         ring: KeyRing,
         keys: StoreKeys,
         lock: DirectoryLock,
-        codecs: Callable[[str], Codec],
+        parts: StoreParts,
         tenant: str = DEFAULT_TENANT,
-        threads: LeaseThreads | None = None,
-        before_close: Callable[[], object] = lambda: None,
-        faults: Faults | None = None,
         names: DisplayNames | None = None,
-        node_lock: NodeLock | None = None,
     ) -> None:
-        """before_close: ends other work in this store's memory. faults: of the machine, as the store reported them.
-        names: of models, for people. node_lock: tells whether another process is this node too."""
+        """names: of models, for people."""
         self._store = store
-        self.faults = faults or Faults(store.clock)
+        self.faults = parts.faults or Faults(store.clock)
         self.names = names
-        self._before_close = before_close
         self._requests = Requests()
-        self._threads = threads or LeaseThreads(store.clock)
+        self._threads = LeaseThreads(store.clock)
         self._ring = ring
         self.keys = keys
         self.rotation = KeyRotation(keys, ring, store)
-        self.node_lock = node_lock
+        self.node_lock = NodeLock(store.node) if store.node is not NOWHERE else None
+        """Tells whether another process is this node too."""
         self._lock = lock
-        self._codecs = codecs
+        self._codecs, self._before_close = parts.codecs, parts.before_close
         self.tenant = tenant
 
     def namespace(
@@ -255,8 +250,9 @@ class EmbeddedStore:
 
     def for_tenant(self, tenant: str) -> EmbeddedStore:
         """The same store for another tenant, with which only memory is shared."""
-        shared = self._threads, self._before_close, self.faults, self.names, self.node_lock
-        return EmbeddedStore(self._store, self._ring, self.keys, self._lock, self._codecs, tenant, *shared)
+        other = copy(self)
+        other.tenant, other._requests = tenant, Requests()
+        return other
 
     def release_request(self, request: str) -> None:
         """End every lease, pending ones too, that was taken or attached to for a request of the engine."""
@@ -346,10 +342,11 @@ class StoreParts:
     longest ago. indexes: makes the index of an NVMe tier; needed with one only. files: makes what holds its slabs.
     before_close: ends what the codecs have going with this store's memory. keeper: holds DRAM for the next process.
     kept: what it held of the one before, and guard: holders below that may be clients of that one
-    (`DramTier.take_over`). numbers_key: of the permutations that number extents, leases and reservations, so that
-    tenants cannot count each other's, and a number of an earlier run names nothing; random if not given. scrub_limits:
-    all bounds of the scrub, in place of the rate in the options. gone: told of every block that NVMe gives up (see
-    `BlockTable`). keys: of a pool's tenants; the caller has them followed (`rotation`). reach: told of failpoints.
+    (`DramTier.take_over`). faults: of the machine. numbers_key: of the permutations that number extents,
+    leases and reservations, so that tenants cannot count each other's, and a number of an earlier run names nothing;
+    random if not given. scrub_limits: all bounds of the scrub, in place of the rate in the options. gone: told of every
+    block that NVMe gives up (see `Lower`). keys: of a pool's tenants; the caller has them followed (`rotation`). reach:
+    told of failpoints.
     """
 
     codecs: Callable[[str], Codec] = _no_codec
@@ -360,6 +357,7 @@ class StoreParts:
     keeper: MemoryKeeper | None = None
     kept: Sequence[KeptExtent] = ()
     guard: int = 0
+    faults: Faults | None = None
     numbers_key: bytes | None = None
     scrub_limits: ScrubLimits | None = None
     gone: Callable[[int, bytes], None] | None = None
@@ -390,6 +388,7 @@ def open_embedded(directory: str, options: StoreOptions, parts: StoreParts) -> E
     except OSError as error:
         raise BadInput(f"{path} cannot be used as a store's directory: {error.strerror}; give another one") from None
     faults = Faults(SystemClock())
+    parts = replace(parts, faults=faults, scrub_limits=parts.scrub_limits or (ScrubLimits(rate) if rate else None))
     try:
         own = KeyFile(path / "keys", parts.reach)
         if not own.is_there:
@@ -401,28 +400,27 @@ def open_embedded(directory: str, options: StoreOptions, parts: StoreParts) -> E
         check_pieces(shares, dram_config.budget_bytes // dram_config.extent_bytes, dram_config.extent_bytes, "dram")
         tier = None
         if tiers.nvme is not None:
-            tier = _open_nvme(path / "nvme", options, parts, ring, faults)
+            tier = _open_nvme(path / "nvme", options, parts, ring)
             tier.beside = partial(_confirm_directory, lock, own)
         store = build_store(
             dram_config,
             options.limits,
             ring,
             tier=tier,
-            parts=replace(parts, scrub_limits=parts.scrub_limits or (ScrubLimits(rate) if rate else None)),
+            parts=parts,
             admission=_admission_of(parse_writes(tiers.nvme_writes, "nvme_writes")),
             shares={found.tenant: share for name, share in shares.items() if (found := keys.find(name)) is not None},
-            faults=faults,
             node=node,
         )
         store.start_loading({one.tenant: one for one in keys.tenants()})
     except BaseException:
         lock.release()
         raise
-    node_lock = NodeLock(node)
-    close_in_children(store, lock, node_lock)
     names = DisplayNames(path / "names", faults)
-    codecs, before_close = parts.codecs, parts.before_close
-    return EmbeddedStore(store, ring, keys, lock, codecs, options.tenant, None, before_close, faults, names, node_lock)
+    opened = EmbeddedStore(store, ring, keys, lock, parts, options.tenant, names)
+    assert opened.node_lock is not None
+    close_in_children(store, lock, opened.node_lock)
+    return opened
 
 
 def _confirm_directory(lock: DirectoryLock, keys: KeyFile) -> None:
@@ -438,12 +436,9 @@ def new_uid() -> bytes:
     return secrets.token_bytes(UID_BYTES)
 
 
-def _open_nvme(
-    directory: Path, options: StoreOptions, parts: StoreParts, ring: KeyRing, faults: FaultReports
-) -> NvmeTier:
-    """The tier on disk, its frames not loaded yet."""
-    nvme, slab = options.tiers.nvme, options.tiers.slab
-    assert nvme is not None and parts.indexes is not None
+def _open_nvme(directory: Path, options: StoreOptions, parts: StoreParts, ring: KeyRing) -> NvmeTier:
+    nvme, slab, faults = options.tiers.nvme, options.tiers.slab, parts.faults
+    assert nvme is not None and parts.indexes is not None and faults is not None
     try:
         make_directory(directory)
         room = disk_room(directory)
@@ -493,14 +488,13 @@ def build_store(
     parts: StoreParts = StoreParts(),
     admission: AdmissionMaker = lambda names, clock, nvme_bytes: AdmitAll(),
     shares: Mapping[bytes, Share] | None = None,
-    faults: FaultReports | None = None,
     node: NodeIdentity = NOWHERE,
 ) -> Store:
     """Put the parts together: memory, tiers, policies, tables, movers.
 
     parts: without `scrub_limits` nothing is scrubbed. admission: decides which blocks that leave DRAM are written to
-    NVMe. shares: of tenants, by opaque id; if not given, the worst block goes first, whichever tenant's. faults: told
-    of what the machine lacks. node: which one it is. Raises `BadInput` if the tier cannot be written.
+    NVMe. shares: of tenants, by opaque id; if not given, the worst block goes first, whichever tenant's. node: which
+    one it is. Raises `BadInput` if the tier cannot be written.
     """
     clock = clock or SystemClock()
     numbers_key = parts.numbers_key or secrets.token_bytes(NUMBER_KEY_BYTES)
@@ -508,31 +502,31 @@ def build_store(
         dram_config.budget_bytes,
         dram_config.extent_bytes,
         parts.keeper,
-        faults,
+        parts.faults,
         clock.monotonic_seconds,
         clock.thread_seconds,
     )
     dram = DramTier(pool, Numbers(numbers_key, EXTENT_BITS), parts.keeper)
-    taken_over = dram.take_over(parts.kept, parts.guard)
+    dram.take_over(parts.kept, parts.guard)
     pins = Pins()
     session = _session(tier, dram)
-    index = PrefixIndex(limits.forgotten)
     groups = Shares(shares) if shares else None
+    index = PrefixIndex(limits.forgotten, groups)
 
     def policies(make: PolicyMaker) -> EvictionPolicy:
         made = [make(index.names, secrets.randbelow(1 << 31)) for _ in range(len(groups) if groups is not None else 1)]
-        return (
-            ByGroup(made, lambda row: groups.of_namespace[index.namespace_of(row)]) if groups is not None else made[0]
-        )
+        return ByGroup(made, index.group_of) if groups is not None else made[0]
 
     residency = Residency(policies(parts.dram_policy), pins)
     lower = None
     if tier is not None:
         chooses = admission(index.names, clock.monotonic_seconds, tier.budget_bytes)
-        lower = Lower(tier, Residency(policies(LeafFirstLru), pins), chooses)
+        # Writes that hang leave a thread for reads.
+        queue = MoveQueue(clock, QueueLimits(), MOVE_THREADS, {WRITES: MOVE_THREADS - 1}, parts.faults)
+        lower = Lower(tier, Residency(policies(LeafFirstLru), pins), chooses, queue, parts.gone)
     first = partial(_first_generation, session)
-    blocks = BlockTable(index, residency, dram, ring, lower, first, parts.gone, groups, clock.monotonic_seconds)
-    wishes = IndexRetentionHints(index, blocks.spaces, groups.of_namespace if groups is not None else None)
+    blocks = BlockTable(index, residency, dram, ring, lower, first, clock.monotonic_seconds)
+    wishes = IndexRetentionHints(index, blocks.spaces)
     fractions = groups.parts() if groups is not None else [1.0]
     for here, budget_bytes in (
         (residency, dram.budget_bytes),
@@ -540,24 +534,8 @@ def build_store(
     ):
         budgets = [int(part * limits.retained_fraction * budget_bytes) for part in fractions]
         here.retention = Retention(wishes, here.is_listed, clock.wall_seconds, budgets)
-    # Writes that hang leave a thread for reads.
-    queue = None
-    if tier is not None:
-        queue = MoveQueue(clock, QueueLimits(), MOVE_THREADS, {WRITES: MOVE_THREADS - 1}, faults)
-    new_number = Numbers(numbers_key, LEASE_BITS)
-    return Store(
-        blocks,
-        Mover(dram, ring),
-        clock,
-        limits,
-        queue,
-        parts.scrub_limits,
-        new_number,
-        taken_over,
-        new_uid(),
-        lower,
-        node,
-    )
+    numbers = Numbers(numbers_key, LEASE_BITS)
+    return Store(blocks, clock, limits, parts.scrub_limits, numbers, new_uid(), node)
 
 
 def _session(tier: NvmeTier | None, dram: DramTier) -> int:

@@ -173,7 +173,6 @@ class RateLimitedLog:
         return True
 
     def _told(self, kind: str, now: float) -> _Told:
-        """The record of a kind, or the common one if there are too many kinds."""
         if kind not in self._kinds:
             if len(self._kinds) >= MOST_KINDS:
                 oldest = next(iter(self._kinds))

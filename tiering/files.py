@@ -104,7 +104,6 @@ def _take_lock(descriptor: int) -> None:
 
 
 def _lock_holder(descriptor: int) -> str:
-    """As the kernel has it, else as the file says, which does not tell of inspecting processes."""
     status = os.fstat(descriptor)
     wanted = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     for line in "".join(read_text_files(["/proc/locks"]).values()).splitlines():
@@ -256,7 +255,6 @@ def remove_socket(path: Path) -> None:
 
 
 def _is_left_socket(path: Path) -> bool:
-    """Whether there is a socket without a listener."""
     try:
         if not stat.S_ISSOCK(path.lstat().st_mode):
             raise Unfit(f"it is {what_stands_at(path)}, where a socket is to be")

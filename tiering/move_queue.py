@@ -321,7 +321,6 @@ class MoveQueue:
         self._arrived.notify()
 
     def _refusal(self, task: _Task) -> TierMiss | None:
-        """Why a new move cannot be queued."""
         if self._is_down(task.tier):
             if self._is_stalled() and not self._closed:
                 words = f"no thread is back from its move after {self._limits.stall_seconds:g} s"
@@ -338,7 +337,6 @@ class MoveQueue:
         return self._is_stalled()
 
     def _is_stalled(self) -> bool:
-        """Whether every thread has been at its move for too long."""
         if not self._running or len(self._running) < self._workers:
             return False
         return max(self._running.values()) + self._limits.stall_seconds < self._clock.monotonic_seconds()
@@ -390,7 +388,6 @@ class MoveQueue:
             self._finish(task, self._run(task))
 
     def _next(self) -> _Task | None:
-        """Sleep until a move can begin, or the queue is closed."""
         with self._lock:
             while not self._closed:
                 waiting = [priority for priority in Priority if self._may_run(self._queues[priority])]
@@ -402,7 +399,6 @@ class MoveQueue:
             return None
 
     def _may_run(self, queue: OrderedDict[Hashable, _Task]) -> bool:
-        """Whether there is a first move, and its tier's share allows it."""
         tier = next((task.tier for task in queue.values()), None)
         if tier not in self._shares:
             return tier is not None
@@ -422,7 +418,6 @@ class MoveQueue:
         return task
 
     def _run(self, task: _Task) -> TierMiss | None:
-        """Run attempts until one is final, the deadline passes, or the tier is not to be asked again."""
         finding: TierMiss | None = TierMiss.TIMED_OUT
         for _ in range(self._limits.attempts):
             if self._is_late(task):
@@ -437,7 +432,6 @@ class MoveQueue:
             return task.deadline is not None and task.deadline < self._clock.monotonic_seconds()
 
     def _attempt(self, task: _Task) -> tuple[TierMiss | None, bool]:
-        """Run the work once; returns the outcome, and whether to try again."""
         outcome: tuple[TierMiss | None, bool] = TierMiss.DOWN, False
 
         def run() -> None:
@@ -474,7 +468,6 @@ class MoveQueue:
                 breaker.faults = 0
 
     def _failed(self, task: _Task) -> bool:
-        """Count a fault; returns whether the tier may be asked again at once."""
         with self._lock:
             breaker = self._breakers[task.tier]
             calls: list[_Call] = []
@@ -490,7 +483,7 @@ class MoveQueue:
         return again
 
     def _end_waiting(self, tier: str) -> list[_Call]:
-        """A breaker opened: end the moves that wait for its tier now, not when a worker comes by."""
+        """A breaker opened. Now, not when a worker comes by."""
         tasks = [task for task in self._tasks.values() if task.tier == tier and not task.begun]
         return [call for task in tasks for call in self._end(task, TierMiss.DOWN)]
 

@@ -109,7 +109,6 @@ class HeldPlaces:
 
 
 def _by_extent(places: Collection[int]) -> Iterator[tuple[int, Column]]:
-    """The slots in each extent that these places name."""
     column = np.fromiter(places, np.int64, len(places)) if not isinstance(places, np.ndarray) else places
     extents, slots = column >> SLOT_BITS, column & ((1 << SLOT_BITS) - 1)
     if (extents == extents[0]).all():

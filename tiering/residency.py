@@ -17,7 +17,7 @@ from tiering.places import FurtherParts, HeldPlaces
 from tiering.policies.by_group import ByGroup
 from tiering.policies.policy import EvictionPolicy
 from tiering.policies.retention import Retention
-from tiering.slots import FrameState, SlotTable
+from tiering.slots import FrameState, Piece
 from tiering.tier import NO_PLACE, SLOT_BITS, Column, SlotClass
 
 _UNKNOWN = -1.0
@@ -48,14 +48,6 @@ class Vacate:
 Move = Grow | Evict | Vacate
 
 
-class ExtentRoom(Protocol):
-    """What a decision needs to know of an extent."""
-
-    number: int
-    slot_class: SlotClass
-    slots: SlotTable
-
-
 class TierRoom(Protocol):
     """What a decision needs to know of a tier."""
 
@@ -71,7 +63,7 @@ class TierRoom(Protocol):
         """Classes with at least as many free slots as one extent has; cheap."""
         ...
 
-    def extents_of(self, slot_class: SlotClass) -> Iterable[ExtentRoom]:
+    def extents_of(self, slot_class: SlotClass) -> Iterable[Piece]:
         """The extents of a class."""
         ...
 
@@ -496,7 +488,7 @@ class Residency:
 
     def _vacate(self, wanted: Sequence[SlotClass], tier: TierRoom) -> Vacate | None:
         """Each wanted class keeps a free slot if it has one, or a block's parts would take extents from each other."""
-        best: ExtentRoom | None = None
+        best: Piece | None = None
         for slot_class in tier.reclaimable_classes():
             free = tier.free_slots(slot_class)
             spare = max(0, free - 1) if slot_class in wanted else free
@@ -512,10 +504,10 @@ class Residency:
         )
         return Vacate(best.number, rows)
 
-    def _can_vacate(self, extent: ExtentRoom, spare_in_class: int) -> bool:
+    def _can_vacate(self, extent: Piece, spare_in_class: int) -> bool:
         return extent.slots.live <= spare_in_class - extent.slots.free and self.can_move(extent)
 
-    def can_move(self, extent: ExtentRoom) -> bool:
+    def can_move(self, extent: Piece) -> bool:
         """Whether no block in an extent is in use."""
         slots = extent.slots
         if slots.counts[FrameState.RESERVED] or slots.counts[FrameState.ZOMBIE] or slots.counts[FrameState.DELETING]:

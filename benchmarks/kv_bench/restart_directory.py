@@ -80,8 +80,8 @@ def build(directory: Path, plan: Plan, say: Callable[[str], None]) -> None:
         result = handle.put(real_prompt(), pages, durability="disk")
         assert result.stored == REAL_BLOCKS and result.reason is None, result
         inner = store._store
-        assert inner._lower is not None
-        tier, space = inner._lower.tier, inner._blocks.spaces[handle.number]
+        assert inner.lower is not None
+        tier, space = inner.lower.tier, inner.blocks.spaces[handle.number]
         (real,) = tier._ledger.pieces.values()
         identity = handle._grant.identity_key
         entries = _entries(plan, identity, (tier.session << SESSION_BITS) + (1 << SESSION_BITS - 1))

@@ -36,7 +36,6 @@ from kvstore.core.store import Store
 from kvstore.core.table import BlockTable
 from kvstore.node import EmbeddedDoor, SystemClock
 from tiering.dram.extents import ExtentPool
-from tiering.dram.mover import Mover
 from tiering.dram.tier import DramTier
 from tiering.policies.lru import LeafFirstLru
 from tiering.residency import Pins, Residency
@@ -170,7 +169,7 @@ class _Filled:
         dram = DramTier(ExtentPool(1 << 20, 1 << 16))
         self._index, self._policy = PrefixIndex(), LeafFirstLru()
         self._residency = Residency(self._policy, Pins())
-        store = Store(BlockTable(self._index, self._residency, dram, ring), Mover(dram, ring), SystemClock(), Limits())
+        store = Store(BlockTable(self._index, self._residency, dram, ring), SystemClock(), Limits())
         layout = Layout.gqa(layers=1, kv_heads=1, head_dim=8, dtype="bfloat16", block_tokens=options.block_tokens)
         self.handle = NamespaceHandle(EmbeddedDoor(store, keys), Namespace("0" * 40, layout, "raw"), RawCodec())
         self._hasher = PrefixHasher(keys.identity, options.block_tokens)

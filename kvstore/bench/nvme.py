@@ -334,14 +334,14 @@ class NvmeSide:
         """The DRAM slots that the next prompt would be read into: the same memory, without the store."""
         self._make_cold()
         store = self.store._store
-        dram, slot_class = store._blocks.dram, store._blocks.spaces[self._handle.number].classes[0]
-        with store._shared.lock:
+        dram, slot_class = store.blocks.dram, store.blocks.spaces[self._handle.number].classes[0]
+        with store.lock:
             places = dram.reserve(slot_class, self._blocks)
         assert len(places) == self._blocks, f"{len(places)} slots"
         try:
             yield [dram.reserved_span(place).view for place in places]
         finally:
-            with store._shared.lock:
+            with store.lock:
                 dram.abort(places)
 
     def _make_cold(self) -> None:

@@ -399,7 +399,6 @@ def spans(table: Mapping[int, tuple[MappedExtent, int]], places: Sequence[int]) 
 
 
 def _named(ask: Callable[[], R]) -> R:
-    """Run a request; its faults become `Unavailable`, each with its reason."""
     try:
         return ask()
     except TimedOut:

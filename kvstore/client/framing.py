@@ -418,7 +418,6 @@ class FramedSocket:
             self._break(error)
 
     def _receive(self, deadline: float | None) -> bool:
-        """Read at least one piece; False if nothing arrives before the deadline (None: now)."""
         try:
             if deadline is not None and not self._wait(select.POLLIN, deadline):
                 return False
@@ -481,7 +480,6 @@ class FramedSocket:
         self._undo(answer, descriptors)
 
     def _undo(self, answer: object, descriptors: list[int]) -> None:
-        """answer: decoded, or its outline."""
         for descriptor in descriptors:
             os.close(descriptor)
         if isinstance(answer, LeasedOutline | m.Leased) and answer.reply.lease:

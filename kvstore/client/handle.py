@@ -431,7 +431,6 @@ class NamespaceHandle(HandOffVerbs):
     # Inside --------------------------------------------------------------------------------------------------------
 
     def _hashed(self, token_ids: Any, extra_keys: ExtraKeys) -> tuple[int, list[bytes]]:
-        """The prompt's tokens, and the keys of its full blocks."""
         prompt = token_ids if isinstance(token_ids, Prompt) else self.hashed(token_ids, extra_keys)
         if prompt is token_ids and (extra_keys or len(prompt.keys) > prompt.tokens // self.block_tokens):
             raise BadInput(
@@ -480,7 +479,6 @@ class NamespaceHandle(HandOffVerbs):
         return lease
 
     def _wait_for_others(self, keys: Sequence[bytes], reply: ReserveReply, wait: DoorTime) -> bool:
-        """Whether other puts of the blocks in flight have ended, or stored some of them."""
         start, clock = reply.stopped_at or 0, self._door.clock.monotonic_seconds
         stop = start + min(reply.in_flight, m.MAX_AWAITED_KEYS)
         seconds, since = IN_FLIGHT_SECONDS if wait.left is None else min(IN_FLIGHT_SECONDS, wait.left / 2), clock()
@@ -491,7 +489,6 @@ class NamespaceHandle(HandOffVerbs):
         return awaited.end in (AwaitEnd.READABLE, AwaitEnd.SHORT) or awaited.blocks > 0
 
     def _made_durable(self, result: PutResult, keys: Sequence[bytes], durability: str, wait: DoorTime) -> PutResult:
-        """With durability `disk`, blocks count only once they are on disk."""
         if durability != "disk":
             return result
         left = wait.left
@@ -509,12 +506,9 @@ class NamespaceHandle(HandOffVerbs):
         reading: Reading | None,
         wait: DoorTime,
     ) -> tuple[int, Flaw | None, MissReason | None]:
-        """Encode blocks straight into their slots and commit each part. Returns the number of committed blocks, the
-        codec's finding in the first block that it could not write, and why the reservation was lost, if it was. bases:
-        for each coder, the prompt's token that its pages begin with.
-
-        The sidecar seals filled blocks while the next ones are being filled: only the last few are waited for.
-        """
+        """Returns the number of committed blocks, the codec's finding in the first block that it could not write, and
+        why the reservation was lost, if it was. bases: for each coder, the prompt's token that its pages begin with.
+        The sidecar seals filled blocks while the next ones are being filled."""
         committed, count, reservation = 0, len(reply.blocks), reply.reservation
         flaw: Flaw | None = None
         cuts = set(range(count - LAST_BLOCKS, 0, -EARLY_BLOCKS)) if self._door.commits_early else set()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Protocol
 
 from kvstore.block.errors import Unreachable
 from kvstore.client.connection import CallLimits, SidecarConnection
@@ -17,14 +16,6 @@ from kvstore.client.framing import Backpressure, TimedOut
 from kvstore.protocol import messages as m
 from kvstore.protocol.notify_pipe import NotifyPipeEnd
 from tiering.clock import Clock
-
-
-class LookedAfter(Protocol):
-    """What the thread serves."""
-
-    def look_after(self) -> float:
-        """Returns the seconds until it is to be called again."""
-        ...
 
 
 class InTouch:
@@ -43,12 +34,12 @@ class InTouch:
         self._pinged: tuple[SidecarConnection, int] | None = None
         """The connection with a ping in flight, and the ping's number."""
 
-    def start(self, door: LookedAfter, seconds: float) -> bool:
-        """Start the thread unless it runs; it acts after so many seconds, or when nudged, and ends with the door.
-        Returns whether it runs."""
+    def start(self, look_after: Callable[[], float], seconds: float) -> bool:
+        """Start the thread unless it runs; returns whether it does. look_after: a method, called after so many seconds,
+        or when nudged; it returns the seconds until the next time. The thread ends with its object."""
         if self._thread is None:
             thread = threading.Thread(
-                target=self._run, args=(weakref.ref(door), seconds), name="kv-client", daemon=True
+                target=self._run, args=(weakref.WeakMethod(look_after), seconds), name="kv-client", daemon=True
             )
             try:
                 thread.start()
@@ -62,15 +53,15 @@ class InTouch:
         self._ended = True
         self.nudge.set()
 
-    def _run(self, door: weakref.ref[LookedAfter], seconds: float) -> None:
+    def _run(self, method: weakref.WeakMethod[Callable[[], float]], seconds: float) -> None:
         while not self._ended:
             self.nudge.wait(seconds)
             self.nudge.clear()
-            there = door()
-            if there is None or self._ended:
+            look_after = method()
+            if look_after is None or self._ended:
                 return
-            seconds = there.look_after()
-            del there
+            seconds = look_after()
+            del look_after
 
     def ping(self, run: SidecarConnection, limits: CallLimits, settle: Callable[[SidecarConnection], None]) -> None:
         """Send a ping, or go on waiting for the one in flight. settle: undoes late answers."""
@@ -111,7 +102,6 @@ class InTouch:
         self.is_moving = bool(retired) and run.notify_pipe is None
 
     def _listen(self, run: SidecarConnection, descriptor: int) -> None:
-        """Have the sidecar's notifications nudge the thread."""
         run.notify_pipe = notify_pipe = NotifyPipeEnd(descriptor)
         try:
             threading.Thread(target=_hear, args=(notify_pipe, self.nudge), name="kv-bell", daemon=True).start()

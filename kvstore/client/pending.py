@@ -143,7 +143,6 @@ class LeaseThreads:
 
     @staticmethod
     def _taken(unbegun: list[ThreadedReply]) -> ThreadedReply | None:
-        """The submitter and the worker race for it; one of them gets it."""
         try:
             return unbegun.pop()
         except IndexError:

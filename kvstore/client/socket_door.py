@@ -241,7 +241,6 @@ class SocketDoor:
     def _exchange(
         self, run: SidecarConnection, request: m.MatchPrefix | m.LeasePrefix, number: int
     ) -> Exchange[m.Matched | NamedLease]:
-        """A look-up, or a lease and its memory. number: the sidecar's, of the namespace."""
         keys = list(request.keys)
         if isinstance(request, m.MatchPrefix):
             verb = msgspec.structs.replace(request, namespace=number, keys=keys[: run.max_keys])
@@ -276,7 +275,6 @@ class SocketDoor:
         return self._hold(run, reply)
 
     def _reserving(self, run: SidecarConnection, request: m.Reserve, number: int) -> Exchange[m.Reserved]:
-        """Reserve slots and map their memory."""
         sent = list(request.keys[: run.max_keys])
         first = min(int(request.first_block), len(sent))
         verb = msgspec.structs.replace(request, namespace=number, keys=sent, first_block=first)
@@ -319,7 +317,6 @@ class SocketDoor:
         return m.Persisted(answer.blocks, MissReason.UNSUPPORTED if is_cut else answer.reason)
 
     def _release(self, leases: Iterable[int]) -> m.Done:
-        """Posted, without waiting for an answer."""
         for lease in leases:
             held = self._held.pop(lease, None)
             if held is not None:
@@ -327,7 +324,6 @@ class SocketDoor:
         return m.Done()
 
     def _abort(self, reservation: int) -> m.Done:
-        """Posted, without waiting for an answer."""
         run = self._run
         if run is not None and run.reservations.pop(reservation, None) is not None:
             run.post(m.Abort(reservation))
@@ -422,7 +418,6 @@ class SocketDoor:
         run.settle()
 
     def _allowance(self, run: SidecarConnection, keys: Sequence[bytes]) -> float:
-        """Extra seconds for a chain of that length."""
         return run.allowance(len(keys), self.clock.monotonic_seconds())
 
     def _hold(self, run: SidecarConnection, reply: LeaseReply) -> NamedLease:
@@ -432,20 +427,17 @@ class SocketDoor:
         return NamedLease(msgspec.structs.replace(reply, lease=number), run.name, reply.lease)
 
     def _have_it_called(self) -> bool:
-        """Have the background thread connect; returns whether it runs."""
         self._touch.wanted = True
         is_there = self._keep_in_touch()
         self._touch.nudge.set()
         return is_there
 
     def _ping_soon(self) -> bool:
-        """Have the background thread ping; returns whether it runs."""
         is_there = self._keep_in_touch()
         self._touch.nudge.set()
         return is_there
 
     def _why_not(self, run: SidecarConnection | None) -> tuple[MissReason, str]:
-        """Why a submit found no connection to use."""
         if run is not None and not run.wire.closed:
             return MissReason.WARMING, "the namespace is being opened on a new connection"
         if run is None and not self._why:
@@ -540,7 +532,7 @@ class SocketDoor:
 
     def _keep_in_touch(self) -> bool:
         """Start the background thread unless it runs; returns whether it does."""
-        return self._touch.start(self, self._limits.ping)
+        return self._touch.start(self.look_after, self._limits.ping)
 
     def look_after(self) -> float:
         """One round of the background thread; returns the seconds until the next."""
@@ -569,7 +561,6 @@ class SocketDoor:
         run.wire.close()
 
     def _call_in_background(self) -> None:
-        """Connect and open every namespace, for verbs that must not wait."""
         self._touch.wanted = False
         try:
             run = self._run

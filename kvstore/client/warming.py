@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Protocol, TypeVar
+from typing import Any
 
 from kvstore.block.account import HitTier, MissReason
 from kvstore.protocol import messages as m
 from tiering.clock import Clock
 
-A = TypeVar("A")
 ANSWER_SECONDS = 5.0
 """For requests that a sidecar answers at once."""
 WARM_BLOCKS = 256
@@ -21,18 +20,13 @@ WARM_SECONDS = 50.0
 """For each of these leases."""
 
 
-class Asks(Protocol):
-    """Asks a sidecar; raises for an answer of another kind."""
-
-    def __call__(self, verb: m.Verb, kind: type[A], seconds: float) -> A: ...
-
-
 @dataclass
 class Warming:
-    """In blocks. warm: already in DRAM. promoted: from a lower tier. left: found but not promoted, by reason. absent:
-    not stored, by reason. asked = warm + promoted + the sums of left and absent."""
+    """In blocks. ask: asks a sidecar (verb, kind of the answer, seconds); raises for an answer of another kind. warm:
+    already in DRAM. promoted: from a lower tier. left: found but not promoted, by reason. absent: not stored, by
+    reason. asked = warm + promoted + the sums of left and absent."""
 
-    ask: Asks
+    ask: Callable[..., Any]
     number: int
     clock: Clock
     ends_at: float = inf
@@ -58,7 +52,6 @@ class Warming:
             self.left[str(reason or MissReason.EVICTED)] += lost
 
     def _promote(self, keys: Sequence[bytes]) -> tuple[int, MissReason | None]:
-        """How many leading blocks were pinned in DRAM, and why not all."""
         for start in range(0, len(keys), WARM_BLOCKS):
             seconds = min(WARM_SECONDS, self.ends_at - self.clock.monotonic_seconds())
             if seconds <= 0:

@@ -19,14 +19,12 @@ from dataclasses import dataclass, field
 from kvstore.block.errors import StoreError
 from kvstore.block.identity import TenantKeys, root_key
 from kvstore.core.nvme_recovery import NvmeRecovery, is_of, space_of
-from kvstore.core.rows.index import NO_ROW, RowState
-from kvstore.core.table import BlockTable, OpenedNamespace
+from kvstore.core.rows.index import NO_ROW, OpenedNamespace, RowState
+from kvstore.core.shared import Shared
 from kvstore.protocol.status import RecoveryStatus
-from tiering.clock import Clock
 from tiering.counts.tally import CheckedAt
-from tiering.dram.tier import DramTier
 from tiering.errors import BlockCorrupt, BlockMissing, TierError
-from tiering.frame import FrameHeader, MacKeys, digest, open_header
+from tiering.frame import FrameHeader, digest, open_header
 from tiering.tier import NO_PLACE, SlotClass
 
 SLICE_BLOCKS = 256
@@ -58,12 +56,9 @@ class _Family:
 class DramRecovery:
     """Runs once. The lock is the store's."""
 
-    def __init__(self, blocks: BlockTable, extents: Sequence[int], keys: MacKeys, lock: threading.Lock) -> None:
-        """extents: those that the DRAM tier took over, by number."""
-        self._blocks = blocks
-        self._extents = extents
-        self._keys = keys
-        self._lock = lock
+    def __init__(self, shared: Shared) -> None:
+        self._blocks, self._extents = shared.blocks, shared.blocks.dram.taken_over
+        self._keys, self._lock = shared.blocks.keys, shared.lock
         self._over = threading.Event()
         self._closing = threading.Event()
         self.taken = 0
@@ -121,7 +116,6 @@ class DramRecovery:
             yield space, list(families.values())
 
     def _read(self, number: int, slot_class: SlotClass, families: dict[tuple[bytes, int], _Family]) -> None:
-        """Sort an extent's frames by block; those that do not match the ledger are given up."""
         useless = []
         for place, generation, raw in self._blocks.dram.found_in(number):
             header = self._header(raw, generation, slot_class)
@@ -153,7 +147,6 @@ class DramRecovery:
     # Into the tables -----------------------------------------------------------------------------------------------
 
     def _take_over(self, space: OpenedNamespace, families: list[_Family]) -> None:
-        """In the order in which they were stored, but parents first."""
         root = root_key(space.namespace.layout.block_tokens)
         by_key = {family.header.prefix_key: family for family in sorted(families, key=_generation)}
         order: list[_Family] = []
@@ -181,7 +174,7 @@ class DramRecovery:
             self._give_up(useless)
 
     def _insert(self, space: OpenedNamespace, family: _Family, root: bytes) -> bool:
-        """Make a block readable, if it is whole and its parent is known. Under the lock."""
+        """Whether a block is whole and its parent known. Under the lock."""
         blocks, header = self._blocks, family.header
         parts = range(len(space.classes))
         if any(part not in family.frames for part in parts):
@@ -204,7 +197,6 @@ class DramRecovery:
         return True
 
     def _is_below_alone(self, row: int, generation: int) -> bool:
-        """Whether NVMe has that very block, and DRAM neither has it nor is promoting it."""
         blocks = self._blocks
         if blocks.lower is None or blocks.index.state(row) is not RowState.VISIBLE or blocks.is_above(row):
             return False
@@ -214,64 +206,70 @@ class DramRecovery:
 class Recovery:
     """Recovery of the tiers that a store has: NVMe first, then DRAM, in a thread."""
 
-    def __init__(self, dram: DramTier, of_nvme: NvmeRecovery | None, of_dram: DramRecovery | None) -> None:
-        self._dram, self._of_nvme, self._of_dram = dram, of_nvme, of_dram
+    def __init__(self, shared: Shared) -> None:
+        self._dram, self._clock = shared.blocks.dram, shared.clock
+        self.of_nvme = NvmeRecovery(shared, shared.lower) if shared.lower is not None else None
+        self._of_dram = DramRecovery(shared) if shared.blocks.dram.taken_over else None
 
     def start(self, tenants: Mapping[bytes, TenantKeys]) -> None:
         of_dram = self._of_dram
-        if self._of_nvme is not None:
+        if self.of_nvme is not None:
             self._dram.prepare()  # blocks on disk will be promoted
-            self._of_nvme.start(tenants, lambda: of_dram.run(tenants) if of_dram is not None else None)
+            self.of_nvme.start(tenants, lambda: of_dram.run(tenants) if of_dram is not None else None)
         elif of_dram is not None:
             threading.Thread(target=of_dram.run, args=(tenants,), name="kv-takeover", daemon=True).start()
 
     @property
     def is_under_way(self) -> bool:
-        is_loading = self._of_nvme is not None and self._of_nvme.is_recovering
+        is_loading = self.of_nvme is not None and self.of_nvme.is_recovering
         return is_loading or (self._of_dram is not None and self._of_dram.is_recovering)
 
     @property
     def failed(self) -> bool:
         """Whether some of what is on disk could not be recovered."""
-        return self._of_nvme is not None and self._of_nvme.failed
+        return self.of_nvme is not None and self.of_nvme.failed
 
     @property
     def progress(self) -> RecoveryStatus | None:
         """Of NVMe; None without that tier."""
-        return self._of_nvme.progress if self._of_nvme is not None else None
+        return self.of_nvme.progress if self.of_nvme is not None else None
 
-    def wait(self, seconds: float, clock: Clock) -> bool:
+    def wait(self, seconds: float) -> bool:
         """Whether it is over after at most that long, and went well."""
-        deadline = clock.monotonic_seconds() + seconds
-        if self._of_nvme is not None and not self._of_nvme.wait(seconds):
+        deadline = self._clock.monotonic_seconds() + seconds
+        if self.of_nvme is not None and not self.of_nvme.wait(seconds):
             return False
-        return self._of_dram is None or self._of_dram.wait(max(0.0, deadline - clock.monotonic_seconds()))
+        return self._of_dram is None or self._of_dram.wait(max(0.0, deadline - self._clock.monotonic_seconds()))
+
+    def stop_dram(self) -> None:
+        if self._of_dram is not None:
+            self._of_dram.stop()
 
     def forget(self, number: int) -> None:
         """A namespace is dropped. Under the lock."""
-        if self._of_nvme is not None:
-            self._of_nvme.forget(number)
+        if self.of_nvme is not None:
+            self.of_nvme.forget(number)
 
 
 def _generation(family: _Family) -> int:
     return family.header.generation
 
 
-def read_first(blocks: BlockTable, lock: threading.Lock, clock: Clock, rows: Sequence[int], deadline: float) -> bool:
-    """Verify taken-over blocks before their first lease, while they are pinned; bad ones are quarantined. lock: the
-    store's.
+def read_first(shared: Shared, rows: Sequence[int], deadline: float) -> bool:
+    """Verify taken-over blocks before their first lease, while they are pinned; bad ones are quarantined.
 
     False if there was no time for all of them: all but the first ones stay unverified.
     """
+    blocks = shared.blocks
     for position, row in enumerate(rows):
-        if position and clock.monotonic_seconds() > deadline:
+        if position and shared.clock.monotonic_seconds() > deadline:
             return False
         space = blocks.spaces[blocks.index.namespace_of(row)]
         try:
             is_sound = all(blocks.verify(row, part) for part in range(len(space.classes)))
         except BlockMissing:  # quarantined by another reader, and its extent given back
             is_sound = False
-        with lock:
+        with shared.lock:
             if row not in blocks.unverified:
                 continue  # another reader was faster
             blocks.tally.checked(CheckedAt.LEASE, space.block_bytes, is_sound=is_sound)

@@ -1,27 +1,24 @@
 """Leases: blocks pinned for one owner, until it releases them or they expire; and waits for blocks to be leased.
 
 An expired lease pins nothing, but its reader may still be copying: its places are then *held*, so a slot evicted
-meanwhile is not reused before the reader releases the lease. Leases of long chains, and the end of all leases, are in
-`lease_pieces`.
+meanwhile is not reused before the reader releases the lease. `lease_pieces` has the end of all leases.
 """
 
 from __future__ import annotations
 
 import threading
 from array import array
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import count
-from math import inf
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvstore.block.account import REASON_OF_FINDING, HitTier, MissReason
-from kvstore.core import Shared
 from kvstore.core.dram_recovery import read_first
+from kvstore.core.lease_pieces import Endings
 from kvstore.core.levels import Levels
+from kvstore.core.room import Room
 from kvstore.core.rows.index import RowState, TierRuns
-from kvstore.core.table import BlockTable
+from kvstore.core.shared import GIVE_WAY_SECONDS, Shared
 from kvstore.protocol import messages as m
 from kvstore.protocol.replies import LeaseReply
 from tiering.counts.awaits import AwaitEnd, ParkedAwait
@@ -34,137 +31,6 @@ LOCKED_PLACES = 2 * LOCKED_BLOCKS
 """The same for blocks of several parts, counted in frames."""
 IS_CLOSED = "the store is closed"
 IS_DROPPED = "it is being dropped"
-
-
-@dataclass(eq=False, slots=True)
-class LeaseRecord:
-    """rows: the pinned blocks in chain order, from block `first_block` on. places: of the frames, part after part: 8
-    bytes each, since they are most of a lease's memory. holders: releases needed to end it. owner: the tenant.
-
-    has_expired: it pins nothing any more, or soon. is_released: its last holder has released it. It then ends in pieces
-    (see `Endings`): unpinned counts rows; held counts places, of which the first `let_go` are not held any more.
-    """
-
-    number: int
-    namespace: int
-    first_block: int
-    rows: array[int]
-    places: array[int]
-    expires_at: float
-    holders: int = 1
-    owner: bytes = b""
-    has_expired: bool = False
-    is_released: bool = False
-    unpinned: int = 0
-    held: int = 0
-    let_go: int = 0
-
-    def place(self, part: int, at: int) -> int | None:
-        """Where a part's frame of block `at` of the lease was when leased; None if there is none."""
-        index = part * len(self.rows) + at
-        return self.places[index] if part >= 0 and 0 <= at < len(self.rows) and index < len(self.places) else None
-
-
-class LeaseTable:
-    """All leases, in the order in which they expire: every lease lasts equally long."""
-
-    def __init__(self, lease_seconds: float, new_number: Callable[[], int] | None = None) -> None:
-        """new_number: draws a number above 0 that no other lease of this table ever has."""
-        self.lease_seconds = lease_seconds
-        self.live: dict[int, LeaseRecord] = {}
-        """Leases that pin."""
-        self.ending: dict[int, LeaseRecord] = {}
-        """Leases that are over and still pin or hold places; `Endings` ends them."""
-        self.ending_places: Counter[bytes] = Counter()
-        """Of these, by tenant."""
-        self.promoting: list[tuple[int, list[int]]] = []
-        """Namespace and pinned rows of each lease that waits for promotions, and has no number yet."""
-        self.pinned_bytes = 0
-        """Of blocks that leases, repairs and moves pin, each once."""
-        self._lapsed: dict[int, LeaseRecord] = {}
-        self._new_number = new_number or count(1).__next__
-        self._of: Counter[bytes] = Counter()
-
-    def add(
-        self,
-        namespace: int,
-        first_block: int,
-        rows: Sequence[int],
-        places: array[int],
-        now: float,
-        owner: bytes = b"",
-    ) -> int:
-        """A new lease; returns its number. places: as in `LeaseRecord`."""
-        number = self._new_number()
-        expires_at = now + self.lease_seconds
-        self.live[number] = LeaseRecord(
-            number, namespace, first_block, array("i", rows), places, expires_at, owner=owner
-        )
-        self._of[owner] += 1
-        return number
-
-    def count_of(self, owner: bytes) -> int:
-        """How many leases a tenant has."""
-        return self._of[owner]
-
-    def get(self, number: int) -> LeaseRecord | None:
-        """A lease, live or expired."""
-        return self.live.get(number) or self._lapsed.get(number)
-
-    def is_live(self, number: int, now: float = -inf) -> bool:
-        """Whether a lease pins at that time."""
-        record = self.live.get(number)
-        return record is not None and record.expires_at > now
-
-    def attach(self, number: int, now: float = -inf) -> bool:
-        """Add a holder to a live lease."""
-        if not self.is_live(number, now):
-            return False
-        self.live[number].holders += 1
-        return True
-
-    def take(self, number: int) -> LeaseRecord | None:
-        """Release one holder of a live or expired lease; the last one removes it and gets its record."""
-        record = self.get(number)
-        if record is not None and record.holders > 1:
-            record.holders -= 1
-            return None
-        if record is not None:
-            self._of[record.owner] -= 1
-            record.is_released = True
-        return self.live.pop(number, None) or self._lapsed.pop(number, None)
-
-    def expire_due(self, now: float) -> Iterator[LeaseRecord]:
-        """Expire leases whose time is over; each stays in the table until its reader releases it."""
-        while self.live:
-            record = next(iter(self.live.values()))
-            if record.expires_at > now:
-                return
-            yield self._expire(record)
-
-    def expire(self, number: int) -> LeaseRecord | None:
-        """Expire a lease now, if it is live."""
-        record = self.live.get(number)
-        return self._expire(record) if record is not None else None
-
-    def expire_all(self, namespace: int) -> Iterator[LeaseRecord]:
-        """Expire every lease of a namespace now."""
-        for record in [record for record in self.live.values() if record.namespace == namespace]:
-            yield self._expire(record)
-
-    def expired(self) -> Iterator[LeaseRecord]:
-        """Leases that expired and were not released."""
-        return iter(self._lapsed.values())
-
-    def __len__(self) -> int:
-        """Leases that pin or keep slots from reuse."""
-        return len(self.live) + len(self._lapsed)
-
-    def _expire(self, record: LeaseRecord) -> LeaseRecord:
-        del self.live[record.number]
-        self._lapsed[record.number] = record
-        record.has_expired = True
-        return record
 
 
 class LeasedFrames:
@@ -229,22 +95,16 @@ def flat(columns: Sequence[Sequence[int]]) -> array[int]:
 
 
 class Leasing:
-    """Grants leases of a store's blocks: matched, pinned, and promoted first where DRAM lacks them. Thread-safe."""
+    """Grants leases of a store's blocks: matched, pinned, and promoted first where DRAM lacks them; those of long
+    chains in pieces. Marks long chains as used or retained. Thread-safe."""
 
-    def __init__(
-        self,
-        shared: Shared,
-        blocks: BlockTable,
-        leases: LeaseTable,
-        levels: Levels | None,
-        why_full: Callable[[], tuple[MissReason, str]],
-    ) -> None:
-        """why_full: the reason DRAM can evict nothing, with details."""
-        self._shared, self._blocks, self._leases, self._levels = shared, blocks, leases, levels
-        self._clock, self._limits = shared.clock, shared.limits
-        self._pin, self._unpin, self._expire_due = shared.pin, shared.unpin, shared.expire_due
-        self._why, self._tiers, self._why_full = shared.why, shared.tiers, why_full
-        self.pinned_budget_bytes = int(shared.limits.pinned_fraction * blocks.dram.budget_bytes)
+    def __init__(self, shared: Shared, levels: Levels | None, room: Room, endings: Endings) -> None:
+        self._shared, self._blocks, self._leases, self._levels = shared, shared.blocks, shared.leases, levels
+        self._clock, self._limits, self._room, self._endings = shared.clock, shared.limits, room, endings
+        self._pin, self._unpin = shared.blocks.pin, shared.blocks.unpin
+        self.pinned_budget_bytes = int(shared.limits.pinned_fraction * shared.blocks.dram.budget_bytes)
+        self.refreshing: deque[tuple[list[int], int]] = deque()
+        """Used long chains, for `BlockTable.refreshed`; cleared where their rows may become another namespace's."""
 
     def locked_blocks(self, number: int) -> int:
         """How many blocks of a namespace may be leased under one hold of the lock."""
@@ -266,11 +126,11 @@ class Leasing:
                 return LeaseReply(0, first_block, 0, reason=MissReason.DISABLED, detail=IS_CLOSED)
             if number in self._blocks.dropping:
                 return LeaseReply(0, first_block, 0, reason=MissReason.DISABLED, detail=IS_DROPPED)
-            self._expire_due()
+            self._shared.end_due()
             rows = self._blocks.index.match(number, keys)
-            end = LeaseEnd(*self._why(number, keys, len(rows)))
+            end = LeaseEnd(*self._shared.why(number, keys, len(rows)))
             wanted = rows[first_block:]
-            affordable, limit = self.affordable(number, wanted)
+            affordable, limit = self._affordable(number, wanted)
             if affordable < len(wanted):
                 if self._leases.ending and not takes_what_there_is:
                     return None
@@ -278,9 +138,11 @@ class Leasing:
                 wanted = wanted[:affordable]
             if not wanted:  # nothing to pin: the caller has the blocks before `first_block`
                 blocks = min(first_block, len(rows))
-                return no_lease(first_block, blocks, self._tiers(rows[:blocks]), end)
+                return no_lease(first_block, blocks, self._shared.tiers(rows[:blocks]), end)
             chain = rows[: first_block + len(wanted)]
-            tiers = self._tiers(chain)  # before promotion: a promoted block counts as a hit of the tier it came from
+            tiers = self._shared.tiers(
+                chain
+            )  # before promotion: a promoted block counts as a hit of the tier it came from
             missing = [row for row in wanted if not self._blocks.is_above(row)] if self._levels is not None else []
             unverified = [row for row in wanted if row in self._blocks.unverified] if self._blocks.unverified else []
             if deadline_ms is None and (missing or unverified):
@@ -296,24 +158,24 @@ class Leasing:
         try:
             if missing:
                 assert self._levels is not None
-                late = self._levels.promoter.bring_up(number, missing, deadline)
-            if unverified and not read_first(self._blocks, self._shared.lock, self._clock, unverified, deadline):
+                late = self._levels.bring_up(number, missing, deadline)
+            if unverified and not read_first(self._shared, unverified, deadline):
                 late = late or MissReason.DEADLINE
         except BaseException:  # interrupted: no lease needs these pins any more
             with self._shared.lock:
-                self.end_promoting(waiting)
+                self._end_promoting(waiting)
                 self._unpin(number, wanted)
             raise
         with self._shared.lock:
-            self.end_promoting(waiting)
+            self._end_promoting(waiting)
             return self._grant_what_is_up(number, first_block, chain, wanted, tiers, end, late)
 
-    def end_promoting(self, waiting: tuple[int, list[int]]) -> None:
+    def _end_promoting(self, waiting: tuple[int, list[int]]) -> None:
         """A lease waits for promotions no more. Under the lock."""
         self._leases.promoting = [one for one in self._leases.promoting if one is not waiting]
         self._shared.moves_done.notify_all()
 
-    def affordable(self, number: int, wanted: Sequence[int]) -> tuple[int, str]:
+    def _affordable(self, number: int, wanted: Sequence[int]) -> tuple[int, str]:
         """How many leading ones of these rows may be pinned, and which limit stops it there. Under the lock."""
         if not wanted:
             return 0, ""
@@ -324,9 +186,9 @@ class Leasing:
             return 0, f"this tenant has as many leases as limits.tenant_leases allows ({limits.most_leases})"
         budget = self.pinned_budget_bytes
         while True:
-            blocks = max(0, budget - self._leases.pinned_bytes) // self._blocks.spaces[number].block_bytes
+            blocks = max(0, budget - self._blocks.pinned_bytes) // self._blocks.spaces[number].block_bytes
             found = self._blocks.residency.pins.affordable(wanted, blocks)
-            if found == len(wanted) or self._shared.fetched is None or not self._shared.fetched.give_way():
+            if found == len(wanted) or not self._shared.fetched.give_way():
                 return found, f"at most {budget} bytes may be pinned at once (limits.pinned_fraction of DRAM)"
 
     def _grant(
@@ -335,9 +197,9 @@ class Leasing:
         self._blocks.used(chain[::-1], len(rows))
         found = LeasedFrames(len(self._blocks.spaces[number].classes))
         found.add(self._blocks.residency, rows)
-        return self.granted(number, first_block, len(chain), rows, found, tiers, end)
+        return self._granted(number, first_block, len(chain), rows, found, tiers, end)
 
-    def granted(
+    def _granted(
         self,
         number: int,
         first_block: int,
@@ -373,26 +235,155 @@ class Leasing:
             ready += 1
         self._unpin(number, rows[ready:])
         if ready < len(rows):
-            end = self.end_of_what_is_up(late, rows[ready])
+            end = self._end_of_what_is_up(late, rows[ready])
             chain = chain[: first_block + ready]
             tiers = cut_runs(tiers, len(chain))
         if not ready:
             return no_lease(first_block, len(chain), tiers, end)
         return self._grant(number, first_block, chain, rows[:ready], tiers, end)
 
-    def end_of_what_is_up(self, late: MissReason | None, row: int) -> LeaseEnd:
+    def _end_of_what_is_up(self, late: MissReason | None, row: int) -> LeaseEnd:
         """Why a lease ends before a row that is not in DRAM. late: as `bring_up` has it. Under the lock."""
         if late is MissReason.PINNED_FULL:
-            return LeaseEnd(*self._why_full(), lacks_room=True)
+            return LeaseEnd(*self._room.why_full(), lacks_room=True)
         reason = late or REASON_OF_FINDING[self._blocks.index.why_lost(row)]
         return LeaseEnd(reason, "not all blocks could be brought up to DRAM in time")
+
+    def lease_in_pieces(self, number: int, keys: Sequence[bytes], first_block: int, deadline_ms: float) -> LeaseReply:
+        """As `lease`, for chains of any length; the lock is free between pieces."""
+        deadline = self._clock.monotonic_seconds() + deadline_ms / 1000
+        wanted: list[int] = []
+        waiting = (number, wanted)
+        try:
+            blocks, tiers, end = self._pinned(waiting, keys, first_block)
+            late = None
+            missing = [row for row in wanted if not self._blocks.is_above(row)] if self._levels is not None else []
+            if missing:
+                assert self._levels is not None
+                late = self._levels.bring_up(number, missing, deadline)
+            unverified = [row for row in wanted if row in self._blocks.unverified] if self._blocks.unverified else []
+            if unverified and not read_first(self._shared, unverified, deadline):
+                late = late or MissReason.DEADLINE
+            found = self._found(number, wanted)
+        except BaseException:  # interrupted: no lease needs these pins any more
+            with self._shared.lock:
+                self._end_promoting(waiting)
+                self._unpin(number, wanted)
+            raise
+        with self._shared.lock:
+            self._end_promoting(waiting)
+            ready = len(found.generations)
+            self._unpin(number, wanted[ready:])
+            if self._shared.closed:
+                return LeaseReply(0, first_block, 0, reason=MissReason.DISABLED, detail=IS_CLOSED)
+            if ready < len(wanted):
+                end = self._end_of_what_is_up(late, wanted[ready])
+                blocks = first_block + ready
+                tiers = cut_runs(tiers, blocks)
+                del wanted[ready:]
+            if not wanted:
+                blocks = min(first_block, blocks)
+                return no_lease(first_block, blocks, cut_runs(tiers, blocks), end)
+            reply = self._granted(number, first_block, blocks, wanted, found, tiers, end)
+            chain = self._blocks.index.chain(wanted[-1])
+            self._blocks.counted(chain, ready)
+            self.refreshing.append((chain, ready))
+        try:
+            self.refresh()
+        except BaseException:  # interrupted: no client learns this lease's number
+            self._endings.release(reply.lease)
+            raise
+        return reply
+
+    def _pinned(
+        self, waiting: tuple[int, list[int]], keys: Sequence[bytes], first_block: int
+    ) -> tuple[int, TierRuns, LeaseEnd]:
+        """How many blocks of a long chain are readable, in which tiers, and why it ends there. waiting: pinned so
+        far."""
+        number, wanted = waiting
+        blocks = 0
+        tiers: list[tuple[HitTier, int]] = []
+        may_wait = True  # once: for ended leases that still pin
+        with self._shared.lock:
+            self._leases.promoting.append(waiting)
+            first = 0
+            while first < len(keys):
+                if self._shared.closed:
+                    return blocks, tuple(tiers), LeaseEnd(MissReason.DISABLED, IS_CLOSED)
+                if number in self._blocks.dropping:
+                    return blocks, tuple(tiers), LeaseEnd(MissReason.DISABLED, IS_DROPPED)
+                self._shared.end_due()
+                asked = keys[first : first + LOCKED_BLOCKS]
+                rows = self._blocks.index.match(number, asked)
+                own = min(max(0, first_block - first), len(rows))
+                affordable, limit = self._affordable(number, rows[own:])
+                is_cut = affordable < len(rows) - own
+                if is_cut and self._leases.ending and may_wait:
+                    may_wait = False
+                    self._endings.finish_all()
+                    continue
+                rows = rows[: own + affordable]
+                self._pin(number, rows[own:])
+                wanted += rows[own:]
+                blocks += len(rows)
+                tiers = join_runs(tiers, self._shared.tiers(rows))
+                if is_cut:
+                    return blocks, tuple(tiers), LeaseEnd(MissReason.PINNED_FULL, limit, lacks_room=True)
+                if len(rows) < len(asked):
+                    break
+                first += LOCKED_BLOCKS
+                self._shared.moves_done.wait(GIVE_WAY_SECONDS)
+            return blocks, tuple(tiers), LeaseEnd(*self._shared.why(number, keys, blocks))
+
+    def _found(self, number: int, rows: Sequence[int]) -> LeasedFrames:
+        found = LeasedFrames(len(self._blocks.spaces[number].classes))
+        blocks, state = self._blocks, self._blocks.index.state
+        most = self.locked_blocks(number)
+        with self._shared.lock:
+            for first in range(0, len(rows), most):
+                if self._shared.closed:
+                    break
+                some = rows[first : first + most]
+                ready = 0
+                for row in some:
+                    if state(row) is not RowState.VISIBLE or not blocks.is_above(row) or row in blocks.unverified:
+                        break
+                    ready += 1
+                found.add(blocks.residency, some[:ready])
+                if ready < len(some):
+                    break
+                self._shared.moves_done.wait(GIVE_WAY_SECONDS)
+        found.flat = flat(found.places)
+        return found
+
+    def refresh(self) -> None:
+        """Mark used long chains as recent, one piece at a time."""
+        with self._shared.lock:
+            while self.refreshing and not self._shared.closed:
+                chain, count = self.refreshing.popleft()
+                self._blocks.refreshed(chain[:LOCKED_BLOCKS], count)
+                if len(chain) > LOCKED_BLOCKS:
+                    self.refreshing.appendleft((chain[LOCKED_BLOCKS:], max(0, count - LOCKED_BLOCKS)))
+                self._shared.moves_done.wait(GIVE_WAY_SECONDS)
+
+    def retain(self, number: int, keys: Sequence[bytes], expires_at: int) -> None:
+        """Retain the readable prefix of a chain until then. The lock is free between pieces."""
+        for first in range(0, len(keys), LOCKED_BLOCKS):
+            with self._shared.lock:
+                some = keys[first : first + LOCKED_BLOCKS]
+                is_served = not self._shared.closed and number not in self._blocks.dropping
+                rows = self._blocks.index.match(number, some) if is_served else []
+                self._blocks.renew(rows, 0, expires_at)
+                if len(rows) < len(some):
+                    return
+                self._shared.moves_done.wait(GIVE_WAY_SECONDS)
 
     def attach(self, lease: int) -> bool:
         """Add a holder to a live lease; the lease ends when all its holders have released it."""
         with self._shared.lock:
             if self._shared.closed:
                 return False
-            self._expire_due()
+            self._shared.end_due()
             return self._leases.attach(lease, self._clock.monotonic_seconds())
 
     def is_leased(self, lease: int) -> bool:
@@ -400,7 +391,7 @@ class Leasing:
         with self._shared.lock:
             if self._shared.closed:
                 return False
-            self._expire_due()
+            self._shared.end_due()
             return self._leases.is_live(lease, self._clock.monotonic_seconds())
 
     def report(self, lease: int, block: int, part: int) -> None:
@@ -425,9 +416,9 @@ class Leasing:
 class ChainWaits:
     """A store's waits for blocks. A wait is parked in the index's table and takes no thread. Thread-safe."""
 
-    def __init__(self, shared: Shared, blocks: BlockTable) -> None:
-        self._shared, self._blocks = shared, blocks
-        self._awaits = blocks.index.awaits
+    def __init__(self, shared: Shared) -> None:
+        self._shared, self._blocks = shared, shared.blocks
+        self._awaits = shared.blocks.index.awaits
         self._awaits.now = shared.clock.monotonic_seconds
 
     def park(

@@ -1,35 +1,43 @@
-"""Moves between the tiers: has blocks promoted to DRAM (`promote`), and flushes dirty ones to NVMe in time.
+"""Moves between the tiers: blocks are promoted to DRAM before a lease is granted, and dirty ones flushed to NVMe in
+time.
 
+    up    pinned, a slot in DRAM > read > verified: MAC, name, generation, every digest > readable from DRAM
     down  pinned, verified where it stands > a slot on NVMe > durable > readable from NVMe too
 
 Moves run in the queue's threads; the lock is the store's, and is not held while anything is read, hashed or written. A
-failed move means a block that stays where it is, never an error of a request. Ancestors are written before their
-descendants, so NVMe holds whole chains at any moment.
+failed move means a shorter lease, or a block that stays where it is, never an error of a request. Ancestors are written
+before their descendants, so NVMe holds whole chains at any moment.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import count, takewhile
 
 from kvstore.block.account import REASON_OF_FINDING, MissReason
-from kvstore.config import Limits, format_size
-from kvstore.core.promote import Promoter, SlotRequest
-from kvstore.core.rows.below import Lower
-from kvstore.core.rows.index import NO_ROW, RowState
-from kvstore.core.table import BlockTable, OpenedNamespace
-from tiering.clock import Clock
+from kvstore.config import format_size
+from kvstore.core.room import Room, SlotRequest
+from kvstore.core.rows.below import Lower, Promotion
+from kvstore.core.rows.index import NO_ROW, OpenedNamespace, RowState
+from kvstore.core.shared import Shared
 from tiering.counts.tally import CheckedAt
 from tiering.errors import BlockMissing, TierFull, TierUnavailable
-from tiering.faults import NVME_WRITES
-from tiering.frame import MacKeys
-from tiering.move_queue import Move, MoveQueue, Priority
+from tiering.faults import NVME_READS, NVME_WRITES
+from tiering.frame import HEADER_BYTES, digest, verify_frame
+from tiering.move_queue import Move, Priority
 from tiering.nvme.tier import NvmeTier
 from tiering.tier import TierMiss
+
+READS, WRITES = NVME_READS, NVME_WRITES
+"""Reads have a breaker of their own: a disk that is full, or refuses writes, may still be read."""
+WINDOW_BLOCKS = 32
+"""Blocks promoted at a time."""
+WINDOWS_AT_ONCE = 2
+"""Windows in flight for one lease: the disk has work while the first one's last blocks are verified."""
 
 LOADING_LOOK_SECONDS = 0.05
 """How often a durable put that must wait for recovery before it can make room checks whether it is over."""
@@ -41,9 +49,6 @@ FLUSH_FRACTION = 0.25
 
 CHOSEN_DOWN_TO = 0.65
 """A choosing admission policy goes on until at most this share of DRAM is dirty."""
-
-WRITES = NVME_WRITES
-"""Reads have a breaker of their own: a disk that is full, or refuses writes, may still be read."""
 
 WHY_LEFT = {
     MissReason.DEADLINE: "limits.close_seconds={seconds:g} was over; give it more",
@@ -58,40 +63,162 @@ _log = logging.getLogger(__name__)
 class Levels:
     """Moves between DRAM and NVMe of one store. All methods are called without the store's lock, unless they say so."""
 
-    def __init__(
-        self,
-        blocks: BlockTable,
-        lower: Lower[NvmeTier],
-        queue: MoveQueue,
-        keys: MacKeys,
-        clock: Clock,
-        limits: Limits,
-        lock: threading.Lock,
-        pin: Callable[[int, Sequence[int]], None],
-        unpin: Callable[[int, Sequence[int]], None],
-        find_slots: Callable[[SlotRequest], MissReason | None],
-    ) -> None:
-        assert blocks.below is not None
-        self._blocks = blocks
-        self._below = blocks.below
-        self._lower = lower
-        self._queue = self.queue = queue
-        self._keys = keys
-        self._clock = clock
-        self._limits = limits
-        self._lock = lock
-        self._changed = threading.Condition(lock)
-        self._pin = pin
-        self._unpin = unpin
-        self.promoter = Promoter(blocks, lower, queue, keys, clock, lock, self._changed, pin, unpin, find_slots)
+    def __init__(self, shared: Shared, lower: Lower[NvmeTier], room: Room) -> None:
+        """lower: as in `shared`. room: finds slots in DRAM."""
+        assert shared.blocks.below is not None and lower.queue is not None
+        self._blocks, self._below, self._lower, self._room = shared.blocks, shared.blocks.below, lower, room
+        self._queue = self.queue = lower.queue
+        self._keys, self._clock, self._limits = shared.blocks.keys, shared.clock, shared.limits
+        self._lock = shared.lock
+        self._changed = threading.Condition(shared.lock)  # notified as moves end
+        self._pin, self._unpin = shared.blocks.pin, shared.blocks.unpin
+        self._planning = threading.Lock()  # one lease at a time looks for what to promote
+        self._promoting = shared.blocks.promoting
+        self.is_over = False  # DRAM was given back, and its tables are void
         self._numbers = count()
-        self._demoting = blocks.demoting
-        self._dirty = blocks.dirty
-        self._pinned_for_demotion: list[list[int]] = []
+        self._demoting, self._dirty = shared.blocks.demoting, shared.blocks.dirty
+        self.pinned_for_demotion: list[list[int]] = []  # rows, a list for each move
         self._flushing = False
         self._written: Counter[str] = Counter()  # blocks and bytes
         self._making_room = threading.Lock()  # no slab may be given back while another move takes slots in it
         self._closing = False
+
+    # Up --------------------------------------------------------------------------------------------------------------
+
+    def bring_up(self, number: int, rows: Sequence[int], deadline: float) -> MissReason | None:
+        """Promote blocks that the caller has pinned, in order; returns why it ended before the last one, or None.
+
+        Moves that were begun go on when the deadline has passed.
+        """
+        under_way: deque[list[Promotion]] = deque()
+        reason: MissReason | None = None
+        try:
+            for start in range(0, len(rows), WINDOW_BLOCKS):
+                if self._clock.monotonic_seconds() >= deadline:
+                    return MissReason.DEADLINE
+                promotions, reason = self._begin(number, rows[start : start + WINDOW_BLOCKS], deadline)
+                under_way.append(promotions)
+                if reason is not None:
+                    break
+                if len(under_way) == WINDOWS_AT_ONCE:
+                    late = self._await(under_way[0], deadline)
+                    if late is not None:
+                        return late
+                    self._leave(under_way.popleft())
+            for promotions in under_way:
+                late = self._await(promotions, deadline)
+                if late is not None:
+                    return late
+            return reason
+        finally:
+            for promotions in under_way:
+                self._leave(promotions)
+
+    def _await(self, promotions: Sequence[Promotion], deadline: float) -> MissReason | None:
+        for promotion in promotions:
+            assert promotion.move is not None
+            if not promotion.move.wait(max(0.0, deadline - self._clock.monotonic_seconds())):
+                return MissReason.DEADLINE
+            if promotion.move.finding is not None:
+                return REASON_OF_FINDING[promotion.move.finding]
+        return None
+
+    def _leave(self, promotions: Sequence[Promotion]) -> None:
+        """A lease waits for these no more. Those that have not begun and that no other lease waits for give up slot and
+        pin now, not once the disk has done all that was queued before."""
+        with self._lock:
+            for promotion in promotions:
+                promotion.waiting -= 1
+            unwanted = [promotion.move for promotion in promotions if not promotion.waiting and not promotion.settled]
+        for move in unwanted:
+            if move is not None:
+                move.cancel()
+
+    def _begin(self, number: int, rows: Sequence[int], deadline: float) -> tuple[list[Promotion], MissReason | None]:
+        if self._queue.is_down(READS):  # finding slots would evict blocks for nothing
+            return [], MissReason.TIER_DOWN
+        if not self._planning.acquire(timeout=max(0.0, deadline - self._clock.monotonic_seconds())):
+            return [], MissReason.DEADLINE
+        try:
+            with self._lock:
+                under_way = [self._promoting[row] for row in rows if row in self._promoting]
+                for promotion in under_way:
+                    promotion.waiting += 1
+                missing = [row for row in rows if row not in self._promoting and not self._blocks.is_above(row)]
+            lift = SlotRequest(number, missing, [[] for _ in self._blocks.spaces[number].classes])
+            try:
+                reason = self._room.find_slots(lift) if missing else None
+            except BaseException:  # interrupted
+                with self._lock:
+                    for row in missing[: lift.filled]:
+                        self._blocks.not_promoted(row)
+                raise
+            with self._lock:
+                promotions = [Promotion(number, row) for row in missing[: lift.filled]]
+                self._pin(number, missing[: lift.filled])
+                self._promoting.update((promotion.row, promotion) for promotion in promotions)
+            for promotion in promotions:
+                # A new key: the row's last move may have made its block readable and not have ended yet.
+                key = ("up", promotion.row, next(self._numbers))
+                promotion.move = self._queue.submit(key, READS, Priority.WAITING, self._reading(promotion))
+                promotion.move.then(self._settling(promotion))
+            if missing:
+                extra = {"namespace": number, "blocks": len(promotions), "of": len(missing), "why_not": reason}
+                _log.debug("bringing up to dram", extra=extra)
+            return under_way + promotions, reason
+        finally:
+            self._planning.release()
+
+    def _reading(self, promotion: Promotion) -> Callable[[], None]:
+        def read() -> None:
+            blocks, lower, row = self._blocks, self._lower, promotion.row
+            digests = []
+            for part, stamp in enumerate(blocks.spaces[promotion.number].stamps):
+                target = blocks.dram.reserved_span(blocks.residency.place(row, part)).view
+                lower.tier.read(lower.residency.place(row, part), target)
+                verify_frame(target, self._keys, stamp, blocks.index.key(row), lower.residency.generation(row))
+                digests.append(digest(target[:HEADER_BYTES]))
+            with self._lock:
+                blocks.tally.checked(CheckedAt.LOAD, blocks.spaces[promotion.number].block_bytes, is_sound=True)
+                if not self.is_over:
+                    blocks.promoted(row, digests)
+                self._end(promotion)
+
+        return read
+
+    def _settling(self, promotion: Promotion) -> Callable[[Move], None]:
+        def settle(move: Move) -> None:
+            with self._lock:
+                if promotion.settled:
+                    return
+                if not self.is_over:
+                    self._blocks.not_promoted(promotion.row)
+                    if move.finding is TierMiss.CORRUPT:
+                        size_bytes = self._blocks.spaces[promotion.number].block_bytes
+                        self._blocks.tally.checked(CheckedAt.LOAD, size_bytes, is_sound=False)
+                    if move.finding in (TierMiss.CORRUPT, TierMiss.RETIRED):
+                        self._below.quarantine(promotion.row, move.finding)
+                self._end(promotion)
+
+        return settle
+
+    def _end(self, promotion: Promotion) -> None:
+        promotion.settled = True
+        del self._promoting[promotion.row]
+        self._unpin(promotion.number, [promotion.row])
+        self._changed.notify_all()
+
+    def quarantine_below(self, row: int, stands: Callable[[], bool], why: TierMiss = TierMiss.CORRUPT) -> bool:
+        """Quarantine a block on NVMe that the scrubber found damaged. If DRAM has it, it is dirty again.
+
+        stands: asked under the lock whether the damaged frame is still the block's. Returns False if not, or if a
+        promotion is reading the block and will find out itself.
+        """
+        with self._planning, self._lock:  # `_planning`: no lease may be looking for slots for this block
+            if row in self._promoting or not self._below.has(row) or not stands():
+                return False
+            self._below.quarantine(row, why)
+            return True
 
     # Down ----------------------------------------------------------------------------------------------------------
 
@@ -134,8 +261,7 @@ class Levels:
         return waiting > (1 - FLUSH_FRACTION) * self._blocks.dram.budget_bytes or self._dirty.missed > 0
 
     def _flush_batch(self, *, everything: bool = False) -> None:
-        """Flush a group of blocks that are to be retained or, if there are none, the least recently used ones that the
-        policy admits. everything: do not ask the policy."""
+        """everything: do not ask the policy."""
         blocks, dirty = self._blocks, self._dirty
         admission = None if everything else self._lower.admission
         chooses = admission is not None and admission.chooses
@@ -197,8 +323,6 @@ class Levels:
         return kept
 
     def _way_down(self, row: int, taken: set[int]) -> list[int]:
-        """A block behind its ancestors that NVMe lacks, in the order to write them. taken: rows already being written,
-        with theirs."""
         way = []
         while row != NO_ROW and row not in taken and not self._blocks.is_below(row):
             way.append(row)
@@ -302,7 +426,7 @@ class Levels:
             parents = {blocks.index.parent(row) for row in batch} - {NO_ROW, *chosen}
             pinned = [*batch, *sorted(parents)]
             self._pin(number, pinned)
-            self._pinned_for_demotion.append(pinned)
+            self.pinned_for_demotion.append(pinned)
             self._demoting.update(batch)
         placed: list[int] = []
         written = False
@@ -338,13 +462,12 @@ class Levels:
                 if placed and not written:
                     self._below.not_demoted(placed)
                 self._demoting.difference_update(batch)
-                self._pinned_for_demotion = [one for one in self._pinned_for_demotion if one is not pinned]
+                self.pinned_for_demotion = [one for one in self.pinned_for_demotion if one is not pinned]
                 self._unpin(number, pinned)
                 self._changed.notify_all()
 
     def _stands(self, row: int, generation: int) -> bool:
-        """Whether DRAM still has what was to be written: a reader may have found it damaged, and a put may be refilling
-        the row. Under the lock."""
+        """Whether DRAM still has what was to be written. Under the lock."""
         blocks = self._blocks
         return (
             blocks.index.state(row) is RowState.VISIBLE
@@ -359,8 +482,7 @@ class Levels:
         columns: Sequence[Sequence[int]],
         frames: Sequence[memoryview],
     ) -> list[int]:
-        """Write frames while they are verified in place: the blocks before the first bad one become durable, and are
-        returned. generations: of the rows, in order."""
+        """Returns the blocks before the first bad one, which are durable. generations: of the rows, in order."""
         good: list[int] = []
         if not generations:
             return good
@@ -373,7 +495,7 @@ class Levels:
         return good
 
     def _verified(self, number: int, generations: Mapping[int, int]) -> list[int]:
-        """The blocks up to the first that fails a check; that one is quarantined, unless a reader has done it."""
+        """Up to the first that fails a check; that one is quarantined, unless a reader has done it."""
         blocks = self._blocks
         good: list[int] = []
         for row, generation in generations.items():
@@ -384,14 +506,14 @@ class Levels:
                     is_right = False
                 if not is_right:
                     with self._lock:
-                        if not self.promoter.is_over and self._stands(row, generation):
+                        if not self.is_over and self._stands(row, generation):
                             blocks.tally.checked(CheckedAt.MOVE, 0, is_sound=blocks.quarantine(row))
                     return good
             good.append(row)
         return good
 
     def _make_room(self, number: int, rows: Sequence[int]) -> tuple[list[int], list[list[int]]]:
-        """Slots on NVMe for as many blocks as possible, at least one. Raises `TierFull` and `TierUnavailable`."""
+        """At least one slot on NVMe. Raises `TierFull` and `TierUnavailable`."""
         tier, space = self._lower.tier, self._blocks.spaces[number]
         is_disk_full = False  # the disk has no room for another slab, though the budget allows one
         for _ in range(self._limits.room_steps):
@@ -466,8 +588,8 @@ class Levels:
 
     def is_moving(self, number: int) -> bool:
         """Whether a block of a namespace is being promoted or demoted. Under the lock."""
-        namespace_of = self._blocks.index.namespace_of
-        return self.promoter.is_moving(number) or any(namespace_of(row) == number for row in self._demoting)
+        is_promoting = any(promotion.number == number for promotion in self._promoting.values())
+        return is_promoting or any(self._blocks.index.namespace_of(row) == number for row in self._demoting)
 
     def close(self, seconds: float) -> bool:
         """Flush what can be flushed in that time, and log the outcome, then refuse moves; returns whether all moves
@@ -482,7 +604,6 @@ class Levels:
         return self._queue.close(seconds)
 
     def _say(self, written: Counter[str], reason: MissReason | None, seconds: float) -> None:
-        """Log what became of the dirty blocks: a warning, unless the settings ask for it."""
         with self._lock:
             declined = self._dirty.declined()
             left, left_bytes = len(self._dirty), self._dirty.waiting_bytes
@@ -494,16 +615,6 @@ class Levels:
             words += f"; {_amount(left, left_bytes)} not, since {why}"
         if written or declined or left:
             _log.log(logging.WARNING if left else logging.INFO, "closing: %s", words)
-
-    @property
-    def pinned_for_demotion(self) -> list[list[int]]:
-        """Rows pinned by demotions, a list for each move."""
-        return self._pinned_for_demotion
-
-    @property
-    def demoting(self) -> set[int]:
-        """Rows being demoted."""
-        return self._demoting
 
 
 def _amount(blocks: int, size_bytes: int) -> str:

@@ -17,21 +17,19 @@ import numpy as np
 from kvstore.block.about import check_can_be_kept
 from kvstore.block.errors import BadInput
 from kvstore.block.identity import Namespace, TenantKeys
-from kvstore.core import GIVE_WAY_SECONDS, Shared
 from kvstore.core.dram_recovery import Recovery
-from kvstore.core.lease_pieces import Endings, LongLeases
-from kvstore.core.leases import LeaseTable
+from kvstore.core.lease_pieces import Endings
+from kvstore.core.leases import Leasing
 from kvstore.core.levels import Levels
 from kvstore.core.reservations import ABORTED_PLACES, Reservations
 from kvstore.core.room import Room
-from kvstore.core.rows.below import Lower
+from kvstore.core.rows.index import OpenedNamespace
 from kvstore.core.scrub import Retirement
-from kvstore.core.table import BlockTable, OpenedNamespace
+from kvstore.core.shared import GIVE_WAY_SECONDS, Shared
 from kvstore.core.usage import check_fits
 from kvstore.protocol.replies import Grant
 from tiering.counts.awaits import AwaitEnd
 from tiering.errors import TierUnavailable
-from tiering.nvme.tier import NvmeTier
 from tiering.tier import Column
 
 DROP_LOOKS_SECONDS = 0.1
@@ -48,22 +46,18 @@ class NamespaceVerbs:
     def __init__(
         self,
         shared: Shared,
-        blocks: BlockTable,
-        leases: LeaseTable,
         endings: Endings,
-        long_leases: LongLeases,
+        leasing: Leasing,
         reservations: Reservations,
         room: Room,
-        lower: Lower[NvmeTier] | None,
         levels: Levels | None,
         recovery: Recovery,
     ) -> None:
-        self._shared, self._blocks, self._clock, self._limits = shared, blocks, shared.clock, shared.limits
-        self._leases, self._endings, self._long_leases = leases, endings, long_leases
+        self._shared, self._blocks, self._clock, self._limits = shared, shared.blocks, shared.clock, shared.limits
+        self._leases, self._endings, self._leasing = shared.leases, endings, leasing
         self._reservations, self._room = reservations, room
-        self._lower, self._levels, self._recovery = lower, levels, recovery
-        self._expire_due, self._check_open = shared.expire_due, shared.check_open
-        self._retirement = Retirement(blocks, levels, lower, shared.lock, shared.check_open)
+        self._levels, self._recovery = levels, recovery
+        self._retirement = Retirement(shared, levels)
         self._under_way: set[int] = set()
         self.unfound: set[int] = set()
         """Namespaces whose blocks matches no longer find, some being gone already."""
@@ -75,12 +69,12 @@ class NamespaceVerbs:
         check_can_be_kept(namespace, payload_bytes)
         wanted = namespace.digest()
         with self._shared.lock:
-            self._check_open()
+            self._shared.check_open()
             if keys.tenant in self.leaving:
                 raise BadInput("this tenant is being purged, or its key was retired; connect again, or open it anew")
             space = self._find_space(keys.tenant, wanted)
             if space is None:
-                check_fits(self._blocks, self._lower, self._limits, keys.tenant, namespace, payload_bytes)
+                check_fits(self._blocks, self._shared.lower, self._limits, keys.tenant, namespace, payload_bytes)
                 space = self._blocks.add_space(keys, namespace, payload_bytes)
             return Grant(
                 space.number,
@@ -100,10 +94,10 @@ class NamespaceVerbs:
         """As `Store.drop`."""
         deadline = self._clock.monotonic_seconds() + seconds
         with self._shared.lock:
-            self._check_open()
+            self._shared.check_open()
             self._blocks.dropping.add(number)
             self._blocks.index.awaits.end_all(AwaitEnd.GONE, number)
-            self._long_leases.refreshing.clear()  # its rows may become another namespace's
+            self._leasing.refreshing.clear()  # its rows may become another namespace's
         try:
             return self._drop(number, deadline)
         finally:
@@ -114,7 +108,7 @@ class NamespaceVerbs:
         """As `Store.purge`."""
         deadline = self._clock.monotonic_seconds() + seconds
         with self._shared.lock:
-            self._check_open()
+            self._shared.check_open()
             self.leaving.add(tenant)
         try:
             with self._shared.lock:
@@ -175,52 +169,51 @@ class NamespaceVerbs:
     def _drop_rows(self, number: int, deadline: float) -> int:
         with self._shared.lock:
             self._await_taken_in(lambda: self._is_moving(number), deadline)
-            self._expire_due()  # from here on the namespace has no leases, and gets none
+            self._shared.end_due()  # from here on the namespace has no leases, and gets none
             self._endings.finish([*self._leases.expire_all(number), *self._endings.under_way_of(number)])
             self._await_taken_in(lambda: self._is_moving(number), deadline)
             self._reservations.cancel_all(number)
-            if self._shared.fetched is not None:
-                self._shared.fetched.forget(number)
-            self._check_open()
+            self._shared.fetched.forget(number)
+            self._shared.check_open()
             readable = self._blocks.index.visible_blocks(number)
             self.unfound.add(number)
-            self._long_leases.refreshing.clear()  # its rows may become another namespace's
+            self._leasing.refreshing.clear()  # its rows may become another namespace's
         rows = self._rows_of(number)
         most = max(1, ABORTED_PLACES // len(self._blocks.spaces[number].classes))
         for first in range(0, len(rows), most):
             with self._shared.lock:
-                self._check_open()
+                self._shared.check_open()
                 for row in rows[first : first + most].tolist():
                     self._drop_row(number, row, deadline)
                 self._shared.moves_done.wait(GIVE_WAY_SECONDS)
         with self._shared.lock:
-            self._check_open()
+            self._shared.check_open()
             self._room.emptied[number] = None
             self._recovery.forget(number)
         return readable
 
     def _rows_of(self, number: int) -> Column:
-        """A namespace's rows that are not being stored, deepest first. The lock is free between pieces."""
+        """Deepest first. The lock is free between pieces."""
         index, found = self._blocks.index, []
         with self._shared.lock:
             for first in range(0, index.rows_end, SCANNED_ROWS):
                 if first:
                     self._shared.moves_done.wait(GIVE_WAY_SECONDS)
-                    self._check_open()
+                    self._shared.check_open()
                 found.append(index.rows_and_depths(number, first, first + SCANNED_ROWS))
         rows, depths = map(np.concatenate, zip(*found, strict=True)) if found else (np.empty(0, np.int64),) * 2
         deepest_first: Column = rows[np.argsort(-depths, kind="stable")]
         return deepest_first
 
     def _drop_row(self, number: int, row: int, deadline: float) -> None:
-        """Drop the row if it is still the namespace's. Under the lock, which is released while a move pins the row."""
+        """Under the lock, which is released while a move pins the row."""
         blocks = self._blocks
         while blocks.index.is_row_of(row, number) and blocks.residency.pins.counts[row]:
             left = deadline - self._clock.monotonic_seconds()
             if left <= 0:
                 raise TierUnavailable(f"blocks are still on the move, and not all were dropped; {_ASK_AGAIN}")
             self._shared.moves_done.wait(min(DROP_LOOKS_SECONDS, left))
-            self._check_open()
+            self._shared.check_open()
         if blocks.index.is_row_of(row, number):
             blocks.drop(row)
 
@@ -231,15 +224,15 @@ class NamespaceVerbs:
 
     def _await_taken_in(self, is_busy: Callable[[], bool], deadline: float) -> None:
         """Wait until recovery is over and no move is in flight. Under the lock. Raises `TierUnavailable`, and
-        `StoreClosed` if the store was closed while the lock was released."""
-        self._check_open()
+        `StoreClosed`."""
+        self._shared.check_open()
         while (is_warming := self._recovery.is_under_way) or is_busy():
             left = deadline - self._clock.monotonic_seconds()
             if left <= 0:
                 what = "what is on disk is still being taken in" if is_warming else "blocks are still on the move"
                 raise TierUnavailable(f"{what}, and nothing was dropped; {_ASK_AGAIN}")
             self._shared.moves_done.wait(min(DROP_LOOKS_SECONDS, left))
-            self._check_open()
+            self._shared.check_open()
         if self._recovery.failed:
             raise TierUnavailable(
                 "some of what is on disk could not be taken in at the start, and would be back; mend the disk, "

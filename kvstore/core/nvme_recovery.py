@@ -30,14 +30,15 @@ from kvstore.block.about import unpack_about
 from kvstore.block.identity import TenantKeys, root_key
 from kvstore.config import MAX_NAMESPACES
 from kvstore.core.rows.below import Lower
-from kvstore.core.rows.index import NO_ROW, Column, RowState
+from kvstore.core.rows.index import NO_ROW, Column, OpenedNamespace, RowState
 from kvstore.core.rows.recovery_order import AT_ROOT, ELSEWHERE, RecoveryOrder, recovery_order, split_keys
-from kvstore.core.table import BlockTable, OpenedNamespace
+from kvstore.core.shared import Shared
+from kvstore.core.table import BlockTable
 from kvstore.protocol.status import RecoveryStatus
 from tiering.errors import BlockCorrupt, TierError, TierUnavailable
 from tiering.faults import SHORTAGES, kind_of
 from tiering.files import private_pages
-from tiering.frame import HEADER_BYTES, MacKeys, open_header, verify_payload
+from tiering.frame import HEADER_BYTES, open_header, verify_payload
 from tiering.nvme.slab_recovery import Found
 from tiering.nvme.tier import NvmeTier
 from tiering.tier import NO_PLACE, SlotClass
@@ -83,13 +84,10 @@ class _Undecided:
 class NvmeRecovery:
     """Takes in a directory once. The lock is the store's."""
 
-    def __init__(self, blocks: BlockTable, lower: Lower[NvmeTier], keys: MacKeys, lock: threading.Lock) -> None:
-        assert blocks.below is not None
-        self._blocks = blocks
-        self._below = blocks.below
-        self._lower = lower
-        self._keys = keys
-        self._lock = lock
+    def __init__(self, shared: Shared, lower: Lower[NvmeTier]) -> None:
+        assert shared.blocks.below is not None
+        self._blocks, self._below, self._lower = shared.blocks, shared.blocks.below, lower
+        self._keys, self._lock = shared.blocks.keys, shared.lock
         self._over = threading.Event()
         self._succeeded = False
         self._closing = threading.Event()
@@ -187,7 +185,7 @@ class NvmeRecovery:
             self._below.all_known = not self._closing.is_set()
 
     def _take_in(self, space: OpenedNamespace, group: Sequence[Found]) -> _Undecided | None:
-        """Take in a namespace; returns what is undecided, or None if the store closes meanwhile."""
+        """What is undecided of a namespace; None if the store closes meanwhile."""
         root = root_key(space.namespace.layout.block_tokens)
         proof = self._proven(group)
         if self._closing.is_set():
@@ -211,7 +209,6 @@ class NvmeRecovery:
         return undecided
 
     def _proven(self, group: Sequence[Found]) -> _Proof:
-        """The frames that are whole; none while the store closes."""
         proof = _Proof([], [], [])
         with ThreadPoolExecutor(self._lower.tier.threads, "kv-verify") as pool:
             for one in group:
@@ -249,7 +246,6 @@ class NvmeRecovery:
             self._lower.tier.delete(useless)
 
     def _look_again(self, undecided: list[_Undecided]) -> None:
-        """Take in undecided blocks, once the puts and writes in progress have ended."""
         for _ in range(LOOKS):
             undecided = [one for one in undecided if one.blocks]
             if not undecided or self._closing.wait(LOOK_SECONDS):
@@ -270,12 +266,10 @@ class NvmeRecovery:
                     self._below.older[name] = [int(column[at]) for column in one.found.places]
 
     def _is_sound(self, space: OpenedNamespace, places: Sequence[int]) -> bool:
-        """Whether the frames of a block, one per part, can be read and pass their own checks."""
         frames = [memoryview(bytearray(slot_class.frame_bytes)) for slot_class in space.classes]
         return all(self._verdict(*one) is _RecoveryCheck.WHOLE for one in zip(places, frames, strict=True))
 
     def _verdict(self, place: int, frame: memoryview) -> _RecoveryCheck:
-        """Read a frame into that memory and check it."""
         try:
             self._lower.tier.read(place, frame)
             verify_payload(open_header(bytes(frame[:HEADER_BYTES]), self._keys), frame[HEADER_BYTES:])
@@ -286,7 +280,7 @@ class NvmeRecovery:
         return _RecoveryCheck.WHOLE
 
     def _insert(self, into: _Undecided, first: int, stop: int) -> list[int]:
-        """Make rows for a slice; returns the places of blocks without a way to them. Under the lock."""
+        """Returns the places of blocks without a way to them. Under the lock."""
         space, found, rows = into.space, into.found, into.rows
         keys = split_keys(found.keys[first:stop])
         parents = found.parents[first:stop]
@@ -373,7 +367,7 @@ def _can_lead(state: RowState) -> bool:
 
 
 def space_of(
-    blocks: BlockTable, keys: TenantKeys | None, digest_of_namespace: bytes, about: bytes
+    blocks: BlockTable[NvmeTier], keys: TenantKeys | None, digest_of_namespace: bytes, about: bytes
 ) -> OpenedNamespace | None:
     """The namespace that stored frames belong to, added if unknown. about: the record stored with them.
 

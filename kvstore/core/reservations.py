@@ -11,25 +11,22 @@ Long puts are ended in pieces, with the lock free in between. Of collective puts
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 
 from kvstore.block.account import MissReason
 from kvstore.block.identity import root_key
-from kvstore.core import GIVE_WAY_SECONDS, Shared
 from kvstore.core.collective import (
     ANSWER_SECONDS,
     Chain,
     CollectivePut,
-    CollectivePuts,
     ReservationRecord,
     chain_of,
 )
-from kvstore.core.lease_pieces import LongLeases
-from kvstore.core.leases import LOCKED_BLOCKS
+from kvstore.core.leases import LOCKED_BLOCKS, Leasing
 from kvstore.core.room import Room
 from kvstore.core.rows.index import NO_ROW, RowState
-from kvstore.core.table import BlockTable
+from kvstore.core.shared import GIVE_WAY_SECONDS, Shared
 from kvstore.protocol.door import Collective
 from kvstore.protocol.replies import ReserveReply
 
@@ -42,22 +39,12 @@ ABORTED_PLACES = 1024
 class Reservations:
     """Runs the puts of one store. Thread-safe."""
 
-    def __init__(
-        self,
-        shared: Shared,
-        blocks: BlockTable,
-        records: dict[int, ReservationRecord],
-        collective: CollectivePuts,
-        room: Room,
-        long_leases: LongLeases,
-        new_number: Callable[[], int],
-    ) -> None:
-        """records: by number, also read by others. long_leases: marks long chains as used. new_number: draws a unique
-        number above 0."""
-        self._shared, self._blocks, self.records, self._collective = shared, blocks, records, collective
-        self._room, self._long_leases, self._new_number = room, long_leases, new_number
-        self._clock, self._pin, self._unpin = shared.clock, shared.pin, shared.unpin
-        self._expire_due, self._why = shared.expire_due, shared.why
+    def __init__(self, shared: Shared, room: Room, leasing: Leasing) -> None:
+        """leasing: marks long chains as used."""
+        self._shared, self._blocks, self._clock = shared, shared.blocks, shared.clock
+        self._records, self._collective = shared.reservations, shared.collective
+        self._room, self._leasing, self._new_number = room, leasing, shared.new_number
+        self._pin, self._unpin = shared.blocks.pin, shared.blocks.unpin
         self._answered = threading.Condition(shared.lock)  # the first participant of a collective put has its answer
 
     def reserve(
@@ -83,7 +70,7 @@ class Reservations:
         with self._shared.lock:
             if self._shared.closed or number in self._blocks.dropping:
                 return ReserveReply(0, 0, stopped_at=0, reason=MissReason.DISABLED)
-            self._expire_due()
+            self._shared.end_due()
             now = self._clock.monotonic_seconds()
             found = self._collective.find(name, chain, now)
             if isinstance(found, CollectivePut):
@@ -102,7 +89,6 @@ class Reservations:
         return joined
 
     def _join(self, put: CollectivePut, chain: Chain, collective: Collective) -> ReserveReply:
-        """A share of a collective put, once the first participant has its answer. Under the lock."""
         if not self._answered.wait_for(lambda: put.answer is not None, ANSWER_SECONDS):
             return ReserveReply(0, 0, stopped_at=0, reason=MissReason.DEADLINE)
         return self._collective.join(put, chain, collective.parts, self._new_number)
@@ -123,7 +109,7 @@ class Reservations:
         with self._shared.lock:
             if self._shared.closed or number in self._blocks.dropping:
                 return ReserveReply(0, 0, stopped_at=0, reason=MissReason.DISABLED)
-            self._expire_due()
+            self._shared.end_due()
             rows = self._blocks.index.match(number, keys)
             present, first_block = len(rows), first_block - skipped  # counted in keys
             expires_at = int(self._clock.wall_seconds() + ttl_seconds) if ttl_seconds is not None else 0
@@ -139,7 +125,7 @@ class Reservations:
                 present < first_block and not self._stand(number, keys[present:first_block], in_flight_rows)
             ):
                 in_flight = self._in_flight(number, keys, present)
-                reason = MissReason.IN_FLIGHT if in_flight else self._why(number, keys, present)[0]
+                reason = MissReason.IN_FLIGHT if in_flight else self._shared.why(number, keys, present)[0]
                 present += skipped
                 return ReserveReply(0, present, stopped_at=present, reason=reason, in_flight=in_flight)
             parts = len(self._blocks.spaces[number].classes)
@@ -149,7 +135,7 @@ class Reservations:
                 self._new_number(), number, priority, expires_at, done, places, room_until=ends_at
             )
             asked, record.is_fetched = len(keys), couriers > 0
-            if self._shared.fetched is not None and record.is_fetched:
+            if record.is_fetched:
                 keys = keys[: present + self._shared.fetched.room(number, couriers)]
             stopped_at, reason = self._begin_rows(record, keys, present, in_flight_rows)
             in_flight = self._in_flight(number, keys, stopped_at) if reason is MissReason.IN_FLIGHT else 0
@@ -160,7 +146,7 @@ class Reservations:
                 stopped_at = skipped + stopped_at if stopped_at is not None else None
             if not record.rows:
                 return ReserveReply(0, skipped + present, stopped_at=stopped_at, reason=reason, in_flight=in_flight)
-            self.records[record.number] = record
+            self._records[record.number] = record
             if put is not None:
                 self._collective.reserved(put, record)
                 record.is_collective = True
@@ -189,14 +175,13 @@ class Reservations:
         )
 
     def _in_flight(self, number: int, keys: Sequence[bytes], start: int | None) -> int:
-        """How many blocks from this one on other puts are storing."""
         index, filling = self._blocks.index, self._filling()
         rows = (index.find(number, key) for key in keys[start:])
         is_awaited = (row != NO_ROW and (index.state(row) is RowState.PENDING or row in filling) for row in rows)
         return sum(takewhile(bool, is_awaited))
 
     def _filling(self) -> set[int]:
-        return {row for other in self.records.values() for row in other.repairs}
+        return {row for other in self._records.values() for row in other.repairs}
 
     def _stand(self, number: int, keys: Sequence[bytes], in_flight_rows: Mapping[int, int]) -> bool:
         index = self._blocks.index
@@ -206,10 +191,8 @@ class Reservations:
     def _begin_rows(
         self, record: ReservationRecord, keys: Sequence[bytes], present: int, in_flight_rows: Mapping[int, int]
     ) -> tuple[int | None, MissReason | None]:
-        """Rows for all blocks that are not readable, up to one that another put is storing.
-
-        in_flight_rows: rows of other puts that this one may follow, with their reservations.
-        """
+        """Rows for all blocks that are not readable, up to one that another put is storing. in_flight_rows: of puts
+        that this one may follow, with their reservations."""
         blocks, index = self._blocks, self._blocks.index
         parent = index.find(record.namespace, keys[present - 1]) if present else NO_ROW
         parent_key = (
@@ -245,7 +228,6 @@ class Reservations:
         return stopped
 
     def _find_slots(self, record: ReservationRecord) -> MissReason | None:
-        """Slots that are free, or else what room can be made; returns why there are fewer than wanted."""
         with self._shared.lock:
             is_open = not (record.cancelled or self._shared.closed)
             classes = self._blocks.spaces[record.namespace].classes if is_open else ()
@@ -261,7 +243,6 @@ class Reservations:
     def _tail_evicted(
         self, record: ReservationRecord, keys: Sequence[bytes], skipped: int
     ) -> tuple[int, MissReason] | tuple[None, None]:
-        """Blocks behind the last one to fill were readable, and may have been evicted to make room for it."""
         with self._shared.lock:
             for position in range(record.indexes[-1] + 1 - skipped, len(keys)):
                 if self._blocks.index.find(record.namespace, keys[position]) == NO_ROW:
@@ -292,7 +273,7 @@ class Reservations:
     def _commit(self, reservation: int, part: int, first: int, digests: Sequence[Sequence[bytes]]) -> int:
         with self._shared.lock:
             share = self._collective.participants.get(reservation)
-            record = share.record if share is not None else self.records.get(reservation)
+            record = share.record if share is not None else self._records.get(reservation)
             if record is None or record.cancelled or record.is_ending or record.is_cancelling or self._shared.closed:
                 return 0
             assert share is None or part in share.parts, "each fills its own parts"
@@ -317,7 +298,7 @@ class Reservations:
         start = record.published
         rows = record.rows[start:complete]
         blocks.publish(record.namespace, rows, record.generations[start:complete])
-        if self._shared.fetched is not None and record.is_fetched:
+        if record.is_fetched:
             self._shared.fetched.came(record.namespace, rows, record.fetched_from)
             blocks.tally.stored_tokens -= len(rows) * blocks.spaces[record.namespace].namespace.layout.block_tokens
         if record.repairs:
@@ -328,13 +309,13 @@ class Reservations:
         if complete > start:
             blocks.counters["fetched_blocks" if record.is_fetched else "stored_blocks"] += complete - start
         if complete == len(record.rows):
-            del self.records[record.number]
+            del self._records[record.number]
             self._touch_published(record)
             if record.is_collective and self._collective.visible(record, self._clock.monotonic_seconds()):
                 self._publish_behind(record)
 
     def _publish_behind(self, record: ReservationRecord) -> None:
-        for other in [one for one in self.records.values() if record.number in one.depends_on]:
+        for other in [one for one in self._records.values() if record.number in one.depends_on]:
             other.depends_on.discard(record.number)
             self._publish(other, min(other.done))
 
@@ -347,7 +328,7 @@ class Reservations:
             self._blocks.used(chain, record.published)
         else:
             self._blocks.counted(chain, record.published)
-            self._long_leases.refreshing.append((chain, record.published))
+            self._leasing.refreshing.append((chain, record.published))
 
     # Ending ----------------------------------------------------------------------------------------------------------
 
@@ -358,7 +339,7 @@ class Reservations:
             if self._collective.participants.get(reservation) is not None:
                 self._abort_share(self._collective.let_go(reservation).record)
             else:
-                record = self.records.get(reservation)
+                record = self._records.get(reservation)
                 if record is None or self._shared.closed or record.is_ending:
                     return
                 record.is_ending = True
@@ -367,14 +348,14 @@ class Reservations:
                 finally:  # if it was interrupted, it may be asked for again
                     record.is_ending = False
         self._room.retire_emptied()
-        if self._long_leases.refreshing:  # soon: rows evicted meanwhile may become another namespace's
-            self._long_leases.refresh()
+        if self._leasing.refreshing:  # soon: rows evicted meanwhile may become another namespace's
+            self._leasing.refresh()
 
     def cancel(self, reservation: int) -> None:
         """End a reservation whose unreachable producer may still write: its blocks go now, its slots with `abort`."""
         with self._shared.lock:
             share = self._collective.participants.get(reservation)
-            record = share.record if share is not None else self.records.get(reservation)
+            record = share.record if share is not None else self._records.get(reservation)
             if record is None or record.cancelled or record.is_ending or self._shared.closed:
                 return
             self._touch_published(record)
@@ -382,18 +363,18 @@ class Reservations:
             if not (record.cancelled or record.is_ending or self._shared.closed):
                 self._cancel(record)
         self._room.retire_emptied()
-        if self._long_leases.refreshing:
-            self._long_leases.refresh()
+        if self._leasing.refreshing:
+            self._leasing.refresh()
 
     def cancel_all(self, number: int) -> None:
         """Cancel a namespace's reservations. Under the lock, which is released between pieces."""
         while not self._shared.closed:
-            mine = (one for one in self.records.values() if one.namespace == number and not one.cancelled)
+            mine = (one for one in self._records.values() if one.namespace == number and not one.cancelled)
             record = next(mine, None)
             if record is None:
                 return
             self._orphan_the_last(record, also_ending=True)
-            if self.records.get(record.number) is record and not (record.cancelled or self._shared.closed):
+            if self._records.get(record.number) is record and not (record.cancelled or self._shared.closed):
                 self._cancel(record)
 
     def expire_due(self, now: float) -> None:
@@ -415,14 +396,14 @@ class Reservations:
             self._blocks.free_abandoned_slots(record.abandoned_slots[-ABORTED_PLACES:])
             del record.abandoned_slots[-ABORTED_PLACES:]
             self._shared.moves_done.wait(GIVE_WAY_SECONDS)
-        if self._shared.closed or self.records.get(record.number) is not record:
+        if self._shared.closed or self._records.get(record.number) is not record:
             return
         if record.cancelled:
             self._free_cancelled(record)
         else:
             self._give_up(record, record.published)
             self._blocks.free_abandoned_slots(record.abandoned_slots)
-            del self.records[record.number]
+            del self._records[record.number]
             self._collective.freed(record)
 
     def _abort_share(self, record: ReservationRecord) -> None:
@@ -446,9 +427,8 @@ class Reservations:
         self._cut(record, start)
 
     def _cancel(self, record: ReservationRecord) -> None:
-        """End a reservation whose namespace is dropped or whose producer is lost: its rows and their descendants go
-        now, its slots once all producers are done."""
-        for other in list(self.records.values()):
+        """Rows and their descendants go now, slots once all producers are done."""
+        for other in list(self._records.values()):
             if record.number in other.depends_on and not other.cancelled:
                 self._cancel(other)
         self._orphan(record, record.published)
@@ -458,9 +438,8 @@ class Reservations:
             self._free_cancelled(record)
 
     def _orphan_the_last(self, record: ReservationRecord, *, also_ending: bool = False) -> None:
-        """Orphan the rows of a long reservation but for as many as `_cancel` takes at a time. Under the lock, which is
-        released between pieces: the reservation may be cancelled or aborted and the store closed meanwhile.
-        also_ending: also if it is being aborted."""
+        """But for as many rows as `_cancel` takes at a time. Under the lock, which is released between pieces: the
+        reservation may be cancelled or aborted and the store closed meanwhile."""
         most = max(1, ABORTED_PLACES // record.parts)
         record.is_cancelling = True
         while not (record.is_collective or record.cancelled or self._shared.closed) and (
@@ -489,7 +468,7 @@ class Reservations:
         record.filled = min(record.filled, start)
 
     def _free_cancelled(self, record: ReservationRecord) -> None:
-        self.records.pop(record.number, None)
+        self._records.pop(record.number, None)
         self._collective.freed(record)
         self._blocks.free_abandoned_slots(record.abandoned_slots)
         self._room.emptied[record.namespace] = None

@@ -7,19 +7,15 @@ clients still map is waited for, by puts alone, as `UnmapWait` allows.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 
 from kvstore.block.account import MissReason
 from kvstore.block.errors import BadInput
-from kvstore.core import GIVE_WAY_SECONDS, Shared
 from kvstore.core.collective import ReservationRecord
 from kvstore.core.lease_pieces import Endings
-from kvstore.core.leases import LeaseTable
-from kvstore.core.promote import SlotRequest
-from kvstore.core.rows.below import Lower
-from kvstore.core.table import BlockTable
+from kvstore.core.shared import GIVE_WAY_SECONDS, Shared
 from tiering.counts.tally import CheckedAt
 from tiering.dram.extents import Extent
 from tiering.dram.mover import FrameCopy, MoveDone, MoveOutcome, Mover
@@ -33,7 +29,6 @@ from tiering.dram.unmap_wait import (
     look,
 )
 from tiering.errors import BlockMissing, TierFull, TierUnavailable
-from tiering.nvme.tier import NvmeTier
 from tiering.residency import Evict, Grow, Vacate
 from tiering.tier import SlotClass, extent_of
 
@@ -58,27 +53,25 @@ class AwaitedMemory:
     mapped: list[int]
 
 
+@dataclass(slots=True)
+class SlotRequest:
+    """Blocks that need slots in DRAM; `Room` finds them."""
+
+    namespace: int
+    rows: list[int]
+    places: list[list[int]]
+    filled: int = 0
+    cancelled: bool = False
+
+
 class Room:
     """Finds slots in one store's DRAM, and gives empty extents back."""
 
-    def __init__(
-        self,
-        shared: Shared,
-        blocks: BlockTable,
-        lower: Lower[NvmeTier] | None,
-        mover: Mover,
-        leases: LeaseTable,
-        endings: Endings,
-        reservations: Mapping[int, ReservationRecord],
-        is_moving: Callable[[], bool],
-    ) -> None:
-        """lower: NVMe, as in `blocks`. leases, endings, reservations: these may have to end before there is room.
-        is_moving: whether blocks are on their way between the tiers."""
-        self._shared, self._blocks, self._lower, self._mover = shared, blocks, lower, mover
+    def __init__(self, shared: Shared, endings: Endings, mover: Mover) -> None:
+        """endings: leases may have to end before there is room."""
+        self._shared, self._blocks, self._lower, self._mover = shared, shared.blocks, shared.lower, mover
         self._clock, self._steps = shared.clock, shared.limits.room_steps
-        self._leases, self._endings, self._reservations = leases, endings, reservations
-        self._pin, self._unpin, self._is_moving = shared.pin, shared.unpin, is_moving
-        self._expire_due, self._check_open = shared.expire_due, shared.check_open
+        self._leases, self._endings, self._reservations = shared.leases, endings, shared.reservations
         self._unmapping = threading.Condition(shared.lock)
         self._unmap_wait = UnmapWait()
         self.vacating: dict[int, ExtentMove] = {}
@@ -104,8 +97,7 @@ class Room:
                     return None
                 if isinstance(step, MissReason):
                     is_put = isinstance(record, SlotRequest) or not (record.is_fetched or record.cancelled)
-                    fetched = self._shared.fetched if is_put and not self._shared.closed else None
-                    if fetched is not None and fetched.give_way():
+                    if is_put and not self._shared.closed and self._shared.fetched.give_way():
                         continue
                     if not self._leases.ending or has_waited or self._shared.closed:
                         return step
@@ -127,8 +119,7 @@ class Room:
         return MissReason.DEADLINE
 
     def _await_memory(self, record: ReservationRecord | SlotRequest, awaited: AwaitedMemory) -> tuple[float, bool]:
-        """Wait until clients have unmapped this memory, other puts have taken it, or the wait is over. Returns how long
-        it waited, and whether to look for slots again."""
+        """Returns how long it waited, and whether to look for slots again."""
         tenant, dram = self._blocks.spaces[record.namespace].tenant, self._blocks.dram
         is_collective = isinstance(record, ReservationRecord) and record.is_collective
         mapped = set(awaited.mapped)
@@ -157,7 +148,6 @@ class Room:
     def _take_slots(
         self, record: ReservationRecord | SlotRequest, scarce: bool, is_patient: bool
     ) -> SlotClass | ExtentMove | AwaitedMemory | MissReason | None:
-        """Slots for the next rows; returns what must happen outside the lock before there are more, or None if done."""
         blocks = self._blocks
         make_room = blocks.residency.room_within if scarce else blocks.residency.room
         take_places = blocks.make_place_above if isinstance(record, SlotRequest) else blocks.place
@@ -207,12 +197,12 @@ class Room:
         if not isinstance(blocks, Integral) or blocks < 0:
             raise BadInput(f"blocks={blocks!r}; give a whole number, 0 or more")
         with self._shared.lock:
-            self._check_open()
-            self._expire_due()
+            self._shared.check_open()
+            self._shared.end_due()
             self._endings.finish_all()
             gone = 0
             while True:
-                self._check_open()
+                self._shared.check_open()
                 most = min(EVICTED_BLOCKS, blocks - gone)
                 evicted = self._blocks.evict_worst(most)
                 gone += evicted
@@ -222,14 +212,14 @@ class Room:
 
     def why_full(self, asker: ReservationRecord | None = None) -> tuple[MissReason, str]:
         """Why DRAM can evict nothing. `pinned_full` only if a client must release something first. Under the lock."""
-        dram, fetched = self._blocks.dram, self._shared.fetched
+        dram = self._blocks.dram
         if dram.awaited() or dram.guarded_bytes():
             return MissReason.DEADLINE, "memory that changes hands is still mapped by clients; try again"
-        if fetched is not None and fetched.has_slots:
+        if self._shared.fetched.has_slots:
             return MissReason.DEADLINE, "blocks from elsewhere are on their way into what could make room; try again"
         if len(self._leases):
             return MissReason.PINNED_FULL, "what could make room is leased, or being stored or moved"
-        is_moving = self.vacating or self._leases.promoting or self._is_moving()
+        is_moving = self.vacating or self._leases.promoting or self._blocks.promoting or self._blocks.demoting
         if is_moving or any(one is not asker for one in self._reservations.values()):
             return MissReason.DEADLINE, "what could make room is being stored or moved; try again"
         return MissReason.QUOTA, "the prompt alone takes all the memory that it may; its first blocks are kept"
@@ -267,7 +257,7 @@ class Room:
         part = dram.class_of(move.extent).part
         targets = dram.start_vacating(move.extent, len(move.rows))
         if move.rows:  # one extent is one slot class, which is one namespace
-            self._pin(self._blocks.index.namespace_of(move.rows[0]), move.rows)
+            self._blocks.pin(self._blocks.index.namespace_of(move.rows[0]), move.rows)
         copies = [
             FrameCopy(row, residency.place(row, part), target) for row, target in zip(move.rows, targets, strict=True)
         ]
@@ -299,7 +289,7 @@ class Room:
         blocks, residency, copy = self._blocks, self._blocks.residency, done.copy
         if self._shared.closed:
             return False
-        self._unpin(blocks.index.namespace_of(copy.row), [copy.row])
+        blocks.unpin(blocks.index.namespace_of(copy.row), [copy.row])
         place_extent = extent_of(copy.source)
         part = blocks.dram.class_of(place_extent).part
         here = residency.place(copy.row, part) == copy.source
@@ -335,8 +325,8 @@ class Room:
 class SharedExtents:
     """One store's extents, as other processes map them. Thread-safe."""
 
-    def __init__(self, shared: Shared, blocks: BlockTable) -> None:
-        self._shared, self._blocks, self._clock, self._check_open = shared, blocks, shared.clock, shared.check_open
+    def __init__(self, shared: Shared) -> None:
+        self._shared, self._blocks, self._clock = shared, shared.blocks, shared.clock
 
     def share(self, extent: int, tenant: bytes, holder: int, fills: Collection[int] | None = None) -> SharedExtent:
         """Open an extent for another process: to read, or with `fills`, the namespaces it stores into, to write.
@@ -345,7 +335,7 @@ class SharedExtents:
         these.
         """
         with self._shared.lock:
-            self._check_open()
+            self._shared.check_open()
             dram = self._blocks.dram
             if dram.gone([extent]) or dram.class_of(extent).tenant != tenant:
                 raise BlockMissing("no extent of that number")

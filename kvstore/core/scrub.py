@@ -17,7 +17,7 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,16 +25,15 @@ import numpy as np
 
 from kvstore.block.account import MissReason
 from kvstore.config import check_pieces
-from kvstore.core.levels import Levels
-from kvstore.core.promote import READS
+from kvstore.core.levels import READS, Levels
+from kvstore.core.nvme_recovery import NvmeRecovery
 from kvstore.core.rows.below import Lower
 from kvstore.core.rows.index import RowState
-from kvstore.core.table import BlockTable
-from tiering.clock import Clock
+from kvstore.core.shared import Shared
 from tiering.errors import BlockCorrupt, BlockMissing, EpochRetired, TierError, TierUnavailable
 from tiering.files import private_pages
-from tiering.frame import ALIGNMENT, HEADER_BYTES, MacKeys, Stamp, epoch_in, open_header, verify_payload
-from tiering.move_queue import Move, MoveQueue, Priority
+from tiering.frame import ALIGNMENT, HEADER_BYTES, Stamp, epoch_in, open_header, verify_payload
+from tiering.move_queue import Move, Priority
 from tiering.nvme.scrub import CheckResult, Scrub, ScrubLimits
 from tiering.nvme.slab import slab_name
 from tiering.nvme.tier import NvmeTier, Resident
@@ -90,27 +89,11 @@ class Scrubbing:
     """The scrubber of one store. The lock is the store's."""
 
     def __init__(
-        self,
-        blocks: BlockTable,
-        lower: Lower[NvmeTier],
-        levels: Levels,
-        queue: MoveQueue,
-        keys: MacKeys,
-        clock: Clock,
-        lock: threading.Lock,
-        limits: ScrubLimits,
-        is_loading: Callable[[], bool],
+        self, shared: Shared, lower: Lower[NvmeTier], levels: Levels, recovery: NvmeRecovery, limits: ScrubLimits
     ) -> None:
-        self._blocks = blocks
-        self._lower = lower
-        self._levels = levels
-        self._queue = queue
-        self._keys = keys
-        self._clock = clock
-        self._lock = lock
-        self._limits = limits
-        self._is_loading = is_loading
-        self._scrub = Scrub(lower.tier, limits, clock, lower.tier.session)
+        self._blocks, self._lower, self._levels, self._recovery = shared.blocks, lower, levels, recovery
+        self._keys, self._clock, self._lock, self._limits = shared.blocks.keys, shared.clock, shared.lock, limits
+        self._scrub = Scrub(lower.tier, limits, shared.clock, lower.tier.session)
         self._window: ReadWindow | None = None
         self._buffer = memoryview(b"")
         self._to_mend: dict[int, int] = {}  # row -> generation: lost on NVMe, good in DRAM
@@ -142,7 +125,7 @@ class Scrubbing:
 
     def step(self) -> float:
         """Do what is due; returns the seconds until more is due, unless the thread is woken earlier."""
-        if self._is_loading():
+        if self._recovery.is_recovering:
             return max(LOADING_LOOK_SECONDS, self._scrub.seconds_until_due())
         window = self._window
         if window is not None:
@@ -167,7 +150,7 @@ class Scrubbing:
     def _begin(self, frames: Sequence[Resident]) -> None:
         window = self._window = ReadWindow(deque(frames))
         wake = self._wake
-        window.move = self._queue.submit("scrub", READS, Priority.SCRUB, lambda: self._read(window))
+        window.move = self._levels.queue.submit("scrub", READS, Priority.SCRUB, lambda: self._read(window))
         window.move.then(lambda _: wake.set())
 
     def _end(self, window: ReadWindow) -> None:
@@ -199,7 +182,7 @@ class Scrubbing:
                 raise
             window.frames.popleft()
             self._scrub.visited(frame, verdict)
-            if window.frames and self._queue.depths()[Priority.WAITING]:
+            if window.frames and self._levels.queue.depths()[Priority.WAITING]:
                 window.made_way = True
                 return
 
@@ -221,7 +204,6 @@ class Scrubbing:
             return self._second_look(frame.place)
 
     def _second_look(self, place: int) -> CheckResult:
-        """A frame failed a check: it is damaged if it fails again and was not replaced meanwhile."""
         for _ in range(RECHECKS):
             with self._lock:
                 frame = next(iter(self._lower.tier.residents(place, place + 1, 0)), None)
@@ -256,14 +238,12 @@ class Scrubbing:
     # Damage --------------------------------------------------------------------------------------------------------
 
     def _quarantine(self, frame: Resident, aim: Aim, why: TierMiss = TierMiss.CORRUPT) -> bool:
-        """Quarantine a block on NVMe, if that very frame still stands there."""
-
         def stands() -> bool:
             if self.closing or self._lower.tier.residents(frame.place, frame.place + 1, 0) != [frame]:
                 return False
             return self._aim(frame) == aim
 
-        if not self._levels.promoter.quarantine_below(aim.row, stands, why):
+        if not self._levels.quarantine_below(aim.row, stands, why):
             return False
         with self._lock:
             if len(self._to_mend) < MENDS and self._is_lost(aim.row, aim.generation):
@@ -288,7 +268,6 @@ class Scrubbing:
         )
 
     def _mend(self) -> None:
-        """Write damaged blocks from DRAM again, each with its ancestors, which may be lost too."""
         if not self._to_mend or self._clock.monotonic_seconds() < self._next_mend:
             return
         index = self._blocks.index
@@ -322,19 +301,10 @@ class Scrubbing:
 
 class Retirement:
     """Removes blocks that retired epochs signed from every tier. Their rows stay, lost, so that their descendants are
-    found again once they are stored anew. The lock is the store's."""
+    found again once they are stored anew."""
 
-    def __init__(
-        self,
-        blocks: BlockTable,
-        levels: Levels | None,
-        lower: Lower[NvmeTier] | None,
-        lock: threading.Lock,
-        check_open: Callable[[], None],
-    ) -> None:
-        """check_open: raises if the store is closed; called under the lock."""
-        self._blocks, self._levels, self._lower, self._lock = blocks, levels, lower, lock
-        self._check_open = check_open
+    def __init__(self, shared: Shared, levels: Levels | None) -> None:
+        self._shared, self._blocks, self._lower, self._levels = shared, shared.blocks, shared.lower, levels
 
     def take_out(self, number: int, rows: Sequence[int], epochs: Container[tuple[bytes, int]]) -> list[int]:
         """Remove the blocks among these rows that such epochs signed. Returns rows to pass again: those pinned, being
@@ -347,8 +317,8 @@ class Retirement:
     def _piece(self, number: int, rows: Sequence[int], epochs: Container[tuple[bytes, int]]) -> list[int]:
         blocks, index = self._blocks, self._blocks.index
         left, below = [], []
-        with self._lock:
-            self._check_open()
+        with self._shared.lock:
+            self._shared.check_open()
             for row in rows:
                 if not index.is_row_of(row, number):
                     continue
@@ -374,7 +344,6 @@ class Retirement:
         return NO_PLACE not in places and any(epoch_in(dram.span_at(place).view) in epochs for place in places)
 
     def _is_refilled(self, row: int) -> bool:
-        """Whether a put is refilling a lost row, perhaps with frames that are signed already."""
         return self._blocks.index.state(row) is RowState.LOST and self._blocks.residency.place(row, 0) != NO_PLACE
 
     def _is_old(self, place: int, epochs: Container[tuple[bytes, int]]) -> bool:
@@ -394,7 +363,7 @@ class Retirement:
             is_same = index.state(row) is RowState.VISIBLE and index.key(row) == key
             return is_same and all(residency.place(row, part) == place for part, place in enumerate(places))
 
-        return self._levels.promoter.quarantine_below(row, stands, TierMiss.RETIRED)
+        return self._levels.quarantine_below(row, stands, TierMiss.RETIRED)
 
 
 def _drive(reference: weakref.ref[Scrubbing], wake: threading.Event) -> None:
@@ -419,16 +388,9 @@ class Adjustments:
     """What can be changed while a store serves: shares of the tenants that had some at the start, and the scrub rate.
     Thread-safe."""
 
-    def __init__(
-        self,
-        blocks: BlockTable,
-        lower: Lower[NvmeTier] | None,
-        lock: threading.Lock,
-        retained_fraction: float,
-        scrubbing: Scrubbing | None,
-    ) -> None:
-        self._blocks, self._lower, self._lock = blocks, lower, lock
-        self._retained_fraction, self._scrubbing = retained_fraction, scrubbing
+    def __init__(self, shared: Shared, scrubbing: Scrubbing | None) -> None:
+        self._blocks, self._lower, self._lock = shared.blocks, shared.lower, shared.lock
+        self._retained_fraction, self._scrubbing = shared.limits.retained_fraction, scrubbing
 
     def check_shares(self, shares: Mapping[str, Share]) -> None:
         """shares: by name. Raises `BadInput` if a guarantee is less than a piece of a tier."""

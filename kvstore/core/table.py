@@ -11,56 +11,35 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Generic
 
-from kvstore.block.about import pack_about, sealers_of, stamps_of
+import numpy as np
+
+from kvstore.block.about import sealers_of, stamps_of
 from kvstore.block.identity import Namespace, TenantKeys
-from kvstore.core.rows.below import BlocksBelow, DirtyBlocks, Lower
-from kvstore.core.rows.index import NO_ROW, PrefixIndex, RowState
-from kvstore.core.rows.reclaim import ExtentReclaim, givers
+from kvstore.core.rows.below import DirtyBlocks, Lower, Promotion, TierBelow
+from kvstore.core.rows.index import NO_ROW, Column, OpenedNamespace, PrefixIndex, RowState
+from kvstore.core.rows.reclaim import ExtentReclaim, SlabReclaim, givers
 from tiering.counts.tally import CAUSE_OF, CopyKind, EvictedTo, EvictionCause, Tally, TierName
 from tiering.dram.extents import Extent
 from tiering.dram.tier import DramTier
 from tiering.errors import BlockCorrupt
-from tiering.frame import HEADER_BYTES, KEY_BYTES, MacKeys, Sealer, Stamp, digest, epoch_in, open_header, verify_payload
+from tiering.frame import HEADER_BYTES, KEY_BYTES, MacKeys, digest, epoch_in, open_header, verify_payload
 from tiering.policies.admission import Admission
-from tiering.policies.shares import Shares
-from tiering.residency import ExtentRoom, LastUses, Residency
+from tiering.residency import LastUses, Residency
 from tiering.slots import FrameState
 from tiering.tier import NO_PLACE, LowerTier, SlotClass, TierMiss, extent_of, slot_of
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class OpenedNamespace:
-    """A namespace in this store: one slot class, stamp (of `stamps_of`) and sealer per part."""
-
-    number: int
-    tenant: bytes
-    namespace: Namespace
-    classes: tuple[SlotClass, ...]
-    stamps: tuple[Stamp, ...]
-    sealers: tuple[Sealer, ...]
-
-    @cached_property
-    def block_bytes(self) -> int:
-        """DRAM for one block: all its frames."""
-        return sum(slot_class.frame_bytes for slot_class in self.classes)
-
-    @property
-    def about(self) -> bytes:
-        """The record stored beside its blocks."""
-        return pack_about(self.namespace, [stamp.payload_bytes for stamp in self.stamps])
-
-
 Unsealed = tuple[int, bytes, int, int, Sequence[bytes]]
 """Row, key of the parent, blocks before it, generation, and the digests of its layer slices."""
 
 
-class BlockTable:
+class BlockTable(Generic[TierBelow]):
     """Which blocks exist, and where. Callers hold the store's lock."""
 
     def __init__(
@@ -69,50 +48,40 @@ class BlockTable:
         residency: Residency,
         dram: DramTier,
         keys: MacKeys,
-        lower: Lower[LowerTier] | None = None,
+        lower: Lower[TierBelow] | None = None,
         first_generation: Callable[[], int] = lambda: 1,
-        gone: Callable[[int, bytes], None] | None = None,
-        shares: Shares | None = None,
         seconds: Callable[[], float] | None = None,
     ) -> None:
-        """first_generation: a tenant's first one, above that of every existing frame. shares: of tenants, if any has
-        settings; policies are then by group. seconds: a clock for the ages of evicted blocks, or None.
-
-        gone: called with namespace number and prefix key of each block that NVMe gives up, before its frames go; it
-        runs under the lock and must not call the store. Blocks whose frames failed a check are not reported.
-        """
+        """keys: for MACs. first_generation: a tenant's first one, above that of every existing frame. seconds: a clock
+        for the ages of evicted blocks, or None."""
         self.index = index
         self.residency = residency
         self.dram = dram
         self.lower = lower
-        self.shares = shares
+        self.shares = index.shares
         self.spaces: list[OpenedNamespace] = []
         self.counters: Counter[str] = Counter()
         self.tally = Tally(seconds)
         self.last_uses = LastUses(seconds)
         self._rows = 0  # columns have room for so many
-        self._keys = keys
+        self.keys = keys
         self._first_generation = first_generation
         self._next_generations: dict[bytes, int] = {}  # by tenant
         self._newest: dict[bytes, TenantKeys] = {}  # by tenant, if an epoch began while this store was open
+        self.pinned_bytes = 0  # of blocks that leases, repairs and moves pin, each once
         self.demoting: set[int] = set()  # rows being demoted, with or without a place on NVMe
+        self.promoting: dict[int, Promotion] = {}  # by row
         self.dropping: set[int] = set()  # namespaces that are about to be dropped
         self.dirty = DirtyBlocks()
         self.unverified: set[int] = set()  # rows taken over from an earlier process, their frames not yet read
-        self.below: BlocksBelow | None = None
-        if lower is not None:
-            self.below = BlocksBelow(
-                lower,
-                index,
-                residency,
-                self.dirty,
-                self.spaces,
-                shares,
-                self.tally,
-                self.last_uses,
-                self.counters,
-                gone,
-            )
+        self.below = BlocksBelow(self, lower) if lower is not None else None
+
+    def pin(self, number: int, rows: Sequence[int]) -> None:
+        """Pin distinct blocks of a namespace. Leases, repairs and moves pin alike: one block may have all three."""
+        self.pinned_bytes += self.residency.pins.pin(rows) * self.spaces[number].block_bytes
+
+    def unpin(self, number: int, rows: Sequence[int]) -> None:
+        self.pinned_bytes -= self.residency.pins.unpin(rows) * self.spaces[number].block_bytes
 
     def add_space(self, keys: TenantKeys, namespace: Namespace, payload_bytes: Sequence[int]) -> OpenedNamespace:
         stamps = stamps_of(keys, namespace, payload_bytes)
@@ -124,8 +93,6 @@ class BlockTable:
         space = OpenedNamespace(self.index.add_namespace(keys.tenant), keys.tenant, namespace, classes, stamps, sealers)
         assert space.number == len(self.spaces)
         self.spaces.append(space)
-        if self.shares is not None:
-            self.shares.add_namespace(keys.tenant)
         return space
 
     def admit_by(self, admission: Admission) -> None:
@@ -260,7 +227,7 @@ class BlockTable:
         """
         groups = self.givers(number)
         below = self.lower.residency if self.lower is not None else None
-        choice = ExtentReclaim(number, self, below)
+        choice = ExtentReclaim(number, self.index, self.residency, below, self.dram, self.spaces)
         gone = self._evict(choice.own(self._worst_for(groups)), blocks)
         if gone or choice.giver is None:
             return gone
@@ -269,7 +236,6 @@ class BlockTable:
         return self._evict((row for row in self._worst_for(groups) if namespace_of(row) == giver), most)
 
     def _worst_for(self, groups: Sequence[int] | None) -> Iterator[int]:
-        """Evictable leaves, except those whose slots could not be reused yet."""
         residency, is_guarded = self.residency, self.dram.is_guarded
         rows = (row for row in residency.worst(groups) if not is_guarded(residency.place(row, 0)))
         if residency.holds:
@@ -279,17 +245,6 @@ class BlockTable:
     def _may_go(self, row: int) -> bool:
         """False for a quarantined block that leads to blocks which only NVMe has."""
         return self.is_below(row) or not self.index.children(row)
-
-    def offers_of(self, number: int, in_use: set[int]) -> list[tuple[int, ExtentRoom]]:
-        dram = self.dram
-        offers = [
-            (max(1, extent.slots.live + extent.slots.free - dram.free_slots(one)), extent)
-            for one in self.spaces[number].classes
-            for extent in dram.extents_of(one)
-            if extent.number not in in_use
-        ]
-        offers.reverse()  # at equal cost, the newest extent
-        return sorted(offers, key=lambda offer: -offer[0])
 
     def evict_own(self, blocks: int, number: int) -> int:
         """The same from one namespace's leaves only, even if others have worse ones."""
@@ -364,7 +319,7 @@ class BlockTable:
         space = self.spaces[self.index.namespace_of(row)]
         places = [place for part in range(len(space.classes)) if (place := self.residency.place(row, part)) != NO_PLACE]
         headers = [one.view for one in self.dram.spans_at(places)]
-        is_retired = any(self._keys.mac_key(space.tenant, *epoch_in(one)) == b"" for one in headers)
+        is_retired = any(self.keys.mac_key(space.tenant, *epoch_in(one)) == b"" for one in headers)
         if is_retired and self.residency.pins.counts[row] > (row in self.demoting):
             return True
         (self._free if is_retired else self.dram.quarantine)(self.residency.forget(row))
@@ -403,7 +358,7 @@ class BlockTable:
         view = self.dram.span_at(place).view
         raw = bytes(view[:HEADER_BYTES])
         try:
-            header = open_header(raw, self._keys)
+            header = open_header(raw, self.keys)
             verify_payload(header, view[HEADER_BYTES:])
         except BlockCorrupt:
             return False
@@ -488,13 +443,10 @@ class BlockTable:
                         return gone
         return gone
 
-    def check(self, pins: Mapping[int, int], demoting: Collection[int] = ()) -> None:
-        """Every invariant over the tables. pins: row -> how many leases, reservations and moves pin it.
-
-        demoting: rows that are being written to NVMe.
-        """
+    def check(self, pins: Mapping[int, int]) -> None:
+        """Every invariant over the tables. pins: row -> how many leases, reservations and moves pin it."""
         if self.below is not None:
-            self.below.check(demoting)
+            self.below.check()
         self.index.check()
         self.dram.check()
         self.residency.check()
@@ -524,7 +476,6 @@ class BlockTable:
                 assert self.residency.children(row) == children[row]
 
     def _check_frame(self, row: int, part: int, slot_class: SlotClass, parent_key: bytes | None) -> None:
-        """Invariants 3 and 6: the place is readable, it is this block's, and its header names it."""
         place = self.residency.place(row, part)
         extent = next(extent for extent in self.dram.all_extents(slot_class) if extent.number == extent_of(place))
         assert extent.slots.states[slot_of(place)] == FrameState.RESIDENT
@@ -532,7 +483,7 @@ class BlockTable:
         raw = bytes(self.dram.committed_span(place).view[:HEADER_BYTES])
         if digest(raw) != self.residency.header_digest(row, part):
             return  # damaged since: a reader's check, not an invariant, finds that
-        header = open_header(raw, self._keys)
+        header = open_header(raw, self.keys)
         assert header.prefix_key == self.index.key(row) and header.stamp.part == part
         assert header.block_index == self.index.depth(row)
         assert len(header.parent) == KEY_BYTES and (parent_key is None or header.parent == parent_key)
@@ -553,7 +504,6 @@ class BlockTable:
         dram.delete(written)
 
     def _leave(self, row: int) -> None:
-        """The block leaves DRAM and stays on NVMe."""
         self.residency.unlisted(row)
         self._child_went(self.index.parent(row))
 
@@ -575,3 +525,244 @@ class BlockTable:
         self.last_uses.grow_to(row)
         if self.lower is not None:
             self.lower.residency.grow_to(row)
+
+
+class BlocksBelow:
+    """The blocks on NVMe: each change of what it has goes through here, so that its tables agree with DRAM's."""
+
+    def __init__(self, blocks: BlockTable[LowerTier], lower: Lower[LowerTier]) -> None:
+        self._blocks, self._gone = blocks, lower.gone
+        self._tier, self._residency, self.admission = lower.tier, lower.residency, lower.admission
+        self._index, self._above, self._dirty, self._spaces = (
+            blocks.index,
+            blocks.residency,
+            blocks.dirty,
+            blocks.spaces,
+        )
+        self.is_loading = False  # blocks from before a restart are being recovered
+        self.all_known = True  # recovery is over: before that, a block on NVMe may lead to others not yet recovered
+        self.older: dict[tuple[int, bytes], list[int]] = {}
+        """Copies from before a restart that recovery left undecided: their places, by namespace and key."""
+
+    def has(self, row: int) -> bool:
+        """Whether NVMe has the block."""
+        return self._residency.is_listed(row)
+
+    def lacks(self, row: int) -> None:
+        """DRAM alone has the block from now on: it is dirty."""
+        self._dirty.came(row, self._spaces[self._index.namespace_of(row)].block_bytes)
+        if self.admission.chooses:
+            priority, ends_at = self._index.retention(row)
+            if priority > 0 or ends_at:
+                self._dirty.prioritize(row)
+
+    def would_keep(self, row: int) -> bool:
+        """Whether a block would be retained on NVMe."""
+        retention = self._residency.retention
+        return retention is not None and retention.has_room_for(row)
+
+    def is_to_be_kept(self, row: int) -> bool:
+        """Whether a block that DRAM alone holds is retained there, or would be retained on NVMe."""
+        retention = self._above.retention
+        return (retention is not None and retention.holds(row)) or self.would_keep(row)
+
+    # Down ----------------------------------------------------------------------------------------------------------
+
+    def make_place(self, number: int, rows: Sequence[int], claimed: list[list[int]] | None = None) -> list[list[int]]:
+        """Slots on NVMe for blocks that are about to be written, by part; every class must have as many free ones.
+
+        claimed: use these instead.
+        """
+        tier, residency = self._tier, self._residency
+        assert all(residency.place(row, 0) == NO_PLACE for row in rows), "a block has one place there"
+        columns = claimed or [tier.reserve(slot_class, len(rows)) for slot_class in self._spaces[number].classes]
+        assert all([len(places) == len(rows) for places in columns]), "asked for slots that are not there"
+        residency.reserved(rows, columns)
+        for row in rows:
+            self._came(row)
+        return columns
+
+    def demoted(self, number: int, rows: Sequence[int], generations: Sequence[int]) -> None:
+        """The frames are durable: NVMe has the blocks from now on, except those that were quarantined, and perhaps
+        refilled, meanwhile. generations: as of the start of the write."""
+        residency, index = self._residency, self._index
+        kept = []
+        for row, generation in zip(rows, generations, strict=True):
+            if index.state(row) is RowState.VISIBLE and self._above.generation(row) == generation:
+                residency.published(row, generation)
+                residency.listed(row)
+                self._dirty.discard(row)
+                kept.append(row)
+                self._end_older(number, index.key(row))
+            else:
+                self._forget(row)
+        # An ancestor must be the more recent one: else eviction takes the last block of every chain in turn.
+        followed = {index.parent(row) for row in kept}
+        for row in kept:
+            if row not in followed:
+                residency.policy.touched([one for one in index.chain(row) if residency.is_listed(one)])
+        for part in range(len(self._spaces[number].classes)):
+            self._tier.own(residency.places_of(kept, part), kept)
+        self._blocks.counters["demoted_blocks"] += len(kept)
+        self._blocks.tally.copied_bytes[CopyKind.DEMOTE] += len(kept) * self._spaces[number].block_bytes
+
+    def not_demoted(self, rows: Sequence[int]) -> None:
+        """The write failed: free their places on NVMe."""
+        for row in rows:
+            self._tier.abort(self._residency.forget(row))
+            self._went(row)
+
+    # Recovery ------------------------------------------------------------------------------------------------------
+
+    def loaded(self, rows: range, parents: Column, generations: Column, places: Sequence[Column]) -> None:
+        """New rows for blocks that were on NVMe before a restart, most recently used first."""
+        self._index.link(rows, parents)
+        self._residency.loaded(rows, parents, generations, places)
+        self.admission.found(rows)
+        for column in places:
+            self._tier.own_many(column, np.arange(rows.start, rows.stop))
+
+    def adopt(self, row: int, generation: int, places: Sequence[int]) -> None:
+        """A readable block was also found on NVMe, from before a restart."""
+        self._residency.reserved([row], [[place] for place in places])
+        self._came(row)
+        self._residency.published(row, generation)
+        self._residency.listed(row)
+        self._dirty.discard(row)
+        self._tier.own(places, [row] * len(places))
+
+    def give_up_unread(self, number: int, key: bytes) -> None:
+        """A block from before a restart goes with its ancestor, before it was recovered."""
+        self._gives_up(number, key)
+        self._blocks.tally.evicted(TierName.NVME, EvictedTo.NOTHING, None)
+        self._blocks.counters["nvme_evicted_blocks"] += 1
+        self._blocks.counters["evicted_blocks"] += 1
+
+    # Out -----------------------------------------------------------------------------------------------------------
+
+    def evict(self, blocks: int, number: int) -> tuple[int, list[list[int]]]:
+        """Evict a namespace's worst leaves on NVMe, up to that many, as long as they are the worst of all.
+
+        Other namespaces' worse blocks help only if a slab of theirs gets empty, since frames on NVMe do not move: the
+        slab that would be empty first goes, with the descendants of its blocks, and nothing else of theirs. Returns how
+        many blocks went, and the places of those of this namespace, by part: they are claimed for the new blocks.
+        """
+        assert self.all_known, "a block may lead to others that are not recovered yet"
+        claimed: list[list[int]] = [[] for _ in self._spaces[number].classes]
+        if blocks < 1:
+            return 0, claimed
+        groups = givers(self._index.shares, number, self._residency, self._tier)
+        choice = SlabReclaim(number, self._index, self._residency, self._tier, self._above)
+        gone = self._evict_own(self._while_worst(groups, choice), blocks, claimed)
+        if not gone:
+            gone = sum(self._evicted(row, claim=False) is not None for row in choice.blocks())
+        if gone:
+            return gone, claimed
+        rows = (row for row in self._residency.worst(groups) if self._index.namespace_of(row) == number)
+        return self._evict_own(rows, blocks, claimed), claimed
+
+    def _while_worst(self, groups: Sequence[int] | None, choice: SlabReclaim) -> Iterator[int]:
+        has_own = False
+        for row in self._residency.worst(groups):
+            if self._index.namespace_of(row) == choice.asker:
+                has_own = has_own or self._may_go(row)
+                yield row
+            elif has_own or choice.look_at(row):
+                return
+
+    def _evict_own(self, rows: Iterable[int], blocks: int, claimed: Sequence[list[int]]) -> int:
+        gone = 0
+        for row in rows:
+            places = self._evicted(row, claim=True)
+            if places is None:
+                continue
+            for column, place in zip(claimed, places, strict=True):
+                column.append(place)
+            gone += 1
+            if gone == blocks:
+                break
+        return gone
+
+    def _may_go(self, row: int) -> bool:
+        """False for a block that only NVMe has and that leads to blocks not on NVMe."""
+        return self._above.is_listed(row) or not self._index.children(row)
+
+    def _evicted(self, row: int, *, claim: bool) -> list[int] | None:
+        stays = self._above.is_listed(row)
+        if not self._may_go(row):
+            return None
+        places = self.leave(row, claim=claim)
+        self._blocks.counters["nvme_evicted_blocks"] += 1
+        to = EvictedTo.DRAM if stays else EvictedTo.NOTHING
+        self._blocks.tally.evicted(TierName.NVME, to, self._blocks.last_uses.idle_seconds(row))
+        if not stays:
+            self._index.remove(row, remember=True, stamp=self._blocks.tally.stamp(TierName.NVME))
+            self._blocks.counters["evicted_blocks"] += 1
+        return places
+
+    def quarantine(self, row: int, why: TierMiss = TierMiss.CORRUPT) -> None:
+        """A frame read from NVMe failed a check, or its epoch was retired, in which case its slots are free. Without a
+        copy in DRAM the row stays, lost."""
+        index, is_retired = self._index, why is TierMiss.RETIRED
+        (self._tier.delete if is_retired else self._tier.quarantine)(self._residency.forget(row))
+        self._residency.unlisted(row)
+        self._went(row)
+        if not self._above.is_listed(row):
+            index.mark_lost(row, why)
+            parent = index.parent(row)
+            if parent != NO_ROW:
+                self._above.child_came(parent)
+            self._above.listed(row)
+        elif index.state(row) is RowState.VISIBLE:
+            self.lacks(row)
+        self._blocks.counters["retired_blocks" if is_retired else "quarantined_blocks"] += 1
+        self._blocks.tally.quarantined[TierName.NVME] += not is_retired
+
+    def leave(self, row: int, *, claim: bool = False) -> list[int]:
+        """Give up NVMe's copy and report it; returns its places. claim: they are kept for the caller's blocks."""
+        self._gives_up(self._index.namespace_of(row), self._index.key(row))
+        return self._forget(row, claim=claim)
+
+    def _forget(self, row: int, *, claim: bool = False) -> list[int]:
+        places = self._residency.forget(row)
+        self._tier.delete(places, claim=claim)
+        self._residency.unlisted(row)
+        self._went(row)
+        return places
+
+    def _gives_up(self, number: int, key: bytes) -> None:
+        if self._gone is not None:
+            self._gone(number, key)
+        self._end_older(number, key)
+
+    def _end_older(self, number: int, key: bytes) -> None:
+        """A newer copy is durable, or was given up: the copy from before the restart must not come back."""
+        if self.older:
+            self._tier.delete(self.older.pop((number, key), []))
+
+    def _came(self, row: int) -> None:
+        parent = self._index.parent(row)
+        if parent != NO_ROW:
+            self._residency.child_came(parent)
+
+    def _went(self, row: int) -> None:
+        parent = self._index.parent(row)
+        if parent != NO_ROW:
+            self._residency.child_went(parent)
+
+    def check(self) -> None:
+        """Every invariant over the tables of NVMe."""
+        residency, index = self._residency, self._index
+        self._tier.check()
+        residency.check()
+        children: Counter[int] = Counter()
+        rows = [row for number in range(len(self._spaces)) for row in index.rows(number)]
+        for row in rows:
+            below = residency.is_listed(row)
+            assert not below or index.state(row) == RowState.VISIBLE
+            placed = residency.place(row, 0) != NO_PLACE
+            assert placed >= below and placed <= (below or row in self._blocks.demoting)
+            if placed:
+                children[index.parent(row)] += 1
+        for row in rows:
+            assert residency.children(row) == children[row]

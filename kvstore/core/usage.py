@@ -12,11 +12,10 @@ from operator import mul
 from kvstore.block.errors import BadInput
 from kvstore.block.identity import Namespace
 from kvstore.config import Limits
-from kvstore.core import Shared
 from kvstore.core.dram_recovery import Recovery
-from kvstore.core.leases import LeaseTable
 from kvstore.core.rows.below import Lower
 from kvstore.core.scrub import Scrubbing
+from kvstore.core.shared import LeaseTable, Shared
 from kvstore.core.table import BlockTable
 from kvstore.protocol.status import RecoveryStatus, TenantStatus, printable
 from tiering.counts.tally import TallyCounts
@@ -80,7 +79,7 @@ class StoreUsage:
     tally: TallyCounts | None = None
 
 
-def tenancy(blocks: BlockTable, names: Mapping[bytes, str]) -> list[TenantStatus]:
+def tenancy(blocks: BlockTable[NvmeTier], names: Mapping[bytes, str]) -> list[TenantStatus]:
     """Usage of these tenants, in order, under their names."""
     dram, lower, shares = blocks.dram, blocks.lower.tier if blocks.lower is not None else None, blocks.shares
     above, below = dram.held(), lower.held() if lower is not None else {}
@@ -114,7 +113,7 @@ def _retained(residency: Residency | None, shares: Shares | None, tenant: bytes)
     return retention.kept_bytes()[group], retention.budgets()[group]
 
 
-def occupancy(blocks: BlockTable) -> list[NamespaceUsage]:
+def occupancy(blocks: BlockTable[NvmeTier]) -> list[NamespaceUsage]:
     """Every namespace that was opened or found on disk, in the order of its number."""
     found = []
     tier = blocks.lower.tier if blocks.lower is not None else None
@@ -139,7 +138,7 @@ def occupancy(blocks: BlockTable) -> list[NamespaceUsage]:
     return found
 
 
-def kept_until(blocks: BlockTable, number: int, keys: Sequence[bytes]) -> float:
+def kept_until(blocks: BlockTable[NvmeTier], number: int, keys: Sequence[bytes]) -> float:
     """Until when a chain is retained: its last block's end, which comes first; 0 if it is not readable."""
     tiers = (blocks.residency, blocks.lower.residency if blocks.lower is not None else None)
     kept = [one.retention for one in tiers if one is not None and one.retention is not None]
@@ -151,7 +150,7 @@ def retained_budget(residency: Residency) -> int:
 
 
 def check_fits(
-    blocks: BlockTable,
+    blocks: BlockTable[NvmeTier],
     lower: Lower[NvmeTier] | None,
     limits: Limits,
     tenant: bytes,
@@ -200,7 +199,7 @@ class UsageReports:
     def __init__(
         self,
         shared: Shared,
-        blocks: BlockTable,
+        blocks: BlockTable[NvmeTier],
         lower: Lower[NvmeTier] | None,
         leases: LeaseTable,
         reservations: Sized,
@@ -226,7 +225,7 @@ class UsageReports:
                 blocks=0 if self._shared.closed else self._blocks.index.visible_blocks(),
                 leases=len(self._leases),
                 reservations=len(self._reservations),
-                pinned_bytes=self._leases.pinned_bytes,
+                pinned_bytes=self._blocks.pinned_bytes,
                 counters=dict(self._blocks.counters) | (scrub.counters if scrub is not None else {}),
                 scrub=scrub,
                 guarded_bytes=self._blocks.dram.guarded_bytes(),

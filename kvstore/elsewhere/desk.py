@@ -1,4 +1,4 @@
-"""Connects engines' queries for blocks that are elsewhere with couriers: `Elsewhere` of a sidecar.
+"""Connects engines' queries for blocks that are elsewhere with couriers: the `Parking` of a sidecar that has some.
 
     engine    Locate, Await(located)     parked, in no thread
     courier   Questions, Reserve, Adopt, and the queries by which any client looks up and reads
@@ -13,11 +13,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
-from math import inf
-from typing import Any
 
 import msgspec
 
@@ -43,7 +41,7 @@ from kvstore.protocol.hand_off_ticket import HandOff, hand_off_in
 from kvstore.protocol.replies import ReserveReply
 from kvstore.protocol.status import ElsewhereStatus, SourceStatus, printable
 from kvstore.service.dispatch import Handlers
-from kvstore.service.parked import LeftElsewhere, ParkedLocate, Response
+from kvstore.service.parked import LeftElsewhere, Parked, ParkedLocate, Parking, Response
 from kvstore.service.sessions import COURIERS, ClientState, Sessions
 from tiering.counts.awaits import MAX_AWAIT_SECONDS, AwaitEnd, ParkedAwait
 from tiering.faults import RateLimitedLog
@@ -70,8 +68,10 @@ def desk_of(store: EmbeddedStore, sessions: Sessions, handlers: Handlers, peers_
     return CourierDesk(store.core, sessions, handlers, keys_of, peers_door)
 
 
-class CourierDesk:
+class CourierDesk(Parking):
     """Of one sidecar. Thread-safe."""
+
+    has_couriers = True
 
     def __init__(
         self,
@@ -82,7 +82,8 @@ class CourierDesk:
         door: str = "",
     ) -> None:
         """tenant_keys: by a tenant's name; raises `StoreError` without any. door: the address for other nodes."""
-        self._store, self._sessions, self._handlers = store, sessions, handlers
+        super().__init__(store)
+        self._sessions, self._handlers = sessions, handlers
         self._tenant_keys = tenant_keys
         self._clock = store.clock
         self._lock = threading.Lock()
@@ -96,39 +97,20 @@ class CourierDesk:
         self._refusals: Counter[AdoptFault] = Counter()
         self._logged = RateLimitedLog(_log, self._clock)
         self.told = FiguresTold(self._clock)
-        made: list[FetchedBlocks] = []
-
-        def make(*shared: Any) -> FetchedBlocks:
-            made.append(FetchedBlocks(*shared))
-            return made[0]
-
-        store.fetch_with(make)
-        self.fetched = made[0]
-        self.fetched.door, self.fetched.is_served = door, self.is_served
-        shared = handlers.shared(
-            m.OpenNamespace,
-            m.Namespaces,
-            m.MatchPrefix,
-            m.LeasePrefix,
-            m.Release,
-            m.Extents,
-            m.Abort,
-            m.Changes,
-            m.Ping,
-        )
-        self.verbs: Mapping[type, Callable[[ClientState, Any], Response | m.Answer]] = {
-            **shared,
+        self.fetched = store.fetched = FetchedBlocks(store, self, door)
+        verbs = m.OpenNamespace, m.Namespaces, m.MatchPrefix, m.LeasePrefix, m.Release, m.Extents, m.Abort, m.Changes
+        self.verbs = {
+            **handlers.shared(*verbs, m.Ping),
             m.Reserve: self._reserve,
             m.Adopt: self._adopt,
             m.Questions: self._questions,
             m.Holdings: self._holdings,
         }
-        handlers.parking.elsewhere = self
+        handlers.parking = self
 
     # Couriers --------------------------------------------------------------------------------------------------------
 
     def greet(self, hello: m.Hello) -> tuple[ClientState | None, m.Answer]:
-        """A courier's hello: its client state from now on, or why it is refused."""
         if hello.newest < m.LOCATE_VERSION:
             return None, m.Failed(m.RequestFault.VERSION, f"couriers speak version {m.LOCATE_VERSION} or a later one")
         if not hello.tenant:
@@ -144,7 +126,6 @@ class CourierDesk:
         return self._handlers.greet(keys, hello, is_courier=True)
 
     def is_served(self, tenant: bytes) -> bool:
-        """Whether a tenant has a courier that takes questions."""
         with self._lock:
             book = self._books.get(tenant)
             return book is not None and book.courier is not None
@@ -184,7 +165,6 @@ class CourierDesk:
             raise BadInput(f"nothing of this was adopted: {error}") from None
 
     def _adopted(self, caller: ClientState, verb: m.Adopt) -> int:
-        """How many blocks of the reservation are adopted in all parts. Raises `HeaderRefused`."""
         progress, count = caller.reservations.get(verb.reservation), len(verb.headers)
         if progress is None:
             raise HeaderRefused(AdoptFault.RESERVATION, 0, "no reservation of that number is this connection's")
@@ -264,7 +244,6 @@ class CourierDesk:
     def _whence(
         self, caller: ClientState, number: int, verb: m.Locate
     ) -> tuple[str, bytes, bytes] | tuple[()] | m.TicketOpened:
-        """The node that a ticket names; empty without one, or if it is this node."""
         if not verb.ticket:
             return ()
         identity, space = Identity.of(caller.keys, self._store.node), self._store.namespace_of(number)
@@ -277,6 +256,8 @@ class CourierDesk:
     def park(
         self, caller: ClientState, number: int, verb: m.Await, tell: Callable[[ParkedAwait], object]
     ) -> ParkedAwait | Response:
+        if not verb.located:
+            return super().park(caller, number, verb, tell)
         tenant = caller.keys.tenant
         with self._lock:
             book = self._books.get(tenant)
@@ -330,19 +311,24 @@ class CourierDesk:
             return Response(m.Awaited(blocks, AwaitEnd.READABLE))
         return Response(m.Awaited(blocks, AwaitEnd.SHORT, MissReason.STALE_HINT, detail))
 
-    def awaited(self, one: ParkedAwait, answer: m.Awaited) -> m.Awaited:
+    def awaited(self, one: Parked) -> Response:
+        """With what is known about the fetch's end."""
+        if isinstance(one, ParkedLocate):
+            assert one.answer is not None
+            return Response(one.answer)
+        answer = self._store.awaited(one)
         if not isinstance(one.fetch, OpenQuestion) or answer.end is AwaitEnd.READABLE:
-            return answer
+            return Response(answer)
         found = one.fetch.answer
         if found is None:
             reason = MissReason.DEADLINE if answer.end is AwaitEnd.DEADLINE else None
-            return msgspec.structs.replace(answer, reason=reason)
-        return msgspec.structs.replace(
-            answer, reason=found.reason or MissReason.STALE_HINT, detail=printable(found.detail)
-        )
+            return Response(msgspec.structs.replace(answer, reason=reason))
+        reason, detail = found.reason or MissReason.STALE_HINT, printable(found.detail)
+        return Response(msgspec.structs.replace(answer, reason=reason, detail=detail))
 
-    def cancel(self, ones: Iterable[ParkedLocate]) -> None:
-        wanted = set(ones)
+    def cancel(self, ones: Sequence[Parked]) -> None:
+        super().cancel(ones)
+        wanted = {one for one in ones if isinstance(one, ParkedLocate)}
         if not wanted:
             return
         with self._lock:
@@ -361,11 +347,12 @@ class CourierDesk:
     @property
     def due_at(self) -> float:
         try:
-            return self._due[0][0]
+            return min(super().due_at, self._due[0][0])
         except IndexError:
-            return inf
+            return super().due_at
 
     def expire(self) -> None:
+        super().expire()
         now, late = self._clock.monotonic_seconds(), []
         with self._lock:
             tenants = set()
@@ -403,8 +390,7 @@ class CourierDesk:
     # Giving up -------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def forgetting(self, tenant: bytes, digest: bytes) -> Iterator[LeftElsewhere]:
-        """As `Elsewhere.forgetting`."""
+    def forgetting(self, tenant: bytes, digest: bytes = b"") -> Iterator[LeftElsewhere]:
         name, left = (tenant, digest), LeftElsewhere()
         with self._lock:
             self._dropping[name] += 1
@@ -480,7 +466,6 @@ class CourierDesk:
     # Facts -----------------------------------------------------------------------------------------------------------
 
     def reasons(self) -> list[str]:
-        """Why less is served than is stored elsewhere, a line each."""
         with self._lock:
             seconds = self._clock.monotonic_seconds() - self._alone_since if not self._books else 0.0
         if seconds > GRACE_SECONDS:

@@ -10,23 +10,22 @@ that was evicted and stored anew is not marked. "Under the lock" means the store
 
 from __future__ import annotations
 
-import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from itertools import islice
 from math import inf
 from typing import NamedTuple
 
 from kvstore.block.account import HitTier
-from kvstore.core.collective import ReservationRecord
-from kvstore.core.leases import LeaseTable, join_runs
+from kvstore.core.leases import join_runs
 from kvstore.core.rows.index import RowState, TierRuns
-from kvstore.core.table import BlockTable
+from kvstore.core.shared import Fetched
+from kvstore.core.store import Store
 from kvstore.elsewhere.adoption import WantedFrame
 from kvstore.protocol.courier import ReadableBlock
-from tiering.clock import Clock
+from kvstore.service.parked import Parking
 from tiering.counts.changes import BlockPlace
-from tiering.frame import MacKeys, Stamp
+from tiering.frame import Stamp
 
 KEPT_SECONDS = 1.0
 """How long a fetched block is pinned for the engine that waits for it."""
@@ -43,34 +42,21 @@ class _Mark(NamedTuple):
     tier: HitTier
 
 
-class FetchedBlocks:
-    """Of one store: its `Fetched`. Thread-safe."""
+class FetchedBlocks(Fetched):
+    """Of one store with couriers. Thread-safe."""
 
-    def __init__(
-        self,
-        blocks: BlockTable,
-        clock: Clock,
-        lock: threading.Lock,
-        pin: Callable[[int, Sequence[int]], None],
-        unpin: Callable[[int, Sequence[int]], None],
-        reservations: Mapping[int, ReservationRecord],
-        leases: LeaseTable,
-        keys: MacKeys,
-    ) -> None:
-        """The store's parts. pin, unpin: rows of a namespace. keys: for header MACs."""
-        self.keys, self.door = keys, ""
-        self.is_served: Callable[[bytes], bool] = lambda tenant: False
-        self._blocks, self._clock, self._lock = blocks, clock, lock
-        self._pin, self._unpin = pin, unpin
-        self._reservations, self._leases = reservations, leases
+    def __init__(self, store: Store, parking: Parking, door: str = "") -> None:
+        """parking: knows whose couriers are there. door: the address for other nodes."""
+        self.keys, self.door = store.blocks.keys, door
+        self._parking = parking
+        self._blocks, self._clock, self._lock = store.blocks, store.clock, store.lock
+        self._reservations, self._leases = store.reservations, store.leases
         self._pins: OrderedDict[int, tuple[int, float]] = (
             OrderedDict()
         )  # row > namespace, until; the first to end first
         self._marks: OrderedDict[int, _Mark] = OrderedDict()
         self._pinned_bytes = 0
         self._tenants: Counter[bytes] = Counter()  # pinned bytes, by tenant
-        self.due_at = inf
-        """When the first pin ends; may be read without the lock."""
         self.adopted = Counter[HitTier]()
         """Blocks since the start, by origin."""
         self.gave_way = 0
@@ -78,18 +64,19 @@ class FetchedBlocks:
 
     # Under the lock: called by the store -----------------------------------------------------------------------------
 
+    def is_served(self, tenant: bytes) -> bool:
+        return self._parking.is_served(tenant)
+
     @property
     def is_any_marked(self) -> bool:
         return bool(self._marks)
 
     @property
     def has_slots(self) -> bool:
-        """Whether couriers hold slots that are not filled yet."""
         return any(one.is_fetched for one in self._reservations.values())
 
     def room(self, number: int, tenants: int) -> int:
-        """How many more blocks of a namespace couriers may reserve. If several tenants have couriers, each takes at
-        most half of what is left."""
+        """As `Fetched.room`: if several tenants have couriers, each takes at most half of what is left."""
         left = int(SHARE_OF_DRAM * self._blocks.dram.budget_bytes) - self._pinned_bytes
         mine, tenant = 0, self._blocks.spaces[number].tenant
         for one in self._reservations.values():
@@ -106,11 +93,10 @@ class FetchedBlocks:
         return max(0, left) // self._blocks.spaces[number].block_bytes
 
     def came(self, number: int, rows: Sequence[int], tier: HitTier) -> None:
-        """Adopted blocks became readable."""
         until = self._clock.monotonic_seconds() + KEPT_SECONDS
         generation = self._blocks.residency.generation
         fresh = [row for row in rows if row not in self._pins]
-        self._pin(number, fresh)
+        self._blocks.pin(number, fresh)
         self._count(number, len(fresh))
         for row in rows:
             self._pins[row] = number, until
@@ -123,27 +109,22 @@ class FetchedBlocks:
         self.adopted[tier] += len(rows)
 
     def expire(self) -> None:
-        """Unpin blocks whose time is over."""
         now = self._clock.monotonic_seconds()
         while self._pins and next(iter(self._pins.values()))[1] <= now:
             self._let_go([next(iter(self._pins))])
 
     def give_way(self) -> bool:
-        """An engine lacks room: unpin some blocks, the oldest first; False if there are none."""
         some = list(islice(self._pins, GIVES_WAY_AT_ONCE))
         self._let_go(some)
         self.gave_way += len(some)
         return bool(some)
 
     def forget(self, number: int) -> None:
-        """A namespace is dropped."""
         self._let_go([row for row, (of, _) in self._pins.items() if of == number])
         for row in [row for row, mark in self._marks.items() if mark.number == number]:
             del self._marks[row]
 
     def tiers(self, rows: Sequence[int], runs: TierRuns) -> TierRuns:
-        """The tiers in which blocks were found; a block from elsewhere that no lease has had yet counts for its
-        origin."""
         if self._marks.keys().isdisjoint(rows):
             return runs
         found: list[tuple[HitTier, int]] = []
@@ -156,7 +137,6 @@ class FetchedBlocks:
         return tuple(found)
 
     def pinned(self) -> list[int]:
-        """All pinned rows; for `Store.check`."""
         for row, (number, _) in self._pins.items():
             assert self._blocks.index.is_row_of(row, number), "what is pinned is there"
         assert self._pinned_bytes == sum(self._blocks.spaces[number].block_bytes for number, _ in self._pins.values())
@@ -225,7 +205,7 @@ class FetchedBlocks:
     def _let_go(self, rows: Collection[int]) -> None:
         for row in rows:
             number, _ = self._pins.pop(row)
-            self._unpin(number, [row])
+            self._blocks.unpin(number, [row])
             self._count(number, -1)
         self._next_due()
 

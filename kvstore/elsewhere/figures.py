@@ -57,7 +57,6 @@ class FiguresTold:
 
 
 def _cleaned(figures: c.CourierFigures) -> c.CourierFigures:
-    """All texts printable, and all numbers finite."""
     sources = [
         c.SourceFigures(
             printable(one.kind),

@@ -16,8 +16,7 @@ from math import isinf
 from typing import Any, get_args
 
 from kvstore.block.account import HitTier, MissReason
-from kvstore.core.levels import WRITES
-from kvstore.core.promote import READS
+from kvstore.core.levels import READS, WRITES
 from kvstore.core.usage import StoreUsage
 from kvstore.insight.whatif import WhatIf, WhatIfSnapshot
 from kvstore.metrics.catalogue import METRICS, PREFIX
@@ -26,8 +25,9 @@ from kvstore.node import EmbeddedStore
 from kvstore.protocol import messages as m
 from kvstore.protocol.status import ID_DIGITS, ElsewhereStatus, Readiness, printable
 from kvstore.service.accounting import AccountingCounts, Counting, DoorCounts, OfferedTokens, Outcome
-from kvstore.service.admin import Couriers, all_tiers_budget_bytes
+from kvstore.service.admin import all_tiers_budget_bytes
 from kvstore.service.local_door import LocalDoor
+from kvstore.service.parked import Parking
 from kvstore.service.sessions import Sessions
 from kvstore.service.told import ToldRequests
 from tiering.counts.awaits import AwaitCounts
@@ -69,7 +69,7 @@ class Metrics:
         whatif: WhatIf,
         told: ToldRequests,
         warnings: Callable[[], list[str]] = lambda: [],
-        couriers: Couriers | None = None,
+        couriers: Parking | None = None,
     ) -> None:
         """state: the sidecar's state. version: of the program. whatif: estimates other sizes. told: engines' reports of
         what hits saved. warnings: for the operator. couriers: where they are configured."""
@@ -98,6 +98,7 @@ class Metrics:
 
     def samples(self) -> Mapping[str, Samples]:
         """By the family's name, then by the values of its labels. Unknown values are left out."""
+        couriers = self._couriers.status() if self._couriers is not None else None
         counts, usage, door = self._counting.counts(), self._store.usage(), self._door.counts()
         found: dict[str, dict[LabelValues, Any]] = {}
         for name, samples in chain(
@@ -110,7 +111,7 @@ class Metrics:
             _savings(self._told),
             _awaits(self._store.core.awaits.counts()),
             _what_if(self._whatif.snapshot(all_tiers_budget_bytes(usage))),
-            _elsewhere(self._couriers.status()) if self._couriers is not None else (),
+            _elsewhere(couriers) if couriers is not None else (),
         ):
             found[f"{PREFIX}{name}"] = dict(samples)
         state = self._state()

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
 from math import isinf
-from typing import Protocol
 
 from kvstore.block.errors import BadInput, StoreClosed, StoreError
 from kvstore.config import DEFAULT_POLICY, checked_policy
@@ -27,7 +26,6 @@ from kvstore.protocol import messages as m
 from kvstore.protocol.status import (
     ID_DIGITS,
     AwaitStatus,
-    ElsewhereStatus,
     KeyStatus,
     NamespaceStatus,
     SessionStatus,
@@ -45,8 +43,8 @@ from kvstore.service.accounting import Counting, NamespaceCounts, looked
 from kvstore.service.connections import AdminCaller
 from kvstore.service.dispatch import version_in_common
 from kvstore.service.local_door import LocalDoor
-from kvstore.service.parked import Elsewhere, LeftElsewhere, Response
-from kvstore.service.sessions import ClientState, Sessions
+from kvstore.service.parked import LeftElsewhere, Parking, Response
+from kvstore.service.sessions import Sessions
 from kvstore.service.settings import StoreSettings
 from kvstore.service.told import ToldRequests
 from tiering.clock import Clock
@@ -60,20 +58,6 @@ FRESH_SECONDS = 0.5
 """All observers get the same status for this long, so that polling costs engines nothing."""
 _FACTS = frozenset(SidecarStatus.__struct_fields__)
 _STATES = ("used", "free", "reserved", "deleting", "quarantined", "zombie")
-
-
-class Couriers(Elsewhere, Protocol):
-    """The couriers' status and greeting; see `kvstore.elsewhere`."""
-
-    def greet(self, hello: m.Hello) -> tuple[ClientState | None, m.Answer]:
-        """A courier's hello: the tenant it works for, or why it is refused."""
-        ...
-
-    def reasons(self) -> list[str]:
-        """Why less is served than is stored elsewhere, a line each."""
-        ...
-
-    def status(self) -> ElsewhereStatus: ...
 
 
 class Admin:
@@ -97,7 +81,7 @@ class Admin:
         told: ToldRequests | None = None,
         prefixes: PrefixBook | None = None,
         warnings: Callable[[], list[str]] = lambda: [],
-        couriers: Couriers | None = None,
+        couriers: Parking | None = None,
     ) -> None:
         """run: names this run of the sidecar. state: returns its state, in a word. chosen: the store's settings.
         reasons: why it serves less than it has; by default, the store's own faults. why_not_policy: why the default

@@ -1,5 +1,5 @@
 """Connections of the API sockets: what was read of each and not served, and answered and not sent; and the threads that
-some of their requests wait for (`DoorThreads`).
+some of their requests wait for (`DoorThreads`), or that none of them waits for (`DoorAwaits`).
 
 Each has a token bucket, filled at the configured rate; every request takes some out. Tenants are served least-served
 first, and of a tenant's connections the one with the fewest recent requests.
@@ -11,7 +11,7 @@ import math
 import os
 import socket
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,11 +24,12 @@ from kvstore.protocol import messages as m
 from kvstore.service import descriptors
 from kvstore.service.accounting import Line, Lines, ServiceShare, Turns
 from kvstore.service.descriptors import TenantUnread, Unread
-from kvstore.service.parked import Parked, Response
+from kvstore.service.dispatch import Handlers
+from kvstore.service.parked import Parked, ParkedLocate, Parking, Response
 from kvstore.service.sessions import ClientState
 from tiering.clock import Clock
 from tiering.counts.histogram import Waits
-from tiering.faults import DOOR_THREADS, FaultReports, kind_of
+from tiering.faults import DOOR_THREADS, FaultReports, RateLimitedLog, kind_of
 
 _READ_BYTES = 256 << 10
 COST_BYTES = 2 << 10
@@ -39,6 +40,8 @@ LARGE_BYTES_PER_SECOND, LARGE_BURST_BYTES = 1 << 20, 32 << 20
 """The rate of such messages for one connection, and how much it may save up: thirty prompts of a million tokens in
 blocks of 64. They have their own bucket, since short messages behind them would otherwise wait until they are paid.
 Decoding one holds the interpreter for up to 3 ms: their rate bounds what other clients wait."""
+AWAITS_SECONDS = 0.00025
+"""How long the door's thread answers ended awaits before it takes messages again."""
 LATELY_SECONDS = 10.0
 """Requests of this age count for a third of present ones when connections of a tenant are ranked."""
 
@@ -67,9 +70,8 @@ class DoorLimits:
     sweep_seconds: float = 0.05
 
 
-CourierGreeting = Callable[[m.Hello], "tuple[ClientState | None, m.Answer]"]
-"""Answers a courier's hello: the client state it works under, or why it is refused."""
 ADMIN_CONNECTIONS, COURIER_CONNECTIONS = 8, 256
+ADMIN_THREADS = 4
 COURIER_BYTES_PER_SECOND = 64 << 20
 """The rate for one courier, whose large messages are headers that are used undecoded."""
 
@@ -107,25 +109,23 @@ class Listener:
         tenant: TenantKeys | None,
         users: Collection[int] | None,
         renew: Callable[[], TenantKeys] | None = None,
-        admin: AdminVerbs | None = None,
-        turns: Turns | None = None,
-        large_turns: Turns | None = None,
-        pool: ThreadPoolExecutor | None = None,
-        greet: CourierGreeting | None = None,
+        host: AdminVerbs | Parking | None = None,
+        turns: tuple[Turns, Turns] | None = None,
     ) -> None:
-        """turns, large_turns: at the two threads, shared by all listeners. greet: for couriers."""
-        self.greet, self.most = greet, ADMIN_CONNECTIONS if greet is None else COURIER_CONNECTIONS
-        self.large_rate = LARGE_BYTES_PER_SECOND if greet is None else COURIER_BYTES_PER_SECOND
+        """host: greets the clients of a socket that belongs to no tenant: the operator's, the observers', or couriers'.
+        turns: at the two threads, shared by all listeners."""
+        self.couriers = host if isinstance(host, Parking) else None
+        self.admin = host if not isinstance(host, Parking) else None
+        self.most = ADMIN_CONNECTIONS if self.couriers is None else COURIER_CONNECTIONS
+        self.large_rate = LARGE_BYTES_PER_SECOND if self.couriers is None else COURIER_BYTES_PER_SECOND
         self.path = path
         self.socket = sock
         self.tenant = tenant
         self.users = users
         self.renew = renew
-        self.admin = admin
-        self.is_operator = admin is not None and admin.is_operator
-        self.pool = pool
-        self.share = ServiceShare(turns or Turns())
-        self.large_share = ServiceShare(large_turns or Turns())
+        self.is_operator = self.admin is not None and self.admin.is_operator
+        self.pool = ThreadPoolExecutor(ADMIN_THREADS, "kv-door-admin") if host is not None else None
+        self.share, self.large_share = map(ServiceShare, turns or (Turns(), Turns()))
         self.line: Line[QueuedRequest] = Line()
         self.long_line: Line[QueuedRequest] = Line()
         self._full_at = self._large_full_at = -math.inf
@@ -143,16 +143,14 @@ class Listener:
                 return m.failed(m.RequestFault.CLOSED, str(error))
         return self.tenant
 
-    def greeted(
-        self, hello: m.Hello, greet: Callable[[TenantKeys, m.Hello], tuple[ClientState | None, m.Answer]]
-    ) -> tuple[ClientState | AdminCaller | None, m.Answer]:
-        """Answer a hello: who the client is, or why it is refused. greet: answers a tenant's. Raises `StoreError`."""
+    def greeted(self, hello: m.Hello, handlers: Handlers) -> tuple[ClientState | AdminCaller | None, m.Answer]:
+        """Answer a hello: who the client is, or why it is refused. Raises `StoreError`."""
         if self.admin is not None:
             return self.admin.greet(hello)
-        if self.greet is not None:
-            return self.greet(hello)
+        if self.couriers is not None:
+            return self.couriers.greet(hello)
         tenant = self.tenant_keys()
-        return (None, tenant) if isinstance(tenant, m.Failed) else greet(tenant, hello)
+        return (None, tenant) if isinstance(tenant, m.Failed) else handlers.greet(tenant, hello)
 
     def buckets(self, limits: DoorLimits, now: float) -> tuple[float, float]:
         """A new connection's bucket: as full as the emptiest bucket of closed connections would be by now, so that a
@@ -344,12 +342,44 @@ class Connection:
         self.unsent.clear()
         self.listener.unread.ended(self.unread)
 
+    def serve(self, handlers: Handlers, verb: m.Verb) -> Response:
+        """Serve a request of its client. Raises `StoreError` where there are no keys for it."""
+        caller = self.caller
+        if isinstance(verb, m.Hello):
+            self.caller, answer = self.listener.greeted(verb, handlers)
+            return Response(answer)
+        if self.admin is not None:
+            return self.admin.serve(verb)
+        assert isinstance(caller, ClientState)
+        return handlers.serve(caller, verb)
+
+    def attempt(self, log: RateLimitedLog, what: str, work: Callable[[], object]) -> bool:
+        """Do what concerns this connection alone; False for a fault, which is logged, one line a client."""
+        path = self.listener.path
+        return attempt(log, work, str(path), "%s; socket %s", what, path)
+
     def _close(self) -> None:
         if self._may_hold_descriptors:
             self.listener.closer.close(self.socket)
         else:
             with suppress(OSError):
                 self.socket.close()
+
+
+def attempt(log: RateLimitedLog, work: Callable[[], object], kind: str, message: str, *args: object) -> bool:
+    """The guard of the door's threads, which serve all clients: do it; False for a fault, which is logged."""
+    try:
+        work()
+    except Exception as error:
+        log.error(kind, message, *args, error=error)
+        return False
+    return True
+
+
+def wake(waker: socket.socket) -> None:
+    """Wake the door's thread, which reads from the other end. waker: does not block."""
+    with suppress(BlockingIOError):  # the thread has not read the last ones
+        waker.send(b"x")
 
 
 def read_request(asked: QueuedRequest) -> None:
@@ -374,22 +404,19 @@ class DoorThreads:
 
     def __init__(
         self,
+        handlers: Handlers,
         clock: Clock,
         limits: DoorLimits,
         faults: FaultReports,
-        done: deque[QueuedRequest],
-        wake: Callable[[], None],
-        serve: Callable[[Connection, m.Verb], Response],
-        is_done: Callable[[Connection, str, Callable[[], None]], bool],
+        log: RateLimitedLog,
+        waker: socket.socket,
     ) -> None:
-        """done: gets requests that were served, or decoded; then `wake` is called. serve: serves a connection's
-        request; raises `StoreError` where there are no keys for it. is_done: does the work of one connection; False for
-        a fault, which it logs."""
+        """waker: as for `wake`."""
         self.limits = limits
         self.is_closing = False
-        self._clock, self._faults = clock, faults
-        self._done, self._wake = done, wake
-        self._serve_verb, self._is_done = serve, is_done
+        self.done: deque[QueuedRequest] = deque()
+        """Gets requests that were served, or decoded; then the door's thread is woken."""
+        self._handlers, self._clock, self._faults, self._log, self._waker = handlers, clock, faults, log, waker
         self._pool = ThreadPoolExecutor(limits.threads, "kv-door")
         self._large_pool = ThreadPoolExecutor(1, "kv-door-large")
         self._long_pool = ThreadPoolExecutor(limits.long_threads, "kv-door-long")
@@ -538,8 +565,8 @@ class DoorThreads:
 
     def _say_busy(self, asked: QueuedRequest) -> None:
         asked.served = Response(m.Failed(m.RequestFault.BUSY, "no thread is free"))
-        self._done.append(asked)
-        self._wake()
+        self.done.append(asked)
+        wake(self._waker)
 
     # In a thread of a pool -------------------------------------------------------------------------------------------
 
@@ -561,15 +588,117 @@ class DoorThreads:
 
         def serve() -> None:
             try:
-                asked.served = self._serve_verb(asked.connection, verb)
+                asked.served = asked.connection.serve(self._handlers, verb)
             except StoreError as error:  # no keys for him
                 asked.served = Response(m.failed(m.RequestFault.BUSY, str(error)))
 
         self._finish(asked, m.RequestFault.BUSY, "a request could not be served", serve)
 
     def _finish(self, asked: QueuedRequest, fault: m.RequestFault, what: str, work: Callable[[], None]) -> None:
-        """Do it, and hand the outcome to the door's thread; a fault of the work is the answer."""
-        if not self._is_done(asked.connection, what, work):
+        if not asked.connection.attempt(self._log, what, work):
             asked.served = Response(m.Failed(fault, "a fault of the sidecar; it is in its log"))
-        self._done.append(asked)
-        self._wake()
+        self.done.append(asked)
+        wake(self._waker)
+
+
+class DoorAwaits:
+    """The awaits of all connections. Only the socket's thread calls it, except `_told`. The least-served tenant is
+    answered first, and pays as for a message."""
+
+    def __init__(self, handlers: Handlers, clock: Clock, waker: socket.socket) -> None:
+        """waker: as for `wake`."""
+        self._handlers, self._clock, self._waker = handlers, clock, waker
+        self.parked: dict[Parked, tuple[Connection, int]] = {}
+        self._over: deque[Parked] = deque()
+        """Ended ones that `ended` has not seen."""
+        self._lines: dict[Listener, deque[Parked]] = {}
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether `ended` has work, or couriers are to be told of cancelled fetches."""
+        return bool(self.parked or self._over) or self._handlers.parking.has_couriers
+
+    def take(
+        self, connection: Connection, caller: ClientState, number: int, verb: m.Await | m.Cancel
+    ) -> Response | None:
+        """Park a connection's request; returns the answer if there is one already."""
+        if isinstance(verb, m.Cancel):
+            self._handlers.parking.cancel([connection.parked[one] for one in verb.numbers if one in connection.parked])
+            return Response(m.Done())
+        if number in connection.parked:
+            return self._refused(number)
+        one = self._handlers.park(caller, verb, self._told)
+        if isinstance(one, Response):
+            return one
+        self.parked[one] = connection, number
+        connection.parked[number] = one
+        return None
+
+    def hold(self, connection: Connection, number: int, one: ParkedLocate) -> Response | None:
+        """The same for a request that was asked already, perhaps by another thread."""
+        one.tell = self._told  # from now on; the answer may have come already
+        if number in connection.parked or connection.closed:
+            self._handlers.parking.cancel([one])
+            return self._refused(number)
+        if one.answer is not None:
+            return Response(one.answer)
+        self.parked[one] = connection, number
+        connection.parked[number] = one
+        return None
+
+    @staticmethod
+    def _refused(number: int) -> Response:
+        text = f"request {number} waits already; number requests anew"
+        return Response(m.Failed(m.RequestFault.BAD_INPUT, text))
+
+    def gone(self, connection: Connection) -> None:
+        """End a closed connection's awaits."""
+        parked, connection.parked = list(connection.parked.values()), {}
+        for one in parked:
+            del self.parked[one]
+        self._handlers.parking.cancel(parked)
+
+    def rest_seconds(self, most: float) -> float:
+        """Seconds until one is due, at most `most`."""
+        if not self.parked:
+            return most
+        return max(0.0, min(most, self._handlers.parking.due_at - self._clock.monotonic_seconds()))
+
+    def ended(self) -> Iterator[tuple[Connection, int, Response]]:
+        """Answers to ended awaits, each with its connection and the number of its request, for `AWAITS_SECONDS` at
+        most."""
+        parking = self._handlers.parking
+        parking.tell_couriers()
+        if not self.parked:
+            self._over.clear()
+            self._lines.clear()
+            return
+        now = self._clock.monotonic_seconds()
+        if parking.due_at <= now:
+            parking.expire()
+        while self._over:
+            one = self._over.popleft()
+            if one in self.parked:
+                self._lines.setdefault(self.parked[one][0].listener, deque()).append(one)
+        while self._lines and self._clock.monotonic_seconds() - now < AWAITS_SECONDS:
+            listener = min(self._lines, key=lambda of: of.share.starts_at)
+            one = self._lines[listener].popleft()
+            if not self._lines[listener]:
+                del self._lines[listener]
+            connection, number = self.parked.pop(one, (None, 0))
+            if connection is not None:  # else the client disconnected meanwhile
+                del connection.parked[number]
+                listener.share.begin()
+                listener.share.pay(1)
+                yield connection, number, parking.awaited(one)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether `ended` left some."""
+        return bool(self._lines)
+
+    def _told(self, one: Parked) -> None:
+        """Called by any thread, under the table's lock."""
+        self._over.append(one)
+        if len(self._over) == 1:
+            wake(self._waker)

@@ -22,16 +22,14 @@ from kvstore.insight.recording import Recording
 from kvstore.insight.whatif import WhatIf
 from kvstore.keys.rotation import LOOK_SECONDS
 from kvstore.node import EmbeddedStore, memory_here
-from kvstore.prefixes.book import PrefixBook
 from kvstore.protocol.status import Readiness, printable
 from kvstore.service.accounting import Counting, set_aside
-from kvstore.service.admin import Admin, Couriers, Observer
-from kvstore.service.descriptors import SlowExtents
+from kvstore.service.admin import Admin, Observer
 from kvstore.service.dispatch import Handlers
 from kvstore.service.local_door import LocalDoor
+from kvstore.service.parked import Parking
 from kvstore.service.sessions import Sessions
 from kvstore.service.settings import Settings, shares_of, socket_key
-from kvstore.service.told import ToldRequests
 from tiering.clock import Clock
 from tiering.errors import TierError
 from tiering.faults import NEW_SLABS, FaultKind
@@ -42,7 +40,7 @@ RUN_BYTES, SALT_BYTES = 16, 8
 DRAM_SHARE, NVME_SHARE = 0.5, 0.8
 MOST_WARNINGS = 64
 
-CouriersMaker = Callable[[EmbeddedStore, Sessions, Handlers, str], Couriers]
+CouriersMaker = Callable[[EmbeddedStore, Sessions, Handlers, str], Parking]
 """The last argument: the address at which other nodes reach this one."""
 
 _log = logging.getLogger(__name__)
@@ -58,13 +56,10 @@ class Daemon:
         clock: Clock,
         first_number: int,
         new_token: Callable[[int], bytes],
-        failed: Callable[[], None],
-        process_seconds: Callable[[], float],
         why_not_policy: str = "",
         couriers: CouriersMaker | None = None,
     ) -> None:
         """first_number: of a connection, above those of every earlier run. new_token: returns so many random bytes.
-        failed: called when an internal fault stops the service. process_seconds: CPU time of this process.
         why_not_policy: why the default policy runs in place of the one that was set. couriers: makes the part that
         serves couriers, if configured.
 
@@ -77,15 +72,13 @@ class Daemon:
         run, counting = new_token(RUN_BYTES), Counting(clock)
         self.counting = counting
         recording = Recording(clock, new_token)
-        slow = SlowExtents(clock.monotonic_seconds, clock.thread_seconds)
         self.whatif = WhatIf(clock, int.from_bytes(new_token(SALT_BYTES)))
-        self.prefixes = PrefixBook(clock)
         self._insight_ends, self._keys_end = threading.Event(), threading.Event()
-        self._thread_seconds, self._process_seconds = clock.thread_seconds, process_seconds
-        self.told = ToldRequests(clock)
+        self._thread_seconds = clock.thread_seconds
+        handlers = Handlers(store.core, sessions, run, counting, recording, store.names, self.whatif)
+        self.told, self.prefixes = handlers.told, handlers.prefixes
         insight = self.whatif, self.told, self.prefixes
-        handlers = Handlers(store.core, sessions, run, counting, recording, store.names, slow, *insight)
-        self.door = LocalDoor(handlers, sessions, clock, settings.door.limits, failed, store.faults)
+        self.door = LocalDoor(handlers, sessions, clock, settings.door.limits, store.faults)
         self.sockets: list[str] = []
         self.beside: Mapping[str, str] = {}
         """Why the console and the network process ended, as the supervisor tells."""
@@ -118,7 +111,7 @@ class Daemon:
             self.door.listen_admin(Path(where), Observer(admin, clock), observe.mode_bits, observe.users)
             if self.couriers is not None:
                 key, where = "the couriers' socket", settings.courier_socket
-                self.door.listen_couriers(Path(where), self.couriers.greet)
+                self.door.listen_couriers(Path(where), self.couriers)
         except OSError as error:
             self.door.close(0)
             mend = {
@@ -131,13 +124,14 @@ class Daemon:
                 f"{mend.get(error.errno or 0, 'end who listens there')}, or give another path"
             ) from None
 
-    def start(self) -> None:
-        """Accept connections."""
+    def start(self, process_seconds: Callable[[], float], failed: Callable[[], None]) -> None:
+        """Accept connections. process_seconds: CPU time of this process. failed: called when an internal fault stops
+        the service."""
         set_aside()  # the program itself
         for warning in self.warnings():
             _log.warning("%s", warning)
-        self.door.start()
-        self._start_insight()
+        self.door.start(failed)
+        self._start_insight(process_seconds)
         if self.settings.keys.directory is not None:
             threading.Thread(target=self._follow_keys, name="kv-keys", daemon=True).start()
         if self.settings.store.prefault:
@@ -148,17 +142,13 @@ class Daemon:
         sockets = {"sockets": self.sockets, "admin_socket": self.settings.admin_socket}
         _log.info("serving", extra={**sockets, "data": self.settings.store.data, **budgets})
 
-    def _start_insight(self) -> None:
-        """Start the threads of what-if estimates and prefix diagnostics, as far as the machine has threads."""
-
+    def _start_insight(self, process_seconds: Callable[[], float]) -> None:
         def estimate() -> None:
-            self.whatif.run(self._insight_ends, lambda: (self._thread_seconds(), self._process_seconds()))
-
-        def follow() -> None:
-            self.prefixes.run(self._insight_ends)
+            self.whatif.run(self._insight_ends, lambda: (self._thread_seconds(), process_seconds()))
 
         try:
             threading.Thread(target=estimate, name="kv-whatif", daemon=True).start()
+            follow = partial(self.prefixes.run, self._insight_ends)
             threading.Thread(target=follow, name="kv-prefixes", daemon=True).start()
         except RuntimeError as error:
             _log.warning("no estimates of what other sizes would find, or of which prefixes are hot: %s", error)
@@ -181,7 +171,6 @@ class Daemon:
         return reasons if self.couriers is None else [*reasons, *self.couriers.reasons()]
 
     def _has_disk_room(self) -> bool:
-        """Whether the disk has room for all of `nvme`, whether or not a slab is wanted now."""
         nvme = self.store.usage().nvme
         try:
             return nvme is not None and nvme.budget_bytes <= disk_room(Path(self.settings.store.data) / "nvme")

@@ -77,22 +77,15 @@ class Handlers:
         counting: Counting,
         recording: Recording,
         names: DisplayNames | None = None,
-        slow: SlowExtents | None = None,
         whatif: WhatIf | None = None,
-        told: ToldRequests | None = None,
-        prefixes: PrefixBook | None = None,
     ) -> None:
-        """run: names this run of the sidecar. names: records engines' names of their models. slow: tracks whose memory
-        is slow to hand out. whatif: gets look-ups. told: gets engines' reports. prefixes: gets both."""
-        self._names = names
-        self._slow = slow or SlowExtents()
+        """run: names this run of the sidecar. names: records engines' names of their models. whatif: gets look-ups."""
+        self._store, self._sessions, self._run = store, sessions, run
+        self._counting, self._recording, self._names, self._whatif = counting, recording, names, whatif
+        self.told, self.prefixes = ToldRequests(store.clock), PrefixBook(store.clock)
+        self._slow = SlowExtents(store.clock.monotonic_seconds, store.clock.thread_seconds)
         self._lasting = Lasting()
-        self._store = store
         self.parking = Parking(store)
-        self._recording, self._whatif = recording, whatif
-        self._told = told or ToldRequests(store.clock)
-        self._prefixes = prefixes or PrefixBook(store.clock)
-        self._counting, self._sessions, self._run = counting, sessions, run
         self._verbs: dict[type, Callable[[ClientState, Any], Response | m.Answer]] = {
             m.OpenNamespace: self._open_namespace,
             m.MatchPrefix: self._match,
@@ -173,8 +166,7 @@ class Handlers:
 
     def serve(self, caller: ClientState, verb: m.Verb) -> Response:
         """Serve a request. Never raises for what a client can cause."""
-        elsewhere = self.parking.elsewhere
-        verbs = elsewhere.verbs if elsewhere is not None and caller.is_courier else self._verbs
+        verbs = self.parking.verbs if caller.is_courier else self._verbs
         handler = verbs.get(type(verb))
         if handler is None:  # a second hello: the first was served elsewhere
             text = "this is a tenant's socket; that is a verb of the admin socket, admin.sock in the sidecar's --data"
@@ -194,11 +186,9 @@ class Handlers:
             if caller.is_courier or not verb.seconds >= 0:
                 text = "couriers wait for no blocks" if caller.is_courier else f"seconds={verb.seconds}; give 0 or more"
                 raise BadInput(text)
-            if verb.located and self.parking.elsewhere is not None:
-                return self.parking.elsewhere.park(caller, number, verb, tell)
+            return self.parking.park(caller, number, verb, tell)
         except BadInput as error:
             return Response(m.failed(m.RequestFault.BAD_INPUT, str(error)))
-        return self._store.park(number, verb.keys, verb.seconds, tell)
 
     def serve_at_once(self, caller: ClientState, verb: m.Verb) -> Response | None:
         """As `serve` if a request that may wait need not this time; else None, without effect."""
@@ -242,7 +232,7 @@ class Handlers:
         block_bytes = sum(map(frame_bytes, granted.grant.payload_bytes))
         if self._whatif is not None:
             self._whatif.opened(number, block_bytes, tokens)
-        self._prefixes.opened(tenant, number, block_bytes, tokens)
+        self.prefixes.opened(tenant, number, block_bytes, tokens)
         caller.named[own], caller.session.is_engine = number, True
         caller.fingerprint = b""  # its keys are the right ones now
         return granted
@@ -258,14 +248,15 @@ class Handlers:
             self._counting.looked_up(number, verb.keys, matched.reply, seconds, verb.is_told)
             if verb.request:
                 gone = self._gone(number, verb, matched.reply)
-                self._told.looked_up(caller, verb, number, matched.reply, seconds, gone)
+                self.told.looked_up(caller, verb, number, matched.reply, seconds, gone)
             if self._recording.token:
                 self._recording.looked_up(number, verb.keys)
             if self._whatif is not None:
                 self._whatif.looked_up(number, verb.keys)
-            self._prefixes.looked_up(caller.keys.tenant, number, verb.keys, matched.reply.blocks)
-        elsewhere = self.parking.elsewhere
-        return m.Matched(matched.reply, elsewhere.is_served(caller.keys.tenant)) if elsewhere is not None else matched
+            self.prefixes.looked_up(caller.keys.tenant, number, verb.keys, matched.reply.blocks)
+        if not self.parking.has_couriers:
+            return matched
+        return m.Matched(matched.reply, self.parking.is_served(caller.keys.tenant))
 
     def _lease(self, caller: ClientState, verb: m.LeasePrefix) -> m.Answer:
         answer = self._lease_by(caller, verb, self._lease_waiting)
@@ -309,7 +300,6 @@ class Handlers:
             return self._leased(caller, number, verb, _ended_by(reply, detail), seconds) if reply is not None else None
 
     def _check_lease(self, caller: ClientState, number: int, verb: m.LeasePrefix) -> m.Answer | None:
-        """A refusal if the session holds as much as it may. Raises `BadInput`."""
         if not 0 <= verb.first_block <= len(verb.keys) or not verb.deadline_ms >= 0:
             raise BadInput(
                 f"first_block={verb.first_block}, deadline_ms={verb.deadline_ms}: give a block of the chain, 0 or more"
@@ -327,20 +317,19 @@ class Handlers:
     ) -> m.Answer:
         if verb.counts and not caller.is_courier:
             self._counting.leased(number, verb.keys, reply, seconds, verb.found, verb.is_told)
-            self._prefixes.granted(caller.keys.tenant, number, verb.keys, verb.first_block, reply.blocks)
+            self.prefixes.granted(caller.keys.tenant, number, verb.keys, verb.first_block, reply.blocks)
             if verb.request:
-                self._told.leased(caller, verb, number, reply, seconds, self._gone(number, verb, reply))
+                self.told.leased(caller, verb, number, reply, seconds, self._gone(number, verb, reply))
         if reply.lease:
             parts = len(caller.namespaces[number])
             self._sessions.took(caller, reply.lease, verb.request, len(reply.generations), parts)
-            if self.parking.elsewhere is not None and not caller.is_courier:
-                self.parking.elsewhere.leased(reply.lease)
+            if not caller.is_courier:
+                self.parking.leased(reply.lease)
         return m.Leased(reply)
 
     def _gone(
         self, number: int, verb: m.MatchPrefix | m.LeasePrefix, reply: MatchReply | LeaseReply
     ) -> tuple[Eviction, bool] | None:
-        """How the first missed block was evicted, and whether it had a ttl."""
         if reply.reason is not MissReason.EVICTED or not 0 <= reply.blocks < len(verb.keys):
             return None
         eviction, had_ttl = self._store.eviction_of(number, verb.keys[reply.blocks])
@@ -361,7 +350,7 @@ class Handlers:
         request = self._sessions.request_of(caller, verb.lease)
         if request is not None:
             self._counting.reported(verb.lease, verb.block)
-            self._told.reported(caller, request)
+            self.told.reported(caller, request)
             self._store.handle(caller, verb)
         return m.Done()
 
@@ -481,7 +470,6 @@ class Handlers:
         return shared
 
     def _check_shares(self, caller: ClientState, extent: int) -> None:
-        """Raises `BadInput`."""
         if caller.shares[extent] < MAX_SHARES:
             return
         if self._store.is_mapped(extent, caller.number):
@@ -499,8 +487,8 @@ class Handlers:
     def _tell(self, caller: ClientState, verb: m.Tell) -> m.Answer:
         if verb.namespace >= 0:
             self._counting.told(_check_asked(caller, verb.namespace, ())[0], verb.requests)
-        self._told.tell(caller, verb)
-        self._prefixes.told(caller.keys.tenant, verb)
+        self.told.tell(caller, verb)
+        self.prefixes.told(caller.keys.tenant, verb)
         return m.Done()
 
     def _changes(self, caller: ClientState, verb: m.Changes) -> m.Answer:
@@ -516,18 +504,14 @@ class Handlers:
     def _drop(self, caller: ClientState, verb: m.Drop) -> m.Answer:
         number, _ = _check_asked(caller, verb.namespace, ())
         verb = msgspec.structs.replace(verb, seconds=checked_seconds(verb.seconds))
-        if self.parking.elsewhere is None:
-            return self._store.handle(caller, verb)
-        with self.parking.elsewhere.forgetting(caller.keys.tenant, self._store.namespace_of(number).digest()) as left:
+        with self.parking.forgetting(caller.keys.tenant, self._store.namespace_of(number).digest()) as left:
             dropped = self._store.handle(caller, verb)
         assert isinstance(dropped, m.Counted)
         return left.counted(dropped.blocks)
 
     def _locate(self, caller: ClientState, verb: m.Locate) -> Response | m.Answer:
         _check_asked(caller, verb.namespace, verb.keys)
-        if self.parking.elsewhere is None:
-            return m.Located(0, self._store.readable(caller.named[verb.namespace], verb.keys))
-        return self.parking.elsewhere.locate(caller, verb)
+        return self.parking.locate(caller, verb)
 
     def _namespaces(self, caller: ClientState, verb: m.Namespaces) -> m.Answer:
         mine = [one for one in self._store.namespaces() if one.tenant == caller.session.tenant.tenant]
@@ -559,7 +543,6 @@ def checked_seconds(seconds: float) -> float:
 
 
 def _as_fits_an_answer(verb: m.LeasePrefix, parts: int) -> tuple[m.LeasePrefix, str]:
-    """The lease request cut to what fits one answer and to the longest wait, and the message if it was cut."""
     most = MAX_LEASED_FRAMES // parts
     if verb.deadline_ms > MAX_DEADLINE_MS:
         verb = msgspec.structs.replace(verb, deadline_ms=MAX_DEADLINE_MS)
@@ -570,7 +553,6 @@ def _as_fits_an_answer(verb: m.LeasePrefix, parts: int) -> tuple[m.LeasePrefix, 
 
 
 def _ended_by(reply: LeaseReply, detail: str) -> LeaseReply:
-    """The reply with that detail, if nothing before it ended it."""
     if not detail or reply.reason is not None:
         return reply
     return msgspec.structs.replace(reply, reason=MissReason.PINNED_FULL, detail=detail)

@@ -306,8 +306,7 @@ class Keeper:
         self._selector.register(mine, selectors.EVENT_READ | selectors.EVENT_WRITE)
 
     def _spawned(self) -> tuple[socket.socket, socket.socket]:
-        """Start the child, once the machine has a process, memory and descriptors for it; returns both ends of its
-        socket. Exits this process if the machine never has."""
+        """Both ends of its socket. Exits this process if the machine never has what the child needs."""
         for _ in range(MOST_FAILURES):
             ends: tuple[socket.socket, ...] = ()
             try:
@@ -325,7 +324,6 @@ class Keeper:
         sys.exit(OUT_OF_RESOURCES)
 
     def _attend(self) -> int:
-        """Serve the child until it has ended; returns its status, negative for a signal."""
         assert self._child is not None and self._wire is not None
         while True:
             for key, events in self._selector.select(1.0):
@@ -380,7 +378,6 @@ class Keeper:
                 self._reads_again = True
 
     def _is_told_to_end(self, seconds: float) -> bool:
-        """Wait that long; returns True early if a signal says to end. No child runs meanwhile."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             for key, _ in self._selector.select(max(0.0, end - time.monotonic())):
@@ -393,7 +390,6 @@ class Keeper:
     # The processes beside it ----------------------------------------------------------------------------------------
 
     def _log_lines(self, one: ProcessBeside, *streams: Any) -> None:
-        """Log what it has printed. Where standard error has no room lines are lost: its reader must not stop us."""
         for stream in streams:
             one.hear(stream)
         room = select.poll()
@@ -404,7 +400,6 @@ class Keeper:
         one.lines.clear()
 
     def _tell(self, one: ProcessBeside) -> None:
-        """Tell the sidecar why it ended."""
         if one.why != self._told[one.name] and self._is_wired():
             self._told[one.name] = one.why
             self._unsent.append((TOLD + json.dumps([one.name, one.why[: MOST_LINE // 2]]).encode(), []))
@@ -430,7 +425,6 @@ class Keeper:
                 self._unsent.clear()  # it is gone
 
     def _receive(self) -> bool:
-        """Read one message; False at the end of the stream."""
         assert self._wire is not None
         try:
             message, descriptors, _, _ = socket.recv_fds(self._wire, 64, DESCRIPTORS)
@@ -460,7 +454,6 @@ class Keeper:
             os.close(descriptor)
 
     def _drain(self) -> None:
-        """Read what the child sent before it ended."""
         assert self._wire is not None
         while self._has_more():
             if not self._receive():

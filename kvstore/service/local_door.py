@@ -8,7 +8,9 @@ or never says hello, is disconnected. `DoorLimits` bounds what a connection can 
 
 Possession of a tenant's socket is the credential, since pods share user ids; the peer's user id is checked as well. The
 operator's socket and the observers' belong to no tenant: each has its own verbs, connections and threads, so an
-operator gets in even while tenants and observers use all that they may.
+operator gets in even while tenants and observers use all that they may. A tenant has a share of the connections; one
+that is rejected is told why. What a disconnected client held is given back by threads of their own, since that may take
+long.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import errno
 import logging
 import selectors
 import socket
+import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Collection
@@ -29,32 +32,40 @@ from pathlib import Path
 from kvstore.block.identity import TenantKeys
 from kvstore.protocol import messages as m
 from kvstore.protocol.status import DoorStatus
-from kvstore.service.accounting import DoorCounts, DoorFigures, Turns
-from kvstore.service.connected import ConnectedClients
+from kvstore.service.accounting import DoorCounts, DoorFigures, Refusal, Turns
 from kvstore.service.connections import (
     LARGE_BYTES,
     AdminVerbs,
     Connection,
-    CourierGreeting,
+    DoorAwaits,
     DoorLimits,
     DoorThreads,
     Listener,
     QueuedRequest,
+    attempt,
     close_all,
     read_request,
+    wake,
 )
-from kvstore.service.descriptors import DescriptorsSent, share_of
+from kvstore.service.descriptors import MOST_UNCLOSED, DescriptorsSent, share_of
 from kvstore.service.dispatch import Handlers
-from kvstore.service.parked import DoorAwaits, Response
+from kvstore.service.parked import Parking, Response
 from kvstore.service.sessions import ClientState, Sessions
 from tiering.clock import Clock
 from tiering.counts.histogram import Waits
-from tiering.faults import SENT, FaultReports, RateLimitedLog, Unheard, kind_of
-from tiering.files import listening_socket
+from tiering.faults import CONNECTIONS, SENT, FaultReports, RateLimitedLog, Unheard, kind_of
+from tiering.files import listening_socket, remove_socket
 
+_PEER = struct.Struct("iII")  # struct ucred
+ACCEPT_COST = 5
+"""Cost of a new connection to its tenant, in messages."""
+TURNED_AWAY = 32
+"""Rejected connections that are still being sent the reason; the oldest make room."""
+UNREAD_SECONDS = 1.0
+"""When the kernel sends no more descriptors, a client with some unread for longer may be disconnected."""
+SHOW_OUT_SECONDS = 10.0
 _TOKEN_SECONDS = 0.001
 """How soon connections that wait for the rate are looked at again."""
-ADMIN_THREADS = 4
 ADMIN_MODE = 0o600
 TURN_SECONDS = 0.001
 SLOW_COST = 10
@@ -77,56 +88,39 @@ class LocalDoor:
         sessions: Sessions,
         clock: Clock,
         limits: DoorLimits,
-        failed: Callable[[], None] = lambda: None,
         faults: FaultReports | None = None,
     ) -> None:
-        """failed: called, after logging, when an internal fault ends the service. faults: gets what the machine
-        lacks."""
+        """faults: gets what the machine lacks."""
         self._handlers = handlers
         self._sessions = sessions
         self._clock, self._limits = clock, limits
-        self._failed = failed
         self._log = RateLimitedLog(_log, clock)
         self._faults = faults or Unheard()
+        self._figures = DoorFigures()
         self._selector = selectors.DefaultSelector()
-        self._done: deque[QueuedRequest] = deque()  # by the threads
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
         self._waker.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ)
-        self._turns, self._large_turns = Turns(), Turns()
+        self._turns = Turns(), Turns()
         self._is_watchful = True  # whether a client came, or needs attention, since the last look
         self._is_ending = False  # a thread of the pool unpins ended leases
+        self._is_sweeping = False
         self._closing = False
         self._closes_at = 0.0
         self._swept_at = clock.monotonic_seconds()
         self._thread: threading.Thread | None = None
         self._end_pool = ThreadPoolExecutor(END_THREADS, "kv-door-end")  # frees what disconnected clients held
-        self._figures = DoorFigures()
-        self._awaits: DoorAwaits[Connection] = DoorAwaits(
-            handlers.parking, handlers.park, clock, self._wake, self._answer, self._watch
-        )
-        self._threads = DoorThreads(
-            clock, limits, self._faults, self._done, self._wake, self._serve_verb, self._is_done
-        )
-        self._clients = ConnectedClients(
-            sessions,
-            self._threads,
-            self._awaits,
-            self._end_pool,
-            clock,
-            limits,
-            self._faults,
-            self._log,
-            self._figures,
-            self._selector,
-            self._woken.dup,
-            self._attempt,
-            self._watch,
-            self._try_again,
-            self._left,
-            self._wake,
-        )
+        self._sweep_pool = ThreadPoolExecutor(1, "kv-door-sweep")
+        self._awaits = DoorAwaits(handlers, clock, self._waker)
+        self._threads = DoorThreads(handlers, clock, limits, self._faults, self._log, self._waker)
+        self._listeners: list[Listener] = []
+        self._paused: list[Listener] = []  # without a descriptor for a new connection
+        self._spare: socket.socket | None = self._woken.dup()  # a descriptor that is kept for the operator
+        self._connections: set[Connection] = set()  # open ones, including rejected ones that are being sent the reason
+        self._rejected: deque[Connection] = deque()
+        self._leaving: set[ClientState] = set()  # disconnected clients that `Sessions` does not know of yet
+        self._to_show_out: deque[tuple[bytes, threading.Event]] = deque()
 
     # Life ----------------------------------------------------------------------------------------------------------
 
@@ -141,51 +135,54 @@ class LocalDoor:
         """Open a tenant's socket. users: user ids that may connect; None for every user who can open it. renew: makes
         new keys, once `disconnect` has taken these away, or if there were none. Raises `OSError`."""
         sock = listening_socket(path, mode)
-        self._listen(Listener(path, sock, tenant, users, renew, None, self._turns, self._large_turns))
+        self._listen(Listener(path, sock, tenant, users, renew, None, self._turns))
 
     def listen_admin(
         self, path: Path, admin: AdminVerbs, mode: int = ADMIN_MODE, users: Collection[int] | None = None
     ) -> None:
         """Open a socket without tenant: the operator's, or the observers'. Raises `OSError`."""
-        sock, pool = listening_socket(path, mode), ThreadPoolExecutor(ADMIN_THREADS, "kv-door-admin")
-        self._listen(Listener(path, sock, None, users, None, admin, self._turns, self._large_turns, pool))
+        self._listen(Listener(path, listening_socket(path, mode), None, users, None, admin, self._turns))
 
-    def listen_couriers(self, path: Path, greet: CourierGreeting) -> None:
+    def listen_couriers(self, path: Path, parking: Parking) -> None:
         """Open the socket for couriers of all tenants; each names its tenant. Raises `OSError`."""
-        sock, pool = listening_socket(path, ADMIN_MODE), ThreadPoolExecutor(ADMIN_THREADS, "kv-door-courier")
-        self._listen(Listener(path, sock, None, None, None, None, self._turns, self._large_turns, pool, greet))
+        self._listen(Listener(path, listening_socket(path, ADMIN_MODE), None, None, None, parking, self._turns))
 
     def _listen(self, listener: Listener) -> None:
         if listener.pool is None:
             self._threads.add(listener)
-        self._clients.add(listener)
+        self._listeners.append(listener)
+        self._selector.register(listener.socket, selectors.EVENT_READ, listener)
 
     def disconnect(self, tenant: bytes) -> bool:
         """End a tenant's connections, and accept the next with other keys; returns whether that is done. For other
         threads."""
-        return self._clients.disconnect_tenant(tenant)
+        done = threading.Event()
+        self._to_show_out.append((tenant, done))
+        wake(self._waker)
+        return done.wait(SHOW_OUT_SECONDS)
 
     def usage(self) -> DoorStatus:
         """Connections now, and counts since the start."""
-        return self._figures.status(*self._clients.there())
+        return self._figures.status(*self._there())
 
     def change_limits(self, limits: DoorLimits) -> None:
         """Change rates only, from the next message on."""
-        self._limits = self._clients.limits = self._threads.limits = limits
+        self._limits = self._threads.limits = limits
 
     def waited(self) -> dict[int, Waits]:
         """By connection number, how long each open connection's requests waited to be begun."""
-        there = [one for one in list(self._clients.all) if one.refusal is None]
+        there = [one for one in list(self._connections) if one.refusal is None]
         return {one.caller.number: one.waited for one in there if isinstance(one.caller, ClientState)}
 
     def counts(self) -> DoorCounts:
         """`usage` without single connections: cheap for any number of them."""
-        return self._figures.counts(*self._clients.there())
+        return self._figures.counts(*self._there())
 
-    def start(self) -> None:
-        self._sessions.watch_memory(self._wake)
-        self._threads.start([self._end_pool, *self._clients.own_pools()])
-        self._clients.start()
+    def start(self, failed: Callable[[], None] = lambda: None) -> None:
+        """failed: called, after logging, when an internal fault ends the service."""
+        self._failed = failed
+        self._sessions.watch_memory(lambda: wake(self._waker))
+        self._threads.start([self._end_pool, self._sweep_pool, *self._own_pools()])
         thread = threading.Thread(target=self._serve, name="kv-local-door", daemon=True)
         thread.start()
         self._thread = thread
@@ -193,12 +190,12 @@ class LocalDoor:
     def close(self, seconds: float) -> None:
         """Take no more requests, answer those in flight for at most that long, and disconnect every client."""
         self._closing = True
-        self._clients.is_closing = self._threads.is_closing = True
+        self._threads.is_closing = True
         self._closes_at = self._clock.monotonic_seconds() + seconds
-        self._wake()
+        wake(self._waker)
         if self._thread is not None:
             self._thread.join(2 * seconds + 1)
-        elif self._clients.listeners:
+        elif self._listeners:
             self._end()
 
     @property
@@ -207,14 +204,14 @@ class LocalDoor:
 
     def __len__(self) -> int:
         """Open connections, including rejected ones that are still being sent the reason."""
-        return len(self._clients.all)
+        return len(self._connections)
 
     # The loop ------------------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
         is_well = False
         try:
-            is_well = self._attempt(self._take_turns, "door", "the door has failed")
+            is_well = attempt(self._log, self._take_turns, "door", "the door has failed")
         finally:
             if not is_well:  # also where there is no memory for the line
                 self._failed()
@@ -223,7 +220,7 @@ class LocalDoor:
         ready: dict[Connection, None] = {}  # with a whole message, in order of arrival
         is_busy = False  # a client whose message was taken in the last round has more
         looked_at = self._clock.monotonic_seconds()
-        awaits, parking = self._awaits, self._handlers.parking
+        awaits = self._awaits
         while not self._is_over():
             # Messages found at once arrived after the last look, and are taken to have come right after it; those that
             # end a wait have just come.
@@ -238,7 +235,7 @@ class LocalDoor:
             self._is_watchful |= bool(found)
             for key, events in found:
                 if isinstance(key.data, Listener):
-                    self._clients.accept(key.data)
+                    self._let_in(key.data)
                 elif key.data is None:
                     self._woken.recv(LARGE_BYTES)
                 else:
@@ -252,8 +249,8 @@ class LocalDoor:
             self._safely("clients cannot be told that memory was given back", self._sessions.notify)
             self._deliver()
             is_busy = self._take_turn(ready) if not self._closing else False
-            if awaits.parked or awaits.over or parking.elsewhere is not None:
-                self._safely("awaits that are over cannot be answered", awaits.deliver)
+            if awaits.is_needed:
+                self._safely("awaits that are over cannot be answered", self._answer_awaits)
                 is_busy |= awaits.has_more
             self._have_leases_ended()
             self._safely("it cannot be looked after who is there and who is gone", lambda: self._look_around(ready))
@@ -277,25 +274,18 @@ class LocalDoor:
         finally:
             self._is_ending = False
 
-    def _attempt(self, work: Callable[[], object], kind: str, message: str, *args: object) -> bool:
-        """The guard of the door's threads, which serve all clients: do it; False for a fault, which is logged."""
-        try:
-            work()
-        except Exception as error:
-            self._log.error(kind, message, *args, error=error)
-            return False
-        return True
-
     def _safely(self, what: str, work: Callable[[], object]) -> None:
-        """Do work that concerns all clients: a fault in it is logged, and they are served on."""
-        self._attempt(work, what, what)
+        attempt(self._log, work, what, what)
+
+    def _answer_awaits(self) -> None:
+        for connection, number, served in self._awaits.ended():
+            self._answer(connection, number, served)
+            self._watch(connection)
 
     def _take_turn(self, ready: dict[Connection, None]) -> bool:
-        """Take at most one message of each connection. If several tenants want a turn, they alternate, least-served
-        first, whatever their number of connections. Returns whether any was taken, and more are left.
-
-        A long round ends early: tenants that arrived meanwhile may have been served less than those left.
-        """
+        """At most one message of each connection; tenants alternate, least-served first, whatever their number of
+        connections. Returns whether any was taken, and more are left. A long round ends early: tenants that arrived
+        meanwhile may have been served less than those left."""
         now = self._clock.monotonic_seconds()
         ends_at = now + TURN_SECONDS
         has_taken = False
@@ -329,20 +319,12 @@ class LocalDoor:
     def _is_over(self) -> bool:
         if not self._closing:
             return False
-        self._awaits.close()
-        is_idle = not any(one.in_flight or one.parked or one.unsent for one in self._clients.all)
+        self._handlers.parking.end_all()
+        is_idle = not any(one.in_flight or one.parked or one.unsent for one in self._connections)
         return is_idle or self._clock.monotonic_seconds() >= self._closes_at
 
-    def _look_around(self, ready: dict[Connection, None]) -> None:
-        """At intervals, look after disconnected clients and those silent for too long."""
-        now = self._clock.monotonic_seconds()
-        if now - self._swept_at < self._limits.sweep_seconds:
-            return
-        self._swept_at = now
-        self._is_watchful = self._clients.look_around(ready, now)
-
     def _rest_seconds(self) -> float:
-        often, is_watchful = self._limits.sweep_seconds, self._is_watchful or self._clients.is_paused
+        often, is_watchful = self._limits.sweep_seconds, self._is_watchful or bool(self._paused)
         return often if is_watchful or self._closing else max(often, IDLE_LOOK_SECONDS)
 
     def _exchange(self, connection: Connection, events: int) -> None:
@@ -359,18 +341,13 @@ class LocalDoor:
         except DescriptorsSent:
             path = connection.listener.path
             self._log.warn(f"descriptors {path}", "a client sent descriptors to %s, and was hung up on", path)
-            self._clients.disconnect(connection)
+            self._disconnect(connection)
         except OSError:
-            self._clients.disconnect(connection)
+            self._disconnect(connection)
 
     def _or_disconnect(self, connection: Connection, what: str, work: Callable[[], object]) -> None:
-        """Do what concerns one connection: a fault of it is logged, and ends this connection and no other."""
-        if not self._is_done(connection, what, work):
-            self._clients.disconnect(connection)
-
-    def _is_done(self, connection: Connection, what: str, work: Callable[[], object]) -> bool:
-        path = connection.listener.path
-        return self._attempt(work, str(path), "%s; socket %s", what, path)  # one client, one line
+        if not connection.attempt(self._log, what, work):
+            self._disconnect(connection)
 
     def _take_message(self, connection: Connection) -> None:
         try:
@@ -401,7 +378,9 @@ class LocalDoor:
             connection.pay(self._handlers.cost(connection.caller, verb))
         if isinstance(verb, m.Await | m.Cancel) and isinstance(connection.caller, ClientState):
             self._waited(connection, self._clock.monotonic_seconds() - asked.since)
-            self._awaits.take(connection, connection.caller, request.number, verb)
+            answer = self._awaits.take(connection, connection.caller, request.number, verb)
+            if answer is not None:
+                self._answer(connection, request.number, answer)
             return
         wanted = m.descriptors_for(verb)
         if wanted:
@@ -424,7 +403,7 @@ class LocalDoor:
         begun_at = self._clock.monotonic_seconds()
         served = None
         if asked.length <= LARGE_BYTES and not is_heavy:
-            served = self._serve_at_once(connection, verb) if is_slow else self._serve_verb(connection, verb)
+            served = self._serve_at_once(connection, verb) if is_slow else connection.serve(self._handlers, verb)
         if served is None:
             self._threads.defer(asked, is_large=not is_slow)
             return
@@ -433,7 +412,7 @@ class LocalDoor:
         self._answer(connection, request.number, served, asks=isinstance(verb, m.Ping))
 
     def _most_unread(self) -> int:
-        return share_of(sum(one.admin is None for one in self._clients.listeners))
+        return share_of(sum(one.admin is None for one in self._listeners))
 
     def _say_unread(self, connection: Connection, number: int) -> None:
         text = f"clients of this tenant have not read about {self._most_unread()} descriptors, which is its share"
@@ -454,19 +433,9 @@ class LocalDoor:
         caller = connection.caller
         return self._handlers.serve_at_once(caller, verb) if isinstance(caller, ClientState) else None
 
-    def _serve_verb(self, connection: Connection, verb: m.Verb) -> Response:
-        caller, listener = connection.caller, connection.listener
-        if isinstance(verb, m.Hello):
-            connection.caller, answer = listener.greeted(verb, self._handlers.greet)
-            return Response(answer)
-        if listener.admin is not None:
-            return listener.admin.serve(verb)
-        assert isinstance(caller, ClientState)
-        return self._handlers.serve(caller, verb)
-
     def _deliver(self) -> None:
-        while self._done:
-            asked = self._done.popleft()
+        while self._threads.done:
+            asked = self._threads.done.popleft()
             connection = asked.connection
             self._threads.ended(asked)
             self._or_disconnect(connection, "an answer could not be given", partial(self._deliver_one, asked))
@@ -496,23 +465,24 @@ class LocalDoor:
 
     def _answer(self, connection: Connection, number: int, served: Response, *, asks: bool = False) -> None:
         if served.parked is not None:
-            self._awaits.hold(connection, number, served.parked)
+            answer = self._awaits.hold(connection, number, served.parked)
+            if answer is not None:
+                self._answer(connection, number, answer)
             return
         if connection.closed:
             close_all(served.descriptors)
             return
         made: list[memoryview] = []
-        path, name = connection.listener.path, type(served.answer).__name__
-        line = "an answer of %s could not be made; socket %s", name, path
-        if not self._attempt(lambda: made.append(self._frame(connection, number, served, asks)), str(path), *line):
+        what = f"an answer of {type(served.answer).__name__} could not be made"
+        if not connection.attempt(self._log, what, lambda: made.append(self._frame(connection, number, served, asks))):
             close_all(served.descriptors)
-            self._clients.disconnect(connection)
+            self._disconnect(connection)
             return
         connection.put(made[0], list(served.descriptors))
         try:
             self._flush(connection)
         except OSError:
-            self._clients.disconnect(connection)
+            self._disconnect(connection)
 
     def _frame(self, connection: Connection, number: int, served: Response, asks: bool) -> memoryview:
         caller = connection.caller
@@ -534,7 +504,7 @@ class LocalDoor:
                 raise
             connection.is_refused = True
             self._faults.failed(SENT, kind_of(error), "too many are under way that no client has read")
-            self._clients.hang_up_on_the_worst(connection)
+            self._hang_up_on_the_worst(connection)
             return
         if has_descriptors and not connection.unsent and SENT in self._faults.failing:
             self._faults.worked(SENT)
@@ -544,14 +514,14 @@ class LocalDoor:
         try:
             self._flush(connection)
         except OSError:
-            self._clients.disconnect(connection)
+            self._disconnect(connection)
         self._watch(connection)
 
     def _watch(self, connection: Connection) -> None:
         if connection.closed:
             return
         if connection.ending and not connection.unsent and not connection.in_flight:
-            self._clients.disconnect(connection)
+            self._disconnect(connection)
             return
         interest = selectors.EVENT_WRITE if connection.unsent and not connection.is_refused else 0
         if not connection.ending and not self._closing and not connection.has_message():
@@ -568,27 +538,235 @@ class LocalDoor:
         except (OSError, ValueError, KeyError, MemoryError) as error:  # the kernel watches no more sockets
             path = connection.listener.path
             self._log.error(str(path), "a connection cannot be watched; socket %s", path, error=error)
-            self._clients.disconnect(connection)
+            self._disconnect(connection)
             return
         connection.interest = interest
 
-    def _left(self, caller: ClientState) -> None:
-        _log.debug("client left", extra={"connection": caller.number})
-        self._sessions.left(caller)
-        self._handlers.parking.left(caller)
+    # Letting in ------------------------------------------------------------------------------------------------------
+
+    def _let_in(self, listener: Listener) -> None:
+        path = listener.path
+        line = f"accept {path}", "no connection is accepted at %s", path
+        if not attempt(self._log, partial(self._accept, listener), *line):
+            self._pause(listener)
+
+    def _own_pools(self) -> list[ThreadPoolExecutor]:
+        """Of the sockets that belong to no tenant."""
+        return [one.pool for one in self._listeners if one.pool is not None]
+
+    def _most(self, listener: Listener) -> int:
+        """How many connections a socket may have."""
+        if listener.pool is not None:
+            return listener.most
+        return max(1, self._limits.connections // sum(one.pool is None for one in self._listeners))
+
+    def _there(self) -> tuple[int, int]:
+        """Connections of tenants, and of the admin and observers' sockets; couriers' are in neither."""
+        there = [one for one in list(self._connections) if one.refusal is None and one.listener.couriers is None]
+        admin = sum(one.admin is not None for one in there)
+        return len(there) - admin, admin
+
+    def _pause(self, listener: Listener) -> None:
+        if listener not in self._paused:
+            self._selector.unregister(listener.socket)
+            self._paused.append(listener)
+
+    def _accept(self, listener: Listener) -> None:
+        if len(listener.closer) >= MOST_UNCLOSED:
+            self._pause(listener)
+            return
+        try:
+            sock = self._accepted(listener)
+        except BlockingIOError:  # gone again
+            return
+        except OSError as error:  # no descriptors left: the others are served, and this client is let in later
+            self._faults.failed(CONNECTIONS, kind_of(error), f"no client is let in: {error.strerror}")
+            self._pause(listener)
+            return
+        if (not listener.is_operator or self._spare is not None) and CONNECTIONS in self._faults.failing:
+            self._faults.worked(CONNECTIONS)
+        listener.share.pay(ACCEPT_COST)
+        sock.setblocking(False)
+        _, user, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+        most = self._most(listener)
+        if len(self._like(listener)) >= most:
+            # Connections before their hello make room first; then, at a socket of no tenant, where a connection holds
+            # nothing, those with no request under way.
+            there = self._like(listener)
+            idle = [one for one in there if listener.admin is not None and not one.in_flight and not one.unsent]
+            silent = [one for one in there if one.caller is None] or idle
+            if silent:
+                self._disconnect(min(silent, key=lambda one: one.heard_at))
+        refusal, why = None, Refusal.FULL
+        if listener.users is not None and user not in listener.users:
+            why, text = Refusal.USER, f"user {user} may not use this socket; name it in its `users`, or use another one"
+            refusal = m.Failed(m.RequestFault.BAD_INPUT, text)
+        elif len(self._like(listener)) >= most or self._closing:
+            why = Refusal.CLOSING if self._closing else Refusal.FULL
+            refusal = m.Failed(
+                m.RequestFault.BUSY, "there are as many connections as may be; end some, or raise door.connections"
+            )
+        elif self._departed_of(listener) + listener.unread.ended_count >= most:
+            why = Refusal.DEPARTED
+            text = f"{most} connections of this tenant are gone whose processes still map memory, or have not read all"
+            refusal = m.Failed(m.RequestFault.BUSY, f"{text}; end these processes, or raise door.connections")
+        connection = Connection(sock, listener, self._clock.monotonic_seconds(), self._limits)
+        connection.refusal = refusal
+        self._connections.add(connection)
+        if refusal is not None:
+            self._figures.refused[why] += 1
+            self._rejected.append(connection)
+            if len(self._rejected) > TURNED_AWAY:
+                self._disconnect(self._rejected[0])
+        self._watch(connection)
+
+    def _accepted(self, listener: Listener) -> socket.socket:
+        try:
+            return listener.socket.accept()[0]
+        except OSError as error:
+            if not listener.is_operator or self._spare is None or error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            self._faults.failed(CONNECTIONS, kind_of(error), "only the operator is let in")
+            self._spare.close()
+            self._spare = None
+            return listener.socket.accept()[0]
+
+    def _departed_of(self, listener: Listener) -> int:
+        if listener.tenant is None:
+            return 0
+        tenant = listener.tenant.tenant
+        leaving = sum(one.keys.tenant == tenant and not one.is_courier for one in list(self._leaving))
+        return leaving + self._sessions.departed_of(tenant)
+
+    def _like(self, listener: Listener) -> list[Connection]:
+        return [one for one in self._connections if one.refusal is None and one.listener is listener]
+
+    # Looking after them ----------------------------------------------------------------------------------------------
+
+    def _look_around(self, ready: dict[Connection, None]) -> None:
+        """At intervals, look after disconnected clients and those silent for too long. ready: gets connections with a
+        message that were left out of it."""
+        now = self._clock.monotonic_seconds()
+        if now - self._swept_at < self._limits.sweep_seconds:
+            return
+        self._swept_at = now
+        while self._to_show_out:
+            self._disconnect_tenant(*self._to_show_out.popleft())
+        for listener in self._paused:
+            self._selector.register(listener.socket, selectors.EVENT_READ, listener)
+        self._paused.clear()
+        for listener in self._listeners:
+            listener.closer.look()
+            listener.unread.count()  # closes what has been read meanwhile
+        if self._spare is None:
+            with suppress(OSError):
+                self._spare = self._woken.dup()
+        self._sweep()
+        is_watchful = self._sessions.is_waited_for
+        for one in list(self._connections):
+            if one.is_refused:
+                self._try_again(one)
+            waits_for_him = (
+                one.caller is None
+                or (one.unsent and not one.is_refused)
+                or (one.read and one not in ready and not one.in_flight)
+            )
+            is_watchful |= bool(waits_for_him or one.in_flight or one.is_refused)
+            if waits_for_him and now - one.heard_at > self._limits.silence_seconds:
+                self._disconnect(one)
+            elif one.has_message() and not one.ending:
+                ready.setdefault(one)
+        self._is_watchful = is_watchful
+
+    def _sweep(self) -> None:
+        """In a separate thread, one sweep at a time: kernel queries can take long."""
+        if self._is_sweeping:
+            return
+        self._is_sweeping = True
+        what = "what those who are gone left behind cannot be given back"
+
+        def sweep() -> None:
+            try:
+                self._safely(what, self._sessions.sweep)
+            finally:
+                self._is_sweeping = False
+
+        try:
+            self._sweep_pool.submit(sweep)
+        except (RuntimeError, MemoryError):  # the machine has no thread for it
+            sweep()
+
+    # Disconnecting ---------------------------------------------------------------------------------------------------
+
+    def _disconnect(self, connection: Connection) -> None:
+        """Close a connection; what it held is given back."""
+        if connection.closed:
+            return
+        self._connections.discard(connection)
+        if connection.interest:
+            with suppress(KeyError, ValueError, OSError):
+                self._selector.unregister(connection.socket)
+        connection.discard(self._limits, self._clock.monotonic_seconds())
+        self._threads.leave_out(connection)
+        if connection.refusal is not None:
+            self._rejected.remove(connection)
+        if not isinstance(connection.caller, ClientState):
+            return
+        self._awaits.gone(connection)
+        self._leaving.add(connection.caller)
+        try:  # it may have held much
+            self._end_pool.submit(self._gone, connection.caller)
+        except (RuntimeError, MemoryError):  # the pool is closed, or has no thread for it
+            self._gone(connection.caller)
+
+    def _hang_up_on_the_worst(self, beside: Connection) -> None:
+        """Disconnect the client with the most descriptors unread for a while, other than the one that waits."""
+        since = self._clock.monotonic_seconds() - UNREAD_SECONDS
+        counts = {one: one.unread.count_since(since) for one in self._connections}
+        worst = max(counts, key=lambda one: counts[one], default=beside)
+        if worst is beside or not counts[worst]:
+            return
+        path = worst.listener.path
+        self._log.warn(f"unread {path}", "a client of %s did not read %d descriptors for long", path, counts[worst])
+        self._disconnect(worst)
+
+    def _disconnect_tenant(self, tenant: bytes, done: threading.Event) -> None:
+        for listener in self._listeners:
+            is_theirs = listener.tenant is not None and listener.tenant.tenant == tenant
+            listener.tenant = None if is_theirs else listener.tenant
+            for one in [one for one in self._connections if one.listener is listener]:
+                if is_theirs or (listener.couriers is not None and one.tenant in (b"", tenant)):
+                    self._disconnect(one)
+        done.set()
+
+    def _gone(self, caller: ClientState) -> None:
+        try:
+            _log.debug("client left", extra={"connection": caller.number})
+            self._sessions.left(caller)
+            self._handlers.parking.left(caller)
+        finally:
+            self._leaving.discard(caller)
+        with suppress(OSError):  # closed meanwhile
+            wake(self._waker)
 
     def _end(self) -> None:
-        self._clients.stop()
+        for listener in self._listeners:
+            remove_socket(listener.path)  # first: the next process makes a new one
+            if listener not in self._paused:
+                self._selector.unregister(listener.socket)
+            listener.closer.close(listener.socket)  # with the connections in its backlog
+        while self._to_show_out:
+            self._to_show_out.popleft()[1].set()
         self._threads.close()
-        for pool in (self._end_pool, *self._clients.own_pools()):
+        for pool in (self._sweep_pool, self._end_pool, *self._own_pools()):
             pool.shutdown(wait=False, cancel_futures=True)
-        for connection in list(self._clients.all):
-            self._clients.disconnect(connection)
+        for connection in list(self._connections):
+            self._disconnect(connection)
         self._threads.close_long()
         self._sessions.end_notifying()
-        self._clients.close()
+        for listener in self._listeners:
+            listener.unread.close()
+            listener.closer.end()
+        if self._spare is not None:
+            self._spare.close()
         self._selector.close()
-
-    def _wake(self) -> None:
-        with suppress(BlockingIOError):  # the thread has not read the last ones
-            self._waker.send(b"x")

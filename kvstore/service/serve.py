@@ -143,8 +143,6 @@ def _serve(settings: Settings, outside: Outside, started: Callable[[list[str], i
             outside.clock,
             outside.first_number,
             outside.new_token,
-            _end_at_once,
-            outside.process_seconds,
             why_not,
             outside.couriers,
         )
@@ -154,7 +152,7 @@ def _serve(settings: Settings, outside: Outside, started: Callable[[list[str], i
             if settings.http.listen is not None:
                 health = _Health(*host_and_port(settings.http.listen), daemon, outside.health)
                 health.start(is_restart=keeper is not None and keeper.is_restart)
-            daemon.start()
+            daemon.start(outside.process_seconds, _end_at_once)
             if keeper is not None:
                 daemon.beside = keeper.beside
                 keeper.start(lambda: os.kill(os.getpid(), signal.SIGTERM))
@@ -310,7 +308,7 @@ def _try_limits(settings: Settings, dram: Size, nvme: Size | None) -> None:
 
 
 def _try_shared_memory() -> None:
-    """Allocate a page of shared memory. Raises `BadInput` if that fails: a store without it could serve nothing."""
+    """Raises `BadInput`: a store without it could serve nothing."""
     try:
         Extent(PROBE_BYTES).close()
     except OSError as error:
@@ -323,8 +321,7 @@ def _try_shared_memory() -> None:
 
 
 def _usable_policy(name: str, policies: Callable[[str], PolicyMaker]) -> tuple[PolicyMaker, str]:
-    """The policy that was set; or, if it cannot run here, the default one and why: a store that evicts by a simpler
-    rule is better than none."""
+    """The policy that was set; or, if it cannot run here, the default one and why."""
     try:
         return policies(name), ""
     except BadInput as error:
@@ -386,7 +383,6 @@ def taken_over(now: Settings, given: Settings) -> tuple[Settings, list[str], lis
 
 
 def _flat(settings: Settings) -> Iterator[tuple[str, Any]]:
-    """Every setting by its full name."""
     for section in fields(Settings):
         value = getattr(settings, section.name)
         tables = [(section.name, value)]
@@ -475,7 +471,7 @@ def set_level(level: str) -> None:
 
 
 class KeeperWire:
-    """The sidecar's end of the socket to its supervisor (*keeper*): `tiering.dram.keeping.MemoryKeeper` over it, which
+    """The sidecar's end of the socket to its supervisor (*keeper*): `tiering.dram.extents.MemoryKeeper` over it, which
     memory was kept, and which to keep. Thread-safe.
 
     Its own thread sends, in order, so that a thread that holds a lock never waits for the supervisor. If the supervisor
@@ -596,5 +592,4 @@ class KeeperWire:
 
 
 def _end_with_parent(does: bool) -> None:
-    """Set whether the kernel kills this process as soon as its parent, the supervisor, ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if does else 0)

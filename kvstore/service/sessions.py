@@ -23,14 +23,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from math import ceil, inf
-from typing import Generic, Protocol, TypeVar
 
 from kvstore.block.identity import NUMBER_KEY_BYTES, Numbers, TenantKeys
 from kvstore.core.reservations import ABORTED_PLACES
 from kvstore.core.store import Store
 from kvstore.protocol.messages import MIN_SESSION_BYTES
 from kvstore.protocol.notify_pipe import NotifyPipe, new_notify_pipe
-from tiering.dram.unmap_wait import Unmapped
 
 MAX_LEASED_PLACES = 1 << 23
 """Blocks times parts of all leases of one tenant: 8 bytes each, and 4 for each block, at most 96 MiB of the sidecar's
@@ -130,7 +128,7 @@ class Sessions:
         self._numbers = Numbers(new_token(NUMBER_KEY_BYTES), CONNECTION_BITS)
         self._sessions: dict[tuple[bytes, bytes], Session] = {}  # by tenant and token
         self._callers: dict[int, ClientState] = {}
-        self._departed: DisconnectedClients[ClientState] = DisconnectedClients(store)
+        self._departed: DisconnectedClients = DisconnectedClients(store)
         self._leased_places: Counter[bytes] = Counter()  # of all sessions of a tenant
         self._mapped: deque[int] = deque()  # extents given back, whose clients are not notified yet
 
@@ -298,7 +296,7 @@ class Sessions:
         if gone is not None:  # usually its process has ended, and nothing is mapped
             self._look(gone, LOOKS)
 
-    def _depart(self, caller: ClientState) -> DisconnectedClient[ClientState] | None:
+    def _depart(self, caller: ClientState) -> DisconnectedClient | None:
         """Note that the connection closed; None if that is known. Under the lock."""
         # Couriers count separately, so that they keep no engine out.
         whose = caller.session.tenant.tenant + COURIERS * caller.is_courier
@@ -318,8 +316,7 @@ class Sessions:
                 left -= self._look(gone, left)
         return len(self._departed)
 
-    def _look(self, gone: DisconnectedClient[ClientState], most: int) -> int:
-        """Free what it held, if it has nothing mapped any more. Returns the kernel queries made."""
+    def _look(self, gone: DisconnectedClient, most: int) -> int:
         is_mapped, looks = self._departed.look(gone, most)
         if is_mapped:
             return looks
@@ -485,7 +482,6 @@ class Sessions:
 # the kernel and is to be called without a lock.
 
 
-C = TypeVar("C")
 LOOKS = 64
 """Kernel queries per sweep."""
 SLOW_SECONDS = 0.001
@@ -494,30 +490,22 @@ SWEEPS_A_SECOND = 1000
 """A tenant skips so many sweeps for each second that its queries took: sweeps are usually 50 ms apart."""
 
 
-class Mappings(Protocol):
-    """Knows mappings: `Store`."""
-
-    def unmapped(self, extents: Sequence[int], holder: int) -> Unmapped:
-        """How many leading extents the holder has unmapped, as far as was checked."""
-        ...
-
-
 @dataclass(eq=False, slots=True)
-class DisconnectedClient(Generic[C]):
+class DisconnectedClient:
     """One connection. number: by which the kernel knows its mappings. extents: that it may still have mapped."""
 
     number: int
     tenant: bytes
-    caller: C
+    caller: ClientState
     extents: list[int]
 
 
-class DisconnectedClients(Generic[C]):
+class DisconnectedClients:
     """By tenant, and in the order of their looks."""
 
-    def __init__(self, mappings: Mappings) -> None:
-        self._mappings = mappings
-        self._gone: OrderedDict[int, DisconnectedClient[C]] = OrderedDict()  # in the order of their turns
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._gone: OrderedDict[int, DisconnectedClient] = OrderedDict()  # in the order of their turns
         self._of: Counter[bytes] = Counter()
         self._left_out: dict[bytes, int] = {}  # by tenant: sweeps that it skips
         self._looked_at: dict[bytes, object] = {}  # by tenant: the look that some thread is at
@@ -525,7 +513,7 @@ class DisconnectedClients(Generic[C]):
         self.looks = 0
         """Kernel queries since the start."""
 
-    def add(self, number: int, tenant: bytes, caller: C, extents: Iterable[int]) -> DisconnectedClient[C] | None:
+    def add(self, number: int, tenant: bytes, caller: ClientState, extents: Iterable[int]) -> DisconnectedClient | None:
         """Add a disconnected client; None if it is known."""
         if number in self._gone:
             return None
@@ -533,7 +521,7 @@ class DisconnectedClients(Generic[C]):
         self._of[tenant] += 1
         return gone
 
-    def remove(self, gone: DisconnectedClient[C]) -> bool:
+    def remove(self, gone: DisconnectedClient) -> bool:
         """It maps nothing any more; returns whether it was here."""
         if self._gone.get(gone.number) is not gone:
             return False
@@ -543,7 +531,7 @@ class DisconnectedClients(Generic[C]):
             del self._of[gone.tenant]
         return True
 
-    def turns(self) -> list[DisconnectedClient[C]]:
+    def turns(self) -> list[DisconnectedClient]:
         """Those to look at in this sweep; those looked at since the last one go to the end."""
         asked, self._asked = self._asked, []
         for number in asked:
@@ -553,7 +541,7 @@ class DisconnectedClients(Generic[C]):
         self._left_out = {tenant: sweeps - 1 for tenant, sweeps in self._left_out.items() if sweeps > 1}
         return list(islice((gone for gone in self._gone.values() if gone.tenant not in left_out), LOOKS))
 
-    def look(self, gone: DisconnectedClient[C], most: int = LOOKS) -> tuple[bool, int]:
+    def look(self, gone: DisconnectedClient, most: int = LOOKS) -> tuple[bool, int]:
         """Whether it may still have memory mapped, and the queries made: at most `most`, and none while its tenant
         skips sweeps or another thread asks about one of its connections: many threads asking at once would take the
         socket thread's processor."""
@@ -564,7 +552,7 @@ class DisconnectedClients(Generic[C]):
         if self._looked_at.setdefault(gone.tenant, look) is not look:
             return True, 0
         try:
-            unmapped, asked, seconds = self._mappings.unmapped(extents[:most], gone.number)
+            unmapped, asked, seconds = self._store.unmapped(extents[:most], gone.number)
         finally:
             del self._looked_at[gone.tenant]
         gone.extents = extents[unmapped:]
@@ -578,7 +566,7 @@ class DisconnectedClients(Generic[C]):
         """How many a tenant has."""
         return self._of[tenant]
 
-    def callers(self) -> list[C]:
+    def callers(self) -> list[ClientState]:
         return [gone.caller for gone in self._gone.values()]
 
     def __len__(self) -> int:

@@ -179,7 +179,7 @@ def test_who_believes_an_engine_ends_with_what_the_store_holds_of_its_blocks(sid
 
         wait_until(is_quiet)
         step()
-        held = {name for name in sidecar.core._blocks.index._names[0].visible if name in mine}
+        held = {name for name in sidecar.core.blocks.index._names[0].visible if name in mine}
         assert set(router.places) <= held, "nothing is believed that is not there"
         assert set(router.places) == held, "and all that is there"
         assert news.resets == 0

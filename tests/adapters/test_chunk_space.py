@@ -58,7 +58,7 @@ def engine(sidecar: Sidecar) -> Iterator[Engine]:
 def rows(sidecar: Sidecar, engine: Engine, names: Sequence[bytes]) -> list[int]:
     """How deep in a chain each of these stands."""
     handle: Any = engine.space.handle
-    index = sidecar.core._blocks.index
+    index = sidecar.core.blocks.index
     found = [index.find(0, key) for key in engine.space.prompt(handle, names).keys]
     return [index.depth(row) for row in found]
 

@@ -130,7 +130,7 @@ def test_answers_that_a_client_reads_late_all_come(sidecar: Sidecar) -> None:
         wait_until(lambda: sidecar.core.awaits.counts().parked == MOST_PARKED)
         puts.store(keys, 1)
         wait_until(lambda: not sidecar.door._awaits.parked)
-        assert any(one.unsent for one in sidecar.door._clients.all)
+        assert any(one.unsent for one in sidecar.door._connections)
         answers = waits.answers(MOST_PARKED)
         assert set(answers) == set(parked) and set(answers.values()) == {m.Awaited(1, AwaitEnd.READABLE)}
 

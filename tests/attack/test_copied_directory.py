@@ -73,7 +73,7 @@ def read(*directories: str) -> None:
     for directory in directories:
         store, spaces = opened(Path(directory))
         assert store.warmed(ANSWERS_WITHIN_SECONDS)
-        counts = {"blocks": 0, "torn": 0, "rebuilds": int(store._store._blocks.lower.tier.rebuilds)}  # type: ignore[union-attr]
+        counts = {"blocks": 0, "torn": 0, "rebuilds": int(store._store.blocks.lower.tier.rebuilds)}  # type: ignore[union-attr]
         for again in (False, True):
             for space in spaces:
                 for letters in LETTERS:

@@ -154,7 +154,7 @@ def test_what_the_disk_gives_up_is_recorded_while_it_is_still_there(witness: Wit
 
     def gone(number: int, key: bytes) -> None:
         recorded.append((number, key))
-        blocks = store._store._blocks
+        blocks = store._store.blocks
         held.append(blocks.is_below(blocks.index.find(number, key)))
 
     store = opened(witness, gone=gone)
@@ -174,6 +174,6 @@ def test_what_the_disk_gives_up_is_recorded_while_it_is_still_there(witness: Wit
 
 
 def _is_below(store: EmbeddedStore, number: int, key: bytes) -> bool:
-    blocks = store._store._blocks
+    blocks = store._store.blocks
     row = blocks.index.find(number, key)
     return row >= 0 and blocks.is_below(row)

@@ -144,7 +144,7 @@ def test_without_verification_leaves_out_the_payload_digests_only() -> None:
             getattr(side, path)(0)
             assert taken == [SHAPE.payload_bytes // SHAPE.layers] * (SHAPE.layers * BLOCKS)
             getattr(bare, path)(0)
-        place = bare.store._blocks.residency.place(bare.store._blocks.index.match(0, bare_keys(bare))[0], 0)
+        place = bare.store.blocks.residency.place(bare.store.blocks.index.match(0, bare_keys(bare))[0], 0)
         bare.store.spans([place])[0].view[100] ^= 1  # in the header: still checked
         with pytest.raises(AssertionError, match="corrupt"):
             bare.get(0)

@@ -198,8 +198,8 @@ def test_the_limit_uses_the_slots_that_the_store_reads_into(side: nvme.NvmeSide)
     def addresses() -> set[int]:
         store = side.store._store
         places = {
-            store._blocks.residency.place(row, 0)
-            for row in store._blocks.index.match(side._handle.number, side._handle.match(side._stored[0]).keys)
+            store.blocks.residency.place(row, 0)
+            for row in store.blocks.index.match(side._handle.number, side._handle.match(side._stored[0]).keys)
         }
         return {store.spans([place])[0].address for place in places}
 

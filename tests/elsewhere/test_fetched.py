@@ -17,6 +17,7 @@ from kvstore.config import DramConfig, Limits
 from kvstore.core.store import Store
 from kvstore.elsewhere.fetched import GIVES_WAY_AT_ONCE, KEPT_SECONDS, SHARE_OF_DRAM, FetchedBlocks
 from kvstore.node import build_store
+from kvstore.service.parked import Parking
 from workbench import FakeClock, small_layout
 
 PAYLOAD = [8192]
@@ -61,16 +62,11 @@ def chain(blocks: int) -> list[bytes]:
 
 
 def bench_of(dram_bytes: int, **limits: float) -> Bench:
-    keys, clock, made = TenantKeys.derive(secrets.token_bytes(32)), FakeClock(), list[FetchedBlocks]()
+    keys, clock = TenantKeys.derive(secrets.token_bytes(32)), FakeClock()
     store = build_store(DramConfig.of(dram_bytes, None, 1 << 40), Limits(**limits), KeyRing([keys]), clock)
-
-    def make(*shared: object) -> FetchedBlocks:
-        made.append(FetchedBlocks(*shared))  # type: ignore[arg-type]
-        return made[0]
-
-    store.fetch_with(make)
+    store.fetched = fetched = FetchedBlocks(store, Parking(store))
     number = store.open_namespace(keys, SPACE, PAYLOAD).number
-    return Bench(store, clock, number, made[0])
+    return Bench(store, clock, number, fetched)
 
 
 @pytest.fixture
@@ -151,7 +147,7 @@ def test_several_tenants_share_it(bench: Bench) -> None:
 
 def test_a_put_is_never_refused_because_of_them(bench: Bench) -> None:
     """The rest of DRAM is leased, so that only what was fetched can make room: it does, also within its second."""
-    dram = bench.store._blocks.dram
+    dram = bench.store.blocks.dram
     room = dram.budget_bytes // dram.extent_bytes * (dram.extent_bytes // BLOCK)
     kept = chain(EIGHTH)
     assert bench.fetch(kept) == EIGHTH
@@ -181,7 +177,7 @@ def test_those_whose_time_is_over_give_way_first(bench: Bench) -> None:
     bench.clock.advance(KEPT_SECONDS)
     bench.fetch(new)
     assert bench.fetched.kept_bytes == len(new) * BLOCK
-    with bench.store._shared.lock:  # as a put that lacks room does
+    with bench.store.lock:  # as a put that lacks room does
         assert bench.fetched.give_way() and not bench.fetched.give_way()
     assert len(new) <= GIVES_WAY_AT_ONCE
 

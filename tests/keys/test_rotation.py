@@ -178,7 +178,7 @@ def test_slabs_and_index_stay_of_use_when_the_first_epoch_is_retired(
     for _ in range(2):
         with opened(tmp_path / "kv", pool) as store:
             assert read(space(store), 2) == (BLOCKS, None)
-            assert store.core._blocks.lower.tier.left_alone == []  # type: ignore[union-attr]
+            assert store.core.blocks.lower.tier.left_alone == []  # type: ignore[union-attr]
             store.check()
 
 
@@ -215,7 +215,7 @@ def test_a_put_that_began_before_a_rotation(tmp_path: Path, pool: Pool) -> None:
         assert halves[1].put(prompt, pages[1], collective="a").reason is None
         whole = space(store)
         assert whole.match(prompt).blocks == 1
-        blocks = store.core._blocks
+        blocks = store.core.blocks
         row = blocks.index.match(0, whole.hashed(prompt).keys)[0]
         views = [blocks.dram.span_at(blocks.residency.place(row, part)).view for part in (0, 1)]
         assert [epoch_in(view)[1] for view in views] == [1, 2]
@@ -238,7 +238,7 @@ def test_a_namespace_that_is_opened_after_a_rotation(tmp_path: Path, pool: Pool)
         bench = Bench(store.core, store.core.clock, store._ring, before)  # type: ignore[arg-type]
         handle = NamespaceHandle(EmbeddedDoor(store.core, before), Namespace(MODEL, LAYOUT, "raw"), codec_named("raw"))
         put(handle, 1)
-        blocks = store.core._blocks
+        blocks = store.core.blocks
         (row, *_) = blocks.index.match(0, handle.hashed(prompt_of(1, 1)).keys)
         assert bench.header_of(blocks.residency.place(row, 0)).stamp.epoch == 2
         pool.retire(1)

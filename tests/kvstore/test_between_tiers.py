@@ -270,7 +270,7 @@ def test_a_move_that_is_almost_over_is_not_taken_for_the_next_one(
     try:
         with place.space.handle.lease(place.space.match(A), deadline_ms=200) as lease:
             assert over.wait(60) and lease.blocks <= 2
-        while place.levels.promoter.promoting:
+        while place.levels._promoting:
             threading.Event().wait(0.001)
         place.opened.core.evict(10)
         assert place.space.match(A).tiers == ((HitTier.NVME, 2),)

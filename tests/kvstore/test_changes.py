@@ -162,8 +162,8 @@ def test_who_follows_ends_with_what_the_store_holds(tmp_path: Path, nvme: str) -
             assert all(not follower.places.get(name) for name in keys[found.blocks : found.blocks + 1])
             held += found.blocks
         readable = {name for name, place in follower.places.items() if place}
-        index = sidecar.core._blocks.index
-        spaces = [one.number for one in sidecar.core._blocks.spaces if one.namespace.model == MODEL]
+        index = sidecar.core.blocks.index
+        spaces = [one.number for one in sidecar.core.blocks.spaces if one.namespace.model == MODEL]
         assert readable == {name for one in spaces for name in index._names[one].visible}
         assert held and follower.lost == 0
 

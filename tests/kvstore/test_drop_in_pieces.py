@@ -54,7 +54,7 @@ def turns(a: Bench, monkeypatch: pytest.MonkeyPatch, owner: object, name: str, c
 
 def test_so_many_blocks_are_dropped_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     a, handle, _keys = stocked()
-    done = turns(a, monkeypatch, a.store._blocks, "drop", lambda _: 1)
+    done = turns(a, monkeypatch, a.store.blocks, "drop", lambda _: 1)
     assert a.store.drop(handle.number) == BLOCKS
     assert max(done) == 3 and sum(done) == BLOCKS
     assert a.store.usage().dram.taken_bytes == 0
@@ -63,16 +63,16 @@ def test_so_many_blocks_are_dropped_at_a_time(monkeypatch: pytest.MonkeyPatch) -
 
 def test_so_many_extents_are_given_back_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     a, handle, _keys = stocked()
-    extents = a.store.usage().dram.taken_bytes // a.store._blocks.dram.extent_bytes
+    extents = a.store.usage().dram.taken_bytes // a.store.blocks.dram.extent_bytes
     assert extents > 2
-    done = turns(a, monkeypatch, a.store._blocks.dram, "retire", lambda _: 1)
+    done = turns(a, monkeypatch, a.store.blocks.dram, "retire", lambda _: 1)
     assert a.store.drop(handle.number) == BLOCKS
     assert max(done) == 1 and sum(done) == extents
 
 
 def test_so_many_blocks_are_evicted_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     a, _handle, _keys = stocked()
-    done = turns(a, monkeypatch, a.store._blocks, "evict_worst", lambda gone: gone)
+    done = turns(a, monkeypatch, a.store.blocks, "evict_worst", lambda gone: gone)
     assert a.store.evict(10) == 10 and max(done) == 3 and sum(done) == 10
     done.append(0)
     assert a.store.evict(1000) == BLOCKS - 10 and max(done) == 3
@@ -84,7 +84,7 @@ def test_nothing_of_it_is_found_or_stored_from_the_first_piece_on() -> None:
     seen = []
 
     def meanwhile(count: int) -> None:
-        if a.store._blocks.index.visible_blocks(handle.number) < BLOCKS:
+        if a.store.blocks.index.visible_blocks(handle.number) < BLOCKS:
             match = a.store.match(handle.number, keys)
             lease = a.store.lease(handle.number, keys, 0, 0)
             reply = a.store.reserve(handle.number, keys, 0, 0, None)
@@ -105,9 +105,9 @@ def test_rows_that_were_evicted_meanwhile_and_are_others_now_stay() -> None:
     stored = []
 
     def meanwhile(count: int) -> None:
-        if not stored and a.store._blocks.index.visible_blocks(handle.number) < BLOCKS:
+        if not stored and a.store.blocks.index.visible_blocks(handle.number) < BLOCKS:
             stored.append(0)
-            a.store._blocks.evict_worst(6)
+            a.store.blocks.evict_worst(6)
             stored[0] = other.put(tokens, random_pages(other.layout, 6)).stored
 
     watched(a.store, meanwhile)
@@ -121,7 +121,7 @@ def test_a_store_that_is_closed_meanwhile_says_so() -> None:
     a, handle, _ = stocked()
 
     def meanwhile(count: int) -> None:
-        if a.store._blocks.index.visible_blocks(handle.number) < BLOCKS:
+        if a.store.blocks.index.visible_blocks(handle.number) < BLOCKS:
             a.store.close()
 
     watched(a.store, meanwhile)

@@ -42,7 +42,7 @@ def leases(a: Bench, handle: NamespaceHandle, keys: list[bytes], count: int) -> 
 def is_at_rest(a: Bench) -> bool:
     a.store.check()
     usage = a.store.usage()
-    residency = a.store._blocks.residency
+    residency = a.store.blocks.residency
     return (usage.leases, usage.pinned_bytes, usage.dram.zombie, residency.holds) == (0, 0, 0, False)
 
 
@@ -51,7 +51,7 @@ class Walked:
 
     def __init__(self, a: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
         self.turns = [0]
-        residency = a.store._blocks.residency
+        residency = a.store.blocks.residency
         for owner, name in (
             (residency.held, "defer_reuse"),
             (residency.held, "allow_reuse"),
@@ -127,9 +127,9 @@ def test_a_lease_is_over_as_soon_as_that_is_said(in_pieces: int) -> None:
     assert a.store.is_ending and a.store.usage().pinned_bytes > 0
     for lease in (released, expired):
         assert not a.store.is_leased(lease) and not a.store.attach(lease)
-    pins = list(a.store._blocks.residency.pins.counts)
+    pins = list(a.store.blocks.residency.pins.counts)
     a.store.begin_ending([released], [expired, released])
-    assert a.store.usage().leases == 1 and sum(a.store._blocks.residency.pins.counts) <= sum(pins)
+    assert a.store.usage().leases == 1 and sum(a.store.blocks.residency.pins.counts) <= sum(pins)
     a.store.finish_ending()
     assert not a.store.is_ending and a.store.usage().pinned_bytes == 0
     a.store.release(expired)
@@ -173,7 +173,7 @@ def test_leases_that_a_drop_ends_are_over_before_anybody_else_is_let_in(
     a, handle, keys = stocked()
     numbers = leases(a, handle, keys, 6)
     seen: list[tuple[int, int]] = []
-    watched(a.store, lambda count: seen.append((len(list(a.store._leases.live.values())), len(a.store._endings))))
+    watched(a.store, lambda count: seen.append((len(list(a.store.leases.live.values())), len(a.store._endings))))
     a.store.drop(handle.number)
     assert seen[0] == (0, 6), "none of them is live or forgotten"
     for number in numbers:
@@ -210,7 +210,7 @@ def _end_in_any_way(draw: random.Random) -> None:
     a, handle, keys = stocked(limits=Limits(lease_seconds=10))
     held: list[int] = []
     others = [a.store.lease(handle.number, keys[:3], 0, 0).lease]
-    before = list(a.store._blocks.residency.pins.counts)
+    before = list(a.store.blocks.residency.pins.counts)
 
     def step() -> None:
         some = draw.sample(held, min(len(held), draw.randrange(4)))
@@ -233,10 +233,10 @@ def _end_in_any_way(draw: random.Random) -> None:
             if some and a.store.attach(some[0]):
                 held.append(some[0])  # it has one more holder
         elif act == 7:
-            with a.store._shared.lock:
-                row = a.store._blocks.index.find(handle.number, keys[draw.randrange(BLOCKS)])
-                if row >= 0 and a.store._blocks.is_above(row) and a.store._blocks.index.state(row) == 2:
-                    a.store._blocks.quarantine(row)
+            with a.store.lock:
+                row = a.store.blocks.index.find(handle.number, keys[draw.randrange(BLOCKS)])
+                if row >= 0 and a.store.blocks.is_above(row) and a.store.blocks.index.state(row) == 2:
+                    a.store.blocks.quarantine(row)
             handle.put(ALL_TOKENS, random_pages(handle.layout, BLOCKS))
         else:
             a.store.evict(draw.randrange(4))
@@ -259,7 +259,7 @@ def _end_in_any_way(draw: random.Random) -> None:
     a.store.finish_ending()
     a.store.check()
     if a.store.is_leased(others[0]):
-        now = list(a.store._blocks.residency.pins.counts)
+        now = list(a.store.blocks.residency.pins.counts)
         assert sum(now) == sum(before) == 3
     a.store.release(others[0])
     assert is_at_rest(a)

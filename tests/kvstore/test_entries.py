@@ -108,7 +108,7 @@ def test_no_table_grows_for_ever(tmp_path: Path) -> None:
             totals.append(entries(store.core))
             evicted.append(store.usage().counters.get("nvme_evicted_blocks", 0))
             store.check()
-        remembered = store.core._blocks.index.remembered  # what is stored again is not
+        remembered = store.core.blocks.index.remembered  # what is stored again is not
         assert all(FORGOTTEN // 2 < remembered[store.tenant_keys(name).tenant] <= FORGOTTEN for name in ("one", "two"))
         assert evicted[EARLY.stop] > 100 and evicted[-1] > 1.5 * evicted[EARLY.stop], "NVMe is full, and goes on"
         for name in set().union(*totals) - FREE:

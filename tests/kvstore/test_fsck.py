@@ -546,7 +546,7 @@ def dropped(kv: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     with opened(kv) as store, monkeypatch.context() as patch:
         patch.setattr(GroupCommit, "_void", lambda *_: None)
         assert store.drop(namespace(store, OTHER_MODEL)) == BLOCKS
-        lower = store._store._blocks.lower
+        lower = store._store.blocks.lower
         assert lower is not None
         lower.tier._commits.join(BatchRequest())
         return shutil.copytree(kv, tmp_path / "killed")

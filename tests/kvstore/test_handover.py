@@ -95,7 +95,7 @@ class Handing:
         self.first = self.bench.namespace()
         self.second = self.bench.namespace(keys=TenantKeys.derive(OTHER_SECRET))
         assert put(self.first, 20) == PutResult(0, 20, None, None)
-        self.dram = self.bench.store._blocks.dram
+        self.dram = self.bench.store.blocks.dram
         self.mapped = {number: self._share(number) for number in self.dram._extents}
         self.looks: list[float] = []
         self._wait = self.bench.store._room._unmapping.wait

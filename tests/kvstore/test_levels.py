@@ -76,7 +76,7 @@ def test_a_frame_that_rotted_is_a_miss_and_its_slot_is_not_used_again(tmp_path: 
         put(namespace(store), 0, durability="disk")
     with opened(tmp_path) as store:
         handle = namespace(store)
-        blocks = store._store._blocks
+        blocks = store._store.blocks
         assert blocks.lower is not None
         row = blocks.index.match(handle.number, handle.match(prompt(0)).keys)[5]
         place = blocks.lower.residency.place(row, 0)
@@ -103,7 +103,7 @@ def test_a_frame_in_the_place_of_the_blocks_other_part_is_a_miss(tmp_path: Path)
         put(namespace(store, layer_shards=2), 0, durability="disk")
     with opened(tmp_path) as store:
         handle = namespace(store, layer_shards=2)
-        blocks = store._store._blocks
+        blocks = store._store.blocks
         assert blocks.lower is not None
         row = blocks.index.match(handle.number, handle.match(prompt(0)).keys)[5]
         files, places = [], [blocks.lower.residency.place(row, part) for part in range(2)]
@@ -143,8 +143,8 @@ def test_a_durable_put_that_stops_has_made_durable_what_it_holds(tmp_path: Path)
         reply = Asking(handle.door).reserve(handle.number, keys[:9], 0, 0, None)  # somebody else is storing two blocks
         result = put(handle, 0, durability="disk")
         assert (result.stopped_at, result.reason) == (7, MissReason.IN_FLIGHT)
-        rows = store._store._blocks.index.match(handle.number, keys)
-        assert len(rows) == 7 and all(store._store._blocks.is_below(row) for row in rows)
+        rows = store._store.blocks.index.match(handle.number, keys)
+        assert len(rows) == 7 and all(store._store.blocks.is_below(row) for row in rows)
         Asking(handle.door).abort(reply.reservation)
 
 
@@ -173,14 +173,14 @@ def test_a_reader_finds_damage_before_the_write_does(
             real_room = core._levels._make_room
             monkeypatch.setattr(core._levels, "_make_room", lambda *args: (real_room(*args), find())[0])
         else:
-            real_verify = core._blocks.verify
+            real_verify = core.blocks.verify
 
             def verify(row: int, part: int) -> bool:
-                if core._blocks.index.depth(row) == 3:
+                if core.blocks.index.depth(row) == 3:
                     find()
                 return real_verify(row, part)
 
-            monkeypatch.setattr(core._blocks, "verify", verify)
+            monkeypatch.setattr(core.blocks, "verify", verify)
         keys = handle.match(prompt(0)).keys
         durable, reason = Asking(handle.door).persist(handle.number, keys, 20)
         assert durable == 3 and reason is MissReason.CORRUPT, "up to the block that is not readable any more"

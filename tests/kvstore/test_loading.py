@@ -246,7 +246,7 @@ def test_frames_stay_unproven_until_all_are_verified(tmp_path: Path, end: str, m
                 shutil.copytree(tmp_path / "crashed", directory)
             else:
                 threading.Timer(0.5, go_on.set).start()
-                store._store._nvme_recovery._closing.set()  # type: ignore[union-attr]
+                store._store._recovery.of_nvme._closing.set()  # type: ignore[union-attr]
             if end == "crash":
                 go_on.set()
     if "lost" in end:
@@ -271,7 +271,7 @@ def _crash(tmp_path: Path, cut: int) -> None:
     with opened(tmp_path / "kv") as store:
         handle = namespace(store)
         assert put(handle, 0, durability="disk").reason is None
-        blocks = store._store._blocks
+        blocks = store._store.blocks
         row = blocks.index.match(handle.number, handle.match(prompt(0)).keys)[cut]
         place = blocks.lower.residency.place(row, 0)
         frame_bytes = blocks.spaces[handle.number].classes[0].frame_bytes
@@ -295,12 +295,12 @@ def test_an_older_copy_ends_with_the_newer_one(directory: Path, is_evicted: bool
         assert store.warmed(20)
         Asking(handle.door).abort(reply.reservation)
         assert put(handle, 0, durability="disk").reason is None
-        core._blocks.lower.tier.settle()
+        core.blocks.lower.tier.settle()
         usage = store.usage()
         assert usage.nvme is not None and usage.nvme.used == used
         if is_evicted:
-            with core._shared.lock:
-                while core._blocks.below.evict(1000, handle.number)[0]:
+            with core.lock:
+                while core.blocks.below.evict(1000, handle.number)[0]:
                     pass
             store.evict(1000)
             left = [handle.match(prompt(number)).blocks for number in range(3)]

@@ -16,7 +16,7 @@ from kvstore.block.account import HitTier, MissReason
 from kvstore.client.handle import NamespaceHandle
 from kvstore.client.pending import BLOCK_SECONDS, GRACE_SECONDS, LeaseThreads
 from kvstore.config import Limits
-from kvstore.core import lease_pieces, leases, reservations
+from kvstore.core import leases, reservations
 from kvstore.core.store import Store
 from kvstore.protocol import messages as m
 from kvstore.protocol.door import NamedLease
@@ -50,12 +50,12 @@ class Gaps(threading.Condition):
 
 
 def watched(store: Store, meanwhile: Callable[[int], object] = lambda count: None) -> Gaps:
-    gaps = store._shared.moves_done = Gaps(store._shared.lock, meanwhile)
+    gaps = store.moves_done = Gaps(store.lock, meanwhile)
     return gaps
 
 
 def cut_into(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (leases, lease_pieces, reservations):
+    for module in (leases, reservations):
         monkeypatch.setattr(module, "LOCKED_BLOCKS", piece)
 
 
@@ -108,15 +108,15 @@ def test_it_says_the_same_in_pieces(
         assert (gaps.count > 0) == (piece == PIECE)
         for column, digests in zip(reply.places, reply.header_digests, strict=True):
             assert len(column) == len(digests) == reply.blocks - reply.first_block
-        rows = a.store._blocks.index.match(handle.number, keys)[reply.first_block : reply.blocks]
+        rows = a.store.blocks.index.match(handle.number, keys)[reply.first_block : reply.blocks]
         for part, digests in enumerate(reply.header_digests):
-            assert list(digests) == list(a.store._blocks.residency.header_digests_of(rows, part))
+            assert list(digests) == list(a.store.blocks.residency.header_digests_of(rows, part))
         a.store.check()
-        order = list(a.store._blocks.residency.policy.victims())
+        order = list(a.store.blocks.residency.policy.victims())
         a.store.release(reply.lease)
         a.store.check()
         usage = a.store.usage()
-        assert (usage.leases, usage.pinned_bytes, a.store._leases.promoting) == (0, 0, [])
+        assert (usage.leases, usage.pinned_bytes, a.store.leases.promoting) == (0, 0, [])
         told.append((said(reply), order))
     assert told[0] == told[1]
 
@@ -152,8 +152,8 @@ def test_whatever_others_do_in_between(gap: int, what: str, in_pieces: None) -> 
         if what == "evict":
             a.store.evict(1000)
         elif what == "quarantine":
-            with a.store._shared.lock:
-                a.store._blocks.quarantine(a.store._blocks.index.find(handle.number, keys[10]))
+            with a.store.lock:
+                a.store.blocks.quarantine(a.store.blocks.index.find(handle.number, keys[10]))
         elif what == "put":
             handle.put(ids(640, 9000), random_pages(handle.layout, 10))
         elif what == "lapse":
@@ -176,10 +176,10 @@ def test_whatever_others_do_in_between(gap: int, what: str, in_pieces: None) -> 
     if reply is not None and reply.lease:
         assert all(len(column) == reply.blocks for column in (*reply.places, *reply.header_digests))
         assert reply.blocks == BLOCKS or reply.reason is not None
-        rows = [a.store._blocks.index.find(handle.number, key) for key in keys[: reply.blocks]]
+        rows = [a.store.blocks.index.find(handle.number, key) for key in keys[: reply.blocks]]
         if not a.store.closed:
             for row, place in zip(rows, reply.places[0], strict=True):
-                if a.store._blocks.residency.place(row, 0) == place:  # a quarantined one has none
+                if a.store.blocks.residency.place(row, 0) == place:  # a quarantined one has none
                     assert a.header_of(place).prefix_key == keys[rows.index(row)]
                 else:
                     assert what == "quarantine" and row == rows[10]
@@ -192,7 +192,7 @@ def test_whatever_others_do_in_between(gap: int, what: str, in_pieces: None) -> 
         a.store.check()
         usage = a.store.usage()
         assert (usage.leases, usage.pinned_bytes, usage.dram.zombie) == (0, 0, 0)
-    assert a.store._leases.promoting == []
+    assert a.store.leases.promoting == []
 
 
 def test_a_drop_waits_for_it(in_pieces: None) -> None:
@@ -204,7 +204,7 @@ def test_a_drop_waits_for_it(in_pieces: None) -> None:
     def meanwhile(count: int) -> None:
         if count == 2:
             thread.start()
-            while not a.store._blocks.dropping:
+            while not a.store.blocks.dropping:
                 pass
             dropping.set()
 
@@ -250,7 +250,7 @@ def test_a_put_of_a_long_chain_is_as_recent_as_a_short_one(monkeypatch: pytest.M
         handle.put(ids(640, 5000), random_pages(handle.layout, 10))
         longer = ids((BLOCKS + 4) * 64)
         assert handle.put(longer, random_pages(handle.layout, BLOCKS + 4)).stored == 4
-        assert not a.store._long_leases.refreshing
+        assert not a.store._leasing.refreshing
         a.store.check()
         victims = []
         while a.store.evict(1):

@@ -127,7 +127,7 @@ def test_a_budget_is_not_gone_beyond(tmp_path: Path) -> None:
 def an_hour_of(blocks: int, path: Path) -> float:
     """The setting with which so many blocks may be written at once, and hardly any more while a test runs."""
     with kvstore.embedded(str(path / "other"), dram="1MiB") as store:
-        return blocks * 24 * Load(store).store._store._blocks.spaces[0].block_bytes / (256 << 20)
+        return blocks * 24 * Load(store).store._store.blocks.spaces[0].block_bytes / (256 << 20)
 
 
 @pytest.mark.slow
@@ -162,7 +162,7 @@ def found_after_a_restart(path: Path, writes: str | float, prompts: Sequence[lis
 
 
 def declined_of(store: EmbeddedStore) -> int:
-    return len(store._store._blocks.dirty.declined())
+    return len(store._store.blocks.dirty.declined())
 
 
 @pytest.mark.slow

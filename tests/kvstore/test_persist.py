@@ -109,7 +109,7 @@ def test_what_is_being_written_down_while_its_old_frames_are_found_is_durable(
     monkeypatch.setattr("kvstore.core.nvme_recovery.recovery_order", wait_and_load)
     with kvstore.open(f"embedded:{tmp_path}", **shape) as store, ThreadPoolExecutor(1) as pool:
         handle = namespace(store)
-        lower = store._store._blocks.lower
+        lower = store._store.blocks.lower
         assert lower is not None
         commit = lower.tier.commit
         lower.tier.commit = wait_and_commit  # type: ignore[method-assign]
@@ -130,7 +130,7 @@ def test_a_newer_copy_that_was_cut_short_does_not_hide_the_one_before_it(tmp_pat
     with kvstore.open(f"embedded:{tmp_path}", **shape) as store:
         handle = namespace(store)
         assert put(handle, 1, durability="disk").stopped_at is None
-        blocks = store._store._blocks
+        blocks = store._store.blocks
         assert blocks.lower is not None
         tier, space = blocks.lower.tier, blocks.spaces[handle.number]
         old = bytearray(space.classes[0].frame_bytes)

@@ -47,7 +47,7 @@ def test_a_replay_tells_what_the_store_does(name: str, tmp_path: Path) -> None:
     hits = []
     with open_at(tmp_path, dram="1MiB", extent="1MiB", dram_policy=seeded) as store:
         ns = store.namespace(model=MODEL, layout=small_layout())
-        room = (1 << 20) // store.core._blocks.spaces[0].block_bytes
+        room = (1 << 20) // store.core.blocks.spaces[0].block_bytes
         pages = random_pages(ns.layout, 14, seed=SEED)
         for ids in asked:
             tokens = [one for block in ids for one in range(block, block + 64)]
@@ -120,7 +120,7 @@ def test_a_policy_that_was_removed_opens_with_its_successor_and_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with kvstore.embedded(str(tmp_path), dram="1MiB", policy="s3-fifo") as store:
-        assert isinstance(store.core._blocks.residency.policy, Adaptive)
+        assert isinstance(store.core.blocks.residency.policy, Adaptive)
     (line,) = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
     assert line == "policy 's3-fifo' was removed and is 'adaptive' now; name that, or lru"
     program = f"import kvstore\nwith kvstore.open('embedded:{tmp_path}', dram='1MiB', policy='s3-fifo'): print('open')"

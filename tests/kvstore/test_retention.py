@@ -125,7 +125,7 @@ def test_a_tenant_keeps_within_its_own_share(tmp_path: Path) -> None:
         for prompt in range(20):
             tenants["a"].put(tokens(prompt, 10), PAGES[10], ttl=1000)
             tenants["b"].put(tokens(prompt, 10), PAGES[10], ttl=1000)
-        kept = [store._store._blocks.residency.retention.kept_bytes()]  # type: ignore[union-attr]
+        kept = [store._store.blocks.residency.retention.kept_bytes()]  # type: ignore[union-attr]
         assert all(0 < one <= 0.25 * (1 << 20) * part for one, part in zip(kept[0], (0.25, 0.75), strict=True))
         store.check()
 

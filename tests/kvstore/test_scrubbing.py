@@ -21,8 +21,8 @@ from kvstore.block.account import HitTier, MissReason
 from kvstore.block.pages import Pages
 from kvstore.client.handle import NamespaceHandle
 from kvstore.config import Limits, parse_rate
+from kvstore.core.levels import READS
 from kvstore.core.nvme_recovery import NvmeRecovery
-from kvstore.core.promote import READS
 from kvstore.core.scrub import Scrubbing
 from kvstore.node import EmbeddedStore
 from tiering.move_queue import BreakerState, Priority, QueueLimits
@@ -86,8 +86,8 @@ class Rig:
         self.store = open_at(path, indexes=LmdbMaker, files=files, **{name: scrub}, **options)
         assert self.store.warmed(20)
         core = self.store._store
-        assert core._levels is not None and core._blocks.lower is not None
-        self.core, self.blocks, self.lower, self.queue = core, core._blocks, core._blocks.lower, core._levels._queue
+        assert core._levels is not None and core.blocks.lower is not None
+        self.core, self.blocks, self.lower, self.queue = core, core.blocks, core.blocks.lower, core._levels._queue
 
     def __enter__(self) -> Rig:
         return self
@@ -128,7 +128,7 @@ class Rig:
 
     def evict_below(self, handle: NamespaceHandle) -> None:
         """The worst leaf goes from NVMe, and its slots are free."""
-        with self.core._shared.lock:
+        with self.core.lock:
             gone, claimed = self.blocks.below.evict(1, handle.number)
         places = [place for column in claimed for place in column]
         assert gone == len(places) == 1
@@ -476,8 +476,8 @@ def test_nothing_is_condemned_while_a_lease_looks_for_slots_for_it(
         handle = rig.namespace()
         row = rig.row(handle, 0, 5)
         assert rig.core._levels is not None
-        promoter = rig.core._levels.promoter
-        find_slots, quarantine_below = promoter._find_slots, promoter.quarantine_below
+        room, levels = rig.core._room, rig.core._levels
+        find_slots, quarantine_below = room.find_slots, levels.quarantine_below
         tried, quarantined = threading.Event(), threading.Event()
         early: list[bool] = []
 
@@ -493,8 +493,8 @@ def test_nothing_is_condemned_while_a_lease_looks_for_slots_for_it(
             quarantined.set()
             return done
 
-        monkeypatch.setattr(promoter, "_find_slots", look)
-        monkeypatch.setattr(promoter, "quarantine_below", quarantine)
+        monkeypatch.setattr(room, "find_slots", look)
+        monkeypatch.setattr(levels, "quarantine_below", quarantine)
         assert read(handle, 0) == 5 and early == [False]
         wait_until(lambda: "quarantined_blocks" in rig.counters)
         rig.whole_pass()

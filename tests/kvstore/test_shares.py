@@ -37,7 +37,7 @@ class Tenants:
         self.store: EmbeddedStore = kvstore.embedded(
             str(directory), dram="1MiB", extent="64KiB", nvme=nvme, slab="128KiB" if nvme else None, shares=shares
         )
-        self.blocks = self.store._store._blocks
+        self.blocks = self.store._store.blocks
         self.shares = self.blocks.shares
         self._handles: dict[tuple[str, str], NamespaceHandle] = {}
 
@@ -258,7 +258,7 @@ class Disk(Tenants):
 
     def __init__(self, directory: Path) -> None:
         self.store = kvstore.embedded(str(directory), dram="8MiB", extent="64KiB", nvme="1MiB", slab="128KiB")
-        self.blocks = self.store._store._blocks
+        self.blocks = self.store._store.blocks
         self._handles = {}
 
     def put_down(self, tenant: str, prompt: int, blocks: int, ttl: float | None = None) -> MissReason | None:
@@ -303,7 +303,7 @@ def test_on_disk_the_way_to_what_is_in_both_is_passed_over(tmp_path: Path, chain
     """Its end goes from NVMe and stays in DRAM, so that it cannot go: nor can its slab."""
     world = Disk(tmp_path)
     with world.store:
-        blocks, lock = world.blocks, world.store._store._shared.lock
+        blocks, lock = world.blocks, world.store._store.lock
         for prompt in range(8):
             before = on_disk(world)
             assert world.put_down("t", 2 * prompt, 5) is None
@@ -329,7 +329,7 @@ def test_on_disk_who_asks_may_have_nothing_that_goes(tmp_path: Path, is_damaged:
         world.store._store.evict(10)
         if is_damaged:
             (tip,) = [row for row in on_disk(world) if world.blocks.index.depth(row) == 9]
-            with world.store._store._shared.lock:
+            with world.store._store.lock:
                 world.blocks.below.quarantine(tip)  # type: ignore[union-attr]
         else:
             assert world.put("other", 0, 11) is None

@@ -15,7 +15,6 @@ from kvstore.core.store import Store
 from kvstore.core.table import BlockTable
 from kvstore.protocol.replies import ReserveReply
 from tiering.dram.extents import Extent, ExtentPool
-from tiering.dram.mover import Mover
 from tiering.dram.tier import DramTier
 from tiering.errors import TierUnavailable
 from tiering.frame import HEADER_BYTES, digest
@@ -52,7 +51,7 @@ class Watched(Bench):
         self.pool = ScarcePool(extents * 64 * KIB)
         dram = DramTier(self.pool)
         blocks = BlockTable(PrefixIndex(100), Residency(LeafFirstLru(), Pins()), dram, ring)
-        super().__init__(Store(blocks, Mover(dram, ring), clock, Limits(pinned_fraction=1.0)), clock, ring)
+        super().__init__(Store(blocks, clock, Limits(pinned_fraction=1.0)), clock, ring)
 
 
 def put(ns: NamespaceHandle, blocks: int, start: int = 0) -> Any:
@@ -205,7 +204,7 @@ def test_a_block_moves_to_a_copy_of_its_own_frame_only() -> None:
     ns = a.namespace()
     pages = random_pages(ns.layout, 3)
     assert ns.put(ids(192), pages).stored == 3
-    blocks = a.store._blocks
+    blocks = a.store.blocks
     rows = blocks.index.match(ns.number, ns.match(ids(192)).keys)
     for _ in range(2):  # there, and to the place where it was
         (target,) = blocks.dram.reserve(blocks.spaces[ns.number].classes[0], 1)

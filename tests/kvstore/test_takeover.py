@@ -18,7 +18,7 @@ from kvstore.block.layout import Layout
 from kvstore.client.handle import NamespaceHandle
 from kvstore.config import DramConfig, Limits
 from kvstore.core.nvme_recovery import space_of
-from kvstore.core.table import OpenedNamespace
+from kvstore.core.rows.index import OpenedNamespace
 from kvstore.node import StoreParts, build_store
 from simulation.two_tiers import Disk
 from tiering.dram.extents import MappedExtent
@@ -154,10 +154,10 @@ def test_what_is_stored_before_anything_is_taken_over_stays() -> None:
         handle = after.namespace()
         assert stored(handle, 2, 3) == 3
         with handle.lease(handle.match(ids(64 * 3, 20_000))) as lease:
-            taken_over = after.store._blocks.dram._extents.keys() & {
+            taken_over = after.store.blocks.dram._extents.keys() & {
                 place >> SLOT_BITS for place in lease.reply.places[0]
             }
-            assert len(taken_over) == 1 and len(after.store._blocks.dram._extents) == 2
+            assert len(taken_over) == 1 and len(after.store.blocks.dram._extents) == 2
             take_over(after)
             after.store.check()
             assert stored(handle, 3) == BLOCKS, "which would be in the same slots"
@@ -256,7 +256,7 @@ def test_a_frame_of_another_generation_than_its_ledger_says_is_given_up(later: i
         assert stored(handle, 1) == BLOCKS
         lease = handle.lease(handle.match(ids(64 * BLOCKS, 10_000)))
         place = lease.reply.places[0][4]
-        ledger = before.store._blocks.dram._extents[extent_of(place)].ledger
+        ledger = before.store.blocks.dram._extents[extent_of(place)].ledger
         assert ledger is not None
         assert ledger.generations[slot_of(place)] == lease.reply.generations[4]
         ledger.generations[slot_of(place)] += later
@@ -309,7 +309,7 @@ def test_a_block_that_nvme_has_too_is_joined_with_its_own_frame_only(later: int)
         lease = handle.lease(handle.match(prompt))
         (place,) = lease.reply.places[0][-1:]
         header = _write_header(before, place, generation=before.header_of(place).generation + later)
-        ledger = before.store._blocks.dram._extents[extent_of(place)].ledger
+        ledger = before.store.blocks.dram._extents[extent_of(place)].ledger
         assert ledger is not None
         ledger.write(slot_of(place), header.generation)
         after = on_disk(disk, keeper, 2)
@@ -324,7 +324,7 @@ def test_a_block_that_nvme_has_too_is_joined_with_its_own_frame_only(later: int)
 def _write_header(made: Bench, place: int, **other: int) -> FrameHeader:
     """The frame's header again, sealed with other numbers."""
     header = replace(made.header_of(place), **other)
-    sealer = made.store._blocks.spaces[0].sealers[0]
+    sealer = made.store.blocks.spaces[0].sealers[0]
     raw = sealer.seal(header.prefix_key, header.parent, header.block_index, header.generation, header.digests)
     made.store.spans([place])[0].view[: len(raw)] = raw
     return header
@@ -348,7 +348,7 @@ def test_a_slot_that_a_client_of_the_process_before_maps_is_not_used_for_other_b
         before = begun(keeper, 1, dram=64 << 10)  # one extent of five frames
         handle = before.namespace()
         assert stored(handle, 1, 4) == 4
-        (extent,) = before.store._blocks.dram.all_extents(before.store._blocks.spaces[0].classes[0])
+        (extent,) = before.store.blocks.dram.all_extents(before.store.blocks.spaces[0].classes[0])
         mapped = MappedExtent(extent.memory.share(GUARD, writable=True), 64 << 10, writable=True)
         after = begun(keeper, 2, dram=64 << 10)
         handle = after.namespace()
@@ -371,7 +371,7 @@ def test_memory_that_does_not_fit_is_given_back_when_nobody_maps_it() -> None:
         for number in range(4):
             assert stored(handle, number) == BLOCKS
         assert len(keeper.kept) == 5
-        (extent, *_) = before.store._blocks.dram.all_extents(before.store._blocks.spaces[0].classes[0])
+        (extent, *_) = before.store.blocks.dram.all_extents(before.store.blocks.spaces[0].classes[0])
         mapped = MappedExtent(extent.memory.share(GUARD, writable=False), 64 << 10, writable=False)
         smaller = begun(keeper, 2, dram=128 << 10)  # two of the five extents fit
         handle = smaller.namespace()
@@ -445,9 +445,9 @@ def _about(space: OpenedNamespace) -> bytes:
 def test_what_is_said_of_a_namespace_must_be_its_own() -> None:
     """It is kept beside the frames, and who wrote it is not known: its digest has to be that of their headers."""
     a = bench()
-    mine = a.store._blocks.spaces[a.namespace().number]
-    other = a.store._blocks.spaces[a.namespace(model="1" * 40).number]
-    blocks = bench().store._blocks
+    mine = a.store.blocks.spaces[a.namespace().number]
+    other = a.store.blocks.spaces[a.namespace(model="1" * 40).number]
+    blocks = bench().store.blocks
     assert space_of(blocks, a.keys, mine.namespace.digest(), _about(other)) is None
     assert space_of(blocks, None, mine.namespace.digest(), _about(mine)) is None
     assert space_of(blocks, a.keys, mine.namespace.digest(), b"") is None

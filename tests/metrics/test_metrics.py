@@ -278,7 +278,7 @@ def test_a_page_is_small_and_made_once_a_second(busy: tuple[Sidecar, Metrics], p
     render = metrics._exposition.render
     metrics._exposition.render = lambda samples: rendered.append(1) or render(samples)  # type: ignore[method-assign]
     clock = FakeClock()
-    sidecar.core._clock, real = clock, sidecar.core._clock
+    sidecar.core.clock, real = clock, sidecar.core.clock
     try:
         pages = {metrics.page() for _ in range(100)}
         assert len(pages) == 1 and len(rendered) == 1
@@ -286,7 +286,7 @@ def test_a_page_is_small_and_made_once_a_second(busy: tuple[Sidecar, Metrics], p
         metrics.page()
         assert len(rendered) == 2
     finally:
-        sidecar.core._clock = real
+        sidecar.core.clock = real
     took = _shortest(lambda: metrics.samples()), _shortest(lambda: scrape_bytes(metrics))
     print(f"{series} series, {len(page.text)} bytes; sampled in {took[0]:.2f} ms, rendered in {took[1]:.2f} ms")
     held = _shortest(sidecar.store.usage), _shortest(sidecar.counting.counts)

@@ -137,11 +137,11 @@ class Ranks:
     def check(self) -> None:
         """Every invariant of the tables, and that no slot is free or another block's that somebody may write into."""
         self.store.check()
-        dram = self.store._blocks.dram
+        dram = self.store.blocks.dram
         visible = {
-            self.store._blocks.residency.place(row, part)
-            for row in self.store._blocks.index.rows(self.whole.number)
-            if self.store._blocks.is_above(row)
+            self.store.blocks.residency.place(row, part)
+            for row in self.store.blocks.index.rows(self.whole.number)
+            if self.store.blocks.is_above(row)
             for part in range(len(self.layout.parts))
         }
         for place in self.written():

@@ -34,7 +34,7 @@ from kvstore.core.rows.index import PrefixIndex
 from kvstore.core.store import Store
 from kvstore.core.table import BlockTable
 from kvstore.keys.store_keys import StoreKeys
-from kvstore.node import EmbeddedDoor, EmbeddedStore
+from kvstore.node import EmbeddedDoor, EmbeddedStore, StoreParts
 from kvstore.protocol import messages as m
 from tiering.dram.extents import ExtentPool
 from tiering.dram.mover import FrameCopy, MoveDone, Mover
@@ -380,8 +380,9 @@ def open_store(
     index = PrefixIndex(limits.forgotten)
     blocks = BlockTable(index, Residency(policy(index.names, 1), Pins()), tier, ring)
     mover = InterruptibleMover(Mover(tier, ring))
-    core = Store(blocks, mover, clock, limits)  # type: ignore[arg-type]
-    store = EmbeddedStore(core, ring, keys, lock, codec_named)
+    core = Store(blocks, clock, limits)
+    core._room._mover = mover  # type: ignore[assignment]
+    store = EmbeddedStore(core, ring, keys, lock, StoreParts(codec_named))
     return OpenStore(store, core, keys, ring, clock, mover, blocks)
 
 

@@ -90,7 +90,7 @@ class JointMachine(RuleBasedStateMachine):
                 del self.names[prompt, step]  # this one is over, or never began: the next one is another
             return
         self.totals["shares"] += 1
-        self.totals["behind others"] += any(one.depends_on for one in self.store._reservations.values())
+        self.totals["behind others"] += any(one.depends_on for one in self.store.reservations.values())
         first = self.filled.setdefault(name, reply)
         assert (first.blocks, first.present, first.stopped_at) == (reply.blocks, reply.present, reply.stopped_at)
         self.done.setdefault(name, Counter())
@@ -144,7 +144,7 @@ class JointMachine(RuleBasedStateMachine):
 
     def _under_way(self) -> set[str]:
         """Names of puts that are not lost, and of those that became visible just now."""
-        known = self.store._collective
+        known = self.store.collective
         lost = {name[2] for name, ended in known._ended.items() if ended.ending.reason is MissReason.DISABLED}
         return set(self.done) - lost
 
@@ -214,8 +214,8 @@ class JointMachine(RuleBasedStateMachine):
     @invariant()
     def everything_holds(self) -> None:
         self.ranks.check()
-        index = self.store._blocks.index
-        there = {index.key(row) for row in index.rows(self.ranks.whole.number) if self.store._blocks.is_above(row)}
+        index = self.store.blocks.index
+        there = {index.key(row) for row in index.rows(self.ranks.whole.number) if self.store.blocks.is_above(row)}
         assert there <= self.may_be_there, "a block without all its parts"
         usage = self.store.usage()
         assert usage.reservations == sum(self.store.collective_puts().values())
@@ -232,7 +232,7 @@ class JointMachine(RuleBasedStateMachine):
         assert (usage.reservations, usage.dram.reserved, usage.pinned_bytes) == (0, 0, 0)
         assert usage.dram.used == len(LAYOUT.parts) * usage.blocks
         assert not any(
-            self.store._blocks.index.why_not(self.ranks.whole.number, key, -1) == "in_flight"
+            self.store.blocks.index.why_not(self.ranks.whole.number, key, -1) == "in_flight"
             for keys in self.keys
             for key in keys
         )

@@ -70,7 +70,7 @@ class Scene:
 
     def owe(self, space: Owned, prompt: Prompt, keys: list[bytes]) -> None:
         """A put was acknowledged. Between that and now NVMe may have given a block up again."""
-        with self.opened.core._shared.lock:
+        with self.opened.core.lock:
             for block, key in enumerate(keys):
                 row = self.opened.blocks.index.find(space.number, key)
                 if row != NO_ROW and self.opened.blocks.is_below(row):
@@ -260,7 +260,7 @@ def end_under_everybody(tmp_path: Path, seed: int, end: str) -> int:
         scene.over = True
         if end == "close":
             return scene.opened.store.close()
-        with scene.opened.core._shared.lock:
+        with scene.opened.core.lock:
             owed.update(scene.owed)
             return scene.disk.cut_power()
 

@@ -387,7 +387,7 @@ def test_a_store_that_closes_where_a_drop_lets_go_of_it(opened: OpenStore) -> No
     space = opened.namespace("a", WHOLE)
     fill(space)
     core = opened.core
-    core._shared.lock = Opens(core._shared.lock, core.close)
+    core.lock = Opens(core.lock, core.close)
     with pytest.raises(StoreClosed):
         opened.drop(space)
     assert core.closed

@@ -15,15 +15,12 @@ from kvstore.elsewhere.desk import desk_of
 from kvstore.insight.recording import Recording
 from kvstore.insight.whatif import WhatIf
 from kvstore.node import EmbeddedStore, SystemClock
-from kvstore.prefixes.book import PrefixBook
 from kvstore.service.accounting import Counting
 from kvstore.service.admin import Admin, Observer
 from kvstore.service.connections import DoorLimits
-from kvstore.service.descriptors import SlowExtents
 from kvstore.service.dispatch import Handlers
 from kvstore.service.local_door import LocalDoor
 from kvstore.service.sessions import Sessions
-from kvstore.service.told import ToldRequests
 from workbench import open_at
 
 
@@ -54,14 +51,9 @@ class Sidecar:
         self.sessions = Sessions(self.core, 1, secrets.token_bytes)
         run, self.counting = secrets.token_bytes(16), Counting(clock)
         recording = Recording(clock, secrets.token_bytes)
-        slow = SlowExtents(clock.monotonic_seconds, clock.thread_seconds)
-        self.told = ToldRequests(clock)
         self.whatif = WhatIf(clock, secrets.randbits(64))
-        self.prefixes = PrefixBook(clock)
-        insight = self.whatif, self.told, self.prefixes
-        self.handlers = Handlers(
-            self.core, self.sessions, run, self.counting, recording, self.store.names, slow, *insight
-        )
+        self.handlers = Handlers(self.core, self.sessions, run, self.counting, recording, self.store.names, self.whatif)
+        self.told, self.prefixes = self.handlers.told, self.handlers.prefixes
         self.door = LocalDoor(self.handlers, self.sessions, clock, door or DoorLimits())
         self.door.listen(
             self.path,
@@ -71,7 +63,7 @@ class Sidecar:
         self.desk = desk_of(self.store, self.sessions, self.handlers) if couriers else None
         self.courier_path = directory / "courier.sock"
         if self.desk is not None:
-            self.door.listen_couriers(self.courier_path, self.desk.greet)
+            self.door.listen_couriers(self.courier_path, self.desk)
         self.admin = Admin(
             self.store,
             self.sessions,

@@ -232,7 +232,7 @@ def test_a_drop_that_is_not_over_in_time_says_so(sidecar: Sidecar) -> None:
     with sidecar.client() as store:
         handle = store.namespace(model=MODEL, layout=small_layout())
         handle.put(ids(640), random_pages(handle.layout, 10), durability="disk")
-        sidecar.core._leases.promoting.append((handle.number, []))  # a lease that waits for blocks on their way up
+        sidecar.core.leases.promoting.append((handle.number, []))  # a lease that waits for blocks on their way up
         handle.door._limits = CallLimits(match=10.0, drop=0.2)  # type: ignore[attr-defined]
         with pytest.raises(Unreachable, match="nothing was dropped; ask again"):
             store.drop(handle)
@@ -240,7 +240,7 @@ def test_a_drop_that_is_not_over_in_time_says_so(sidecar: Sidecar) -> None:
             ask.drop(str(sidecar.admin_path), CLOCK, handle.namespace.digest().hex(), "", 0.2)
         assert one_line(wrong.value)
         assert handle.match(ids(640)).blocks == 10
-        sidecar.core._leases.promoting.clear()
+        sidecar.core.leases.promoting.clear()
         settle = sidecar.core._levels._lower.tier.settle  # type: ignore[union-attr]
         gate = threading.Event()
         sidecar.core._levels._lower.tier.settle = lambda: gate.wait(30) and settle()  # type: ignore

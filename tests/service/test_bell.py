@@ -174,7 +174,7 @@ def test_it_is_rung_once_until_the_client_asks(sidecar: Sidecar, listener: Liste
             put(handle, number := number + 1)
             assert number < 1000
         caller = next(one for one in sidecar.sessions._callers.values() if one.session.engine == "test")
-        given_back = sidecar.core._blocks.dram.mapped_still
+        given_back = sidecar.core.blocks.dram.mapped_still
         for extent in sorted(caller.extents):
             given_back(extent)
         assert listener.rings(0.2) == 0, "it has not asked yet"
@@ -336,7 +336,7 @@ def test_what_a_client_mapped_is_let_go_of_when_the_sidecar_hangs_up(sidecar: Si
         assert run is not None
         wait_until(lambda: run.notify_pipe is not None)
         store._door._touch.nudge.set()  # from now on it asks every thousand seconds
-        (connection,) = sidecar.door._clients.all
+        (connection,) = sidecar.door._connections
         wait_until(lambda: not store._door._touch.nudge.is_set())
         connection.socket.shutdown(socket.SHUT_RDWR)
         wait_until(lambda: store._door._run is not None and store._door._run is not run)

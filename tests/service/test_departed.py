@@ -167,7 +167,7 @@ class Slow:
 def test_two_threads_may_look_at_connections_of_one_tenant_at_a_time(is_same: bool) -> None:
     """One of them asks, also where both look at the same connection; the other one knows nothing new."""
     kernel = Slow()
-    departed: DisconnectedClients[None] = DisconnectedClients(kernel)
+    departed = DisconnectedClients(kernel)
     first, other = departed.add(1, b"t", None, [7]), departed.add(2, b"t", None, [8])
     assert first is not None and other is not None
     seen: list[tuple[bool, int]] = []

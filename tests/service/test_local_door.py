@@ -28,7 +28,6 @@ from kvstore.protocol import messages as m
 from kvstore.protocol.door import ReservationLost
 from kvstore.service import dispatch as handlers
 from kvstore.service import local_door
-from kvstore.service.connected import TURNED_AWAY
 from kvstore.service.connections import (
     COST_BYTES,
     LARGE_BURST_BYTES,
@@ -39,6 +38,7 @@ from kvstore.service.connections import (
     DoorLimits,
     Listener,
 )
+from kvstore.service.local_door import TURNED_AWAY
 from kvstore.service.sessions import ClientState
 from service.sidecar import Sidecar, number_of
 from tiering.dram.extents import MappedExtent
@@ -372,7 +372,7 @@ def test_a_large_message_does_not_wait_behind_those_of_a_flooder(sidecar: Sideca
     first, *flooders, other = [said_hello(sidecar) for _ in range(8)]
     absent = [at.to_bytes(KEY_BYTES, "big") for at in range(LARGE // KEY_BYTES)]
     match = m.MatchPrefix(opened(first), absent)
-    with sidecar.core._shared.lock:  # which the first one waits for, and all behind it
+    with sidecar.core.lock:  # which the first one waits for, and all behind it
         first.socket.sendall(m.pack(m.Request(2, match)))
         wait_until(lambda: sidecar.door.usage().served.get("match") == 1)
         for at, flooder in enumerate(flooders):
@@ -394,7 +394,7 @@ def test_a_large_message_does_not_wait_for_slow_ones_of_its_connection(sidecar: 
     peer = said_hello(sidecar)
     number = opened(peer)
     slow = [m.Reserve(number, [at.to_bytes(KEY_BYTES, "big")], 0) for at in range(DoorLimits().running + 1)]
-    with sidecar.core._shared.lock:  # which the slow ones wait for
+    with sidecar.core.lock:  # which the slow ones wait for
         for at, verb in enumerate(slow, 3):
             peer.socket.sendall(m.pack(m.Request(at, verb)))
         assert isinstance(peer.ask(m.ReleaseRequest("x" * LARGE), 2), m.Done)
@@ -410,7 +410,7 @@ def test_what_no_thread_was_found_for_is_answered_once(sidecar: Sidecar) -> None
     number = opened(peer)
     verbs = [m.Reserve(number, [at.to_bytes(KEY_BYTES, "big")], 0) for at in range(2)]
     before = threading.stack_size()
-    with sidecar.core._shared.lock:
+    with sidecar.core.lock:
         peer.socket.sendall(m.pack(m.Request(2, verbs[0])))
         wait_until(lambda: sidecar.door.usage().served.get("reserve") == 1)
         threading.stack_size(1 << 46)  # the machine has no thread of that size
@@ -424,7 +424,7 @@ def test_what_no_thread_was_found_for_is_answered_once(sidecar: Sidecar) -> None
     wait_until(lambda: sidecar.door._threads._pool._work_queue.empty())
     peer.ask(m.ReleaseRequest(""), 4)
     assert sidecar.store.usage().reservations == 1
-    (connection,) = sidecar.door._clients.all
+    (connection,) = sidecar.door._connections
     assert (connection.in_flight, connection.in_flight_bytes, connection.running) == (0, 0, 0)
     peer.close()
     wait_until(lambda: is_at_rest(sidecar))
@@ -435,7 +435,7 @@ def test_memory_is_writable_for_whoever_stores_into_its_namespace(sidecar: Sidec
     with sidecar.client() as store:
         handle = store.namespace(model=MODEL, layout=small_layout())
         handle.put(ids(64), random_pages(handle.layout, 1))
-        (extent,) = sidecar.core._blocks.dram.all_extents(sidecar.core._blocks.spaces[0].classes[0])
+        (extent,) = sidecar.core.blocks.dram.all_extents(sidecar.core.blocks.spaces[0].classes[0])
     peer = Peer(str(sidecar.path))
 
     def is_handed_over(*, writable: bool) -> bool:
@@ -606,7 +606,7 @@ def test_a_prompt_of_a_million_tokens_does_not_use_up_what_a_connection_may_ask(
     peer = said_hello(sidecar)
     number = opened(peer)
     keys = [at.to_bytes(KEY_BYTES, "big") for at in range(15_625)]
-    (connection,) = sidecar.door._clients.all
+    (connection,) = sidecar.door._connections
     tokens = connection.tokens
     assert isinstance(peer.ask(m.MatchPrefix(number, keys), 2), m.Matched)
     assert isinstance(peer.ask(m.LeasePrefix(number, keys, 0, 50.0), 3), m.Leased)

@@ -71,7 +71,7 @@ def test_a_client_waits_the_longer_for_an_answer_the_more_it_asks_for(
         hashed = handle.hashed(tokens)
         store._door._limits = CallLimits(match=0.05, lease=0.05)
         monkeypatch.setattr(run_module, "BLOCK_SECONDS", 0.0)
-        with sidecar.core._shared.lock:  # which its answer waits for
+        with sidecar.core.lock:  # which its answer waits for
             assert handle.match(hashed).reason is MissReason.DEADLINE
         breaker = store._door._run.breaker
         wait_until(lambda: not breaker.is_open and not breaker.is_suspected)
@@ -174,14 +174,14 @@ def test_memory_that_is_handed_over_slowly_does_not_end_a_lease_that_was_granted
 @pytest.mark.slow
 def test_whoever_reads_no_answers_is_served_no_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also what was asked before: each of 64 leases under way may have an answer of many megabytes."""
-    for module in ("leases", "lease_pieces", "reservations"):
+    for module in ("leases", "reservations"):
         monkeypatch.setattr(f"kvstore.core.{module}.LOCKED_BLOCKS", 1)  # none is granted by the door's own thread
     with Sidecar(tmp_path, DoorLimits(unread_bytes=1), dram="16MiB") as sidecar:
         with sidecar.client() as store:
             handle = store.namespace(model=MODEL, layout=LAYOUT)
             assert handle.put(prompt(600 * 64, 1), blank(600 * 64)).stored == 600
             keys = list(handle.match(prompt(600 * 64, 1)).keys)
-        wait_until(lambda: not sidecar.door._clients.all)
+        wait_until(lambda: not sidecar.door._connections)
         peer = Peer(str(sidecar.path))
         peer.ask(m.Hello(1, 1, "t"))
         packed = Namespace(MODEL, LAYOUT, "raw").pack()
@@ -191,8 +191,8 @@ def test_whoever_reads_no_answers_is_served_no_further(tmp_path: Path, monkeypat
         asked = [
             m.pack(m.Request(at, m.LeasePrefix(granted.grant.number, keys, 0, 60_000.0))) for at in range(2, 2 + count)
         ]
-        (connection,) = [one for one in sidecar.door._clients.all if not one.closed]
-        with sidecar.core._shared.lock:  # all of them are under way
+        (connection,) = [one for one in sidecar.door._connections if not one.closed]
+        with sidecar.core.lock:  # all of them are under way
             peer.socket.sendall(b"".join(asked))
             wait_until(lambda: connection.in_flight == count)
         wait_until(lambda: connection.unsent_bytes > 0 and connection.running == 0)

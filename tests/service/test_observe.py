@@ -125,7 +125,7 @@ def test_observers_take_no_connection_and_no_thread_of_the_operators(tmp_path: P
     with Sidecar(tmp_path, DoorLimits(connections=2)) as sidecar:
         wires = [FramedSocket(str(sidecar.observe_path), "test", b"", CLOCK, 10) for _ in range(ADMIN_CONNECTIONS)]
         gate = threading.Event()
-        (observers,) = [one for one in sidecar.door._clients.listeners if one.path == sidecar.observe_path]
+        (observers,) = [one for one in sidecar.door._listeners if one.path == sidecar.observe_path]
         assert observers.pool is not None
         for _ in range(8):
             observers.pool.submit(gate.wait, 30)

@@ -105,7 +105,7 @@ def test_killed_at_any_step_it_leaves_the_old_key_with_nothing_or_no_key(
             assert found == [0, 0]
         store.purge("guest")
         assert readable(store, "guest", 2) == [0, 0] and readable(store, "default", 1) == [BLOCKS, BLOCKS]
-        assert not store.core._blocks.lower.tier.left_alone  # type: ignore[union-attr]
+        assert not store.core.blocks.lower.tier.left_alone  # type: ignore[union-attr]
         store.check()
     assert fsck.check(str(directory)).is_well
 
@@ -142,10 +142,10 @@ def test_a_purge_that_is_not_over_in_time_leaves_the_tenant_as_it_was(tmp_path: 
         fill(store, "guest", 2)
         space = next(one for one in store.core.namespaces() if one.blocks)
         waiting = (space.number, [])  # a lease that waits for blocks on their way up
-        store.core._leases.promoting.append(waiting)
+        store.core.leases.promoting.append(waiting)
         with pytest.raises(TierUnavailable, match="on the move, and nothing was dropped; ask again"):
             store.purge("guest", 0.2)
-        store.core._leases.promoting.remove(waiting)
+        store.core.leases.promoting.remove(waiting)
         assert readable(store, "guest", 2) == [BLOCKS, BLOCKS]
         fill(store, "guest", 2)
         assert store.purge("guest")[1] == 2 * BLOCKS

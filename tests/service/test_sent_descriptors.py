@@ -294,7 +294,7 @@ def test_others_are_served_while_what_lies_unread_behind_a_connection_lingers(
 
 def unclosed(sidecar: Sidecar, full: Lingering) -> Closer:
     """Of a tenant: as many as may be, behind one that lingers."""
-    closer = sidecar.door._clients.listeners[0].closer
+    closer = sidecar.door._listeners[0].closer
     with held(sidecar):
         full.send_last(say_nothing(sidecar), b"x")
     wait_until(lambda: len(sidecar.door) == 0 and len(closer) == 1)

@@ -277,7 +277,7 @@ def test_a_request_that_is_slow_does_not_keep_others_from_a_sidecar_that_answers
         handle.put(ids(512), PAGES)
         door: Any = handle.door
         handle.match(ids(512))
-        lock = sidecar.core._shared.lock
+        lock = sidecar.core.lock
         with lock:  # verbs of the store wait, and a ping is answered
             reply = Asking(door).reserve(handle.number, handle.hashed(ids(512, 2)).keys, 0, 0, None, None, 0.05)
             assert reply.reason is MissReason.DEADLINE

@@ -121,7 +121,7 @@ def test_the_kernel_is_asked_without_the_lock_of_the_store(tmp_path: Path) -> No
         answered = wire.call(m.Extents(extents, False), 60.0)
         (caller,) = sidecar.sessions._callers
         with ThreadPoolExecutor(1) as pool:
-            with sidecar.core._shared.lock:
+            with sidecar.core.lock:
                 asked = pool.submit(sidecar.core.unmapped, extents, caller)
                 try:
                     found = asked.result(10)
@@ -166,7 +166,7 @@ class Mappings:
         return Unmapped(0, 1, self.seconds[holder])
 
 
-def sweep(departed: DisconnectedClients[None], mappings: Mappings) -> list[int]:
+def sweep(departed: DisconnectedClients, mappings: Mappings) -> list[int]:
     mappings.asked.clear()
     for gone in departed.turns():
         departed.look(gone)
@@ -175,7 +175,7 @@ def sweep(departed: DisconnectedClients[None], mappings: Mappings) -> list[int]:
 
 def test_a_tenant_where_questions_are_slow_is_left_out_of_sweeps() -> None:
     mappings = Mappings({1: 0.003, 2: 0.003, 3: 0.0001})
-    departed: DisconnectedClients[None] = DisconnectedClients(mappings)
+    departed = DisconnectedClients(mappings)
     for number, tenant in ((1, b"a"), (2, b"a"), (3, b"b")):
         departed.add(number, tenant, None, [7])
     left_out = int(SWEEPS_A_SECOND * 0.003)
@@ -201,7 +201,7 @@ def test_one_thread_at_a_time_asks_about_a_tenants_connections() -> None:
             return super().unmapped(extents, holder)
 
     mappings, found = Nested({1: 0.0, 2: 0.0, 3: 0.0}), list[tuple[bool, int]]()
-    departed: DisconnectedClients[None] = DisconnectedClients(mappings)
+    departed = DisconnectedClients(mappings)
     first, second = departed.add(1, b"a", None, [7]), departed.add(2, b"a", None, [7])
     other = departed.add(3, b"b", None, [7])
     assert first is not None and second is not None and other is not None

@@ -127,7 +127,7 @@ def test_a_lease_that_ran_out_is_attached_to_by_nobody(place: Place) -> None:
     mine, number = place.peer()
     store(mine, number)
     held, again = lease(mine, number), place.peer()[0]
-    (record,) = place.sidecar.core._leases.live.values()
+    (record,) = place.sidecar.core.leases.live.values()
     place.sidecar.core.expire(record.number)
     assert again.ask(m.Attach([held])) == m.Attached([])
     mine.ask(m.Release([held]))

@@ -246,7 +246,7 @@ def test_nothing_is_read_of_a_connection_whose_turn_has_not_come(
 def test_connections_and_hellos_are_paid_for_by_their_tenant(crowded: Crowded) -> None:
     """Whoever hangs up and comes anew gains nothing by it."""
     worker = crowded.come_in(crowded.other_path)
-    tenants = {listener.path: listener.share for listener in crowded.sidecar.door._clients.listeners}
+    tenants = {listener.path: listener.share for listener in crowded.sidecar.door._listeners}
     worker.ask(m.Ping())
     before = {path: share.starts_at for path, share in tenants.items()}
     for _ in range(10):
@@ -272,7 +272,7 @@ def test_a_tenant_that_opens_namespaces_does_not_wait_for_fresh_connections_that
         worker.ask(space)
     first, *fresh = [crowded.come_in(crowded.sidecar.path) for _ in range(CROWD)]
     large = "x" * LARGE_BYTES
-    with crowded.sidecar.core._shared.lock:  # which the first one waits for, and all behind it
+    with crowded.sidecar.core.lock:  # which the first one waits for, and all behind it
         first.socket.sendall(m.pack(m.Request(2, space)))
         wait_until(lambda: crowded.sidecar.door._threads._large_now is not None)
         for peer in fresh:
@@ -306,7 +306,7 @@ def test_a_request_for_the_pool_does_not_wait_behind_those_of_another_tenant(cro
     crowded.sidecar.core.reserve = watched  # type: ignore[method-assign, assignment]
     verbs = [m.Reserve(0, [b"a" + bytes([at]) * 31], 0) for at in range(4)]
     try:
-        line = door._clients.listeners[0].line
+        line = door._listeners[0].line
         for at, peer in enumerate((*crowd, gone), 1):
             for verb in verbs:
                 peer.socket.sendall(m.pack(m.Request(2, msgspec.structs.replace(verb, namespace=numbers[peer]))))
@@ -344,7 +344,7 @@ def test_what_takes_long_does_not_wait_behind_that_of_another_tenant(crowded: Cr
 
     crowded.sidecar.core.persist = watched  # type: ignore[method-assign, assignment]
     try:
-        line = crowded.sidecar.door._clients.listeners[0].long_line
+        line = crowded.sidecar.door._listeners[0].long_line
         for at, peer in enumerate(crowd, 1):
             peer.socket.sendall(m.pack(m.Request(2, m.Persist(numbers[peer], [b"a" * 32], 1.0))))
             wait_until(lambda count=at: line.running + len(line.waiting) == count)

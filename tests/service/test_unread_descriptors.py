@@ -135,7 +135,7 @@ def come_in(path: Path) -> Peer:
 
 def connections(sidecar: Sidecar) -> list[Connection]:
     """Of the first tenant, those that came first before others."""
-    there = [one for one in sidecar.door._clients.all if one.listener is sidecar.door._clients.listeners[0]]
+    there = [one for one in sidecar.door._connections if one.listener is sidecar.door._listeners[0]]
     return sorted(there, key=lambda one: one.socket.fileno())
 
 
@@ -177,7 +177,7 @@ def test_a_tenant_that_does_not_read_has_its_share_and_others_have_theirs(sideca
     for peer in peers:
         ask_unheard(peer, MOST_OF_CONNECTION)
     wait_until(lambda: rang(sidecar) == 4 * MOST_OF_CONNECTION)
-    assert sidecar.door._clients.listeners[0].unread.count() == SHARE
+    assert sidecar.door._listeners[0].unread.count() == SHARE
     late = come_in(sidecar.path)
     assert isinstance(late.ask(BELL), m.Done)
     refused = late.ask(m.Extents([1], False))
@@ -194,7 +194,7 @@ def test_a_tenant_that_does_not_read_has_its_share_and_others_have_theirs(sideca
 
 def test_connections_that_ended_with_some_unread_count_for_their_tenant(sidecar: Sidecar) -> None:
     """The sidecar has a descriptor open for each, and asks the kernel about it: there are no more than connections."""
-    most = sidecar.door._clients.most(sidecar.door._clients.listeners[0])
+    most = sidecar.door._most(sidecar.door._listeners[0])
     ended = []
     for _ in range(most):
         peer = come_in(sidecar.path)
@@ -203,7 +203,7 @@ def test_connections_that_ended_with_some_unread_count_for_their_tenant(sidecar:
         peer.socket.shutdown(socket.SHUT_WR)
         wait_until(lambda: not connections(sidecar))
         ended.append(peer)
-    unread = sidecar.door._clients.listeners[0].unread
+    unread = sidecar.door._listeners[0].unread
     assert unread.ended_count == len(unread) == most
     late = Peer(str(sidecar.path))
     refused = late.ask(m.Hello(1, 1, "test"))
@@ -212,7 +212,7 @@ def test_connections_that_ended_with_some_unread_count_for_their_tenant(sidecar:
     )
     late.close()
     hear_all(ended[0], 1)  # one of them reads
-    wait_until(lambda: sidecar.door._clients.listeners[0].unread.ended_count == most - 1)
+    wait_until(lambda: sidecar.door._listeners[0].unread.ended_count == most - 1)
     come_in(sidecar.path).close()
     for peer in ended:
         peer.close()
@@ -220,7 +220,7 @@ def test_connections_that_ended_with_some_unread_count_for_their_tenant(sidecar:
 
 def test_to_be_hung_up_on_frees_no_share(sidecar: Sidecar) -> None:
     """The descriptors are under way for as long as the client keeps its end open."""
-    (tenant, *_), kept = sidecar.door._clients.listeners, []
+    (tenant, *_), kept = sidecar.door._listeners, []
     for _ in range(4):
         peer = come_in(sidecar.path)
         ask_unheard(peer, MOST_OF_CONNECTION - 1)

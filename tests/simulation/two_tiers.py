@@ -255,8 +255,8 @@ def open_two_tiers(
     except BaseException:
         lock.release()
         raise
-    store = EmbeddedStore(core, ring, keys, lock, codec_named)
-    return OpenStore(store, core, keys, ring, clock, core._mover, core._blocks)  # type: ignore[arg-type]
+    store = EmbeddedStore(core, ring, keys, lock, StoreParts(codec_named))
+    return OpenStore(store, core, keys, ring, clock, core._room._mover, core.blocks)  # type: ignore[arg-type]
 
 
 def _interrupt(tier: NvmeTier, work: Callable[[], object]) -> None:
@@ -298,7 +298,7 @@ def wait_until_idle(core: Store) -> None:
     """Until no move waits or runs; a move that never ends is a failure of the test."""
     assert core._levels is not None
     queue, deadline = core._levels._queue, time.monotonic() + IDLE_SECONDS
-    while queue._tasks or core._levels.promoter.promoting or core._levels.demoting:
+    while queue._tasks or core.blocks.promoting or core.blocks.demoting:
         assert time.monotonic() < deadline, f"moves that never end: {list(queue._tasks)}"
         time.sleep(0.0005)
 

@@ -220,7 +220,7 @@ class Life:
 
 def _point_at_tables(store: EmbeddedStore, trigger: Trigger) -> None:
     """Failpoints around what a store notes of a move, which is not on any disk."""
-    blocks = store._store._blocks
+    blocks = store._store.blocks
     below = blocks.below
     assert below is not None
     demoted, promoted = below.demoted, blocks.promoted

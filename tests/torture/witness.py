@@ -167,7 +167,7 @@ class Witness:
         )
         try:
             assert store.warmed(LOADED_WITHIN_SECONDS), "what is on disk was not taken in"
-            lower = store._store._blocks.lower
+            lower = store._store.blocks.lower
             assert lower is not None and not lower.tier.left_alone, f"slabs are left alone: {lower.tier.left_alone}"
             spaces = [Space(store, name) for name in self.spaces]
             for space in spaces:

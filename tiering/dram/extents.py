@@ -191,7 +191,6 @@ class Extent:
                     self.view[page] = 0
 
     def _made_huge(self, start: int, length: int) -> bool:
-        """Have the kernel make huge pages there; False if it makes no more."""
         try:
             # It makes one around a page that is there. Writing to one would end this process if there is no memory.
             for page in range(start, start + length, HUGE_PAGE_BYTES):
@@ -219,11 +218,20 @@ class MappedExtent:
         self.view = view if writable else view.toreadonly()
 
 
-class Forgetful(Protocol):
-    """What a pool needs of a keeper."""
+class MemoryKeeper(Protocol):
+    """Holds descriptors for the next process. Never blocks and never raises: memory that is not kept leads to
+    misses."""
+
+    def new_name(self) -> bytes:
+        """A new name of `keeping.NAME_BYTES`, never used before."""
+        ...
+
+    def keep(self, name: bytes, extent: int, ledger: int) -> None:
+        """Hold copies of these descriptors until `forget`."""
+        ...
 
     def forget(self, name: bytes) -> None:
-        """The memory kept under that name is not needed any more."""
+        """Close them."""
         ...
 
 
@@ -248,7 +256,7 @@ class ExtentPool:
         self,
         budget_bytes: int,
         extent_bytes: int,
-        keeper: Forgetful | None = None,
+        keeper: MemoryKeeper | None = None,
         faults: FaultReports | None = None,
         now: Callable[[], float] = lambda: 0.0,
         thread_seconds: Callable[[], float] = lambda: 0.0,
@@ -303,10 +311,8 @@ class ExtentPool:
             return Counter(one.owner for one in self._lingering.values())
 
     def _take_back(self) -> None:
-        """Free extents that no other process has open any more. Under the lock.
-
-        A client can make the query about its extent slow; it is then repeated more rarely.
-        """
+        """Free extents that no other process has open any more, asking more rarely where that is slow. Under the
+        lock."""
         if not self._lingering:
             return
         now, worked = self.now(), self.thread_seconds()
@@ -425,7 +431,7 @@ class ExtentPool:
         return made <= self._ahead and self._taken_bytes + made * self.extent_bytes <= self.budget_bytes
 
     def _prepare(self) -> None:
-        """Begin to make the next extent, unless enough are ready or there is no room. Under the lock."""
+        """Under the lock."""
         if self._closed or self._preparing or not self._wants_another():
             return
 
@@ -480,7 +486,6 @@ def found_extent(descriptor: int) -> Extent | None:
 
 
 def _mapped(descriptor: int, size_bytes: int, *, writable: bool = True) -> tuple[ExtentMemory, memoryview]:
-    """A descriptor's memory, and a view of it; unmapped when the last view of it, or of a part, goes."""
     protection = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
     # The kernel maps huge pages as such only from a multiple of their size on, and does not choose one by itself.
     reserved_bytes = rounded_up(size_bytes, _PAGE_BYTES) + HUGE_PAGE_BYTES

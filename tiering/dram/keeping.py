@@ -9,7 +9,7 @@ readable: neither half-filled slots nor evicted frames come back. This file know
 from __future__ import annotations
 
 import mmap
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from tiering.dram.extents import Extent, rounded_up
 from tiering.errors import BlockCorrupt
@@ -28,23 +28,6 @@ class KeptExtent(NamedTuple):
     name: bytes
     extent: int
     ledger: int
-
-
-class MemoryKeeper(Protocol):
-    """Holds descriptors for the next process. Never blocks and never raises: memory that is not kept leads to
-    misses."""
-
-    def new_name(self) -> bytes:
-        """A new name of `NAME_BYTES`, never used before."""
-        ...
-
-    def keep(self, name: bytes, extent: int, ledger: int) -> None:
-        """Hold copies of these descriptors until `forget`."""
-        ...
-
-    def forget(self, name: bytes) -> None:
-        """Close them."""
-        ...
 
 
 class Ledger:

@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 
-from tiering.dram.extents import LOOK_SECONDS, Extent, ExtentPool, ask_again_at, found_extent
-from tiering.dram.keeping import KeptExtent, Ledger, MemoryKeeper
+from tiering.dram.extents import LOOK_SECONDS, Extent, ExtentPool, MemoryKeeper, ask_again_at, found_extent
+from tiering.dram.keeping import KeptExtent, Ledger
 from tiering.errors import BlockCorrupt, BlockMissing, TierFull, TierUnavailable
 from tiering.faults import HANDED_OVER, KEPT, kind_of
 from tiering.frame import HEADER_BYTES, generation_in
@@ -53,6 +53,7 @@ class DramTier:
         self._ledger: SlotLedger[DramExtent] = SlotLedger()
         self._extents = self._ledger.pieces
         self._new_number = new_number or count().__next__
+        self.taken_over: list[int] = []  # extents of an earlier process, by number
         self.retired = 0  # extents that were given back, since the start
         self.mapped_still: Callable[[int], object] = lambda number: None
         """Called with each extent that is given back while other processes map it."""
@@ -170,14 +171,13 @@ class DramTier:
         self._pool.faults.worked(KEPT)
         keeper.keep(name, extent.memory.descriptor, extent.ledger.descriptor)
 
-    def take_over(self, kept: Iterable[KeptExtent], guard: int) -> list[int]:
-        """Take over extents of an earlier process; returns the numbers of the usable ones, their frames readable.
+    def take_over(self, kept: Iterable[KeptExtent], guard: int) -> None:
+        """Take over extents of an earlier process; `taken_over` has the usable ones then, their frames readable.
 
         An extent that its clients, holders below `guard`, may still map is not used for other frames before they unmap
         it.
         """
         self._guard = guard
-        numbers = []
         for one in kept:
             extent = self._taken_over(one)
             if extent is None:
@@ -186,8 +186,7 @@ class DramTier:
                 extent.closing = True
                 self._guarded[extent.number] = 0.0
             self._ledger.add(extent)
-            numbers.append(extent.number)
-        return numbers
+            self.taken_over.append(extent.number)
 
     def _taken_over(self, kept: KeptExtent) -> DramExtent | None:
         """None if it cannot be used; it is given back then."""
@@ -407,7 +406,6 @@ class DramTier:
             self._check_ledger(extent)
 
     def _check_ledger(self, extent: DramExtent) -> None:
-        """The ledger lists exactly what is readable, by its generation."""
         if extent.ledger is None:
             return
         for slot, generation in enumerate(extent.ledger.generations.tolist()):

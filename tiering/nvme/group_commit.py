@@ -134,8 +134,7 @@ class GroupCommit:
         frames: Sequence[bytes | memoryview],
         meanwhile: Callable[[], Sequence[int]] | None,
     ) -> Sequence[int]:
-        """Write all frames, several at once if they are large; returns the result of `meanwhile`. No write is in flight
-        any more when it returns or raises."""
+        """Returns the result of `meanwhile`. No write is in flight any more when it returns or raises."""
         at_once = min(self._threads, len(places)) if sum(map(len, frames)) >= PARALLEL_BYTES else 1
         faults: list[OSError] = []
         chosen: Sequence[int] = places

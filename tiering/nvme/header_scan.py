@@ -66,7 +66,6 @@ class HeaderScan:
         return split_entries(b"".join(found))
 
     def _read(self, name: str, slab: SlabHeader, slots: range, buffer: memoryview) -> list[bytes]:
-        """The entries of neighbouring slots, in one read if possible."""
         step = slab.slot_class.frame_bytes
         whole = buffer[: (len(slots) - 1) * step + HEADER_BYTES]
         for tries_left in reversed(range(TRIES)):

@@ -89,7 +89,6 @@ class IndexRecords:
         self._index = known
 
     def _known(self, maker: IndexMaker, stamp: StoreStamp) -> FrameIndex | None:
-        """The index that belongs to these slabs."""
         index = None
         try:
             index = maker.open(clean=stamp.clean)
@@ -239,7 +238,6 @@ class IndexRecords:
 
 
 def _change(slab: NvmeSlab, record: int, entries: bytes) -> Change:
-    """A record with these entries, or none if all are empty."""
     if not entries.strip(b"\x00"):
         return record_key(slab.number, record), None
     return record_key(slab.number, record), pack_record(slab.header, record, entries, slab.mac_key)

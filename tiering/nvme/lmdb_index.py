@@ -392,10 +392,8 @@ class _There(NamedTuple):
 
 
 def _check_file(path: Path) -> _There | None:
-    """Look at a file's meta pages and size without mapping it. None if there is none.
-
-    Raises `IndexDoubtful` for what LMDB would stumble over, and `OSError` if it cannot be read.
-    """
+    """Without mapping it. Raises `IndexDoubtful` for what LMDB would stumble over, and `OSError` if it cannot be
+    read."""
     try:
         # If something else stands there, a pipe must not make this wait, nor a link lead elsewhere.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -468,7 +466,6 @@ def _check_tree(name: str, tree: _Tree, meta: _Meta, *, flags: int) -> None:
 
 
 def _probe_in_a_process(directory: Path, size_bytes: int) -> None:
-    """Have another process walk the file. Raises `IndexDoubtful` unless it reports success."""
     if not sys.executable:
         raise IndexDoubtful("there is no interpreter to probe it with")
     limit_seconds = PROBE_SECONDS + size_bytes / PROBE_BYTES_PER_SECOND
@@ -521,7 +518,6 @@ def probe(directory: str) -> None:
 
 
 def _make_directory(directory: Path) -> bool:
-    """True if it is new. Raises `TierUnavailable` where something else has the name."""
     try:
         directory.mkdir(mode=0o700)
     except FileExistsError:

@@ -14,10 +14,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Protocol
 
 from tiering.clock import Clock
-from tiering.nvme.tier import Resident
+from tiering.nvme.tier import NvmeTier, Resident
 from tiering.tier import ScrubUsage, place_of
 
 LEAST_CHARGE_BYTES = 64 << 10
@@ -25,19 +24,6 @@ LEAST_CHARGE_BYTES = 64 << 10
 
 GOLDEN = 0.6180339887498949
 """The fractional parts of its multiples are spread evenly: so are the starts of passes that are all cut short."""
-
-
-class Frames(Protocol):
-    """The frames of a tier, by place."""
-
-    def slab_numbers(self) -> list[int]:
-        """Every slab, lowest first."""
-        ...
-
-    def residents(self, first: int, stop: int, most_bytes: int) -> list[Resident]:
-        """Readable frames at the places first .. stop - 1, lowest first: at least one, then as many as make up
-        `most_bytes`."""
-        ...
 
 
 class CheckResult(Enum):
@@ -82,7 +68,7 @@ class Scrub:
        that were not visited are in the next one.
     """
 
-    def __init__(self, frames: Frames, limits: ScrubLimits, clock: Clock, turn: int = 0) -> None:
+    def __init__(self, frames: NvmeTier, limits: ScrubLimits, clock: Clock, turn: int = 0) -> None:
         """turn: another number for each start of the program; it decides at which slab passes begin, so that a program
         that never runs for a whole pass also reaches all of its slabs in time."""
         self._frames = frames

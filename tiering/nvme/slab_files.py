@@ -328,7 +328,6 @@ class DirectFiles:
     def _transfer(
         self, call: Callable[[int, list[memoryview], int], int], descriptor: int, offset: int, memory: memoryview
     ) -> None:
-        """Repeat a call until all of the memory is filled or written."""
         memory = memory.cast("B")
         # Direct I/O goes on from page to page only: of a page that was cut, nothing counts.
         grain = _PAGE_BYTES if self._direct else 1

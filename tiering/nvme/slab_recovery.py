@@ -134,7 +134,6 @@ class SlabRecovery:
         return True
 
     def _slab_header(self, name: str, size: int) -> SlabHeader:
-        """From the first page, or from its copy on the last one."""
         fault: Exception = BlockCorrupt("not the size of a slab")
         doubt: Exception | None = None
         for offset in (0, size - PAGE_BYTES) if size >= 2 * PAGE_BYTES and size % PAGE_BYTES == 0 else ():
@@ -196,7 +195,6 @@ class SlabRecovery:
             self._commits.join(BatchRequest())
 
     def _scan(self, slab: NvmeSlab, progress: Progress | None, done: int, total: int) -> Entries:
-        """Every header of a slab; the entries are written to the new index."""
         found = []
         for first in range(0, slab.slots.capacity, HEADERS_PER_STEP):
             last = min(first + HEADERS_PER_STEP, slab.slots.capacity)

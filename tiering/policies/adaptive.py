@@ -246,7 +246,6 @@ class Adaptive:
             node = self._loops.next_leaf(self._address, before)
 
     def _catch_up(self, blocks: int) -> None:
-        """Learn up to so many more blocks of the waiting requests, and tell the ghosts."""
         if self._waiting:
             waiting = self._loops.catch_up(self._address, self._take(), blocks, np.frombuffer(self._names, np.int64))
             assert waiting >= 0, WRONG_EVENT
@@ -286,13 +285,11 @@ class Adaptive:
         return True
 
     def _take(self) -> int:
-        """End of the events that take effect now."""
         stop, self._stop = self._stop, 0
         self._flushed += stop
         return stop
 
     def _changes(self) -> int:
-        """A number that changes with each event."""
         return self._flushed + self._stop
 
     def _flush(self) -> None:
@@ -329,6 +326,5 @@ class Adaptive:
 
 
 def _room_for(blocks: int) -> Any:
-    """Memory for so many blocks of each waiting request."""
     shape = (arrays.REQUESTS, arrays.TOLD, blocks)
     return LazyRecords(prod(shape), np.dtype(np.int64)).array.reshape(shape)

@@ -140,8 +140,6 @@ ARRAYS = len(Arrays._fields)
 
 @intrinsic
 def _pointer(typing_context, address):
-    """The memory at an address."""
-
     def at_address(context, builder, signature, given):
         return builder.inttoptr(given[0], context.get_value_type(types.voidptr))
 

@@ -260,7 +260,6 @@ def _guard(scores, settings, count, lru_hits, own_hits, numbers):
 
 @compiled
 def _followed(events, stop, order, leaves, numbers):
-    """As `_follow`."""
     at = 0
     while at < stop:
         event, row = events[at] & ((1 << EVENT_BITS) - 1), events[at] >> EVENT_BITS
@@ -347,7 +346,6 @@ def _made_young(order, leaves, row, numbers):
 
 @compiled
 def _learn_waiting(address, most, names):
-    """Learn up to so many more blocks of the waiting requests."""
     _, order, leaves, _, _, _, _, _, history, heads, requests, told, learned, numbers, _, settings = arrays_at(address)
     while numbers[LEARNED] != numbers[WAITING] and most > 0:
         this = (numbers[FIRST] + numbers[LEARNED]) % REQUESTS
@@ -442,12 +440,10 @@ def _first_victim(address, stop, draw):
 
 
 def _next_leaf(address, node):
-    """The least recently used leaf that was used after `node`, or 0."""
     return oldest_leaf(arrays_at(address)[1], node)
 
 
 def _enter_all(nodes, heads):
-    """Enter all nodes into new heads."""
     node = nodes[0].newer
     while node != 0:
         enter(nodes, heads, node, nodes[node].name)

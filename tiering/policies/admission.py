@@ -228,7 +228,6 @@ class LearnedAdmission:
         return max(0, self._uses[row] - 1) * _KINDS + self._kinds[row]
 
     def _came_back(self, name: int) -> int | None:
-        """Its class when it left, or None."""
         found = self._left.pop(name, None)
         if found is None:
             found = self._past.pop(name, None)
@@ -239,7 +238,6 @@ class LearnedAdmission:
         return found
 
     def _leaves(self, row: int) -> None:
-        """Start watching whether it comes back."""
         number, left, past = self._class_of(row), self._left, self._past
         self._seen[number] += 1
         self._since_ranked += 1
@@ -254,7 +252,6 @@ class LearnedAdmission:
     # The budget ------------------------------------------------------------------------------------------------------
 
     def _look(self, block_bytes: int) -> None:
-        """Advance the budget by the clock, and at intervals rank the classes."""
         now = self._clock()
         if self._rate is not None and now > self._looked_at:
             self._budget += (now - self._looked_at) * self._rate
@@ -276,7 +273,6 @@ class LearnedAdmission:
         return True
 
     def _rank(self) -> None:
-        """Set the share of each class that is written from now on."""
         shares = self._shares()
         affordable, total = self._affordable(), sum(self._seen)
         for one in sorted(range(CLASSES), key=lambda one: -shares[one]):
@@ -299,7 +295,6 @@ class LearnedAdmission:
         return shares
 
     def _affordable(self) -> float:
-        """The share of leaving blocks that the budget allows."""
         seconds = self._looked_at - self._leaving_since
         if self._rate is None or seconds <= 0:
             return 1.0

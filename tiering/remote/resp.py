@@ -147,7 +147,6 @@ class RespConnection:
         raise _fault(line)
 
     def _line(self, deadline: float, first: int = BUFFER_BYTES) -> bytes:
-        """first: bytes to ask for at first."""
         while (end := self._buffer.find(b"\r\n", self._at, self._end)) < 0:
             self._receive(deadline, first)
             first = BUFFER_BYTES
@@ -163,7 +162,6 @@ class RespConnection:
         self._at += 2
 
     def _receive(self, deadline: float, most: int = BUFFER_BYTES) -> None:
-        """Read more into the buffer."""
         if self._at:  # a few bytes
             held = self._end - self._at
             self._buffer[:held] = self._buffer[self._at : self._end]
@@ -190,7 +188,6 @@ class RespConnection:
                 arrived(held)
 
     def _there(self, view: memoryview, flags: int) -> int:
-        """One call that receives; 0 if nothing came."""
         try:
             count = self._socket.recv_into(view, 0, flags)
         except BlockingIOError:  # not to wait, or at the kernel's limit
@@ -235,7 +232,6 @@ def _number(text: bytes) -> int:
 
 
 def _fault(line: bytes) -> RespFault:
-    """The fault for an unexpected line."""
     if line[:1] not in (b"-", b"!"):
         return RespFault(f"an answer of a kind that was not asked for: {line[:1]!r}")
     code = line[1:].split(b" ", 1)[0][:_CODE_CHARACTERS].decode("ascii", "replace")

@@ -265,7 +265,6 @@ class RemoteWorkers:
         call.settle(None, fault)
 
     def _judge(self, call: RemoteCall[Any], fault: RemoteFault | None, now: float) -> None:
-        """Record what the call says about the engine."""
         if call.is_probe:
             self._breaker.probed(now, "" if fault is None else str(fault))
         elif fault is None:

@@ -16,16 +16,22 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from itertools import groupby, pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
+from kvstore.block.about import pack_about
 from kvstore.block.account import HitTier
+from kvstore.block.identity import Namespace
 from tiering.counts.awaits import Awaits
 from tiering.counts.changes import BlockChanges, BlockPlace
-from tiering.tier import TierMiss
+from tiering.frame import Sealer, Stamp
+from tiering.policies.shares import Shares
+from tiering.tier import SlotClass, TierMiss
 
 NO_ROW = -1
 
@@ -49,6 +55,28 @@ _STATES = tuple(RowState)  # by number: calling an enum takes five times as long
 _PENDING, _VISIBLE, _LOST = int(RowState.PENDING), int(RowState.VISIBLE), int(RowState.LOST)  # so does comparing
 
 
+@dataclass(frozen=True)
+class OpenedNamespace:
+    """A namespace in this store: one slot class, stamp (of `stamps_of`) and sealer per part."""
+
+    number: int
+    tenant: bytes
+    namespace: Namespace
+    classes: tuple[SlotClass, ...]
+    stamps: tuple[Stamp, ...]
+    sealers: tuple[Sealer, ...]
+
+    @cached_property
+    def block_bytes(self) -> int:
+        """DRAM for one block: all its frames."""
+        return sum(slot_class.frame_bytes for slot_class in self.classes)
+
+    @property
+    def about(self) -> bytes:
+        """The record stored beside its blocks."""
+        return pack_about(self.namespace, [stamp.payload_bytes for stamp in self.stamps])
+
+
 class _Names:
     """One namespace's keys."""
 
@@ -64,9 +92,11 @@ class _Names:
 
 
 class PrefixIndex:
-    """Chains of blocks over all namespaces. forgotten_limit: how many evicted keys of each tenant are remembered."""
+    """Chains of blocks over all namespaces. forgotten_limit: how many evicted keys of each tenant are remembered.
+    shares: of tenants, if any has settings; policies are then by group."""
 
-    def __init__(self, forgotten_limit: int = 65536) -> None:
+    def __init__(self, forgotten_limit: int = 65536, shares: Shares | None = None) -> None:
+        self.shares = shares
         self._names: list[_Names] = []
         self._keys = np.empty(0, dtype=object)
         self.names = array("q")  # by row: a hash of the block's key, by which policies know it again after eviction
@@ -94,6 +124,8 @@ class PrefixIndex:
         """A number for a new namespace of a tenant."""
         forgotten = self._forgotten.setdefault(tenant, OrderedDict())
         self._names.append(_Names(tenant, len(self._names), forgotten))
+        if self.shares is not None:
+            self.shares.add_namespace(tenant)
         assert len(self._names) < 1 << 15
         return len(self._names) - 1
 
@@ -189,6 +221,10 @@ class PrefixIndex:
 
     def namespace_of(self, row: int) -> int:
         return self._owners[row]
+
+    def group_of(self, row: int) -> int:
+        """Its tenant's group in the shares; 0 where all tenants are one."""
+        return self.shares.of_namespace[self._owners[row]] if self.shares is not None else 0
 
     def children(self, row: int) -> int:
         """Children in any state."""
@@ -462,23 +498,18 @@ class PrefixIndex:
 # Retention hints for `tiering.policies.retention`: columns of the index, by row.
 
 
-class Sized(Protocol):
-    @property
-    def block_bytes(self) -> int: ...
-
-
 class IndexRetentionHints:
     """A store's `RetentionHints`."""
 
-    def __init__(self, index: PrefixIndex, spaces: Sequence[Sized], groups: Sequence[int] | None) -> None:
-        """spaces, groups: by the namespace's number; groups: None where all tenants are one."""
+    def __init__(self, index: PrefixIndex, spaces: Sequence[OpenedNamespace]) -> None:
+        """spaces: by number."""
         self._index = index
         self._spaces = spaces
-        self._groups = groups
         self.hint = index.retention
         self.hinted = index.hinted
         self.parent = index.parent
         self.depth = index.depth
+        self.group = index.group_of
 
     @property
     def is_any(self) -> bool:
@@ -486,9 +517,6 @@ class IndexRetentionHints:
 
     def size_bytes(self, row: int) -> int:
         return self._spaces[self._index.namespace_of(row)].block_bytes
-
-    def group(self, row: int) -> int:
-        return self._groups[self._index.namespace_of(row)] if self._groups is not None else 0
 
 
 IN_COLUMNS = 2048

@@ -11,15 +11,14 @@ evicting one leaf after the other until any slab is empty would lose most of the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from kvstore.core.rows.index import NO_ROW, PrefixIndex
-from tiering.dram.tier import DramTier
+from kvstore.core.rows.index import NO_ROW, OpenedNamespace, PrefixIndex
+from tiering.dram.tier import DramExtent, DramTier
 from tiering.policies.shares import Shares
-from tiering.residency import ExtentRoom, Residency
+from tiering.residency import Residency
 from tiering.tier import LowerTier, extent_of
 
 MOST_LOOKED_AT = 4096
@@ -80,7 +79,6 @@ class ReclaimPlan:
         return ways
 
     def _ways_on(self) -> list[int]:
-        """Blocks that stay because they lead to others."""
         listed, children = self._residency.listed_column, self._residency.child_counts
         every = self._index.child_counts
         rows = min(len(listed), len(every))  # each column has all rows, and some spare
@@ -93,34 +91,31 @@ class ReclaimPlan:
         return found
 
 
-class Owners(Protocol):
-    """What this room needs of the tables' owner: `BlockTable`."""
-
-    index: PrefixIndex
-    residency: Residency
-
-    def offers_of(self, number: int, in_use: set[int]) -> list[tuple[int, ExtentRoom]]:
-        """How many blocks of a namespace must go to free an extent, for each extent not in use; the fewest last."""
-        ...
-
-
 class ExtentReclaim:
     """Which namespace gives an extent in DRAM, once."""
 
-    def __init__(self, asker: int, owners: Owners, below: Residency | None) -> None:
-        """asker: its namespace. below: NVMe's residency."""
+    def __init__(
+        self,
+        asker: int,
+        index: PrefixIndex,
+        residency: Residency,
+        below: Residency | None,
+        dram: DramTier,
+        spaces: Sequence[OpenedNamespace],
+    ) -> None:
+        """asker: its namespace. below: NVMe's residency. spaces: of all namespaces."""
         self._asker = asker
-        self._owners = owners
-        self._departures = ReclaimPlan(owners.index, owners.residency, below)
+        self._index, self._residency, self._dram, self._spaces = index, residency, dram, spaces
+        self._departures = ReclaimPlan(index, residency, below)
         self._found: Counter[int] = Counter()  # by namespace, blocks that would go
-        self._offers: dict[int, list[tuple[int, ExtentRoom]]] = {}
+        self._offers: dict[int, list[tuple[int, DramExtent]]] = {}
         self._in_use: set[int] | None = None
         self.giver: tuple[int, int] | None = None
         """Set once `own` is exhausted: the namespace that gives an extent, and how many of its blocks; or None."""
 
     def own(self, worst: Iterable[int]) -> Iterator[int]:
         """Leaves of the asking namespace, as long as they are worse than an extent that another one has to give."""
-        namespace_of = self._owners.index.namespace_of
+        namespace_of = self._index.namespace_of
         for row in worst:
             number = namespace_of(row)
             if number == self._asker:
@@ -129,22 +124,33 @@ class ExtentReclaim:
                 return
 
     def _look_at(self, leaf: int, number: int) -> bool:
-        """This leaf would go next; returns whether its namespace could then give an extent."""
         if number not in self._offers:
             if self._in_use is None:
-                self._in_use = self._owners.residency.pieces_in_use()
-            self._offers[number] = self._owners.offers_of(number, self._in_use)
+                self._in_use = self._residency.pieces_in_use()
+            self._offers[number] = self._offers_of(number, self._in_use)
         offers = self._offers[number]
         if not offers:
             return False
         self._found[number] += sum(1 for _ in self._departures.with_leaf(leaf))
         while offers and self._found[number] >= offers[-1][0]:
             blocks, extent = offers[-1]
-            if self._owners.residency.can_move(extent):
+            if self._residency.can_move(extent):
                 self.giver = number, blocks
                 return True
             offers.pop()
         return False
+
+    def _offers_of(self, number: int, in_use: set[int]) -> list[tuple[int, DramExtent]]:
+        """How many blocks of a namespace must go to free an extent, for each extent not in use; the fewest last."""
+        dram = self._dram
+        offers = [
+            (max(1, extent.slots.live + extent.slots.free - dram.free_slots(one)), extent)
+            for one in self._spaces[number].classes
+            for extent in dram.extents_of(one)
+            if extent.number not in in_use
+        ]
+        offers.reverse()  # at equal cost, the newest extent
+        return sorted(offers, key=lambda offer: -offer[0])
 
 
 class SlabReclaim:

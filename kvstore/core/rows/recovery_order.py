@@ -87,7 +87,6 @@ def recovery_order(
 
 
 def _possible(found: Sequence[Found]) -> tuple[list[Found], list[int]]:
-    """Without entries whose numbers no header can have (see `tiering.frame`); and the places of those."""
     kept, impossible = [], []
     for one in found:
         entries = one.entries
@@ -205,7 +204,6 @@ def _parents(keys: Column, parent_keys: Column, depths: Column, root: Column) ->
 
 
 def _equal(keys: Column, at: Column, others: Column, others_at: Column | slice) -> Column:
-    """Which pairs of two selections of keys are equal."""
     differ = keys[at] ^ others[others_at]
     same: Column = (differ[:, 0] | differ[:, 1] | differ[:, 2] | differ[:, 3]) == 0
     return same
