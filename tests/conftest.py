@@ -11,6 +11,7 @@ import os
 import subprocess
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -54,6 +55,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """`kvstore` with these arguments, in this process."""
+    from test_cli import run_here
+
+    return partial(run_here, monkeypatch, capsys)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -3,16 +3,12 @@
 The rules themselves, with every exemption and its reason, are the tables of architecture.py.
 """
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import architecture
-
-ROOT = Path(__file__).resolve().parent.parent
+from programs import ROOT, run_python
 
 # What `import kvstore` must not bring along: it happens in every engine's process and in the sidecar.
 HEAVY = ("torch", "triton", "transformers", "vllm", "sglang")
@@ -46,17 +42,8 @@ def test_the_tree_keeps_the_rule(rule: str, found_here: list[architecture.Violat
 @pytest.mark.parametrize("module", LIGHT_MODULES)
 def test_importing_it_brings_no_heavy_package(module: str, tmp_path: Path) -> None:
     program = f"import sys, {module}; print(*sorted(set({HEAVY!r}) & set(sys.modules)))"
-    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
-    result = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.split() == [], f"importing {module} also imports {result.stdout.strip()}"
+    found = run_python(program, cwd=tmp_path)
+    assert not found, f"importing {module} also imports {found}"
 
 
 # --- each rule bites -------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,10 @@ def run_here(
     shown = capsys.readouterr()
     assert isinstance(left.value.code, int)
     return subprocess.CompletedProcess(sys.argv, left.value.code, shown.out, shown.err)
+
+
+Here = Callable[..., subprocess.CompletedProcess[str]]
+"""What the fixture `here` is: `run_here` of the test that asks for it."""
 
 
 def error_line(result: subprocess.CompletedProcess[str], status: int = 2) -> str:
@@ -175,14 +180,11 @@ def test_bash_completes_the_commands(tmp_path: Path) -> None:
     ],
 )
 def test_unusable_options_of_a_bench_are_one_line(
-    arguments: tuple[str, ...],
-    hints: tuple[str, ...],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...], hints: tuple[str, ...], here: Here
 ) -> None:
     pytest.importorskip("transformers")
     assert benches.bench is bench, "it adds the words that only a checkout has"
-    line = error_line(run_here(monkeypatch, capsys, "bench", *arguments))
+    line = error_line(here("bench", *arguments))
     assert all(hint in line for hint in hints), line
 
 
@@ -311,8 +313,8 @@ def test_the_environment_sets_what_no_option_does() -> None:
 
 
 @pytest.mark.usefixtures("needs_engine")
-def test_more_memory_than_there_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    line = error_line(run_here(monkeypatch, capsys, "demo", "--dram", "900TiB"))
+def test_more_memory_than_there_is(here: Here) -> None:
+    line = error_line(here("demo", "--dram", "900TiB"))
     assert "900TiB" in line and "cgroup" in line and "give less" in line
 
 
@@ -342,14 +344,12 @@ def test_demo_as_one_json_object(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("needs_engine")
-def test_differing_answers_end_with_status_1(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_differing_answers_end_with_status_1(monkeypatch: pytest.MonkeyPatch, here: Here) -> None:
     from kvstore.block import codec
     from kvstore.demo.compare import ReversedCodec
 
     monkeypatch.setitem(codec.CODECS, "raw", ReversedCodec)
-    result = run_here(monkeypatch, capsys, "demo", "--json", "--requests", "1", "--tokens", "32")
+    result = here("demo", "--json", "--requests", "1", "--tokens", "32")
     assert result.returncode == 1
     assert json.loads(result.stdout)["identical"] == 0
     (line,) = result.stderr.splitlines()

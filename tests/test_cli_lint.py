@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("typer")
 
-from test_cli import NO_TORCH, error_line, run_cli, run_here
+from test_cli import NO_TORCH, Here, error_line, run_cli
 
 RULES = " ".join(f"Rule {number}: name the source, and write no more than {number} words." for number in range(40))
 
@@ -40,20 +40,16 @@ def test_a_sentence_for_people_and_an_object_for_scripts(prompts: Path) -> None:
     assert told["groups"][0]["prompts"] == 2 and told["hit_tokens"] == 0
 
 
-def test_the_status_of_a_check(
-    prompts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_status_of_a_check(prompts: Path, here: Here) -> None:
     given = ("lint", str(prompts), "--bytes", "--min-hit-rate")
-    assert run_here(monkeypatch, capsys, *given, "0").returncode == 0
-    failed = run_here(monkeypatch, capsys, *given, "0.5")
+    assert here(*given, "0").returncode == 0
+    failed = here(*given, "0.5")
     assert (failed.returncode, failed.stderr) == (1, "") and "Below --min-hit-rate 0.5." in failed.stdout
-    told = run_here(monkeypatch, capsys, *given, "0.5", "--json")
+    told = here(*given, "0.5", "--json")
     assert told.returncode == 1 and json.loads(told.stdout)["is_below"]
 
 
-def test_a_models_own_tokenizer(
-    prompts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_models_own_tokenizer(prompts: Path, here: Here) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     words = dict.fromkeys(f"Today is Monday Friday Sunday . , : {RULES}".split())
     model = tokenizers.models.WordLevel({word: at for at, word in enumerate(words)} | {"?": len(words)}, unk_token="?")
@@ -63,11 +59,11 @@ def test_a_models_own_tokenizer(
     folder.mkdir()
     known.save(str(folder / "tokenizer.json"))
     given = ("lint", str(prompts), "--block", "16", "--json", "--tokenizer")
-    by_folder = run_here(monkeypatch, capsys, *given, str(folder))
+    by_folder = here(*given, str(folder))
     (group,) = json.loads(by_folder.stdout)["groups"]
     assert (group["first_place"], group["tokens"], group["earlier_tokens"]) == (2, 1, 1)
     assert group["where"] == "They part in line 1 of the text, behind 'Today is '"
-    by_file = run_here(monkeypatch, capsys, *given, str(folder / "tokenizer.json"))
+    by_file = here(*given, str(folder / "tokenizer.json"))
     assert by_file.stdout == by_folder.stdout
 
 
@@ -86,28 +82,18 @@ def test_a_models_own_tokenizer(
         (("{prompts}", "--bytes", "--min-hit-rate", "nan"), "--min-hit-rate nan; give a share of the tokens"),
     ],
 )
-def test_errors_are_one_line_that_says_what_to_do(
-    given: tuple[str, ...],
-    says: str,
-    prompts: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_errors_are_one_line_that_says_what_to_do(given: tuple[str, ...], says: str, prompts: Path, here: Here) -> None:
     filled = [one.replace("{prompts}", str(prompts)) for one in given]
-    assert says in error_line(run_here(monkeypatch, capsys, "lint", *filled))
+    assert says in error_line(here("lint", *filled))
 
 
-def test_a_line_without_an_end_is_not_read_into_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_line_without_an_end_is_not_read_into_memory(tmp_path: Path, here: Here) -> None:
     path = tmp_path / "packed.gz"
     path.write_bytes(gzip.compress(b" " * (40 << 20)))
-    said = error_line(run_here(monkeypatch, capsys, "lint", str(path), "--bytes"))
+    said = error_line(here("lint", str(path), "--bytes"))
     assert "packed.gz line 1: more than 16777216 characters; give shorter prompts" in said
 
 
-def test_a_file_of_nothing_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = error_line(run_here(monkeypatch, capsys, "lint", str(written(tmp_path / "empty.jsonl"))))
+def test_a_file_of_nothing_is_refused(tmp_path: Path, here: Here) -> None:
+    said = error_line(here("lint", str(written(tmp_path / "empty.jsonl"))))
     assert "empty.jsonl has no prompt in it; on each line give a list of token ids" in said

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("typer")
 
 from recorded import line
-from test_cli import NO_TORCH, error_line, run_cli, run_here
+from test_cli import NO_TORCH, Here, error_line, run_cli
 
 LLAMA = {
     "model_type": "llama",
@@ -33,31 +33,27 @@ def test_a_table_for_people_and_an_object_for_scripts() -> None:
     assert told["figures"]["users"]["formula"] == "room / KV of a user, rounded down"
 
 
-def test_what_the_store_refuses_is_said_first(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shown = run_here(monkeypatch, capsys, "plan", "qwen3.5-27b").stdout
+def test_what_the_store_refuses_is_said_first(here: Here) -> None:
+    shown = here("plan", "qwen3.5-27b").stdout
     assert shown.startswith(
         "This store refuses models with recurrent states today, and 48 layers of this one have them"
     )
 
 
-def test_a_config_and_a_description(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_config_and_a_description(tmp_path: Path, here: Here) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA))
-    by_file = json.loads(run_here(monkeypatch, capsys, "plan", "--config", str(path), "--json").stdout)
+    by_file = json.loads(here("plan", "--config", str(path), "--json").stdout)
     given = ("--layers", "32", "--kv-heads", "8", "--head-dim", "128")
-    described = json.loads(run_here(monkeypatch, capsys, "plan", *given, "--json").stdout)
+    described = json.loads(here("plan", *given, "--json").stdout)
     assert by_file["figures"] == described["figures"]
     assert by_file["source"] == str(path)
 
 
-def test_the_table_of_models(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    shown = run_here(monkeypatch, capsys, "plan", "--models").stdout
+def test_the_table_of_models(here: Here) -> None:
+    shown = here("plan", "--models").stdout
     assert "gemma-3-27b" in shown and "config.json of google/gemma-3-27b-pt" in shown
-    told = json.loads(run_here(monkeypatch, capsys, "plan", "--models", "--json").stdout)
+    told = json.loads(here("plan", "--models", "--json").stdout)
     assert {
         "model": "phi-4",
         "bytes_per_token": 204_800,
@@ -66,19 +62,17 @@ def test_the_table_of_models(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     } in (told["models"])
 
 
-def test_a_recording_says_rates_and_hits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_recording_says_rates_and_hits(tmp_path: Path, here: Here) -> None:
     path = tmp_path / "some.jsonl"
     asked = [[1, 2], [3, 4], [1, 2], [5, 6], [1, 2]]
     path.write_text("".join(line(ids, timestamp=1000 * at) + "\n" for at, ids in enumerate(asked)))
     given = ("plan", "llama-3.1-8b", "--trace", str(path), "--block-tokens", "16", "--window", "3s", "--json")
-    told = json.loads(run_here(monkeypatch, capsys, *given).stdout)["figures"]
+    told = json.loads(here(*given).stdout)["figures"]
     assert told["new_tokens_per_second"]["value"] == 6 * 16 / 4
     assert told["ceiling"]["value"] == told["reused_in_window"]["value"] == pytest.approx(0.4)
     found = [told[key]["value"] for key in sorted(told) if key.startswith("found_with_")]
     assert found == sorted(found) and found[-1] == pytest.approx(0.4), "more memory finds no less, and all is found"
-    small = json.loads(run_here(monkeypatch, capsys, *given, "--dram", "3MiB").stdout)["figures"]
+    small = json.loads(here(*given, "--dram", "3MiB").stdout)["figures"]
     assert small["found_with_0"]["value"] < 0.4
 
 
@@ -108,26 +102,20 @@ def test_a_recording_says_rates_and_hits(
         ),
     ],
 )
-def test_errors_are_one_line_that_says_what_to_do(
-    given: tuple[str, ...], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert says in error_line(run_here(monkeypatch, capsys, "plan", *given))
+def test_errors_are_one_line_that_says_what_to_do(given: tuple[str, ...], says: str, here: Here) -> None:
+    assert says in error_line(here("plan", *given))
 
 
-def test_a_large_file_is_no_config(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_large_file_is_no_config(tmp_path: Path, here: Here) -> None:
     path = tmp_path / "config.json"
     path.write_bytes(b" " * ((1 << 20) + 1))
-    assert "more than 1048576 bytes" in error_line(run_here(monkeypatch, capsys, "plan", "--config", str(path)))
+    assert "more than 1048576 bytes" in error_line(here("plan", "--config", str(path)))
 
 
-def test_a_recording_without_a_rate_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_recording_without_a_rate_is_refused(tmp_path: Path, here: Here) -> None:
     path = tmp_path / "some.jsonl"
     given = ("plan", "llama-3.1-8b", "--trace", str(path), "--block-tokens", "16")
     path.write_text(line([1, 2]) + "\n" + line([1, 3]) + "\n")
-    assert "all its requests came at once" in error_line(run_here(monkeypatch, capsys, *given))
+    assert "all its requests came at once" in error_line(here(*given))
     path.write_text(line([1], 3) + "\n")
-    assert "has no full block of 16 tokens" in error_line(run_here(monkeypatch, capsys, *given))
+    assert "has no full block of 16 tokens" in error_line(here(*given))

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("typer")
 
 from recorded import line
-from test_cli import NO_TORCH, error_line, run_cli, run_here
+from test_cli import NO_TORCH, Here, error_line, run_cli
 
 REQUESTS = [[1, 2, 3], [1, 2, 4], [5], [1, 2, 3], [6, 7, 8], [1, 2, 4]]
 
@@ -41,22 +41,18 @@ def test_a_table_for_people_and_an_object_for_scripts(trace: Path) -> None:
     assert [row["hit_blocks"] for row in told["rows"]][3:] == [8, 8, 8], "with room for all, all is found again"
 
 
-def test_values_stand_between_commas_and_spaces(
-    trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_values_stand_between_commas_and_spaces(trace: Path, here: Here) -> None:
     given = ("--policy", "lru, s3-fifo", "--policy", "lru,", "--blocks", "4, 8,", "--block-tokens", "16", "--json")
-    told = json.loads(run_here(monkeypatch, capsys, "replay", str(trace), *given).stdout)
+    told = json.loads(here("replay", str(trace), *given).stdout)
     assert told["options"]["policies"] == ["lru", "adaptive"] and told["options"]["blocks"] == [4, 8]
     assert len(told["rows"]) == 6
     assert all(row["written_bytes"] is None for row in told["rows"] if row["policy"] == "optimum")
 
 
-def test_the_first_line_is_one_line_and_says_what_was_put_in_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_first_line_is_one_line_and_says_what_was_put_in_order(tmp_path: Path, here: Here) -> None:
     path = tmp_path / f"{'long' * 20}.jsonl"
     path.write_text("".join(line([number], timestamp=9 - number) + "\n" for number in range(3)))
-    shown = run_here(monkeypatch, capsys, "replay", str(path), "--blocks", "4", "--block-tokens", "16").stdout
+    shown = here("replay", str(path), "--blocks", "4", "--block-tokens", "16").stdout
     assert shown.splitlines()[0] == (
         f"{path.name}: 3 requests, 3 blocks of 16 tokens, 3 distinct (full blocks alone); 2 stood behind a later one, "
         "and are put in the order of their timestamps"
@@ -64,30 +60,28 @@ def test_the_first_line_is_one_line_and_says_what_was_put_in_order(
 
 
 @pytest.mark.slow
-def test_curves_are_drawn(trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_curves_are_drawn(trace: Path, here: Here) -> None:
     pytest.importorskip("matplotlib")
     picture = trace.with_name("curves.png")
     given = ("--blocks", "2,4,8", "--block-tokens", "16", "--plot", str(picture))
-    done = run_here(monkeypatch, capsys, "replay", str(trace), *given)
+    done = here("replay", str(trace), *given)
     assert (done.returncode, done.stderr) == (0, "") and picture.read_bytes().startswith(b"\x89PNG")
     svg = trace.with_name("curves.svg")
-    run_here(monkeypatch, capsys, "replay", str(trace), *given[:-1], str(svg))
+    here("replay", str(trace), *given[:-1], str(svg))
     assert "optimum" in svg.read_text() and "some.jsonl" in svg.read_text()
     loud = trace.with_name("curves.PNG")
-    assert run_here(monkeypatch, capsys, "replay", str(trace), *given[:-1], str(loud)).returncode == 0
+    assert here("replay", str(trace), *given[:-1], str(loud)).returncode == 0
     assert loud.read_bytes().startswith(b"\x89PNG")
 
 
-def test_with_a_tier_below_a_row_for_each_admission(
-    trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_with_a_tier_below_a_row_for_each_admission(trace: Path, here: Here) -> None:
     pytest.importorskip("matplotlib")
     picture = trace.with_name("curves.png")
     given = ("--dram-blocks", "3", "--nvme-blocks", "8", "--block-tokens", "16", "--admission", "learned,oracle")
-    shown = run_here(monkeypatch, capsys, "replay", str(trace), *given, "--plot", str(picture))
+    shown = here("replay", str(trace), *given, "--plot", str(picture))
     assert (shown.returncode, shown.stderr) == (0, "") and picture.read_bytes().startswith(b"\x89PNG")
     assert "to NVMe" in shown.stdout and "learned" in shown.stdout
-    told = json.loads(run_here(monkeypatch, capsys, "replay", str(trace), *given, "--json").stdout)
+    told = json.loads(here("replay", str(trace), *given, "--json").stdout)
     assert [row["admission"] for row in told["rows"]] == ["all", "learned", "oracle", None]
     assert told["options"]["nvme_blocks"] == 8 and told["rows"][0]["nvme_hit_blocks"] > 0
     best = told["rows"][-1]
@@ -141,18 +135,14 @@ def test_with_a_tier_below_a_row_for_each_admission(
         (("--dram-blocks", "x"), "--dram-blocks 'x'; give whole numbers from 1 to 4194304"),
     ],
 )
-def test_what_cannot_be_is_one_line(
-    given: tuple[str, ...], says: str, trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    result = run_here(monkeypatch, capsys, "replay", str(trace), "--json", *given)
+def test_what_cannot_be_is_one_line(given: tuple[str, ...], says: str, trace: Path, here: Here) -> None:
+    result = here("replay", str(trace), "--json", *given)
     assert says in error_line(result)
 
 
-def test_files_that_cannot_be_read_are_one_line(
-    trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_that_cannot_be_read_are_one_line(trace: Path, here: Here) -> None:
     def asked(path: Path) -> str:
-        return error_line(run_here(monkeypatch, capsys, "replay", str(path), "--blocks", "4"))
+        return error_line(here("replay", str(path), "--blocks", "4"))
 
     assert "none: No such file; give a trace" in asked(trace.with_name("none"))
     assert "is a folder; give the files in it" in asked(trace.parent)
@@ -164,25 +154,23 @@ def test_files_that_cannot_be_read_are_one_line(
     assert "other, line 1: no JSON" in asked(other)
 
 
-def test_traces_of_one_name_are_told_apart_and_pipes_are_read(
-    trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_traces_of_one_name_are_told_apart_and_pipes_are_read(trace: Path, here: Here) -> None:
     other = trace.parent / "deeper" / trace.name
     other.parent.mkdir()
     other.write_bytes(trace.read_bytes())
     given = ("--blocks", "4", "--block-tokens", "16", "--json")
-    told = json.loads(run_here(monkeypatch, capsys, "replay", str(trace), str(other), *given).stdout)
+    told = json.loads(here("replay", str(trace), str(other), *given).stdout)
     assert [one["trace"] for one in told["traces"]] == [str(trace), str(other)]
-    line = error_line(run_here(monkeypatch, capsys, "replay", str(trace), str(trace), str(other), *given))
+    line = error_line(here("replay", str(trace), str(trace), str(other), *given))
     assert f"trace {trace} was given twice; give each once" in line
     marked = trace.with_name("marked")
     marked.write_bytes(b"\xef\xbb\xbf" + trace.read_bytes())
-    told_again = json.loads(run_here(monkeypatch, capsys, "replay", str(marked), *given).stdout)
+    told_again = json.loads(here("replay", str(marked), *given).stdout)
     assert told_again["traces"][0]["requests"] == told["traces"][0]["requests"], "with a byte order mark"
     reader, writer = os.pipe()
     os.write(writer, trace.read_bytes())
     os.close(writer)
-    told = json.loads(run_here(monkeypatch, capsys, "replay", f"/dev/fd/{reader}", *given).stdout)
+    told = json.loads(here("replay", f"/dev/fd/{reader}", *given).stdout)
     os.close(reader)
     assert told["traces"][0]["requests"] == 6
 

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("typer")
 
 from recorded import line
-from test_cli import error_line, run_here
+from test_cli import Here, error_line
 
 REQUESTS = [[1, 2, 3], [1, 2, 4], [5], [1, 2, 3], [6, 7, 8], [1, 2, 4]]
 
@@ -22,11 +22,9 @@ def trace(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_table_for_people_and_an_object_for_scripts(
-    trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_table_for_people_and_an_object_for_scripts(trace: Path, here: Here) -> None:
     given = ("--sizes", "4,8", "--dram", "32MiB", "--block-tokens", "16", "--exact")
-    shown = run_here(monkeypatch, capsys, "whatif", str(trace), *given)
+    shown = here("whatif", str(trace), *given)
     assert (shown.returncode, shown.stderr) == (0, "")
     first, heads, *rows, last = [" ".join(row.split()) for row in shown.stdout.splitlines()]
     assert first == "some.jsonl: 6 requests, 16 full blocks of 16 tokens (2.0 MiB each), 8 distinct; lru"
@@ -34,30 +32,28 @@ def test_a_table_for_people_and_an_object_for_scripts(
     assert [row.split()[0] for row in rows] == ["4", "8", "16"]
     assert rows[1].split()[3:6] == ["0.5000", "0.5000", "100"], "with room for all, all is found again"
     assert last == "mean absolute error (MAE) 0.0000, of the ceiling +0.0000"
-    told = json.loads(run_here(monkeypatch, capsys, "whatif", str(trace), *given, "--json").stdout)
+    told = json.loads(here("whatif", str(trace), *given, "--json").stdout)
     assert [(row["blocks"], row["size_bytes"]) for row in told["rows"]] == [(4, 8 << 20), (8, 16 << 20), (16, 32 << 20)]
     assert told["mean_error"] == 0 and told["trace"]["distinct_blocks"] == 8 and told["options"]["policy"] == "lru"
     assert [row["hit_rate"] for row in told["rows"]] == [row["exact_hit_rate"] for row in told["rows"]]
 
 
-def test_without_sizes_it_takes_some_and_compares_with_nothing(
-    trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_sizes_it_takes_some_and_compares_with_nothing(trace: Path, here: Here) -> None:
     given = ("--block-tokens", "16", "--names", "16", "--seed", "3")
-    told = json.loads(run_here(monkeypatch, capsys, "whatif", str(trace), *given, "--json").stdout)
+    told = json.loads(here("whatif", str(trace), *given, "--json").stdout)
     assert told["rows"][-1]["blocks"] == 8 and told["mean_error"] is None
     assert all(row["exact_hit_rate"] is None for row in told["rows"])
-    shown = run_here(monkeypatch, capsys, "whatif", str(trace), *given, "--policy", "adaptive").stdout
+    shown = here("whatif", str(trace), *given, "--policy", "adaptive").stdout
     assert "exact" not in shown and "distinct; adaptive" in shown
 
 
 @pytest.mark.slow
-def test_a_curve_is_drawn(trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_curve_is_drawn(trace: Path, here: Here) -> None:
     pytest.importorskip("matplotlib")
     picture = trace.with_name("curve.svg")
     given = ("--block-tokens", "16", "--svg", str(picture))
     for more in ((), ("--exact",), ("--sizes", "4")):
-        done = run_here(monkeypatch, capsys, "whatif", str(trace), *given, *more)
+        done = here("whatif", str(trace), *given, *more)
         assert (done.returncode, done.stderr) == (0, "")
         text = picture.read_text()
         assert "some.jsonl" in text and "ceiling" in text and ("replayed in full" in text) == ("--exact" in more)
@@ -79,18 +75,14 @@ def test_a_curve_is_drawn(trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
         (("--svg", "no/such/place.svg"), "--svg no/such/place.svg: there is no folder no/such; make it"),
     ],
 )
-def test_what_cannot_be_is_one_line(
-    given: tuple[str, ...], says: str, trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    result = run_here(monkeypatch, capsys, "whatif", str(trace), "--block-tokens", "16", "--json", *given)
+def test_what_cannot_be_is_one_line(given: tuple[str, ...], says: str, trace: Path, here: Here) -> None:
+    result = here("whatif", str(trace), "--block-tokens", "16", "--json", *given)
     assert says in error_line(result)
 
 
-def test_files_that_cannot_be_read_are_one_line(
-    trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_that_cannot_be_read_are_one_line(trace: Path, here: Here) -> None:
     def asked(path: Path) -> str:
-        return error_line(run_here(monkeypatch, capsys, "whatif", str(path)))
+        return error_line(here("whatif", str(path)))
 
     assert "none: No such file; give a trace" in asked(trace.with_name("none"))
     assert "is a folder; give the files in it" in asked(trace.parent)
@@ -99,5 +91,5 @@ def test_files_that_cannot_be_read_are_one_line(
     assert "other, line 1: no JSON" in asked(other)
     short = trace.with_name("short")
     short.write_text(line([1], 9) + "\n")
-    shown = run_here(monkeypatch, capsys, "whatif", str(short), "--block-tokens", "16")
+    shown = here("whatif", str(short), "--block-tokens", "16")
     assert "short has no full block of 16 tokens in it" in error_line(shown)

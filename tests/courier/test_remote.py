@@ -77,13 +77,19 @@ def test_what_one_wrote_another_reads(two: list[Node], engine: ValkeyServer) -> 
     wait_until(is_told)
 
 
-def test_a_flipped_bit_is_a_miss_and_is_counted(two: list[Node], engine: ValkeyServer) -> None:
-    names = stored(two, engine, 2)
+def altered(two: list[Node], engine: ValkeyServer, blocks: int, at: int) -> set[bytes]:
+    """Frames of which one bit is another one."""
+    names = stored(two, engine, blocks)
     for name in names:
         _, _, value = say(engine, b"GET", name).partition(b"\r\n")
         frame = bytearray(value[:-2])
-        frame[4096 + 77] ^= 1
+        frame[at] ^= 1
         assert say(engine, b"SET", name, bytes(frame)).startswith(b"+OK")
+    return names
+
+
+def test_a_flipped_bit_is_a_miss_and_is_counted(two: list[Node], engine: ValkeyServer) -> None:
+    names = altered(two, engine, 2, 4096 + 77)
     got = two[1].get(2)
     assert got.blocks == 0 and got.awaited is not None and got.awaited.reason is MissReason.CORRUPT, got
     wait_until(lambda: two[1].stat()["elsewhere"]["sources"][0]["refused"].get("frame", 0) >= 1)
@@ -91,12 +97,7 @@ def test_a_flipped_bit_is_a_miss_and_is_counted(two: list[Node], engine: ValkeyS
 
 
 def test_a_header_of_other_keys_is_not_taken_over(two: list[Node], engine: ValkeyServer) -> None:
-    names = stored(two, engine, 3)
-    for name in names:
-        _, _, value = say(engine, b"GET", name).partition(b"\r\n")
-        frame = bytearray(value[:-2])
-        frame[13] ^= 1  # of the key id: what names a block does not look at it
-        assert say(engine, b"SET", name, bytes(frame)).startswith(b"+OK")
+    altered(two, engine, 3, 13)  # of the key id: what names a block does not look at it
     got = two[1].get(3)
     assert got.blocks == 0 and got.is_right, got
     wait_until(lambda: two[1].stat()["elsewhere"]["sources"][0]["refused"].get("header", 0) >= 1)

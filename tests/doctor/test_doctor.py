@@ -28,7 +28,7 @@ from kvstore.doctor.findings import MOST_CHARACTERS, Check, Finding, Health, exa
 from kvstore.peers.transport import must_seal
 from kvstore.service.settings import Settings, read_settings
 from service.sidecar import Sidecar
-from test_cli import error_line, run_cli, run_here
+from test_cli import Here, error_line, run_cli
 from tiering.files import DirectoryLock
 from tiering.nvme.slab_files import DirectFiles
 
@@ -371,28 +371,24 @@ def test_the_page_has_each_check(data: Path) -> None:
 # The command ------------------------------------------------------------------------------------------------------
 
 
-def test_a_machine_that_is_well_and_one_that_lacks(
-    data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_machine_that_is_well_and_one_that_lacks(data: Path, monkeypatch: pytest.MonkeyPatch, here: Here) -> None:
     monkeypatch.setattr(machine, "gpu", lambda is_wanted: [ok("gpu", "not asked")])
     before = data.stat().st_mtime_ns, os.listdir(data)
-    result = run_here(monkeypatch, capsys, "doctor", "--data", str(data), *SMALL, "--json")
+    result = here("doctor", "--data", str(data), *SMALL, "--json")
     answer = json.loads(result.stdout)
     assert (result.returncode, answer["is_well"], result.stderr) == (0, True, ""), answer
     assert {"kernel", "memory", "packages", "directory", "socket"} <= {one["check"] for one in answer["findings"]}
     assert all(set(one) == {"check", "health", "text", "remedy"} for one in answer["findings"])
     data.chmod(0o777)
-    result = run_here(monkeypatch, capsys, "doctor", "--data", str(data), *SMALL)
+    result = here("doctor", "--data", str(data), *SMALL)
     assert result.returncode == 1 and f"run: chmod go-w {data}" in result.stdout
     assert all(line.split()[0] in list(Health) for line in result.stdout.splitlines())
     assert (data.stat().st_mtime_ns, os.listdir(data)) == before
 
 
-def test_wrong_input_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_input_is_one_line(tmp_path: Path, here: Here) -> None:
     def line(*arguments: str) -> str:
-        return error_line(run_here(monkeypatch, capsys, "doctor", *arguments))
+        return error_line(here("doctor", *arguments))
 
     (tmp_path / "settings.toml").write_text("[store]\ndrum = 1\n")
     assert "did you mean store.dram" in line("--config", str(tmp_path / "settings.toml"))

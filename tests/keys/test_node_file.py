@@ -5,18 +5,14 @@ from __future__ import annotations
 import json
 import os
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from kvstore.block.errors import KeysUnusable
 from kvstore.keys.node_file import NodeLock, node_of
+from programs import start_python
 from workbench import one_line
-
-ROOT = Path(__file__).resolve().parents[2]
-PATHS = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
 
 
 def test_the_node_stays_and_each_run_is_another_incarnation(tmp_path: Path) -> None:
@@ -83,13 +79,7 @@ def test_a_process_that_is_killed_holds_the_name_no_more(tmp_path: Path) -> None
         "import sys; from pathlib import Path; from kvstore.keys.node_file import NodeLock, node_of\n"
         "lock = NodeLock(node_of(Path(sys.argv[1]))); print(lock.is_clone(), flush=True); sys.stdin.read()"
     )
-    child = subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path / "node")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **PATHS},
-    )
+    child = start_python(program, tmp_path / "node")
     assert child.stdout is not None and child.stdout.readline() == "False\n"
     lock = NodeLock(node_of(tmp_path / "node"))
     assert lock.is_clone()

@@ -24,6 +24,7 @@ from kvstore.block.account import MissReason
 from kvstore.block.errors import Unreachable
 from kvstore.cli import ask
 from kvstore.node import SystemClock
+from programs import PATHS
 from service.sidecar import patient
 from waiting import wait_until
 from workbench import (
@@ -35,8 +36,6 @@ from workbench import (
     small_layout,
 )
 
-ROOT = Path(__file__).resolve().parents[2]
-PATHS = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'tests'}"}
 LAYOUT = small_layout()
 
 

@@ -10,8 +10,6 @@ import json
 import os
 import shutil
 import struct
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -30,6 +28,7 @@ from kvstore.client.handle import NamespaceHandle
 from kvstore.fsck import check as fsck
 from kvstore.fsck.result import FsckResult, IndexState, SlabState, Slot
 from kvstore.node import EmbeddedStore, new_uid
+from programs import run_python
 from tiering.errors import TierError
 from tiering.frame import FrameHeader, digest, parse_header
 from tiering.nvme.group_commit import BatchRequest, GroupCommit
@@ -40,7 +39,6 @@ from tiering.nvme.tier import NvmeTier
 from tiering.slab_header import PAGE_BYTES, SlabHeader, read_slab_header
 from workbench import MODEL, one_line, prompt_of, put_prompt, read_prompt, small_layout
 
-ROOT = Path(__file__).resolve().parents[2]
 PROMPTS, BLOCKS = 3, 12
 prompt = partial(prompt_of, blocks=BLOCKS)
 OTHER_MODEL = "0123abcd"
@@ -874,16 +872,9 @@ def test_a_repair_that_is_killed_leaves_a_directory_that_opens(dropped: Path, tm
     want = [BLOCKS - 1, BLOCKS, BLOCKS, 0]
     folder = tmp_path / "copies"
     folder.mkdir()
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, str(dropped), str(folder), str(seed), "4"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    print(f"seed {seed}; points of one repair: {done.stdout.strip()}")
-    assert int(done.stdout) >= 4
+    points = run_python(KILLED, dropped, folder, seed, 4)
+    print(f"seed {seed}; points of one repair: {points}")
+    assert int(points) >= 4
     copies = sorted(folder.iterdir())
     assert len(copies) == 1 + 2 * 4
     for number, copy in enumerate(copies):

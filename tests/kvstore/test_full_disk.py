@@ -7,7 +7,6 @@ works again, without a restart.
 from __future__ import annotations
 
 import os
-import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,53 +17,16 @@ from kvstore.block.account import MissReason
 from kvstore.config import Limits
 from model.store_model import SHARDED, WHOLE, Prompt
 from simulation.two_tiers import RealDisk, Sizes, bugs, load, open_two_tiers, put, wait_until_idle
+from small_disk import fill, small_disk
 
-DISK_BYTES = 6 << 20
 SIZES = Sizes(dram=1 << 20, nvme=4 << 20, slab=256 << 10)
 LIMITS = Limits(close_seconds=5)
 
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of a few MiB."""
-    mount = tmp_path / "disk"
-    mount.mkdir()
-    made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES},mode=0700", "kvstore-test", str(mount)],
-        capture_output=True,
-        text=True,
-    )
-    if made.returncode:
-        pytest.skip(f"no file system can be mounted here, so no disk can be filled: {made.stderr.strip()}")
-    try:
+    with small_disk(tmp_path, 6 << 20) as mount:
         yield mount
-    finally:
-        subprocess.run(["umount", "--lazy", str(mount)], check=True)
-
-
-class Filler:
-    """Somebody else's file, which takes all the room that is left."""
-
-    def __init__(self, disk: Path) -> None:
-        self.path = disk / "somebody-elses.file"
-
-    def fill(self) -> None:
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        try:
-            for size in (1 << 16, 1 << 12):
-                try:
-                    while os.write(descriptor, bytes(size)) == size:
-                        pass
-                except OSError:
-                    continue
-        finally:
-            os.close(descriptor)
-
-    def shrink(self, size_bytes: int) -> None:
-        os.truncate(self.path, max(0, self.path.stat().st_size - size_bytes))
-
-    def go(self) -> None:
-        self.path.unlink()
 
 
 @pytest.mark.slow
@@ -76,9 +38,8 @@ def test_a_disk_gets_full_and_has_room_again(disk: Path, left_bytes: int) -> Non
     space, other = opened.namespace("a", WHOLE), opened.namespace("b", SHARDED)
     first = [Prompt((number, 1)) for number in range(8)]
     assert {put(space, prompt, "disk") for prompt in first} == {None}
-    filler = Filler(disk)
-    filler.fill()
-    filler.shrink(left_bytes)
+    filler = fill(disk)
+    os.truncate(filler, max(0, filler.stat().st_size - left_bytes))
     refused = {put(other, Prompt((90 + number, 1)), "disk") for number in range(8)}
     assert refused <= {MissReason.PINNED_FULL, MissReason.TIER_DOWN}, "there is no room for a slab of each part"
     opened.core.evict(1000)
@@ -102,7 +63,7 @@ def test_a_disk_gets_full_and_has_room_again(disk: Path, left_bytes: int) -> Non
     kept = [one for one in [*((space, prompt) for prompt in first), *acknowledged] if one[0].match(one[1]).blocks == 2]
     for owner, prompt in kept:
         assert load(owner, prompt) == (2, None), "what the disk has can be read"
-    filler.go()
+    filler.unlink()
     opened.clock.advance(60)
     put(space, Prompt((300, 1)), "disk")  # an open breaker finds out
     wait_until_idle(opened.core)
@@ -128,8 +89,7 @@ def test_a_disk_that_is_full_at_the_end_and_at_the_start(disk: Path) -> None:
     space = opened.namespace("a", WHOLE)
     prompts = [Prompt((number, 1)) for number in range(8)]
     assert {put(space, prompt, "disk") for prompt in prompts} == {None}
-    filler = Filler(disk)
-    filler.fill()
+    filler = fill(disk)
     assert {put(space, Prompt((100 + number, 1))) for number in range(8)} == {None}
     opened.close()
     for _ in range(2):
@@ -140,7 +100,7 @@ def test_a_disk_that_is_full_at_the_end_and_at_the_start(disk: Path) -> None:
             assert load(space, prompt) == (2, None)
         opened.core.check()
         opened.close()
-    filler.go()
+    filler.unlink()
     opened = open_two_tiers(disk / "kv", RealDisk(disk / "kv"), SIZES, LIMITS)
     space = opened.namespace("a", WHOLE)
     assert opened.store.warmed(60) and put(space, Prompt((400, 1)), "disk") is None

@@ -7,8 +7,6 @@ import logging
 import os
 import resource
 import stat
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -23,10 +21,9 @@ from kvstore.block.identity import TenantKeys
 from kvstore.block.key_file import KeyFile
 from kvstore.config import memory_limit
 from kvstore.node import EmbeddedStore, SystemClock
+from programs import run_python, start_python
 from tiering.files import read_text_files
 from workbench import MODEL, blank_pages, ids, one_line, random_pages, same_tokens, small_layout
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def opened(directory: Path, **options: Any) -> EmbeddedStore:
@@ -36,19 +33,6 @@ def opened(directory: Path, **options: Any) -> EmbeddedStore:
 def keys_in(store: EmbeddedStore, **options: Any) -> list[bytes]:
     """The names of two blocks, as this store's tenant gives them."""
     return store.namespace(model=MODEL, layout=small_layout(), **options).match(ids(128)).keys
-
-
-def run(program: str, *arguments: object) -> str:
-    """What a new process prints."""
-    done = subprocess.run(
-        [sys.executable, "-c", program, *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
 
 
 # Opening --------------------------------------------------------------------------------------------------------------
@@ -125,13 +109,7 @@ sys.stdin.readline()
 
 
 def test_a_directory_that_another_process_uses(tmp_path: Path) -> None:
-    other = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    other = start_python(HOLD, tmp_path)
     assert other.stdout is not None and other.stdout.readline() == "open\n"
     before = (tmp_path / "keys").read_bytes()
     with pytest.raises(DirectoryInUse) as caught:
@@ -181,8 +159,8 @@ with kvstore.open("embedded:" + sys.argv[1], dram="1MiB") as store:
 def test_the_same_prompt_has_the_same_names_in_a_new_process(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         mine = keys_in(store)
-    assert run(OPEN_AND_MATCH, tmp_path, MODEL).split() == [key.hex() for key in mine]
-    assert run(OPEN_AND_MATCH, tmp_path / "other", MODEL).split() != [key.hex() for key in mine]
+    assert run_python(OPEN_AND_MATCH, tmp_path, MODEL).split() == [key.hex() for key in mine]
+    assert run_python(OPEN_AND_MATCH, tmp_path / "other", MODEL).split() != [key.hex() for key in mine]
 
 
 def test_every_tenant_and_every_directory_has_keys_of_its_own(tmp_path: Path) -> None:
@@ -382,8 +360,7 @@ os._exit(0)  # the parent goes without closing; its child must not keep the dire
 
 @pytest.mark.slow
 def test_a_forked_child_finds_the_store_closed_and_holds_no_lock(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", FORKED, str(tmp_path)], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    run_python(FORKED, tmp_path)
     kvstore.open(f"embedded:{tmp_path}", dram="1MiB").close()
 
 

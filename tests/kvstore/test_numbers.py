@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from threading import Thread
 
 import pytest
@@ -76,9 +75,3 @@ def test_threads_never_draw_the_same() -> None:
     for thread in threads:
         thread.join()
     assert len({number for mine in drawn for number in mine}) == 8000
-
-
-def test_they_are_in_no_order() -> None:
-    numbers = Numbers(KEY, 64)
-    drawn = [numbers() for _ in range(1000)]
-    assert 400 < sum(one < two for one, two in pairwise(drawn)) < 600

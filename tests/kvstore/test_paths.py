@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ import kvstore
 from kvstore.block.errors import BadInput
 from kvstore.config import expanded
 from kvstore.service.settings import read_settings
+from programs import run_python
 from service.test_serve import PATHS, SERVE, ended, serving
 from workbench import MODEL, ids, one_line, random_pages, small_layout
 
@@ -159,15 +159,10 @@ def test_without_torch_a_store_can_be_opened_and_the_extra_is_named_where_it_is_
 ) -> None:
     with serving(tmp_path) as (_, said):
         url = f"unix:{said['serving'][0]}" if scheme == "unix" else f"embedded:{tmp_path}/other"
-        done = subprocess.run(
-            [sys.executable, "-c", WITHOUT_TORCH, url], capture_output=True, text=True, env={**os.environ, **PATHS}
-        )
-    assert done.returncode == 0, done.stderr
-    first, said_line = done.stdout.splitlines()
+        first, said_line = run_python(WITHOUT_TORCH, url).splitlines()
     assert first == "opened" and "torch" in said_line and "pip install '.[hf]'" in said_line
 
 
 def test_opening_a_sidecar_s_store_imports_no_torch() -> None:
     program = "import sys, kvstore; kvstore.open('unix:/nonexistent/s').close(); print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ, **PATHS})
-    assert done.stdout.strip() == "False", done.stderr
+    assert run_python(program) == "False"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -18,6 +16,7 @@ from kvstore.block.errors import BadInput
 from kvstore.config import POLICIES
 from kvstore.node import build_replay
 from learned_policy import by_worth
+from programs import PATHS, run_python
 from recorded import made_of
 from tiering.policies.adaptive import Adaptive
 from tiering.policies.lru import LeafFirstLru
@@ -89,16 +88,7 @@ def test_a_store_in_this_process_takes_one(name: str, tmp_path: Path) -> None:
 
 
 def run_without(setup: str, program: str) -> str:
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", f"import os, sys\n{setup}\n{program}"],
-        env={"PYTHONPATH": f"{root}:{root / 'kernels'}", "PATH": ""},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    return done.stdout.strip()
+    return run_python(f"import os, sys\n{setup}\n{program}", env={**PATHS, "PATH": ""})
 
 
 SAY = "import kvstore\ntry: kvstore.policy_named('adaptive')\nexcept kvstore.BadInput as error: print(error)"

@@ -86,13 +86,6 @@ def test_what_others_are_storing_into(a: Bench) -> None:
     assert put(other, 1).reason is None
 
 
-def test_what_others_are_storing_into_of_the_same_namespace(a: Bench) -> None:
-    ns = a.namespace()
-    filling = reserve(ns, FULL)
-    assert put(ns, 1, start=9000).reason is MissReason.DEADLINE
-    Asking(ns.door).abort(filling.reservation)
-
-
 def test_what_others_lease_and_are_storing_into(a: Bench) -> None:
     """Somebody has to release something, and that would help."""
     ns, other = a.namespace(), a.namespace(model="other")
@@ -146,16 +139,6 @@ def test_a_lease_for_which_all_of_memory_is_being_stored_into(tmp_path: Path) ->
             assert ns.get(lease, into).tokens == 64 * 6 and same_tokens(pages, into, range(64 * 6))
             assert not lease.reply.lacks_room
         store.check()
-
-
-def test_a_lease_of_more_than_may_be_pinned_lacks_room() -> None:
-    a = bench(limits=Limits(pinned_fraction=0.5))
-    ns = a.namespace()
-    put(ns, FULL)
-    with ns.lease(ns.match(ids(64 * FULL))) as lease:
-        assert lease.reply.lacks_room and lease.reply.reason is MissReason.PINNED_FULL
-        assert lease.blocks < FULL
-    a.store.check()
 
 
 def test_a_reply_of_an_older_version_has_no_detail() -> None:

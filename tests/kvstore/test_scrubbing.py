@@ -310,33 +310,6 @@ def in_the_scrubs_read(monkeypatch: pytest.MonkeyPatch, hook: Callable[[str, int
     return only_mine
 
 
-def test_a_frame_that_is_evicted_and_overwritten_while_it_is_read_is_no_damage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    on_disk(tmp_path)
-    with Rig(tmp_path) as rig:
-        handle = rig.namespace()
-        rig.whole_pass()
-        place = rig.place(rig.row(handle, 0, BLOCKS - 1))
-        target = rig.at(place)
-        done: list[int] = []
-
-        def replace(name: str, offset: int) -> None:
-            if (name, offset) == target and not done:
-                done.append(place)
-                rig.evict_below(handle)
-                assert put(handle, 1, blocks=6, durability="disk").reason is None
-                done.append(rig.lower.tier._ledger.pieces[extent_of(place)].slots.owners[slot_of(place)])
-
-        rig.files.before = in_the_scrubs_read(monkeypatch, replace)
-        wait_until(lambda: len(done) == 2)
-        assert done[1] in [rig.row(handle, 1, block) for block in range(6)], "the slot was used for another block"
-        rig.whole_pass()
-        assert not rig.scrub.damaged and "quarantined_blocks" not in rig.counters
-        assert handle.match(prompt(0)).reason is MissReason.EVICTED and read(handle, 1, blocks=6) == 6
-        rig.check()
-
-
 def test_a_block_that_goes_and_comes_back_to_the_same_slot_while_it_is_read_is_no_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -389,27 +362,6 @@ def test_a_read_that_goes_wrong_once_condemns_nothing(tmp_path: Path) -> None:
         rig.files.before = None
         rig.whole_pass()
         assert not rig.scrub.damaged and read(handle, 0) == BLOCKS
-        rig.check()
-
-
-def test_a_namespace_that_is_dropped_while_it_is_read_is_no_damage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    on_disk(tmp_path)
-    with Rig(tmp_path) as rig:
-        handle = rig.namespace()
-        rig.whole_pass()
-        target = rig.at(rig.place(rig.row(handle, 0, 5)))
-        dropped: list[int] = []
-
-        def drop(name: str, offset: int) -> None:
-            if (name, offset) == target and not dropped:
-                dropped.append(rig.store.drop(handle))
-
-        rig.files.before = in_the_scrubs_read(monkeypatch, drop)
-        wait_until(lambda: dropped == [BLOCKS])
-        rig.whole_pass()
-        assert not rig.scrub.damaged and rig.store.usage().blocks == 0
         rig.check()
 
 
@@ -518,7 +470,7 @@ class Worker:
             while done < OPERATIONS or not self.enough.is_set():
                 done += 1
                 blocks = self.random.randrange(1, BLOCKS + 1)
-                chosen = prompt(self.random.randrange(16), blocks)
+                chosen = prompt_of(self.random.randrange(16), blocks)
                 if self.random.random() < 0.6:
                     durability = self.random.choice(["volatile", "disk"])
                     self.handle.put(chosen, Pages(self.planes, range(blocks), 64), durability=durability)
@@ -657,27 +609,6 @@ def test_a_frame_that_stays_unreadable_is_given_up_after_the_third_pass(tmp_path
         rig.check()
 
 
-def test_a_fault_that_passes_is_no_reason_to_give_anything_up(tmp_path: Path) -> None:
-    on_disk(tmp_path)
-    with Rig(tmp_path) as rig:
-        handle = rig.namespace()
-        target = rig.at(rig.place(rig.row(handle, 0, 5)))
-        faults: list[int] = []
-
-        def fail(name: str, offset: int) -> None:
-            if (name, offset) == target and len(faults) < 4:
-                faults.append(offset)
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-        rig.files.before = fail
-        wait_until(lambda: len(faults) == 4)
-        for _ in range(4):
-            rig.whole_pass()
-        assert rig.scrub.unreadable == 2 and "quarantined_blocks" not in rig.counters
-        assert read(handle, 0) == BLOCKS
-        rig.check()
-
-
 def test_an_unreadable_frame_of_a_block_in_dram_is_replaced(tmp_path: Path) -> None:
     with Rig(tmp_path) as rig:
         handle = rig.namespace()
@@ -717,18 +648,26 @@ def test_a_disk_that_is_gone_is_left_alone_and_loses_nothing(tmp_path: Path, mon
 # Nobody waits for it --------------------------------------------------------------------------------------------------
 
 
+class Hang:
+    """A read that goes on when it may. begun: called at each."""
+
+    def __init__(self, begun: Callable[[], None] = lambda: None) -> None:
+        self.began, self.goes_on = threading.Event(), threading.Event()
+        self._begun = begun
+
+    def __call__(self, name: str, offset: int) -> None:
+        self._begun()
+        self.began.set()
+        assert self.goes_on.wait(LONG_SECONDS)
+
+
 def test_requests_go_on_while_a_read_of_the_scrub_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on_disk(tmp_path, prompts=2)
     with Rig(tmp_path) as rig:
         handle = rig.namespace()
-        hangs, goes_on = threading.Event(), threading.Event()
-
-        def hang(name: str, offset: int) -> None:
-            hangs.set()
-            assert goes_on.wait(LONG_SECONDS)
-
+        hang = Hang()
         rig.files.before = in_the_scrubs_read(monkeypatch, hang)
-        assert hangs.wait(LONG_SECONDS)
+        assert hang.began.wait(LONG_SECONDS)
         try:
             frames = rig.scrub.frames
             assert read(handle, 0) == BLOCKS and read(handle, 1) == BLOCKS
@@ -737,7 +676,7 @@ def test_requests_go_on_while_a_read_of_the_scrub_hangs(tmp_path: Path, monkeypa
             rig.check()
             assert rig.scrub.frames == frames, "all the while it hung"
         finally:
-            goes_on.set()
+            hang.goes_on.set()
         rig.whole_pass()
         assert not rig.scrub.damaged
 
@@ -746,16 +685,10 @@ def test_a_window_ends_early_when_a_request_waits(tmp_path: Path, monkeypatch: p
     on_disk(tmp_path)
     with Rig(tmp_path) as rig:
         rig.whole_pass()
-        hangs, goes_on, ended = threading.Event(), threading.Event(), threading.Event()
         order: list[str] = []
-
-        def hang(name: str, offset: int) -> None:
-            order.append("scrub")
-            hangs.set()
-            assert goes_on.wait(LONG_SECONDS)
-
+        hang, ended = Hang(lambda: order.append("scrub")), threading.Event()
         rig.files.before = in_the_scrubs_read(monkeypatch, hang)
-        assert hangs.wait(LONG_SECONDS)
+        assert hang.began.wait(LONG_SECONDS)
         try:
             busy = [
                 rig.queue.submit(f"busy {number}", READS, Priority.WAITING, partial(wait_for, ended))
@@ -763,11 +696,11 @@ def test_a_window_ends_early_when_a_request_waits(tmp_path: Path, monkeypatch: p
             ]
             wait_until(lambda: rig.queue.depths()[Priority.WAITING] == 0)
             waiting = rig.queue.submit("waiting", READS, Priority.WAITING, lambda: order.append("request"))
-            goes_on.set()
+            hang.goes_on.set()
             assert waiting.wait(LONG_SECONDS)
             assert order == ["scrub", "request"]
         finally:
-            goes_on.set()
+            hang.goes_on.set()
             ended.set()
         assert all(move.wait(LONG_SECONDS) for move in busy)
         rig.whole_pass()
@@ -790,38 +723,28 @@ def test_closing_in_the_middle_of_a_pass_is_quick(tmp_path: Path) -> None:
 def test_closing_does_not_wait_for_a_read_that_hangs(tmp_path: Path) -> None:
     on_disk(tmp_path)
     rig = Rig(tmp_path, limits=Limits(close_seconds=0.2))
-    hangs, goes_on = threading.Event(), threading.Event()
-
-    def hang(name: str, offset: int) -> None:
-        hangs.set()
-        assert goes_on.wait(LONG_SECONDS)
-
+    hang = Hang()
     rig.files.before = hang
-    assert hangs.wait(LONG_SECONDS)
+    assert hang.began.wait(LONG_SECONDS)
     rig.store.close()
-    assert rig.store.closed and not goes_on.is_set()
+    assert rig.store.closed and not hang.goes_on.is_set()
     wait_until(lambda: not scrub_threads())
-    goes_on.set()
+    hang.goes_on.set()
     assert rig.queue.close(LONG_SECONDS)
 
 
 def test_closing_waits_for_one_frame_and_not_for_its_window(tmp_path: Path) -> None:
     on_disk(tmp_path)
     rig = Rig(tmp_path)
-    hangs, goes_on = threading.Event(), threading.Event()
-
-    def hang(name: str, offset: int) -> None:
-        hangs.set()
-        assert goes_on.wait(LONG_SECONDS)
-
+    hang = Hang()
     rig.files.before = hang
-    assert hangs.wait(LONG_SECONDS)
+    assert hang.began.wait(LONG_SECONDS)
     reads, scrubbing = rig.files.reads, rig.core._scrubbing
     closer = threading.Thread(target=rig.store.close)
     closer.start()
     assert scrubbing is not None
     wait_until(lambda: scrubbing.closing)
-    goes_on.set()
+    hang.goes_on.set()
     closer.join(LONG_SECONDS)
     assert rig.store.closed and rig.files.reads == reads
 

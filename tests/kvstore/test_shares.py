@@ -67,19 +67,6 @@ def tokens(prompt: int, blocks: int) -> list[int]:
     return ids(blocks * BLOCK, 10_000 * prompt)
 
 
-def test_a_flood_takes_nothing_of_what_is_guaranteed(tmp_path: Path) -> None:
-    world = Tenants(tmp_path, {"quiet": Share(0.5)})
-    with world.store:
-        for prompt in range(4):
-            assert world.put("quiet", prompt) is None
-        assert world.extents("quiet") == 8
-        for prompt in range(50):
-            assert world.put("flood", prompt) is None
-        assert [world.found("quiet", prompt) for prompt in range(4)] == [10] * 4
-        assert world.extents("quiet") == world.extents("flood") == 8
-        world.store.check()
-
-
 def test_what_is_idle_is_borrowed_and_given_back(tmp_path: Path) -> None:
     world = Tenants(tmp_path, {"quiet": Share(0.5)})
     with world.store:

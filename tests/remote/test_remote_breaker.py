@@ -12,24 +12,6 @@ def opened(now: float = 0.0) -> RemoteBreaker:
     return one
 
 
-def test_it_opens_at_the_third_failure_in_a_row() -> None:
-    one = RemoteBreaker()
-    for _ in range(5):
-        one.failed(0.0, "silent")
-        one.failed(0.0, "silent")
-        assert not one.is_open and one.why == "silent"
-        one.worked()
-        assert one.why == ""
-    assert opened().is_open
-
-
-def test_one_probe_at_a_time_after_the_pause() -> None:
-    one = opened()
-    assert not one.takes_probe(0.99 * FIRST_PAUSE_SECONDS)
-    assert one.takes_probe(FIRST_PAUSE_SECONDS) and not one.takes_probe(FIRST_PAUSE_SECONDS)
-    assert not RemoteBreaker().takes_probe(1e9), "what is not open needs none"
-
-
 def test_pauses_grow_to_a_bound() -> None:
     one, now, pauses = opened(), 0.0, []
     for _ in range(10):

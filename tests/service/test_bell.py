@@ -6,8 +6,6 @@ import os
 import select
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -25,6 +23,7 @@ from kvstore.client.handle import NamespaceHandle, PutResult
 from kvstore.client.sidecar_store import SidecarStore
 from kvstore.node import SystemClock
 from kvstore.protocol import messages as m
+from programs import run_python, start_python
 from service.sidecar import Sidecar
 from tiering.dram.unmap_wait import TENANT_SECONDS, WAIT_SECONDS
 from tiering.frame import digest
@@ -32,7 +31,6 @@ from torture.peer import Peer, packed_namespace
 from waiting import wait_until
 from workbench import MODEL, ids, random_pages, small_layout
 
-ROOT = Path(__file__).resolve().parents[2]
 KEYS = [bytes([number]) * 32 for number in range(200)]
 
 
@@ -137,15 +135,8 @@ sys.stdin.read()
 @pytest.mark.slow
 def test_a_client_that_is_stopped_keeps_nobody_waiting_for_long(sidecar: Sidecar) -> None:
     """It maps nearly all memory, and lets go of it when it runs again."""
-    paths = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'tests'}"}
     with ExitStack() as stack:
-        other = subprocess.Popen(
-            [sys.executable, "-c", OTHER, str(sidecar.path)],
-            env={**os.environ, **paths},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        other = start_python(OTHER, sidecar.path)
         stack.callback(other.wait)
         stack.callback(other.kill)
         assert other.stdout is not None and other.stdout.readline() == "75\n"
@@ -382,7 +373,4 @@ else:
 
 @pytest.mark.slow
 def test_a_forked_child_has_a_bell_of_its_own(sidecar: Sidecar) -> None:
-    paths = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'tests'}"}
-    command = [sys.executable, "-c", FORKING, str(sidecar.path)]
-    done = subprocess.run(command, env={**os.environ, **paths}, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    run_python(FORKING, sidecar.path)

@@ -20,7 +20,7 @@ from kvstore.block.errors import StoreError
 from kvstore.cli import ask
 from network.running import Issuer, token_file
 from service.test_serve import PATHS, ended, serving
-from test_cli import run_here
+from test_cli import Here
 from tiering.clock import SystemClock
 from waiting import wait_until
 
@@ -77,7 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("text", "words"), REFUSED.values(), ids=REFUSED)
 def test_what_a_child_would_refuse_is_one_line_at_the_start(
-    text: str, words: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    text: str, words: str, folder: Path, monkeypatch: pytest.MonkeyPatch, here: Here
 ) -> None:
     config = folder / "c.toml"
     config.write_text(text.replace("{dir}", str(folder)))
@@ -86,7 +86,7 @@ def test_what_a_child_would_refuse_is_one_line_at_the_start(
         raise AssertionError("it is served")
 
     monkeypatch.setattr(os, "execv", served)
-    done = run_here(monkeypatch, capsys, "serve", "--data", str(folder / "kv"), "--config", str(config))
+    done = here("serve", "--data", str(folder / "kv"), "--config", str(config))
     assert done.returncode == 2 and not done.stdout, done
     assert done.stderr.count("\n") == 1 and words in done.stderr and "hidden" not in done.stderr
     assert not (folder / "kv").exists()

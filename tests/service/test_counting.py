@@ -34,25 +34,6 @@ def found(blocks: int, of: int) -> MatchReply:
     return MatchReply(blocks, ((HitTier.DRAM, blocks),), None if blocks == of else MissReason.ABSENT)
 
 
-def test_a_lease_takes_what_its_look_up_found() -> None:
-    one = Counting(FakeClock())
-    one.opened(0, 64)
-    one.looked_up(0, keys(1, 2, 3, 4), found(3, 4))
-    (counts,) = one.all().values()
-    assert (counts.asked, counts.found, counts.misses) == (256, 192, {MissReason.ABSENT: 64})
-    tiers = ((HitTier.DRAM, 1), (HitTier.NVME, 1))
-    one.leased(0, keys(1, 2, 3), LeaseReply(7, 0, 2, tiers=tiers, reason=MissReason.DEADLINE))
-    (counts,) = one.all().values()
-    assert (counts.asked, counts.found, counts.hits) == (256, 0, {HitTier.DRAM: 64, HitTier.NVME: 64})
-    assert counts.misses == {MissReason.ABSENT: 64, MissReason.DEADLINE: 64}
-    one.reported(7, 1)
-    one.reported(7, 1)
-    one.reported(8, 0)
-    (counts,) = one.all().values()
-    assert (counts.hits[HitTier.DRAM], counts.hits[HitTier.NVME]) == (64, 0)
-    assert counts.misses[MissReason.CORRUPT] == 64
-
-
 def test_a_lease_without_a_look_up_asks_by_itself_and_what_the_engine_has_is_its_own() -> None:
     one = Counting(FakeClock())
     one.opened(0, 64)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,13 +18,13 @@ from kvstore.service import sessions as departed
 from kvstore.service.connections import DoorLimits
 from kvstore.service.dispatch import MAX_SHARES
 from kvstore.service.sessions import DisconnectedClients
+from programs import start_python
 from service.sidecar import Sidecar
 from tiering.dram.extents import MappedExtent
 from tiering.tier import SLOT_BITS
 from waiting import wait_until
 from workbench import MODEL, blank_pages, ids, random_pages, same_tokens, small_layout
 
-ROOT = Path(__file__).resolve().parents[2]
 RARELY = DoorLimits(sweep_seconds=10.0)
 """The door sweeps so seldom that what a test counts is of its own sweeps."""
 
@@ -69,13 +66,7 @@ sys.stdin.readline()
 @contextmanager
 def a_leaver(path: Path, cycles: int) -> Iterator[tuple[int, list[str]]]:
     """A process that came in, mapped memory, and left, so many times; what it has mapped, and how it was refused."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", LEAVE, str(path), str(cycles)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'tests'}"},
-    )
+    process = start_python(LEAVE, path, cycles)
     try:
         assert process.stdout is not None
         mapped, refusals = json.loads(process.stdout.readline())

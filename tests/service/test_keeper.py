@@ -32,12 +32,12 @@ from kvstore.service.keeper import (
     pause_before_start,
 )
 from kvstore.service.serve import KeeperWire
+from programs import PATHS, ROOT
 from service.sidecar import patient
 from service.test_serve import ended, serving
 from waiting import wait_until
 from workbench import MODEL, blank_pages, ids, random_pages, same_tokens, small_layout
 
-ROOT = Path(__file__).resolve().parents[2]
 LAYOUT = small_layout()
 BLOCKS = 10
 TOKENS = 64 * BLOCKS
@@ -245,7 +245,7 @@ def test_what_clients_of_an_earlier_run_still_map_is_told(tmp_path: Path) -> Non
             [sys.executable, "-c", HOLD, said["serving"][0]],
             stdout=subprocess.PIPE,
             text=True,
-            env={"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'tests'}"},
+            env=PATHS,
         )
         try:
             assert holder.stdout is not None and holder.stdout.readline() == f"{TOKENS}\n"

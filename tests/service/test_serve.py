@@ -25,12 +25,13 @@ from kvstore.block.account import HitTier, MissReason
 from kvstore.cli import ask
 from kvstore.service.serve import TextLines
 from kvstore.service.settings import TenantSettings, read_settings
+from programs import PATHS as PATHS
+from programs import ROOT as ROOT
+from programs import run_python
 from service.sidecar import patient
 from tiering.clock import SystemClock
 from workbench import MODEL, blank_pages, ids, random_pages, same_tokens, small_layout
 
-ROOT = Path(__file__).resolve().parents[2]
-PATHS = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'tests'}"}
 SERVE = [sys.executable, "-m", "kvstore", "serve", "--json"]
 
 
@@ -85,11 +86,7 @@ with patient(kvstore.open(f"unix:{sys.argv[1]}", engine="test 1.0")) as store:
 
 
 def client(socket: str, what: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", CLIENT, socket, what], capture_output=True, text=True, env={**os.environ, **PATHS}
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return run_python(CLIENT, socket, what)
 
 
 @pytest.mark.slow
@@ -207,8 +204,8 @@ except kvstore.Unreachable as error:
     config = tmp_path / "kvstore.toml"
     config.write_text('[door]\nmode = "0"\n')
     with serving(tmp_path, "--config", str(config), "--nvme", "off"):
-        done = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True, env={**os.environ, **PATHS})
-    assert f"{socket} cannot be opened (Permission denied)" in done.stdout and "door.mode" in done.stdout, done
+        said = run_python(call)
+    assert f"{socket} cannot be opened (Permission denied)" in said and "door.mode" in said, said
 
 
 @pytest.mark.slow

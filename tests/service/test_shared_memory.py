@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-PATHS = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'tests'}"}
+from programs import PATHS
+
 MEMFD_CREATE = {"x86_64": 319, "aarch64": 279}
 
 WITHOUT_MEMFD = """

@@ -31,6 +31,7 @@ from kvstore.protocol.status import SidecarStatus
 from kvstore.service import keeper as keeper_program
 from service.sidecar import patient
 from service.test_serve import PATHS, SERVE, ended, page, serving
+from small_disk import fill, small_disk
 from waiting import wait_until
 from workbench import MODEL, blank_pages, ids, random_pages, same_tokens, small_layout
 
@@ -59,34 +60,8 @@ def fault_lines(log: list[dict[str, Any]]) -> list[str]:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of a few MiB."""
-    mount = tmp_path / "disk"
-    mount.mkdir()
-    made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=24M,mode=0700", "kvstore-test", str(mount)], capture_output=True, text=True
-    )
-    if made.returncode:
-        pytest.skip(f"no file system can be mounted here, so no disk can be filled: {made.stderr.strip()}")
-    try:
+    with small_disk(tmp_path, 24 << 20) as mount:
         yield mount
-    finally:
-        subprocess.run(["umount", "--lazy", str(mount)], check=True)
-
-
-def fill(disk: Path) -> Path:
-    """Somebody else's file, which takes all the room that is left."""
-    path = disk / "somebody-elses.file"
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    try:
-        for size in (1 << 16, 1 << 12):
-            try:
-                while os.write(descriptor, bytes(size)) == size:
-                    pass
-            except OSError:
-                continue
-    finally:
-        os.close(descriptor)
-    return path
 
 
 @pytest.mark.slow

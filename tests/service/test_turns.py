@@ -9,7 +9,6 @@ import selectors
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -30,6 +29,7 @@ from kvstore.service.connections import (
 )
 from kvstore.service.sessions import ClientState
 from service.sidecar import Sidecar
+from service.test_sent_descriptors import held
 from torture.peer import Peer
 from waiting import SOON_SECONDS, wait_until
 from workbench import small_layout
@@ -135,23 +135,6 @@ class Crowded:
         self._peers.remove(peer)
         peer.close()
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        notify, is_held, goes_on = self.sidecar.sessions.notify, threading.Event(), threading.Event()
-
-        def wait() -> None:
-            is_held.set()
-            goes_on.wait()
-
-        self.sidecar.sessions.notify = wait  # type: ignore[method-assign]
-        Peer(str(self.sidecar.path)).close()
-        assert is_held.wait(SOON_SECONDS)
-        try:
-            yield
-        finally:
-            self.sidecar.sessions.notify = notify  # type: ignore[method-assign]
-            goes_on.set()
-
     def close(self) -> None:
         for peer in self._peers:
             peer.close()
@@ -179,7 +162,7 @@ def test_a_tenant_that_works_does_not_wait_for_connections_that_asked_for_nothin
     for _ in range(300):
         worker.ask(m.Ping())
     fresh = [crowded.come_in(crowded.sidecar.path) for _ in range(CROWD)]
-    with crowded.held():
+    with held(crowded.sidecar):
         for peer in fresh:
             say(peer, "a", 20)
         say(worker, "b")
@@ -192,7 +175,7 @@ def test_a_tenant_that_works_does_not_wait_for_connections_that_asked_for_nothin
 def test_one_connection_gets_as_much_as_many_of_another_tenant(crowded: Crowded) -> None:
     worker = crowded.come_in(crowded.other_path)
     crowd = [crowded.come_in(crowded.sidecar.path) for _ in range(CROWD)]
-    with crowded.held():
+    with held(crowded.sidecar):
         for peer in crowd:
             say(peer, "a", 10)
         say(worker, "b", 100)
@@ -235,7 +218,7 @@ def test_nothing_is_read_of_a_connection_whose_turn_has_not_come(
         return has_more
 
     crowded.sidecar.door._take_turn = watched  # type: ignore[method-assign]
-    with crowded.held():
+    with held(crowded.sidecar):
         for peer in crowd:
             say(peer, "a", 2)
     for peer in crowd:
@@ -285,16 +268,18 @@ def test_a_tenant_that_opens_namespaces_does_not_wait_for_fresh_connections_that
     assert crowded.order[0] == "b" and crowded.order.count("a") == len(fresh)
 
 
+def opened(peer: Peer) -> int:
+    """The number of a namespace."""
+    granted = peer.ask(m.OpenNamespace(Namespace("m", small_layout(), "raw").pack(), [8192]))
+    assert isinstance(granted, m.Granted)
+    return granted.grant.number
+
+
 def test_a_request_for_the_pool_does_not_wait_behind_those_of_another_tenant(crowded: Crowded) -> None:
     """They are reserved for while nothing is served; those of who is gone never are."""
     worker, gone = crowded.come_in(crowded.other_path), crowded.come_in(crowded.sidecar.path)
     crowd = [crowded.come_in(crowded.sidecar.path) for _ in range(CROWD)]
-    space = m.OpenNamespace(Namespace("m", small_layout(), "raw").pack(), [8192])
-    numbers = {}
-    for peer in (worker, gone, *crowd):
-        granted = peer.ask(space)
-        assert isinstance(granted, m.Granted)
-        numbers[peer] = granted.grant.number
+    numbers = {peer: opened(peer) for peer in (worker, gone, *crowd)}
     door, started, goes_on = crowded.sidecar.door, [], threading.Event()
     reserve = crowded.sidecar.core.reserve
 
@@ -328,12 +313,7 @@ def test_what_takes_long_does_not_wait_behind_that_of_another_tenant(crowded: Cr
     """Of eight threads one tenant has six at most, however many connections it has."""
     worker = crowded.come_in(crowded.other_path)
     crowd = [crowded.come_in(crowded.sidecar.path) for _ in range(CROWD)]
-    space = m.OpenNamespace(Namespace("m", small_layout(), "raw").pack(), [8192])
-    numbers = {}
-    for peer in (worker, *crowd):
-        granted = peer.ask(space)
-        assert isinstance(granted, m.Granted)
-        numbers[peer] = granted.grant.number
+    numbers = {peer: opened(peer) for peer in (worker, *crowd)}
     started: list[bytes] = []
     goes_on = threading.Event()
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import os
 import re
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from kvstore.protocol import messages as m
 from kvstore.protocol import status
 from kvstore.protocol.replies import MatchReply
 from kvstore.protocol.status import Readiness
+from programs import ROOT, run_python
 from tiering.faults import MachineFault
 from tiering.frame import KEY_BYTES
 from tiering.policies.admission import WriteBudget
@@ -51,7 +51,6 @@ from kvstore.wire import (  # noqa: E402
     store_pb2_grpc,
 )
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 PROTO, WIRE = ROOT / "proto", ROOT / "kvstore" / "wire"
 SOURCES = tuple(f"kvstore/wire/{name}.proto" for name in ("store", "admin", "score", "peer"))
 OPTIONS = ("-I", "proto", "--python_out=.", "--pyi_out=.", "--grpc_python_out=.")
@@ -547,13 +546,5 @@ def _name(kind: Any) -> str:
 def test_neither_the_sidecar_nor_its_client_imports_grpc(module: str, tmp_path: Path) -> None:
     foreign = ("grpc", "google.protobuf", "kvstore.wire")
     program = f"import sys, {module}; print(*[one for one in {foreign!r} if one in sys.modules])"
-    result = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.split() == [], f"importing {module} also imports {result.stdout.strip()}"
+    found = run_python(program, cwd=tmp_path)
+    assert not found, f"importing {module} also imports {found}"
