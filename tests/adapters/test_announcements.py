@@ -123,6 +123,17 @@ def test_where_the_order_is_lost_or_the_store_began_anew_all_is_taken_back() -> 
         assert told.asked[-1] == after.next, "nothing is left out between"
 
 
+def test_what_falls_out_is_taken_back() -> None:
+    news = announced(None, most=3)
+    router = Router(news)
+    keys = [key(number) for number in range(5)]
+    for name in keys:
+        news.expect([name], [name], 0)
+        save(news, [name], 1)
+        router.listen()
+    assert set(router.places) == set(keys[2:])
+
+
 # With a store ---------------------------------------------------------------------------------------------------------
 
 

@@ -74,35 +74,6 @@ def test_a_store_that_comes_late_is_tried_until_it_is_there(
     opened.close(1.0)
 
 
-def test_another_one_takes_its_place_at_once(store: EmbeddedStore) -> None:
-    gate = threading.Event()
-    shared = SharedStore(store)
-
-    class Slow:
-        def namespace(self, **given: Any) -> Any:
-            if given["weights_epoch"] == 1:
-                assert gate.wait(SECONDS)
-            return shared.namespace(**given)
-
-        def close(self) -> None:
-            pass
-
-    opened = NamespaceOpener(Slow)  # type: ignore[arg-type]
-    opened.want(facts(0))
-    assert opened.wait(0, SECONDS) is not None
-    opened.want(facts(1, 1))
-    assert opened.now() is None, "what was open is not any more"
-    started = time.monotonic()
-    assert opened.wait(0, SECONDS) is None
-    assert time.monotonic() - started < 5.0, "the old one will not come back, and nobody waits for it"
-    opened.want(facts(2, 2))
-    gate.set()
-    handle = opened.wait(2, SECONDS)
-    assert handle is not None and handle.namespace.weights_epoch == 2
-    assert opened.wait(1, SECONDS) is None
-    opened.close(1.0)
-
-
 def test_one_that_cannot_be_opened_does_not_keep_the_next_from_it(store: EmbeddedStore, soon: None) -> None:
     opened = NamespaceOpener(lambda: SharedStore(store))
     opened.want(NamespaceSpec(0, "", "m", LAYOUT, "no such codec", 0, {}))

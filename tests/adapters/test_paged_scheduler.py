@@ -401,16 +401,6 @@ def test_a_request_that_is_held_out_stays_so_and_is_asked_about_once(store: Embe
     wait_until(lambda: not store.usage().leases)
 
 
-def test_a_request_that_is_not_held_out_stays_so(store: EmbeddedStore) -> None:
-    put(store, ids(320))
-    drawn = iter([0.9, 0.0, 0.0, 0.0])
-    half = Half(SharedStore(store), audit=0.5, choose=lambda: next(drawn))
-    half.past_first_hits()
-    request = half.add("a", ids(330))
-    assert [half.matched(request, local) for local in (0, 64, 32)] == [(320, True), (256, True), (288, True)]
-    assert half.told(request)["misses"].get("audit") is None
-
-
 def test_a_hit_after_a_preemption_is_not_loaded_where_all_are_audited(store: EmbeddedStore) -> None:
     """What it had stored itself is found when it comes again."""
     half = Half(SharedStore(store), audit=1.0)

@@ -49,6 +49,11 @@ def named(steps: list[dict[str, Any]], outcome: list[Any]) -> dict[str, Any]:
     return {step["as"]: told for step, told in zip(steps, outcome, strict=True) if "as" in step}
 
 
+def tokens(told: list[dict[str, Any]]) -> list[list[int]]:
+    """What was generated for each prompt."""
+    return [one["tokens"] for one in told]
+
+
 def _lead(token: int, logprobs: dict[int, Any]) -> float:
     """By how much more a token was likely than any other, in logarithms."""
     return float(logprobs[token].logprob - max(other.logprob for one, other in logprobs.items() if one != token))

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines has an environment of its own")
 
 from engines import models
-from engines.session import named
+from engines.session import named, tokens
 
 SEED = int(os.environ.get("ENGINE_SEED", "0")) or random.SystemRandom().randrange(1 << 30)
 
@@ -56,10 +56,6 @@ def asked(told: dict[str, Any]) -> list[dict[str, Any]]:
         account = one["kvstore"]
         assert sum(account["hits"].values()) + sum(account["misses"].values()) == account["asked"]
     return answers
-
-
-def tokens(told: list[dict[str, Any]]) -> list[list[int]]:
-    return [one["tokens"] for one in told]
 
 
 def audited(saved: Any, run: Any, url: str, **model: Any) -> dict[str, Any]:

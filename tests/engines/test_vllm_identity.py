@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines has an environment of its own")
 
-from engines.session import named
+from engines.session import named, tokens
 
 SEED = int(os.environ.get("ENGINE_SEED", "0")) or random.SystemRandom().randrange(1 << 30)
 FIRST, SECOND = 1, 2
@@ -109,10 +109,6 @@ def external(told: list[dict[str, Any]]) -> list[int]:
         account = one["kvstore"]
         assert sum(account["hits"].values()) + sum(account["misses"].values()) == account["asked"]
     return [one["kvstore"]["hits"].get("dram", 0) for one in told]
-
-
-def tokens(told: list[dict[str, Any]]) -> list[list[int]]:
-    return [one["tokens"] for one in told]
 
 
 def reasons(told: list[dict[str, Any]]) -> set[str]:

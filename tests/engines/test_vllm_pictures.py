@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines has an environment of its own")
 
 from engines import models
-from engines.session import named
+from engines.session import named, tokens
 
 pytestmark = pytest.mark.slow
 
@@ -56,10 +56,6 @@ def told(saved: Any, run: Any, tmp_path_factory: pytest.TempPathFactory) -> dict
             plan = {**engine, **more, "steps": steps, **({"transfer": transfer} if steps is not truth else {})}
             answers |= named(steps, run(plan))
     return answers
-
-
-def tokens(answers: list[dict[str, Any]]) -> list[list[int]]:
-    return [one["tokens"] for one in answers]
 
 
 def test_pictures_matter(told: dict[str, Any]) -> None:

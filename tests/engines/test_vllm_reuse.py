@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines has an environment of its own")
 
 from engines import models
-from engines.session import named
+from engines.session import named, tokens
 
 PROMPTS = {"count": 8, "seed": 5}
 """Not drawn anew: which hits come first decides what is compared."""
@@ -22,10 +22,6 @@ ASK = {"do": "generate", "prompts": PROMPTS}
 TELL = {"do": "generate", "prompts": [[1, 2, 3]]}
 """A step behind the last one, which brings the verdict."""
 OPTIONS = {"dtype": "float32"}
-
-
-def tokens(told: list[dict[str, Any]]) -> list[list[int]]:
-    return [one["tokens"] for one in told]
 
 
 @pytest.fixture(scope="module")

@@ -374,22 +374,6 @@ def test_chunks_come_back(tier: KvStoreTier) -> None:
     assert set(KvStoreTier.build_metric_definitions({})) == {CHUNKS_METRIC}
 
 
-@pytest.mark.parametrize("is_promotion", [False, True])
-def test_a_job_without_chunks_succeeds(is_promotion: bool, tier: KvStoreTier) -> None:
-    tier.on_new_request(Request("r"))
-    job = job_of(1, [], [], is_promotion=is_promotion)
-    tier.submit_load(job) if is_promotion else tier.submit_store(job)
-    assert finished(tier)[0].success
-
-
-def test_a_job_above_half_of_the_primary_tier_is_stored_whole(tier: KvStoreTier) -> None:
-    tier.on_new_request(Request("r"))
-    keys = [make_offload_key(bytes([n]) * 32, 0) for n in range(SLOTS)]
-    tier.submit_store(job_of(1, keys, [*range(SLOTS)], is_promotion=False))
-    assert finished(tier)[0].success
-    assert [answer(tier, key) for key in keys] == [LookupResult.HIT] * SLOTS
-
-
 @pytest.mark.skipif(not vllm_tier.LOCALITY, reason="this vLLM does not ask tiers where their storage is")
 def test_where_its_storage_is_can_be_said(config: Any, tmp_path: Path, root: None) -> None:
     """Through vLLM's own factory, and in the events that it publishes."""

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines has an environment of its own")
 
 from engines import models
-from engines.session import named
+from engines.session import named, tokens
 
 PROMPTS = [random.Random(first).choices(range(900), k=300) for first in range(3)]
 ASK = {"do": "generate", "prompts": PROMPTS, "max_tokens": 6}
@@ -52,10 +52,6 @@ def told(saved: Any, run: Any, tmp_path_factory: pytest.TempPathFactory) -> dict
         transfer = models.connector(sidecar.url, codec="raw", **models.PATIENT)
         plan = {"model": one, "options": options, "transfer": transfer, "steps": steps}
         return answers | named(steps, run(plan))
-
-
-def tokens(answers: list[dict[str, Any]]) -> list[list[int]]:
-    return [one["tokens"] for one in answers]
 
 
 @pytest.mark.parametrize("step", ["reloaded", "still off"])

@@ -100,6 +100,16 @@ def test_letting_go_of_what_is_gone_is_nothing() -> None:
     tier.check()
 
 
+def test_emptying_without_room_changes_nothing() -> None:
+    tier = tier_of(A, A, budget=2)
+    places = stored(tier, A, 7)
+    before = tier.usage()
+    with pytest.raises(TierFull):
+        tier.start_vacating(extent_of(places[0]), 4)
+    assert tier.usage() == before and tier.free_slots(A) == 1
+    tier.check()
+
+
 # Closing --------------------------------------------------------------------------------------------------------------
 
 

@@ -335,23 +335,6 @@ def test_a_closed_pool_waits_for_no_other_process() -> None:
 # The pool -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_pool_hands_out_its_budget_and_no_more() -> None:
-    pool = ExtentPool(3 * 64 * KIB + 4096, 64 * KIB)
-    extents = []
-    while pool.has_room():
-        extents.append(pool.create())
-        assert pool.taken_bytes == len(extents) * 64 * KIB
-    assert len(extents) == 3
-    with pytest.raises(TierFull, match=str(3 * 64 * KIB + 4096)):
-        pool.create()
-    pool.destroy(extents.pop())
-    assert pool.has_room() and pool.taken_bytes == 2 * 64 * KIB
-    extents.append(pool.create())
-    for extent in extents:
-        pool.destroy(extent)
-    assert pool.taken_bytes == 0
-
-
 @pytest.mark.slow
 def test_one_that_is_forgotten_gives_its_memory_back() -> None:
     before = open_files("kv-extent")
@@ -515,16 +498,6 @@ def test_a_closed_pool_keeps_no_extent_that_was_made_ahead(moment: str, monkeypa
     assert not closer.is_alive(), "nobody waits for it"
     goes_on.set()
     wait_until(lambda: extents_alive_since(before) == 0)
-
-
-def test_a_closed_pool_makes_nothing() -> None:
-    pool = ExtentPool(MIB, 64 * KIB)
-    extent = pool.create()
-    pool.close()
-    with pytest.raises(TierUnavailable, match="closed"):
-        pool.create()
-    pool.destroy(extent)
-    assert pool.taken_bytes == 0
 
 
 @pytest.mark.slow

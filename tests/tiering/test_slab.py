@@ -115,6 +115,11 @@ def test_a_slab_header_of_impossible_sizes_is_refused(frame_bytes: int, slots: i
     refused(lambda: parse_slab_header(header.pack(MAC_KEY)))
 
 
+@pytest.mark.parametrize("size", [0, 8, PAGE_BYTES - 1, PAGE_BYTES + 1])
+def test_a_page_of_another_size_is_no_slab_header(size: int) -> None:
+    refused(lambda: parse_slab_header((HEADER.pack(MAC_KEY) + b"\0")[:size]))
+
+
 @pytest.mark.parametrize("field", ["sequence", "session", "changes"])
 def test_a_stamp_that_counted_too_far_is_none(field: str) -> None:
     """What comes after it could not be written."""
