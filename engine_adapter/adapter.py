@@ -362,7 +362,6 @@ class StoreRequest:
         return range(blocks, blocks) if is_exact else range(min(computed, blocks), blocks)
 
     def _offered(self, block_tokens: int, tokens: int) -> list[tuple[int, int]]:
-        """Runs of a prefix that may be put, as (first token, stop token): all but the decoded blocks."""
         start, stop = self._decoded.start * block_tokens, self._decoded.stop * block_tokens
         if start == stop:
             return [(0, tokens)]
@@ -431,6 +430,5 @@ def grid_chunks(start: int, stop: int, chunk_tokens: int) -> Iterator[tuple[int,
 
 
 def _cut_pages(pages: Pages, first_token: int, stop: int) -> Pages:
-    """The pages from token `first_token`, a block boundary, up to `stop`."""
     page = pages.page_tokens
     return pages.cut(first_token // page, -(-stop // page))

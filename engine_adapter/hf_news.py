@@ -57,7 +57,6 @@ class CacheNews:
             savings = None
 
     def _gain(self, report: Report) -> float:
-        """Seconds by which look-up and load took less than computing the same; 0 until the speed is known."""
         computing = self.speed.more_seconds(0, report.account.hit_tokens)
         return computing - _load_seconds(report) if computing else 0.0
 

@@ -251,7 +251,6 @@ class KvStoreHiCache(hicache_storage.HiCacheStorage):
             speeds.append(pages * self._spaces[pool].chunk_bytes / 1e9 / max(1e-9, perf_counter() - began))
 
     def _pages(self, pool: str, keys: Sequence[str], host_indices: torch.Tensor | None) -> Pages | None:
-        """The pool's pages that these tokens fill, for keys that are known; None unless they fill whole pages."""
         space, page = self._space(pool), getattr(self.registered_pools.get(pool), "page_size", 1)
         if space is None or host_indices is None or len(host_indices) != len(keys) * page:
             return None

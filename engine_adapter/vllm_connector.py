@@ -563,7 +563,6 @@ class _SchedulerSide:
         return self.half.step(set(scheduled), due, grown, self._work(output))
 
     def _begin_with(self, output: Any, cached: Any, resumed: Any) -> None:
-        """Beside other connectors: pass on how many tokens each request has when it begins to run."""
         for new in output.scheduled_new_reqs:
             self.half.begins_with(new.req_id, new.num_computed_tokens)
         for request_id, tokens in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
@@ -580,7 +579,6 @@ class _SchedulerSide:
         return self.reader.facts(mine.request, mine.read).extra_keys != mine.extra_keys
 
     def _work(self, output: Any) -> StepWork:
-        """Prompts that the step computes, and how many requests get one more token."""
         scheduled = output.num_scheduled_tokens
         if output.total_num_scheduled_tokens == len(scheduled):
             return StepWork((), len(scheduled))
@@ -640,7 +638,6 @@ class _SchedulerSide:
 
     @property
     def _hash_tokens(self) -> int:
-        """Tokens to one of the engine's hashes."""
         return int(getattr(self._groups, "hash_block_size", None) or self._page_tokens)
 
 
@@ -666,7 +663,6 @@ def follow_rpcs() -> None:
 
 
 def _kinds(groups: Any) -> list[tuple[str | None, int | None]]:
-    """Of each KV group vLLM's word for the kind of its layers, and their window."""
     if get_kv_cache_spec_kind is None:
         return [(None, None)]
     specs = [group.kv_cache_spec for group in groups.kv_cache_groups]
@@ -674,14 +670,12 @@ def _kinds(groups: Any) -> list[tuple[str | None, int | None]]:
 
 
 def _extra_keys(request: Any, first: int, stop: int) -> Any:
-    """Extra keys of a request's one hash of tokens first .. stop - 1, as events have them; None if it has none."""
     keys, _ = generate_block_hash_extra_keys(request, first, stop, 0)
     as_told = getattr(kv_cache_utils, "to_event_extra_keys", list)  # earlier versions tell them as they are
     return as_told([keys])[0] if keys else None
 
 
 def _open_store(url: str, session: str) -> kvstore.SidecarStore:
-    """The sidecar, as one of the processes of this engine."""
     store = kvstore.open(url, engine=f"vllm {vllm.__version__}", session=session)
     assert isinstance(store, kvstore.SidecarStore)
     return store

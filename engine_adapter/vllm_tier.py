@@ -305,7 +305,6 @@ def engine_facts(config: Any, spec: Any, chunk_bytes: int) -> dict[str, str]:
 
 
 def _platform() -> str:
-    """The device, for which kernels pack pages: on CPUs with AMX differently from those without."""
     device = str(current_platform.device_type)
     if device == "cpu":
         has_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: None)()

@@ -226,7 +226,6 @@ class CostModel:
         block: int,
         speeds: Callable[[HitTier], tuple[float, float]],
     ) -> _Found:
-        """Where loading may stop, and what it takes up to there. speeds: of a tier, overhead and seconds per byte."""
         found = _Found(local, prompt, [], [])
         paid: set[HitTier] = set()
         position, seconds = local, 0.0
@@ -253,7 +252,6 @@ class CostModel:
         return found
 
     def _cheapest(self, found: _Found, waiting_seconds: float) -> int:
-        """The token to load up to; of equals the longest, which spares the engine's work."""
         best_token = found.local
         best_seconds = self.prefill.more_seconds(found.local, found.prompt) or 0.0
         for token, load_seconds in found.stops:
@@ -264,7 +262,6 @@ class CostModel:
         return best_token
 
     def _is_due(self) -> bool:
-        """Whether to explore now."""
         self._declining = (self._declining + 1) % self._explore_every
         return self._declining == 0
 

@@ -90,7 +90,6 @@ class PrefillSpeed:
             self._learn()
 
     def _learn(self) -> None:
-        """Take in the noted steps. Whatever is asked of this object comes after it."""
         noted, self._noted = self._noted, []
         for scheduled, decode_requests, step_seconds in noted:
             self._take(scheduled, decode_requests, step_seconds)
@@ -169,7 +168,6 @@ class PrefillSpeed:
         }
 
     def _weight(self, features: tuple[float, ...], step_seconds: float) -> float:
-        """The weight of this step: it makes errors relative to the step's time, and is less for an outlier."""
         if self._telling_steps < LEAST_STEPS:
             return 1.0 / (step_seconds * step_seconds)  # slow first steps, which compile or load, count least
         expected: float = sum(map(mul, self._coefficients(_REUSED_STEPS), features))
@@ -182,7 +180,6 @@ class PrefillSpeed:
         return min(1.0, limit / error if error > 0.0 else 1.0) / (expected * expected)
 
     def _coefficients(self, reused_steps: int = 0) -> list[float]:
-        """reused_steps: so many of the last steps may be left out."""
         if self._unsolved_steps > reused_steps:
             self._solution = _least_squares(self._squares, self._products)
             self._unsolved_steps = 0

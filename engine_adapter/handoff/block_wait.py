@@ -109,7 +109,6 @@ class WaitPolicy:
         return Account.of([(self.refused if origin in _HIDDEN else origin, tokens) for origin, tokens in origins])
 
     def _limit(self, blocks: int) -> float:
-        """The time until which to wait for the block behind the first `blocks`."""
         assert self._began is not None
         began_at, first = self._began
         start = first * self._block_tokens

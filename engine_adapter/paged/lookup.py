@@ -162,7 +162,6 @@ class PrefixLookup:
             self._is_over = True
 
     def _polled(self) -> Match | None:
-        """What a look-up has found; None while it is not there, or for a miss."""
         if self._pending_match is None:
             self._look()
         assert self._pending_match is not None

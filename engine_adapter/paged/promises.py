@@ -211,7 +211,6 @@ class Promises:
         return lookup.matched(local_tokens, state.stop_token, state.stop_reason)
 
     def _wait_of(self, state: RequestState, namespace: NamespaceHandle) -> BlockWait | None:
-        """The wait of a request before its first admission, for blocks that are elsewhere, or being stored."""
         choice, least = self._choice, self._settings.lease_deadline_ms / 1000
         if state.is_admitted or choice is None:
             return None

@@ -115,7 +115,6 @@ def _say_that_it_is_slow() -> None:
 
 
 def _way(planes: Planes, devices: Devices | None) -> OnDevice | None:
-    """The route of the device that all planes are on."""
     first = planes[0][0]
     if devices is None or isinstance(first, np.ndarray):
         return None

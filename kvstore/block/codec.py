@@ -164,7 +164,6 @@ def _checked(pages: Pages, layout: Layout, part: Part) -> tuple[list[int], list[
 
 
 def _check(pages: Pages, table: list[int], layout: Layout, part: Part) -> None:
-    """Raise `LayoutMismatch` for the first thing about these pages that is not what the layout promises."""
     group = part.group
     lowest, highest = min(table, default=0), max(table, default=-1)
     page_shapes = [(pages.page_tokens, group.kv_heads, width) for width in group.plane_widths]

@@ -121,7 +121,6 @@ def console(
 
 
 def _tenant_sockets(given: list[str]) -> dict[str, str]:
-    """Socket paths by tenant."""
     pairs = [one.partition("=") for one in given]
     wrong = next((one for one, (name, _, path) in zip(given, pairs, strict=True) if not name or not path), None)
     if wrong is not None:

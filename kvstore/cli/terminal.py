@@ -43,7 +43,6 @@ ABOUT = "A KV-cache store for language models: keep what prefill has computed, a
 
 
 def _end_without(module: str) -> NoReturn:
-    """Say what can be said without the command line's packages."""
     asked, version = {*sys.argv[1:]}, kvstore.__version__
     if "--version" in asked <= {"--version", "--json"}:
         print(json.dumps({"version": version}) if "--json" in asked else f"kvstore {version}")

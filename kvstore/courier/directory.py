@@ -324,7 +324,6 @@ class ValkeyDirectory:
             self._judge(self._ask([(b"SREM", _NODES, *left_out)]))
 
     def _tell(self) -> bool:
-        """Returns whether there was anything to announce."""
         now = self._clock.monotonic_seconds()
         if self._down is not None or self._claim.state != ClaimState.OURS or now < self._quiet_until:
             return False
@@ -420,7 +419,6 @@ class _ReplyError(Exception):
 
 
 def _fields(reply: object) -> dict[bytes, bytes]:
-    """A chunk's fields; none for a malformed reply."""
     if isinstance(reply, _ReplyError) and not str(reply).startswith("WRONGTYPE"):
         raise DirectoryDown(str(reply))
     flat = reply if isinstance(reply, list) else []
@@ -429,7 +427,6 @@ def _fields(reply: object) -> dict[bytes, bytes]:
 
 
 def _milliseconds(reply: Any) -> int:
-    """From the reply to TIME."""
     try:
         now_ms = int(reply[0]) * 1000 + int(reply[1]) // 1000
     except (TypeError, ValueError, IndexError):

@@ -113,7 +113,6 @@ class Fetcher:
         return job.stops.ends_at - self._clock.monotonic_seconds()
 
     def _window(self, job: FetchJob, space: CourierSpace, sources: list[Source]) -> bool:
-        """Bring the next window; returns False when nothing is left to do."""
         keys, reached = job.question.keys, job.reached
         most = max(1, min(WINDOW_BLOCKS, WINDOW_BYTES // space.block_bytes))
         wanted = [(space.id, key) for key in keys[reached : reached + most]]
@@ -133,7 +132,6 @@ class Fetcher:
             self._flights.end(mine[done:leading], job, landed=False)
 
     def _join(self, job: FetchJob, key: tuple[bytes, bytes]) -> None:
-        """Another fetch brings this block: wait for it."""
         landed = threading.Event()
         job.stops.waits_for(landed.set)
         if self._flights.join([key], lambda _key, _landed: landed.set()):
@@ -173,7 +171,6 @@ class Fetcher:
         return True
 
     def _ended(self, job: FetchJob, sources: list[Source], filled: Filled) -> None:
-        """The source has no more for now, or failed."""
         source = sources[0]
         if filled.reason is MissReason.BUSY and len(sources) == 1:
             job.stops.over.wait(min(LONGEST_AGAIN_SECONDS, max(0.0, self._left(job))))

@@ -294,7 +294,6 @@ class CourierLink:
         return run
 
     def _attend(self, run: CourierRun) -> None:
-        """Serve a connection until it is closed."""
         self._run = run
         self._errands.begin(run)
         bell: NotifyPipeEnd | None = None

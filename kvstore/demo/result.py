@@ -174,7 +174,6 @@ class DemoResult:
 
 
 def _seen(names: Iterable[str], counts: Sequence[dict[str, int]]) -> list[str]:
-    """The names that were counted, in order of declaration."""
     return [str(name) for name in names if any(name in count for count in counts)]
 
 

@@ -111,7 +111,6 @@ def run(
 
 
 def _closed_cache(model: torch.nn.Module, directory: Path) -> PrefixCache:
-    """With a store closed before the first request: the same code runs, and every look-up is `disabled`."""
     with kvstore.embedded(str(directory), dram="64MiB") as store:
         return PrefixCache(model, store, codec="raw")
 

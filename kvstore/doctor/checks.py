@@ -80,7 +80,6 @@ def _descriptors(settings: Settings, dram: DramConfig) -> Iterator[Finding]:
 
 
 def _sidecar(settings: Settings) -> Iterator[Finding]:
-    """The sidecar's state, and whether it is the process that uses the data directory."""
     path, data = settings.observe_socket, Path(settings.store.data)
     told = sidecar.status_of(path)
     yield from directory.use(data, told.pid if told is not None else None)
@@ -88,7 +87,6 @@ def _sidecar(settings: Settings) -> Iterator[Finding]:
 
 
 def _wanted(settings: Settings, has_engine: bool) -> dict[str, str]:
-    """Distributions that these settings need, each with the setting that needs it."""
     found = dict.fromkeys(("msgspec", "xxhash", "numpy", "typer", "rich"), "kvstore serve")
     if settings.store.nvme != OFF:
         found["lmdb"] = "store.nvme"

@@ -239,7 +239,6 @@ def gpu(is_wanted: bool) -> Iterator[Finding]:
 
 
 def _most(limit: int) -> float:
-    """This process's soft limit of a resource; infinite where there is none."""
     soft, _ = resource.getrlimit(limit)
     return inf if soft == resource.RLIM_INFINITY else soft
 

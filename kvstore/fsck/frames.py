@@ -90,7 +90,6 @@ class FrameReader:
         return [_frame(frame, header.slot_class, keys) for frame in frames]
 
     def _alone(self, name: str, header: SlabHeader, slot: int, keys: MacKeys | None, frame: memoryview) -> Frame:
-        """Read a single slot of a window that could not be read as a whole."""
         try:
             self._files.read(name, header.offset(slot), frame)
             return _frame(frame, header.slot_class, keys)

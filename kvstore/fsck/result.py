@@ -275,7 +275,6 @@ class FsckResult:
         return lines
 
     def _tables(self) -> Iterator[Table]:
-        """A table for each namespace: damaged slabs first, as many as are shown, then totals."""
         room = SHOWN_SLABS
         for (tenant, namespace), slabs in self.by_namespace().items():
             whose = f"{self.tenant_names[tenant]} ({tenant})" if tenant in self.tenant_names else tenant

@@ -91,7 +91,6 @@ def _draw_admissions(axes: Any, rows: Sequence[ReplayRow], block_tokens: int) ->
 
 
 def _draw_optima(axes: Any, rows: Sequence[ReplayRow]) -> list[Any]:
-    """A line for each total size; sizes with the same optimum share one."""
     sizes: dict[float, list[int]] = {}
     for row in rows:
         if row.policy == OPTIMUM:

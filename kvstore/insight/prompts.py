@@ -414,7 +414,6 @@ class _Judge:
                 starts.append(number)
 
     def _judge(self, number: int, hit: int, near: Sequence[int]) -> None:
-        """Compare with the prompts that share most, and if nothing was found with those that begin alike."""
         seen = self._prompts[number].seen
         alike = self._starts.get(self._start(seen), ()) if not hit else ()
         candidates = [*near, *(one for one in alike if one not in near)]
@@ -442,7 +441,6 @@ class _Judge:
 
 
 def _together(prompts: Sequence[FilePrompt], found: Sequence[_Parting]) -> list[list[_Parting]]:
-    """Group partings of one kind at nearby places behind the same start."""
     alike: defaultdict[tuple[str, str, bytes], list[_Parting]] = defaultdict(list)
     for one in found:
         head = prompts[one.number].seen.tokens[: min(LEAST_START_TOKENS, one.divergence.place)]
@@ -487,7 +485,6 @@ def _group(
 
 
 def _where(prompt: FilePrompt, divergence: Divergence, tokenise: Tokenise | None) -> str:
-    """The text around the place, shortened."""
     if not prompt.text or tokenise is None or divergence.kind in (PromptChange.SALTED, PromptChange.NAMESPACE):
         return ""
     starts = tokenise(prompt.text).starts

@@ -241,7 +241,6 @@ class WhatIf:
     # Inside ---------------------------------------------------------------------------------------------------------
 
     def _pass_time(self) -> None:
-        """Decay counts, and rotate the estimators when it is time."""
         now = self._clock.monotonic_seconds()
         if now - self._faded_at >= FADE_EVERY_SECONDS:
             factor = 0.5 ** ((now - self._faded_at) / HALF_LIFE_SECONDS)

@@ -192,7 +192,6 @@ class StoreKeys:
         self._served[name] = accepted
 
     def _had(self, name: str) -> PooledTenant | None:
-        """The keys under which a tenant was served here before."""
         if name in self._own.pooled:
             return self._own.pooled[name]
         own = self._own.by_name().get(name)

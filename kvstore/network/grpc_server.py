@@ -276,7 +276,6 @@ class GrpcDoor:
     def _reflect(
         self, lane: Lane, answers: Answers, requests: Iterator[Any], context: Any, send: _Send, call: object
     ) -> None:
-        """The whole stream may take as long as a call may wait for its client."""
         has_ended = False
         try:
             with lane.waiting(context.cancel):

@@ -267,7 +267,6 @@ class TenantLink:
             self._lock.release()
 
     def _chosen(self, run: _LinkRun, wanted: str, time: CallTime) -> ListedSpace:
-        """Raises `BadInput`."""
         if len(wanted) > MOST_WANTED:
             raise BadInput(f"a namespace's id of {len(wanted)} characters; give its first digits")
         spaces = self._spaces(run, time)

@@ -184,7 +184,6 @@ def _serve_courier(
     ends: threading.Event,
     started: Callable[[str | None, int | None], None],
 ) -> None:
-    """Without gRPC."""
     if courier is None or courier.service is not None or options.http is not None:
         raise BadInput("listen is missing; give HOST:PORT or unix:PATH of gRPC")
     stack.callback(courier.close)
@@ -196,7 +195,6 @@ def _serve_courier(
 
 
 def _any_process(context: Any) -> bytes:
-    """The caller without certificates, which is possible on loopback alone: its requests bear a MAC."""
     return b""
 
 

@@ -186,7 +186,6 @@ class Scorer:
     def _elsewhere(
         self, call: DoorCall, space: OpenSpace, keys: list[bytes], are_own: bool, others: set[str], is_named: bool
     ) -> HeldElsewhere:
-        """others: nodes that are named besides this one."""
         if not keys or (is_named and not others):
             return HeldElsewhere()
         if self._others is None:

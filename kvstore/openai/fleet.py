@@ -136,7 +136,6 @@ class Fleet:
         return {one.name: tokens for one, tokens in zip(scored, found, strict=True)}
 
     async def _tokens(self, path: str, body: Body, headers: Mapping[str, str]) -> list[int]:
-        """The prompt's token ids, from the engine's tokenizer and chat template."""
         names = _OF_CHATS if path.endswith("/chat/completions") else _OF_PROMPTS
         asked = msgspec.json.encode({name: body[name] for name in names if name in body})
         engine = next((one for one in self.decodes if one.is_up), self.decodes[0])
@@ -158,7 +157,6 @@ class _Matched(msgspec.Struct):
 
 
 async def _score(engine: ProxiedEngine, asked: bytes, headers: Mapping[str, str]) -> int:
-    """Tokens of the prompt that the engine's sidecar knows; 0 if it does not answer."""
     assert engine.scorer is not None
     try:
         answer = await engine.scorer.ask(

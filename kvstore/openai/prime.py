@@ -231,7 +231,6 @@ async def prime(
 async def _computed(
     client: EngineClient, model: str, prompt: PrimePrompt, options: PrimeOptions
 ) -> dict[str, Any] | None:
-    """Compute one prompt; returns the connector's account. Raises `EngineFault`."""
     wish = prompt.wish or options.wish
     body = {**prompt.body, "model": model, "max_tokens": 1, "temperature": 0, "stream": False}
     body["kv_transfer_params"] = {"kvstore": wish}
@@ -250,7 +249,6 @@ async def _computed(
 
 
 async def _saved_blocks(client: EngineClient) -> int | None:
-    """The engine's counter; None if it has none."""
     found = [one.value for one in samples_of(await page_of(client)) if one.name == _SAVED]
     return round(sum(found)) if found else None
 

@@ -152,7 +152,6 @@ class Announcer:
         self._held.move_to_end(name)
 
     def _allowed(self, now: float) -> int:
-        """By a token bucket that holds a batch."""
         self._allowance = min(float(BATCH), self._allowance + self._rate * max(0.0, now - self._allowed_at))
         self._allowed_at = now
         return int(self._allowance)

@@ -115,7 +115,6 @@ def _refused(reason: MissReason, detail: str) -> m.TicketOpened:
 
 
 def _split(text: str) -> tuple[bytes, bytes]:
-    """Body and MAC; empty for a malformed text. One ticket has one text."""
     try:
         plain = text.removeprefix(PREFIX).encode("ascii") if len(text) <= MAX_TICKET_CHARACTERS else b""
         raw = binascii.a2b_base64(plain.translate(_FROM_URLSAFE), strict_mode=True)
