@@ -240,7 +240,7 @@ def _courier(socket: str, tenants: tuple[str, ...], network: Any, remote: Any) -
         from kvstore.network.couriers import CourierSettings, make_courier
     except ImportError as error:
         raise BadInput(
-            f"other nodes and remote engines need {error.name or error}; install prefix-kvstore[server,valkey,tls]"
+            f"other nodes and remote engines need {error.name or error}; install prefix-kvstore[server,tls]"
         ) from None
     settings = CourierSettings(
         socket,

@@ -97,8 +97,6 @@ def _wanted(settings: Settings, has_engine: bool) -> dict[str, str]:
     if settings.network.listen is not None or settings.remote.url is not None:
         network = ("grpcio", "grpcio-health-checking", "grpcio-reflection", "protobuf", "h11")
         found |= dict.fromkeys(network, "the network process")
-    if settings.network.directory is not None or settings.remote.url is not None:
-        found["valkey"] = "network.directory or remote.url"
     if settings.network.seals:
         found["cryptography"] = "sealing what other nodes pull"
     return found | ({"torch": "an engine"} if has_engine else {})

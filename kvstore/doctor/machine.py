@@ -32,7 +32,7 @@ DISTRIBUTION = "prefix-kvstore"
 PACKAGES = (
     *("msgspec", "xxhash", "numpy", "lmdb", "numba", "typer", "rich"),
     *("fastapi", "markdown-it-py", "h11", "httpx2"),
-    *("grpcio", "grpcio-health-checking", "grpcio-reflection", "protobuf", "valkey", "cryptography"),
+    *("grpcio", "grpcio-health-checking", "grpcio-reflection", "protobuf", "cryptography"),
     *("torch", "triton", "transformers"),
 )
 """Distributions that are looked at, in this order."""
