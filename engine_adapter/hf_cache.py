@@ -490,7 +490,6 @@ class TokenStream:
 
     @property
     def results(self) -> list[Generation]:
-        """One answer per prompt, in their order."""
         return [
             Generation(row.tokens[row.prompt_tokens :].tolist(), row.is_stopped, row.request.report)
             for row in self._rows

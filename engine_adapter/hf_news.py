@@ -32,7 +32,6 @@ class CacheNews:
         return f"{self._name}-{next(self._numbers)}"
 
     def pass_begins(self, start: int, stop: int, now: float) -> None:
-        """These tokens of a prompt are about to be computed."""
         self._passes.append((start, stop, now))
 
     def pass_ends(self, now: float) -> None:

@@ -177,7 +177,6 @@ class KvStoreHiCache(hicache_storage.HiCacheStorage):
         return Result(restorable[-1] if restorable else 0, hits, restorable)
 
     def batch_get_v2(self, transfers: list[PoolTransfer], extra_info: Extra = None) -> dict[str, list[bool]]:
-        """As `batch_get_v1`, of each pool."""
         return {one.name: self._load(str(one.name), one.keys or [], one.host_indices, extra_info) for one in transfers}
 
     def batch_set_v2(self, transfers: list[PoolTransfer], extra_info: Extra = None) -> dict[str, list[bool]]:
@@ -218,7 +217,6 @@ class KvStoreHiCache(hicache_storage.HiCacheStorage):
         return all(held[0] for held, _ in told)
 
     def exists(self, key: str) -> bool:
-        """Whether a page is stored."""
         return self.batch_exists([key]) == 1
 
     def get_stats(self) -> StorageMetrics:

@@ -129,7 +129,6 @@ class ConnectorCounts(KVConnectorStats):
     """Counts since the last step. data: flat, by name."""
 
     def reset(self) -> None:
-        """Forget all counts."""
         self.data.clear()
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
@@ -144,7 +143,6 @@ class ConnectorCounts(KVConnectorStats):
         return {name: round(count, 2) for name, count in self.data.items() if name != LOAD_SECONDS}
 
     def is_empty(self) -> bool:
-        """Whether nothing was counted."""
         return not self.data
 
 
@@ -156,7 +154,6 @@ class ConnectorMetrics(KVConnectorPromMetrics):
         self._series = ConnectorSeries(self._counter_cls, self._gauge_cls, self._histogram_cls, labelnames)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add what was counted."""
         self._series.observe(transfer_stats_data, self.per_engine_labelvalues[engine_idx])
 
 
@@ -314,7 +311,6 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.pool = gpu_block_pool
 
     def on_new_request(self, request: Any) -> None:
-        """Start the look-up of a new request."""
         if self._scheduler is not None:
             self._scheduler.added(request)
 
@@ -336,7 +332,6 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return StepPlanMetadata(self._scheduler.step(scheduler_output))
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Take the workers' reports."""
         reports = getattr(connector_output, "kv_connector_worker_meta", None)
         if self._scheduler is not None:
             self._scheduler.reported(reports.step if isinstance(reports, StepReportsMetadata) else None)
@@ -381,7 +376,6 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> KVConnectorPromMetrics | None:
-        """The metrics for Prometheus."""
         return ConnectorMetrics(*args, **kwargs)
 
     def reset_cache(self) -> bool | None:
@@ -396,7 +390,6 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.weights_may_have_changed(how)
 
     def shutdown(self) -> None:
-        """Release everything."""
         if self._worker is not None:
             self._worker.close()
         if self._scheduler is not None:
@@ -494,7 +487,6 @@ class _SchedulerSide:
             )
 
     def reported(self, reports: StepReports | None) -> None:
-        """A step is over."""
         if reports is not None and reports.facts:
             self._facts += reports.facts
             if len(self._facts) == self._config.parallel_config.tensor_parallel_size:

@@ -88,7 +88,6 @@ class ChunkOutcomes:
             _log.warning("the store %s", "cannot be asked: chunks are computed, not loaded" if is_away else "answers")
 
     def take(self) -> dict[str, int]:
-        """The counts since the last call."""
         with self._lock:
             counts, self._counts = self._counts, Counter()
         return dict(counts)

@@ -100,7 +100,6 @@ def check_not_wrapped(model: torch.nn.Module) -> None:
 
 
 def refusal(model_type: str, reason: str) -> BadInput:
-    """The one line for a model that cannot be served."""
     return BadInput(f"PrefixCache cannot serve model type {model_type!r}: {reason}")
 
 

@@ -175,7 +175,6 @@ class PagedScheduler:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the engine runs requests."""
         return bool(self._running)
 
     @property
@@ -363,7 +362,6 @@ class PagedScheduler:
         self.announced, self._announces = Announcements(self._clock, describe, self._namespace.now), True
 
     def close(self) -> None:
-        """Finish all requests, and disconnect."""
         for request_id in list(self._states):
             self.finished(request_id)
         if self._audits is not None:

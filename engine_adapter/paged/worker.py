@@ -523,7 +523,6 @@ class PagedWorker:
             return save.is_reading
 
     def end_reading(self, save: _Reader) -> None:
-        """A saver's thread."""
         with self._changed:
             save.is_reading = False
             self._changed.notify_all()

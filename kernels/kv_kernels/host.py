@@ -78,7 +78,6 @@ class BlockByBlock:
     """A copy that does one block after another, on the calling thread."""
 
     def encode(self, tokens: Sequence[int], into: Sequence[Span], digest: Digest) -> Encoded:
-        """As `BlockCopy.encode`."""
         encode_block = self.encode_block
         for token, payload in zip(tokens, into, strict=True):
             encoded = encode_block(token, payload, digest)

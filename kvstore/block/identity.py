@@ -158,7 +158,6 @@ class KeyRing:
         self._mac[tenant, key_id, epoch] = b""
 
     def forget(self, tenant: bytes) -> None:
-        """Remove all keys of a tenant."""
         for known in (self._mac, self._slab):
             for one in [one for one in list(known) if one[0] == tenant]:
                 known.pop(one, None)

@@ -105,7 +105,7 @@ class DirectoryAddress:
 
 
 class ValkeyDirectory:
-    """`Directory` of a pool. Start it, use it from any thread, close it."""
+    """Shared by the nodes of a pool. Start it, use it from any thread, close it."""
 
     def __init__(
         self,

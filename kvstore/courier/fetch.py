@@ -57,7 +57,6 @@ class FetchJob:
             self.reason, self.detail = reason or MissReason.ABSENT, detail
 
     def answer(self) -> QuestionAnswered:
-        """The answer to the sidecar's question."""
         tier = self.source.tier if self.source is not None else None
         where = self.source.name if self.source is not None else ""
         reason = (self.reason or MissReason.DEADLINE) if self.reached < len(self.question.keys) else None
@@ -79,7 +78,6 @@ class Fetcher:
         return FetchJob(run, question, Stops(self._clock.monotonic_seconds() + seconds), question.present)
 
     def fetch(self, job: FetchJob) -> QuestionAnswered:
-        """Fetch as much as there is."""
         self._figures.begins(1)
         try:
             self._fetch(job)
@@ -203,7 +201,6 @@ class Fetcher:
 
 
 def places_answer(number: int, places: Places, present: int) -> QuestionAnswered:
-    """The answer to a `LocateQuestion`."""
     blocks = places.blocks if places.sources else present
     return QuestionAnswered(
         number,

@@ -25,6 +25,7 @@ from typing import TypeAlias
 
 from kvstore.block.account import HitTier, MissReason
 from kvstore.block.identity import NODE_BYTES
+from kvstore.courier.directory import ValkeyDirectory
 from kvstore.courier.figures import DIRECTORY
 from kvstore.courier.link import CourierRun, CourierSpace
 from kvstore.courier.members import NamedPeers
@@ -34,7 +35,6 @@ from kvstore.pool.choice import MOST_ASKED
 from kvstore.pool.directory import (
     CHUNK_BLOCKS,
     MAX_HEADS,
-    Directory,
     DirectoryDown,
     Holder,
     NodeEntry,
@@ -108,7 +108,7 @@ class Locator:
         self,
         table: AliveTable,
         named: NamedPeers | None,
-        directory: Directory | None,
+        directory: ValkeyDirectory | None,
         peers: PeerWays | None,
         remote: RemoteWays | None,
         clock: Clock,

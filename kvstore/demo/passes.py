@@ -58,12 +58,10 @@ class PassResult:
         }
 
     def ttft_ms(self) -> dict[str, float]:
-        """Time to first token in milliseconds, at p50 and p99."""
         times = [report.ttft_ms for report in self.reports]
         return {"p50": percentile(times, 50), "p99": percentile(times, 99)}
 
     def itl_ms(self) -> dict[str, float]:
-        """Time between two tokens of an answer in milliseconds, at p50 and p99."""
         gaps = self._gaps()
         return {"p50": percentile(gaps, 50), "p99": percentile(gaps, 99)}
 
@@ -72,11 +70,9 @@ class PassResult:
         return sum(report.saved_blocks for report in self.reports)
 
     def hits(self) -> dict[str, int]:
-        """Prompt tokens found, by tier."""
         return _sums(report.account.hits for report in self.reports)
 
     def misses(self) -> dict[str, int]:
-        """Prompt tokens computed, by reason."""
         return _sums(report.account.misses for report in self.reports)
 
     def _gaps(self) -> list[float]:
@@ -176,7 +172,6 @@ def run_first_pass(
 def run_pass(
     name: str, cache: PrefixCache, prompts: list[list[int]], answer_tokens: int, progress: Progress
 ) -> PassResult:
-    """Answer the same prompts again."""
     answers: list[list[int]] = []
     reports: list[Report] = []
     for number, prompt in enumerate(prompts):
@@ -211,7 +206,6 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def draws_of(number: int) -> Sampling:
-    """The random draws of a request's answer."""
     return Sampling(temperature=TEMPERATURE, generator=torch.Generator().manual_seed(number))
 
 

@@ -41,18 +41,15 @@ class DemoResult:
 
     @property
     def differing(self) -> list[int]:
-        """Numbers of the requests whose answers differ between passes."""
         answers = zip(*(result.answers for result in self.passes), strict=True)
         return [number for number, given in enumerate(answers) if any(answer != given[0] for answer in given)]
 
     @property
     def identical(self) -> int:
-        """Requests with the same answer in all passes."""
         return len(self.requests) - len(self.differing)
 
     @property
     def failures(self) -> list[str]:
-        """Violated expectations, one line each."""
         if not self.differing:
             return []
         numbers = ", ".join(str(number + 1) for number in self.differing)

@@ -232,7 +232,6 @@ def compare_prompts(
 
 
 def shared_start(one: Column, other: Column) -> int:
-    """Number of leading tokens that are equal."""
     count = min(len(one), len(other))
     differs = one[:count] != other[:count]
     at = int(differs.argmax()) if count else 0

@@ -121,7 +121,6 @@ class LruCurve:
         return self.threshold / MARKS
 
     def asked(self, measure: int = SIZE) -> float:
-        """How much was asked for; older look-ups have decayed."""
         return self._asked[measure]
 
     def requests(
@@ -188,7 +187,6 @@ class LruCurve:
             self._lower_threshold()
 
     def fade(self, factor: float) -> None:
-        """Multiply all counts by a factor. Names and their order stay."""
         for column in self._counted():
             np.frombuffer(column)[:] *= factor
         self._blocks *= factor
@@ -447,7 +445,6 @@ class _Segment:
 
     @property
     def times(self) -> range:
-        """When each was used."""
         return range(self.at + len(self.names) - 1, self.at - 1, -1)
 
     def names_in_common(self, names: list[int]) -> int:
@@ -553,7 +550,6 @@ class _SeenNames:
 
     @property
     def is_full(self) -> bool:
-        """Whether too many names share a flag."""
         return self._set > FULLEST * FLAGS
 
     def first_ones(self, marks: Marks) -> float:

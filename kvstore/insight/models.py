@@ -52,7 +52,6 @@ class KvLayers:
         return self.layers * self.kv_heads * sum(self.widths) * DTYPE_BYTES[self.dtype or dtype]
 
     def kept_tokens(self, context_tokens: int) -> int:
-        """How many tokens of a context the engine keeps."""
         return min(context_tokens, self.tokens) if self.tokens else context_tokens
 
     def formula(self, dtype: str) -> str:

@@ -108,7 +108,6 @@ def _draw_optima(axes: Any, rows: Sequence[ReplayRow]) -> list[Any]:
 
 
 def colours_of(count: int) -> list[Any]:
-    """Distinct colours."""
     for name in ("tab10", "tab20"):
         if count <= colormaps[name].N:
             return [colormaps[name](at) for at in range(count)]

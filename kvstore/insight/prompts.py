@@ -14,7 +14,7 @@ import json
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -270,20 +270,8 @@ class LintGroup:
         )
 
     def to_dict(self) -> dict[str, object]:
-        return {
-            "kind": str(self.kind),
-            "prompts": self.prompts,
-            "first_place": self.first_place,
-            "last_place": self.last_place,
-            "earlier_tokens": self.earlier_tokens,
-            "tokens": self.tokens,
-            "equal_tokens": self.equal_tokens,
-            "lost_tokens": self.lost_tokens,
-            "lines": list(self.lines),
-            "where": self.where,
-            "what": self.what,
-            "sentence": self.sentence,
-        }
+        told = {name: value for name, value in asdict(self).items() if name != "block_tokens"}
+        return told | {"kind": str(self.kind), "lines": list(self.lines), "sentence": self.sentence}
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +299,6 @@ class LintResult:
 
     @property
     def is_below(self) -> bool:
-        """Whether the check failed."""
         return self.options.min_hit_rate is not None and self.hit_rate < self.options.min_hit_rate
 
     def to_dict(self) -> dict[str, object]:

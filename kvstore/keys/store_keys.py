@@ -212,7 +212,6 @@ class StoreKeys:
             return self._served.get(name, [])
 
     def served(self) -> list[str]:
-        """Tenants whose keys are a pool's."""
         with self._lock:
             return list(self._served)
 

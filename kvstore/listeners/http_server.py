@@ -116,7 +116,6 @@ class HttpListener:
         self._over = asyncio.Event()
 
     def end(self) -> None:
-        """Have `serve` end; in its thread."""
         self._over.set()
 
     async def serve(self) -> None:

@@ -75,7 +75,6 @@ class NetworkCourier:
     def holding(
         self, tenant: str, namespace: str, keys: Sequence[bytes], seconds: float, *, are_own: bool
     ) -> HeldElsewhere:
-        """As `Others.holding`."""
         found = self._courier.holders(tenant, bytes.fromhex(namespace), keys, seconds, are_own=are_own)
         return HeldElsewhere({one.node.hex(): (one.blocks, str(one.tier)) for one in found.holders}, found.left_out)
 

@@ -304,7 +304,6 @@ class _Entrance(grpc.ServerInterceptor):
         self._door = door
 
     def intercept_service(self, continuation: Any, details: Any) -> Any:
-        """Called by grpc."""
         handler = continuation(details)
         behaviour = handler and (handler.unary_unary or handler.stream_stream)
         if behaviour is None:

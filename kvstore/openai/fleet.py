@@ -58,7 +58,6 @@ class ProxiedEngine:
             self._now(False, str(fault))
 
     async def look(self) -> None:
-        """Poll its health."""
         try:
             answer = await self.client.ask("GET", "/health", seconds=HEALTH_SECONDS, most_bytes=1 << 16)
         except EngineFault as fault:
@@ -101,7 +100,6 @@ class Fleet:
         self._turn = 0
 
     async def watch(self) -> None:
-        """Poll their health until cancelled."""
         while True:
             await asyncio.gather(*(one.look() for one in (self.prefill, *self.decodes)))
             await asyncio.sleep(HEALTH_SECONDS)

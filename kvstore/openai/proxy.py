@@ -75,7 +75,6 @@ class Exchange:
     told: dict[str, str] = field(default_factory=dict)
 
     async def start(self, status: int, content_type: str, length: int | None = None) -> None:
-        """Send the head."""
         shown = {"content-type": content_type, "cache-control": "no-store", **self.told}
         if self.decoded_by:
             shown |= {"x-kvstore-prefill": self.prefilled, "x-kvstore-decode": self.decoded_by}
@@ -86,11 +85,9 @@ class Exchange:
         await self._sent({"type": "http.response.start", "status": status, "headers": listed})
 
     async def write(self, piece: bytes, more: bool = True) -> None:
-        """Send a piece of the body."""
         await self._sent({"type": "http.response.body", "body": piece, "more_body": more})
 
     async def whole(self, status: int, body: bytes, content_type: str = "application/json") -> None:
-        """Send a whole answer."""
         await self.start(status, content_type, len(body))
         await self.write(body, more=False)
 

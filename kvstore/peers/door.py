@@ -138,7 +138,6 @@ class _Loop:
         self._bell.ring()
 
     def stop(self) -> None:
-        """End its connections."""
         self._is_over = True
         if self._thread.is_alive():
             self.wake()

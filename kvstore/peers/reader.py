@@ -200,7 +200,6 @@ class _Checks:
         return not self.has_failed
 
     def settled(self) -> int:
-        """How many are good, once all are checked."""
         while self._under_way:
             self._hear()
         return self._good

@@ -95,7 +95,6 @@ class Announcer:
             self._emptied += 1
 
     def shares(self, nodes: int) -> None:
-        """This many nodes use the directory."""
         self._rate = min(AGAIN_PER_SECOND, POOL_AGAIN_PER_SECOND / max(1, nodes))
 
     def batch(self, now: float) -> HintBatch:

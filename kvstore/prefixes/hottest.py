@@ -71,7 +71,6 @@ class PrefixTree:
             node.skipped += weight * min(first_block, node.end)
 
     def fade(self, factor: float) -> None:
-        """Multiply all counts by a factor."""
         for node in self._down():
             node.uses *= factor
             node.leased *= factor
@@ -88,7 +87,6 @@ class PrefixTree:
                 self.blocks -= len(leaf.edge) // KEY_BYTES
 
     def found_tokens(self) -> float:
-        """Sum over all look-ups."""
         return self.block_tokens * sum(one.uses * len(one.edge) for one in self._down()) / KEY_BYTES
 
     def hottest(self, least_tokens: float) -> list[HotNode]:

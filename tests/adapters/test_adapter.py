@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 from engine_adapter.adapter import (
     SAVE_BYTES_PER_MS,
     SAVE_DEADLINE_MS,
-    BlockPool,
-    EngineAdapter,
     Report,
     StoreRequest,
     chosen_codec,
@@ -158,12 +156,6 @@ def test_after_a_fault_the_store_is_left_alone() -> None:
     other = request_on(namespace, 200)
     other.save(tokens[:192], pages)
     assert other.report.saved_blocks == 3
-
-
-def test_the_contracts_are_met() -> None:
-    adapter: EngineAdapter = request_on(None, 1)
-    pool: BlockPool | None = None
-    assert adapter.matched_tokens([1]) == 0 and pool is None
 
 
 def test_percentiles_are_of_the_nearest_rank() -> None:
