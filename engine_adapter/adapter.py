@@ -8,13 +8,13 @@ after one fault a request goes on without it. Must never import an engine.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from logging import getLogger
 from math import ceil
-from typing import Protocol
 
 from engine_adapter.handoff.block_wait import UNLEARNED_SECONDS, WaitPlan, WaitPolicy, wait_for_blocks
+from engine_adapter.hf.hbm_blocks import HbmBlocks
 from kvstore.block.account import Account, HitTier, MissReason, reason_of
 from kvstore.block.codec import default_codec
 from kvstore.block.errors import StoreError
@@ -33,57 +33,6 @@ the system at some 2 GB a second."""
 _AWAY = frozenset({MissReason.UNREACHABLE, MissReason.DEADLINE, MissReason.DISABLED})
 
 _log = getLogger(__name__)
-
-
-class EngineAdapter(Protocol):
-    """What an engine asks during one request, in this order. No call raises because of the store.
-
-    1. `matched_tokens` before the request is scheduled; what it promises is pinned until `load` or `release`.
-    2. `load` once the engine has memory for it.
-    3. `save` whenever more of the prompt is computed.
-    4. `finished` at the end, or `release` alone when the request is given up.
-    """
-
-    def matched_tokens(self, token_ids: Sequence[int]) -> int:
-        """How many of the prompt's leading tokens `load` will bring; always fewer than the prompt has."""
-        ...
-
-    def load(self, pages: Pages) -> int:
-        """Bring the matched tokens into pages; returns how many are valid there, which may be fewer."""
-        ...
-
-    def save(self, token_ids: Sequence[int], pages: Pages) -> None:
-        """Offer the full blocks of a prefix; pages hold the KV of all of `token_ids`, from the first one on."""
-        ...
-
-    def finished(self, token_ids: Sequence[int], pages: Pages) -> None:
-        """The last `save`, with the tokens that were generated, and the end of the request."""
-        ...
-
-    def release(self) -> None:
-        """Unpin. Safe to call again."""
-        ...
-
-
-class BlockPool(Protocol):
-    """Decoded blocks of one namespace in the engine's own memory, asked before the store. Keys are prefix keys."""
-
-    def leading(self, keys: Sequence[bytes]) -> int:
-        """How many of these blocks, from the first on, are here."""
-        ...
-
-    def computed(self, keys: Sequence[bytes]) -> int:
-        """How many of these blocks, from the first on, are here as the engine computed them."""
-        ...
-
-    def load(self, keys: Sequence[bytes], pages: Pages) -> None:
-        """Copy these blocks, all of which are here, into pages that begin with the first of them."""
-        ...
-
-    def save(self, keys: Sequence[bytes], pages: Pages, decoded: range) -> None:
-        """Keep what fits of these blocks, whose KV is in pages that begin with the first of them. decoded: numbers of
-        the blocks that an inexact codec restored; the engine computed the others."""
-        ...
 
 
 @dataclass
@@ -137,7 +86,6 @@ class Report:
         return sorted(self.itl_ms)[max(0, ceil(len(self.itl_ms) * percent / 100) - 1)]
 
     def to_dict(self) -> dict[str, object]:
-        """For `--json`."""
         return {
             "request": self.request,
             "prompt_tokens": self.prompt_tokens,
@@ -160,13 +108,17 @@ class Report:
 
 
 class StoreRequest:
-    """`EngineAdapter` for one request on a namespace. Without a namespace, or with a closed store, every token is a
-    `disabled` miss.
+    """One request on a namespace. Without a namespace, or with a closed store, every token is a `disabled` miss.
+
+    1. `matched_tokens` before the request is scheduled; what it promises is pinned until `load` or `release`.
+    2. `load` once the engine has memory for it.
+    3. `save` whenever more of the prompt is computed.
+    4. `finished` at the end, or `release` alone when the request is given up.
 
     report: filled in here; a match is cut to its chunk_tokens, the grid. An engine whose results do not depend on how
-    prefill is split passes its block size. pool: asked before the store. deadline_ms: of a look-up; save_deadline_ms:
-    of a save, as in `NamespaceHandle.put`, and ttl likewise. ticket: from the engine that computes the prompt; the
-    look-up waits for that engine's blocks. Not thread-safe.
+    prefill is split passes its block size. pool: asked before the store. deadline_ms: of a look-up. ttl: of a save, as
+    in `NamespaceHandle.put`. ticket: from the engine that computes the prompt; the look-up waits for that engine's
+    blocks. Not thread-safe.
     """
 
     def __init__(
@@ -174,11 +126,9 @@ class StoreRequest:
         namespace: NamespaceHandle | None,
         report: Report,
         *,
-        pool: BlockPool | None = None,
+        pool: HbmBlocks | None = None,
         deadline_ms: float = 50,
-        save_deadline_ms: float = SAVE_DEADLINE_MS,
         extra_keys: Sequence[ExtraKey | bytes | str] = (),
-        clock: Callable[[], float] = time.perf_counter,
         ticket: str = "",
         ttl: float | None = None,
     ) -> None:
@@ -186,9 +136,7 @@ class StoreRequest:
         self._namespace = namespace
         self._pool = pool
         self._deadline_ms = deadline_ms
-        self._save_deadline_ms = save_deadline_ms
         self._extra_keys = extra_keys
-        self._clock = clock
         self._ticket, self._ttl = ticket, ttl
         self._lease: Lease | None = None
         self._keys: list[bytes] = []
@@ -199,19 +147,20 @@ class StoreRequest:
         """Blocks in the request's pages that an inexact codec restored: they are not offered to the store."""
 
     def matched_tokens(self, token_ids: Sequence[int]) -> int:
-        """Match; take from the pool what it has; lease the rest, as far as the grid can use it."""
+        """Match; take from the pool what it has; lease the rest, as far as the grid can use it. Returns how many of the
+        prompt's leading tokens `load` will bring, always fewer than the prompt has."""
         report, asked = self.report, len(token_ids)
         report.account = Account.of([(MissReason.DISABLED, asked)])
         if self._namespace is None:
             return 0
-        start, block = self._clock(), self._namespace.block_tokens
+        start, block = time.perf_counter(), self._namespace.block_tokens
 
         def failed(error: Exception) -> None:
             report.account = Account.missed(self._fail(error), asked, block)
 
         with contained(failed):
             report.account = self._look_up(self._namespace, token_ids)
-        report.lookup_ms += 1e3 * (self._clock() - start)
+        report.lookup_ms += 1e3 * (time.perf_counter() - start)
         return report.account.hit_tokens
 
     def sealed(self, token_ids: Sequence[int], seconds: float) -> str:
@@ -226,26 +175,28 @@ class StoreRequest:
             return ""
 
     def load(self, pages: Pages) -> int:
-        """Copy and verify, then release the lease. Pages may cover less than was matched."""
+        """Copy and verify, then release the lease. Pages may cover less than was matched. Returns how many tokens are
+        valid in them."""
         report = self.report
         if self._namespace is None or not report.account.hit_tokens:
             return 0
-        start = self._clock()
+        start = time.perf_counter()
 
         def failed(error: Exception) -> None:
             report.account = report.account.cut(0, self._fail(error))
 
         with contained(failed):
             report.account = self._bring(self._namespace, pages)
-        report.restored_ms += 1e3 * (self._clock() - start)
+        report.restored_ms += 1e3 * (time.perf_counter() - start)
         return report.account.hit_tokens
 
     def save(self, token_ids: Sequence[int], pages: Pages) -> None:
-        """Put. The whole prefix is offered each time: stored blocks are skipped without a copy, and evicted or refused
-        ones get another chance. Blocks that an inexact codec decoded are left out."""
+        """Put the full blocks; pages hold the KV of all of `token_ids`. The whole prefix is offered each time: stored
+        blocks are skipped without a copy, and evicted or refused ones get another chance. Blocks that an inexact codec
+        decoded are left out."""
         if self._namespace is None:
             return
-        report, start = self.report, self._clock()
+        report, start = self.report, time.perf_counter()
         with contained(lambda error: self._count(self._fail(error))):
             for first_token, stop in self._offered(self._namespace.block_tokens, len(token_ids)):
                 part = _cut_pages(pages, first_token, stop)
@@ -255,7 +206,7 @@ class StoreRequest:
                     part,
                     first_token,
                     extra_keys=self._extra_keys,
-                    deadline_ms=self._save_deadline_ms + raw_bytes / SAVE_BYTES_PER_MS,
+                    deadline_ms=SAVE_DEADLINE_MS + raw_bytes / SAVE_BYTES_PER_MS,
                     ttl=self._ttl,
                 )
                 report.saved_blocks += result.stored
@@ -265,7 +216,7 @@ class StoreRequest:
                     break
             if self._pool is not None:
                 self._pool.save(self._namespace.hashed(token_ids, self._extra_keys).keys, pages, self._decoded)
-        report.save_ms += 1e3 * (self._clock() - start)
+        report.save_ms += 1e3 * (time.perf_counter() - start)
 
     def finished(self, token_ids: Sequence[int], pages: Pages) -> None:
         """Save the rest, and release."""
@@ -322,7 +273,7 @@ class StoreRequest:
         usable = reusable_tokens(prompt.tokens, prompt.tokens, self.report.chunk_tokens) // namespace.block_tokens
         policy = None
         if self._ticket:
-            policy = WaitPolicy(prompt, namespace.block_tokens, lambda *_: None, self._clock, 0.0)
+            policy = WaitPolicy(prompt, namespace.block_tokens, lambda *_: None, time.perf_counter, 0.0)
             policy.opened(namespace.open_ticket(self._ticket))
         plan = WaitPlan.of_fetch(usable, UNLEARNED_SECONDS, namespace.block_tokens, policy)
         request = self.report.request
@@ -362,7 +313,6 @@ class StoreRequest:
         return range(blocks, blocks) if is_exact else range(min(computed, blocks), blocks)
 
     def _offered(self, block_tokens: int, tokens: int) -> list[tuple[int, int]]:
-        """Runs of a prefix that may be put, as (first token, stop token): all but the decoded blocks."""
         start, stop = self._decoded.start * block_tokens, self._decoded.stop * block_tokens
         if start == stop:
             return [(0, tokens)]
@@ -431,6 +381,5 @@ def grid_chunks(start: int, stop: int, chunk_tokens: int) -> Iterator[tuple[int,
 
 
 def _cut_pages(pages: Pages, first_token: int, stop: int) -> Pages:
-    """The pages from token `first_token`, a block boundary, up to `stop`."""
     page = pages.page_tokens
     return pages.cut(first_token // page, -(-stop // page))

@@ -63,7 +63,6 @@ class AdapterDigests:
 
 
 def _signature(path: Path) -> Signature:
-    """Sizes and times of an adapter's files; empty where there are none."""
     try:
         files = sorted(one for one in path.iterdir() if one.is_file())
         stats = [(one.name, one.stat()) for one in files]

@@ -364,7 +364,6 @@ class PrefixCache:
                     return
 
     def _save(self, row: _PromptRow, buffers: BufferSet, stop: int) -> None:
-        """Offer a row's full blocks up to that token, if there are new ones."""
         if self.kept is SavedBlocks.WHOLE_CHUNKS:
             stop = self._kept_tokens(min(stop, row.prompt_tokens))
         if self._watch.is_opaque:  # a hook may have changed it between two tokens, and back
@@ -380,7 +379,6 @@ class PrefixCache:
         return prompt_tokens // self.chunk_tokens * self.chunk_tokens if whole_chunks else prompt_tokens
 
     def _withdraw_if_changed(self, row: _PromptRow) -> None:
-        """Stop using the store for a row whose model has changed, which the caller may do between two tokens."""
         if row.request.is_open and not self._watch.is_still(row.generation):
             row.request.withdraw(CHANGED)
 
@@ -492,7 +490,6 @@ class TokenStream:
 
     @property
     def results(self) -> list[Generation]:
-        """One answer per prompt, in their order."""
         return [
             Generation(row.tokens[row.prompt_tokens :].tolist(), row.is_stopped, row.request.report)
             for row in self._rows
@@ -581,7 +578,6 @@ class _Watch:
 
 
 def _common(one: array[int], other: array[int]) -> int:
-    """How many leading tokens are the same."""
     length = min(len(one), len(other))
     differs = np.flatnonzero(np.asarray(one[:length]) != np.asarray(other[:length]))
     return int(differs[0]) if differs.size else length

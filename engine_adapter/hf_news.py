@@ -32,7 +32,6 @@ class CacheNews:
         return f"{self._name}-{next(self._numbers)}"
 
     def pass_begins(self, start: int, stop: int, now: float) -> None:
-        """These tokens of a prompt are about to be computed."""
         self._passes.append((start, stop, now))
 
     def pass_ends(self, now: float) -> None:
@@ -57,7 +56,6 @@ class CacheNews:
             savings = None
 
     def _gain(self, report: Report) -> float:
-        """Seconds by which look-up and load took less than computing the same; 0 until the speed is known."""
         computing = self.speed.more_seconds(0, report.account.hit_tokens)
         return computing - _load_seconds(report) if computing else 0.0
 

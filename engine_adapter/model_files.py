@@ -148,14 +148,12 @@ def _settings_files(place: Path) -> list[Path]:
 
 
 def _config_digest(place: Path) -> bytes:
-    """Digest of the fields that can change KV; of nothing where there is no configuration."""
     config = _config(place)
     text = json.dumps(_that_count(config), sort_keys=True) if config is not None else ""
     return blake2b(text.encode(), digest_size=32).digest()
 
 
 def _config(place: Path) -> Any:
-    """The model's configuration; None where there is none, as beside a GGUF file."""
     path = place / _CONFIG
     if place.is_file() or not path.exists():
         return None
@@ -192,7 +190,6 @@ def _whole_digest(path: Path) -> bytes:
 
 
 def _ranges(file: BinaryIO, size: int, path: Path) -> Iterator[tuple[int, int]]:
-    """Where to read a large safetensors file, as (start, stop) in bytes."""
     data, tensors = _safetensors_header(file, size, path)
     yield 0, data
     for start, stop, name in tensors:

@@ -177,7 +177,6 @@ class KvStoreHiCache(hicache_storage.HiCacheStorage):
         return Result(restorable[-1] if restorable else 0, hits, restorable)
 
     def batch_get_v2(self, transfers: list[PoolTransfer], extra_info: Extra = None) -> dict[str, list[bool]]:
-        """As `batch_get_v1`, of each pool."""
         return {one.name: self._load(str(one.name), one.keys or [], one.host_indices, extra_info) for one in transfers}
 
     def batch_set_v2(self, transfers: list[PoolTransfer], extra_info: Extra = None) -> dict[str, list[bool]]:
@@ -218,7 +217,6 @@ class KvStoreHiCache(hicache_storage.HiCacheStorage):
         return all(held[0] for held, _ in told)
 
     def exists(self, key: str) -> bool:
-        """Whether a page is stored."""
         return self.batch_exists([key]) == 1
 
     def get_stats(self) -> StorageMetrics:
@@ -251,7 +249,6 @@ class KvStoreHiCache(hicache_storage.HiCacheStorage):
             speeds.append(pages * self._spaces[pool].chunk_bytes / 1e9 / max(1e-9, perf_counter() - began))
 
     def _pages(self, pool: str, keys: Sequence[str], host_indices: torch.Tensor | None) -> Pages | None:
-        """The pool's pages that these tokens fill, for keys that are known; None unless they fill whole pages."""
         space, page = self._space(pool), getattr(self.registered_pools.get(pool), "page_size", 1)
         if space is None or host_indices is None or len(host_indices) != len(keys) * page:
             return None

@@ -160,7 +160,6 @@ def registered_pages(config: Any, groups: Any, kv_caches: Mapping[str, torch.Ten
 
 
 def _scales(layers: Mapping[str, Any], names: Iterable[str]) -> str:
-    """Digest of the KV scales of all layers; empty where all are 1."""
     scales = [
         (name, scale, float(getattr(layers.get(name), f"{scale}_float", 1.0)))
         for name in names
@@ -219,5 +218,4 @@ def config_fields(config: Any, facts: Sequence[WorkerSpec], version: str) -> Map
 
 
 def _named(**fields: object) -> Mapping[str, str]:
-    """Fields of a namespace as text; empty ones are left out."""
     return {name: str(value) for name, value in fields.items() if value not in (None, "", {})}

@@ -129,7 +129,6 @@ class ConnectorCounts(KVConnectorStats):
     """Counts since the last step. data: flat, by name."""
 
     def reset(self) -> None:
-        """Forget all counts."""
         self.data.clear()
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
@@ -144,7 +143,6 @@ class ConnectorCounts(KVConnectorStats):
         return {name: round(count, 2) for name, count in self.data.items() if name != LOAD_SECONDS}
 
     def is_empty(self) -> bool:
-        """Whether nothing was counted."""
         return not self.data
 
 
@@ -156,7 +154,6 @@ class ConnectorMetrics(KVConnectorPromMetrics):
         self._series = ConnectorSeries(self._counter_cls, self._gauge_cls, self._histogram_cls, labelnames)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add what was counted."""
         self._series.observe(transfer_stats_data, self.per_engine_labelvalues[engine_idx])
 
 
@@ -314,7 +311,6 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.pool = gpu_block_pool
 
     def on_new_request(self, request: Any) -> None:
-        """Start the look-up of a new request."""
         if self._scheduler is not None:
             self._scheduler.added(request)
 
@@ -336,7 +332,6 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return StepPlanMetadata(self._scheduler.step(scheduler_output))
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Take the workers' reports."""
         reports = getattr(connector_output, "kv_connector_worker_meta", None)
         if self._scheduler is not None:
             self._scheduler.reported(reports.step if isinstance(reports, StepReportsMetadata) else None)
@@ -381,7 +376,6 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> KVConnectorPromMetrics | None:
-        """The metrics for Prometheus."""
         return ConnectorMetrics(*args, **kwargs)
 
     def reset_cache(self) -> bool | None:
@@ -396,7 +390,6 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.weights_may_have_changed(how)
 
     def shutdown(self) -> None:
-        """Release everything."""
         if self._worker is not None:
             self._worker.close()
         if self._scheduler is not None:
@@ -494,7 +487,6 @@ class _SchedulerSide:
             )
 
     def reported(self, reports: StepReports | None) -> None:
-        """A step is over."""
         if reports is not None and reports.facts:
             self._facts += reports.facts
             if len(self._facts) == self._config.parallel_config.tensor_parallel_size:
@@ -563,7 +555,6 @@ class _SchedulerSide:
         return self.half.step(set(scheduled), due, grown, self._work(output))
 
     def _begin_with(self, output: Any, cached: Any, resumed: Any) -> None:
-        """Beside other connectors: pass on how many tokens each request has when it begins to run."""
         for new in output.scheduled_new_reqs:
             self.half.begins_with(new.req_id, new.num_computed_tokens)
         for request_id, tokens in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
@@ -580,7 +571,6 @@ class _SchedulerSide:
         return self.reader.facts(mine.request, mine.read).extra_keys != mine.extra_keys
 
     def _work(self, output: Any) -> StepWork:
-        """Prompts that the step computes, and how many requests get one more token."""
         scheduled = output.num_scheduled_tokens
         if output.total_num_scheduled_tokens == len(scheduled):
             return StepWork((), len(scheduled))
@@ -640,7 +630,6 @@ class _SchedulerSide:
 
     @property
     def _hash_tokens(self) -> int:
-        """Tokens to one of the engine's hashes."""
         return int(getattr(self._groups, "hash_block_size", None) or self._page_tokens)
 
 
@@ -666,7 +655,6 @@ def follow_rpcs() -> None:
 
 
 def _kinds(groups: Any) -> list[tuple[str | None, int | None]]:
-    """Of each KV group vLLM's word for the kind of its layers, and their window."""
     if get_kv_cache_spec_kind is None:
         return [(None, None)]
     specs = [group.kv_cache_spec for group in groups.kv_cache_groups]
@@ -674,14 +662,12 @@ def _kinds(groups: Any) -> list[tuple[str | None, int | None]]:
 
 
 def _extra_keys(request: Any, first: int, stop: int) -> Any:
-    """Extra keys of a request's one hash of tokens first .. stop - 1, as events have them; None if it has none."""
     keys, _ = generate_block_hash_extra_keys(request, first, stop, 0)
     as_told = getattr(kv_cache_utils, "to_event_extra_keys", list)  # earlier versions tell them as they are
     return as_told([keys])[0] if keys else None
 
 
 def _open_store(url: str, session: str) -> kvstore.SidecarStore:
-    """The sidecar, as one of the processes of this engine."""
     store = kvstore.open(url, engine=f"vllm {vllm.__version__}", session=session)
     assert isinstance(store, kvstore.SidecarStore)
     return store

@@ -171,7 +171,6 @@ class EngineView:
 
     @property
     def request_id(self) -> str:
-        """vLLM's name for it."""
         return str(self.request.request_id)
 
     @property
@@ -181,7 +180,6 @@ class EngineView:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
         return int(self.request.num_prompt_tokens)
 
     def token_ids(self, first: int, stop: int) -> list[int]:

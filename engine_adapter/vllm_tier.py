@@ -15,7 +15,7 @@ import inspect
 import platform
 import sys
 from collections.abc import Iterable
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from hashlib import blake2b
 from logging import getLogger
 from types import FrameType
@@ -71,11 +71,37 @@ _FIXED_ROOT = hasattr(kv_cache_utils, "get_none_hash_seed")
 _log = getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class TierSettings:
+    """The tier's parameters, in its JSON: docs/vllm-tier.md says what they mean."""
+
+    url: str = ""
+    model_dir: str | None = None
+    weights_epoch: int = 0
+    hash_seed: str | None = None
+    deadline_ms: float = 50
+    load_threads: int = 2
+    queued_chunks: int = 1024
+    enable_kv_events: bool = False
+
+    @classmethod
+    def of(cls, given: dict[str, Any]) -> TierSettings:
+        """Raises `BadInput`, one line."""
+        unknown = [name for name in given if name not in cls.__slots__]
+        if unknown:
+            raise BadInput(f"KvStoreTier: {', '.join(map(repr, unknown))} is no parameter of it")
+        if not given.get("url"):
+            raise BadInput(
+                'KvStoreTier: "url" is missing; give the store\'s address, e.g. "unix:/run/kvstore/kvstore.sock"'
+            )
+        return cls(**given)
+
+
 class KvStoreTier(SecondaryTierManager):
     """Chunks of vLLM's primary tier, kept in the store.
 
-    Its parameters, in the tier's JSON, are those of docs/vllm-tier.md.
-    Raises `BadInput`, one line, for an engine whose chunks it cannot tell apart with certainty.
+    Raises `BadInput`, one line, for parameters that are not those of `TierSettings`, and for an engine whose chunks it
+    cannot tell apart with certainty.
     """
 
     medium = Medium.STORAGE
@@ -87,27 +113,14 @@ class KvStoreTier(SecondaryTierManager):
         primary_kv_view: memoryview,
         tier_type: str,
         backpressure_detector: Any = None,
-        *,
-        url: str = "",
-        model_dir: str | None = None,
-        weights_epoch: int = 0,
-        hash_seed: str | None = None,
-        deadline_ms: float = 50,
-        load_threads: int = 2,
-        queued_chunks: int = 1024,
-        enable_kv_events: bool = False,
-        **unknown: Any,
+        **given: Any,
     ) -> None:
         rest = {"backpressure_detector": backpressure_detector} if "backpressure_detector" in _TIER_PARAMETERS else {}
         super().__init__(offloading_spec, primary_kv_view, tier_type, **rest)
-        if LOCALITY and (where := unknown.pop("locality", None)) is not None:
+        if LOCALITY and (where := given.pop("locality", None)) is not None:
             self.locality = LOCALITY(str(where).upper())
-        if unknown or not url:
-            raise BadInput(
-                f"KvStoreTier: {', '.join(map(repr, unknown))} is no parameter of it"
-                if unknown
-                else 'KvStoreTier: "url" is missing; give the store\'s address, e.g. "unix:/run/kvstore/kvstore.sock"'
-            )
+        settings = TierSettings.of(given)
+        hash_seed, model_dir = settings.hash_seed, settings.model_dir
         config = engine_config(offloading_spec.config.engine_id)
         check_engine(config, hash_seed)
         self._hash_seed = None if hash_seed is None else str(hash_seed)  # as PYTHONHASHSEED, it is text
@@ -117,18 +130,19 @@ class KvStoreTier(SecondaryTierManager):
         model = model_fingerprint(model_dir) if model_dir else fingerprint(config, MODEL_DIR)
         groups = group_numbers(offloading_spec)
         facts = engine_facts(config, offloading_spec, memory.shape[1])
-        epoch, name, specs = int(weights_epoch), str(config.model_config.model), list[NamespaceSpec]()
+        epoch, name, specs = int(settings.weights_epoch), str(config.model_config.model), list[NamespaceSpec]()
         for number, tokens in groups.items():
             layout = chunk_layout(f"group {number}", tokens * offloading_spec.blocks_per_chunk, [memory.shape[1]])
             specs.append(NamespaceSpec(1, "", model, layout, "raw", epoch, {**facts, "group": str(number)}, name))
-        queued, threads = max(1, min(int(queued_chunks), len(memory) // 2)), max(1, int(load_threads))
-        limits = ChunkLimits(queued_stores=queued, load_threads=threads, lease_ms=float(deadline_ms))
+        queued, threads = max(1, min(int(settings.queued_chunks), len(memory) // 2)), max(1, int(settings.load_threads))
+        limits = ChunkLimits(queued_stores=queued, load_threads=threads, lease_ms=float(settings.deadline_ms))
         runs = [ChunkRun(memory.ctypes.data, memory.strides[0], memory.shape[1])]
-        self._stores, self._outcomes = open_twice(kvstore.open, url, f"vllm {vllm.__version__}"), ChunkOutcomes()
+        self._stores = open_twice(kvstore.open, settings.url, f"vllm {vllm.__version__}")
+        self._outcomes = ChunkOutcomes()
         spaces = [ChunkSpace(spec, runs, len(memory), self._stores, self._outcomes) for spec in specs]
         places = {number.to_bytes(GROUP_BYTES, "big"): position for position, number in enumerate(groups)}
         self._chunks = ChunkStore(spaces, lambda key: places.get(key[HASH_BYTES:], -1), limits, self._outcomes)
-        has_events = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
+        has_events = settings.enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
         self._events: list[OffloadingEvent] | None = [] if has_events else None
 
     def on_new_request(self, req_context: Any) -> base.RequestOffloadingContext:
@@ -196,7 +210,6 @@ class KvStoreTier(SecondaryTierManager):
         return {CHUNKS_METRIC: base.OffloadingCounterMetadata(documentation=text, labelnames=("outcome",))}
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        """Counts since the last call."""
         counts, stats = self._outcomes.take(), OffloadingConnectorStats()
         for outcome, chunks in counts.items():
             stats.increase_counter(CHUNKS_METRIC, chunks, (outcome,))
@@ -305,7 +318,6 @@ def engine_facts(config: Any, spec: Any, chunk_bytes: int) -> dict[str, str]:
 
 
 def _platform() -> str:
-    """The device, for which kernels pack pages: on CPUs with AMX differently from those without."""
     device = str(current_platform.device_type)
     if device == "cpu":
         has_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: None)()

@@ -167,7 +167,6 @@ CLOSED_ROOMS = {
         "h11": ("kvstore/listeners/http_server.py",),
         "cryptography": ("kvstore/peers/sealed.py",),
         "ucxx": ("kvstore/peers/ucx.py",),
-        "valkey": ("kvstore/courier/directory.py",),
     },
     "engine_adapter": {"triton": ()},
     "tiering": {

@@ -26,7 +26,7 @@ PACKAGES = {
 FOLDERS = ("kvstore", "tiering", "engine_adapter", "kernels", "proto", "tests", "benchmarks", "deploy", "docs")
 FILES = ("pyproject.toml", "LICENSE", "README.md", "constraints.txt")
 LEFT_BEHIND = shutil.ignore_patterns("__pycache__", "*.egg-info", ".*")
-EXTRAS = {"server", "hf", "gpu", "ucx", "valkey", "mooncake", "s3", "tls", "otel", "plot", "test", "dev"}
+EXTRAS = {"server", "hf", "gpu", "ucx", "tls", "otel", "plot", "test", "dev"}
 
 
 @pytest.fixture(scope="module")

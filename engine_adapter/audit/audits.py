@@ -16,7 +16,7 @@ No torch, clock or randomness here: they are handed in. Must never log tokens or
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from logging import getLogger
 from math import frexp, isfinite, sqrt
@@ -100,7 +100,6 @@ class Holdout:
             )
 
     def to_dict(self) -> dict[str, int | float]:
-        """For `--json`."""
         return {"fraction": self._fraction, "hits": self.hits, "held_out": self.held_out, "busy": self.busy}
 
 
@@ -167,23 +166,15 @@ class AuditCounts:
 
     @property
     def blocks(self) -> int:
-        """Blocks that were compared."""
         return self.exact + self.close + self.drifted
 
     def to_dict(self) -> dict[str, object]:
         """For `--json`. relative_error: root mean square over the blocks that have not drifted."""
         sound = self.exact + self.close
-        return {
-            "audits": self.audits,
-            "drifted_audits": self.drifted_audits,
+        counts = {name: value for name, value in asdict(self).items() if name != "squared_error_sum"}
+        return counts | {
             "blocks": self.blocks,
-            "exact": self.exact,
-            "close": self.close,
-            "drifted": self.drifted,
             "relative_error": sqrt(self.squared_error_sum / sound) if sound else None,
-            "worst_relative_error": self.worst_relative_error,
-            "worst_of_allowed": self.worst_of_allowed,
-            "worst_outside_share": self.worst_outside_share,
             "errors": {f"2^{exponent}": self.errors[exponent] for exponent in sorted(self.errors)},
         }
 

@@ -143,13 +143,11 @@ def _as_numbers(block: Planes, dtype: torch.dtype) -> Planes:
 
 
 def _codec_error(table: torch.Tensor, layers: int) -> float:
-    """Relative error (rms) that the codec makes in all planes of a layer together, averaged over the layers."""
     shares = table[:, 2] / table[:, 1]
     return sqrt(float(shares[shares.isfinite()].sum()) / layers)
 
 
 def _axis(codec: str, plane: int, planes: int) -> Axis | None:
-    """How an 8-bit codec keeps this plane; None for a codec that changes nothing."""
     if codec == "raw":
         return None
     if codec != int8.KC64:
@@ -225,7 +223,6 @@ def _bits(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _relative(squares: float, of_squares: float) -> float:
-    """Root of the quotient."""
     if squares == 0.0:
         return 0.0
     if not (isfinite(squares) and isfinite(of_squares)) or of_squares == 0.0:

@@ -74,7 +74,6 @@ def chunk_planes(block_tokens: int, runs: Sequence[ChunkRun], slots: int) -> dic
 
 
 def chunk_key(namespace: NamespaceHandle, name: bytes) -> bytes:
-    """The key of the chunk with that name of the engine's."""
     return namespace.hashed(bytes(4 * namespace.block_tokens), (ExtraKey(b"engine:" + name),)).keys[0]
 
 

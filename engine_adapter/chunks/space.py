@@ -88,7 +88,6 @@ class ChunkOutcomes:
             _log.warning("the store %s", "cannot be asked: chunks are computed, not loaded" if is_away else "answers")
 
     def take(self) -> dict[str, int]:
-        """The counts since the last call."""
         with self._lock:
             counts, self._counts = self._counts, Counter()
         return dict(counts)
@@ -181,7 +180,6 @@ class ChunkSpace:
         return done
 
     def _fetched(self, handle: NamespaceHandle, prompt: Prompt, here: int, ends_at: float) -> bool:
-        """Wait for chunks from elsewhere, until `ends_at` at most; returns whether it waited."""
         plan = WaitPlan.of_fetch(len(prompt.keys), max(0.0, ends_at - self._clock()), self.block_tokens)
         return handle.has_courier and wait_for_blocks(handle, prompt, "", plan, here)
 

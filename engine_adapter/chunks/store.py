@@ -165,7 +165,6 @@ class ChunkStore:
             time.sleep(POLL_SECONDS)
 
     def _is_answered(self, asked: _Asked) -> bool:
-        """Take a chunk one step further: submitted, found, pinned. Returns whether there is an answer."""
         if asked.state is not ChunkState.PENDING:
             return True
         handle, lease = asked.handle, None
@@ -185,7 +184,6 @@ class ChunkStore:
         return True
 
     def _is_fetching(self, asked: _Asked, handle: NamespaceHandle) -> bool:
-        """Whether a missing chunk may be here soon. It is looked for elsewhere once, and then looked up again."""
         wait = asked.wait
         if wait is None:
             plan = WaitPlan.of_fetch(1, self.limits.lease_ms / 1000, handle.block_tokens)
@@ -343,7 +341,6 @@ def _tables(space: ChunkSpace, slot: int) -> tuple[PageRun, ...]:
 
 
 def _worker_of(space: ChunkSpace, limits: ChunkLimits, clock: Callable[[], float]) -> PagedWorker:
-    """A worker whose pages are chunks. It stores over a connection of its own."""
     pages = EnginePages(WorkerSpec(0, space.block_tokens, (), "", "", "cpu", space.chunk_bytes), space.planes, 1)
     threads = {"load_threads": limits.load_threads, "save_threads": limits.save_threads}
     worker = PagedWorker(pages, lambda _: space.stores[1], clock, **threads, save_bytes=1 << 62)

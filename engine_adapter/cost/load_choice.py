@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import inf
 
 from engine_adapter.audit.audits import Audits, Holdout, TtftSaving
@@ -84,7 +84,6 @@ class LoadChoice:
         return self.costs.predicted_load_ms([(HitTier.DRAM, tokens)], now)
 
     def begins(self, request: str, now: float) -> None:
-        """The load of a request begins."""
         decision = self._decided.pop(request, None)
         if decision is not None:
             self._under_way[request] = _StartedLoad(decision, now, self.fetch_seconds.pop(request, 0.0))
@@ -116,13 +115,13 @@ class LoadChoice:
 
     def take_costs(self) -> dict[str, float]:
         """`CostCounts` since the last call."""
-        now, before = self.costs.counts.to_dict(), self._told
+        now, before = asdict(self.costs.counts), self._told
         self._told = now
         return {name: count - before.get(name, 0) for name, count in now.items()} if now != before else {}
 
     def to_dict(self, now: float) -> dict[str, object]:
         return {
-            "cost": self.costs.counts.to_dict(),
+            "cost": asdict(self.costs.counts),
             "prefill": self.costs.prefill.to_dict(),
             "loads": self.costs.loads.to_dict(now),
             "holdout": self.holdout.to_dict(),

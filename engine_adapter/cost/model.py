@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine_adapter.cost.speeds import LONGEST_SECONDS, LoadSpeed, PrefillSpeed, as_tokens
-from kvstore.block.account import HitTier, MissReason
+from kvstore.block.account import HitTier
 
 SYNCHRONOUS_MS = 2.0
 """A shorter load is over before another step would be: the engine waits for it. A longer one runs beside the engine's
@@ -35,10 +35,9 @@ class Decision:
     """What to do with one found prefix. Times in milliseconds.
 
     load_tokens: from `local_tokens` on, and up to a block's boundary (0: compute everything). declined_tokens: of
-    whole blocks that were found behind. reason: why those are a miss, if there are any. predicted_load_ms: with all
-    waiting. predicted_compute_ms: of computing what is loaded; None before speeds were learned. is_explored: whether
-    more is loaded than is believed to be best. parts: bytes by tier. waiting_seconds: the part of the load's time that
-    is expected to be waiting.
+    whole blocks that were found behind. predicted_load_ms: with all waiting. predicted_compute_ms: of computing what is
+    loaded; None before speeds were learned. is_explored: whether more is loaded than is believed to be best. parts:
+    bytes by tier. waiting_seconds: the part of the load's time that is expected to be waiting.
     """
 
     local_tokens: int
@@ -49,11 +48,6 @@ class Decision:
     is_explored: bool
     parts: tuple[tuple[HitTier, float], ...]
     waiting_seconds: float
-
-    @property
-    def reason(self) -> MissReason | None:
-        """Of the declined tokens."""
-        return MissReason.CHEAPER_TO_COMPUTE if self.declined_tokens else None
 
     @property
     def is_learned(self) -> bool:
@@ -90,23 +84,6 @@ class CostCounts:
     locates: int = 0
     fetches: int = 0
     short_fetches: int = 0
-
-    def to_dict(self) -> dict[str, int | float]:
-        """For `--json`."""
-        return {
-            "decisions": self.decisions,
-            "loaded_tokens": self.loaded_tokens,
-            "declined_tokens": self.declined_tokens,
-            "explored": self.explored,
-            "unlearned": self.unlearned,
-            "finished": self.finished,
-            "judged": self.judged,
-            "regret_ms": self.regret_ms,
-            "saved_ms": self.saved_ms,
-            "locates": self.locates,
-            "fetches": self.fetches,
-            "short_fetches": self.short_fetches,
-        }
 
 
 class CostModel:
@@ -226,7 +203,6 @@ class CostModel:
         block: int,
         speeds: Callable[[HitTier], tuple[float, float]],
     ) -> _Found:
-        """Where loading may stop, and what it takes up to there. speeds: of a tier, overhead and seconds per byte."""
         found = _Found(local, prompt, [], [])
         paid: set[HitTier] = set()
         position, seconds = local, 0.0
@@ -253,7 +229,6 @@ class CostModel:
         return found
 
     def _cheapest(self, found: _Found, waiting_seconds: float) -> int:
-        """The token to load up to; of equals the longest, which spares the engine's work."""
         best_token = found.local
         best_seconds = self.prefill.more_seconds(found.local, found.prompt) or 0.0
         for token, load_seconds in found.stops:
@@ -264,7 +239,6 @@ class CostModel:
         return best_token
 
     def _is_due(self) -> bool:
-        """Whether to explore now."""
         self._declining = (self._declining + 1) % self._explore_every
         return self._declining == 0
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import exp, log, sqrt
+from math import exp, log
 from operator import mul
 
 from kvstore.block.account import HitTier
@@ -39,13 +39,15 @@ def as_tokens(count: int) -> int:
 #   q   (b * b - a * a) / 2, summed over its prompts' tokens a .. b - 1: attention, each token against all before it
 #
 # Sums over prompts stay sums, so a step that several prompts share is one observation. The four numbers minimise the
-# squared relative error over the steps so far, older ones counting less. What cannot be told apart (steps that are all
-# alike) is put down to `linear`, because its ridge is the smallest.
+# squared relative error, by moving averages of what n, q, d and the time make multiplied with each other. What cannot
+# be told apart (steps that are all alike) is put down to `linear`, because its ridge is the smallest.
 
 TOKENS_UNIT = 1024.0
 PAIRS_UNIT = TOKENS_UNIT * TOKENS_UNIT
 """Units of n and q, which keep the sums below within one order of magnitude."""
 RIDGE = (1e-3, 1e-6, 1e-3, 1e-3)
+ORDER, SWEEPS = (1, 0, 2, 3), 8
+"""The numbers are fitted in this order, so many times over: `linear` first, which takes what cannot be told apart."""
 KEPT = 0.99
 """Each step multiplies the weights of all earlier ones by this: about a hundred steps are remembered."""
 LEAST_STEPS = 8
@@ -90,7 +92,6 @@ class PrefillSpeed:
             self._learn()
 
     def _learn(self) -> None:
-        """Take in the noted steps. Whatever is asked of this object comes after it."""
         noted, self._noted = self._noted, []
         for scheduled, decode_requests, step_seconds in noted:
             self._take(scheduled, decode_requests, step_seconds)
@@ -128,21 +129,12 @@ class PrefillSpeed:
 
     @property
     def is_learned(self) -> bool:
-        """Whether enough was seen."""
         self._learn()
         return self._telling_steps >= LEAST_STEPS
 
-    def seconds(self, start_token: int, stop_token: int) -> float | None:
-        """What computing the tokens start .. stop - 1 of a prompt, behind those before, takes in a step of its own.
-        None until enough was seen."""
-        more = self.more_seconds(start_token, stop_token)
-        if more is None or as_tokens(stop_token) <= as_tokens(start_token):
-            return more
-        return self._coefficients()[0] + more
-
     def more_seconds(self, start_token: int, stop_token: int) -> float | None:
-        """What these tokens add to a step that runs anyway: what is saved where they are loaded, since some token of a
-        prompt is always computed."""
+        """What computing the tokens start .. stop - 1 of a prompt adds to a step that runs anyway: what is saved where
+        they are loaded, since some token of a prompt is always computed. None until enough was seen."""
         if not self.is_learned:
             return None
         start, stop = as_tokens(start_token), as_tokens(stop_token)
@@ -169,7 +161,6 @@ class PrefillSpeed:
         }
 
     def _weight(self, features: tuple[float, ...], step_seconds: float) -> float:
-        """The weight of this step: it makes errors relative to the step's time, and is less for an outlier."""
         if self._telling_steps < LEAST_STEPS:
             return 1.0 / (step_seconds * step_seconds)  # slow first steps, which compile or load, count least
         expected: float = sum(map(mul, self._coefficients(_REUSED_STEPS), features))
@@ -182,64 +173,30 @@ class PrefillSpeed:
         return min(1.0, limit / error if error > 0.0 else 1.0) / (expected * expected)
 
     def _coefficients(self, reused_steps: int = 0) -> list[float]:
-        """reused_steps: so many of the last steps may be left out."""
         if self._unsolved_steps > reused_steps:
-            self._solution = _least_squares(self._squares, self._products)
+            self._solution = _fitted(self._squares, self._products, self._solution)
             self._unsolved_steps = 0
         return self._solution
 
 
-def _least_squares(squares: list[list[float]], products: list[float]) -> list[float]:
-    """The four numbers, none negative. Negative ones are set to 0, the lowest first, and the others are fitted again;
-    the last one left cannot be negative, as neither times nor features are."""
-    active = [index for index in range(4) if squares[index][index] > _FORGOTTEN]
-    while active:
-        solved = _solve(squares, products, active)
-        lowest = min(solved)
-        if lowest >= 0.0:
-            solution = [0.0] * 4
-            for index, value in zip(active, solved, strict=True):
-                solution[index] = value
-            return solution
-        del active[solved.index(lowest)]
-    return [0.0] * 4
-
-
-def _solve(squares: list[list[float]], products: list[float], active: list[int]) -> list[float]:
-    """Gauss without pivoting: the matrix is positive definite by its ridge. Rows and columns of `active` alone, in
-    units in which its diagonal is 1."""
-    scales = [1.0 / sqrt(squares[index][index]) for index in active]
-    rows = []
-    for at, index in enumerate(active):
-        of_index, scale = squares[index], scales[at]
-        row = [of_index[other] * scale * other_scale for other, other_scale in zip(active, scales, strict=True)]
-        row[at] += RIDGE[index]
-        row.append(products[index] * scale)
-        rows.append(row)
-    size = len(active)
-    for at in range(size):
-        pivot_row = rows[at]
-        for below in range(at + 1, size):
-            factor = rows[below][at] / pivot_row[at]
-            rows[below] = [value - factor * above for value, above in zip(rows[below], pivot_row, strict=True)]
-    values = [0.0] * size
-    for at in reversed(range(size)):
-        rest = rows[at][size]
-        for column in range(at + 1, size):
-            rest -= rows[at][column] * values[column]
-        values[at] = rest / rows[at][at]
-    return [value * scale for value, scale in zip(values, scales, strict=True)]
+def _fitted(squares: list[list[float]], products: list[float], solution: list[float]) -> list[float]:
+    """The four numbers, none negative: from the last ones on, each in turn is set to its best value for the others."""
+    fitted = list(solution)
+    for at in SWEEPS * ORDER:
+        row, own = squares[at], squares[at][at] * (1.0 + RIDGE[at])
+        rest = products[at] - sum(map(mul, row, fitted)) + row[at] * fitted[at]
+        fitted[at] = max(0.0, rest / own) if own > _FORGOTTEN else 0.0
+    return fitted
 
 
 # Loads ------------------------------------------------------------------------------------------------------------
 #
 #   load seconds = sum over its tiers of (overhead + bytes / bandwidth)  +  what is under way before it
 #
-# Of each tier two logarithms are kept, how many times slower overhead and bytes are than the prior says, with their
-# covariance: an extended Kalman filter. With time since the last load, what is expected goes back to the prior, by half
-# in `HALF_LIFE_SECONDS`, and doubt grows to the prior's. Logarithms cannot make a time negative, and weigh "50 times
-# slower" and "50 times faster" alike. A load of several tiers teaches each by its share of the time and by its doubt,
-# so that a slow disk is not put down to DRAM.
+# Of each tier one logarithm is kept, a moving average: how many times slower it is than the prior says. With time since
+# the last load, what is expected goes back to the prior, by half in `HALF_LIFE_SECONDS`. Logarithms cannot make a time
+# negative, and weigh "50 times slower" and "50 times faster" alike. A load of several tiers teaches each by its share
+# of the time, so that a slow disk is not put down to DRAM.
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,14 +218,14 @@ PRIORS: Mapping[HitTier, TierPrior] = {
 HALF_LIFE_SECONDS = 900.0
 HOPE_SECONDS = HALF_LIFE_SECONDS / 16
 """Within this time of a load, a belief moves back to the prior by less than noise."""
-PRIOR_VARIANCE = 1.0
-"""Of a logarithm: e times slower or faster is one standard deviation."""
-NOISE_VARIANCE = 0.04
-"""Of the logarithm of a load's time: a fifth up or down is usual."""
+GAIN = 0.2
+"""Of the moving average: a tier's fifth load and all later ones count a fifth."""
 SURPRISE = log(2.0)
-"""Beyond this, and beyond two standard deviations of what was believed, an error is no noise. The first slow load is a
-hiccup, and counts as two deviations. From the second in a row on the tier has changed: what was known is in doubt, and
-what is seen is believed up to 4 times, 16 times, ... what was believed before. Faster is believed at once."""
+"""A larger error is no noise. The first slow load is a hiccup, and counts as noise would. From the second in a row on
+the tier has changed: what is seen is believed up to 4 times, 16 times, ... what was believed before. Faster is believed
+at once."""
+LONGEST_SURPRISE = 2.0
+"""The same for a tier that was not seen for long."""
 MOST_STRIKES = 6
 FURTHEST = log(1e5)
 """A belief stays within this of the prior."""
@@ -278,60 +235,34 @@ FURTHEST = log(1e5)
 class _TierBelief:
     overhead_seconds: float
     byte_seconds: float
-    slow_overhead: float = 0.0
-    slow_bytes: float = 0.0
-    variance_overhead: float = PRIOR_VARIANCE
-    variance_bytes: float = PRIOR_VARIANCE
-    covariance: float = 0.0
+    slow: float = 0.0
     seen_at: float = 0.0
     strikes: int = 0
     loads: int = 0
 
     def speeds(self, now_seconds: float) -> tuple[float, float]:
         """Seconds of overhead, and per byte: as last seen, moved back to the prior by the time since then."""
-        kept = self._kept(now_seconds)
-        return (
-            self.overhead_seconds * exp(kept * self.slow_overhead),
-            self.byte_seconds * exp(kept * self.slow_bytes),
-        )
+        times = exp(self.kept(now_seconds) * self.slow)
+        return self.overhead_seconds * times, self.byte_seconds * times
 
-    def age(self, now_seconds: float) -> None:
-        """Doubt goes back to the prior's by the time since the last load. What was seen last stays the best guess of
-        what will be seen next, so a load that says the same again leaves it as it was."""
-        kept = self._kept(now_seconds)
-        back = (1.0 - kept * kept) * PRIOR_VARIANCE
-        self.variance_overhead = kept * kept * self.variance_overhead + back
-        self.variance_bytes = kept * kept * self.variance_bytes + back
-        self.covariance *= kept * kept
-        self.seen_at = now_seconds
-
-    def doubt(self, overhead_share: float, bytes_share: float) -> float:
-        """This tier's part of the variance of a load time's logarithm."""
-        return (
-            overhead_share * overhead_share * self.variance_overhead
-            + 2 * overhead_share * bytes_share * self.covariance
-            + bytes_share * bytes_share * self.variance_bytes
-        )
-
-    def startle(self, variance: float) -> None:
-        """The tier has changed: raise both variances to this at least."""
-        self.variance_overhead = max(self.variance_overhead, variance)
-        self.variance_bytes = max(self.variance_bytes, variance)
-
-    def learn(self, overhead_share: float, bytes_share: float, error: float, variance: float) -> None:
-        """One step of the filter; variance: of the whole load's logarithm."""
-        towards_overhead = overhead_share * self.variance_overhead + bytes_share * self.covariance
-        towards_bytes = overhead_share * self.covariance + bytes_share * self.variance_bytes
-        self.slow_overhead = _within(self.slow_overhead + towards_overhead / variance * error)
-        self.slow_bytes = _within(self.slow_bytes + towards_bytes / variance * error)
-        self.variance_overhead = max(0.0, self.variance_overhead - towards_overhead * towards_overhead / variance)
-        self.variance_bytes = max(0.0, self.variance_bytes - towards_bytes * towards_bytes / variance)
-        self.covariance -= towards_overhead * towards_bytes / variance
-        self.loads += 1
-
-    def _kept(self, now_seconds: float) -> float:
+    def kept(self, now_seconds: float) -> float:
+        """1 just after a load, and 0 long after it."""
         age = now_seconds - self.seen_at
         return 2.0 ** (-age / HALF_LIFE_SECONDS) if self.loads and age > 0.0 else 1.0
+
+    def believed(self, error: float, now_seconds: float) -> float:
+        """How much of an error of a load that this tier decided is believed."""
+        kept = self.kept(now_seconds)
+        if not self.loads:
+            return error
+        if abs(error) <= max(SURPRISE, LONGEST_SURPRISE * (1.0 - kept)):
+            self.strikes = 0
+            return max(GAIN, 1.0 / (self.loads + 1), 1.0 - kept) * error
+        if error < 0:
+            self.strikes = 0
+            return error
+        self.strikes = min(MOST_STRIKES, self.strikes + 1)
+        return GAIN * SURPRISE if self.strikes == 1 else min(error, SURPRISE * 2.0 ** (self.strikes - 1))
 
 
 class LoadSpeed:
@@ -389,31 +320,17 @@ class LoadSpeed:
         if not is_duration(load_seconds):
             self.refused += 1
             return
-        terms = []
-        total = queued = max(0.0, min(queued_seconds, LONGEST_SECONDS))
-        for belief, size_bytes in sizes:
-            belief.age(now_seconds)
-            overhead, byte_seconds = belief.speeds(now_seconds)
-            terms.append((belief, overhead, size_bytes * byte_seconds))
-            total += overhead + size_bytes * byte_seconds
-        shares = [(belief, overhead / total, transfer / total) for belief, overhead, transfer in terms]
-        longest = max(shares, key=lambda share: share[1] + share[2])[0]
-        error = log(load_seconds / total)
-        noise = NOISE_VARIANCE + (queued / total) ** 2 * PRIOR_VARIANCE
-        variance = noise + sum(belief.doubt(*of) for belief, *of in shares)
-        expected_error = 2.0 * sqrt(variance)
-        if error > max(SURPRISE, expected_error) and not longest.strikes:
-            longest.strikes, error = 1, expected_error
-        elif abs(error) > max(SURPRISE, expected_error):
-            for belief, overhead_share, bytes_share in shares:
-                belief.startle((overhead_share + bytes_share) ** 2 * error * error)
-            variance = noise + sum(belief.doubt(*of) for belief, *of in shares)
-            error = min(error, max(expected_error, SURPRISE * 2.0**longest.strikes))
-            longest.strikes = min(MOST_STRIKES, longest.strikes + 1) if error > 0 else 0
-        else:
-            longest.strikes = 0
-        for belief, overhead_share, bytes_share in shares:
-            belief.learn(overhead_share, bytes_share, error, variance)
+        taken = []
+        total = max(0.0, min(queued_seconds, LONGEST_SECONDS))
+        for belief, size_bytes in sizes:  # as it was last seen: that is the best guess of what is seen next
+            overhead, byte_seconds = belief.speeds(belief.seen_at)
+            taken.append(overhead + size_bytes * byte_seconds)
+            total += taken[-1]
+        longest = sizes[taken.index(max(taken))][0]
+        believed = longest.believed(log(load_seconds / total), now_seconds)
+        for (belief, _), seconds in zip(sizes, taken, strict=True):
+            belief.slow = max(-FURTHEST, min(belief.slow + seconds / total * believed, FURTHEST))
+            belief.seen_at, belief.loads = now_seconds, belief.loads + 1
 
     def to_dict(self, now_seconds: float) -> dict[str, object]:
         """For `--json`: by tier, what is believed now and from how many loads."""
@@ -433,7 +350,3 @@ def _joined(parts: Sequence[tuple[HitTier, float]]) -> dict[HitTier, float]:
         if size_bytes > 0:
             sizes[tier] = min(sizes.get(tier, 0.0) + size_bytes, MOST_BYTES)
     return sizes
-
-
-def _within(slow: float) -> float:
-    return max(-FURTHEST, min(slow, FURTHEST))

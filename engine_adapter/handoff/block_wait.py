@@ -96,7 +96,6 @@ class WaitPolicy:
         return left
 
     def ended(self, end: AwaitEnd) -> None:
-        """The wait for one block is over."""
         self.is_over = end not in (AwaitEnd.READABLE, AwaitEnd.DEADLINE)
         if end is not AwaitEnd.READABLE:
             self.detail = f"{self.detail}: {end}"
@@ -109,7 +108,6 @@ class WaitPolicy:
         return Account.of([(self.refused if origin in _HIDDEN else origin, tokens) for origin, tokens in origins])
 
     def _limit(self, blocks: int) -> float:
-        """The time until which to wait for the block behind the first `blocks`."""
         assert self._began is not None
         began_at, first = self._began
         start = first * self._block_tokens
@@ -201,7 +199,6 @@ class WaitPlan:
                 part.is_over = True
 
     def account(self, account: Account) -> Account:
-        """As `WaitPolicy.account`."""
         for part in (self.fetch, self.policy):
             account = part.account(account) if part is not None else account
         return account
@@ -240,7 +237,6 @@ class ParkedWaits:
         """In the order in which they were added. Without any there is nothing to read."""
 
     def add(self, pending: PendingReply[m.Awaited]) -> None:
-        """Add one."""
         self.waiting[pending] = None
 
     def remove(self, pending: PendingReply[m.Awaited]) -> None:
@@ -272,7 +268,6 @@ class BlockWait:
 
     @property
     def is_open(self) -> bool:
-        """Whether it may wait for anything after another look."""
         return self.plan.is_open(self._namespace.has_courier)
 
     @property

@@ -61,7 +61,6 @@ class FetchPolicy:
         self.detail = ""
 
     def asks(self, blocks: int) -> bool:
-        """As `FetchChoice.asks`."""
         return self._choice.asks(blocks)
 
     def chosen(self, located: m.Located, blocks: int) -> tuple[int, float]:
@@ -78,7 +77,6 @@ class FetchPolicy:
         return stop, seconds
 
     def ended(self, awaited: m.Awaited) -> None:
-        """The fetch is over."""
         self.is_over = True
         came = awaited.end is AwaitEnd.READABLE
         self._choice.ended(came=came)

@@ -22,7 +22,7 @@ WINDOW_BLOCKS = 32
 
 
 class HbmBlocks:
-    """`BlockPool` on one device, for one namespace."""
+    """Decoded blocks of one namespace in the engine's own memory, asked before the store. Keys are prefix keys."""
 
     def __init__(self, layout: Layout, device: torch.device, capacity_bytes: int) -> None:
         """capacity_bytes: allocated at once."""
@@ -84,7 +84,6 @@ class HbmBlocks:
         self._touch(keys[:count])
 
     def usage(self) -> HbmUsage:
-        """Blocks and bytes now."""
         return self._pool.usage()
 
     def _row(self, key: bytes) -> torch.Tensor:

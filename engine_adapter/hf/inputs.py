@@ -112,7 +112,6 @@ def checked_stop_tokens(given: Any) -> frozenset[int]:
 
 
 def _unpacked(given: Any, attention_mask: Any) -> tuple[Any, Any]:
-    """The ids and the mask of what a tokenizer returned; anything else as it is."""
     if not isinstance(given, Mapping):
         return given, attention_mask
     if "input_ids" not in given:
@@ -220,7 +219,6 @@ class _Pads:
 
 
 def _on_host(given: Any) -> Any:
-    """A tensor in host memory; anything else as it is."""
     if not isinstance(given, torch.Tensor):
         return given
     if given.device.type == "meta":
@@ -236,7 +234,6 @@ def _array(given: Any) -> np.ndarray[Any, Any]:
 
 
 def _alone(given: Any) -> Any:
-    """The only row of a matrix of one row, which tokenizers return for one text; anything else as it is."""
     if isinstance(given, torch.Tensor | np.ndarray):
         return given[0] if given.ndim == 2 and len(given) == 1 else given
     if isinstance(given, list | tuple) and len(given) == 1 and not _is_number(given[0]):

@@ -147,7 +147,6 @@ class RaggedLayer(BufferLayer):
 
 @contextmanager
 def _attention_of(config: Any, name: str) -> Iterator[None]:
-    """The model with this attention, for one forward pass."""
     before = config._attn_implementation
     config._attn_implementation = name
     try:

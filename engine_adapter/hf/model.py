@@ -100,7 +100,6 @@ def check_not_wrapped(model: torch.nn.Module) -> None:
 
 
 def refusal(model_type: str, reason: str) -> BadInput:
-    """The one line for a model that cannot be served."""
     return BadInput(f"PrefixCache cannot serve model type {model_type!r}: {reason}")
 
 
@@ -159,7 +158,6 @@ def namespace_config(model: torch.nn.Module) -> dict[str, str]:
 
 
 def _pieces(tensor: torch.Tensor, *, whole: bool) -> Iterator[torch.Tensor]:
-    """A tensor's bytes, all of them or evenly spread samples with the first and the last ones among them."""
     data = tensor.detach().contiguous().view(-1).view(torch.uint8) if tensor.dim() else tensor.detach().view(1)
     data = data.view(torch.uint8)
     if whole or data.numel() <= SAMPLES_PER_TENSOR * SAMPLE_BYTES:
@@ -181,7 +179,6 @@ def _rope(config: Any) -> dict[str, Any]:
 
 
 def _dtype_name(model: torch.nn.Module) -> str:
-    """The dtype that the model computes in: that of its embedding, which quantised models keep as well."""
     embedding: Any = getattr(model, "get_input_embeddings", lambda: None)()
     parameter = next(model.parameters()) if embedding is None else embedding.weight
     return str(parameter.dtype).removeprefix("torch.")

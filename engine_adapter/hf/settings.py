@@ -168,7 +168,6 @@ def _as_row(tokens: array[int], device: torch.device) -> torch.Tensor:
 
 
 def _asks_nothing(config: Any, name: str) -> bool:
-    """Whether a field has the value for which transformers makes no processor."""
     value = getattr(config, name, None)
     if value is None or value is False:
         return True

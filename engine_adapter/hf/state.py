@@ -201,7 +201,6 @@ class WeightSampler:
 
 
 def _switches() -> list[object]:
-    """Torch's settings that decide which kernels run and in which dtype they compute, and its global hooks."""
     found: list[object] = [
         torch.get_default_dtype(),
         torch.get_float32_matmul_precision(),
@@ -259,7 +258,6 @@ def _named(what: Any) -> str:
 
 
 def _value(value: Any, depth: int = MAX_DEPTH) -> Any:
-    """The value in a form that JSON can write, and that is the same in every process."""
     if isinstance(value, _ATOMS):
         return value
     if isinstance(value, bytes | torch.dtype | torch.device | torch.Size):

@@ -13,9 +13,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from kvstore.block.account import HitTier
+from kvstore.client.handle import NamespaceHandle
 from kvstore.client.pending import PendingReply
 from kvstore.protocol import messages as m
 from tiering.frame import KEY_BYTES
@@ -27,12 +28,6 @@ ASK_EVERY_SECONDS = 0.02
 B = TypeVar("B")
 PLACES: tuple[HitTier | None, ...] = (None, HitTier.DRAM, HitTier.NVME)
 """A block's place by its number in `m.Changed`."""
-
-
-class TellsChanges(Protocol):
-    """The part of `NamespaceHandle` that reports changes."""
-
-    def submit_changes(self, after: int) -> PendingReply[m.Changed]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +54,7 @@ class Announcements(Generic[B]):
         self,
         clock: Callable[[], float],
         describe: Callable[[Any, int], B | None],
-        namespace: Callable[[], TellsChanges | None],
+        namespace: Callable[[], NamespaceHandle | None],
         most: int = MOST_BLOCKS,
     ) -> None:
         """clock: monotonic seconds. describe: a request's block, by its number, in the form of the engine's events;
@@ -123,7 +118,6 @@ class Announcements(Generic[B]):
             self._pending = namespace.submit_changes(self._after)
 
     def take(self) -> list[Announcement[B]]:
-        """News since the last call, in order."""
         news, self._news = self._news, []
         return news
 

@@ -137,7 +137,6 @@ class AuditPlan:
             self._end(state, [])
 
     def _end(self, state: RequestState, verdicts: Sequence[AuditVerdict]) -> None:
-        """Release the lease, and count. verdicts: none if nothing was compared."""
         audit = state.audit
         assert audit is not None
         if audit.pending is not None:

@@ -85,7 +85,6 @@ class LoadPlan:
         self._rejected.discard(request_id)
 
     def _is_unsure(self, state: RequestState, local_tokens: int) -> bool:
-        """Whether the engine's own tokens of a request may be pages that another request's load is filling."""
         if self._is_given_up:
             return False
         for load in self._under_way.values():

@@ -15,6 +15,7 @@ from dataclasses import replace
 from logging import getLogger
 
 from engine_adapter.handoff.block_wait import OPEN_MS, BlockWait
+from engine_adapter.paged.settings import ConnectorSettings
 from kvstore.block.account import Account, MissReason, reason_of
 from kvstore.block.identity import Prompt
 from kvstore.client.edge import contained
@@ -46,14 +47,13 @@ class PrefixLookup:
         prompt: Prompt,
         request: str,
         clock: Callable[[], float],
+        settings: ConnectorSettings,
         *,
-        match_deadline_ms: float,
-        lease_deadline_ms: float,
         wait: BlockWait | None = None,
         trace: RequestTrace = NO_TRACE,
     ) -> None:
-        """Submits the look-up. clock: monotonic seconds. wait: for blocks that are elsewhere, or that another engine
-        stores. trace: notes when the look-up and the lease were answered."""
+        """Submits the look-up. clock: monotonic seconds. settings: deadlines. wait: for blocks that are elsewhere, or
+        that another engine stores. trace: notes when the look-up and the lease were answered."""
         self.namespace = namespace
         self.prompt = prompt
         self.request = request
@@ -61,8 +61,7 @@ class PrefixLookup:
         self.detail = ""
         self.lease: Lease | None = None
         self._clock = clock
-        self._match_seconds = match_deadline_ms / 1000
-        self._lease_seconds = lease_deadline_ms / 1000
+        self._match_seconds, self._lease_ms = settings.match_deadline_ms / 1000, settings.lease_deadline_ms
         self._trace, self._begun_at = trace, clock()
         self._asked_at = 0.0
         self._leased_at = 0.0
@@ -77,7 +76,6 @@ class PrefixLookup:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it waits for blocks to come."""
         return self._wait is not None and self._wait.is_parked
 
     @property
@@ -162,7 +160,6 @@ class PrefixLookup:
             self._is_over = True
 
     def _polled(self) -> Match | None:
-        """What a look-up has found; None while it is not there, or for a miss."""
         if self._pending_match is None:
             self._look()
         assert self._pending_match is not None
@@ -198,9 +195,7 @@ class PrefixLookup:
             self._release()
             if self._pending_lease is None:
                 self._begun_at = self._clock()
-                self._pending_lease = self.namespace.submit_lease(
-                    wanted, first_token, 1000 * self._lease_seconds, self.request
-                )
+                self._pending_lease = self.namespace.submit_lease(wanted, first_token, self._lease_ms, self.request)
             lease = self._pending_lease.poll()
             if lease is None:
                 return None

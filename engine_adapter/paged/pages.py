@@ -193,7 +193,6 @@ def layout_of(facts: Sequence[WorkerSpec], total_kv_heads: int, block_tokens: in
 
 
 def _forms(tensor: torch.Tensor, group: RegisteredGroup) -> Iterator[tuple[str, int, list[torch.Tensor]]]:
-    """Every form that the tensor's shape admits: its name, kernel pages to a page, and its planes."""
     heads, widths = group.kv_heads, group.widths
     shape = tuple(tensor.shape)
     if len(widths) == 1 and len(shape) == 3 and shape[2] == widths[0]:
@@ -254,7 +253,6 @@ def _opaque(tensor: torch.Tensor, group: RegisteredGroup) -> tuple[int, list[tor
 
 
 def _split(pages: int, tokens: int, group: RegisteredGroup) -> int:
-    """Kernel pages to one of the scheduler's pages; 0 if sizes do not fit."""
     split, rest = divmod(pages, group.num_pages)
     return split if not rest and split and tokens * split == group.page_tokens else 0
 
@@ -280,7 +278,6 @@ def _planes_of(group: RegisteredGroup, write: Write) -> tuple[str, list[list[tor
 
 
 def _written_form(name: str, tensor: torch.Tensor, group: RegisteredGroup, write: Write) -> str:
-    """The form in which the engine wrote the given numbers; empty if none fits."""
     if str(tensor.dtype).removeprefix("torch.") not in DTYPE_BYTES or not tensor.dtype.is_floating_point:
         return ""
     for form, _, planes in _forms(tensor, group):
@@ -292,7 +289,6 @@ def _written_form(name: str, tensor: torch.Tensor, group: RegisteredGroup, write
 def _is_written(
     name: str, tensor: torch.Tensor, planes: Sequence[torch.Tensor], group: RegisteredGroup, write: Write
 ) -> bool:
-    """Whether a page that the engine writes is found in these planes, bit for bit. The page is restored."""
     tokens, page = planes[0].shape[1], min(1, planes[0].shape[0] - 1)
     random = torch.Generator().manual_seed(PROBE_SEED)
     meant = [

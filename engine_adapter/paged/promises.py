@@ -73,7 +73,6 @@ class Promises:
     # A request's look-up ---------------------------------------------------------------------------------------------
 
     def is_asked(self, state: RequestState) -> bool:
-        """Whether it may be looked up now."""
         is_read = state.facts.refused is None and state.facts.reads and self.refused is None
         return is_read and self._namespace.now() is not None
 
@@ -110,8 +109,7 @@ class Promises:
                 state.prompt,
                 request.request_id,
                 self._clock,
-                match_deadline_ms=self._settings.match_deadline_ms,
-                lease_deadline_ms=self._settings.lease_deadline_ms,
+                self._settings,
                 wait=self._wait_of(state, namespace),
                 trace=facts.trace,
             )
@@ -211,7 +209,6 @@ class Promises:
         return lookup.matched(local_tokens, state.stop_token, state.stop_reason)
 
     def _wait_of(self, state: RequestState, namespace: NamespaceHandle) -> BlockWait | None:
-        """The wait of a request before its first admission, for blocks that are elsewhere, or being stored."""
         choice, least = self._choice, self._settings.lease_deadline_ms / 1000
         if state.is_admitted or choice is None:
             return None

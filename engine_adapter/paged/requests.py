@@ -38,20 +38,13 @@ NEVER = 1 << 62
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-class Breakable(Protocol):
-    """A half of a connector."""
-
-    def broke(self, error: Exception) -> None:
-        """A bug was caught."""
-        ...
-
-
 def edge(otherwise: object) -> Callable[[Method], Method]:
-    """A decorator: an exception in a method switches the store off for this engine, and the engine runs on."""
+    """A decorator: an exception in a method switches the store off for this engine (the
+    method's object is told by its `broke`), and the engine runs on."""
 
     def guarded(method: Method) -> Method:
         @wraps(method)
-        def call(self: Breakable, *args: Any) -> Any:
+        def call(self: Any, *args: Any) -> Any:
             with contained(self.broke):
                 return method(self, *args)
             return otherwise
@@ -151,7 +144,6 @@ class LoadUnderWay:
 
     @property
     def why(self) -> MissReason:
-        """Why it brought less, if it did."""
         return self.reason or MissReason.UNREACHABLE
 
 
@@ -215,7 +207,6 @@ class RequestState:
         return found if sum(found.values()) == tokens else {}
 
     def seal(self, namespace: NamespaceHandle, seconds: float) -> None:
-        """Request its ticket, if it is handed over to another engine."""
         if self.facts.hands_over and self.sealing is None and self.prompt.keys:
             self.sealing = namespace.submit_seal(self.prompt, seconds)
 
@@ -424,7 +415,6 @@ class RequestNews:
             savings = None
 
     def close(self) -> None:
-        """Report what waits."""
         if self._timer is not None:
             self._timer.cancel()
         if self._waiting:

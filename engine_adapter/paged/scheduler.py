@@ -175,7 +175,6 @@ class PagedScheduler:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the engine runs requests."""
         return bool(self._running)
 
     @property
@@ -349,11 +348,9 @@ class PagedScheduler:
         return counts
 
     def _tell_news(self, seconds: float) -> None:
-        """Report what waits for that. seconds: that it may wait for another message."""
         self._news.tell(self._namespace.now(), self.choice, len(self._ranks), self._clock(), seconds)
 
     def _collect(self) -> None:
-        """Take in counts from other objects."""
         costs, audited = self._counts.costs, self._counts.audited
         for name, cost in self.choice.take_costs().items() if self.choice is not None else ():
             costs[name] = costs.get(name, 0) + cost
@@ -365,7 +362,6 @@ class PagedScheduler:
         self.announced, self._announces = Announcements(self._clock, describe, self._namespace.now), True
 
     def close(self) -> None:
-        """Finish all requests, and disconnect."""
         for request_id in list(self._states):
             self.finished(request_id)
         if self._audits is not None:
@@ -377,13 +373,10 @@ class PagedScheduler:
 
     @property
     def _is_told_by_page(self) -> bool:
-        """Whether the engine can be told which pages a load did not bring, and not only of which request: not with
-        several groups or sliding windows."""
         groups = self._facts.layout.groups if self._facts is not None else ()
         return len(groups) == 1 and not groups[0].window
 
     def _waits(self, state: RequestState, promised: int) -> bool:
-        """Whether the step that needs the load waits for it."""
         mode = self.settings.load
         if not self._is_told_by_page:
             return False  # such a step could not be taken back
@@ -393,8 +386,6 @@ class PagedScheduler:
         return is_alone or (self.choice is not None and self.choice.load_ms(promised, self._clock()) < SYNCHRONOUS_MS)
 
     def _reads_here(self, state: RequestState) -> bool:
-        """Whether a worker in this process may read with this half's lease: only if it loads all of it within the
-        step."""
         return state.waits and self.settings.load is not LoadMode.LAYERWISE and len(self._ranks) == 1
 
     def _order_load(
@@ -480,7 +471,6 @@ class PagedScheduler:
                 self._offer(state, one, orders)
 
     def _offer(self, state: RequestState, one: Computed, orders: StepPlan) -> None:
-        """Order a save of the blocks that this step completes, and whatever else is due."""
         if self._audits is not None:
             self._audits.computed(state, one, self._plan, orders)
         if state.found_tokens and one.stop >= state.request.num_prompt_tokens:
@@ -560,7 +550,6 @@ class PagedScheduler:
             state.offered = min(state.offered, offer.held)  # offered again when the next block is due
 
     def _is_offered(self, state: RequestState, blocks: int) -> None:
-        """Record how many of its blocks were offered or are held, and when it is next due."""
         state.offered = blocks
         saves = state.facts.refused is None and state.facts.saves and self.settings.save is not SavePolicy.NONE
         due = (blocks + 1) * self.block_tokens if saves and self.block_tokens else NEVER

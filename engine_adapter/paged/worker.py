@@ -523,7 +523,6 @@ class PagedWorker:
             return save.is_reading
 
     def end_reading(self, save: _Reader) -> None:
-        """A saver's thread."""
         with self._changed:
             save.is_reading = False
             self._changed.notify_all()
@@ -567,14 +566,12 @@ class _Reading:
 
 
 def _cut(run: PageRun, first_token: int, stop_token: int, page_tokens: int) -> PageRun:
-    """The pages of these tokens, as far as there are any."""
     first, stop = first_token // page_tokens, -(-stop_token // page_tokens)
     start = max(first, run.first)
     return PageRun(start, run.pages[start - run.first : stop - run.first])
 
 
 def _blank(pages: Pages) -> Pages:
-    """As many pages, in new memory, for every group."""
     planes = {layer: [plane[: len(pages.table)].clone() for plane in both] for layer, both in pages.planes.items()}
     return Pages(planes, range(len(pages.table)), pages.page_tokens)
 

@@ -39,10 +39,19 @@ class Span(Protocol):
 
 
 class BlockCopy(Protocol):
-    """Bound to pages: blocks to payloads and back. See `kvstore.block.pages.Coder`."""
+    """A codec bound to pages and to one part. Not thread-safe; bind one per thread.
+
+    Both verbs take any number of blocks, of which the first token of block i lies tokens[i] tokens into the pages of
+    the part's group.
+    """
 
     def encode(self, tokens: Sequence[int], into: Sequence[Span], digest: Digest) -> Encoded:
-        """The blocks at `tokens` into payloads, which are no longer written to once it has ended or is closed."""
+        """Encode blocks; yields for each in order the digest of every layer slice. For a block that the codec cannot
+        write it yields the reason and ends: the payloads of that block and of those after it are garbage.
+
+        into: of each block the frame's payload, exactly `Codec.payload_bytes(part)` long. A payload is complete once
+        its digests are yielded; later ones may be in flight, so close the generator before giving up their slots.
+        """
         ...
 
     def decode(
@@ -53,5 +62,9 @@ class BlockCopy(Protocol):
         expected: Sequence[Sequence[bytes]],
         digest: Digest,
     ) -> int:
-        """Payloads into the blocks at `tokens`; returns how many leading blocks have the expected digests."""
+        """Decode blocks into the pages and compare the digest of a private copy of every layer slice with `expected`.
+        Returns how many leading blocks are good: those before the first one with a digest that differs.
+
+        skip: tokens of the first block that are left out (a multiple of the page), so that tokens[0] + skip >= 0.
+        """
         ...

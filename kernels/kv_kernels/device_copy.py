@@ -264,21 +264,18 @@ class _Scatter(_Kernel):
 
 
 def _page(plane: torch.Tensor, page: int) -> Region:
-    """From its first number to its last, whatever lies between."""
     reach = sum([(size - 1) * stride for size, stride in zip(plane.shape[1:], plane.stride()[1:], strict=True)])
     size = plane.element_size()
     return Region(plane.data_ptr() + page * plane.stride(0) * size, (reach + 1) * size)
 
 
 def _wait(transfer: Transfer) -> None:
-    """Raises what ended it, if it failed."""
     transfer.wait(None)
     if transfer.outcome is not TransferOutcome.DONE:
         raise transfer.error or RuntimeError(f"a transfer ended as {transfer.outcome.value}")
 
 
 def _good(found: bytes, expected: Sequence[Sequence[bytes]], block_bytes: int) -> int:
-    """How many leading blocks have their digests."""
     if found == b"".join([one for digests in expected for one in digests]):
         return len(expected)
     wanted = [b"".join(digests) for digests in expected]

@@ -78,7 +78,6 @@ class BlockByBlock:
     """A copy that does one block after another, on the calling thread."""
 
     def encode(self, tokens: Sequence[int], into: Sequence[Span], digest: Digest) -> Encoded:
-        """As `BlockCopy.encode`."""
         encode_block = self.encode_block
         for token, payload in zip(tokens, into, strict=True):
             encoded = encode_block(token, payload, digest)
@@ -229,7 +228,6 @@ class RawCopy(BlockByBlock):
     def _decode_through_scratch(
         self, slices: Array, pages: Sequence[int], skip: int, expected: Sequence[bytes], digest: Digest
     ) -> bool:
-        """Verify a private copy of each layer slice first, then scatter that copy: pages only ever see good bytes."""
         private = self._scratch
         for layer, (source, want) in enumerate(zip(slices, expected, strict=True)):
             private[:] = source.reshape(-1)
@@ -262,13 +260,11 @@ class RawCopy(BlockByBlock):
             start = stop
 
     def _page(self, token: int) -> int:
-        """The one page of the block at `token`, if a page is a block."""
         number, rest = divmod(token, self._page_tokens)
         assert not rest and 0 <= number < len(self._table), "the block is not inside the pages"
         return self._table[number]
 
     def _pages(self, token: int, skip: int = 0) -> Sequence[int]:
-        """Physical pages of the block at `token`, from its `skip`-th token on."""
         first, rest = divmod(token + skip, self._page_tokens)
         stop = first + (self._block_tokens - skip) // self._page_tokens
         assert not rest and 0 <= first <= stop <= len(self._table), "the block is not inside the pages"
@@ -400,14 +396,12 @@ def _run_form(tensor: Any, head_bytes: int, block_tokens: int) -> RunForm | None
 
 
 def _strides(tensor: Any) -> tuple[int, ...]:
-    """In bytes."""
     if isinstance(tensor, np.ndarray):
         return tensor.strides
     return tuple([stride * tensor.dtype.itemsize for stride in tensor.stride()])
 
 
 def _bytes_of_block(tensor: Any, block_tokens: int) -> int:
-    """Of one plane, in the payload."""
     _, _, heads, width = tensor.shape
     return int(heads * block_tokens * width * tensor.dtype.itemsize)
 
@@ -428,7 +422,6 @@ class _Borrowed:
 
 
 def _as_unsigned(tensor: Any) -> Array:
-    """The same memory as unsigned integers of the same width, shape and strides kept."""
     if isinstance(tensor, np.ndarray):
         return tensor.view(_UNSIGNED[tensor.dtype.itemsize])
     return np.asarray(_Borrowed(tensor))

@@ -119,7 +119,6 @@ class Int8Copy(BlockByBlock):
 
 
 def _fields(layer: Sequence[Any], form: SliceForm) -> Array:
-    """A table of planes, as the loops have it."""
     rows = np.zeros((len(layer), len(Field)), np.int64)
     for row, plane, of_plane in zip(rows, layer, form.planes, strict=True):
         if isinstance(plane, np.ndarray):

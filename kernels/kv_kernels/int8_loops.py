@@ -68,7 +68,6 @@ _STEPS_HALF = np.float32(2.0**24)  # of fp16's smallest number in 1
 
 @intrinsic
 def _pointer(_typing: Any, address: Any) -> Any:
-    """An address as a pointer for `carray`."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
@@ -82,13 +81,11 @@ def _bitcast(context: Any, builder: Any, signature: Any, args: Any) -> Any:
 
 @intrinsic
 def _as_bits(_typing: Any, _number: Any) -> Any:
-    """The bits of a float32."""
     return types.uint32(types.float32), _bitcast
 
 
 @intrinsic
 def _as_float(_typing: Any, _bits: Any) -> Any:
-    """The float32 of these bits."""
     return types.float32(types.uint32), _bitcast
 
 
@@ -99,7 +96,6 @@ _function = njit(**_OPTIONS)
 
 
 def _compiled(function: Callable[..., Any]) -> Any:
-    """Compiled when first asked for, and kept on disk where there is a place that can be written."""
     try:
         return njit(cache=True, **_OPTIONS)(function)
     except RuntimeError:  # no such place: each process compiles for itself
@@ -118,7 +114,6 @@ def _narrow_scale(exact):
 
 @_inlined
 def _widen_half(half):
-    """A finite fp16, given as its bits."""
     wide = uint32(uint32(uint32(half & uint32(0x7FFF)) << uint32(13)) + uint32(_UP_112))
     small = uint32(wide + uint32(1 << 23))
     is_small = uint32(half & uint32(0x7C00)) == uint32(0)
@@ -262,7 +257,6 @@ def _places(plane, pages, page_tokens, size, places):
 
 @_function
 def _collect(kind, address, step, row, count):
-    """Numbers `step` apart, put side by side."""
     numbers = _row(kind, address, count * step)
     for i in range(count):
         row[i] = numbers[i * step]
@@ -270,7 +264,6 @@ def _collect(kind, address, step, row, count):
 
 @_function
 def _spread(kind, row, address, step, count):
-    """The mirror of `_collect`."""
     numbers = _row(kind, address, count * step)
     for i in range(count):
         numbers[i * step] = row[i]
@@ -296,7 +289,6 @@ def _extremes(kind, rows, width, low, high):
 
 @_function
 def _parameters(kind, low, high, width, zeros, inverse, scales, kept):
-    """Of each channel, from its extremes: kept zero points and scales, and what the codes are made with."""
     infinite = False
     for i in range(width):
         infinite |= high[i] >= _infinity(kind) or low[i] <= ~_infinity(kind)
@@ -316,7 +308,6 @@ def _parameters(kind, low, high, width, zeros, inverse, scales, kept):
 
 @_function
 def _encode_channels(kind, rows, width, codes_at, zeros, inverse):
-    """GROUP tokens. No clamp: with a scale that was rounded up no step is beyond 255."""
     for token in range(GROUP):
         row = _row(kind, rows[token], width)
         codes = carray(_pointer(codes_at + token * width), (width,), int8)
@@ -327,7 +318,6 @@ def _encode_channels(kind, rows, width, codes_at, zeros, inverse):
 
 @_function
 def _encode_tokens(kind, rows, width, share, codes_at, scales_at):
-    """GROUP tokens. No clamp: with a scale that was rounded up no step is beyond 127."""
     size = _size(kind)
     groups = -(-width // share)
     for token in range(GROUP):
@@ -354,7 +344,6 @@ def _encode_tokens(kind, rows, width, share, codes_at, scales_at):
 
 @_inlined
 def _top(kind, row, count):
-    """The largest magnitude, as bits."""
     top = _magnitude(kind, row[0])
     for i in range(count):
         top = max(top, _magnitude(kind, row[i]))
@@ -398,7 +387,6 @@ def _is_turned(plane, page_tokens):
 
 @_inlined
 def _swapped(one, other, shift, mask):
-    """Parts of two words exchanged."""
     part = uint64((uint64(one >> shift) ^ other) & mask)
     return uint64(one ^ uint64(part << shift)), uint64(other ^ part)
 

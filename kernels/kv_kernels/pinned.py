@@ -220,7 +220,6 @@ class PinnedExtents:
         unmap()
 
     def _insert(self, address: int, size_bytes: int, keep: object, writable: bool) -> bool:
-        """False if it overlaps another one."""
         chunks = -(-size_bytes // self._chunk_bytes)
         extent = _Extent(address, host_tensor(address, size_bytes), keep, writable, [False] * chunks)
         with self._lock:

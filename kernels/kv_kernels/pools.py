@@ -100,7 +100,6 @@ _SPLIT = "make one table for the layers that are alike and another one for the r
 
 
 def _check_plane(name: str, tensor: torch.Tensor, pool: torch.Tensor, alike: torch.Tensor) -> None:
-    """pool: the table's first plane. alike: the same plane of its first layer."""
     if tensor.dim() != 4 or 0 in tensor.shape:
         raise ValueError(f"{name} has the shape {list(tensor.shape)}; give a view [pages, page_tokens, heads, width]")
     if tensor.shape[:3] != pool.shape[:3] or tensor.shape != alike.shape:

@@ -122,14 +122,12 @@ def _flaw(block: torch.Tensor, axis: Axis) -> int:
 
 
 def _put(row: torch.Tensor, at: int, numbers: torch.Tensor) -> int:
-    """Write numbers into bytes in C order; returns where they end."""
     data = _bytes(numbers.contiguous())
     row[at : at + data.numel()] = data
     return at + data.numel()
 
 
 def _take(row: torch.Tensor, at: int, dtype: torch.dtype, *shape: int) -> tuple[torch.Tensor, int]:
-    """The mirror of `_put`: a copy, and where its bytes end."""
     end = at + torch.Size(shape).numel() * dtype.itemsize
     return row[at:end].clone().view(dtype).view(shape), end
 

@@ -30,7 +30,7 @@ _log = getLogger(__name__)
 
 
 class OnDevice(Protocol):
-    """The route of one device. Both return None if the pages are not for it."""
+    """The route of one device, with threads and memory of its own. A copy is None if the pages are not for it."""
 
     def raw_copy(
         self, planes: Sequence[Sequence[torch.Tensor]], table: Sequence[int], page_tokens: int, block_tokens: int
@@ -42,6 +42,10 @@ class OnDevice(Protocol):
         self, form: SliceForm, planes: Sequence[Sequence[torch.Tensor]], table: Sequence[int], page_tokens: int
     ) -> BlockCopy | None:
         """planes: of the dtype that is quantized."""
+        ...
+
+    def close(self, timeout_s: float) -> bool:
+        """Finish the copies under way and end; returns whether that was done in time."""
         ...
 
 
@@ -115,7 +119,6 @@ def _say_that_it_is_slow() -> None:
 
 
 def _way(planes: Planes, devices: Devices | None) -> OnDevice | None:
-    """The route of the device that all planes are on."""
     first = planes[0][0]
     if devices is None or isinstance(first, np.ndarray):
         return None

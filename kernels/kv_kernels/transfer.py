@@ -129,7 +129,6 @@ class _Mover:
         return self._extents.hold(addresses, stop)
 
     def _start(self, transfer: Transfer, hold: Hold, put_in: Callable[[], None]) -> bool:
-        """Put a transfer into the streams, here or on the worker, which then waits for its end. False: too many."""
 
         def later() -> None:
             if transfer.is_direct:
@@ -295,7 +294,6 @@ def _staged(segment: torch.Tensor, batch: _Batch) -> torch.Tensor:
 
 
 def _pieces(memory: torch.Tensor, slots: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """The start of some memory, cut as the slots' runs are."""
     sizes = [run.numel() for run in slots]
     pieces: Sequence[torch.Tensor] = memory.view(-1)[: sum(sizes)].split(sizes)
     return pieces

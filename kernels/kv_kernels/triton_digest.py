@@ -96,7 +96,6 @@ def as_bytes(low: int, high: int) -> bytes:
 
 @triton.jit
 def _mixed(even, odd, keys, first):
-    """Both lanes of the pairs folded into 64 bits."""
     even_keys, odd_keys = _words(keys + first + 2 * tl.arange(0, 4)[:, None] + tl.arange(0, 2)[None, :])
     one, other = even ^ even_keys, odd ^ odd_keys
     return tl.sum((one * other) ^ tl.umulhi(one, other), 0)
@@ -104,7 +103,6 @@ def _mixed(even, odd, keys, first):
 
 @triton.jit
 def _words(places):
-    """Of pairs of words, the first ones and the second ones."""
     return tl.split(tl.load(places).to(tl.uint64, bitcast=True))
 
 
@@ -116,7 +114,6 @@ def _avalanche(state):
 
 @triton.jit
 def _product(word, key):
-    """What a word adds to its own lane."""
     mixed = word ^ key
     return (mixed & 0xFFFFFFFF) * (mixed >> 32)
 

@@ -81,7 +81,6 @@ def dequantize_scatter(
 
 
 def _places(planes: tuple[PlaneForm, ...]) -> list[tuple[int, int, int]]:
-    """Of K and V in a slice: codes, scales, zero points."""
     places = [(plane.codes_at, plane.scales_at, plane.zeros_at) for plane in planes]
     return [places[0], places[-1]]
 
@@ -109,7 +108,6 @@ def _pairs_at_once(pools: PoolTable, plane: PlaneForm) -> int:
 
 
 def _step(plane: PlaneForm) -> int:
-    """Numbers of a row that a program holds at a time: all that share a scale."""
     if plane.axis is Axis.CHANNEL:
         return step_of(plane.width)
     return power_of_two(plane.width) if plane.axis is Axis.TOKEN else GROUP
@@ -274,14 +272,12 @@ def _pairs(lines, strides, row, token, pair, PAGE_TOKENS: tl.constexpr):
 
 @triton.jit
 def _ends(bits, KIND: tl.constexpr):
-    """Of each channel the least and the most, as `_ordered` has them."""
     ordered = _ordered(bits, KIND)
     return tl.min(ordered, 0), tl.max(ordered, 0)
 
 
 @triton.jit
 def _channel_scale(least, most, state, KIND: tl.constexpr, COUNT: tl.constexpr):
-    """The zero point of each channel, and the bits of its scale."""
     low, high = _of_ordered(least, KIND) + 0.0, _of_ordered(most, KIND) + 0.0  # of two zeros the positive one
     scale = _scale_up(tl.div_rn(high - low, tl.full([COUNT], 255.0, tl.float32)))
     _report(state, tl.maximum(most, ~least) >= _infinity(KIND), scale)
@@ -434,7 +430,6 @@ def _read_tokens(
 
 @triton.jit
 def _to_float(bits, KIND: tl.constexpr):
-    """A number of the pool, from its bits as an integer; exact."""
     if KIND == "bf16":
         x = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     elif KIND == "fp16":
@@ -446,7 +441,6 @@ def _to_float(bits, KIND: tl.constexpr):
 
 @triton.jit
 def _to_bits(x, KIND: tl.constexpr):
-    """To nearest even; fp16 is held within its largest number first."""
     if KIND == "bf16":
         wide = x.to(tl.int32, bitcast=True)
         bits = ((wide + 0x7FFF + ((wide >> 16) & 1)) >> 16).to(tl.int16)
@@ -472,7 +466,6 @@ def _scale_up(exact):
 
 @triton.jit
 def _inverse(scale):
-    """Of a scale given as fp16 bits, in fp32; 0 of 0."""
     exact = scale.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     one = tl.full(exact.shape, 1.0, tl.float32)
     return tl.where(exact > 0, tl.div_rn(one, tl.where(exact > 0, exact, one)), 0.0)
@@ -480,33 +473,28 @@ def _inverse(scale):
 
 @triton.jit
 def _steps(y, least, most):
-    """floor(y + 0.5) within two integers. Held within them first, which is the same and keeps y's product apart."""
     return tl.floor(tl.minimum(tl.maximum(y, least), most) + 0.5)
 
 
 @triton.jit
 def _magnitude(bits, KIND: tl.constexpr):
-    """A number's bits without its sign: these order as magnitudes do, and a NaN is above every number."""
     return bits.to(tl.int32) & (0x7FFFFFFF if KIND == "fp32" else 0x7FFF)
 
 
 @triton.jit
 def _ordered(bits, KIND: tl.constexpr):
-    """Integers that order as the numbers do: -0.0 just below 0.0, and NaNs beyond the infinity of their sign."""
     wide = bits.to(tl.int32)
     return wide ^ ((wide >> 31) & (0x7FFFFFFF if KIND == "fp32" else 0x7FFF))
 
 
 @triton.jit
 def _of_ordered(ordered, KIND: tl.constexpr):
-    """The number that `_ordered` made an integer of."""
     bits = _ordered(ordered, KIND)  # it is its own inverse
     return _to_float(bits if KIND == "fp32" else bits.to(tl.int16), KIND)
 
 
 @triton.jit
 def _infinity(KIND: tl.constexpr):
-    """The magnitude of an infinity; that of a NaN is larger."""
     return 0x7F800000 if KIND == "fp32" else (0x7F80 if KIND == "bf16" else 0x7C00)
 
 

@@ -66,7 +66,6 @@ class ThreadWorker:
             self._changed.notify_all()
 
     def close(self, timeout_s: float) -> bool:
-        """As `Worker.close`."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

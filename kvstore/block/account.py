@@ -124,12 +124,10 @@ class Account:
 
     @property
     def asked(self) -> int:
-        """Tokens in the prompt."""
         return sum(segment.tokens for segment in self.segments)
 
     @property
     def hits(self) -> dict[HitTier, int]:
-        """Tokens found, by tier."""
         sums: dict[HitTier, int] = {}
         for segment in self.segments:
             if isinstance(segment.origin, HitTier):
@@ -138,7 +136,6 @@ class Account:
 
     @property
     def misses(self) -> dict[MissReason, int]:
-        """Tokens not found, by reason."""
         sums: dict[MissReason, int] = {}
         for segment in self.segments:
             if isinstance(segment.origin, MissReason):

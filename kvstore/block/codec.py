@@ -15,15 +15,16 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from kv_kernels import host, int8, routes
+from kv_kernels.copies import BlockCopy
 from kvstore.block import payload
 from kvstore.block.errors import BadInput, LayoutMismatch
 from kvstore.block.layout import Layout, Part
-from kvstore.block.pages import Codec, Coder, Pages, page_numbers
+from kvstore.block.pages import Codec, Pages, page_numbers
 from kvstore.block.payload import default_codec as default_codec
 
 CLOSE_SECONDS = 10.0
@@ -49,7 +50,7 @@ class RawCodec:
     def prepare(self, layout: Layout) -> None:
         """Does nothing."""
 
-    def bind(self, pages: Pages, layout: Layout, part: Part) -> Coder:
+    def bind(self, pages: Pages, layout: Layout, part: Part) -> BlockCopy:
         """Host memory is copied run by run at memcpy speed; see `routes` for pages on a device."""
         table, planes = _checked(pages, layout, part)
         return routes.raw_copy(planes, table, pages.page_tokens, part.block_tokens, self._devices)
@@ -73,7 +74,7 @@ class Int8Codec:
         """Compile for the layout's dtypes: seconds, the first time on a machine."""
         routes.prepare_int8({part.group.dtype for part in layout.parts})
 
-    def bind(self, pages: Pages, layout: Layout, part: Part) -> Coder:
+    def bind(self, pages: Pages, layout: Layout, part: Part) -> BlockCopy:
         """Host memory goes through compiled loops; see `routes` for pages on a device."""
         table, planes = _checked(pages, layout, part)
         try:
@@ -101,22 +102,14 @@ def codec_named(name: str, devices: routes.Devices | None = None) -> Codec:
     return CODECS[name](devices)
 
 
-class DeviceRoute(routes.OnDevice, Protocol):
-    """The route of one device, with threads and memory of its own."""
-
-    def close(self, timeout_s: float) -> bool:
-        """Finish the copies under way and end; returns whether that was done in time."""
-        ...
-
-
 class Codecs:
     """The codecs of one opened store, and what they share: a route to each GPU that its pages are on. Thread-safe."""
 
-    def __init__(self, open_gpu: Callable[[int], DeviceRoute | None]) -> None:
+    def __init__(self, open_gpu: Callable[[int], routes.OnDevice | None]) -> None:
         """open_gpu: makes the route to a GPU when pages on it are first seen; None if there is none."""
         self._open_gpu = open_gpu
         self._lock = threading.Lock()
-        self._ways: dict[int, DeviceRoute | None] = {}
+        self._ways: dict[int, routes.OnDevice | None] = {}
         self._is_closed = False
 
     def __call__(self, name: str) -> Codec:
@@ -133,7 +126,7 @@ class Codecs:
             if not way.close(CLOSE_SECONDS):
                 _log.warning("a GPU did not finish its transfers within %g seconds", CLOSE_SECONDS)
 
-    def _way(self, device: torch.device) -> DeviceRoute | None:
+    def _way(self, device: torch.device) -> routes.OnDevice | None:
         if device.type != "cuda":
             return None
         index = device.index if device.index is not None else 0
@@ -144,7 +137,7 @@ class Codecs:
                 self._ways[index] = self._opened(index)
             return self._ways[index]
 
-    def _opened(self, index: int) -> DeviceRoute | None:
+    def _opened(self, index: int) -> routes.OnDevice | None:
         try:
             return self._open_gpu(index)
         except RuntimeError as error:
@@ -164,7 +157,6 @@ def _checked(pages: Pages, layout: Layout, part: Part) -> tuple[list[int], list[
 
 
 def _check(pages: Pages, table: list[int], layout: Layout, part: Part) -> None:
-    """Raise `LayoutMismatch` for the first thing about these pages that is not what the layout promises."""
     group = part.group
     lowest, highest = min(table, default=0), max(table, default=-1)
     page_shapes = [(pages.page_tokens, group.kv_heads, width) for width in group.plane_widths]

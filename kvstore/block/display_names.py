@@ -73,7 +73,6 @@ class DisplayNames:
             self._write_soon()
 
     def forget(self, tenant: bytes) -> None:
-        """Forget a tenant's names."""
         with self._lock:
             if self._names.pop(tenant.hex(), None) is not None:
                 self._write_soon()

@@ -158,7 +158,6 @@ class KeyRing:
         self._mac[tenant, key_id, epoch] = b""
 
     def forget(self, tenant: bytes) -> None:
-        """Remove all keys of a tenant."""
         for known in (self._mac, self._slab):
             for one in [one for one in list(known) if one[0] == tenant]:
                 known.pop(one, None)
@@ -473,7 +472,6 @@ class Numbers:
 
 
 def _is_text(given: object, most: int) -> bool:
-    """Whether it is text that can be written as UTF-8, and not too long."""
     return isinstance(given, str) and len(given) <= most and not any("\ud800" <= one <= "\udfff" for one in given)
 
 
@@ -482,7 +480,6 @@ def _is_ascii_text(given: str) -> bool:
 
 
 def _inflated(packed: bytes) -> Any:
-    """The value that deflated JSON holds. Raises `ValueError`."""
     if len(packed) > MAX_PACKED_BYTES:
         raise ValueError(f"{len(packed)} bytes; a packed namespace has at most {MAX_PACKED_BYTES}")
     inflating = zlib.decompressobj()

@@ -201,7 +201,6 @@ class KeyFile:
         purged: Mapping[str, str],
         why: str,
     ) -> None:
-        """On disk first, then in memory."""
         own = {name: {"secret": secret.hex(), "epoch": epoch} for name, (epoch, secret) in secrets_by_name.items()}
         contents: dict[str, object] = {"version": KEY_FILE_VERSION, "tenants": own}
         if pooled or purged:

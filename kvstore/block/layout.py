@@ -107,7 +107,6 @@ class KvGroup:
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of one number."""
         return DTYPE_BYTES[self.dtype]
 
     @property
@@ -204,7 +203,6 @@ class Layout:
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes of one whole block before any codec: all parts."""
         return sum(part.raw_bytes for part in self.parts)
 
     def parts_of(self, shard: int | None) -> tuple[Part, ...]:

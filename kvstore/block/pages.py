@@ -1,10 +1,10 @@
 """Pages, and the contract of a codec that reads and writes them.
 
 `Pages` says where an engine's KV lies: per layer and plane one tensor of pages, any strides, and a page table. A codec
-is bound once to a view of pages and one part (`Codec.bind`), and the bound `Coder` then encodes or decodes blocks, as
-many at a time as there are. The coder computes digests in host memory, of each layer slice while its bytes are still in
-the CPU's cache: that is why the digest function is handed in. The codecs themselves are in `codec`; nothing here
-imports torch.
+is bound once to a view of pages and one part (`Codec.bind`), and the bound `BlockCopy` then encodes or decodes blocks,
+as many at a time as there are. The coder computes digests in host memory, of each layer slice while its bytes are
+still in the CPU's cache: that is why the digest function is handed in. The codecs themselves are in `codec`; nothing
+here imports torch.
 
 A coder reports a block as good only after comparing its digests. What it wrote into pages before a digest failed is
 garbage, and the caller must not report those pages as loaded.
@@ -20,12 +20,12 @@ from operator import index
 from typing import Any, Protocol
 
 from kv_kernels import host
-from kv_kernels.copies import Digest, Encoded
+from kv_kernels.copies import BlockCopy, Digest, Encoded
 from kvstore.block.errors import BadInput, LayoutMismatch
 from kvstore.block.layout import Layout, Part
 from tiering.tier import FrameSpan
 
-__all__ = ["Codec", "Coder", "Digest", "Encoded", "GroupPages", "Pages", "page_numbers"]
+__all__ = ["Codec", "Digest", "Encoded", "GroupPages", "Pages", "page_numbers"]
 
 _TABLE = "give one page number each, as a list, an array or a tensor of one dimension"
 
@@ -87,7 +87,6 @@ class Pages:
 
     @property
     def tokens(self) -> int:
-        """Tokens that these pages cover."""
         return len(self.table) * self.page_tokens
 
     def of_group(self, name: str) -> GroupPages:
@@ -155,38 +154,6 @@ def _length(table: Sequence[int]) -> int:
         raise BadInput(f"a page table of type {type(table).__name__}; {_TABLE}") from None
 
 
-class Coder(Protocol):
-    """A codec bound to pages and to one part. Not thread-safe; bind one per thread.
-
-    Both verbs take any number of blocks, of which the first token of block i lies tokens[i] tokens into the pages of
-    the part's group.
-    """
-
-    def encode(self, tokens: Sequence[int], into: Sequence[FrameSpan], digest: Digest) -> Encoded:
-        """Encode blocks; yields for each in order the digest of every layer slice. For a block that the codec cannot
-        write it yields the reason and ends: the payloads of that block and of those after it are garbage.
-
-        into: of each block the frame's payload, exactly `Codec.payload_bytes(part)` long. A payload is complete once
-        its digests are yielded; later ones may be in flight, so close the generator before giving up their slots.
-        """
-        ...
-
-    def decode(
-        self,
-        payloads: Sequence[FrameSpan],
-        tokens: Sequence[int],
-        skip: int,
-        expected: Sequence[Sequence[bytes]],
-        digest: Digest,
-    ) -> int:
-        """Decode blocks into the pages and compare the digest of a private copy of every layer slice with `expected`.
-        Returns how many leading blocks are good: those before the first one with a digest that differs.
-
-        skip: tokens of the first block that are left out (a multiple of the page), so that tokens[0] + skip >= 0.
-        """
-        ...
-
-
 class Codec(Protocol):
     """One way to write a block's numbers as bytes. A namespace has exactly one codec."""
 
@@ -203,7 +170,7 @@ class Codec(Protocol):
         is opened; safe to call again."""
         ...
 
-    def bind(self, pages: Pages, layout: Layout, part: Part) -> Coder:
+    def bind(self, pages: Pages, layout: Layout, part: Part) -> BlockCopy:
         """A coder for these pages. Raises `LayoutMismatch` where they are not what the layout says."""
         ...
 

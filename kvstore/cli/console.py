@@ -121,7 +121,6 @@ def console(
 
 
 def _tenant_sockets(given: list[str]) -> dict[str, str]:
-    """Socket paths by tenant."""
     pairs = [one.partition("=") for one in given]
     wrong = next((one for one, (name, _, path) in zip(given, pairs, strict=True) if not name or not path), None)
     if wrong is not None:
@@ -130,7 +129,6 @@ def _tenant_sockets(given: list[str]) -> dict[str, str]:
 
 
 def static_files() -> dict[str, bytes]:
-    """Contents of the console's files, by name."""
     root = Path(str(resources.files("kvstore.console") / "static"))
     return {str(one.relative_to(root)): one.read_bytes() for one in sorted(root.rglob("*")) if one.is_file()}
 
@@ -207,12 +205,10 @@ class OperatorCommands:
     clock: Clock
 
     def drop(self, tenant: str, namespace: str) -> tuple[int, str]:
-        """As `OperatorVerbs.drop`."""
         gone = ask.drop(self.operator, self.clock, namespace, tenant, ACTION_SECONDS)
         return gone.blocks, gone.elsewhere
 
     def purge(self, tenant: str) -> tuple[int, str]:
-        """As `OperatorVerbs.purge`."""
         gone = ask.purge(self.operator, self.clock, tenant, ACTION_SECONDS)
         return gone.blocks, gone.elsewhere
 

@@ -181,7 +181,6 @@ def prime(
 
 
 def _prompts(files: list[str], role: Any) -> list[Any]:
-    """Prompts of all files. Raises `BadInput`."""
     from kvstore.openai import prime as priming
 
     found: list[Any] = []

@@ -223,7 +223,6 @@ def _sizes(given: list[str] | None, flag: str, most: int) -> list[int]:
 
 
 def _checked_picture(flag: str, file: str, *kinds: str) -> str:
-    """Raises early, before any work."""
     if Path(file).suffix.lower() not in kinds:
         allowed = f"{', '.join(kinds[:-1])} or {kinds[-1]}" if kinds[1:] else kinds[0]
         raise typer.BadParameter(f"{flag} {file}: give a name that ends in {allowed}")

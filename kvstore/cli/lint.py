@@ -73,13 +73,11 @@ def lint(
 
 
 def _bounded(lines: Any, most: int) -> Iterator[str]:
-    """Read lines, none further than `most` + 1 characters."""
     while line := lines.readline(most + 1):
         yield line
 
 
 def _tokenizer(given: str) -> Any:
-    """A model's tokenizer, from its file."""
     path = Path(given)
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():

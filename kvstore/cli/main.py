@@ -156,7 +156,6 @@ def demo(
 
 
 def _demo_sidecar(options: Any, stack: ExitStack) -> Any:
-    """Start a `DemoSidecar` by `DemoOptions`, and print its dashboard's address."""
     from kvstore.demo.dashboard import DemoSidecar
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # both processes end with the demo
@@ -313,7 +312,6 @@ def serve(
 
 
 def _beside(settings: Any) -> dict[str, list[str]]:
-    """Command lines of the processes beside the sidecar."""
     from kvstore.service.keeper import CONSOLE, NETWORK
 
     found = {}
@@ -343,7 +341,6 @@ def _check_beside(name: str, words: list[str]) -> None:
 
 
 def _network_flags(settings: Any) -> list[str]:
-    """Empty if it is not configured."""
     chosen, remote = settings.network, settings.remote
     if chosen.listen is None and remote.url is None:
         return []
@@ -422,6 +419,5 @@ def main() -> None:
 
 
 def _report_bug(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """The excepthook: reports a bug in one line."""
     text = " ".join(f"{kind.__name__}: {error}".split())
     say(f"kvstore: internal error: {text} (set {_TRACEBACK}=1 to see where)", sys.stderr)

@@ -7,6 +7,7 @@ import secrets
 import socket as socket_module
 import sys
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any
 
 from kvstore.cli.operate import Data, ObserveSocket
@@ -214,7 +215,8 @@ def network(
         checks,
     )
     for file in (directory_password_file, remote_password_file) if checks else ():
-        _secret_of(file)()
+        if file is not None:
+            ExchangedFile(file).read()
     serve_network(options, parts, started)
     return OK
 
@@ -233,46 +235,19 @@ def _reflection() -> Any:
 
 def _courier(socket: str, tenants: tuple[str, ...], network: Any, remote: Any) -> Any:
     from kvstore.block.errors import BadInput
-    from kvstore.service.settings import host_and_port
-    from tiering.clock import SystemClock
 
     try:
-        from kvstore.network.couriers import CourierSettings, make_courier
+        from kvstore.network.couriers import make_courier
     except ImportError as error:
         raise BadInput(
-            f"other nodes and remote engines need {error.name or error}; install prefix-kvstore[server,valkey,tls]"
+            f"other nodes and remote engines need {error.name or error}; install prefix-kvstore[server,tls]"
         ) from None
-    settings = CourierSettings(
-        socket,
-        tenants,
-        host_and_port(network.listen, "--listen") if network.wants_peers else None,
-        tuple(network.peers or ()),
-        network.directory,
-        _secret_of(network.directory_password_file),
-        network.pull,
-        network.seal,
-        _ucx() if network.transport == "ucx" else None,
-        remote.url,
-        _secret_of(remote.password_file),
-        remote.writes,
-        remote.ttl,
-    )
-    return lambda files: make_courier(settings, files, SystemClock(), secrets.token_bytes)
+    ucx = None
+    if network.transport == "ucx":
+        from kvstore.peers.ucx import UcxFrameDoor, UcxPullTransport
 
-
-def _ucx() -> Any:
-    from kvstore.network.couriers import UcxWays
-    from kvstore.peers.ucx import UcxFrameDoor, UcxPullTransport
-
-    return UcxWays(UcxFrameDoor, UcxPullTransport)
-
-
-def _secret_of(path: str | None) -> Any:
-    """Reads a password file anew at each call."""
-    if path is None:
-        return bytes
-    file = ExchangedFile(path)
-    return lambda: file.read().strip()
+        ucx = UcxFrameDoor, UcxPullTransport
+    return partial(make_courier, network, remote, (socket, tenants), ucx)
 
 
 def own_sockets_at(port: int) -> list[socket_module.socket]:

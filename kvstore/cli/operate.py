@@ -321,7 +321,6 @@ def record(
 
 
 def _admin(data: str, socket: str | None) -> tuple[str, Any]:
-    """The operator's socket, and a clock."""
     from kvstore.service.settings import ADMIN_SOCKET, default_socket
     from tiering.clock import SystemClock
 

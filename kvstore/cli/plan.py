@@ -189,7 +189,6 @@ def _config_text(file: str, most: int) -> str:
 
 
 def _tier(assumed: Any, speed: str | None, overhead_ms: str | None) -> Any:
-    """None if it is off."""
     name = assumed.name
     rate = assumed.bytes_per_second if speed is None else parse_rate(speed, f"--{name}-speed")
     seconds = assumed.overhead_seconds

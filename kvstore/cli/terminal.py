@@ -10,7 +10,7 @@ import json
 import re
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, Protocol
@@ -43,7 +43,6 @@ ABOUT = "A KV-cache store for language models: keep what prefill has computed, a
 
 
 def _end_without(module: str) -> NoReturn:
-    """Say what can be said without the command line's packages."""
     asked, version = {*sys.argv[1:]}, kvstore.__version__
     if "--version" in asked <= {"--version", "--json"}:
         print(json.dumps({"version": version}) if "--json" in asked else f"kvstore {version}")
@@ -78,7 +77,6 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and n
 
 
 def expanded_path(path: str | None) -> str | None:
-    """An option's or argument's path, with ~ expanded."""
     return expanded(path) if path else path
 
 
@@ -122,10 +120,8 @@ class Result(Protocol):
         ...
 
 
-class Show(Protocol):
-    """Called with what is being done and, if known, steps done of how many."""
-
-    def __call__(self, doing: str, done: int = 0, steps: int = 0) -> None: ...
+Show = Callable[..., None]
+"""Called with what is being done and, if known, steps done of how many."""
 
 
 def print_result(result: Result, as_json: bool) -> int:

@@ -19,10 +19,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from kv_kernels.copies import BlockCopy
 from kvstore.block.account import Account, MissReason
 from kvstore.block.errors import LayoutMismatch, StoreClosed, Unreachable
 from kvstore.block.layout import KvGroup, Layout, Part
-from kvstore.block.pages import Codec, Coder, Digest, Pages
+from kvstore.block.pages import Codec, Digest, Pages
 from kvstore.client.lease import Lease
 from kvstore.protocol import messages as m
 from kvstore.protocol.door import Door
@@ -69,7 +70,7 @@ class _Column:
 
     part: Part
     layers: slice
-    coder: Coder
+    coder: BlockCopy
     base: int
     at: int
     size: int
@@ -147,7 +148,7 @@ class GetOperation:
         tokens = self._end * self._block_tokens if has_work else min(self._lease.tokens, self._first_token)
         return Loaded(tokens, self._account, self._reason)
 
-    def _bound(self, share: Part) -> tuple[Coder, int]:
+    def _bound(self, share: Part) -> tuple[BlockCopy, int]:
         """A coder for some layers of a part, and the prompt's token that its pages begin with."""
         coder = self._source.codec.bind(self._pages, self._source.layout, share)
         return coder, self._given[share.group.name]

@@ -20,12 +20,12 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from kv_kernels.copies import Flaw
+from kv_kernels.copies import BlockCopy, Flaw
 from kvstore.block.account import REASON_OF_FLAW, Account, HitTier, MissReason
 from kvstore.block.errors import BadInput, LayoutMismatch, LeaseExpired, StoreClosed
 from kvstore.block.identity import ExtraKey, Namespace, PrefixHasher, Prompt, as_extra_keys, token_bytes
 from kvstore.block.layout import Layout
-from kvstore.block.pages import Codec, Coder, Digest, Pages, cut
+from kvstore.block.pages import Codec, Digest, Pages, cut
 from kvstore.client.get import GetOperation, GetSource, Loaded
 from kvstore.client.handing_over import HandOffVerbs
 from kvstore.client.lease import Lease
@@ -501,7 +501,7 @@ class NamespaceHandle(HandOffVerbs):
     def _fill(
         self,
         reply: ReserveReply,
-        coders: Sequence[Coder],
+        coders: Sequence[BlockCopy],
         bases: Sequence[int],
         reading: Reading | None,
         wait: DoorTime,

@@ -155,7 +155,6 @@ def _readers(tokens: ConsoleTokens | None) -> dict[str, ConsoleReader]:
 
 
 def _host_name(host: str) -> str | None:
-    """The name without its port; None if malformed."""
     try:
         parts = urlsplit(f"//{host}")
         _ = parts.port

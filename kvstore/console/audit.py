@@ -69,7 +69,6 @@ class AuditLog:
             self._take(entry)
 
     def entries(self) -> list[AuditEntry]:
-        """Newest first, each in its latest state."""
         with self._lock:
             return list(reversed(self._entries.values()))
 

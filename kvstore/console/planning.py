@@ -128,7 +128,6 @@ def _size(given: str, tier: str, facts: SidecarStatus | None) -> int:
 
 
 def _serves_only(model: ModelKv, facts: SidecarStatus | None) -> bool:
-    """A rate of other models' tokens says nothing of this one's bytes."""
     asked = [one.name for one in facts.namespaces if one.looked.asked_tokens] if facts is not None else []
     try:
         return bool(asked) and all(model_named(one) is model for one in asked)
@@ -137,7 +136,6 @@ def _serves_only(model: ModelKv, facts: SidecarStatus | None) -> bool:
 
 
 def _new_tokens(facts: SidecarStatus | None) -> float | None:
-    """Tokens per second that no cache could find: those asked for, less the ceiling's."""
     told = facts.whatif if facts is not None else None
     if told is None or not told.asked_tokens:
         return None

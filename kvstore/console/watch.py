@@ -91,7 +91,6 @@ class SidecarWatch:
             return self._rings.window(name, self._clock.wall_seconds())
 
     def events(self) -> list[ConsoleEvent]:
-        """Newest first."""
         with self._lock:
             return self._newest_first()
 
@@ -104,7 +103,6 @@ class SidecarWatch:
         return self._asked(m.Why(request, tenant), m.WhyReply)
 
     def prefixes(self, tenant: str = "") -> PrefixFigures | None:
-        """Hot prefixes; as `why`."""
         reply = self._asked(m.Prefixes(tenant), m.PrefixesReply)
         return reply.figures if reply is not None else None
 

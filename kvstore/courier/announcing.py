@@ -183,7 +183,6 @@ class Follower:
             self._run.uses.wanted.extend((space.id, key) for key in keys if self._run.uses.of(key) == 2)
 
     def _write_some(self) -> bool:
-        """Returns whether there is more to write."""
         remote = self._remote
         if remote is not None:
             remote.ways.keep_warm()
@@ -213,7 +212,6 @@ class Follower:
         return bool(len(self._queue)) and self._queue.seconds_until_next(self._clock.monotonic_seconds()) == 0.0
 
     def _unwritten(self, ways: RemoteWays, block: tuple[bytes, bytes], why: str) -> None:
-        """Later, after those that wait already."""
         self._queue.offer(block, self._followed[block[0]].space.block_bytes)
         self._queue.no_room(self._clock.monotonic_seconds())
         ways.figures.unwritten(ways.name, 1)
@@ -221,7 +219,6 @@ class Follower:
         ways.told.say(f"writes {ways.name}", line)
 
     def _write(self, remote: RemoteWriting, space_id: bytes, key: bytes) -> bool:
-        """False if the remote tier has no room."""
         ways, run, space = remote.ways, self._run, self._followed[space_id].space
         ends_at = self._clock.monotonic_seconds() + WRITE_SECONDS
         names = ways.names(run, space, [key], ends_at)

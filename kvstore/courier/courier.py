@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 import msgspec
 
@@ -21,6 +20,7 @@ from kvstore.block.identity import NodeIdentity
 from kvstore.client.connection import Unavailable
 from kvstore.courier.announcing import Follower, RemoteWriting
 from kvstore.courier.asking import VERSION, PeerCalls, UsableTransports
+from kvstore.courier.directory import ValkeyDirectory
 from kvstore.courier.fetch import Fetcher, FetchJob, places_answer
 from kvstore.courier.figures import BANNED, DIRECTORY, MOST_SHOWN, PEER, REMOTE, UP, Figures, OncePerKind
 from kvstore.courier.holder import PeerHolder
@@ -32,7 +32,7 @@ from kvstore.peers.tokens import PullTerms
 from kvstore.peers.transport import FrameDoor, PullTransport
 from kvstore.pool.announcer import Announcer
 from kvstore.pool.choice import HolderChoice
-from kvstore.pool.directory import MAX_FINGERPRINTS, Directory, NodeEntry
+from kvstore.pool.directory import MAX_FINGERPRINTS, NodeEntry
 from kvstore.pool.hottest import MOST_OFFERED_BYTES
 from kvstore.pool.members import AliveTable
 from kvstore.protocol import messages as m
@@ -59,26 +59,7 @@ MOST_NAMED = 4
 _log = logging.getLogger(__name__)
 
 
-class PoolDirectory(Directory, Protocol):
-    """A directory that is started and closed: see `kvstore.courier.directory`."""
-
-    def start(self) -> None:
-        """Enter this node."""
-        ...
-
-    def close(self) -> None:
-        """Leave."""
-        ...
-
-    @property
-    def reason(self) -> str:
-        """Why it cannot be used now."""
-        ...
-
-    def figures(self) -> SourceFigures: ...
-
-
-MakesDirectory = Callable[[NodeIdentity, Callable[[], NodeEntry], AliveTable, Announcer], PoolDirectory]
+MakesDirectory = Callable[[NodeIdentity, Callable[[], NodeEntry], AliveTable, Announcer], ValkeyDirectory]
 
 
 @dataclass(frozen=True)
@@ -109,7 +90,7 @@ class _NodeSession:
         self.here = here
         self.table = AliveTable(here)
         self.choice = HolderChoice(here.node, figures.speeds)
-        self.directory: PoolDirectory | None = None
+        self.directory: ValkeyDirectory | None = None
         self.announcer: Announcer | None = None
         self.named: NamedPeers | None = None
         self.ways: PeerWays | None = None
@@ -295,7 +276,6 @@ class Courier:
             self._tenants.append(work)
 
     def runs(self) -> list[CourierRun]:
-        """The open connections."""
         return [run for one in self._tenants if (run := one.link.run) is not None]
 
     def start(self, address: str) -> None:
@@ -341,7 +321,6 @@ class Courier:
     def holders(
         self, tenant: str, namespace: bytes, keys: Sequence[bytes], seconds: float, *, are_own: bool
     ) -> HintedHolders:
-        """As `Locator.holders`, of a tenant's prompt."""
         run = next((one for one in self.runs() if one.tenant == tenant), None)
         session = self._session
         if run is None or session is None:

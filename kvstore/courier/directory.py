@@ -1,4 +1,4 @@
-"""The directory of a pool in Valkey or Redis: small values alone. The one file that imports `valkey`.
+"""The directory of a pool in Valkey or Redis: small values alone.
 
     kv:nodes      a set: the nodes' ids, so that none has to scan           one thread    refresh, announce, withdraw
     kv:n:<node>   a node's entry, for 5 s; written anew each 1.5 s          callers       look-ups, on connections
@@ -47,12 +47,7 @@ from kvstore.pool.directory import (
 from kvstore.pool.members import MAX_NODES, AliveTable, ClaimState, NodeClaim
 from kvstore.protocol.courier import MAX_WHERE_CHARACTERS, SourceFigures
 from tiering.clock import Clock
-
-try:
-    import valkey
-    from valkey.connection import Connection, UnixDomainSocketConnection
-except ImportError:  # the extra is not installed; reported where a directory is configured
-    valkey = None  # type: ignore[assignment]
+from tiering.remote.resp import command
 
 REFRESH_SECONDS, TICK_SECONDS = 1.5, 0.2
 CALL_SECONDS, CONNECT_SECONDS, LEAVE_SECONDS = 1.0, 1.0, 0.5
@@ -110,7 +105,7 @@ class DirectoryAddress:
 
 
 class ValkeyDirectory:
-    """`Directory` of a pool. Start it, use it from any thread, close it."""
+    """Shared by the nodes of a pool. Start it, use it from any thread, close it."""
 
     def __init__(
         self,
@@ -123,10 +118,7 @@ class ValkeyDirectory:
         password: Callable[[], str] = lambda: "",
     ) -> None:
         """entry: returns this node's present entry, with the node and incarnation of `here`. table: receives the other
-        nodes. password: read for each connection, so that it can be changed; it may raise `OSError`. Raises `BadInput`
-        if valkey-py is not installed."""
-        if valkey is None:
-            raise BadInput("a directory needs valkey-py: install prefix-kvstore[valkey]")
+        nodes. password: read for each connection, so that it can be changed; it may raise `OSError`."""
         self._address = address
         self._here = here
         self._entry = entry
@@ -324,7 +316,6 @@ class ValkeyDirectory:
             self._judge(self._ask([(b"SREM", _NODES, *left_out)]))
 
     def _tell(self) -> bool:
-        """Returns whether there was anything to announce."""
         now = self._clock.monotonic_seconds()
         if self._down is not None or self._claim.state != ClaimState.OURS or now < self._quiet_until:
             return False
@@ -420,7 +411,6 @@ class _ReplyError(Exception):
 
 
 def _fields(reply: object) -> dict[bytes, bytes]:
-    """A chunk's fields; none for a malformed reply."""
     if isinstance(reply, _ReplyError) and not str(reply).startswith("WRONGTYPE"):
         raise DirectoryDown(str(reply))
     flat = reply if isinstance(reply, list) else []
@@ -429,7 +419,6 @@ def _fields(reply: object) -> dict[bytes, bytes]:
 
 
 def _milliseconds(reply: Any) -> int:
-    """From the reply to TIME."""
     try:
         now_ms = int(reply[0]) * 1000 + int(reply[1]) // 1000
     except (TypeError, ValueError, IndexError):
@@ -440,92 +429,66 @@ def _milliseconds(reply: Any) -> int:
 
 
 class _ValkeyWire:
-    """One connection; one thread at a time."""
+    """One connection that speaks RESP 2, for one thread at a time: each call within a deadline and a number of bytes.
+    Sizes that a server announces are checked before anything is built from them; longer values are skipped, and read
+    as None."""
 
     def __init__(self, address: DirectoryAddress, password: Callable[[], str], clock: Clock) -> None:
-        self._replies = _BoundedReplies(clock)
+        self._address = address
         self._password = password
-        self._user = address.user
-        common: dict[str, Any] = {
-            "parser_class": lambda socket_read_size: self._replies,
-            "socket_connect_timeout": CONNECT_SECONDS,
-            "socket_timeout": CONNECT_SECONDS,
-            "lib_name": None,
-            "lib_version": None,
-            "credential_provider": self,
-        }
-        self._connection: Any
-        if address.path:
-            self._connection = UnixDomainSocketConnection(address.path, **common)
-        else:
-            self._connection = Connection(address.host, address.port, socket_keepalive=True, **common)
-
-    def get_credentials(self) -> tuple[str, ...]:
-        """Called by valkey-py for each connection."""
-        password = self._password()
-        return ((self._user,) if self._user else ()) + ((password,) if password or self._user else ())
-
-    def call(self, commands: Sequence[tuple[Any, ...]], seconds: float = CALL_SECONDS) -> list[Any]:
-        """The replies in order; the error of a single command is a `_ReplyError` among them. Connects if there is no
-        connection. On failure closes it and raises `DirectoryDown`."""
-        room = ROOM_BYTES + ROOM_PER_COMMAND_BYTES * len(commands)
-        try:
-            if not self._replies.is_connected:
-                self._replies.allow(CONNECT_SECONDS, room)
-                self._connection.connect()
-            self._replies.allow(seconds, room)
-            self._connection.send_packed_command(self._connection.pack_commands(commands), check_health=False)
-            return [self._replies.read() for _ in commands]
-        except (valkey.ValkeyError, OSError, ValueError, _Oversized) as error:
-            self.close()
-            if isinstance(error, _Oversized):
-                raise
-            is_late = isinstance(error, valkey.TimeoutError | TimeoutError)
-            raise DirectoryDown(f"no answer in {1e3 * seconds:.0f} ms" if is_late else str(error)[:200]) from None
-
-    def close(self) -> None:
-        self._connection.disconnect()
-
-
-class _BoundedReplies:
-    """Reads RESP 2, as a parser for valkey-py: within a deadline and a number of bytes per call. Sizes that a server
-    announces are checked before anything is built from them; longer values are skipped, and read as None."""
-
-    def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._socket: socket.socket | None = None
         self._seen, self._at = b"", 0
         self._deadline, self._room = 0.0, 0
 
-    @property
-    def is_connected(self) -> bool:
-        return self._socket is not None
+    def call(self, commands: Sequence[tuple[Any, ...]], seconds: float = CALL_SECONDS) -> list[Any]:
+        """The replies in order; the error of a single command is a `_ReplyError` among them. Connects if there is no
+        connection. On failure closes it and raises `DirectoryDown`."""
+        try:
+            sock = self._socket or self._connected()
+            return self._replies(sock, commands, seconds)
+        except (OSError, ValueError, _Oversized) as error:
+            self.close()
+            if isinstance(error, _Oversized):
+                raise
+            is_late = isinstance(error, TimeoutError)
+            raise DirectoryDown(f"no answer in {1e3 * seconds:.0f} ms" if is_late else str(error)[:200]) from None
 
-    def allow(self, seconds: float, room: int) -> None:
-        """Set the next call's bounds. Raises `ValueError` if part of the last call is unread."""
+    def close(self) -> None:
+        sock, self._socket = self._socket, None
+        if sock is not None:
+            sock.close()
+
+    def _connected(self) -> socket.socket:
+        address, self._seen, self._at = self._address, b"", 0
+        if address.path:
+            sock = self._socket = socket.socket(socket.AF_UNIX)
+            sock.settimeout(CONNECT_SECONDS)
+            sock.connect(address.path)
+        else:
+            sock = self._socket = socket.create_connection((address.host, address.port), CONNECT_SECONDS)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        password = self._password()
+        if password or address.user:
+            user = (address.user.encode(),) if address.user else ()
+            (reply,) = self._replies(sock, [(b"AUTH", *user, password.encode())], CONNECT_SECONDS)
+            if isinstance(reply, _ReplyError):
+                raise ValueError(str(reply))
+        return sock
+
+    def _replies(self, sock: socket.socket, commands: Sequence[tuple[Any, ...]], seconds: float) -> list[Any]:
         if self._at != len(self._seen):
             raise ValueError("an answer that was not asked for")
         self._seen, self._at = b"", 0
-        self._deadline, self._room = self._clock.monotonic_seconds() + seconds, room
-        if self._socket is not None:
-            self._socket.settimeout(max(1e-6, seconds))
+        self._deadline = self._clock.monotonic_seconds() + seconds
+        self._room = ROOM_BYTES + ROOM_PER_COMMAND_BYTES * len(commands)
+        sock.settimeout(max(1e-6, seconds))
+        words = [[b"%d" % word if isinstance(word, int) else word for word in one] for one in commands]
+        sock.sendall(b"".join(command(*one) for one in words))
+        return [self._read() for _ in commands]
 
-    def on_connect(self, connection: Any) -> None:
-        """Called by valkey-py."""
-        self._socket = connection._sock
-        self._seen, self._at = b"", 0
-
-    def on_disconnect(self) -> None:
-        """Called by valkey-py."""
-        self._socket = None
-        self._seen, self._at = b"", 0
-
-    def read_response(self, disable_decoding: bool = False) -> Any:
-        """Called by valkey-py while it connects."""
-        reply = self.read()
-        return valkey.ResponseError(str(reply)) if isinstance(reply, _ReplyError) else reply
-
-    def read(self, depth: int = 0) -> Any:
+    def _read(self, depth: int = 0) -> Any:
         line = self._line()
         kind, rest = line[:1], line[1:]
         if kind == b"$":
@@ -553,7 +516,7 @@ class _BoundedReplies:
                 items.append(seen[end + 2 : end + 2 + size])
                 self._at = end + 4 + size
             else:
-                items.append(self.read(depth + 1))
+                items.append(self._read(depth + 1))
         return items
 
     def _value(self, size: int) -> bytes | None:

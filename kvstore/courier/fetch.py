@@ -57,7 +57,6 @@ class FetchJob:
             self.reason, self.detail = reason or MissReason.ABSENT, detail
 
     def answer(self) -> QuestionAnswered:
-        """The answer to the sidecar's question."""
         tier = self.source.tier if self.source is not None else None
         where = self.source.name if self.source is not None else ""
         reason = (self.reason or MissReason.DEADLINE) if self.reached < len(self.question.keys) else None
@@ -79,7 +78,6 @@ class Fetcher:
         return FetchJob(run, question, Stops(self._clock.monotonic_seconds() + seconds), question.present)
 
     def fetch(self, job: FetchJob) -> QuestionAnswered:
-        """Fetch as much as there is."""
         self._figures.begins(1)
         try:
             self._fetch(job)
@@ -113,7 +111,6 @@ class Fetcher:
         return job.stops.ends_at - self._clock.monotonic_seconds()
 
     def _window(self, job: FetchJob, space: CourierSpace, sources: list[Source]) -> bool:
-        """Bring the next window; returns False when nothing is left to do."""
         keys, reached = job.question.keys, job.reached
         most = max(1, min(WINDOW_BLOCKS, WINDOW_BYTES // space.block_bytes))
         wanted = [(space.id, key) for key in keys[reached : reached + most]]
@@ -133,7 +130,6 @@ class Fetcher:
             self._flights.end(mine[done:leading], job, landed=False)
 
     def _join(self, job: FetchJob, key: tuple[bytes, bytes]) -> None:
-        """Another fetch brings this block: wait for it."""
         landed = threading.Event()
         job.stops.waits_for(landed.set)
         if self._flights.join([key], lambda _key, _landed: landed.set()):
@@ -173,7 +169,6 @@ class Fetcher:
         return True
 
     def _ended(self, job: FetchJob, sources: list[Source], filled: Filled) -> None:
-        """The source has no more for now, or failed."""
         source = sources[0]
         if filled.reason is MissReason.BUSY and len(sources) == 1:
             job.stops.over.wait(min(LONGEST_AGAIN_SECONDS, max(0.0, self._left(job))))
@@ -206,7 +201,6 @@ class Fetcher:
 
 
 def places_answer(number: int, places: Places, present: int) -> QuestionAnswered:
-    """The answer to a `LocateQuestion`."""
     blocks = places.blocks if places.sources else present
     return QuestionAnswered(
         number,

@@ -92,7 +92,6 @@ class Figures:
             self._of(source).failures += 1
 
     def refused(self, source: Hashable, what: str) -> None:
-        """A source sent something other than was asked for."""
         with self._lock:
             kinds = self._of(source).refused
             if what in kinds or len(kinds) < MOST_KINDS:

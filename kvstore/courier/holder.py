@@ -186,7 +186,6 @@ class PeerHolder:
         )
 
     def _pins(self, size: int) -> bool:
-        """Pin this many more bytes; False if that is too many."""
         with self._lock:
             if size > 0 and self._pinned_bytes and self._pinned_bytes + size > MOST_PINNED_BYTES:
                 return False

@@ -165,7 +165,6 @@ class CourierRun:
         return reply
 
     def abort(self, reservation: int) -> None:
-        """Return slots that were not adopted. Does not block."""
         self.connection.post(m.Abort(reservation))
 
     def close(self) -> None:
@@ -220,7 +219,6 @@ class CourierLink:
         return run if run is not None and not run.is_over else None
 
     def start(self) -> None:
-        """Connect, and reconnect."""
         self._thread.start()
 
     def answer(self, run: CourierRun, answer: QuestionAnswered) -> None:
@@ -294,7 +292,6 @@ class CourierLink:
         return run
 
     def _attend(self, run: CourierRun) -> None:
-        """Serve a connection until it is closed."""
         self._run = run
         self._errands.begin(run)
         bell: NotifyPipeEnd | None = None

@@ -25,6 +25,7 @@ from typing import TypeAlias
 
 from kvstore.block.account import HitTier, MissReason
 from kvstore.block.identity import NODE_BYTES
+from kvstore.courier.directory import ValkeyDirectory
 from kvstore.courier.figures import DIRECTORY
 from kvstore.courier.link import CourierRun, CourierSpace
 from kvstore.courier.members import NamedPeers
@@ -34,7 +35,6 @@ from kvstore.pool.choice import MOST_ASKED
 from kvstore.pool.directory import (
     CHUNK_BLOCKS,
     MAX_HEADS,
-    Directory,
     DirectoryDown,
     Holder,
     NodeEntry,
@@ -108,7 +108,7 @@ class Locator:
         self,
         table: AliveTable,
         named: NamedPeers | None,
-        directory: Directory | None,
+        directory: ValkeyDirectory | None,
         peers: PeerWays | None,
         remote: RemoteWays | None,
         clock: Clock,
@@ -203,7 +203,6 @@ class Locator:
         look.is_over.set()
 
     def _composed(self, look: _Look, space: CourierSpace, present: int) -> Places:
-        """What is known by now."""
         call, nearer = look.remote, look.nearer
         places = replace(nearer, sources=list(nearer.sources))
         if call is not None and self._remote is not None:
@@ -243,7 +242,6 @@ class Locator:
     def _proven(
         self, run: CourierRun, namespace: bytes, keys: Sequence[bytes], hinted: Sequence[Holder], ends_at: float
     ) -> tuple[list[Holder], bool]:
-        """Those that say so themselves, and whether all did say."""
         space, alive = run.space_of(namespace), self._table.alive(self._clock.monotonic_seconds())
         asked = [one for one in hinted[:MOST_NAMED] if one.node in alive]
         left = ends_at - self._clock.monotonic_seconds()
@@ -279,7 +277,6 @@ class Locator:
     def _find_peers(
         self, look: _Look, run: CourierRun, space: CourierSpace, keys: Sequence[bytes], present: int, ticket: bytes
     ) -> None:
-        """While the directory is slow, nodes that are known without it are asked first."""
         peers, began_at = self._peers, self._clock.monotonic_seconds()
         assert peers is not None
         hinting = self._hinting.submit(self._hinted, space, keys, present, look.ends_at - began_at)
@@ -396,5 +393,4 @@ class Locator:
 
 
 def _with_tail(hinted: int, asked: int) -> int:
-    """A tail shorter than a chunk has no hint: a node that has all before it is assumed to have it too."""
     return asked if asked - hinted < CHUNK_BLOCKS else hinted

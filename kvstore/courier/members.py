@@ -48,7 +48,6 @@ class NamedPeers:
             one.start()
 
     def nodes(self) -> set[bytes]:
-        """Those that answered."""
         return set(self._named.values())
 
     def addresses(self) -> list[tuple[bytes, str]]:

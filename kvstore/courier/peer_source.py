@@ -215,7 +215,6 @@ class PeerSource:
         return Filled(window.adopted, filled.reason, filled.detail)
 
     def _late(self, detail: str, given: float, frames: int) -> Filled:
-        """given: seconds that the fetch had. frames: that had come by then."""
         has_failed = late_has_failed(given, frames)
         return self._failed(MissReason.DEADLINE, detail) if has_failed else Filled(0, MissReason.DEADLINE, detail)
 
@@ -250,7 +249,6 @@ class PeerSource:
         return Filled(pulled // frames, MissReason.STALE_HINT, f"{self.name} has no more of it")
 
     def _opened(self, window: ReservedWindow, stops: Stops) -> tuple[PullOffer, bytes] | Filled:
-        """Permission to pull, and the secret of that pull."""
         ways, entry, run, space = self._ways, self.entry, window.run, window.space
         nonce = ways.new_token(NONCE_BYTES)
         terms = PullTerms(nonce, run.node, entry.node, space.id, window.first, window.keys)
@@ -339,7 +337,6 @@ def _offered(
     ways: PeerWays,
     ends_at: float,
 ) -> int:
-    """How many blocks were taken by the first node that takes any."""
     head = keys[:CHUNK_BLOCKS][-1]
     fit = [one for one in nodes if run.fingerprint in one.fingerprints]
     for entry in sorted(fit, key=lambda one: blake2b(head + one.node, digest_size=8).digest())[:MOST_ASKED]:

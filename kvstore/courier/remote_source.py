@@ -153,6 +153,5 @@ class RemoteSource:
         return Filled(window.blocks, None)
 
     def _refuse(self, name: bytes) -> None:
-        """Count a bad frame and delete it: the next write puts it back."""
         self._ways.figures.refused(self._ways.name, "frame")
         self._ways.workers.delete([name], self._ways.clock.monotonic_seconds() + FORGET_SECONDS)

@@ -60,7 +60,6 @@ class DemoSidecar:
         self.close()
 
     def open(self) -> EmbeddedStore | SidecarStore:
-        """A client of the sidecar, to be closed."""
         return kvstore.open(f"unix:{self._directory / 'kvstore.sock'}", engine="kvstore demo")
 
     def status(self) -> SidecarStatus:
@@ -89,7 +88,6 @@ class DemoSidecar:
             time.sleep(0.1)
 
     def wait(self) -> None:
-        """Wait until a signal ends the console."""
         assert self._console is not None
         self._console.wait()
 

@@ -89,7 +89,6 @@ def _ready(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def describe_model(model: torch.nn.Module, is_trained: bool) -> dict[str, object]:
-    """Shape and number of parameters."""
     config: Any = model.config
     return {
         "type": config.model_type,

@@ -8,11 +8,13 @@ to its prompt's tokens, or the demo stops.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import ceil
-from typing import Protocol, TypeVar
+from statistics import median
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,21 +25,13 @@ from kvstore.block.account import HitTier, MissReason
 from kvstore.demo.questions import DemoRequest, prompt_of
 
 TEMPERATURE = 0.8
+MAX_PAIRS = 8
+SHORTEST_PAIRED_PROMPT = 2048
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, and steps done of how many."""
 
 Origin = TypeVar("Origin", HitTier, MissReason)
-
-
-class BesidePass(Protocol):
-    """Timed on the same prompts at the same time."""
-
-    def goes_first(self, number: int) -> bool:
-        """Whether it runs before or after this request."""
-        ...
-
-    def first_token(self, number: int, prompt: list[int]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -64,12 +58,10 @@ class PassResult:
         }
 
     def ttft_ms(self) -> dict[str, float]:
-        """Time to first token in milliseconds, at p50 and p99."""
         times = [report.ttft_ms for report in self.reports]
         return {"p50": percentile(times, 50), "p99": percentile(times, 99)}
 
     def itl_ms(self) -> dict[str, float]:
-        """Time between two tokens of an answer in milliseconds, at p50 and p99."""
         gaps = self._gaps()
         return {"p50": percentile(gaps, 50), "p99": percentile(gaps, 99)}
 
@@ -78,15 +70,79 @@ class PassResult:
         return sum(report.saved_blocks for report in self.reports)
 
     def hits(self) -> dict[str, int]:
-        """Prompt tokens found, by tier."""
         return _sums(report.account.hits for report in self.reports)
 
     def misses(self) -> dict[str, int]:
-        """Prompt tokens computed, by reason."""
         return _sums(report.account.misses for report in self.reports)
 
     def _gaps(self) -> list[float]:
         return [gap for report in self.reports for gap in report.itl_ms]
+
+
+@dataclass(frozen=True)
+class ColdAgainstGenerate:
+    """Time to first token in milliseconds: medians, and the median of the pairs' quotients, cold / generate.
+
+    same_first_token: pairs in which both chose the same token.
+    """
+
+    cold_ms: float
+    generate_ms: float
+    ratio: float
+    pairs: int
+    same_first_token: int
+
+    def to_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+class PlainGenerate:
+    """Asks plain transformers for the first token of the longer prompts, right beside the cold pass's own request.
+
+    A shared machine drifts, so each pair gives one quotient, and the result is their median. The two alternate in going
+    first.
+    """
+
+    def __init__(self, model: torch.nn.Module, shortest_prompt: int = SHORTEST_PAIRED_PROMPT) -> None:
+        self._model: Any = model
+        self._shortest_prompt = shortest_prompt
+        self._seen: dict[int, tuple[float, int]] = {}
+
+    def warm_up(self, prompt: list[int]) -> None:
+        """Pay for first-time work."""
+        self._timed(0, prompt)
+
+    def goes_first(self, number: int) -> bool:
+        """Whether plain `generate` goes first for this request."""
+        return number % 2 == 1
+
+    def first_token(self, number: int, prompt: list[int]) -> None:
+        """Time it, if the prompt is long enough and more pairs are wanted."""
+        if len(prompt) >= self._shortest_prompt and len(self._seen) < MAX_PAIRS:
+            self._seen[number] = self._timed(number, prompt)
+
+    def against(self, cold: PassResult) -> ColdAgainstGenerate | None:
+        """None if no prompt was long enough."""
+        if not self._seen:
+            return None
+        cold_ms = [cold.reports[number].ttft_ms for number in self._seen]
+        generate_ms = [milliseconds for milliseconds, _ in self._seen.values()]
+        same = [cold.answers[number][0] == token for number, (_, token) in self._seen.items()]
+        ratio = median(ours / plain for ours, plain in zip(cold_ms, generate_ms, strict=True))
+        return ColdAgainstGenerate(median(cold_ms), median(generate_ms), ratio, len(same), sum(same))
+
+    def _timed(self, number: int, prompt: list[int]) -> tuple[float, int]:
+        """Milliseconds and the token, as a user of transformers would ask, with the passes' draws."""
+        tokens = torch.tensor([prompt])
+        mask = torch.ones_like(tokens)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(number)
+            start = time.perf_counter()
+            with torch.inference_mode():
+                output = self._model.generate(
+                    tokens, attention_mask=mask, max_new_tokens=1, do_sample=True, temperature=TEMPERATURE, top_k=0
+                )
+            return 1e3 * (time.perf_counter() - start), int(output[0, -1])
 
 
 def run_first_pass(
@@ -94,7 +150,7 @@ def run_first_pass(
     cache: PrefixCache,
     requests: Sequence[DemoRequest],
     answer_tokens: int,
-    beside: BesidePass,
+    beside: PlainGenerate,
     progress: Progress,
 ) -> PassResult:
     """Answer all requests. These answers become part of the chat's later prompts."""
@@ -116,7 +172,6 @@ def run_first_pass(
 def run_pass(
     name: str, cache: PrefixCache, prompts: list[list[int]], answer_tokens: int, progress: Progress
 ) -> PassResult:
-    """Answer the same prompts again."""
     answers: list[list[int]] = []
     reports: list[Report] = []
     for number, prompt in enumerate(prompts):
@@ -151,7 +206,6 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def draws_of(number: int) -> Sampling:
-    """The random draws of a request's answer."""
     return Sampling(temperature=TEMPERATURE, generator=torch.Generator().manual_seed(number))
 
 

@@ -1,9 +1,9 @@
-"""The demo from start to end: four passes over the same requests, and three comparisons.
+"""The demo from start to end: four passes over the same requests, and the cold one beside plain transformers.
 
     cold   the same code with a closed store: every token is computed
     fill   the store is empty at first; requests find what earlier ones stored
     warm   the same requests again, with everything stored
-    restart  a new process on the same directory: memory is empty, and the disk has what was stored
+    restart  the store is opened anew on the same directory: memory is empty, and the disk has what was stored
 
 Nothing here prints; the result is a `DemoResult`.
 """
@@ -21,18 +21,18 @@ import torch
 import kvstore
 from engine_adapter.hf_cache import PrefixCache
 from kvstore.block.account import HitTier
+from kvstore.block.errors import StoreError
 from kvstore.client.sidecar_store import SidecarStore
-from kvstore.demo.compare import PlainGenerate, changed_by_reversing
 from kvstore.demo.dashboard import DemoSidecar
 from kvstore.demo.model import describe_model, model_of
 from kvstore.demo.options import MAX_ANSWER_TOKENS, DemoOptions, usable_cores
-from kvstore.demo.passes import Progress, run_first_pass, run_pass
+from kvstore.demo.passes import PlainGenerate, Progress, run_first_pass, run_pass
 from kvstore.demo.questions import MAX_PROMPT_TOKENS, DemoRequest, twenty_requests
-from kvstore.demo.restart import NAME, run_restarted
 from kvstore.demo.result import DemoResult
 from kvstore.node import EmbeddedStore
 
-REVERSED_PROMPTS = 2
+WARM_SECONDS = 60.0
+"""How long a store that is opened anew may take to take in what is on disk."""
 
 
 def run(
@@ -42,8 +42,7 @@ def run(
     model: torch.nn.Module | None = None,
     sidecar: DemoSidecar | None = None,
 ) -> DemoResult:
-    """Run everything. requests, model: in place of the demo's own; the process after the restart builds the model
-    again, so it must be `build_model`'s with the options' seed. sidecar: a running one to answer from, restarted for
+    """Run everything. requests, model: in place of the demo's own. sidecar: a running one to answer from, restarted for
     the last pass; `options` then do not configure the store. Raises `StoreError` if the store cannot open."""
     options, progress = options or DemoOptions(), progress or _silent
     if requests is None:
@@ -55,11 +54,13 @@ def run(
         threads = stack.enter_context(_torch_threads(options.threads or most))
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstore-demo-")))
         directory = options.data if options.data is not None else str(scratch / "store")
-        store: EmbeddedStore | SidecarStore
-        if sidecar is not None:
-            store = sidecar.open()
-        else:
-            store = kvstore.embedded(str(directory), dram=options.dram, nvme=options.nvme)
+
+        def opened() -> EmbeddedStore | SidecarStore:
+            if sidecar is not None:
+                return sidecar.open()
+            return kvstore.embedded(directory, dram=options.dram, nvme=options.nvme)
+
+        store = opened()
         stack.callback(store.close)
         progress("making a model", 0, 1)
         if model is None:
@@ -76,21 +77,17 @@ def run(
         warm = run_pass("warm", warm_cache, cold.prompts, tokens, progress)
         stored_blocks = store.usage().blocks if isinstance(store, EmbeddedStore) else fill.saved_blocks
 
-        by_length = sorted(range(len(asked)), key=lambda number: len(cold.prompts[number]), reverse=True)
-        doubted = by_length[:REVERSED_PROMPTS]
-        changed = changed_by_reversing(
-            cold_cache, {number: cold.prompts[number] for number in doubted}, tokens, scratch / "reversed", progress
-        )
         progress("restart", 0, 1)
         store.close()
         if sidecar is not None:
             sidecar.restart()
-            with sidecar.open() as store:
-                restarted = run_pass(NAME, PrefixCache(model, store, codec="raw"), cold.prompts, tokens, progress)
-            from_disk = restarted.hits().get(HitTier.NVME.value, 0)
-            read_bytes = from_disk // warm_cache.layout.block_tokens * warm_cache.layout.raw_bytes
-        else:
-            restarted, read_bytes = run_restarted(model, directory, options, threads, cold.prompts, scratch)
+        with opened() as store:
+            if isinstance(store, EmbeddedStore) and not store.warmed(WARM_SECONDS):
+                raise StoreError("what is on disk could not be taken in")
+            restarted = run_pass("restart", PrefixCache(model, store, codec="raw"), cold.prompts, tokens, progress)
+            read_blocks = restarted.hits().get(HitTier.NVME.value, 0) // warm_cache.layout.block_tokens
+            if isinstance(store, EmbeddedStore):
+                read_blocks = store.usage().counters.get("promoted_blocks", 0)
         progress("restart", 1, 1)
     return DemoResult(
         requests=asked,
@@ -103,15 +100,12 @@ def run(
         block_tokens=warm_cache.layout.block_tokens,
         stored_blocks=stored_blocks,
         stored_bytes=stored_blocks * warm_cache.layout.raw_bytes,
-        read_bytes=read_bytes,
-        reversed_asked=len(changed),
-        reversed_changed=sum(changed),
+        read_bytes=read_blocks * warm_cache.layout.raw_bytes,
         seconds=time.perf_counter() - start,
     )
 
 
 def _closed_cache(model: torch.nn.Module, directory: Path) -> PrefixCache:
-    """With a store closed before the first request: the same code runs, and every look-up is `disabled`."""
     with kvstore.embedded(str(directory), dram="64MiB") as store:
         return PrefixCache(model, store, codec="raw")
 

@@ -80,7 +80,6 @@ def _descriptors(settings: Settings, dram: DramConfig) -> Iterator[Finding]:
 
 
 def _sidecar(settings: Settings) -> Iterator[Finding]:
-    """The sidecar's state, and whether it is the process that uses the data directory."""
     path, data = settings.observe_socket, Path(settings.store.data)
     told = sidecar.status_of(path)
     yield from directory.use(data, told.pid if told is not None else None)
@@ -88,7 +87,6 @@ def _sidecar(settings: Settings) -> Iterator[Finding]:
 
 
 def _wanted(settings: Settings, has_engine: bool) -> dict[str, str]:
-    """Distributions that these settings need, each with the setting that needs it."""
     found = dict.fromkeys(("msgspec", "xxhash", "numpy", "typer", "rich"), "kvstore serve")
     if settings.store.nvme != OFF:
         found["lmdb"] = "store.nvme"
@@ -99,8 +97,6 @@ def _wanted(settings: Settings, has_engine: bool) -> dict[str, str]:
     if settings.network.listen is not None or settings.remote.url is not None:
         network = ("grpcio", "grpcio-health-checking", "grpcio-reflection", "protobuf", "h11")
         found |= dict.fromkeys(network, "the network process")
-    if settings.network.directory is not None or settings.remote.url is not None:
-        found["valkey"] = "network.directory or remote.url"
     if settings.network.seals:
         found["cryptography"] = "sealing what other nodes pull"
     return found | ({"torch": "an engine"} if has_engine else {})

@@ -56,7 +56,6 @@ class Examination:
         return sum(one.health is Health.LACKS for one in self.findings)
 
     def to_dict(self) -> dict[str, object]:
-        """For `--json`."""
         found = [
             {"check": one.check, "health": one.health.value, "text": one.text, "remedy": one.remedy}
             for one in self.findings

@@ -32,7 +32,7 @@ DISTRIBUTION = "prefix-kvstore"
 PACKAGES = (
     *("msgspec", "xxhash", "numpy", "lmdb", "numba", "typer", "rich"),
     *("fastapi", "markdown-it-py", "h11", "httpx2"),
-    *("grpcio", "grpcio-health-checking", "grpcio-reflection", "protobuf", "valkey", "cryptography"),
+    *("grpcio", "grpcio-health-checking", "grpcio-reflection", "protobuf", "cryptography"),
     *("torch", "triton", "transformers"),
 )
 """Distributions that are looked at, in this order."""
@@ -239,7 +239,6 @@ def gpu(is_wanted: bool) -> Iterator[Finding]:
 
 
 def _most(limit: int) -> float:
-    """This process's soft limit of a resource; infinite where there is none."""
     soft, _ = resource.getrlimit(limit)
     return inf if soft == resource.RLIM_INFINITY else soft
 

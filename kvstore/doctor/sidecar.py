@@ -58,7 +58,6 @@ def engines_socket(check: str, path: str, is_needed: bool) -> Iterator[Finding]:
 
 
 def _absence(path: str) -> str:
-    """Why there is no socket to call; "" where there is one, or that cannot be seen."""
     try:
         if stat.S_ISSOCK(os.stat(path).st_mode):
             return ""
@@ -70,7 +69,6 @@ def _absence(path: str) -> str:
 
 
 def _owner(check: str, path: str) -> Finding:
-    """Who listens there, as the kernel says."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as probe:
         probe.settimeout(CALL_SECONDS)
         probe.connect(path)

@@ -234,7 +234,6 @@ def _mended(path: Path, ring: KeyRing, found: FsckResult, show: ShowProgress, re
 
 
 def _write_headers(files: Files, slabs: list[SlabResult]) -> int:
-    """Restore the damaged header copy of each slab from the good one."""
     written = 0
     for slab in slabs:
         for offset in slab.bad_offsets:
@@ -295,7 +294,6 @@ def _clear_stamp(files: Files) -> None:
 def _build_index(
     path: Path, ring: KeyRing, maker: LmdbMaker, found: FsckResult, show: ShowProgress, reach: Reach
 ) -> tuple[int, int]:
-    """Have the tier read every header; returns how many frames it keeps and how many it quarantines."""
     slots = {slab.header.number: slab.slots for slab in found.slabs if slab.header is not None}
     size = sum(slab.size_bytes for slab in found.slabs)
     tier = NvmeTier(DirectFiles(path / "nvme", reach), maker, ring, size, size, new_uid)

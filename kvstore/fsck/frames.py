@@ -6,10 +6,10 @@ checked against the digests in headers that themselves stay unverified. Must nev
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from kvstore.fsck.headers import IN_DOUBT, UNKNOWN, WINDOW_BYTES, IndexView, page_aligned
 from kvstore.fsck.result import Problems, Seen, SlabResult, SlabState, Slot
@@ -22,13 +22,9 @@ from tiering.tier import SlotClass
 
 READERS = 2
 
+ShowProgress = Callable[..., None]
+"""Called with what is being done and, where known, steps done of how many."""
 _ZERO_HEADER = bytes(HEADER_BYTES)
-
-
-class ShowProgress(Protocol):
-    """Called with what is being done, and steps done of how many."""
-
-    def __call__(self, doing: str, done: int = 0, steps: int = 0) -> None: ...
 
 
 class Frame(NamedTuple):
@@ -50,7 +46,6 @@ class FrameReader:
         self._buffer_bytes = 0
 
     def close(self) -> None:
-        """Finish the reads in progress, cancel the others."""
         self._pool.shutdown(cancel_futures=True)
 
     def frames(self, slab: SlabResult) -> Iterator[tuple[int, Sequence[Frame]]]:
@@ -90,7 +85,6 @@ class FrameReader:
         return [_frame(frame, header.slot_class, keys) for frame in frames]
 
     def _alone(self, name: str, header: SlabHeader, slot: int, keys: MacKeys | None, frame: memoryview) -> Frame:
-        """Read a single slot of a window that could not be read as a whole."""
         try:
             self._files.read(name, header.offset(slot), frame)
             return _frame(frame, header.slot_class, keys)

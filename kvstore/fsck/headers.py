@@ -109,7 +109,6 @@ def _slab(files: Files, keys: MacKeys, name: str, size: int) -> SlabResult:
 
 
 def _holds_nothing(files: Files, name: str, size: int) -> bool:
-    """Whether the slab's creation was interrupted: only zeros between its header pages."""
     buffer = page_aligned(WINDOW_BYTES)
     for offset in range(PAGE_BYTES, size - PAGE_BYTES, WINDOW_BYTES):
         piece = buffer[: min(WINDOW_BYTES, size - PAGE_BYTES - offset)]

@@ -122,7 +122,6 @@ class SlabResult:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Slots by classification."""
         return {slot.name.lower(): self.slots.count(slot) for slot in Slot}
 
     @property
@@ -202,15 +201,12 @@ class FsckResult:
 
     @property
     def gb_per_second(self) -> float:
-        """Rate of reading and verifying."""
         return self.checked_bytes / self.read_seconds / 1e9 if self.read_seconds else 0.0
 
     def totals(self) -> dict[str, int]:
-        """Slots of all slabs, by classification."""
         return _sum(self.slabs)
 
     def by_namespace(self) -> dict[tuple[str, str], list[SlabResult]]:
-        """Slabs by tenant and namespace."""
         groups: dict[tuple[str, str], list[SlabResult]] = {}
         for slab in self.slabs:
             if slab.header is not None:
@@ -275,7 +271,6 @@ class FsckResult:
         return lines
 
     def _tables(self) -> Iterator[Table]:
-        """A table for each namespace: damaged slabs first, as many as are shown, then totals."""
         room = SHOWN_SLABS
         for (tenant, namespace), slabs in self.by_namespace().items():
             whose = f"{self.tenant_names[tenant]} ({tenant})" if tenant in self.tenant_names else tenant

@@ -121,7 +121,6 @@ class Shingler:
         return PromptSketch(len(tokens), kept, places.astype(np.uint32))
 
     def _hashes(self, tokens: Column) -> Column:
-        """As `hashes`, but the next call overwrites the result."""
         count = len(tokens)
         if count < SHINGLE_TOKENS:
             return np.zeros(0, _U64)
@@ -233,7 +232,6 @@ def compare_prompts(
 
 
 def shared_start(one: Column, other: Column) -> int:
-    """Number of leading tokens that are equal."""
     count = min(len(one), len(other))
     differs = one[:count] != other[:count]
     at = int(differs.argmax()) if count else 0
@@ -263,7 +261,6 @@ def _behind(old: Column, new: Column, place: int, shingler: Shingler, stored_tok
 
 
 def _covered(is_equal: Any, tokens: int, skipped: int) -> int:
-    """Number of tokens that lie in some equal run, not counting those before `skipped`."""
     edges = np.zeros(tokens + 1, np.int64)
     edges[: len(is_equal)] += is_equal
     edges[SHINGLE_TOKENS : SHINGLE_TOKENS + len(is_equal)] -= is_equal
@@ -282,7 +279,6 @@ def _unique_pairs(old: Column, new: Column) -> Column:
 
 
 def _out_of_order(places: Column, least: int) -> bool:
-    """Whether at least this many runs moved relative to the others: all but the longest rising sequence."""
     if (places[1:] >= places[:-1]).all():
         return False
     step = -(-len(places) // MOST_PAIRS)
@@ -295,7 +291,6 @@ def _out_of_order(places: Column, least: int) -> bool:
 
 
 def _first_again(old: Column, new: Column) -> tuple[int, int] | None:
-    """Where the first equal run begins in each: the pair with the smallest sum, nearby places preferred."""
     _, was, stands = np.intersect1d(old, new, return_indices=True)
     if not len(was):
         return None

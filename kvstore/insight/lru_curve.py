@@ -121,7 +121,6 @@ class LruCurve:
         return self.threshold / MARKS
 
     def asked(self, measure: int = SIZE) -> float:
-        """How much was asked for; older look-ups have decayed."""
         return self._asked[measure]
 
     def requests(
@@ -188,7 +187,6 @@ class LruCurve:
             self._lower_threshold()
 
     def fade(self, factor: float) -> None:
-        """Multiply all counts by a factor. Names and their order stay."""
         for column in self._counted():
             np.frombuffer(column)[:] *= factor
         self._blocks *= factor
@@ -252,7 +250,6 @@ class LruCurve:
         return again / sampled * asked if sampled else 0.0
 
     def _hot_prefix(self, head: list[int]) -> tuple[list[_Segment], int]:
-        """The hot names that a request begins with, as whole segments, and how many names these are."""
         hot: list[_Segment] = []
         depth = 0
         while depth < len(head):
@@ -275,7 +272,6 @@ class LruCurve:
             batch.hot_found.add(behind + segment.size, stands_for, len(segment.names), segment.size)
 
     def _cold_segments(self, names: list[int]) -> list[_Segment]:
-        """Sampled names of a request as segments, in order. Those that are new, together; `_use` adds them."""
         if names and (segment := self._cold.get(names[0])) is not None and segment.names == names:
             return [segment]  # the usual case: what a request finds one request used before, all of it
         names = [name for name in dict.fromkeys(names) if name not in self._hot]
@@ -304,7 +300,6 @@ class LruCurve:
         return segments
 
     def _leave(self, name: int) -> None:
-        """A name is no longer followed as a cold one."""
         segment = self._cold[name]
         rest = segment.cut(segment.names.index(name), self._cold)
         del rest.names[0], self._cold[name]
@@ -323,13 +318,11 @@ class LruCurve:
         self.sampled_references += names
 
     def _hot_behind(self, at: int) -> float:
-        """Weight of the hot segments used after `at`: nearly always all of them."""
         if not self._segments:
             return 0.0
         return self._hot_weight - sum(segment.weight for segment in self._segments.values() if segment.at <= at)
 
     def _use(self, hot: Sequence[_Segment], cold: Sequence[_Segment], size: float) -> None:
-        """Mark names as used, deepest first."""
         more = sum([len(segment.names) for segment in (*hot, *cold)])
         if self._now + more >= self._weights.room:
             self._renumber(more)
@@ -354,7 +347,6 @@ class LruCurve:
             self._lower_threshold()
 
     def _is_counted(self, requests: int, one_in: int) -> Any:
-        """Of each of the next so many requests."""
         numbers = np.arange(self.count + 1, self.count + 1 + requests, dtype=np.uint64)
         return numbers * _GOLDEN < np.uint64(MARKS // one_in)
 
@@ -414,8 +406,6 @@ class LruCurve:
             heapify(self._highest)
 
     def _passing(self, marks: Marks) -> Any:
-        """Where names are sampled. If these requests alone have more of them than there is room for, the threshold is
-        lowered first."""
         passing = np.flatnonzero(marks <= np.uint64(self.threshold - 1))
         if len(passing) > self._most and len(names := np.unique(marks[passing])) > self._most:
             threshold = int(names[self._most])
@@ -432,7 +422,6 @@ class LruCurve:
             self._leave(name)
 
     def _renumber(self, more: int) -> None:
-        """Renumber times from 0 in the same order, with room for a request of `more` blocks."""
         weights: list[float] = []
         for segment in sorted({*self._cold.values(), *self._segments.values()}, key=lambda segment: segment.at):
             segment.at = len(weights)
@@ -456,7 +445,6 @@ class _Segment:
 
     @property
     def times(self) -> range:
-        """When each was used."""
         return range(self.at + len(self.names) - 1, self.at - 1, -1)
 
     def names_in_common(self, names: list[int]) -> int:
@@ -562,7 +550,6 @@ class _SeenNames:
 
     @property
     def is_full(self) -> bool:
-        """Whether too many names share a flag."""
         return self._set > FULLEST * FLAGS
 
     def first_ones(self, marks: Marks) -> float:

@@ -52,7 +52,6 @@ class KvLayers:
         return self.layers * self.kv_heads * sum(self.widths) * DTYPE_BYTES[self.dtype or dtype]
 
     def kept_tokens(self, context_tokens: int) -> int:
-        """How many tokens of a context the engine keeps."""
         return min(context_tokens, self.tokens) if self.tokens else context_tokens
 
     def formula(self, dtype: str) -> str:
@@ -118,13 +117,11 @@ def _index(layers: int) -> KvLayers:
 
 
 def _delta(layers: int, v_heads: int, k_heads: int = 16, k_dim: int = 128, v_dim: int = 128, kernel: int = 4) -> Any:
-    """Gated DeltaNet: a float32 matrix per value head, and the convolution's last inputs in 16 bits."""
     convolved = 2 * k_heads * k_dim + v_heads * v_dim
     return StateLayers(layers, 4 * v_heads * k_dim * v_dim + 2 * convolved * (kernel - 1))
 
 
 def _mamba2(layers: int, heads: int, state: int, groups: int = 8, head_dim: int = 64, kernel: int = 4) -> StateLayers:
-    """Mamba-2: a float32 matrix per head, and the convolution's last inputs in 16 bits."""
     convolved = heads * head_dim + 2 * groups * state
     return StateLayers(layers, 4 * heads * head_dim * state + 2 * convolved * (kernel - 1))
 
@@ -289,7 +286,6 @@ KNOWN_TYPES = tuple(sorted({*_PLAIN, *_IN_WINDOW_IF_SHORT, *_PATTERNS, *_LATENTS
 
 
 def _every(pattern: Any, other: str) -> tuple[str, ...]:
-    """The pattern's last layer is full."""
     if not is_whole(pattern, 1, MAX_LAYERS):
         raise BadInput(f"a pattern of {shown(pattern)} layers; give a whole number from 1 to {MAX_LAYERS}")
     return (*[other] * (int(pattern) - 1), _FULL)
@@ -488,7 +484,6 @@ class _ConfigReader:
         return kinds
 
     def _indexed(self, layers: int) -> int:
-        """Layers with an indexer of their own; the others use one above them."""
         pattern = self._config.get("indexer_types") or self._config.get("index_topk_pattern")
         if isinstance(pattern, list | str):
             return sum(one in ("full", "F") for one in pattern[:layers])
@@ -499,7 +494,6 @@ class _ConfigReader:
         return sum(max(at - skipped + 1, 0) % every == 0 for at in range(layers))
 
     def _blocks(self) -> Counter[Any]:
-        """Layers of a model from an architecture search, some of which have no attention."""
         blocks = self._config["block_configs"]
         if not isinstance(blocks, list) or len(blocks) != self._layers():
             raise BadInput(f"block_configs={shown(blocks)}; it has to describe each of {self._layers()} layers")

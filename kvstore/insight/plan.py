@@ -522,7 +522,6 @@ class _Parts:
         return max(1, kept + -(-self._model.state_bytes // ranks))
 
     def _loaded_bytes(self, tokens: int, tier: TierSpeed) -> float:
-        """Bytes over one link: a GPU's own, or a shared one. Layers with a window load its tokens alone."""
         total = 0.0
         for group, layers in zip(self._layout.groups, self._model.layers, strict=True):
             stored = sum(
@@ -535,7 +534,6 @@ class _Parts:
 
 
 def _shards(layers: KvLayers, ranks: int) -> int:
-    """Number of GPUs that the heads are divided among; each has the whole of a latent."""
     return min(ranks, layers.kv_heads)
 
 
@@ -544,7 +542,6 @@ def _on_gpu(layers: KvLayers, dtype: str, ranks: int) -> int:
 
 
 def _last(holds: Callable[[int], bool], most: int) -> int:
-    """The largest number up to `most` for which a monotone predicate holds; 0 if none."""
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2

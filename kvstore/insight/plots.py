@@ -91,7 +91,6 @@ def _draw_admissions(axes: Any, rows: Sequence[ReplayRow], block_tokens: int) ->
 
 
 def _draw_optima(axes: Any, rows: Sequence[ReplayRow]) -> list[Any]:
-    """A line for each total size; sizes with the same optimum share one."""
     sizes: dict[float, list[int]] = {}
     for row in rows:
         if row.policy == OPTIMUM:
@@ -109,7 +108,6 @@ def _draw_optima(axes: Any, rows: Sequence[ReplayRow]) -> list[Any]:
 
 
 def colours_of(count: int) -> list[Any]:
-    """Distinct colours."""
     for name in ("tab10", "tab20"):
         if count <= colormaps[name].N:
             return [colormaps[name](at) for at in range(count)]

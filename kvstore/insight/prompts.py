@@ -14,7 +14,7 @@ import json
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -270,20 +270,8 @@ class LintGroup:
         )
 
     def to_dict(self) -> dict[str, object]:
-        return {
-            "kind": str(self.kind),
-            "prompts": self.prompts,
-            "first_place": self.first_place,
-            "last_place": self.last_place,
-            "earlier_tokens": self.earlier_tokens,
-            "tokens": self.tokens,
-            "equal_tokens": self.equal_tokens,
-            "lost_tokens": self.lost_tokens,
-            "lines": list(self.lines),
-            "where": self.where,
-            "what": self.what,
-            "sentence": self.sentence,
-        }
+        told = {name: value for name, value in asdict(self).items() if name != "block_tokens"}
+        return told | {"kind": str(self.kind), "lines": list(self.lines), "sentence": self.sentence}
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +299,6 @@ class LintResult:
 
     @property
     def is_below(self) -> bool:
-        """Whether the check failed."""
         return self.options.min_hit_rate is not None and self.hit_rate < self.options.min_hit_rate
 
     def to_dict(self) -> dict[str, object]:
@@ -414,7 +401,6 @@ class _Judge:
                 starts.append(number)
 
     def _judge(self, number: int, hit: int, near: Sequence[int]) -> None:
-        """Compare with the prompts that share most, and if nothing was found with those that begin alike."""
         seen = self._prompts[number].seen
         alike = self._starts.get(self._start(seen), ()) if not hit else ()
         candidates = [*near, *(one for one in alike if one not in near)]
@@ -442,7 +428,6 @@ class _Judge:
 
 
 def _together(prompts: Sequence[FilePrompt], found: Sequence[_Parting]) -> list[list[_Parting]]:
-    """Group partings of one kind at nearby places behind the same start."""
     alike: defaultdict[tuple[str, str, bytes], list[_Parting]] = defaultdict(list)
     for one in found:
         head = prompts[one.number].seen.tokens[: min(LEAST_START_TOKENS, one.divergence.place)]
@@ -487,7 +472,6 @@ def _group(
 
 
 def _where(prompt: FilePrompt, divergence: Divergence, tokenise: Tokenise | None) -> str:
-    """The text around the place, shortened."""
     if not prompt.text or tokenise is None or divergence.kind in (PromptChange.SALTED, PromptChange.NAMESPACE):
         return ""
     starts = tokenise(prompt.text).starts

@@ -96,7 +96,6 @@ class Replay:
         self._rows.append((above, brought + stored, len(rows) - above, self._written_below))
 
     def _bring_up(self, rows: Sequence[int]) -> int:
-        """Promote from NVMe to DRAM while there is room; returns how many."""
         blocks, number = self._blocks, self._number
         filled = 0
         while filled < len(rows):
@@ -111,7 +110,6 @@ class Replay:
         return filled
 
     def _room(self, wanted: int) -> int:
-        """Free slots in DRAM, after evicting if need be; 0 if no block can be evicted."""
         blocks, number = self._blocks, self._number
         (slot_class,) = blocks.spaces[number].classes
         while not (free := blocks.dram.free_slots(slot_class)):
@@ -144,7 +142,6 @@ class Replay:
         blocks.residency.pins.unpin(pinned)
 
     def _store(self, keys: Sequence[bytes], parent: int) -> int:
-        """Store blocks behind `parent` while there is room; returns how many."""
         blocks, number = self._blocks, self._number
         rows: list[int] = []
         for key in keys:

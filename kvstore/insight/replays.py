@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from rich.table import Table
@@ -115,19 +115,8 @@ class ReplayRow:
     nvme_written_bytes: int | None
 
 
-class Builder(Protocol):
-    """Makes a store's tables: `node.build_replay`."""
-
-    def __call__(
-        self,
-        policy: PolicyMaker,
-        dram_blocks: int,
-        seed: int,
-        nvme_blocks: int = 0,
-        admission: Callable[[Replay], Admission] | None = None,
-    ) -> Replay: ...
-
-
+Builder = Callable[..., Replay]
+"""Makes a store's tables: `node.build_replay`."""
 Progress = Callable[[str, int, int], object]
 
 

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import expm1, inf, log
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -67,14 +67,6 @@ _Kind = tuple[int, int, int]
 """Of look-ups that are worked through together: namespace, bytes and tokens of a block."""
 _Waiting = tuple[bytes, _Kind]
 """A look-up that waits: its keys, joined, and its kind."""
-
-
-class Stop(Protocol):
-    """A `threading.Event`."""
-
-    def is_set(self) -> bool: ...
-
-    def wait(self, timeout: float | None = None) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +160,7 @@ class WhatIf:
                     turn.curve.requests(marks, lengths, float(block_bytes), float(block_tokens), one_in)
         return blocks
 
-    def run(self, stop: Stop, worked: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0)) -> None:
+    def run(self, stop: threading.Event, worked: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0)) -> None:
         """Step until `stop` is set; what is queued then is dropped. worked: CPU seconds of this thread and of the
         process."""
         weighed_at, (mine, everybodys) = self._clock.monotonic_seconds(), worked()
@@ -201,7 +193,6 @@ class WhatIf:
                 self._names_at_next_turn = min(self._most_names, 2 * self._names)
 
     def snapshot(self, budget_bytes: float) -> WhatIfSnapshot:
-        """Current figures. budget_bytes: scale 1."""
         with self._queue_lock:
             dropped, dropped_blocks = self._dropped_lookups, self._dropped_blocks
             lookups = self._taken_lookups + len(self._queue) + dropped
@@ -241,7 +232,6 @@ class WhatIf:
     # Inside ---------------------------------------------------------------------------------------------------------
 
     def _pass_time(self) -> None:
-        """Decay counts, and rotate the estimators when it is time."""
         now = self._clock.monotonic_seconds()
         if now - self._faded_at >= FADE_EVERY_SECONDS:
             factor = 0.5 ** ((now - self._faded_at) / HALF_LIFE_SECONDS)

@@ -41,7 +41,6 @@ def next_uses(trace: Trace) -> Column:
 
 
 def optimal_hits(trace: Trace, capacity_blocks: int) -> Column:
-    """How many leading blocks of each request the optimum finds."""
     following = next_uses(trace).tolist()
     hits = np.zeros(trace.requests, np.int64)
     held: dict[int, int] = {}  # block -> its next use
@@ -106,7 +105,6 @@ class OracleAdmission(AdmitAll):
 
 
 def requests_of(trace: Trace) -> list[list[int]]:
-    """For each block, the requests that ask for it."""
     requests: list[list[int]] = [[] for _ in range(trace.distinct_blocks)]
     for number, chain in enumerate(trace.chains()):
         for block in chain:

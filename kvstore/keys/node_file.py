@@ -87,7 +87,6 @@ class NodeLock:
         self.release()
 
     def release(self) -> None:
-        """Release the name. Safe to call twice."""
         self._is_over = True
         if self._held is not None:
             self._held.close()

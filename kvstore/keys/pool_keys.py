@@ -240,7 +240,6 @@ def _refuse_replacing(directory: SecretDirectory, old: TenantSecrets, new: Tenan
 
 @contextmanager
 def _changing(directory: SecretDirectory) -> Iterator[PoolKeys]:
-    """The directory's keys, while no other operator changes them."""
     try:
         with directory.locked():
             yield PoolKeys.read(directory)

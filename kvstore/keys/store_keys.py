@@ -192,7 +192,6 @@ class StoreKeys:
         self._served[name] = accepted
 
     def _had(self, name: str) -> PooledTenant | None:
-        """The keys under which a tenant was served here before."""
         if name in self._own.pooled:
             return self._own.pooled[name]
         own = self._own.by_name().get(name)
@@ -213,7 +212,6 @@ class StoreKeys:
             return self._served.get(name, [])
 
     def served(self) -> list[str]:
-        """Tenants whose keys are a pool's."""
         with self._lock:
             return list(self._served)
 

@@ -54,7 +54,6 @@ def listening_sockets(host: str, port: int, setting: str) -> list[socket.socket]
 
 
 def _has_ipv6() -> bool:
-    """Without it, no process of this host can be found at a name's IPv6 address."""
     try:
         with closing(socket.socket(socket.AF_INET6, socket.SOCK_STREAM)) as sock:
             sock.bind(("::1", 0))

@@ -116,7 +116,6 @@ class HttpListener:
         self._over = asyncio.Event()
 
     def end(self) -> None:
-        """Have `serve` end; in its thread."""
         self._over.set()
 
     async def serve(self) -> None:
@@ -241,7 +240,6 @@ class _Exchanges:
                     count += len(piece)
 
     async def _exchange(self) -> bool:
-        """A request and its answer; whether another may follow."""
         self._listener.places.turn(self._place, waits=True)
         self._is_whole = self._is_received = self._is_head = self._has_started = self._is_answered = False
         self._early, self._ahead, self._answer_head = None, 0, b""
@@ -269,7 +267,6 @@ class _Exchanges:
     # The request -----------------------------------------------------------------------------------------------------
 
     async def _head(self) -> h11.Request | None:
-        """None if the connection ends between two requests, or is silent for too long."""
         loop, limits, http = asyncio.get_running_loop(), self._limits, self._http
         is_first = http.their_http_version is None
         if not http.trailing_data[0]:  # nothing of the request is there
@@ -297,7 +294,6 @@ class _Exchanges:
         return event
 
     def _scope(self, head: h11.Request) -> Message:
-        """Raises `HttpRefused` for what no application here serves."""
         method, target, headers = head.method.decode("latin-1"), head.target, list(head.headers)
         counts = Counter(name for name, _ in headers)
         named = dict(headers)
@@ -346,7 +342,6 @@ class _Exchanges:
         }
 
     def _look_at_body(self) -> None:
-        """Most requests have none, and are whole."""
         event = self._http.next_event()
         if isinstance(event, h11.EndOfMessage):
             self._be_whole()
@@ -423,7 +418,6 @@ class _Exchanges:
         await self._write(data)
 
     def _is_cut_short(self) -> bool:
-        """Whether the answer comes before the whole request is here. What is, and nothing asked for, is dropped."""
         with suppress(h11.RemoteProtocolError):
             while not self._is_whole and self._http.their_state is h11.SEND_BODY:
                 event = self._http.next_event()

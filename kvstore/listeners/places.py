@@ -69,7 +69,6 @@ class TakenPlaces:
         place.held_bytes = 0
 
     def leave(self, place: Place) -> None:
-        """The connection has ended."""
         self.release(place)
         self._all.pop(place, None)
 

@@ -91,7 +91,6 @@ def _namespace(space: ListedSpace) -> store_pb2.Namespace:
 
 
 def hit_tokens(reply: MatchReply, block_tokens: int) -> dict[str, int]:
-    """Tokens found, by tier."""
     found: dict[str, int] = {}
     for tier, blocks in reply.tiers:
         found[str(tier)] = found.get(str(tier), 0) + blocks * block_tokens

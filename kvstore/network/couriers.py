@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from kvstore.block.errors import BadInput
 from kvstore.block.identity import NodeIdentity
-from kvstore.config import host_and_port
+from kvstore.config import NetworkSettings, RemoteSettings, host_and_port
 from kvstore.courier.announcing import RemoteWriting
 from kvstore.courier.courier import Courier, CourierParts
 from kvstore.courier.directory import DirectoryAddress, ValkeyDirectory
@@ -16,6 +15,7 @@ from kvstore.courier.figures import Figures, OncePerKind
 from kvstore.courier.remote_source import RemoteWays
 from kvstore.network.credentials import Rotated, SourceFile
 from kvstore.network.dialling import GrpcPeers, channel_credentials
+from kvstore.network.serve import NetworkParts
 from kvstore.network.services import HeldElsewhere
 from kvstore.peers.door import SocketFrameDoor
 from kvstore.peers.sockets import SocketPullTransport
@@ -33,32 +33,8 @@ from tiering.remote.writes import RemoteWrites
 UCX = "ucx"
 
 
-@dataclass(frozen=True, slots=True)
-class UcxWays:
-    """`kvstore.peers.ucx`, imported only if configured: its server and its transport."""
-
-    door: Callable[..., FrameDoor]
-    transport: Callable[..., PullTransport]
-
-
-@dataclass(frozen=True, slots=True)
-class CourierSettings:
-    """From `NetworkSettings` and `RemoteSettings`. listen: of gRPC; None without other nodes. ucx: if that is the
-    transport. The passwords are read with each connection."""
-
-    socket: str
-    tenants: tuple[str, ...]
-    listen: tuple[str, int] | None
-    peers: tuple[str, ...] = ()
-    directory: str | None = None
-    directory_password: Callable[[], bytes] = bytes
-    pull: str | None = None
-    seal: str = "auto"
-    ucx: UcxWays | None = None
-    remote: str | None = None
-    remote_password: Callable[[], bytes] = bytes
-    writes: str = "all"
-    ttl: float = 0.0
+Ucx = tuple[Callable[..., FrameDoor], Callable[..., PullTransport]]
+"""The server and the transport of `kvstore.peers.ucx`, imported only if configured."""
 
 
 class NetworkCourier:
@@ -75,7 +51,6 @@ class NetworkCourier:
     def holding(
         self, tenant: str, namespace: str, keys: Sequence[bytes], seconds: float, *, are_own: bool
     ) -> HeldElsewhere:
-        """As `Others.holding`."""
         found = self._courier.holders(tenant, bytes.fromhex(namespace), keys, seconds, are_own=are_own)
         return HeldElsewhere({one.node.hex(): (one.blocks, str(one.tier)) for one in found.holders}, found.left_out)
 
@@ -87,71 +62,67 @@ class NetworkCourier:
 
 
 def make_courier(
-    settings: CourierSettings, files: list[SourceFile] | None, clock: Clock, new_token: Callable[[int], bytes]
+    network: NetworkSettings,
+    remote: RemoteSettings,
+    place: tuple[str, Sequence[str]],
+    ucx: Ucx | None,
+    parts: NetworkParts,
+    files: list[SourceFile] | None,
 ) -> NetworkCourier:
-    """files: of the certificate, its key and the CA of nodes; None on loopback. Raises `BadInput`, `OSError`."""
+    """place: the sidecar's `courier.sock`, and the tenants that it works for. ucx: if that is the transport. files: of
+    the certificate, its key and the CA of nodes; None on loopback. The passwords are read with each connection. Raises
+    `BadInput`, `OSError`."""
+    clock, new_token, seal = parts.clock, parts.new_token, network.seal
     figures, told = Figures(SpeedBook()), OncePerKind(clock)
-    has_peers = bool(settings.peers) or settings.directory is not None
     calls: GrpcPeers | None = None
     doors: dict[str, FrameDoor] = {}
     transports: dict[str, PullTransport] = {}
     directory = None
-    if has_peers:
-        assert settings.listen is not None, "`check_network` saw to it"
+    if network.wants_peers:
+        assert network.listen is not None, "`check_network` saw to it"
         credentials = Rotated(files, channel_credentials, clock) if files is not None else None
-        if settings.directory is not None:
-            directory = _directory(settings, clock)
+        if network.directory is not None:
+            directory = _directory(network.directory, _secret_of(network.directory_password_file, parts), clock)
         calls = GrpcPeers(credentials, clock)
-        where = settings.pull or written_address(settings.listen[0], 0)
-        if settings.ucx is not None:
+        where = network.pull or written_address(host_and_port(network.listen, "--listen")[0], 0)
+        if ucx is not None:
             host, port = host_and_port(where, "pull")
             beside = written_address(host, port + 1 if port else 0)
-            doors[UCX] = settings.ucx.door(beside, clock, new_token, seal=settings.seal)
-            transports[UCX] = settings.ucx.transport(clock, seal=settings.seal, checks_beside=True)
-        doors["sockets"] = SocketFrameDoor(where, clock, new_token, seal=settings.seal)
-        transports["sockets"] = SocketPullTransport(clock, seal=settings.seal, checks_beside=True)
-    parts = CourierParts(
-        settings.socket,
-        settings.tenants,
-        clock,
-        new_token,
-        figures,
-        told,
-        calls,
-        settings.peers,
-        doors,
-        transports,
-        directory,
-        _remote(settings, figures, told, clock, new_token) if settings.remote is not None else None,
-    )
-    return NetworkCourier(Courier(parts), has_peers=has_peers)
+            doors[UCX] = ucx[0](beside, clock, new_token, seal=seal)
+            transports[UCX] = ucx[1](clock, seal=seal, checks_beside=True)
+        doors["sockets"] = SocketFrameDoor(where, clock, new_token, seal=seal)
+        transports["sockets"] = SocketPullTransport(clock, seal=seal, checks_beside=True)
+    writing = _remote(remote, figures, told, parts) if remote.url is not None else None
+    peers = network.peers or ()
+    courier = CourierParts(*place, clock, new_token, figures, told, calls, peers, doors, transports, directory, writing)
+    return NetworkCourier(Courier(courier), has_peers=network.wants_peers)
+
+
+def _secret_of(path: str | None, parts: NetworkParts) -> Callable[[], bytes]:
+    file = parts.file(path) if path is not None else None
+    return lambda: file.read().strip() if file is not None else b""
 
 
 def _directory(
-    settings: CourierSettings, clock: Clock
+    given: str, password: Callable[[], bytes], clock: Clock
 ) -> Callable[[NodeIdentity, Callable[[], NodeEntry], AliveTable, Announcer], ValkeyDirectory]:
-    assert settings.directory is not None
-    address = DirectoryAddress.read(settings.directory)
+    address = DirectoryAddress.read(given)
 
     def make(
         here: NodeIdentity, entry: Callable[[], NodeEntry], table: AliveTable, announcer: Announcer
     ) -> ValkeyDirectory:
-        password = settings.directory_password
         return ValkeyDirectory(address, here, entry, table, announcer, clock, lambda: password().decode())
 
-    make(NodeIdentity(), lambda: NodeEntry(bytes(16), bytes(8), ""), AliveTable(NodeIdentity()), Announcer())
     return make
 
 
-def _remote(
-    settings: CourierSettings, figures: Figures, told: OncePerKind, clock: Clock, new_token: Callable[[int], bytes]
-) -> RemoteWriting:
-    assert settings.remote is not None
+def _remote(settings: RemoteSettings, figures: Figures, told: OncePerKind, parts: NetworkParts) -> RemoteWriting:
+    clock = parts.clock
     try:
-        address = ValkeyAddress.parse(settings.remote)
-        engine = ValkeyEngine(address, clock, settings.remote_password)
+        address = ValkeyAddress.parse(settings.url or "")
+        engine = ValkeyEngine(address, clock, _secret_of(settings.password_file, parts))
     except (ValueError, OSError) as error:
         raise BadInput(f"remote.url: {error}") from None
     workers = RemoteWorkers(engine, clock)
-    ways = RemoteWays(engine, workers, NamespaceSalts(engine, clock, new_token), figures, told, clock)
+    ways = RemoteWays(engine, workers, NamespaceSalts(engine, clock, parts.new_token), figures, told, clock)
     return RemoteWriting(ways, RemoteWrites(settings.writes), int(1000 * settings.ttl))

@@ -276,7 +276,6 @@ class GrpcDoor:
     def _reflect(
         self, lane: Lane, answers: Answers, requests: Iterator[Any], context: Any, send: _Send, call: object
     ) -> None:
-        """The whole stream may take as long as a call may wait for its client."""
         has_ended = False
         try:
             with lane.waiting(context.cancel):
@@ -305,7 +304,6 @@ class _Entrance(grpc.ServerInterceptor):
         self._door = door
 
     def intercept_service(self, continuation: Any, details: Any) -> Any:
-        """Called by grpc."""
         handler = continuation(details)
         behaviour = handler and (handler.unary_unary or handler.stream_stream)
         if behaviour is None:

@@ -162,7 +162,6 @@ class TenantLink:
         return matched_up_to(matched.reply, len(keys), most)
 
     def drop(self, wanted: str, seconds: float, time: CallTime) -> int:
-        """Forget a namespace; returns how many blocks it had."""
         with self._own_connection(time) as run:
             space = self._open(run, self._chosen(run, wanted, time), time)
             return self._ask(run, m.Drop(space.number, seconds), m.Counted, time, seconds + ANSWER_SECONDS).blocks
@@ -267,7 +266,6 @@ class TenantLink:
             self._lock.release()
 
     def _chosen(self, run: _LinkRun, wanted: str, time: CallTime) -> ListedSpace:
-        """Raises `BadInput`."""
         if len(wanted) > MOST_WANTED:
             raise BadInput(f"a namespace's id of {len(wanted)} characters; give its first digits")
         spaces = self._spaces(run, time)
@@ -295,5 +293,4 @@ class TenantLink:
 
 
 def described(space: ListedSpace) -> str:
-    """A namespace in messages."""
     return f"{space.id[:ID_DIGITS]} ({printable(space.namespace.model)}, {printable(space.namespace.codec)})"

@@ -83,9 +83,9 @@ class NetworkOptions:
 class NetworkParts:
     """The process's dependencies. tokens: parses a token file's text; the name is for messages. beat: writes the
     heartbeat. is_wanted: whether the parent process still runs. reflection: of these services, if it is to be served.
-    courier: built from the files of the certificate, its key and the CA, if there are some; None if nothing is
-    elsewhere. only_checks: return before anything is served. sockets_at: duplicates of the process's own sockets at a
-    port."""
+    courier: built from these, and from the files of the certificate, its key and the CA, if there are some; None if
+    nothing is elsewhere. only_checks: return before anything is served. sockets_at: duplicates of the process's own
+    sockets at a port."""
 
     clock: Clock
     new_token: Callable[[int], bytes]
@@ -95,7 +95,7 @@ class NetworkParts:
     beat: Callable[[], None] = lambda: None
     is_wanted: Callable[[], bool] = lambda: True
     reflection: Callable[[Sequence[str]], Reflection] | None = None
-    courier: Callable[[list[SourceFile] | None], CourierBeside] | None = None
+    courier: Callable[[NetworkParts, list[SourceFile] | None], CourierBeside] | None = None
     only_checks: bool = False
 
 
@@ -120,7 +120,7 @@ def serve_network(
         configurations = Rotated(files, checked, clock)
         contexts = Rotated(files, lambda _: server_context(certificates), clock)
     with ExitStack() as stack:
-        courier = parts.courier(files) if parts.courier is not None else None
+        courier = parts.courier(parts, files) if parts.courier is not None else None
         if parts.only_checks:
             return
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -184,7 +184,6 @@ def _serve_courier(
     ends: threading.Event,
     started: Callable[[str | None, int | None], None],
 ) -> None:
-    """Without gRPC."""
     if courier is None or courier.service is not None or options.http is not None:
         raise BadInput("listen is missing; give HOST:PORT or unix:PATH of gRPC")
     stack.callback(courier.close)
@@ -196,7 +195,6 @@ def _serve_courier(
 
 
 def _any_process(context: Any) -> bytes:
-    """The caller without certificates, which is possible on loopback alone: its requests bear a MAC."""
     return b""
 
 

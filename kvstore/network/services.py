@@ -81,11 +81,9 @@ class StoreService:
         return call.tenant.again(answer)
 
     def Namespaces(self, request: store_pb2.NamespacesRequest, call: DoorCall) -> store_pb2.NamespacesResponse:
-        """A page of the tenant's namespaces."""
         return namespaces_response(*call.tenant.again(lambda: call.tenant.page(request.first, call.time)))
 
     def Drop(self, request: store_pb2.DropRequest, call: DoorCall) -> store_pb2.DropResponse:
-        """Forget one of the tenant's namespaces."""
         blocks = call.tenant.drop(request.namespace, checked_drop_seconds(request), call.time)
         return store_pb2.DropResponse(blocks=blocks)
 
@@ -186,7 +184,6 @@ class Scorer:
     def _elsewhere(
         self, call: DoorCall, space: OpenSpace, keys: list[bytes], are_own: bool, others: set[str], is_named: bool
     ) -> HeldElsewhere:
-        """others: nodes that are named besides this one."""
         if not keys or (is_named and not others):
             return HeldElsewhere()
         if self._others is None:

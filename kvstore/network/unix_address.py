@@ -48,7 +48,6 @@ class UnixAddress:
         os.chmod(self.path, MODE)
 
     def close(self) -> None:
-        """Release the path."""
         try:
             os.unlink(self.path)
         except FileNotFoundError:

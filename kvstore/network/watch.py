@@ -44,7 +44,6 @@ class StatusWatch:
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests should go to the sidecar."""
         facts = self.facts()
         return facts is not None and facts.state in READY
 

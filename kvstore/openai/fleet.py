@@ -58,7 +58,6 @@ class ProxiedEngine:
             self._now(False, str(fault))
 
     async def look(self) -> None:
-        """Poll its health."""
         try:
             answer = await self.client.ask("GET", "/health", seconds=HEALTH_SECONDS, most_bytes=1 << 16)
         except EngineFault as fault:
@@ -101,7 +100,6 @@ class Fleet:
         self._turn = 0
 
     async def watch(self) -> None:
-        """Poll their health until cancelled."""
         while True:
             await asyncio.gather(*(one.look() for one in (self.prefill, *self.decodes)))
             await asyncio.sleep(HEALTH_SECONDS)
@@ -136,7 +134,6 @@ class Fleet:
         return {one.name: tokens for one, tokens in zip(scored, found, strict=True)}
 
     async def _tokens(self, path: str, body: Body, headers: Mapping[str, str]) -> list[int]:
-        """The prompt's token ids, from the engine's tokenizer and chat template."""
         names = _OF_CHATS if path.endswith("/chat/completions") else _OF_PROMPTS
         asked = msgspec.json.encode({name: body[name] for name in names if name in body})
         engine = next((one for one in self.decodes if one.is_up), self.decodes[0])
@@ -158,7 +155,6 @@ class _Matched(msgspec.Struct):
 
 
 async def _score(engine: ProxiedEngine, asked: bytes, headers: Mapping[str, str]) -> int:
-    """Tokens of the prompt that the engine's sidecar knows; 0 if it does not answer."""
     assert engine.scorer is not None
     try:
         answer = await engine.scorer.ask(

@@ -21,7 +21,6 @@ class CounterSample(NamedTuple):
 
 
 def samples_of(page: str) -> Iterator[CounterSample]:
-    """Parse Prometheus's text format."""
     for line in page.splitlines():
         if found := _SAMPLE.match(line):
             name, labels, value = found.groups()

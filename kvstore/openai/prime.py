@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -134,19 +134,8 @@ class PrimeResult:
         return self.blocks * self.block_tokens if self.blocks is not None else None
 
     def to_dict(self) -> dict[str, object]:
-        return {
-            "prompts": self.prompts,
-            "tokens": self.tokens,
-            "there": self.there,
-            "engine": self.engine,
-            "computed": self.computed,
-            "stored_blocks": self.blocks,
-            "stored_tokens": self.stored_tokens,
-            "block_tokens": self.block_tokens,
-            "seconds": self.seconds,
-            "failed": self.failed,
-            "notes": self.notes,
-        }
+        told = {"stored_blocks" if name == "blocks" else name: value for name, value in asdict(self).items()}
+        return told | {"stored_tokens": self.stored_tokens}
 
     def render(self, console: Any) -> None:
         table = Table(box=None, pad_edge=False, show_header=False)
@@ -168,7 +157,6 @@ class PrimeResult:
             console.print(f"{note} ({count} prompts)", markup=False)
 
     def add(self, where: str, account: dict[str, Any] | None) -> None:
-        """Add a computed prompt. account: the connector's."""
         self.prompts += 1
         if account is None:
             self.failed.append(f"{where}: the engine says nothing of a store; start it with KvStoreConnector")
@@ -231,7 +219,6 @@ async def prime(
 async def _computed(
     client: EngineClient, model: str, prompt: PrimePrompt, options: PrimeOptions
 ) -> dict[str, Any] | None:
-    """Compute one prompt; returns the connector's account. Raises `EngineFault`."""
     wish = prompt.wish or options.wish
     body = {**prompt.body, "model": model, "max_tokens": 1, "temperature": 0, "stream": False}
     body["kv_transfer_params"] = {"kvstore": wish}
@@ -250,7 +237,6 @@ async def _computed(
 
 
 async def _saved_blocks(client: EngineClient) -> int | None:
-    """The engine's counter; None if it has none."""
     found = [one.value for one in samples_of(await page_of(client)) if one.name == _SAVED]
     return round(sum(found)) if found else None
 

@@ -75,7 +75,6 @@ class Exchange:
     told: dict[str, str] = field(default_factory=dict)
 
     async def start(self, status: int, content_type: str, length: int | None = None) -> None:
-        """Send the head."""
         shown = {"content-type": content_type, "cache-control": "no-store", **self.told}
         if self.decoded_by:
             shown |= {"x-kvstore-prefill": self.prefilled, "x-kvstore-decode": self.decoded_by}
@@ -86,11 +85,9 @@ class Exchange:
         await self._sent({"type": "http.response.start", "status": status, "headers": listed})
 
     async def write(self, piece: bytes, more: bool = True) -> None:
-        """Send a piece of the body."""
         await self._sent({"type": "http.response.body", "body": piece, "more_body": more})
 
     async def whole(self, status: int, body: bytes, content_type: str = "application/json") -> None:
-        """Send a whole answer."""
         await self.start(status, content_type, len(body))
         await self.write(body, more=False)
 
@@ -138,7 +135,6 @@ class PdProxy:
             pass
 
     def _exchange(self, scope: Message, send: Send) -> Exchange:
-        """Take over the client's authorization and request id from the head."""
         given = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         name = given.get("x-request-id", "")
         if not 0 < len(name) <= MOST_ID or not name.isascii() or not name.isprintable():
@@ -179,7 +175,6 @@ class PdProxy:
         await exchange.whole(200 if can_decode else 503, msgspec.json.encode(told))
 
     async def _models(self, exchange: Exchange) -> None:
-        """The models of the first decode engine that is up."""
         engine = next((one for one in self._fleet.decodes if one.is_up), self._fleet.decodes[0])
         try:
             answer = await engine.client.ask(
@@ -227,7 +222,6 @@ class PdProxy:
             raise ApiRefusal(408, f"the body did not arrive in {self._limits.body_seconds:g} s") from None
 
     async def _answered(self, body: Body, content: bytes, exchange: Exchange) -> None:
-        """Run both legs; all tasks end with it."""
         name = self._new_id()  # never the client's: two clients of one name would be given each other's blocks
         sent = prefill_body(body, self._legs, name, self._prefiller is not None)
         choosing = asyncio.create_task(self._fleet.order(exchange.path, body, content, exchange.headers))
@@ -274,7 +268,6 @@ class PdProxy:
         return "done" if answer.status == 200 else "failed", parameters
 
     async def _decoded(self, told: bytes, exchange: Exchange, order: list[ProxiedEngine]) -> None:
-        """Run decode on the first engine that takes the request."""
         busy: EngineAnswer | None = None
         fault: EngineFault | None = None
         async with asyncio.timeout(self._limits.decode_seconds):
@@ -321,7 +314,6 @@ class PdProxy:
         await exchange.write(b"", more=False)
 
     async def _ended(self, exchange: Exchange, refusal: ApiRefusal) -> None:
-        """Send an error, as an answer, or as the last event if the stream has begun."""
         if exchange.has_started:
             await exchange.write(b"data: " + refusal.body + b"\n\n", more=False)
         elif isinstance(refusal, _Passed):
@@ -345,6 +337,5 @@ def _retry_told(answer: EngineAnswer, exchange: Exchange) -> None:
 
 
 async def _left(receive: Receive) -> None:
-    """Returns when the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass

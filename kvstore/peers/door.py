@@ -138,7 +138,6 @@ class _Loop:
         self._bell.ring()
 
     def stop(self) -> None:
-        """End its connections."""
         self._is_over = True
         if self._thread.is_alive():
             self.wake()
@@ -167,7 +166,6 @@ class _Loop:
             self._bell.close()
 
     def _patience(self) -> float | None:
-        """Seconds until something is due."""
         return max(0.0, self._due - self._clock.monotonic_seconds()) if self._due < inf else None
 
     def _hear_bell(self) -> None:
@@ -177,7 +175,6 @@ class _Loop:
         self._due = 0.0  # an offer may be new
 
     def _end_due(self) -> None:
-        """End what is overdue, and record when the next is due."""
         now = self._clock.monotonic_seconds()
         for one in [one for one in self._connections if now >= one.deadline]:
             self._drop(one)
@@ -230,7 +227,6 @@ class _Loop:
         self._handle(one, selectors.EVENT_READ)  # its first message is usually there
 
     def _drop(self, one: _Connection) -> None:
-        """Close the connection and end its pins."""
         if self._connections.pop(one, self) is self:
             return
         self._selector.unregister(one.sock)
@@ -286,7 +282,6 @@ class _Loop:
         one.out = [memoryview(answer)]
 
     def _send(self, one: _Connection) -> None:
-        """Hand the kernel what it takes."""
         left = _TURN_BYTES
         while left > 0 and (one.out or self._next(one)):
             try:
@@ -304,7 +299,6 @@ class _Loop:
             self._offers.end(one.offer)  # the kernel has all of it
 
     def _next(self, one: _Connection) -> bool:
-        """Put what is to be sent next into `out`; False if there is nothing."""
         offer = one.offer
         assert offer is not None
         if one.frame is not None:
@@ -327,7 +321,6 @@ class _Loop:
 
 
 def _seal_piece(one: _Connection) -> None:
-    """The next piece of the current frame, and the tag behind the last one."""
     assert one.frame is not None
     piece = one.frame[one.at : one.at + sealed.PIECE_BYTES]
     one.sealing.update_into(piece, one.ring)

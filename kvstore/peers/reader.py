@@ -128,7 +128,6 @@ class FramePuller(ABC):
                 return
 
     def _ask(self, views: Sequence[memoryview], deadline: float) -> int:
-        """Request the next frames; returns the number of frames."""
         number, count = self._number + len(self._expected), len(views)
         record = t.RECORD.pack(t.ASK_MAGIC, t.VERSION, 0, count, self._request, number, 0)
         tag = self._seal.tag(sealed.ASKED, self._request, record) if self._seal is not None else b""
@@ -153,7 +152,6 @@ class FramePuller(ABC):
         return True
 
     def _hear_end(self, raw: memoryview, status: t.PullStatus, deadline: float) -> None:
-        """Take a record other than the expected one: the end, or a fault."""
         record = t.checked_record(raw, t.FRAME_MAGIC)
         if raw != t.RECORD.pack(t.FRAME_MAGIC, t.VERSION, status, 0, 0, self._number, 0):
             raise t.PeerFault(f"an answer to another request, or of another frame or size ({record.status})")
@@ -202,7 +200,6 @@ class _Checks:
         return not self.has_failed
 
     def settled(self) -> int:
-        """How many are good, once all are checked."""
         while self._under_way:
             self._hear()
         return self._good

@@ -30,7 +30,6 @@ class Serving:
 
     @property
     def has_all(self) -> bool:
-        """Whether every frame was sent."""
         frames = self.offer.frames if self.offer is not None else None
         return frames is not None and self.number == len(frames.spans)
 
@@ -66,7 +65,6 @@ class Serving:
         return record + (self.seal.tag(sealed.TOLD, self.number, record) if self.seal is not None else b"")
 
     def next_frame(self) -> tuple[bytes, memoryview] | None:
-        """The next requested frame, and its record."""
         if self._is_gone or not self._asked or self.offer is None or self.offer.frames is None:
             return None
         request, follow = self._asked.popleft()

@@ -200,7 +200,6 @@ def numeric_address(address: str) -> tuple[str, int]:
 
 
 def written_address(host: str, port: int) -> str:
-    """HOST:PORT, as `numeric_address` reads it."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

@@ -60,7 +60,6 @@ def needs_ucx() -> None:
 
 
 def _context(options: Mapping[str, str]) -> Any:
-    """options: UCX's own, without their UCX_; others come from the environment."""
     needs_ucx()
     try:
         return ucx.UCXContext(dict(options), (ucx.Feature.TAG, ucx.Feature.STREAM, ucx.Feature.WAKEUP))
@@ -255,7 +254,6 @@ class UcxPullReader(FramePuller):
         return all(move.is_over for move in (*self._posted.values(), *self._others))
 
     def _quarantine(self) -> None:
-        """Wait until UCX reports that nothing is written any more."""
         while True:
             with self._lock:
                 self._worker.cancel()
@@ -362,7 +360,6 @@ class UcxFrameDoor:
             self._leaving.append(one)
 
     def _has_left(self, one: _Served) -> bool:
-        """Pins stay while UCX may read the pinned memory."""
         if not one.is_quiet():
             return False
         one.endpoint = None
@@ -451,7 +448,6 @@ def _end(endpoint: Any) -> None:
 
 
 def _tag(token: bytes, secret: bytes) -> int:
-    """Of a connection's frames: 40 bits that no other connection can know, and room for frame numbers."""
     return int.from_bytes(blake2b(token, key=secret, digest_size=5, person=b"kv-pull-tag").digest(), "big") << 24
 
 

@@ -95,7 +95,6 @@ class Announcer:
             self._emptied += 1
 
     def shares(self, nodes: int) -> None:
-        """This many nodes use the directory."""
         self._rate = min(AGAIN_PER_SECOND, POOL_AGAIN_PER_SECOND / max(1, nodes))
 
     def batch(self, now: float) -> HintBatch:
@@ -152,7 +151,6 @@ class Announcer:
         self._held.move_to_end(name)
 
     def _allowed(self, now: float) -> int:
-        """By a token bucket that holds a batch."""
         self._allowance = min(float(BATCH), self._allowance + self._rate * max(0.0, now - self._allowed_at))
         self._allowed_at = now
         return int(self._allowance)

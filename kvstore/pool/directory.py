@@ -20,7 +20,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from math import ceil
-from typing import Annotated, NamedTuple, Protocol
+from typing import Annotated, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -77,25 +77,6 @@ class Holder(NamedTuple):
     incarnation: bytes
     blocks: int
     tier: HitTier
-
-
-class Directory(Protocol):
-    """Shared by the nodes of a pool. Every call ends within its seconds; each but `alive` raises `DirectoryDown`, at
-    once while the directory is known not to answer."""
-
-    def alive(self) -> Mapping[bytes, NodeEntry]:
-        """The other nodes, by their ids, as of some seconds ago. From memory, and empty while it is down."""
-        ...
-
-    def holders(self, heads: Sequence[tuple[int, bytes]], seconds: float) -> list[Holder]:
-        """The other live nodes with leading chunks of these (`chunk_heads`), most blocks first."""
-        ...
-
-    def announce(self, hints: Sequence[tuple[bytes, HitTier]], seconds: float) -> None:
-        """This node has the chunks of these names, for `HINT_SECONDS` or until it withdraws them."""
-        ...
-
-    def withdraw(self, names: Sequence[bytes], seconds: float) -> None: ...
 
 
 def is_head(index: int) -> bool:

@@ -39,5 +39,4 @@ def hottest(
 
 
 def _ends(keys: Sequence[bytes]) -> list[int]:
-    """The ends of chunks, and of the shorter one at the end of a chain."""
     return sorted({*range(CHUNK_BLOCKS, len(keys), CHUNK_BLOCKS), len(keys)})

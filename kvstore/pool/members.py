@@ -46,7 +46,6 @@ class AliveTable:
             self._seen.pop(node, None)
 
     def alive(self, now: float) -> Mapping[bytes, NodeEntry]:
-        """By the nodes' ids."""
         with self._lock:
             return {node: entry for node, (entry, until) in self._seen.items() if until > now}
 

@@ -73,7 +73,6 @@ class SpeedBook:
         return len(self._sources)
 
     def milliseconds(self, source: Hashable, size_bytes: int, now: float, prior: SourcePrior = PEER_PRIOR) -> float:
-        """The expected time for this many bytes."""
         with self._lock:
             return 1e3 * sum((self._sources.get(source) or _Learned(prior)).terms(max(0, size_bytes), now))
 

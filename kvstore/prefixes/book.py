@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvstore.block.account import HitTier
-from kvstore.insight.whatif import HALF_LIFE_SECONDS, Stop, faded_seconds
+from kvstore.insight.whatif import HALF_LIFE_SECONDS, faded_seconds
 from kvstore.prefixes.hottest import PrefixTree
 from kvstore.protocol import messages as m
 from kvstore.protocol.status import printable
@@ -131,7 +131,6 @@ class PrefixBook:
             self._tenants.setdefault(tenant, _Tenant())
 
     def looked_up(self, tenant: bytes, namespace: int, keys: Sequence[bytes], blocks: int) -> None:
-        """A look-up found the first `blocks` of these keys."""
         mine = self._tenants.get(tenant)
         if mine is not None and (weight := mine.lookups.weight()):
             self._offer(mine, _Chain(namespace, b"".join(keys[:blocks]), None, weight))
@@ -143,7 +142,6 @@ class PrefixBook:
             self._offer(mine, _Chain(namespace, b"".join(keys[:blocks]), first_block, weight))
 
     def told(self, tenant: bytes, verb: m.Tell) -> None:
-        """Take an engine's report."""
         mine = self._tenants.get(tenant)
         if mine is None or verb.savings is None:
             return
@@ -182,7 +180,7 @@ class PrefixBook:
             done += len(chains)
         return done
 
-    def run(self, stop: Stop) -> None:
+    def run(self, stop: threading.Event) -> None:
         """Step until `stop` is set; what is queued then is dropped."""
         while not stop.wait(WAIT_SECONDS):
             self.step()
@@ -259,7 +257,6 @@ class PrefixBook:
         return shown
 
     def forget(self, tenant: bytes) -> None:
-        """Drop all data of a removed tenant."""
         with self._queue_lock, self._lock:
             self._tenants.pop(tenant, None)
             self._shown.clear()

@@ -71,7 +71,6 @@ class PrefixTree:
             node.skipped += weight * min(first_block, node.end)
 
     def fade(self, factor: float) -> None:
-        """Multiply all counts by a factor."""
         for node in self._down():
             node.uses *= factor
             node.leased *= factor
@@ -88,7 +87,6 @@ class PrefixTree:
                 self.blocks -= len(leaf.edge) // KEY_BYTES
 
     def found_tokens(self) -> float:
-        """Sum over all look-ups."""
         return self.block_tokens * sum(one.uses * len(one.edge) for one in self._down()) / KEY_BYTES
 
     def hottest(self, least_tokens: float) -> list[HotNode]:
@@ -123,7 +121,6 @@ class PrefixTree:
             assert sum(one.uses for one in node.children.values()) <= node.uses * (1 + 1e-9) + 1e-9
 
     def _down(self) -> Iterator[PrefixNode]:
-        """All nodes but the root, parents first."""
         waiting = list(self._root.children.values())
         while waiting:
             node = waiting.pop()
@@ -131,7 +128,6 @@ class PrefixTree:
             waiting += node.children.values()
 
     def _path(self, keys: bytes) -> Iterator[PrefixNode]:
-        """Nodes of this chain, first to last; missing ones are made."""
         node, at = self._root, 0
         while at < len(keys):
             first = keys[at : at + KEY_BYTES]
@@ -151,8 +147,6 @@ class PrefixTree:
         return PrefixNode(parent, edge, parent.end + blocks)
 
     def _split(self, parent: PrefixNode, child: PrefixNode, size: int) -> PrefixNode:
-        """Split a child's edge after `size` bytes. The upper part inherits the counts: every use of the child passed
-        it."""
         upper = self._new(parent, child.edge[:size])
         self.blocks -= size // KEY_BYTES
         upper.uses, upper.leased, upper.used_at = child.uses, child.leased, child.used_at

@@ -52,7 +52,6 @@ class HandOff(msgspec.Struct, array_like=True, frozen=True):
         return PREFIX + base64.urlsafe_b64encode(body + _mac(identity, body)).decode()
 
     def is_sound(self) -> bool:
-        """Whether sizes and counts are possible."""
         sizes = tuple(map(len, (self.key_id, self.namespace, self.head, self.owner, self.incarnation)))
         if sizes != (KEY_ID_BYTES, NAMESPACE_BYTES, KEY_BYTES, NODE_BYTES, INCARNATION_BYTES):
             return False
@@ -115,7 +114,6 @@ def _refused(reason: MissReason, detail: str) -> m.TicketOpened:
 
 
 def _split(text: str) -> tuple[bytes, bytes]:
-    """Body and MAC; empty for a malformed text. One ticket has one text."""
     try:
         plain = text.removeprefix(PREFIX).encode("ascii") if len(text) <= MAX_TICKET_CHARACTERS else b""
         raw = binascii.a2b_base64(plain.translate(_FROM_URLSAFE), strict_mode=True)

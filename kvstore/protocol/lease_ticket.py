@@ -122,7 +122,6 @@ class LeaseTicket(msgspec.Struct, array_like=True, frozen=True):
         return [b""] * self.first_block + _cut(self.keys, KEY_BYTES)
 
     def account(self) -> Account:
-        """Where the tokens of its prompt came from."""
         return Account.of([*self.hits, *self.misses])
 
 

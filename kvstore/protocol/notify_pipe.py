@@ -30,7 +30,6 @@ class NotifyPipe:
         return True
 
     def close(self) -> None:
-        """Close the pipe; the client reads its end."""
         os.close(self._descriptor)
 
 

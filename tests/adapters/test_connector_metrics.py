@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -26,7 +27,7 @@ def everything() -> RequestCounts:
     counts.load_ended(0.3, is_whole=True)
     counts.load_ended(9.0, is_whole=False)
     counts.audited = {verdict.value: 3 + at for at, verdict in enumerate(AuditVerdict)}
-    counts.costs = CostCounts(9, 1000, 200, 2, 1, 4, 3, 120.0, 4500.0, 11, 8, 5).to_dict()
+    counts.costs = asdict(CostCounts(9, 1000, 200, 2, 1, 4, 3, 120.0, 4500.0, 11, 8, 5))
     counts.saving = HitSaving(50.0, 4.0, 2, 2, 1)
     return counts
 

@@ -11,6 +11,7 @@ import pytest
 from adapters.test_paged_scheduler import FACTS, LAYOUT, Late, put
 from engine_adapter.paged import lookup as prefix_lookup
 from engine_adapter.paged.lookup import PrefixLookup
+from engine_adapter.paged.settings import ConnectorSettings
 from kvstore.block.account import MissReason
 from kvstore.block.errors import StoreClosed
 from kvstore.client.handle import NamespaceHandle
@@ -39,8 +40,7 @@ class Asked:
             self.handle.hashed(ids(tokens)),
             "r",
             self.clock.monotonic_seconds,
-            match_deadline_ms=20,
-            lease_deadline_ms=5000,
+            ConnectorSettings("unix:x", match_deadline_ms=20, lease_deadline_ms=5000),
         )
 
     def matched(self, first: int = 0, stop: int = 320, reason: MissReason = GRID) -> int:
@@ -138,7 +138,7 @@ def test_a_fault_of_the_store_is_a_miss_and_one_line(
 
     asked.handle._door.submit = fails  # type: ignore[method-assign]
     with caplog.at_level(logging.INFO, "engine_adapter"):
-        lookup = PrefixLookup(asked.handle, asked.lookup.prompt, "r", float, match_deadline_ms=20, lease_deadline_ms=50)
+        lookup = PrefixLookup(asked.handle, asked.lookup.prompt, "r", float, ConnectorSettings("unix:x"))
         assert lookup.matched(0, 320, GRID) == 0 and lookup.is_over
     assert lookup.account.misses == {reason: 320, MissReason.PARTIAL_BLOCK: 10}
     lines = [record.getMessage() for record in caplog.records]

@@ -62,11 +62,12 @@ def promised(lookup: PrefixLookup) -> int:
     return found[-1]
 
 
+PATIENT = ConnectorSettings("unix:x", match_deadline_ms=5000, lease_deadline_ms=5000)
+
+
 def looked_up(handle: Any, tokens: int, trace: Any, start: int = SECRET) -> PrefixLookup:
     prompt = handle.hashed(ids(tokens, start))
-    return PrefixLookup(
-        handle, prompt, "r", time.monotonic, match_deadline_ms=5000, lease_deadline_ms=5000, trace=trace
-    )
+    return PrefixLookup(handle, prompt, "r", time.monotonic, PATIENT, trace=trace)
 
 
 def test_a_hit_has_a_look_up_and_a_lease_below_the_engines_span(tmp_path: Path) -> None:

@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chaos_route import ChaosRoute, needs_interpreter
-from kv_kernels.copies import Flaw
+from kv_kernels.copies import BlockCopy, Flaw
 from kv_kernels.device_copy import DeviceCopy
 from kvstore.block.codec import RawCodec, codec_named
 from kvstore.block.errors import BadInput, LayoutMismatch
 from kvstore.block.layout import KvGroup, Layout, Part
-from kvstore.block.pages import Codec, Coder, Pages
+from kvstore.block.pages import Codec, Pages
 from paged_memory import kernels_can_run
 from tiering.frame import digest
 from tiering.tier import FrameSpan
@@ -59,13 +59,13 @@ def room_for(codec: Codec, part: Part) -> FrameSpan:
     return FrameSpan(memory.ctypes.data, memoryview(memory))
 
 
-def encode(coder: Coder, token: int, span: FrameSpan) -> list[bytes] | Flaw:
+def encode(coder: BlockCopy, token: int, span: FrameSpan) -> list[bytes] | Flaw:
     """One block."""
     (encoded,) = coder.encode([token], [span], digest)
     return encoded
 
 
-def decode(coder: Coder, span: FrameSpan, token: int, skip: int, digests: Sequence[bytes]) -> bool:
+def decode(coder: BlockCopy, span: FrameSpan, token: int, skip: int, digests: Sequence[bytes]) -> bool:
     """One block."""
     return coder.decode([span], [token], skip, [digests], digest) == 1
 

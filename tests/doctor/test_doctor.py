@@ -151,13 +151,13 @@ def test_floors_are_read_as_pip_reads_them() -> None:
             'torch>=2.11; extra == "gpu"',
             'torch>=2.11; extra == "hf"',
             "triton>=3.6; platform_system == 'Linux' and extra == 'gpu'",
-            'valkey[libvalkey]>=6.1; extra == "valkey"',
+            'cupy[ctk]>=6.1; extra == "cupy"',
             'prefix-kvstore[plot]; extra == "test"',
         ]
     )
     assert floors["msgspec"] == ("0.19", "") and floors["numpy"] == ("1.26", "")
     assert floors["lmdb"] == ("3.0", "server") and floors["torch"] == ("2.11", "gpu")
-    assert floors["triton"] == ("3.6", "gpu") and floors["valkey"] == ("6.1", "valkey")
+    assert floors["triton"] == ("3.6", "gpu") and floors["cupy"] == ("6.1", "cupy")
     assert floors["prefix-kvstore"] == ("", "test")
 
 
