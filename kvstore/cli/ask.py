@@ -21,8 +21,9 @@ from kvstore.client.framing import HANGS, FramedSocket, Silent, TimedOut
 from kvstore.client.warming import Warming
 from kvstore.protocol import messages as m
 from kvstore.protocol.requests import MAX_REQUEST_CHARACTERS
-from kvstore.protocol.status import SidecarStatus, checked_seconds, pick, printable
 from kvstore.protocol.told import PrefixFigures
+from kvstore.protocol.words import checked_seconds, pick, printable
+from kvstore.status.tree import SidecarStatus
 from tiering.clock import Clock
 
 A = TypeVar("A")

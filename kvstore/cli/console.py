@@ -20,7 +20,7 @@ from kvstore.cli.operate import Data, ObserveSocket
 from kvstore.cli.standard_streams import say
 from kvstore.cli.terminal import OK, Checks, Json, app, expanded_path, typer
 from kvstore.config import AUDIT_FILE, DEFAULT_TENANT
-from kvstore.protocol.status import printable
+from kvstore.protocol.words import printable
 from tiering.clock import Clock
 
 LISTEN = "127.0.0.1:9798"

@@ -19,8 +19,8 @@ from kvstore.block.account import MissReason
 from kvstore.cli.ask import RecordSummary, Warmed
 from kvstore.config import format_size
 from kvstore.protocol.messages import Counted, WhyReply
-from kvstore.protocol.status import LookupCounts, NamespaceStatus, SidecarStatus, SourceStatus, TenantStatus, TierStatus
 from kvstore.protocol.told import LeaseNote, LookupNote, PrefixFigures, RequestRecord
+from kvstore.status.tree import LookupCounts, NamespaceStatus, SidecarStatus, SourceStatus, TenantStatus, TierStatus
 
 _SHOWN = 20
 """Rows of a table for people; further ones are only counted."""

@@ -14,7 +14,7 @@ from kvstore.block.account import HitTier, MissReason
 from kvstore.console.events import ConsoleEvent
 from kvstore.console.reasons import REASONS
 from kvstore.console.rings import SidecarReading
-from kvstore.protocol.status import (
+from kvstore.status.tree import (
     DoorStatus,
     LookupCounts,
     NamespaceStatus,

@@ -58,8 +58,8 @@ from kvstore.console.rings import WINDOWS, RingWindow
 from kvstore.console.stream import Broadcast
 from kvstore.console.watch import SidecarWatch
 from kvstore.listeners.http_server import App, Message, Receive, Send, introduce
-from kvstore.protocol.status import ElsewhereStatus, NamespaceStatus, SidecarStatus
 from kvstore.protocol.told import PrefixFigures, RequestRecord
+from kvstore.status.tree import ElsewhereStatus, NamespaceStatus, SidecarStatus
 
 CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "

@@ -21,7 +21,7 @@ from kvstore.block.identity import TenantKeys, root_key
 from kvstore.core.nvme_recovery import NvmeRecovery, is_of, space_of
 from kvstore.core.rows.index import NO_ROW, RowState
 from kvstore.core.table import BlockTable, OpenedNamespace
-from kvstore.protocol.status import RecoveryStatus
+from kvstore.status.tree import RecoveryStatus
 from tiering.clock import Clock
 from tiering.counts.tally import CheckedAt
 from tiering.dram.tier import DramTier

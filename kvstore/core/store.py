@@ -110,8 +110,7 @@ class Store:
         self._puts = Reservations(shared, blocks, reservations, self._collective, room, self._long_leases, new_number)
         parts = leases, endings, self._long_leases, self._puts, room
         self._namespaces = NamespaceVerbs(shared, blocks, *parts, lower, self._levels, self._recovery)
-        tables, budget = (leases, reservations, self._recovery, self._scrubbing), self._leasing.pinned_budget_bytes
-        self._reports = UsageReports(shared, blocks, lower, *tables, budget)
+        self._reports = UsageReports(shared, blocks, lower, leases, reservations, self._recovery, self._scrubbing)
         self._serve(ChainWaits(shared, blocks), SharedExtents(shared, blocks))
 
     def _serve(self, waits: ChainWaits, extents: SharedExtents) -> None:

@@ -18,7 +18,8 @@ from kvstore.core.leases import LeaseTable
 from kvstore.core.rows.below import Lower
 from kvstore.core.scrub import Scrubbing
 from kvstore.core.table import BlockTable
-from kvstore.protocol.status import RecoveryStatus, TenantStatus, printable
+from kvstore.protocol.words import printable
+from kvstore.status.tree import RecoveryStatus, TenantStatus
 from tiering.counts.tally import TallyCounts
 from tiering.frame import frame_bytes
 from tiering.nvme.tier import NvmeTier
@@ -206,12 +207,10 @@ class UsageReports:
         reservations: Sized,
         recovery: Recovery,
         scrubbing: Scrubbing | None,
-        pinned_budget_bytes: int,
     ) -> None:
         self._shared, self._blocks, self._lower = shared, blocks, lower
         self._leases, self._reservations = leases, reservations
         self._recovery, self._scrubbing = recovery, scrubbing
-        self._retained_fraction, self._pinned_budget_bytes = shared.limits.retained_fraction, pinned_budget_bytes
 
     def usage(self) -> StoreUsage:
         with self._shared.lock:
@@ -234,9 +233,9 @@ class UsageReports:
                 nvme_retained_bytes=lower.residency.retained_bytes() if lower is not None else None,
                 dram_retained_budget_bytes=retained_budget(self._blocks.residency),
                 nvme_retained_budget_bytes=retained_budget(lower.residency) if lower is not None else None,
-                retained_fraction=self._retained_fraction,
+                retained_fraction=self._shared.limits.retained_fraction,
                 write_budget=lower.admission.budget() if lower is not None else None,
-                pinned_budget_bytes=self._pinned_budget_bytes,
+                pinned_budget_bytes=int(self._shared.limits.pinned_fraction * self._blocks.dram.budget_bytes),
                 dram_blocks=self._blocks.residency.blocks,
                 nvme_blocks=lower.residency.blocks if lower is not None else None,
                 tally=self._blocks.tally.now(),

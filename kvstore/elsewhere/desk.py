@@ -41,10 +41,11 @@ from kvstore.protocol import courier as c
 from kvstore.protocol import messages as m
 from kvstore.protocol.hand_off_ticket import HandOff, hand_off_in
 from kvstore.protocol.replies import ReserveReply
-from kvstore.protocol.status import ElsewhereStatus, SourceStatus, printable
+from kvstore.protocol.words import printable
 from kvstore.service.dispatch import Handlers
 from kvstore.service.parked import LeftElsewhere, ParkedLocate, Response
 from kvstore.service.sessions import COURIERS, ClientState, Sessions
+from kvstore.status.tree import ElsewhereStatus, SourceStatus
 from tiering.counts.awaits import MAX_AWAIT_SECONDS, AwaitEnd, ParkedAwait
 from tiering.faults import RateLimitedLog
 

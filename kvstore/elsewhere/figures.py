@@ -9,7 +9,7 @@ import threading
 from math import isfinite
 
 from kvstore.protocol import courier as c
-from kvstore.protocol.status import printable
+from kvstore.protocol.words import printable
 from kvstore.service.sessions import ClientState
 from tiering.clock import Clock
 

@@ -19,11 +19,11 @@ from pathlib import Path
 from kvstore.block.errors import BadInput
 from kvstore.block.identity import NOWHERE, NodeIdentity
 from kvstore.metrics.bounded_http import HttpAnswer, HttpRequest, Page, as_json, in_one_line
-from kvstore.metrics.exposition import CONTENT_TYPE
-from kvstore.protocol.status import Readiness
+from kvstore.status.tree import Readiness
 from tiering.files import Unfit, read_file
 
 LIVEZ, READYZ, METRICS_PATH = "/livez", "/readyz", "/metrics"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LEAST_TOKEN, MOST_TOKEN = 16, 1024
 """Characters of a token."""
 _REALM = ("WWW-Authenticate", 'Bearer realm="kvstore"')

@@ -28,7 +28,7 @@ from kvstore.protocol.door import MAX_PRIORITY, TenantClient, check_participant
 from kvstore.protocol.handing_over import MAX_TICKET_SECONDS
 from kvstore.protocol.replies import LeaseReply, MatchReply
 from kvstore.protocol.requests import check_request
-from kvstore.protocol.status import printable
+from kvstore.protocol.words import printable
 from kvstore.service.accounting import Counting, Lasting, NamespaceInfo
 from kvstore.service.descriptors import SlowExtents
 from kvstore.service.parked import Parking, Response

@@ -28,8 +28,7 @@ from pathlib import Path
 
 from kvstore.block.identity import TenantKeys
 from kvstore.protocol import messages as m
-from kvstore.protocol.status import DoorStatus
-from kvstore.service.accounting import DoorCounts, DoorFigures, Turns
+from kvstore.service.accounting import DoorFigures, Turns
 from kvstore.service.connected import ConnectedClients
 from kvstore.service.connections import (
     LARGE_BYTES,
@@ -47,6 +46,7 @@ from kvstore.service.descriptors import DescriptorsSent, share_of
 from kvstore.service.dispatch import Handlers
 from kvstore.service.parked import DoorAwaits, Response
 from kvstore.service.sessions import ClientState, Sessions
+from kvstore.status.tree import DoorStatus
 from tiering.clock import Clock
 from tiering.counts.histogram import Waits
 from tiering.faults import SENT, FaultReports, RateLimitedLog, Unheard, kind_of
@@ -177,10 +177,6 @@ class LocalDoor:
         """By connection number, how long each open connection's requests waited to be begun."""
         there = [one for one in list(self._clients.all) if one.refusal is None]
         return {one.caller.number: one.waited for one in there if isinstance(one.caller, ClientState)}
-
-    def counts(self) -> DoorCounts:
-        """`usage` without single connections: cheap for any number of them."""
-        return self._figures.counts(*self._clients.there())
 
     def start(self) -> None:
         self._sessions.watch_memory(self._wake)

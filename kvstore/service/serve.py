@@ -156,7 +156,7 @@ def _serve(settings: Settings, outside: Outside, started: Callable[[list[str], i
                 health.start(is_restart=keeper is not None and keeper.is_restart)
             daemon.start()
             if keeper is not None:
-                daemon.beside = keeper.beside
+                daemon.health.beside = keeper.beside
                 keeper.start(lambda: os.kill(os.getpid(), signal.SIGTERM))
                 keeper.ready()
             started(daemon.sockets, health.port if health is not None else None)

@@ -22,9 +22,10 @@ from kvstore.block.account import HitTier
 from kvstore.block.errors import BadInput
 from kvstore.protocol import messages as m
 from kvstore.protocol.replies import LeaseReply, MatchReply
-from kvstore.protocol.status import SavingsStatus, printable
 from kvstore.protocol.told import GoneNote, LeaseNote, LookupNote, RequestRecord, RequestTold, SavingsTold
+from kvstore.protocol.words import printable
 from kvstore.service.sessions import ClientState
+from kvstore.status.tree import SavingsStatus
 from tiering.clock import Clock
 from tiering.counts.tally import Eviction, EvictionCause
 

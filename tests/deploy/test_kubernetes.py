@@ -22,8 +22,8 @@ from kvstore.doctor.findings import Health
 from kvstore.metrics.bounded_http import HttpServer
 from kvstore.metrics.endpoints import MetricsAccess, sidecar_pages
 from kvstore.node import SystemClock
-from kvstore.protocol.status import Readiness
 from kvstore.service.settings import Settings, host_and_port, read_settings
+from kvstore.status.tree import Readiness
 
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed; it comes with the extra test")
 

@@ -11,7 +11,7 @@ import pytest
 from kvstore.block.errors import BadInput
 from kvstore.metrics.bounded_http import HttpAnswer, HttpRequest
 from kvstore.metrics.endpoints import MetricsAccess, read_token, sidecar_pages
-from kvstore.protocol.status import Readiness
+from kvstore.status.tree import Readiness
 
 TOKEN = "0123456789abcdef/+=_"
 

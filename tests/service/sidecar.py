@@ -17,12 +17,13 @@ from kvstore.insight.whatif import WhatIf
 from kvstore.node import EmbeddedStore, SystemClock
 from kvstore.prefixes.book import PrefixBook
 from kvstore.service.accounting import Counting
-from kvstore.service.admin import Admin, Observer
+from kvstore.service.admin import Admin, Observer, SidecarHealth, StatusReport
 from kvstore.service.connections import DoorLimits
 from kvstore.service.descriptors import SlowExtents
 from kvstore.service.dispatch import Handlers
 from kvstore.service.local_door import LocalDoor
 from kvstore.service.sessions import Sessions
+from kvstore.service.settings import StoreSettings
 from kvstore.service.told import ToldRequests
 from workbench import open_at
 
@@ -52,7 +53,8 @@ class Sidecar:
         self.core = self.store._store
         clock = SystemClock()
         self.sessions = Sessions(self.core, 1, secrets.token_bytes)
-        run, self.counting = secrets.token_bytes(16), Counting(clock)
+        run = secrets.token_bytes(16)
+        self.counting = Counting(clock, run)
         recording = Recording(clock, secrets.token_bytes)
         slow = SlowExtents(clock.monotonic_seconds, clock.thread_seconds)
         self.told = ToldRequests(clock)
@@ -72,19 +74,11 @@ class Sidecar:
         self.courier_path = directory / "courier.sock"
         if self.desk is not None:
             self.door.listen_couriers(self.courier_path, self.desk.greet)
-        self.admin = Admin(
-            self.store,
-            self.sessions,
-            self.counting,
-            recording,
-            self.door,
-            run,
-            lambda: "ready",
-            whatif=self.whatif,
-            told=self.told,
-            prefixes=self.prefixes,
-            couriers=self.desk,
+        self.health = SidecarHealth(self.store, self.sessions, StoreSettings(), couriers=self.desk)
+        self.report = StatusReport(
+            self.store, self.health, self.sessions, self.door, self.counting, self.whatif, self.told
         )
+        self.admin = Admin(self.store, self.report, self.door, recording, self.told, self.prefixes)
         self.admin_path = directory / "admin.sock"
         self.door.listen_admin(self.admin_path, self.admin)
         self.observe_path = directory / "observe.sock"

@@ -248,8 +248,7 @@ def test_what_a_session_may_hold_is_a_limit_of_pins_with_a_name(
             assert first.blocks == 300
             assert (second.blocks, second.reply.reason) == (0, MissReason.PINNED_FULL)
             assert "1 leases of 300 blocks" in second.reply.detail and "of 500" in second.reply.detail
-            (counts,) = sidecar.counting.all().values()
-            assert counts.misses == {MissReason.PINNED_FULL: 300 * 64}
+            assert sidecar.admin.facts().looked.miss_tokens == {"pinned_full": 300 * 64}
         released(sidecar)
         with handle.lease(match) as third:
             assert third.blocks == 300

@@ -24,7 +24,7 @@ from kvstore.block.errors import BadInput, Unreachable
 from kvstore.cli.ask import read_prompts
 from kvstore.cli.report import namespace_table
 from kvstore.client.framing import HANGS
-from kvstore.protocol.status import LookupCounts, NamespaceStatus
+from kvstore.status.tree import LookupCounts, NamespaceStatus
 from service.sidecar import patient
 from service.test_serve import PATHS, crash, ended, serving
 from workbench import MODEL, ids, one_line, random_pages, small_layout
