@@ -88,6 +88,7 @@ ROOMS_IMPORT_ONLY = {
         "kvstore.insight.models",
         "kvstore.insight.plan",
         "tiering.clock",
+        "tiering.tier",
     ),
     # Engines by their HTTP API alone: whether there is a store behind them is theirs to know.
     "kvstore.openai": ("kvstore.block", "kvstore.config", "kvstore.listeners", "tiering.clock"),

@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
-from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, NamedTuple, TypeVar, Union, get_args, get_origin
 
 import msgspec
 from msgspec import Meta
 
 from tiering.counts.histogram import HistogramCounts
 
+S = TypeVar("S", bound=msgspec.Struct)
 PREFIX = "kvstore_"
 MOST_ROWS = 64
 """Of a list, such as that of other nodes, have series of their own."""
@@ -131,6 +132,14 @@ def _unwrapped(kind: Any) -> tuple[dict[str, Any], Any]:
         plain = [one for one in get_args(kind) if one is not type(None)]
         kind = plain[0] if len(plain) == 1 else kind
     return extra, kind
+
+
+def picked(kind: type[S], *sources: object, **given: Any) -> S:
+    """A struct of the sources' attributes of the same names, the last one's first, and of what is given."""
+    found = {
+        name: getattr(source, name) for source in sources for name in kind.__struct_fields__ if hasattr(source, name)
+    }
+    return kind(**{**found, **given})
 
 
 def families(kind: type) -> list[MetricFamily]:
