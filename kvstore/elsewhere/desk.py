@@ -45,6 +45,7 @@ from kvstore.protocol.words import printable
 from kvstore.service.dispatch import Handlers
 from kvstore.service.parked import LeftElsewhere, ParkedLocate, Response
 from kvstore.service.sessions import COURIERS, ClientState, Sessions
+from kvstore.status.declared import picked
 from kvstore.status.tree import ElsewhereStatus, SourceStatus
 from tiering.counts.awaits import MAX_AWAIT_SECONDS, AwaitEnd, ParkedAwait
 from tiering.faults import RateLimitedLog
@@ -493,18 +494,14 @@ class CourierDesk:
             couriers = sum(book.couriers for book in self._books.values())
             refused = {str(why): self._refusals[why] for why in AdoptFault}
         told, fetched = self.told.figures(), self.fetched
-        return ElsewhereStatus(
-            couriers,
-            {str(tier): fetched.adopted[tier] for tier in FETCHED_TIERS},
-            refused,
-            fetched.kept_bytes,
-            fetched.gave_way,
-            [SourceStatus(*msgspec.structs.astuple(one)) for one in told.sources],
-            told.reasons,
-            told.fetching,
-            told.fetched_blocks,
-            told.fetched_bytes,
-            told.dropped_hints,
+        return picked(
+            ElsewhereStatus,
+            told,
+            fetched,
+            couriers=couriers,
+            adopted={str(tier): fetched.adopted[tier] for tier in FETCHED_TIERS},
+            refused=refused,
+            sources=[picked(SourceStatus, one) for one in told.sources],
         )
 
     def check(self) -> None:

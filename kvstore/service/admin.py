@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields, replace
+from dataclasses import replace
 from math import isinf
 from pathlib import Path
 from typing import Protocol
@@ -40,6 +40,7 @@ from kvstore.service.parked import Elsewhere, LeftElsewhere, Response
 from kvstore.service.sessions import ClientState, Sessions
 from kvstore.service.settings import StoreSettings
 from kvstore.service.told import ToldRequests
+from kvstore.status.declared import picked
 from kvstore.status.tree import (
     SLOT_STATES,
     AwaitStatus,
@@ -69,7 +70,6 @@ MAX_NAMESPACES, MAX_SESSIONS = 4096, 1024
 """Listed in one answer; further ones are only counted."""
 FRESH_SECONDS = 0.5
 """All observers get the same status for this long, so that polling costs engines nothing."""
-_FACTS = frozenset(SidecarStatus.__struct_fields__)
 MOST_WARNINGS = 64
 UNBOUNDED = "infinite"
 KINDS_OF_MOVES = {
@@ -221,9 +221,9 @@ class StatusReport:
         usage, chosen, core = self._store.usage(), self.health.chosen, self._store.core
         now, awaits, reasons = self._counting.now(), core.awaits.counts(), self.health.reasons()
         looked, served = self._counting.served(self._store.tenant_names())
-        of_store = {one.name: getattr(usage, one.name) for one in fields(usage) if one.name in _FACTS}
-        return SidecarStatus(
-            **of_store,
+        return picked(
+            SidecarStatus,
+            usage,
             run=self.run.hex(),
             pid=os.getpid(),
             state=self.health.readiness().value,
@@ -257,46 +257,36 @@ class StatusReport:
     def _what_if(self, usage: StoreUsage) -> WhatIfStatus:
         budget = usage.dram.budget_bytes + (usage.nvme.budget_bytes if usage.nvme is not None else 0)
         told = self._whatif.snapshot(budget)
-        return WhatIfStatus(
-            budget,
-            [_point(one) for one in told.points],
-            [_point(one) for one in told.curve],
-            round(told.asked_tokens),
-            told.tokens_per_second,
-            told.sample_ratio,
-            told.sampled_names,
-            told.seconds,
-            told.lookups,
-            told.dropped_lookups,
-            told.words,
-            {
-                UNBOUNDED if isinf(one.scale) else f"{one.scale:g}": one.token_hit_rate * told.asked_tokens
-                for one in told.points
-            },
+        hits = [(one.scale, round(one.token_hit_rate * told.asked_tokens)) for one in told.points]
+        return picked(
+            WhatIfStatus,
+            told,
+            budget_bytes=budget,
+            points=[_point(one) for one in told.points],
+            curve=[_point(one) for one in told.curve],
+            asked_tokens=round(told.asked_tokens),
+            hit_tokens={UNBOUNDED if isinf(scale) else f"{scale:g}": tokens for scale, tokens in hits},
         )
 
     def _namespace(
         self, tenant: str, usage: NamespaceUsage, looked: LookupCounts, used_at: float | None
     ) -> NamespaceStatus:
         namespace, digest = usage.namespace, usage.digest.hex()
-        return NamespaceStatus(
-            digest[:ID_DIGITS],
-            digest,
-            printable(tenant),
-            printable(namespace.model),
-            layout_in_words(namespace.layout),
-            printable(namespace.codec),
-            namespace.weights_epoch,
-            namespace.layout.block_tokens,
-            usage.blocks,
-            usage.dram_blocks,
-            usage.dram_bytes,
-            usage.nvme_blocks,
-            usage.nvme_bytes,
-            used_at,
-            looked,
-            self.name(usage.tenant, usage.digest),
-            self._told.load_rates(usage.tenant, usage.number),
+        return picked(
+            NamespaceStatus,
+            usage,
+            id=digest[:ID_DIGITS],
+            digest=digest,
+            tenant=printable(tenant),
+            model=printable(namespace.model),
+            layout=layout_in_words(namespace.layout),
+            codec=printable(namespace.codec),
+            weights_epoch=namespace.weights_epoch,
+            block_tokens=namespace.layout.block_tokens,
+            used_at=used_at,
+            looked=looked,
+            name=self.name(usage.tenant, usage.digest),
+            load_tokens_per_second=self._told.load_rates(usage.tenant, usage.number),
         )
 
     def name(self, tenant: bytes, digest: bytes) -> str:

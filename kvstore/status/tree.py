@@ -266,8 +266,7 @@ class SessionStatus(msgspec.Struct, frozen=True):
 
 
 class DoorStatus(msgspec.Struct, frozen=True):
-    """refused: rejected connections. malformed: messages that ended their connection. served: requests by verb.
-    wait_ms_p50, wait_ms_p99: of the last requests, from the earliest that one may have arrived until it was begun."""
+    """wait_ms_p50, wait_ms_p99: of the last requests, from the earliest that one may have arrived on."""
 
     connections: Annotated[int, gauge(CONNECTIONS, labels="door", door="tenant")]
     admin_connections: Annotated[int, gauge(CONNECTIONS, "connections", "door", door="admin")]
@@ -330,7 +329,7 @@ class WhatIfStatus(msgspec.Struct, frozen=True):
     ]
     words: str
     hit_tokens: Annotated[
-        dict[str, float],
+        Counts,
         gauge(
             "Tokens that so many times the budget of all tiers would have found, with least recently used.",
             "whatif_hit_tokens",
@@ -366,8 +365,7 @@ class KeyStatus(msgspec.Struct, frozen=True):
 
 
 class AwaitStatus(msgspec.Struct, frozen=True):
-    """Waits for blocks that other clients store. parked: now; ended: since the start, by why (`readable`, `short`,
-    `deadline`, `cancelled`, `gone`, `full`)."""
+    """Waits for blocks that other clients store."""
 
     parked: Annotated[
         int, gauge("Waits for blocks that are not readable yet, now.", "awaits_parked", unit="awaits")
@@ -435,10 +433,8 @@ class SourceStatus(msgspec.Struct, frozen=True):
 
 
 class ElsewhereStatus(msgspec.Struct, frozen=True):
-    """Blocks that couriers fetch. couriers: connected ones. adopted: blocks by origin; refused: what couriers brought
-    that was not adopted, by fault. kept_bytes: pinned for waiting engines; gave_way: blocks unpinned because engines
-    lacked room. The rest is as couriers report: fetching, now; fetched; reasons, why they serve less than there is;
-    dropped_hints: that were not announced."""
+    """Blocks that couriers fetch. gave_way: unpinned because engines lacked room. What follows is as couriers report:
+    fetching, now; reasons, why they serve less than there is; dropped_hints: that were not announced."""
 
     couriers: Annotated[int, gauge("Connections of couriers that take questions.")] = 0
     adopted: Annotated[
