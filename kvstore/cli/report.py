@@ -20,7 +20,7 @@ from kvstore.block.account import MissReason
 from kvstore.cli.ask import RecordSummary, Warmed
 from kvstore.config import format_size
 from kvstore.protocol.messages import Counted, WhyReply
-from kvstore.protocol.told import LeaseNote, LookupNote, PrefixFigures, RequestRecord
+from kvstore.protocol.told import PrefixFigures, RequestRecord, StoreNote
 from kvstore.status.tree import LookupCounts, NamespaceStatus, SidecarStatus
 
 _SHOWN = 20
@@ -74,12 +74,11 @@ class PrefixReport:
 def _timeline(record: RequestRecord) -> Iterator[str]:
     if record.purged_at is not None:
         yield f"{_moment(record.purged_at)}  its tenant was purged: what was stored before is gone"
-    notes: list[LookupNote | LeaseNote] = [*record.looked, *record.leases]
+    notes = [*record.looked, *record.leases]
     for one in sorted(notes, key=lambda note: note.at):
         tiers = ", ".join(f"{tier} {count:,}" for tier, count in one.tiers.items() if count)
-        is_lease = isinstance(one, LeaseNote)
-        words = f"{'leased' if is_lease else 'looked up: found'} {one.blocks:,} of {one.wanted:,} blocks"
-        words += f" from block {one.first_block:,} on" if isinstance(one, LeaseNote) else ""
+        words = f"{'looked up: found' if one.first_block is None else 'leased'} {one.blocks:,} of {one.wanted:,} blocks"
+        words += f" from block {one.first_block:,} on" if one.first_block is not None else ""
         words += f" ({tiers})" if tiers else ""
         words += f" in {1000 * one.seconds:,.1f} ms"
         if one.reason:
@@ -107,7 +106,7 @@ def _timeline(record: RequestRecord) -> Iterator[str]:
         yield f"    saved {_count(told.saved_blocks, 'block')}" + (f"; not all: {refused}" if refused else "")
 
 
-def _gone(note: LookupNote | LeaseNote) -> str:
+def _gone(note: StoreNote) -> str:
     """How the first missing block went."""
     if note.gone is None:
         return "when and why the first of them went is not known any more"

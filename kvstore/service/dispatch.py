@@ -258,7 +258,7 @@ class Handlers:
             self._counting.looked_up(number, verb.keys, matched.reply, seconds, verb.is_told)
             if verb.request:
                 gone = self._gone(number, verb, matched.reply)
-                self._told.looked_up(caller, verb, number, matched.reply, seconds, gone)
+                self._told.answered(caller, verb, number, matched.reply, seconds, gone)
             if self._recording.token:
                 self._recording.looked_up(number, verb.keys)
             if self._whatif is not None:
@@ -329,7 +329,7 @@ class Handlers:
             self._counting.leased(number, verb.keys, reply, seconds, verb.found, verb.is_told)
             self._prefixes.granted(caller.keys.tenant, number, verb.keys, verb.first_block, reply.blocks)
             if verb.request:
-                self._told.leased(caller, verb, number, reply, seconds, self._gone(number, verb, reply))
+                self._told.answered(caller, verb, number, reply, seconds, self._gone(number, verb, reply))
         if reply.lease:
             parts = len(caller.namespaces[number])
             self._sessions.took(caller, reply.lease, verb.request, len(reply.generations), parts)
