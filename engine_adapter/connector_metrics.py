@@ -1,89 +1,95 @@
 """What a connector counts, as metrics of its engine's own page: `kvstore_vllm_*`, in seconds and tokens.
 
-Maps the flat counts of `RequestCounts.to_dict` to series; knows neither vLLM nor the store, and makes its metrics with
-the classes that the engine hands in. The names with a colon and in milliseconds are kept beside these until the next
-release, since people's dashboards name them. docs/reference.md has the table.
+Maps the flat counts of `RequestCounts.to_dict` to series, as they are `declared`; knows neither vLLM nor the store, and
+makes its metrics with the classes that the engine hands in. The names with a colon and in milliseconds are kept beside
+these until the next release, since people's dashboards name them. docs/reference.md has the table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from engine_adapter.paged.requests import LOAD_SECONDS, SAVING
 from kvstore.block.account import MissReason
+from kvstore.status.declared import PREFIX, MetricFamily, MetricKind, counter, families, gauge, histogram, samples
+from tiering.counts.histogram import WAIT_SECONDS
 
-PREFIX = "kvstore_vllm_"
-WAIT_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
-"""Bounds of the histogram; the sidecar's are the same."""
-COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectorFamily:
-    """One metric. labels: those besides the engine's, which are on all metrics. text: what is counted, in one line."""
-
-    name: str
-    kind: str
-    labels: tuple[str, ...]
-    unit: str
-    text: str
+LOADS = "Loads that were begun, and of these those that failed."
+DECISIONS = "How far to load: the cheapest way, explored beyond what is believed, or unlearned, all that was found."
+TOKENS = "Found tokens that were loaded, or declined."
+ENDED = "Loads that ended; of these, those judged beside computing."
+FETCHES = "Look-ups that asked what is elsewhere; fetches from there that ended; of these, those that came short."
+Count = float | None
 
 
-def _family(kind: str, name: str, labels: str, unit: str, text: str) -> ConnectorFamily:
-    return ConnectorFamily(f"{PREFIX}{name}", kind, tuple(labels.split()), unit, text)
+class ConnectorNumbers(msgspec.Struct, frozen=True):
+    """Those of some steps, by the names that `RequestCounts.to_dict` has for them; what it has by tier, reason, verdict
+    and statistic is a table here."""
+
+    requests: Annotated[Count, counter("Requests that were accounted for.", "vllm_requests")] = None
+    tokens: Annotated[
+        dict[str, dict[str, float]],
+        counter(
+            "Prompt tokens, hit (by tier) or miss (by reason). Those of a load that failed are misses.",
+            "vllm_prompt_tokens",
+            "outcome origin",
+        ),
+    ] = {}
+    loads: Annotated[Count, counter(LOADS, "vllm_loads", "result", result="begun")] = None
+    failed_loads: Annotated[Count, counter(LOADS, "vllm_loads", "result", result="failed")] = None
+    waits: Annotated[None, histogram("From a load's order until its last page was verified.", "vllm_load_wait")] = None
+    saved_blocks: Annotated[Count, counter("Blocks that the store did not have before.", "vllm_saved_blocks")] = None
+    dropped_saves: Annotated[
+        Count, counter("Saves that were given up: the engine wanted its pages back.", "vllm_dropped_saves")
+    ] = None
+    cost_saved_ms: Annotated[
+        Count,
+        counter(
+            "By how much loads took less than computing the same would have, by the learned speeds.",
+            "vllm_prefill_saved_seconds",
+            times=1e-3,
+        ),
+    ] = None
+    cost_regret_ms: Annotated[
+        Count, counter("By how much loads took longer than that.", "vllm_cost_regret_seconds", times=1e-3)
+    ] = None
+    cheapest: Annotated[Count, counter(DECISIONS, "vllm_cost_decisions", "choice", choice="cheapest")] = None
+    cost_explored: Annotated[Count, counter(DECISIONS, "vllm_cost_decisions", "choice", choice="explored")] = None
+    cost_unlearned: Annotated[Count, counter(DECISIONS, "vllm_cost_decisions", "choice", choice="unlearned")] = None
+    cost_loaded_tokens: Annotated[Count, counter(TOKENS, "vllm_cost_tokens", "choice", choice="loaded")] = None
+    cost_declined_tokens: Annotated[Count, counter(TOKENS, "vllm_cost_tokens", "choice", choice="declined")] = None
+    cost_finished: Annotated[Count, counter(ENDED, "vllm_cost_loads", "result", result="finished")] = None
+    cost_judged: Annotated[Count, counter(ENDED, "vllm_cost_loads", "result", result="judged")] = None
+    cost_locates: Annotated[Count, counter(FETCHES, "vllm_fetches", "result", result="asked")] = None
+    cost_fetches: Annotated[Count, counter(FETCHES, "vllm_fetches", "result", result="ended")] = None
+    cost_short_fetches: Annotated[Count, counter(FETCHES, "vllm_fetches", "result", result="short")] = None
+    saving: Annotated[
+        dict[str, float],
+        gauge("What a hit saves of the time to the first token.", "vllm_ttft_saved_seconds", "statistic", times=1e-3),
+    ] = {}
+    audited: Annotated[
+        dict[str, float],
+        counter("Hits that were computed all the same, and compared.", "vllm_audited_blocks", "verdict"),
+    ] = {}
+    is_up: Annotated[
+        bool | None,
+        gauge("Whether the store answered the last requests that asked it.", "vllm_sidecar_up", unit="0 or 1"),
+    ] = None
 
 
-CONNECTOR_METRICS = (
-    _family(COUNTER, "requests_total", "", "requests", "Requests that were accounted for."),
-    _family(
-        COUNTER,
-        "prompt_tokens_total",
-        "outcome origin",
-        "tokens",
-        "Prompt tokens, hit (by tier) or miss (by reason). Those of a load that failed are misses.",
-    ),
-    _family(COUNTER, "loads_total", "result", "loads", "Loads that were begun, and of these those that failed."),
-    _family(HISTOGRAM, "load_wait_seconds", "", "seconds", "From a load's order until its last page was verified."),
-    _family(COUNTER, "saved_blocks_total", "", "blocks", "Blocks that the store did not have before."),
-    _family(COUNTER, "dropped_saves_total", "", "saves", "Saves that were given up: the engine wanted its pages back."),
-    _family(
-        COUNTER,
-        "prefill_saved_seconds_total",
-        "",
-        "seconds",
-        "By how much loads took less than computing the same would have, by the learned speeds.",
-    ),
-    _family(COUNTER, "cost_regret_seconds_total", "", "seconds", "By how much loads took longer than that."),
-    _family(
-        COUNTER,
-        "cost_decisions_total",
-        "choice",
-        "decisions",
-        "How far to load: the cheapest way, explored beyond what is believed, or unlearned, all that was found.",
-    ),
-    _family(COUNTER, "cost_tokens_total", "choice", "tokens", "Found tokens that were loaded, or declined."),
-    _family(
-        COUNTER, "cost_loads_total", "result", "loads", "Loads that ended; of these, those judged beside computing."
-    ),
-    _family(
-        COUNTER,
-        "fetches_total",
-        "result",
-        "fetches",
-        "Look-ups that asked what is elsewhere; fetches from there that ended; of these, those that came short.",
-    ),
-    _family(GAUGE, "ttft_saved_seconds", "statistic", "seconds", "What a hit saves of the time to the first token."),
-    _family(
-        COUNTER, "audited_blocks_total", "verdict", "blocks", "Hits that were computed all the same, and compared."
-    ),
-    _family(GAUGE, "sidecar_up", "", "0 or 1", "Whether the store answered the last requests that asked it."),
-)
+CONNECTOR_METRICS = families(ConnectorNumbers)
+_COUNTER, _GAUGE = MetricKind.COUNTER, MetricKind.GAUGE
 FORMER_METRICS = (
-    ConnectorFamily("kvstore:prompt_tokens_total", COUNTER, ("origin",), "tokens", "Now kvstore_vllm_prompt_tokens."),
-    ConnectorFamily("kvstore:events_total", COUNTER, ("event",), "events", "Now kvstore_vllm_*, each with its unit."),
-    ConnectorFamily("kvstore:ttft_saved_ms", GAUGE, ("statistic",), "ms", "Now kvstore_vllm_ttft_saved_seconds."),
+    MetricFamily(
+        "kvstore:prompt_tokens_total", _COUNTER, ("origin",), "tokens", "Now kvstore_vllm_prompt_tokens.", {}, 1
+    ),
+    MetricFamily(
+        "kvstore:events_total", _COUNTER, ("event",), "events", "Now kvstore_vllm_*, each with its unit.", {}, 1
+    ),
+    MetricFamily("kvstore:ttft_saved_ms", _GAUGE, ("statistic",), "ms", "Now kvstore_vllm_ttft_saved_seconds.", {}, 1),
 )
 """Kept for one release."""
 
@@ -101,20 +107,6 @@ _ANSWERED = frozenset(
     }
 )
 """Reasons that only the store can give."""
-_PLAIN = {"requests": "requests_total", "saved_blocks": "saved_blocks_total", "dropped_saves": "dropped_saves_total"}
-_LABELLED = {
-    "failed_loads": ("loads_total", "failed"),
-    "cost_explored": ("cost_decisions_total", "explored"),
-    "cost_unlearned": ("cost_decisions_total", "unlearned"),
-    "cost_loaded_tokens": ("cost_tokens_total", "loaded"),
-    "cost_declined_tokens": ("cost_tokens_total", "declined"),
-    "cost_finished": ("cost_loads_total", "finished"),
-    "cost_judged": ("cost_loads_total", "judged"),
-    "cost_locates": ("fetches_total", "asked"),
-    "cost_fetches": ("fetches_total", "ended"),
-    "cost_short_fetches": ("fetches_total", "short"),
-}
-_MILLISECONDS = {"cost_saved_ms": "prefill_saved_seconds_total", "cost_regret_ms": "cost_regret_seconds_total"}
 
 Observation = tuple[str, tuple[str, ...], float]
 """A family's name, the values of its labels, and the number to add, set or observe."""
@@ -122,40 +114,24 @@ Observation = tuple[str, tuple[str, ...], float]
 
 def observations(counts: Mapping[str, Any]) -> Iterator[Observation]:
     """One step's counts as observations, each under its new name and its former one."""
+
+    def those(begin: str) -> dict[str, float]:
+        return {name.removeprefix(begin): count for name, count in counts.items() if name.startswith(begin)}
+
+    tables = {"tokens": {"hit": those("hit_"), "miss": those("miss_")}, "saving": those(SAVING)}
+    cheapest = counts.get("cost_decisions", 0) - counts.get("cost_explored", 0) - counts.get("cost_unlearned", 0)
+    more = {"audited": those("audited_"), "cheapest": cheapest if cheapest > 0 else None, "is_up": _is_up(counts)}
+    for one in samples(msgspec.convert({**counts, **tables, **more}, ConnectorNumbers, strict=False)):
+        assert isinstance(one.value, int | float)
+        yield one.family.name, one.values, one.value
     for name, count in counts.items():
         if name == LOAD_SECONDS:
-            yield from ((f"{PREFIX}load_wait_seconds", (), seconds) for seconds in count)
+            yield from ((f"{PREFIX}vllm_load_wait_seconds", (), seconds) for seconds in count)
         elif name.startswith(SAVING):
-            statistic = name.removeprefix(SAVING)
-            yield f"{PREFIX}ttft_saved_seconds", (statistic,), count / 1000
-            yield "kvstore:ttft_saved_ms", (statistic,), count
+            yield "kvstore:ttft_saved_ms", (name.removeprefix(SAVING),), count
         else:
-            yield from _counted(name, count)
             former = "kvstore:prompt_tokens_total" if name.startswith(("hit_", "miss_")) else "kvstore:events_total"
             yield former, (name,), count
-    cheapest = counts.get("cost_decisions", 0) - counts.get("cost_explored", 0) - counts.get("cost_unlearned", 0)
-    if cheapest > 0:
-        yield f"{PREFIX}cost_decisions_total", ("cheapest",), cheapest
-    if counts.get("loads"):
-        yield f"{PREFIX}loads_total", ("begun",), counts["loads"]
-    is_up = _is_up(counts)
-    if is_up is not None:
-        yield f"{PREFIX}sidecar_up", (), float(is_up)
-
-
-def _counted(name: str, count: float) -> Iterator[Observation]:
-    kind, _, rest = name.partition("_")
-    if kind in ("hit", "miss"):
-        yield f"{PREFIX}prompt_tokens_total", (kind, rest), count
-    elif kind == "audited":
-        yield f"{PREFIX}audited_blocks_total", (rest,), count
-    elif name in _PLAIN:
-        yield f"{PREFIX}{_PLAIN[name]}", (), count
-    elif name in _LABELLED:
-        family, label = _LABELLED[name]
-        yield f"{PREFIX}{family}", (label,), count
-    elif name in _MILLISECONDS:
-        yield f"{PREFIX}{_MILLISECONDS[name]}", (), count / 1000
 
 
 def _is_up(counts: Mapping[str, Any]) -> bool | None:
@@ -178,9 +154,9 @@ class ConnectorSeries:
         self._families: dict[str, tuple[str, Any]] = {}
         for one in (*CONNECTOR_METRICS, *FORMER_METRICS):
             given: dict[str, Any] = {"name": one.name, "documentation": one.text, "labelnames": [*labels, *one.labels]}
-            if one.kind == HISTOGRAM:
+            if one.kind is MetricKind.HISTOGRAM:
                 made = histogram(**given, buckets=WAIT_SECONDS)
-            elif one.kind == GAUGE:
+            elif one.kind is _GAUGE:
                 made = gauge(**given, multiprocess_mode="mostrecent")
             else:
                 made = counter(**given)
@@ -191,9 +167,9 @@ class ConnectorSeries:
         for name, values, amount in observations(counts):
             kind, family = self._families[name]
             series = family.labels(*labels, *values)
-            if kind == COUNTER:
+            if kind is _COUNTER:
                 series.inc(amount)
-            elif kind == GAUGE:
+            elif kind is _GAUGE:
                 series.set(amount)
             else:
                 series.observe(amount)

@@ -52,16 +52,26 @@ ENTRANCES = {
 # What a room imports of this house at most, where that is less than what lies below it. A room is named by its folder.
 ROOMS_IMPORT_ONLY = {
     "kvstore.block": ("tiering", "kv_kernels"),
-    "kvstore.protocol": ("kvstore.block", "tiering"),
-    "kvstore.client": ("kvstore.block", "kvstore.protocol", "kvstore.config", "tiering", "kv_kernels"),
+    # Says what tiers counted, and knows neither blocks nor clients.
+    "kvstore.status": ("tiering",),
+    "kvstore.protocol": ("kvstore.block", "kvstore.status", "tiering"),
+    "kvstore.client": (
+        "kvstore.block",
+        "kvstore.protocol",
+        "kvstore.status",
+        "kvstore.config",
+        "tiering",
+        "kv_kernels",
+    ),
     "kvstore.keys": ("kvstore.block", "kvstore.config", "tiering"),
-    "kvstore.core": ("kvstore.block", "kvstore.protocol", "kvstore.config", "tiering"),
+    "kvstore.core": ("kvstore.block", "kvstore.protocol", "kvstore.status", "kvstore.config", "tiering"),
     # Pure: callers hold the store's lock.
     "kvstore.core.rows": ("kvstore.block", "tiering"),
     # A part of the sidecar that is handed in where couriers are wanted.
     "kvstore.elsewhere": (
         "kvstore.block",
         "kvstore.protocol",
+        "kvstore.status",
         "kvstore.core",
         "kvstore.service",
         "kvstore.node",
@@ -71,12 +81,14 @@ ROOMS_IMPORT_ONLY = {
     "kvstore.console": (
         "kvstore.block",
         "kvstore.protocol",
+        "kvstore.status",
         "kvstore.client",
         "kvstore.config",
         "kvstore.listeners",
         "kvstore.insight.models",
         "kvstore.insight.plan",
         "tiering.clock",
+        "tiering.tier",
     ),
     # Engines by their HTTP API alone: whether there is a store behind them is theirs to know.
     "kvstore.openai": ("kvstore.block", "kvstore.config", "kvstore.listeners", "tiering.clock"),
@@ -86,6 +98,7 @@ ROOMS_IMPORT_ONLY = {
     "kvstore.doctor": (
         "kvstore.block",
         "kvstore.protocol",
+        "kvstore.status",
         "kvstore.client",
         "kvstore.config",
         "kvstore.keys",
@@ -98,6 +111,7 @@ ROOMS_IMPORT_ONLY = {
     "kvstore.network": (
         "kvstore.block",
         "kvstore.protocol",
+        "kvstore.status",
         "kvstore.client",
         "kvstore.config",
         "kvstore.listeners",
@@ -164,6 +178,7 @@ CLOSED_ROOMS = {
             "kvstore/wire/score_pb2.py",
             "kvstore/wire/peer_pb2.py",
         ),
+        "prometheus_client": ("kvstore/status/page.py",),
         "h11": ("kvstore/listeners/http_server.py",),
         "cryptography": ("kvstore/peers/sealed.py",),
         "ucxx": ("kvstore/peers/ucx.py",),

@@ -33,7 +33,6 @@ PURE_FILES = frozenset(
     bench/test_traffic_workload.py
     console/test_figures.py
     elsewhere/test_questions.py
-    metrics/test_exposition.py
     metrics/test_endpoints.py
     insight/test_divergence.py
     insight/test_models.py

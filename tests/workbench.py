@@ -46,6 +46,9 @@ class FakeClock:
     def thread_seconds(self) -> float:
         return 0.0
 
+    def sleep(self, seconds: float) -> None:
+        self.advance(seconds)
+
     def advance(self, seconds: float) -> None:
         self.monotonic += seconds
         self.wall += seconds

@@ -25,7 +25,7 @@ from kvstore.client.framing import FramedSocket
 from kvstore.client.sidecar_store import CallLimits, SidecarStore
 from kvstore.config import DEFAULT_TENANT
 from kvstore.node import SystemClock
-from kvstore.protocol.status import Readiness
+from kvstore.status.tree import Readiness
 
 ENGINE = f"kvstore bench {kvstore.__version__}"
 LONGEST_SECONDS = 120.0

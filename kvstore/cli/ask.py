@@ -21,8 +21,9 @@ from kvstore.client.framing import HANGS, FramedSocket, Silent, TimedOut
 from kvstore.client.warming import Warming
 from kvstore.protocol import messages as m
 from kvstore.protocol.requests import MAX_REQUEST_CHARACTERS
-from kvstore.protocol.status import SidecarStatus, checked_seconds, pick, printable
 from kvstore.protocol.told import PrefixFigures
+from kvstore.protocol.words import checked_seconds, pick, printable
+from kvstore.status.tree import SidecarStatus
 from tiering.clock import Clock
 
 A = TypeVar("A")
@@ -36,11 +37,7 @@ Progress = Callable[[str, int, int], None]
 def stat(socket: str, clock: Clock) -> SidecarStatus:
     """A sidecar's status. Raises `Unreachable`, and `StoreError` for an impossible answer."""
     with _connection(socket, clock, "give --admin-socket or --data") as ask:
-        facts = ask(m.Stat(), m.StatReply, CALL_SECONDS).facts
-    try:
-        return checked_facts(facts)
-    except ValueError as error:
-        raise StoreError(f"{socket}: an answer that cannot be right ({error}); see the sidecar's log") from None
+        return ask(m.Stat(), m.StatReply, CALL_SECONDS).facts
 
 
 def why(socket: str, clock: Clock, request: str) -> m.WhyReply:
@@ -49,10 +46,6 @@ def why(socket: str, clock: Clock, request: str) -> m.WhyReply:
         raise BadInput(f"a request's name of {len(request)} characters; give 1 to {MAX_REQUEST_CHARACTERS}")
     with _connection(socket, clock, "give --admin-socket or --data") as ask:
         reply = ask(m.Why(request), m.WhyReply, CALL_SECONDS)
-    try:
-        check_numbers(msgspec.to_builtins(reply))
-    except ValueError as error:
-        raise StoreError(f"{socket}: an answer that cannot be right ({error}); see the sidecar's log") from None
     if not reply.found:
         raise BadInput(
             f"nothing is known of a request {printable(request)!r}; the sidecar remembers the last ones of each tenant "
@@ -65,12 +58,7 @@ def prefixes(socket: str, clock: Clock, tenant: str) -> PrefixFigures:
     """A sidecar's hottest prefixes; of one tenant or of all. Raises `StoreError`."""
     _check_name("a tenant's name", tenant)
     with _connection(socket, clock, "give --admin-socket or --data") as ask:
-        figures = ask(m.Prefixes(tenant), m.PrefixesReply, CALL_SECONDS).figures
-    try:
-        check_numbers(msgspec.to_builtins(figures))
-    except ValueError as error:
-        raise StoreError(f"{socket}: an answer that cannot be right ({error}); see the sidecar's log") from None
-    return figures
+        return ask(m.Prefixes(tenant), m.PrefixesReply, CALL_SECONDS).figures
 
 
 def drop(socket: str, clock: Clock, namespace: str, tenant: str, seconds: float) -> m.Counted:
@@ -317,10 +305,23 @@ class _Ask:
         except Unreachable as error:
             raise Unreachable(f"{self._socket}: {error}; is the sidecar still running?") from None
         if isinstance(answer, kind):
+            self._check(answer)
             return answer
         if not isinstance(answer, m.Failed):
             raise StoreError(f"{self._socket}: an answer of another kind; is the sidecar of another version?")
         raise BadInput(answer.text) if answer.fault is m.RequestFault.BAD_INPUT else StoreError(answer.text)
+
+    def _check(self, answer: Any) -> None:
+        """What is printed."""
+        try:
+            if isinstance(answer, m.StatReply):
+                checked_facts(answer.facts)
+            elif isinstance(answer, m.WhyReply | m.PrefixesReply):
+                check_numbers(msgspec.to_builtins(answer))
+        except ValueError as error:
+            raise StoreError(
+                f"{self._socket}: an answer that cannot be right ({error}); see the sidecar's log"
+            ) from None
 
 
 @contextmanager

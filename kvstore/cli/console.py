@@ -20,7 +20,7 @@ from kvstore.cli.operate import Data, ObserveSocket
 from kvstore.cli.standard_streams import say
 from kvstore.cli.terminal import OK, Checks, Json, app, expanded_path, typer
 from kvstore.config import AUDIT_FILE, DEFAULT_TENANT
-from kvstore.protocol.status import printable
+from kvstore.protocol.words import printable
 from tiering.clock import Clock
 
 LISTEN = "127.0.0.1:9798"
@@ -77,6 +77,7 @@ def console(
     for a sidecar that is not there yet. With --operator it has a page that drops, purges and warms.
     """
     from kvstore.console.access import ConsoleTokens, checked_tokens
+    from kvstore.console.audit import AuditLog
     from kvstore.console.serve import ConsoleParts, serve_console
     from kvstore.service.settings import OBSERVE_SOCKET, TENANT_SOCKET, default_socket, host_and_port
     from tiering.clock import SystemClock
@@ -103,7 +104,8 @@ def console(
     acts = None
     if operator is not None:
         sockets = _tenant_sockets(tenant_socket or [f"{DEFAULT_TENANT}={default_socket(data, TENANT_SOCKET)}"])
-        log = AuditFile(file)
+        lines = AuditFile(file)
+        log = AuditLog(lines.append, lines.last())
         acts = OperatorCommands(operator, sockets, SystemClock()), log
     elif audit_file or tenant_socket:
         raise typer.BadParameter("--audit-file and --tenant-socket are for a console that is given --operator")
@@ -147,7 +149,7 @@ LAST_AUDIT_BYTES = 256 << 10
 
 
 class AuditFile:
-    """`AuditLines` on the disk. Not thread-safe."""
+    """The lines of an `AuditLog` on the disk. Not thread-safe."""
 
     def __init__(self, path: Path, most_bytes: int = MOST_AUDIT_BYTES) -> None:
         """Raises `BadInput` if it cannot be written."""

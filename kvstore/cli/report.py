@@ -5,12 +5,13 @@ Text from clients is printed unchanged, never as markup.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, astuple, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, is_dataclass
 from datetime import datetime
 from typing import Any, Literal
 
 import msgspec
+from msgspec import structs
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -19,8 +20,8 @@ from kvstore.block.account import MissReason
 from kvstore.cli.ask import RecordSummary, Warmed
 from kvstore.config import format_size
 from kvstore.protocol.messages import Counted, WhyReply
-from kvstore.protocol.status import LookupCounts, NamespaceStatus, SidecarStatus, SourceStatus, TenantStatus, TierStatus
-from kvstore.protocol.told import LeaseNote, LookupNote, PrefixFigures, RequestRecord
+from kvstore.protocol.told import PrefixFigures, RequestRecord, StoreNote
+from kvstore.status.tree import LookupCounts, NamespaceStatus, SidecarStatus
 
 _SHOWN = 20
 """Rows of a table for people; further ones are only counted."""
@@ -73,12 +74,11 @@ class PrefixReport:
 def _timeline(record: RequestRecord) -> Iterator[str]:
     if record.purged_at is not None:
         yield f"{_moment(record.purged_at)}  its tenant was purged: what was stored before is gone"
-    notes: list[LookupNote | LeaseNote] = [*record.looked, *record.leases]
+    notes = [*record.looked, *record.leases]
     for one in sorted(notes, key=lambda note: note.at):
         tiers = ", ".join(f"{tier} {count:,}" for tier, count in one.tiers.items() if count)
-        is_lease = isinstance(one, LeaseNote)
-        words = f"{'leased' if is_lease else 'looked up: found'} {one.blocks:,} of {one.wanted:,} blocks"
-        words += f" from block {one.first_block:,} on" if isinstance(one, LeaseNote) else ""
+        words = f"{'looked up: found' if one.first_block is None else 'leased'} {one.blocks:,} of {one.wanted:,} blocks"
+        words += f" from block {one.first_block:,} on" if one.first_block is not None else ""
         words += f" ({tiers})" if tiers else ""
         words += f" in {1000 * one.seconds:,.1f} ms"
         if one.reason:
@@ -106,7 +106,7 @@ def _timeline(record: RequestRecord) -> Iterator[str]:
         yield f"    saved {_count(told.saved_blocks, 'block')}" + (f"; not all: {refused}" if refused else "")
 
 
-def _gone(note: LookupNote | LeaseNote) -> str:
+def _gone(note: StoreNote) -> str:
     """How the first missing block went."""
     if note.gone is None:
         return "when and why the first of them went is not known any more"
@@ -141,6 +141,7 @@ class StatReport:
         return Group(*self._parts())
 
     def _parts(self) -> Iterator[RenderableType]:
+        """The lines that people look for first, and below them each field that has something to tell."""
         facts = self.facts
         state = f"{facts.state}, up {_span(facts.up_seconds)}, pid {facts.pid}, run {facts.run[:8]}"
         yield Text(f"{state}: {_count(facts.blocks, 'block')}, {_count(facts.leases, 'lease')}")
@@ -152,134 +153,91 @@ class StatReport:
             yield Text(f"warning: {warning}")
         if facts.node:
             yield Text(f"node {facts.node}, incarnation {facts.incarnation}")
-        for keys in facts.keys:
-            also = f", accepted {', '.join(map(str, keys.accepted))}" if len(keys.accepted) > 1 else ""
-            yield Text(f"keys of {keys.tenant}: {keys.fingerprint}, epoch {keys.epoch}{also}")
-        if facts.fault_counts:
-            counts = (f"{name.replace('_', ' ')} {count:,}" for name, count in facts.fault_counts.items())
-            yield Text(f"faults since the start: {', '.join(counts)}")
-        if facts.state == "warming" and facts.loading is not None:
-            one = facts.loading
-            line = f"loading: {one.slots:,} of {one.all_slots:,} slots, {one.blocks:,} blocks found"
-            if one.to_verify_bytes:
-                line += f", verified {format_size(one.verified_bytes)} of {format_size(one.to_verify_bytes)}"
-            yield Text(line)
-        yield _table(
-            "tier|*budget|*taken|*used|*free|*reserved|*deleting|*quarantined|*zombie",
-            [_tier_row(one) for one in facts.tiers],
-        )
         yield from _looked_parts(facts.looked)
-        pinned = f"pinned: {format_size(facts.pinned_bytes)} by {_count(facts.leases, 'lease')}"
-        yield Text(f"{pinned}, {_count(facts.reservations, 'reservation')} under way")
-        if facts.guarded_bytes:
-            yield Text(
-                f"guarded: {format_size(facts.guarded_bytes)} that clients of an earlier run still map; not used again "
-                "before they let go"
-            )
-        yield from self._chosen_parts()
-        if len(facts.tenants) > 1 or any(one.share is not None for one in facts.tenants):
-            head = "tenant|*share|*weight|*dram|*guaranteed|*nvme|*guaranteed"
-            yield _table(head, [_tenant_row(one) for one in facts.tenants])
-        kept = [_kept_row(one) for one in facts.tenants if one.dram_retained_budget_bytes is not None]
-        if kept:
-            yield _table("kept for a time|*dram|*at most|*nvme|*at most", kept)
+        if facts.policy:  # else it is another version's sidecar
+            note = f" ({facts.policy_note})" if facts.policy_note else ""
+            writes = f"; nvme_writes: {facts.nvme_writes}" if facts.nvme_writes is not None else ""
+            yield Text(f"policy: {facts.policy}{note}{writes}")
         if facts.namespaces:
             yield namespace_table(facts.namespaces, facts.at)
-        if facts.hidden_namespaces:
-            yield Text(f"and {facts.hidden_namespaces:,} more namespaces")
-        if facts.moves:
-            yield _table("moves|priority|*waiting|*running|*done|*failed", map(astuple, facts.moves))
-        yield from self._session_parts()
-        door = facts.door
-        yield Text(
-            f"door: {_count(door.connections, 'connection')}, {door.refused:,} refused, {door.malformed:,} malformed "
-            f"messages, {sum(door.served.values()):,} requests; waited p50 {_ms(door.wait_ms_p50)}, "
-            f"p99 {_ms(door.wait_ms_p99)}"
-        )
-        if facts.awaits.parked or any(facts.awaits.ended.values()):
-            ended = ", ".join(f"{why} {count:,}" for why, count in facts.awaits.ended.items() if count)
-            yield Text(f"awaits: {facts.awaits.parked:,} parked; over: {ended or 'none'}")
-        yield from self._elsewhere_parts()
-        if facts.counters:
-            events = (f"{name.replace('_', ' ')} {count:,}" for name, count in sorted(facts.counters.items()))
-            yield Text(f"events: {', '.join(events)}")
-        scrub = facts.scrub
-        if scrub is not None:
-            doing = "in a pass" if scrub.in_pass else "waiting"
-            yield Text(
-                f"scrub: {doing}, {_count(scrub.passes, 'pass', 'passes')} done, {format_size(scrub.bytes)} verified, "
-                f"{scrub.damaged:,} damaged, {scrub.unreadable:,} unreadable, {scrub.mended:,} mended"
-            )
-
-    def _chosen_parts(self) -> Iterator[RenderableType]:
-        """The policy and its admission."""
-        facts = self.facts
-        if not facts.policy:  # another version's sidecar
-            return
-        words = f"policy: {facts.policy}"
-        if facts.policy_note:
-            words += f" ({facts.policy_note})"
-        if facts.nvme_writes is not None:
-            words += f"; nvme_writes: {facts.nvme_writes}"
-            words += f", {_count(facts.counters.get('declined_blocks', 0), 'block')} declined"
-        budget = facts.write_budget
-        if budget is not None:
-            left = f"{format_size(budget.left_bytes)} of at most {format_size(budget.most_bytes)}"
-            words += f", {left} left to write, {format_size(budget.bytes_per_second)}/s more"
-        yield Text(words)
-        words = f"kept for a time: {format_size(facts.dram_retained_bytes)} of at most "
-        words += f"{format_size(facts.dram_retained_budget_bytes)} of dram"
-        if facts.nvme_retained_bytes is not None and facts.nvme_retained_budget_bytes is not None:
-            words += f", {format_size(facts.nvme_retained_bytes)} of at most "
-            words += f"{format_size(facts.nvme_retained_budget_bytes)} of nvme"
-        yield Text(f"{words} (retained_fraction {facts.retained_fraction:g})")
-
-    def _elsewhere_parts(self) -> Iterator[RenderableType]:
-        """What couriers fetched."""
-        one = self.facts.elsewhere
-        if one is None:
-            return
-        came = ", ".join(f"{tier} {count:,}" for tier, count in one.adopted.items())
-        words = f"elsewhere: {_count(one.couriers, 'courier connection')}; blocks adopted: {came}"
-        words += f"; fetching {one.fetching:,}"
-        words += f", {format_size(one.kept_bytes)} kept for who waits for them"
-        if one.gave_way:
-            words += f", {one.gave_way:,} gave way to others"
-        refused = ", ".join(f"{why} {count:,}" for why, count in one.refused.items() if count)
-        yield Text(words + (f"; refused: {refused}" if refused else ""))
-        if one.sources:
-            head = "elsewhere|name|state|*blocks in|*out|*unwritten|*bytes in|*out|*found|*of|*late|*failures|*GB/s"
-            head += "|*p99 ms|*hints"
-            yield _table(head, [_source_row(source) for source in one.sources])
-
-    def _session_parts(self) -> Iterator[RenderableType]:
-        facts = self.facts
-        rows = [
-            (
-                one.engine or "-",
-                one.tenant or "-",
-                one.connections,
-                one.leases,
-                one.leased_blocks,
-                one.reservations,
-                f"{_span(facts.at - one.since)} ago",
-            )
-            for one in facts.sessions
-        ]
-        if rows:
-            yield _table("engine|tenant|*connections|*leases|*leased blocks|*reservations|since", rows)
-        if facts.hidden_sessions:
-            yield Text(f"and {facts.hidden_sessions:,} more sessions")
-        if facts.departed:
-            yield Text(f"{_count(facts.departed, 'connection')} gone that may still map memory")
+        for name in facts.__struct_fields__:
+            if name not in _SAID:
+                yield from _field(name, getattr(facts, name), facts.at)
 
 
-def _source_row(one: SourceStatus) -> tuple[object, ...]:
-    counts = one.blocks_in, one.blocks_out, one.unwritten, format_size(one.bytes_in), format_size(one.bytes_out)
-    speed = f"{one.gbps:.2f}" if one.gbps else "-", f"{one.p99_ms:.1f}" if one.p99_ms else "-"
-    state = f"{one.state} ({one.detail})" if one.detail else one.state
-    tried = one.found, one.lookups, one.late, one.failures
-    return one.kind, one.name, state, *counts, *tried, *speed, one.hints
+_SAID = frozenset(
+    "run pid state at up_seconds blocks health faults warnings node incarnation looked policy policy_note nvme_writes "
+    "namespaces version whatif".split()
+)
+"""Fields of a status that have lines of their own, or that the console draws."""
+_NOTHING, _MOST_COLUMNS = ("", "-", "0", "0 B", "0.00 ms", "no"), 8
+_INSTANTS = ("since", "used_at", "last_pass_ended")
+
+
+def _field(name: str, value: Any, now: float) -> Iterator[RenderableType]:
+    """A status's field, as a line or a table. What is None, 0 or empty has none; nor have histograms."""
+    heading = _heading(name)
+    if isinstance(value, list):
+        rows = [_words_of(one, now) for one in value if not isinstance(one, str | tuple)]
+        heads = [head for head in dict.fromkeys(head for row in rows for head in row) if any(map(_tells(head), rows))]
+        if heads:
+            yield Text(f"{heading}:")
+        if len(heads) <= _MOST_COLUMNS:
+            right = {head for head in heads if all(row.get(head, "-")[:1] in "-0123456789" for row in rows)}
+            words = "|".join(f"*{head}" if head in right else head for head in heads)
+            yield from [_table(words, [[row.get(head, "-") for head in heads] for row in rows[:_SHOWN]])] * bool(heads)
+        else:
+            yield from (Text(f"  {_told(row)}") for row in rows[:_SHOWN])
+        if len(rows) > _SHOWN:
+            yield Text(f"and {len(rows) - _SHOWN:,} more")
+    elif isinstance(value, dict | msgspec.Struct) or is_dataclass(value):
+        if told := _told(_words_of(value, now)):
+            yield Text(f"{heading}: {told}")
+        for inner in value.__struct_fields__ if isinstance(value, msgspec.Struct) else ():
+            if isinstance(one := getattr(value, inner), list | msgspec.Struct):
+                yield from _field(f"{name} {inner}", one, now)
+    elif value:
+        yield Text(f"{heading}: {_word(name, value, now)}")
+
+
+def _tells(head: str) -> Callable[[dict[str, str]], bool]:
+    return lambda row: row.get(head, "") not in _NOTHING
+
+
+def _told(words: dict[str, str]) -> str:
+    return ", ".join(f"{head} {word}" for head, word in words.items() if word not in _NOTHING)
+
+
+def _words_of(value: Any, now: float, head: str = "") -> dict[str, str]:
+    """What a record says, by the words for it; of a table in it each key."""
+    if not isinstance(value, dict):
+        value = structs.asdict(value) if isinstance(value, msgspec.Struct) else asdict(value)
+    found: dict[str, str] = {}
+    for name, one in value.items():
+        words = f"{head} {_heading(name)}".strip()
+        if isinstance(one, dict):
+            found |= _words_of(one, now, words if name != "slots" else "")
+        elif not isinstance(one, list | tuple | msgspec.Struct):
+            found[words] = _word(name, one, now)
+    return found
+
+
+def _heading(name: str) -> str:
+    return name.replace("_bytes", "").replace("_", " ")
+
+
+def _word(name: str, value: Any, now: float) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if name in _INSTANTS:
+        return f"{_span(now - value)} ago"
+    if "bytes" in name and isinstance(value, int | float):
+        return format_size(value) + "/s" * name.endswith("_per_second")
+    if "_ms" in name and isinstance(value, int | float):
+        return f"{value:.2f} ms"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}" if isinstance(value, float) else str(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -428,36 +386,6 @@ def _looked_parts(looked: LookupCounts) -> Iterator[RenderableType]:
         yield _table("asked for|*tokens|*blocks|*share", rows)
 
 
-def _tier_row(one: TierStatus) -> tuple[object, ...]:
-    order = ("used", "free", "reserved", "deleting", "quarantined", "zombie")
-    return (
-        one.name,
-        format_size(one.budget_bytes),
-        format_size(one.taken_bytes),
-        *(one.slots.get(at, 0) for at in order),
-    )
-
-
-def _tenant_row(one: TenantStatus) -> tuple[object, ...]:
-    sizes = (one.dram_bytes, one.dram_guaranteed_bytes, one.nvme_bytes, one.nvme_guaranteed_bytes)
-    return (
-        one.tenant,
-        "-" if one.share is None else f"{one.share:g}",
-        "-" if one.weight is None else f"{one.weight:g}",
-        *("-" if size is None else format_size(size) for size in sizes),
-    )
-
-
-def _kept_row(one: TenantStatus) -> tuple[object, ...]:
-    sizes = (
-        one.dram_retained_bytes,
-        one.dram_retained_budget_bytes,
-        one.nvme_retained_bytes,
-        one.nvme_retained_budget_bytes,
-    )
-    return (one.tenant, *("-" if size is None else format_size(size) for size in sizes))
-
-
 def _built(told: msgspec.Struct) -> dict[str, object]:
     found: dict[str, object] = msgspec.to_builtins(told)
     return found
@@ -485,10 +413,6 @@ def _share(tokens: int, looked: LookupCounts) -> str:
 
 def _percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f} %"
-
-
-def _ms(milliseconds: float | None) -> str:
-    return "-" if milliseconds is None else f"{milliseconds:.2f} ms"
 
 
 def _count(count: int, one: str, many: str = "") -> str:

@@ -28,7 +28,7 @@ from kvstore.client.pending import BLOCK_SECONDS, MAX_QUEUED_SECONDS, SHORT_BLOC
 from kvstore.protocol import messages as m
 from kvstore.protocol.notify_pipe import NotifyPipeEnd
 from kvstore.protocol.replies import LeaseReply, MatchReply, ReserveReply
-from kvstore.protocol.status import SidecarStatus
+from kvstore.status.tree import SidecarStatus
 from tiering.clock import Clock
 from tiering.dram.extents import MappedExtent
 from tiering.errors import TierError

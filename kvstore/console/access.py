@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from kvstore.block.errors import BadInput
 from kvstore.config import is_loopback
-from kvstore.protocol.status import printable
+from kvstore.protocol.words import printable
 from tiering.clock import Clock
 
 COOKIE = "kvstore_console"

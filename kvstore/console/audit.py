@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -16,18 +15,6 @@ from kvstore.block.errors import StoreError
 
 MOST_SHOWN = 200
 BEGUN = "begun"
-
-
-class AuditLines(Protocol):
-    """An append-only file."""
-
-    def append(self, line: bytes) -> None:
-        """Append one line; it is on the disk on return. Raises `OSError`, after which no part of it is there."""
-        ...
-
-    def last(self) -> Iterable[bytes]:
-        """The last lines, oldest first, those of earlier processes included."""
-        ...
 
 
 class AuditEntry(msgspec.Struct, frozen=True):
@@ -48,12 +35,13 @@ class AuditEntry(msgspec.Struct, frozen=True):
 class AuditLog:
     """Thread-safe."""
 
-    def __init__(self, lines: AuditLines) -> None:
-        """Reads earlier entries; lines that are no entry are skipped."""
-        self._lines = lines
+    def __init__(self, append: Callable[[bytes], None], last: Iterable[bytes]) -> None:
+        """append: a line to a file; it is on the disk on return, or `OSError` is raised and no part of it is there.
+        last: the file's last lines, oldest first; those that are no entry are skipped."""
+        self._append = append
         self._lock = threading.Lock()
         self._entries: OrderedDict[str, AuditEntry] = OrderedDict()
-        for line in lines.last():
+        for line in last:
             try:
                 self._take(msgspec.json.decode(line, type=AuditEntry))
             except (msgspec.DecodeError, ValueError):
@@ -63,7 +51,7 @@ class AuditLog:
         """Raises `StoreError` if it cannot be written."""
         with self._lock:
             try:
-                self._lines.append(msgspec.json.encode(entry) + b"\n")
+                self._append(msgspec.json.encode(entry) + b"\n")
             except OSError as error:
                 raise StoreError(f"the audit log cannot be written: {error.strerror}") from None
             self._take(entry)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from kvstore.protocol.status import SessionStatus, SidecarStatus
+from kvstore.status.tree import SessionStatus, SidecarStatus
 
 MOST_EACH = 20
 """Events of one kind per reading; one more event counts the rest."""

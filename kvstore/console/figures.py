@@ -5,7 +5,7 @@ The classes here are the API: their fields are only ever appended. None is "unkn
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -14,7 +14,8 @@ from kvstore.block.account import HitTier, MissReason
 from kvstore.console.events import ConsoleEvent
 from kvstore.console.reasons import REASONS
 from kvstore.console.rings import SidecarReading
-from kvstore.protocol.status import (
+from kvstore.status.declared import picked
+from kvstore.status.tree import (
     DoorStatus,
     LookupCounts,
     NamespaceStatus,
@@ -120,12 +121,12 @@ class TenantFigures(msgspec.Struct, frozen=True):
     miss_tokens: dict[str, int]
     found_tokens: int
     granted_tokens: int
-    share: float | None
-    weight: float | None
-    dram_bytes: int | None
-    dram_guaranteed_bytes: int | None
-    nvme_bytes: int | None
-    nvme_guaranteed_bytes: int | None
+    share: float | None = None
+    weight: float | None = None
+    dram_bytes: int | None = None
+    dram_guaranteed_bytes: int | None = None
+    nvme_bytes: int | None = None
+    nvme_guaranteed_bytes: int | None = None
 
 
 class EngineFigures(msgspec.Struct, frozen=True):
@@ -135,17 +136,6 @@ class EngineFigures(msgspec.Struct, frozen=True):
     hidden: int
     departed: int
     door: DoorStatus
-
-
-class MoveFigures(msgspec.Struct, frozen=True):
-    """Copies between tiers since the sidecar began: kind, priority, waiting, running, done, failed."""
-
-    kind: str
-    priority: str
-    waiting: int
-    running: int
-    done: int
-    failed: int
 
 
 class OtherSize(msgspec.Struct, frozen=True):
@@ -210,58 +200,41 @@ def status_of(
     health = health_of(now, contact, facts)
     if facts is None:
         return ConsoleStatus(version, now, contact, health, events=events)
-    return ConsoleStatus(
-        version,
-        now,
-        contact,
-        health,
-        facts.run,
-        facts.pid,
-        facts.state,
-        facts.up_seconds,
-        facts.blocks,
-        facts.leases,
-        facts.reservations,
-        len(facts.sessions) + facts.hidden_sessions,
-        len(facts.namespaces) + facts.hidden_namespaces,
-        facts.pinned_bytes,
-        facts.looked,
-        facts.tiers,
-        {"dram": facts.dram_retained_bytes, "nvme": facts.nvme_retained_bytes},
-        {"dram": facts.dram_retained_budget_bytes, "nvme": facts.nvme_retained_budget_bytes},
-        integrity_of(facts),
-        facts.loading if facts.state == "warming" else None,
-        facts.policy or None,
-        facts.nvme_writes,
-        events,
-        facts.savings,
+    return picked(
+        ConsoleStatus,
+        facts,
+        sessions=len(facts.sessions) + facts.hidden_sessions,
+        namespaces=len(facts.namespaces) + facts.hidden_namespaces,
+        retained_bytes={"dram": facts.dram_retained_bytes, "nvme": facts.nvme_retained_bytes},
+        retained_budget_bytes={"dram": facts.dram_retained_budget_bytes, "nvme": facts.nvme_retained_budget_bytes},
+        integrity=integrity_of(facts),
+        loading=facts.loading if facts.state == "warming" else None,
+        policy=facts.policy or None,
+        version=version,
+        at=now,
+        contact=contact,
+        health=health,
+        events=events,
     )
 
 
 def facts_of_tenant(facts: SidecarStatus, tenant: str) -> SidecarStatus:
     """The part of the status that a tenant may see. Fields that are not named here are left out."""
     spaces = [one for one in facts.namespaces if one.tenant == tenant]
+    nothing: dict[str, Any] = dict.fromkeys(("leases", "reservations", "pinned_bytes", "departed", "pid"), 0)
+    nothing |= {name: [] for name in ("tiers", "moves", "sessions")} | dict.fromkeys(("loading", "scrub"))
     return SidecarStatus(
         run=facts.run,
-        pid=0,
         state=facts.state,
         at=facts.at,
         up_seconds=facts.up_seconds,
-        tiers=[],
         blocks=sum(one.blocks for one in spaces),
-        leases=0,
-        reservations=0,
-        pinned_bytes=0,
-        looked=_looked([one.looked for one in spaces]),
+        looked=LookupCounts.summed(one.looked for one in spaces),
         namespaces=spaces,
-        moves=[],
-        sessions=[],
-        departed=0,
+        tenants=[one for one in facts.tenants if one.tenant == tenant],
         counters={},
         door=DoorStatus(0, 0, 0, 0, {}, None, None),
-        loading=None,
-        scrub=None,
-        tenants=[one for one in facts.tenants if one.tenant == tenant],
+        **nothing,
     )
 
 
@@ -269,63 +242,24 @@ def status_of_tenant(
     version: str, now: float, contact: Contact, facts: SidecarStatus | None, tenant: str
 ) -> ConsoleStatus:
     """As `status_of`, for a tenant."""
+    told = Contact(contact.connected, contact.since, contact.numbers_from if facts is not None else None)
     if facts is None:
         health = HealthLine("error", "No sidecar has answered yet.")
-        return ConsoleStatus(version, now, Contact(contact.connected, contact.since, None), health, tenant=tenant)
+        return ConsoleStatus(version, now, told, health, tenant=tenant)
     health = HealthLine("ok", f"What {tenant} asked for, got and has.", "/tenants")
     if not contact.connected:
         health = HealthLine("error", "The sidecar does not answer; all numbers are old.")
-    own = facts_of_tenant(facts, tenant)
-    told = Contact(contact.connected, contact.since, contact.numbers_from)
-    return ConsoleStatus(
-        version,
-        now,
-        told,
-        health,
-        own.run,
-        state=own.state,
-        up_seconds=own.up_seconds,
-        looked=own.looked,
-        tenant=tenant,
-    )
-
-
-def _looked(counts: Sequence[LookupCounts]) -> LookupCounts:
-    asked, granted = sum(one.asked_tokens for one in counts), sum(one.granted_tokens for one in counts)
-    return LookupCounts(
-        asked,
-        _summed(one.hit_tokens for one in counts),
-        _summed(one.miss_tokens for one in counts),
-        sum(one.found_tokens for one in counts),
-        sum(one.asked_blocks for one in counts),
-        _summed(one.hit_blocks for one in counts),
-        _summed(one.miss_blocks for one in counts),
-        sum(one.found_blocks for one in counts),
-        sum(one.lookups for one in counts),
-        sum(one.leases for one in counts),
-        sum(one.reports for one in counts),
-        granted,
-        granted / asked if asked else None,
-    )
+    own, seen = facts_of_tenant(facts, tenant), ("run", "state", "up_seconds", "looked")
+    shown = {name: getattr(own, name) for name in seen}
+    return ConsoleStatus(version, now, told, health, tenant=tenant, **shown)
 
 
 def integrity_of(facts: SidecarStatus) -> IntegrityFigures:
-    quarantined = sum(one.slots.get("quarantined", 0) for one in facts.tiers)
-    scrub = facts.scrub
+    quarantined, scrub = sum(one.slots.get("quarantined", 0) for one in facts.tiers), facts.scrub
     if scrub is None:
         return IntegrityFigures(facts.looked.reports, quarantined)
-    return IntegrityFigures(
-        facts.looked.reports,
-        quarantined,
-        scrub.bytes,
-        scrub.frames,
-        scrub.passes,
-        scrub.damaged,
-        scrub.unreadable,
-        scrub.mended,
-        scrub.in_pass,
-        scrub.last_pass_ended,
-    )
+    own = {"reported": facts.looked.reports, "quarantined_slots": quarantined}
+    return picked(IntegrityFigures, scrub, verified_bytes=scrub.bytes, verified_frames=scrub.frames, **own)
 
 
 def health_of(now: float, contact: Contact, facts: SidecarStatus | None) -> HealthLine:
@@ -380,25 +314,9 @@ def tenants_of(facts: SidecarStatus) -> list[TenantFigures]:
     names = list(dict.fromkeys([*told, *(one.tenant for one in facts.namespaces)]))
     found = []
     for name in names[:MOST_LISTED]:
-        spaces = [one for one in facts.namespaces if one.tenant == name]
-        one = told.get(name)
-        found.append(
-            TenantFigures(
-                name,
-                len(spaces),
-                sum(space.looked.asked_tokens for space in spaces),
-                _summed(space.looked.hit_tokens for space in spaces),
-                _summed(space.looked.miss_tokens for space in spaces),
-                sum(space.looked.found_tokens for space in spaces),
-                sum(space.looked.granted_tokens for space in spaces),
-                one.share if one is not None else None,
-                one.weight if one is not None else None,
-                one.dram_bytes if one is not None else None,
-                one.dram_guaranteed_bytes if one is not None else None,
-                one.nvme_bytes if one is not None else None,
-                one.nvme_guaranteed_bytes if one is not None else None,
-            )
-        )
+        spaces = [one.looked for one in facts.namespaces if one.tenant == name]
+        looked = LookupCounts.summed(spaces)
+        found.append(picked(TenantFigures, looked, told.get(name), tenant=name, namespaces=len(spaces)))
     return found
 
 
@@ -406,10 +324,6 @@ def namespaces_of(facts: SidecarStatus, tenant: str, first: int) -> tuple[list[N
     """A page of namespaces, and how many there are. tenant: "" for all."""
     chosen = [one for one in facts.namespaces if tenant in ("", one.tenant)]
     return chosen[first : first + MOST_LISTED], len(chosen) + (0 if tenant else facts.hidden_namespaces)
-
-
-def moves_of(facts: SidecarStatus) -> list[MoveFigures]:
-    return [MoveFigures(one.kind, one.priority, one.waiting, one.running, one.done, one.failed) for one in facts.moves]
 
 
 def whatif_of(facts: SidecarStatus, hour: Mapping[str, int]) -> WhatIfFigures:
@@ -460,14 +374,6 @@ def span(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
     return f"{seconds:.0f} s"
-
-
-def _summed(counts: Iterable[dict[str, int]]) -> dict[str, int]:
-    sums: dict[str, int] = {}
-    for one in counts:
-        for name, tokens in one.items():
-            sums[name] = sums.get(name, 0) + tokens
-    return sums
 
 
 def schemas_of(kinds: Iterable[Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:

@@ -33,12 +33,10 @@ from kvstore.console.figures import (
     ConsoleStatus,
     EngineFigures,
     MissFigures,
-    MoveFigures,
     TenantFigures,
     WhatIfFigures,
     facts_of_tenant,
     misses_of,
-    moves_of,
     namespaces_of,
     schemas_of,
     tenants_of,
@@ -58,8 +56,9 @@ from kvstore.console.rings import WINDOWS, RingWindow
 from kvstore.console.stream import Broadcast
 from kvstore.console.watch import SidecarWatch
 from kvstore.listeners.http_server import App, Message, Receive, Send, introduce
-from kvstore.protocol.status import ElsewhereStatus, NamespaceStatus, SidecarStatus
 from kvstore.protocol.told import PrefixFigures, RequestRecord
+from kvstore.status.tree import ElsewhereStatus, NamespaceStatus, SidecarStatus
+from tiering.tier import MoveCounts
 
 CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
@@ -89,7 +88,7 @@ ACTIONS = {f"/api/operator/{what}": order for what, order in ORDERS.items()}
 """Served to POST if the console acts for an operator."""
 TENANT_PATHS = tuple(
     f"/api/{one}"
-    for one in ("status", "series", "misses", "prefixes", "tenants", "namespaces", "request", "models", "plan")
+    for one in ("status", "stat", "series", "misses", "prefixes", "tenants", "namespaces", "request", "models", "plan")
 )
 """What a tenant's reader may ask of the API."""
 TENANT = "kvstore.tenant"
@@ -135,7 +134,7 @@ class EnginesAnswer(msgspec.Struct, frozen=True):
     """`/api/engines`."""
 
     engines: EngineFigures
-    moves: list[MoveFigures]
+    moves: list[MoveCounts]
 
 
 class ElsewhereAnswer(msgspec.Struct, frozen=True):
@@ -289,6 +288,10 @@ def _add_api(app: FastAPI, watch: SidecarWatch, hub: Broadcast) -> None:
         tenant = request.scope[TENANT]
         return _json(watch.status() if tenant is None else watch.status_of_tenant(tenant))
 
+    @app.get("/api/stat", summary="All that the sidecar reports, as in `kvstore stat --json`")
+    async def stat(request: Request) -> Response:
+        return _json(known(request))
+
     @app.get("/api/series", summary="Numbers over time")
     async def series(request: Request, window: str = window) -> Response:
         found = seen(request, window)
@@ -325,7 +328,7 @@ def _add_api(app: FastAPI, watch: SidecarWatch, hub: Broadcast) -> None:
     async def engines(request: Request) -> Response:
         facts = known(request)
         figures = EngineFigures(facts.sessions[:MOST_LISTED], _hidden_sessions(facts), facts.departed, facts.door)
-        return _json(EnginesAnswer(figures, moves_of(facts)))
+        return _json(EnginesAnswer(figures, facts.moves))
 
     @app.get("/api/elsewhere", summary="Other nodes, the directory and the remote tier, as couriers tell of them")
     async def elsewhere(request: Request) -> Response:
@@ -491,6 +494,7 @@ def _add_document(app: FastAPI, version: str, acts: bool) -> None:
     """`/openapi.json`, with the schemas of all answers."""
     kinds: dict[str, Any] = {
         "/api/status": ConsoleStatus,
+        "/api/stat": SidecarStatus,
         "/api/series": SeriesAnswer,
         "/api/misses": list[MissFigures],
         "/api/prefixes": PrefixFigures,

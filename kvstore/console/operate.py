@@ -19,7 +19,7 @@ from msgspec import Meta
 from kvstore.block.errors import BadInput, StoreError
 from kvstore.console.audit import AuditEntry, AuditLog
 from kvstore.protocol.messages import MAX_NAME
-from kvstore.protocol.status import ID_DIGITS, printable
+from kvstore.protocol.words import ID_DIGITS, printable
 from tiering.clock import Clock
 
 TICKET_SECONDS = 600.0

@@ -11,7 +11,7 @@ from kvstore.block.errors import BadInput
 from kvstore.config import parse_size
 from kvstore.insight.models import MODELS, ModelKv, model_named
 from kvstore.insight.plan import PlanRequest, plan
-from kvstore.protocol.status import SidecarStatus
+from kvstore.status.tree import SidecarStatus
 
 
 class PlannedModel(msgspec.Struct, frozen=True):

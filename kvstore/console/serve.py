@@ -12,7 +12,7 @@ import msgspec
 
 from kvstore.block.errors import BadInput
 from kvstore.console.access import ConsoleTokens, Guard
-from kvstore.console.audit import AuditLines, AuditLog
+from kvstore.console.audit import AuditLog
 from kvstore.console.http_api import make_app
 from kvstore.console.operate import OperatorActions, OperatorVerbs
 from kvstore.console.stream import Broadcast
@@ -37,7 +37,7 @@ class ConsoleParts:
     files: Mapping[str, bytes]
     version: str
     is_wanted: Callable[[], bool] = lambda: True
-    operator: tuple[OperatorVerbs, AuditLines] | None = None
+    operator: tuple[OperatorVerbs, AuditLog] | None = None
 
 
 def serve_console(
@@ -59,8 +59,7 @@ def serve_console(
     hub = Broadcast()
     actions = None
     if parts.operator is not None:
-        verbs, lines = parts.operator
-        actions = OperatorActions(verbs, AuditLog(lines), parts.clock, parts.new_token)
+        actions = OperatorActions(*parts.operator, parts.clock, parts.new_token)
     app = make_app(watch, guard, hub, parts.files, parts.version, actions)
 
     async def run() -> None:

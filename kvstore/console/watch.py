@@ -23,8 +23,8 @@ from kvstore.console.events import ConsoleEvent, events_between
 from kvstore.console.figures import ConsoleStatus, Contact, reading_of, status_of, status_of_tenant
 from kvstore.console.rings import Rings, RingWindow
 from kvstore.protocol import messages as m
-from kvstore.protocol.status import SidecarStatus
 from kvstore.protocol.told import PrefixFigures
+from kvstore.status.tree import SidecarStatus
 from tiering.clock import Clock
 
 A = TypeVar("A")

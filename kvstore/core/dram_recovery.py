@@ -21,7 +21,7 @@ from kvstore.block.identity import TenantKeys, root_key
 from kvstore.core.nvme_recovery import NvmeRecovery, is_of, space_of
 from kvstore.core.rows.index import NO_ROW, OpenedNamespace, RowState
 from kvstore.core.shared import Shared
-from kvstore.protocol.status import RecoveryStatus
+from kvstore.status.tree import RecoveryStatus
 from tiering.counts.tally import CheckedAt
 from tiering.errors import BlockCorrupt, BlockMissing, TierError
 from tiering.frame import FrameHeader, digest, open_header

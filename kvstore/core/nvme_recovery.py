@@ -34,7 +34,7 @@ from kvstore.core.rows.index import NO_ROW, Column, OpenedNamespace, RowState
 from kvstore.core.rows.recovery_order import AT_ROOT, ELSEWHERE, RecoveryOrder, recovery_order, split_keys
 from kvstore.core.shared import Shared
 from kvstore.core.table import BlockTable
-from kvstore.protocol.status import RecoveryStatus
+from kvstore.status.tree import RecoveryStatus
 from tiering.errors import BlockCorrupt, TierError, TierUnavailable
 from tiering.faults import SHORTAGES, kind_of
 from tiering.files import private_pages

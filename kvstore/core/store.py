@@ -86,8 +86,7 @@ class Store(Shared):
         self._puts = Reservations(self, self._room, self._leasing)
         parts = self._endings, self._leasing, self._puts, self._room, self._levels, self._recovery
         self._namespaces = NamespaceVerbs(self, *parts)
-        tables = blocks, self.lower, self.leases, self.reservations
-        reports = UsageReports(self, *tables, self._recovery, self._scrubbing, self._leasing.pinned_budget_bytes)
+        reports = UsageReports(self, self._recovery, self._scrubbing)
         self._serve(ChainWaits(self), SharedExtents(self), reports)
 
     def _serve(self, waits: ChainWaits, extents: SharedExtents, reports: UsageReports) -> None:

@@ -5,7 +5,7 @@ A block counts in a tier once its first part is committed there; during a put th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import mul
 
@@ -15,9 +15,10 @@ from kvstore.config import Limits
 from kvstore.core.dram_recovery import Recovery
 from kvstore.core.rows.below import Lower
 from kvstore.core.scrub import Scrubbing
-from kvstore.core.shared import LeaseTable, Shared
+from kvstore.core.shared import Shared
 from kvstore.core.table import BlockTable
-from kvstore.protocol.status import RecoveryStatus, TenantStatus, printable
+from kvstore.protocol.words import printable
+from kvstore.status.tree import RecoveryStatus, TenantStatus
 from tiering.counts.tally import TallyCounts
 from tiering.frame import frame_bytes
 from tiering.nvme.tier import NvmeTier
@@ -196,21 +197,10 @@ def check_fits(
 class UsageReports:
     """What one store uses, looked up under its lock."""
 
-    def __init__(
-        self,
-        shared: Shared,
-        blocks: BlockTable[NvmeTier],
-        lower: Lower[NvmeTier] | None,
-        leases: LeaseTable,
-        reservations: Sized,
-        recovery: Recovery,
-        scrubbing: Scrubbing | None,
-        pinned_budget_bytes: int,
-    ) -> None:
-        self._shared, self._blocks, self._lower = shared, blocks, lower
-        self._leases, self._reservations = leases, reservations
+    def __init__(self, shared: Shared, recovery: Recovery, scrubbing: Scrubbing | None) -> None:
+        self._shared, self._blocks, self._lower = shared, shared.blocks, shared.lower
+        self._leases, self._reservations = shared.leases, shared.reservations
         self._recovery, self._scrubbing = recovery, scrubbing
-        self._retained_fraction, self._pinned_budget_bytes = shared.limits.retained_fraction, pinned_budget_bytes
 
     def usage(self) -> StoreUsage:
         with self._shared.lock:
@@ -233,9 +223,9 @@ class UsageReports:
                 nvme_retained_bytes=lower.residency.retained_bytes() if lower is not None else None,
                 dram_retained_budget_bytes=retained_budget(self._blocks.residency),
                 nvme_retained_budget_bytes=retained_budget(lower.residency) if lower is not None else None,
-                retained_fraction=self._retained_fraction,
+                retained_fraction=self._shared.limits.retained_fraction,
                 write_budget=lower.admission.budget() if lower is not None else None,
-                pinned_budget_bytes=self._pinned_budget_bytes,
+                pinned_budget_bytes=int(self._shared.limits.pinned_fraction * self._blocks.dram.budget_bytes),
                 dram_blocks=self._blocks.residency.blocks,
                 nvme_blocks=lower.residency.blocks if lower is not None else None,
                 tally=self._blocks.tally.now(),

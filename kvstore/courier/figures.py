@@ -12,7 +12,7 @@ from math import inf
 
 from kvstore.pool.speeds import SpeedBook
 from kvstore.protocol.courier import MAX_SOURCES, MAX_WHERE_CHARACTERS, SourceFigures
-from kvstore.protocol.status import printable
+from kvstore.protocol.words import printable
 from tiering.clock import Clock
 
 PEER, REMOTE, DIRECTORY = "peer", "remote", "directory"

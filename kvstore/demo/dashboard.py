@@ -21,7 +21,7 @@ from kvstore.client.connection import asked_stat
 from kvstore.client.framing import FramedSocket, TimedOut
 from kvstore.client.sidecar_store import SidecarStore
 from kvstore.node import EmbeddedStore
-from kvstore.protocol.status import SidecarStatus
+from kvstore.status.tree import SidecarStatus
 from tiering.clock import SystemClock
 
 PORT = 9798

@@ -14,7 +14,7 @@ from kvstore.client.connection import asked_stat
 from kvstore.client.framing import FramedSocket, Silent, TimedOut
 from kvstore.doctor.findings import Finding, lacks, note, ok, one_line, refused
 from kvstore.protocol import messages as m
-from kvstore.protocol.status import SidecarStatus
+from kvstore.status.tree import SidecarStatus
 from tiering.clock import SystemClock
 from tiering.files import what_stands_at
 

@@ -39,10 +39,12 @@ from kvstore.protocol import courier as c
 from kvstore.protocol import messages as m
 from kvstore.protocol.hand_off_ticket import HandOff, hand_off_in
 from kvstore.protocol.replies import ReserveReply
-from kvstore.protocol.status import ElsewhereStatus, SourceStatus, printable
+from kvstore.protocol.words import printable
 from kvstore.service.dispatch import Handlers
 from kvstore.service.parked import LeftElsewhere, Parked, ParkedLocate, Parking, Response
 from kvstore.service.sessions import COURIERS, ClientState, Sessions
+from kvstore.status.declared import picked
+from kvstore.status.tree import ElsewhereStatus, SourceStatus
 from tiering.counts.awaits import MAX_AWAIT_SECONDS, AwaitEnd, ParkedAwait
 from tiering.faults import RateLimitedLog
 
@@ -477,18 +479,14 @@ class CourierDesk(Parking):
             couriers = sum(book.couriers for book in self._books.values())
             refused = {str(why): self._refusals[why] for why in AdoptFault}
         told, fetched = self.told.figures(), self.fetched
-        return ElsewhereStatus(
-            couriers,
-            {str(tier): fetched.adopted[tier] for tier in FETCHED_TIERS},
-            refused,
-            fetched.kept_bytes,
-            fetched.gave_way,
-            [SourceStatus(*msgspec.structs.astuple(one)) for one in told.sources],
-            told.reasons,
-            told.fetching,
-            told.fetched_blocks,
-            told.fetched_bytes,
-            told.dropped_hints,
+        return picked(
+            ElsewhereStatus,
+            told,
+            fetched,
+            couriers=couriers,
+            adopted={str(tier): fetched.adopted[tier] for tier in FETCHED_TIERS},
+            refused=refused,
+            sources=[picked(SourceStatus, one) for one in told.sources],
         )
 
     def check(self) -> None:

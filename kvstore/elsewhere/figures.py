@@ -8,8 +8,10 @@ from __future__ import annotations
 import threading
 from math import isfinite
 
+from msgspec.structs import replace
+
 from kvstore.protocol import courier as c
-from kvstore.protocol.status import printable
+from kvstore.protocol.words import printable
 from kvstore.service.sessions import ClientState
 from tiering.clock import Clock
 
@@ -58,29 +60,19 @@ class FiguresTold:
 
 def _cleaned(figures: c.CourierFigures) -> c.CourierFigures:
     sources = [
-        c.SourceFigures(
-            printable(one.kind),
-            printable(one.name),
-            printable(one.state),
-            one.blocks_in,
-            one.blocks_out,
-            one.bytes_in,
-            one.bytes_out,
-            one.lookups,
-            one.found,
-            one.failures,
-            {printable(why): count for why, count in one.refused.items()},
-            _number(one.gbps),
-            _number(one.p99_ms),
-            one.hints,
-            printable(one.detail),
-            one.late,
-            one.unwritten,
+        replace(
+            one,
+            kind=printable(one.kind),
+            name=printable(one.name),
+            state=printable(one.state),
+            refused={printable(why): count for why, count in one.refused.items()},
+            gbps=_number(one.gbps),
+            p99_ms=_number(one.p99_ms),
+            detail=printable(one.detail),
         )
         for one in figures.sources
     ]
-    counts = figures.fetching, figures.fetched_blocks, figures.fetched_bytes, figures.dropped_hints
-    return c.CourierFigures(sources, [printable(one) for one in figures.reasons], *counts)
+    return replace(figures, sources=sources, reasons=[printable(one) for one in figures.reasons])
 
 
 def _number(value: float) -> float:

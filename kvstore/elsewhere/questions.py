@@ -17,7 +17,7 @@ from math import inf
 
 from kvstore.block.account import HitTier, MissReason
 from kvstore.protocol import courier as c
-from kvstore.protocol.status import printable
+from kvstore.protocol.words import printable
 from tiering.frame import KEY_BYTES
 
 MOST_QUESTIONS, MOST_KEY_BYTES = c.MAX_QUESTIONS, 16 << 20

@@ -1,4 +1,4 @@
-"""HTTP/1.1 for the ASGI applications of this house, on h11: the console, routers' queries, pd-proxy.
+"""HTTP/1.1 for the ASGI applications of this house, on h11: console, routers' queries, pd-proxy, the sidecar's pages.
 
     accept > TLS > head > what HTTP lets a server refuse > the application > its answer > the next request, or the end
 
@@ -55,7 +55,8 @@ _log = getLogger(__name__)
 class HttpLimits:
     """connections: at a time. head_seconds: until a request's head is there; body_seconds: and its body. idle_seconds:
     between two requests. unread_seconds: without the client reading. end_seconds: for running requests at the end.
-    body_bytes: of all requests that are not whole yet."""
+    body_bytes: of all requests that are not whole yet. accepts_per_second: and as many at once; further connections
+    wait in the kernel. methods: that are served at any path; others are refused whatever else they ask for."""
 
     connections: int = 256
     head_seconds: float = 10.0
@@ -64,6 +65,8 @@ class HttpLimits:
     unread_seconds: float = 60.0
     end_seconds: float = 1.0
     body_bytes: int = 256 << 20
+    accepts_per_second: float = 1e9
+    methods: frozenset[str] = METHODS
 
 
 class HttpRefused(Exception):
@@ -141,9 +144,15 @@ class HttpListener:
         return self._over.is_set()
 
     async def _accept(self, listening: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
+        loop, rate = asyncio.get_running_loop(), self.limits.accepts_per_second
         listening.setblocking(False)
+        left, at = rate, loop.time()
         while True:
+            left, at = min(rate, left + (loop.time() - at) * rate), loop.time()
+            if left < 1:
+                await asyncio.sleep((1 - left) / rate)
+                continue
+            left -= 1
             try:
                 sock, _ = await loop.sock_accept(listening)
             except OSError:  # no descriptors left
@@ -222,6 +231,7 @@ class _Exchanges:
         self._early: h11.Data | None = None  # of the body, read with the head
         self._ahead = 0  # bytes behind the request that is being served
         self._answer_head = b""
+        self._method = ""
         self._is_gone = False
         self._is_whole = self._is_received = self._is_head = self._has_started = self._is_answered = False
 
@@ -277,6 +287,7 @@ class _Exchanges:
             if not first:
                 return None
             http.receive_data(first)
+        self._method = http.trailing_data[0][:9].partition(b" ")[0].decode("latin-1")
         if not is_first:
             self._ends_at = loop.time() + limits.head_seconds
         try:
@@ -305,10 +316,12 @@ class _Exchanges:
             raise HttpRefused(414, f"a target of more than {MOST_TARGET_BYTES} bytes")
         if sum(len(name) + len(value) for name, value in headers) > MOST_HEAD_BYTES:
             raise HttpRefused(431, f"headers of more than {MOST_HEAD_BYTES} bytes")
-        if has_chunks and (is_old or b"content-length" in named):
-            raise HttpRefused(400, "a body's length is given in two ways, or in chunks by HTTP/1.0; give one")
         if method not in METHODS:
             raise HttpRefused(501, "there is no such method here")
+        if refused := self._unserved(method):
+            raise refused
+        if has_chunks and (is_old or b"content-length" in named):
+            raise HttpRefused(400, "a body's length is given in two ways, or in chunks by HTTP/1.0; give one")
         if re.match(rb"https?://", target, re.IGNORECASE):  # as to a proxy
             authority, slash, rest = target.partition(b"://")[2].partition(b"/")
             headers = [(name, authority if name == b"host" else value) for name, value in headers]
@@ -340,6 +353,12 @@ class _Exchanges:
             PLACE: self._place,
             CERTIFICATE: [value for kind, value in certificate.get("subjectAltName", ()) if kind == "URI"],
         }
+
+    def _unserved(self, method: str) -> HttpRefused | None:
+        named = ", ".join(sorted(self._limits.methods))
+        return (
+            None if method in self._limits.methods else HttpRefused(405, f"only {named} are served", ("allow", named))
+        )
 
     def _look_at_body(self) -> None:
         event = self._http.next_event()
@@ -434,6 +453,8 @@ class _Exchanges:
 
     def _not_http(self, error: h11.RemoteProtocolError) -> HttpRefused:
         status = error.error_status_hint
+        if status == 501 and (refused := self._unserved(self._method)):  # a coding that none of its bodies may have
+            return refused
         if status == 431 and b"\n" not in self._http.trailing_data[0]:
             status = 414
         return HttpRefused(status, f"not an HTTP/1.1 request: {error}" if status == 400 else str(error))

@@ -15,18 +15,41 @@ import hmac
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
 
 from kvstore.block.errors import BadInput
 from kvstore.block.identity import NOWHERE, NodeIdentity
-from kvstore.metrics.bounded_http import HttpAnswer, HttpRequest, Page, as_json, in_one_line
-from kvstore.metrics.exposition import CONTENT_TYPE
-from kvstore.protocol.status import Readiness
+from kvstore.status.tree import Readiness
 from tiering.files import Unfit, read_file
 
 LIVEZ, READYZ, METRICS_PATH = "/livez", "/readyz", "/metrics"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LEAST_TOKEN, MOST_TOKEN = 16, 1024
 """Characters of a token."""
 _REALM = ("WWW-Authenticate", 'Bearer realm="kvstore"')
+
+
+class HttpAnswer(NamedTuple):
+    """headers: beyond type and length."""
+
+    status: HTTPStatus
+    body: bytes
+    content_type: str
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+Page = Callable[[Mapping[str, str]], HttpAnswer]
+"""Makes an answer from a request's headers, by name in lower case."""
+
+
+def _as_json(status: HTTPStatus, value: object) -> HttpAnswer:
+    return HttpAnswer(status, msgspec.json.encode(value), "application/json")
+
+
+def _unauthorized(text: str) -> HttpAnswer:
+    return HttpAnswer(HTTPStatus.UNAUTHORIZED, f"{text}\n".encode(), "text/plain; charset=utf-8", (_REALM,))
 
 
 class MetricsAccess:
@@ -45,19 +68,19 @@ class MetricsAccess:
         """Whether no client may read metrics: several tenants are configured, and no token is set."""
         return self._token is None and self._is_shared
 
-    def refusal(self, request: HttpRequest) -> HttpAnswer | None:
+    def refusal(self, headers: Mapping[str, str]) -> HttpAnswer | None:
         """The answer to a client that may not; None for one that may."""
         if self._token is None:
             if not self._is_shared:
                 return None
             text = "several tenants are configured, and the metrics tell one of another: set http.token_file"
-            return in_one_line(HTTPStatus.UNAUTHORIZED, text, _REALM)
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+            return _unauthorized(text)
+        scheme, _, given = headers.get("authorization", "").partition(" ")
         is_right = hmac.compare_digest(given.strip().encode("latin-1", "replace"), self._token)
         if scheme.lower() == "bearer" and is_right:
             return None
         text = "the metrics take a token: send the header Authorization: Bearer TOKEN, with what is in http.token_file"
-        return in_one_line(HTTPStatus.UNAUTHORIZED, text, _REALM)
+        return _unauthorized(text)
 
 
 def read_token(path: str) -> str:
@@ -86,11 +109,11 @@ def sidecar_pages(
     """The pages by path. reasons: for `degraded`, a line each. metrics: makes that page. warnings: for the operator, a
     line each, without anything of tenants. here: which node this is."""
 
-    def livez(request: HttpRequest) -> HttpAnswer:
+    def livez(headers: Mapping[str, str]) -> HttpAnswer:
         alive = is_alive()
-        return as_json(HTTPStatus.OK if alive else HTTPStatus.SERVICE_UNAVAILABLE, {"alive": alive})
+        return _as_json(HTTPStatus.OK if alive else HTTPStatus.SERVICE_UNAVAILABLE, {"alive": alive})
 
-    def readyz(request: HttpRequest) -> HttpAnswer:
+    def readyz(headers: Mapping[str, str]) -> HttpAnswer:
         state = readiness()
         is_ready = state in (Readiness.READY, Readiness.DEGRADED)
         answer: dict[str, object] = {"ready": is_ready, "state": state.value}
@@ -100,10 +123,9 @@ def sidecar_pages(
             answer["warnings"] = told
         if here is not NOWHERE:
             answer |= {"node": here.node.hex(), "incarnation": here.incarnation.hex()}
-        return as_json(HTTPStatus.OK if is_ready else HTTPStatus.SERVICE_UNAVAILABLE, answer)
+        return _as_json(HTTPStatus.OK if is_ready else HTTPStatus.SERVICE_UNAVAILABLE, answer)
 
-    def scraped(request: HttpRequest) -> HttpAnswer:
-        refused = access.refusal(request)
-        return refused if refused is not None else HttpAnswer(HTTPStatus.OK, metrics(), CONTENT_TYPE)
+    def scraped(headers: Mapping[str, str]) -> HttpAnswer:
+        return access.refusal(headers) or HttpAnswer(HTTPStatus.OK, metrics(), CONTENT_TYPE)
 
-    return {LIVEZ: Page(livez), READYZ: Page(readyz), METRICS_PATH: Page(scraped, is_slow=True)}
+    return {LIVEZ: livez, READYZ: readyz, METRICS_PATH: scraped}

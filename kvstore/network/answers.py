@@ -5,20 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 from google.protobuf.message import Message
+from msgspec.structs import replace
 
 from kvstore.block.errors import BadInput
 from kvstore.block.identity import ExtraKey, PrefixHasher, as_extra_keys, token_bytes
 from kvstore.network.links import ListedSpace, OpenSpace
 from kvstore.protocol import messages as m
 from kvstore.protocol.replies import MatchReply
-from kvstore.protocol.status import SidecarStatus, layout_in_words
+from kvstore.protocol.words import layout_in_words
+from kvstore.status.tree import SidecarStatus
 from kvstore.wire import admin_pb2, store_pb2
 from tiering.frame import KEY_BYTES
 
 MOST_ANSWER_BYTES = 3 << 20
 """Longer answers are cut, since clients accept 4 MiB."""
 MOST_LISTED = 64
+STAT_VERSION = 1
+"""Of the form of a status in JSON."""
 MOST_SECONDS = 3600.0
 DROP_SECONDS = 30.0
 _TOKENS_AT_ONCE = 1 << 14
@@ -112,37 +117,37 @@ def checked_drop_seconds(message: Any) -> float:
     return float(seconds)
 
 
-def status_message(facts: SidecarStatus) -> admin_pb2.SidecarStatus:
-    """The status as a message; if it is too long, the last namespaces and sessions are only counted."""
-    message = admin_pb2.SidecarStatus()
-    fill(message, facts)
-    while message.ByteSize() > MOST_ANSWER_BYTES and (message.namespaces or message.sessions):
-        for listed, hidden in (("namespaces", "hidden_namespaces"), ("sessions", "hidden_sessions")):
-            entries = getattr(message, listed)
-            cut = (len(entries) + 1) // 2
-            del entries[len(entries) - cut :]
-            setattr(message, hidden, getattr(message, hidden) + cut)
-    return message
+def stat_response(facts: SidecarStatus) -> admin_pb2.StatResponse:
+    """If it is too long, the last namespaces and sessions are only counted."""
+    encoded = msgspec.json.encode(facts)
+    while len(encoded) > MOST_ANSWER_BYTES and (facts.namespaces or facts.sessions):
+        namespaces, sessions = len(facts.namespaces) // 2, len(facts.sessions) // 2
+        facts = replace(
+            facts,
+            namespaces=facts.namespaces[:namespaces],
+            sessions=facts.sessions[:sessions],
+            hidden_namespaces=facts.hidden_namespaces + len(facts.namespaces) - namespaces,
+            hidden_sessions=facts.hidden_sessions + len(facts.sessions) - sessions,
+        )
+        encoded = msgspec.json.encode(facts)
+    response = admin_pb2.StatResponse(json=encoded.decode(), version=STAT_VERSION)
+    fill(response.facts, facts)
+    return response
 
 
 def fill(message: Message, value: object) -> None:
-    """Set each field from the attribute of its name; None and missing ones stay unset."""
+    """Set each field from the attribute of its name; missing ones stay unset."""
     for descriptor in message.DESCRIPTOR.fields:
-        given = getattr(value, descriptor.name, None)
+        given: Any = getattr(value, descriptor.name, None)
+        field: Any = getattr(message, descriptor.name)
         if given is None:
             continue
-        field: Any = getattr(message, descriptor.name)
         if isinstance(given, Mapping):
             field.update(given)
-        elif descriptor.is_repeated:
-            for one in given:
-                if descriptor.message_type is None:
-                    field.append(one)
-                else:
-                    fill(field.add(), one)
         elif descriptor.message_type is not None:
-            field.SetInParent()
-            fill(field, given)
+            for one in given:
+                fill(field.add(), one)
+        elif descriptor.is_repeated:
+            field.extend(given)
         else:
-            text = isinstance(given, int | float) and descriptor.type == descriptor.TYPE_STRING
-            setattr(message, descriptor.name, str(given) if text else given)
+            setattr(message, descriptor.name, given)

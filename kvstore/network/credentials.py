@@ -23,7 +23,7 @@ from urllib.parse import unquote
 
 from kvstore.block.errors import BadInput
 from kvstore.network.services import DoorCaller
-from kvstore.protocol.status import printable
+from kvstore.protocol.words import printable
 from tiering.clock import Clock
 
 T = TypeVar("T")

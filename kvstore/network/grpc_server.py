@@ -23,7 +23,7 @@ from kvstore.network.lanes import AtOnce, CallerLanes, Delayed, Lane
 from kvstore.network.links import CallTime, SidecarBusy, TenantLink
 from kvstore.network.services import AdminService, DoorCall, DoorCaller, PeerCall, Scorer, ScoreService, StoreService
 from kvstore.network.watch import StatusWatch
-from kvstore.protocol.status import printable
+from kvstore.protocol.words import printable
 from kvstore.wire.admin_pb2_grpc import add_AdminServicer_to_server
 from kvstore.wire.peer_pb2_grpc import add_PeerServicer_to_server
 from kvstore.wire.score_pb2_grpc import add_ScoreServicer_to_server

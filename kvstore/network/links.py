@@ -20,7 +20,7 @@ from kvstore.client.framing import FramedSocket, TimedOut
 from kvstore.client.warming import Warming
 from kvstore.protocol import messages as m
 from kvstore.protocol.replies import MatchReply
-from kvstore.protocol.status import ID_DIGITS, pick, printable
+from kvstore.protocol.words import ID_DIGITS, pick, printable
 from tiering.clock import Clock
 
 A = TypeVar("A")

@@ -20,12 +20,12 @@ from kvstore.network.answers import (
     load_seconds,
     match_response,
     namespaces_response,
-    status_message,
+    stat_response,
 )
 from kvstore.network.links import ANSWER_SECONDS, CallTime, ListedSpace, OpenSpace, TenantLink, described
 from kvstore.network.watch import READY, StatusWatch
 from kvstore.protocol import messages as m
-from kvstore.protocol.status import pick, printable
+from kvstore.protocol.words import pick, printable
 from kvstore.wire import admin_pb2, score_pb2, store_pb2
 
 MOST_NODES = 256
@@ -248,8 +248,7 @@ class AdminService:
         self._links = links
 
     def Stat(self, request: admin_pb2.StatRequest, call: DoorCall) -> admin_pb2.StatResponse:
-        facts = self._watch.ask(min(call.time.left(), ANSWER_SECONDS))
-        return admin_pb2.StatResponse(facts=status_message(facts))
+        return stat_response(self._watch.ask(min(call.time.left(), ANSWER_SECONDS)))
 
     def Health(self, request: admin_pb2.HealthRequest, call: DoorCall) -> admin_pb2.HealthResponse:
         facts = self._watch.facts()

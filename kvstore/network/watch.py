@@ -10,7 +10,8 @@ from kvstore.block.errors import StoreError, Unreachable
 from kvstore.client.connection import asked_stat
 from kvstore.client.framing import FramedSocket, TimedOut
 from kvstore.network.links import ENGINE
-from kvstore.protocol.status import NamespaceStatus, SidecarStatus, printable
+from kvstore.protocol.words import printable
+from kvstore.status.tree import NamespaceStatus, SidecarStatus
 from tiering.clock import Clock
 
 POLL_SECONDS, ANSWER_SECONDS, FRESH_SECONDS = 2.0, 5.0, 0.5

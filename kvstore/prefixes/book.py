@@ -22,8 +22,8 @@ from kvstore.block.account import HitTier
 from kvstore.insight.whatif import HALF_LIFE_SECONDS, faded_seconds
 from kvstore.prefixes.hottest import PrefixTree
 from kvstore.protocol import messages as m
-from kvstore.protocol.status import printable
 from kvstore.protocol.told import HotPrefix, PrefixFigures
+from kvstore.protocol.words import printable
 from tiering.clock import Clock
 from tiering.frame import KEY_BYTES
 

@@ -40,7 +40,6 @@ from kvstore.protocol.handing_over import SealTicket as SealTicket
 from kvstore.protocol.handing_over import TicketOpened as TicketOpened
 from kvstore.protocol.replies import Grant, LeaseReply, MatchReply, ReserveReply
 from kvstore.protocol.requests import MAX_REQUEST_CHARACTERS
-from kvstore.protocol.status import SidecarStatus
 from kvstore.protocol.told import (
     MAX_TOLD_PROMPTS,
     MAX_TOLD_REQUESTS,
@@ -49,6 +48,7 @@ from kvstore.protocol.told import (
     RequestTold,
     SavingsTold,
 )
+from kvstore.status.tree import SidecarStatus
 from tiering.frame import KEY_ID_BYTES
 
 OLDEST_VERSION, NEWEST_VERSION = 1, 4

@@ -63,8 +63,11 @@ class GoneNote(msgspec.Struct, frozen=True):
     cause: str
 
 
-class LookupNote(msgspec.Struct, frozen=True):
-    """A look-up for a request, as `LeaseNote`: `blocks` were found of `wanted`."""
+class StoreNote(msgspec.Struct, frozen=True):
+    """A look-up for a request, or a lease. at: Unix time, when it was answered; seconds: that the store took. blocks:
+    found, or granted behind `first_block`, which look-ups have not; of `wanted`. tiers: where these lay: what was not
+    in DRAM is promoted for a lease. reason, detail: why it is not all, else "". gone: where the reason is evicted, and
+    it is still known."""
 
     at: float
     seconds: float
@@ -74,22 +77,7 @@ class LookupNote(msgspec.Struct, frozen=True):
     reason: str
     detail: str
     gone: GoneNote | None = None
-
-
-class LeaseNote(msgspec.Struct, frozen=True):
-    """A lease that was taken for a request. at: Unix time, when it was answered; seconds: that the store took. blocks:
-    granted, behind `first_block`; of `wanted`. tiers: where these lay: what was not in DRAM was promoted for it.
-    reason, detail: why it is not all, else "". gone: where the reason is evicted, and it is still known."""
-
-    at: float
-    seconds: float
-    first_block: int
-    wanted: int
-    blocks: int
-    tiers: dict[str, int]
-    reason: str
-    detail: str
-    gone: GoneNote | None = None
+    first_block: int | None = None
 
 
 class RequestRecord(msgspec.Struct, frozen=True):
@@ -100,10 +88,10 @@ class RequestRecord(msgspec.Struct, frozen=True):
     tenant: str
     engine: str
     model: str
-    leases: list[LeaseNote]
+    leases: list[StoreNote]
     told_at: float | None = None
     told: RequestTold | None = None
-    looked: list[LookupNote] = []
+    looked: list[StoreNote] = []
     reported: int = 0
     purged_at: float | None = None
 

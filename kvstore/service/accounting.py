@@ -11,8 +11,8 @@ service by threads that all of them share, which decides whose turn is next.
 
     asked == hits + misses + found          always, in every namespace and in sum
 
-Hits and `found` rise and fall, and a scraped counter must never fall. So `TokenCounts` has each of them as two counters
-that only rise: hits == granted - revoked, and found == found then - claimed.
+Hits and `found` rise and fall, and a scraped counter must never fall. So each of them is two counters that only rise:
+hits == granted - revoked, and found == found then - claimed.
 
 A lease without a look-up counts as asked for too. Matches of puts are no look-ups. Of a prompt that no engine reports
 only whole blocks count: the sidecar never sees its tail. Keys lead from a lease to its look-up and are forgotten then;
@@ -24,16 +24,17 @@ from __future__ import annotations
 import gc
 import threading
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Generic, NamedTuple, TypeVar
 
 from kvstore.block.account import HitTier, MissReason
 from kvstore.block.errors import BadInput
 from kvstore.protocol.replies import LeaseReply, MatchReply, ReserveReply
-from kvstore.protocol.status import DoorStatus, LookupCounts
 from kvstore.protocol.told import RequestTold
+from kvstore.protocol.words import ID_DIGITS, printable
+from kvstore.status.tree import DoorStatus, LookupCounts, PutCounts, ServedCounts
 from tiering.clock import Clock
 from tiering.counts.histogram import Histogram, HistogramCounts
 
@@ -50,12 +51,14 @@ NAMED_TENANTS = 20
 tenant moved between the two, both counts would fall."""
 NAMED_NAMESPACES = 32
 """Namespaces that are described: those opened last."""
+OTHER = "other"
 WAITS_KEPT = 4096
 """How many of the last requests' queueing times on the socket are kept."""
 
 
 class Outcome(StrEnum):
-    """See `TokenCounts`."""
+    """Of tokens: asked == (granted - revoked) + missed + (found - claimed). Found: by look-ups; claimed: of these,
+    leased later. Granted: by leases, by tier; revoked: of these, what failed its reader's check. Missed: by reason."""
 
     ASKED = "asked"
     FOUND = "found"
@@ -101,59 +104,18 @@ class NamespaceInfo(NamedTuple):
     block_tokens: int
 
 
-@dataclass(slots=True)
-class TokenCounts:
-    """Counters since the start, in tokens except the last three. found: by look-ups; claimed: of these, leased later.
-    granted: by leases, by tier; revoked: of these, what failed its reader's check. missed: by reason.
-
-        asked == (granted - revoked) + missed + (found - claimed)          each summed over its labels, at any moment
-
-    put: tokens that puts offered, by outcome; refused: of these, by reason. by_tenant: by the opaque id; those beyond
-    `NAMED_TENANTS` together under b"".
-    """
-
-    asked: int = 0
-    found: int = 0
-    claimed: int = 0
-    granted: Counter[HitTier] = field(default_factory=Counter)
-    revoked: Counter[HitTier] = field(default_factory=Counter)
-    missed: Counter[MissReason] = field(default_factory=Counter)
-    put: Counter[OfferedTokens] = field(default_factory=Counter)
-    put_refused: Counter[MissReason] = field(default_factory=Counter)
-    by_tenant: dict[bytes, Counter[Outcome]] = field(default_factory=dict)
-    lookups: int = 0
-    leases: int = 0
-    reports: int = 0
-
-
-class AccountingCounts(NamedTuple):
-    """All scraped counts at one moment. Seconds: of look-ups, of leases by `LEASE_ENDS`, and of puts from their
-    reservation to the commit of their last block."""
-
-    tokens: TokenCounts
-    lookup_seconds: HistogramCounts
-    lease_seconds: dict[tuple[str, LeaseResult], HistogramCounts]
-    put_seconds: HistogramCounts
-    namespaces: list[NamespaceInfo]
+Counts = Counter[tuple[str, str]]
+"""By what is counted, and its origin: a tier, a reason, or "". In tokens but for look-ups, leases and reports."""
 
 
 @dataclass(slots=True)
-class NamespaceCounts:
-    """Tokens of one namespace, and when it was last used. tenant: whose tokens are counted there."""
+class _Ledger:
+    """Of one namespace. tenant: where its tokens count as well, by outcome."""
 
     block_tokens: int
-    tenant: Counter[Outcome]
-    asked: int = 0
-    found: int = 0
-    lookups: int = 0
-    leases: int = 0
-    reports: int = 0
-    hits: Counter[HitTier] = field(default_factory=Counter)
-    misses: Counter[MissReason] = field(default_factory=Counter)
-    last_used: float | None = None
-
-    def copy(self) -> NamespaceCounts:
-        return replace(self, hits=Counter(self.hits), misses=Counter(self.misses))
+    tenant: Counter[str]
+    counts: Counts = field(default_factory=Counter)
+    used_at: float | None = None
 
 
 @dataclass(slots=True)
@@ -167,14 +129,16 @@ class _Granted:
 class Counting:
     """Counts of one run of a sidecar. Thread-safe; the lock is held for a few additions."""
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+    def __init__(self, clock: Clock, run: bytes = b"") -> None:
+        """run: its name."""
+        self._clock, self.run = clock, run
         self._lock = threading.Lock()
-        self._counts: dict[int, NamespaceCounts] = {}
+        self._ledgers: dict[int, _Ledger] = {}
+        self._whole: Counts = Counter()
+        self._tenants: dict[bytes, Counter[str]] = {}
         # Namespace, last key found, number of keys -> how many such look-ups no lease has claimed yet.
         self._open: OrderedDict[tuple[int, bytes, int], int] = OrderedDict()
         self._granted: OrderedDict[int, _Granted] = OrderedDict()
-        self._tokens = TokenCounts()
         self._lookup_seconds, self._put_seconds = Histogram(), Histogram()
         self._lease_seconds = {end: Histogram() for end in LEASE_ENDS}
         self._described: OrderedDict[bytes, NamespaceInfo] = OrderedDict()
@@ -187,7 +151,7 @@ class Counting:
         """A namespace was opened. info: for people."""
         with self._lock:
             tenant = self._tenant(info.tenant if info is not None else b"")
-            self._counts.setdefault(number, NamespaceCounts(block_tokens, tenant)).last_used = self.now()
+            self._ledgers.setdefault(number, _Ledger(block_tokens, tenant)).used_at = self.now()
             if info is not None:
                 self._described[info.tenant + info.digest] = info
                 self._described.move_to_end(info.tenant + info.digest)
@@ -199,18 +163,15 @@ class Counting:
     ) -> None:
         """A look-up was answered. seconds: spent in the store. is_told: its engine reports the request's tokens."""
         with self._lock:
-            counts = self._used(number)
-            counts.lookups += 1
-            self._tokens.lookups += 1
+            ledger = self._used(number)
+            self._book(ledger, "lookups", 1)
             self._lookup_seconds.add(seconds)
             if is_told:
                 return
-            found = reply.blocks * counts.block_tokens
-            self._ask(counts, len(keys) * counts.block_tokens)
-            counts.found += found
-            self._tokens.found += found
-            counts.tenant[Outcome.FOUND] += found
-            self._miss(counts, reply.reason or MissReason.ABSENT, len(keys) * counts.block_tokens - found)
+            asked, found = len(keys) * ledger.block_tokens, reply.blocks * ledger.block_tokens
+            self._book(ledger, Outcome.ASKED, asked)
+            self._book(ledger, Outcome.FOUND, found)
+            self._book(ledger, Outcome.MISSED, asked - found, reply.reason or MissReason.ABSENT)
             if reply.blocks:
                 name = number, keys[0], reply.blocks
                 self._open[name] = self._open.get(name, 0) + 1
@@ -229,21 +190,21 @@ class Counting:
         """A lease was answered. seconds: spent in the store. found: blocks of the look-up before it, if fewer: those
         that are not leased stay found. is_told: as in `looked_up`."""
         with self._lock:
-            counts = self._used(number)
+            ledger = self._used(number)
             if not keys:
                 return
-            counts.leases += 1
-            self._tokens.leases += 1
+            self._book(ledger, "leases", 1)
             runs = _runs(reply)
             granted = sum(blocks for _, blocks in runs)
             self._lease_seconds[_lease_end(runs, granted == len(keys))].add(seconds)
             if is_told:
                 runs = []
             else:
-                self._claim(counts, (number, keys[0], max(found, len(keys))), len(keys) * counts.block_tokens)
+                self._claim(ledger, (number, keys[0], max(found, len(keys))), len(keys) * ledger.block_tokens)
                 for tier, blocks in runs:
-                    self._grant(counts, tier, blocks * counts.block_tokens)
-                self._miss(counts, reply.reason or MissReason.ABSENT, (len(keys) - granted) * counts.block_tokens)
+                    self._book(ledger, Outcome.GRANTED, blocks * ledger.block_tokens, tier)
+                missed = (len(keys) - granted) * ledger.block_tokens
+                self._book(ledger, Outcome.MISSED, missed, reply.reason or MissReason.ABSENT)
             if reply.lease:
                 self._granted[reply.lease] = _Granted(number, runs)
                 if len(self._granted) > REMEMBERED_LEASES:
@@ -253,13 +214,13 @@ class Counting:
         """An engine reports its requests' tokens. Raises `BadInput`, and books nothing, if they do not add up."""
         accounts = [_account_of(one) for one in requests if one.counts]
         with self._lock:
-            counts = self._used(number)
+            ledger = self._used(number)
             for asked, hits, misses in accounts:
-                self._ask(counts, asked)
+                self._book(ledger, Outcome.ASKED, asked)
                 for tier, tokens in hits:
-                    self._grant(counts, tier, tokens)
+                    self._book(ledger, Outcome.GRANTED, tokens, tier)
                 for reason, tokens in misses:
-                    self._miss(counts, reason, tokens)
+                    self._book(ledger, Outcome.MISSED, tokens, reason)
 
     def reported(self, lease: int, block: int) -> None:
         """A lease's holder reports that a block failed a check: from there on its blocks count as missed."""
@@ -267,108 +228,129 @@ class Counting:
             granted = self._granted.get(lease)
             if granted is None:
                 return
-            counts = self._used(granted.namespace)
-            counts.reports += 1
-            self._tokens.reports += 1
+            ledger = self._used(granted.namespace)
+            self._book(ledger, "reports", 1)
             kept, left = [], max(0, block)
             for tier, blocks in granted.runs:
                 stays = min(blocks, left)
                 left -= stays
                 if stays:
                     kept.append((tier, stays))
-                lost = (blocks - stays) * counts.block_tokens
-                _add(counts.hits, tier, -lost)
-                self._tokens.revoked[tier] += lost
-                counts.tenant[Outcome.REVOKED] += lost
-                self._miss(counts, MissReason.CORRUPT, lost)
+                lost = (blocks - stays) * ledger.block_tokens
+                self._book(ledger, Outcome.REVOKED, lost, tier)
+                self._book(ledger, Outcome.MISSED, lost, MissReason.CORRUPT)
             granted.runs = kept
 
     def offered(self, number: int, blocks: int, skipped: int, reply: ReserveReply, *, waits: bool = False) -> None:
         """A client asked to store the blocks of a chain behind its first `skipped`. waits: it will ask again for those
         that it did not get."""
         with self._lock:
-            counts = self._used(number)
-            refused = 0
+            tokens, refused = self._used(number).block_tokens, 0
             if reply.stopped_at is not None and not waits:
                 refused = min(blocks, skipped + blocks - reply.stopped_at)
-                self._tokens.put_refused[reply.reason or MissReason.ABSENT] += refused * counts.block_tokens
-            for result, some in (
-                (OfferedTokens.REFUSED, refused),
-                (OfferedTokens.RESERVED, len(reply.blocks)),
-            ):
-                self._tokens.put[result] += some * counts.block_tokens
+                self._whole["put refused", reply.reason or MissReason.ABSENT] += refused * tokens
+            self._whole["put", OfferedTokens.REFUSED] += refused * tokens
+            self._whole["put", OfferedTokens.RESERVED] += len(reply.blocks) * tokens
 
     def filled(self, seconds: float) -> None:
         """A client committed the last block of a reservation, so many seconds after it had asked for it."""
         with self._lock:
             self._put_seconds.add(seconds)
 
-    def all(self) -> dict[int, NamespaceCounts]:
+    def of_namespaces(self) -> dict[int, tuple[LookupCounts, float | None]]:
+        """Of each namespace its look-ups, and when it was last used."""
         with self._lock:
-            return {number: counts.copy() for number, counts in self._counts.items()}
+            found = {
+                number: (Counter(one.counts), one.block_tokens, one.used_at) for number, one in self._ledgers.items()
+            }
+        return {number: (_looked(counts, tokens), used_at) for number, (counts, tokens, used_at) in found.items()}
 
-    def counts(self) -> AccountingCounts:
-        """All scraped counts at one moment."""
+    def served(self, names: Mapping[bytes, str]) -> tuple[LookupCounts, ServedCounts]:
+        """All look-ups in tokens, and all other counts, at one moment. names: of tenants."""
         with self._lock:
-            mine = self._tokens
-            tokens = TokenCounts(
-                mine.asked,
-                mine.found,
-                mine.claimed,
-                Counter(mine.granted),
-                Counter(mine.revoked),
-                Counter(mine.missed),
-                Counter(mine.put),
-                Counter(mine.put_refused),
-                {tenant: Counter(outcomes) for tenant, outcomes in mine.by_tenant.items()},
-                mine.lookups,
-                mine.leases,
-                mine.reports,
-            )
-            return AccountingCounts(
-                tokens,
-                self._lookup_seconds.now(),
-                {end: histogram.now() for end, histogram in self._lease_seconds.items()},
-                self._put_seconds.now(),
-                list(self._described.values()),
-            )
+            whole, described = Counter(self._whole), list(self._described.values())
+            tenants = {tenant: Counter(mine) for tenant, mine in self._tenants.items()}
+            lookups, puts = self._lookup_seconds.now(), self._put_seconds.now()
+            leases: dict[str, dict[str, HistogramCounts]] = {}
+            for (tier, end), one in self._lease_seconds.items():
+                leases.setdefault(tier, {})[end] = one.now()
+        offered = {str(result): whole["put", result] for result in OfferedTokens}
+        return _looked(whole), ServedCounts(
+            lookups,
+            leases,
+            PutCounts(offered, _of(whole, "put refused"), puts),
+            {_tenant_label(one): {what: mine[what] for what in Outcome} for one, mine in tenants.items()},
+            [(_tenant_label(one), printable(names[one])) for one in tenants if one in names],
+            [
+                (one.digest.hex()[:ID_DIGITS], _tenant_label(one.tenant), one.model, one.codec, str(one.block_tokens))
+                for one in described
+                if one.tenant in names
+            ],
+        )
 
-    def _tenant(self, tenant: bytes) -> Counter[Outcome]:
-        by_tenant = self._tokens.by_tenant
+    def _tenant(self, tenant: bytes) -> Counter[str]:
+        by_tenant = self._tenants
         name = tenant if tenant in by_tenant or len(by_tenant) - (b"" in by_tenant) < NAMED_TENANTS else b""
         return by_tenant.setdefault(name, Counter())
 
-    def _ask(self, counts: NamespaceCounts, tokens: int) -> None:
-        counts.asked += tokens
-        self._tokens.asked += tokens
-        counts.tenant[Outcome.ASKED] += tokens
+    def _book(self, ledger: _Ledger, what: str, count: int, origin: str = "") -> None:
+        if count:
+            ledger.counts[what, origin] += count
+            ledger.tenant[what] += count
+            self._whole[what, origin] += count
 
-    def _claim(self, counts: NamespaceCounts, name: tuple[int, bytes, int], tokens: int) -> None:
+    def _claim(self, ledger: _Ledger, name: tuple[int, bytes, int], tokens: int) -> None:
         """Take a lease's tokens from what its look-up found; without one they are asked for now."""
         times = self._open.pop(name, 0)
-        if not times:
-            self._ask(counts, tokens)
-            return
-        counts.found -= tokens
-        self._tokens.claimed += tokens
-        counts.tenant[Outcome.CLAIMED] += tokens
+        self._book(ledger, Outcome.CLAIMED if times else Outcome.ASKED, tokens)
         if times > 1:
             self._open[name] = times - 1
 
-    def _grant(self, counts: NamespaceCounts, tier: HitTier, tokens: int) -> None:
-        _add(counts.hits, tier, tokens)
-        self._tokens.granted[tier] += tokens
-        counts.tenant[Outcome.GRANTED] += tokens
+    def _used(self, number: int) -> _Ledger:
+        ledger = self._ledgers[number]
+        ledger.used_at = self.now()
+        return ledger
 
-    def _miss(self, counts: NamespaceCounts, reason: MissReason, tokens: int) -> None:
-        _add(counts.misses, reason, tokens)
-        self._tokens.missed[reason] += tokens
-        counts.tenant[Outcome.MISSED] += tokens
 
-    def _used(self, number: int) -> NamespaceCounts:
-        counts = self._counts[number]
-        counts.last_used = self.now()
-        return counts
+def _tenant_label(tenant: bytes) -> str:
+    """From a tenant's opaque id: it does not reveal the name, and is the same after a restart."""
+    return tenant.hex()[:ID_DIGITS] if tenant else OTHER
+
+
+def _of(counts: Counts, wanted: str) -> dict[str, int]:
+    return {str(origin): count for (what, origin), count in counts.items() if what == wanted and count}
+
+
+def _looked(counts: Counts, block_tokens: int = 0) -> LookupCounts:
+    """In blocks each tier, each reason and what was found is rounded down; in none without block_tokens."""
+    granted, revoked, missed = (_of(counts, one) for one in (Outcome.GRANTED, Outcome.REVOKED, Outcome.MISSED))
+    hits, found = dict(Counter(granted) - Counter(revoked)), counts[Outcome.FOUND, ""] - counts[Outcome.CLAIMED, ""]
+
+    def in_blocks(tokens: dict[str, int]) -> dict[str, int]:
+        return {origin: count // block_tokens for origin, count in tokens.items()} if block_tokens else {}
+
+    hit_blocks, miss_blocks, found_blocks = in_blocks(hits), in_blocks(missed), sum(in_blocks({"": found}).values())
+    asked = counts[Outcome.ASKED, ""]
+    loaded = sum(count for origin, count in hits.items() if origin != HitTier.ENGINE)
+    return LookupCounts(
+        asked,
+        hits,
+        missed,
+        found,
+        sum(hit_blocks.values()) + sum(miss_blocks.values()) + found_blocks,
+        hit_blocks,
+        miss_blocks,
+        found_blocks,
+        counts["lookups", ""],
+        counts["leases", ""],
+        counts["reports", ""],
+        loaded,
+        loaded / asked if asked else None,
+        counts[Outcome.FOUND, ""],
+        counts[Outcome.CLAIMED, ""],
+        granted,
+        revoked,
+    )
 
 
 def _runs(reply: LeaseReply) -> list[tuple[HitTier, int]]:
@@ -391,11 +373,6 @@ def _lease_end(runs: Sequence[tuple[HitTier, int]], is_whole: bool) -> tuple[str
     return "nvme" if HitTier.NVME in tiers else "dram", LeaseResult.WHOLE if is_whole else LeaseResult.PART
 
 
-def _add(counter: Counter[HitTier] | Counter[MissReason], name: HitTier | MissReason, tokens: int) -> None:
-    if tokens:
-        counter[name] += tokens  # type: ignore[index]
-
-
 def _account_of(told: RequestTold) -> tuple[int, list[tuple[HitTier, int]], list[tuple[MissReason, int]]]:
     """What an engine reports of a request. A reason of a newer client counts as absent."""
     explained, tiers = sum(told.hits.values()) + sum(told.misses.values()), set(HitTier)
@@ -407,42 +384,6 @@ def _account_of(told: RequestTold) -> tuple[int, list[tuple[HitTier, int]], list
     known = set(MissReason)
     misses = [(MissReason(name) if name in known else MissReason.ABSENT, count) for name, count in told.misses.items()]
     return told.asked, [(HitTier(name), count) for name, count in told.hits.items()], misses
-
-
-def looked(all_counts: list[NamespaceCounts]) -> LookupCounts:
-    """The sum of several namespaces' counts. In blocks each tier, each reason and what was found is rounded down."""
-
-    def total(name: str) -> int:
-        return sum(getattr(one, name) for one in all_counts)
-
-    def by_origin(name: str) -> tuple[dict[str, int], dict[str, int]]:
-        """Tokens and blocks of `hits` or `misses`, where there are any."""
-        in_tokens, in_blocks = Counter[str](), Counter[str]()
-        for one in all_counts:
-            for origin, count in (+getattr(one, name)).items():
-                in_tokens[str(origin)] += count
-                in_blocks[str(origin)] += count // one.block_tokens
-        return dict(in_tokens), dict(in_blocks)
-
-    asked_tokens = total("asked")
-    (hit_tokens, hit_blocks), (miss_tokens, miss_blocks) = by_origin("hits"), by_origin("misses")
-    granted = sum(count for origin, count in hit_tokens.items() if origin != HitTier.ENGINE)
-    found_blocks = sum(one.found // one.block_tokens for one in all_counts)
-    return LookupCounts(
-        asked_tokens,
-        hit_tokens,
-        miss_tokens,
-        total("found"),
-        sum(hit_blocks.values()) + sum(miss_blocks.values()) + found_blocks,
-        hit_blocks,
-        miss_blocks,
-        found_blocks,
-        total("lookups"),
-        total("leases"),
-        total("reports"),
-        granted,
-        granted / asked_tokens if asked_tokens else None,
-    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -492,18 +433,6 @@ class Refusal(StrEnum):
     CLOSING = "closing"
 
 
-class DoorCounts(NamedTuple):
-    """Connections now; since the start: rejected ones by reason, malformed messages, requests by verb, and the seconds
-    that these waited, from the earliest that each may have arrived until it was begun."""
-
-    connections: int
-    admin_connections: int
-    refused: dict[Refusal, int]
-    malformed: int
-    served: dict[str, int]
-    waits: HistogramCounts
-
-
 class DoorFigures:
     def __init__(self) -> None:
         self.refused = dict.fromkeys(Refusal, 0)
@@ -517,17 +446,12 @@ class DoorFigures:
         self._waits.append(seconds)
         self._wait_counts.add(seconds)
 
-    def counts(self, connections: int, admin_connections: int) -> DoorCounts:
-        """With the present number of connections."""
-        refused, served = dict(self.refused), dict(self.served)
-        return DoorCounts(connections, admin_connections, refused, self.malformed, served, self._wait_counts.now())
-
     def status(self, connections: int, admin_connections: int) -> DoorStatus:
-        """The same for people."""
-        waits = sorted(self._waits)
+        """With the present number of connections."""
+        waits, refused = sorted(self._waits), {str(why): count for why, count in self.refused.items()}
         p50, p99 = [round(1000 * waits[len(waits) * one // 100], 3) for one in (50, 99)] if waits else (None, None)
-        refused, served = sum(self.refused.values()), dict(self.served)
-        return DoorStatus(connections, admin_connections, refused, self.malformed, served, p50, p99)
+        counts = sum(refused.values()), self.malformed, dict(self.served)
+        return DoorStatus(connections, admin_connections, *counts, p50, p99, refused, self._wait_counts.now())
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
 """The verbs of the admin socket: the sidecar's status, and orders to evict blocks; and those of the observers' socket,
-which change nothing.
+which change nothing. SidecarHealth and StatusReport make the status.
 
 An operator opens the admin socket, an observer (the console) the other one. Both see all tenants by name, their counts
 and the text that their engines gave, never a key, a token or a byte of KV. Clients' text is made printable before it
@@ -10,36 +10,27 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields, replace
+from dataclasses import replace
 from math import isinf
+from pathlib import Path
+
+from msgspec import structs
 
 from kvstore.block.errors import BadInput, StoreClosed, StoreError
+from kvstore.block.identity import key_difference
 from kvstore.config import DEFAULT_POLICY, checked_policy
+from kvstore.core.levels import READS, WRITES
 from kvstore.core.usage import NamespaceUsage, StoreUsage
 from kvstore.insight.recording import Recording
 from kvstore.insight.whatif import CurvePoint, WhatIf
 from kvstore.node import EmbeddedStore
 from kvstore.prefixes.book import PrefixBook, SpaceNames, Standing
 from kvstore.protocol import messages as m
-from kvstore.protocol.status import (
-    ID_DIGITS,
-    AwaitStatus,
-    KeyStatus,
-    NamespaceStatus,
-    SessionStatus,
-    SidecarStatus,
-    TierStatus,
-    WhatIfPoint,
-    WhatIfStatus,
-    checked_seconds,
-    layout_in_words,
-    pick,
-    printable,
-)
 from kvstore.protocol.told import PrefixFigures
-from kvstore.service.accounting import Counting, NamespaceCounts, looked
+from kvstore.protocol.words import ID_DIGITS, checked_seconds, layout_in_words, pick, printable
+from kvstore.service.accounting import Counting
 from kvstore.service.connections import AdminCaller
 from kvstore.service.dispatch import version_in_common
 from kvstore.service.local_door import LocalDoor
@@ -47,69 +38,290 @@ from kvstore.service.parked import LeftElsewhere, Parking, Response
 from kvstore.service.sessions import Sessions
 from kvstore.service.settings import StoreSettings
 from kvstore.service.told import ToldRequests
+from kvstore.status.declared import picked
+from kvstore.status.tree import (
+    SLOT_STATES,
+    AwaitStatus,
+    KeyStatus,
+    LookupCounts,
+    NamespaceStatus,
+    QueueStatus,
+    Readiness,
+    SessionStatus,
+    SidecarStatus,
+    TierEvents,
+    TierStatus,
+    WhatIfPoint,
+    WhatIfStatus,
+)
 from tiering.clock import Clock
 from tiering.counts.histogram import percentile_ms
+from tiering.counts.tally import CheckedAt, EvictedTo, TierName
 from tiering.errors import TierError
+from tiering.faults import NEW_SLABS, FaultKind
+from tiering.move_queue import BreakerState, MoveQueue, Priority
+from tiering.nvme.slab_files import disk_room
 from tiering.tier import Usage
 
 MAX_NAMESPACES, MAX_SESSIONS = 4096, 1024
 """Listed in one answer; further ones are only counted."""
 FRESH_SECONDS = 0.5
 """All observers get the same status for this long, so that polling costs engines nothing."""
-_FACTS = frozenset(SidecarStatus.__struct_fields__)
-_STATES = ("used", "free", "reserved", "deleting", "quarantined", "zombie")
+MOST_WARNINGS = 64
+UNBOUNDED = "infinite"
+KINDS_OF_MOVES = {
+    Priority.WAITING: "promote",
+    Priority.SAVE: "save",
+    Priority.DEMOTION: "demote",
+    Priority.SCRUB: "scrub",
+}
+"""A sidecar prefetches nothing."""
+
+
+class SidecarHealth:
+    """Whether a sidecar is well, and what its operator should see to. Thread-safe."""
+
+    def __init__(
+        self,
+        store: EmbeddedStore,
+        sessions: Sessions,
+        chosen: StoreSettings,
+        why_not_policy: str = "",
+        couriers: Parking | None = None,
+    ) -> None:
+        """chosen: the store's settings. why_not_policy: why the default policy runs in place of the one that was set.
+        couriers: if configured."""
+        self._store, self._sessions = store, sessions
+        self.chosen, self.why_not_policy, self.couriers = chosen, why_not_policy, couriers
+        self.is_stopping = False
+        self.beside: Mapping[str, str] = {}
+        """Why the console and the network process ended, as the supervisor tells."""
+
+    def readiness(self) -> Readiness:
+        if self.is_stopping:
+            return Readiness.STOPPING
+        if not self._store.core.is_loaded:
+            return Readiness.WARMING
+        return Readiness.DEGRADED if self.reasons() else Readiness.READY
+
+    def reasons(self) -> list[str]:
+        """Why it serves less than it has, a line for each."""
+        faults = self._store.faults
+        if set(faults.failing.get(NEW_SLABS, ())) == {FaultKind.DISK_FULL} and self._has_disk_room():
+            faults.worked(NEW_SLABS)
+        reasons = faults.reasons()
+        if self._store.core.is_loaded and not self._store.warmed(0):
+            reasons.append("some of what is on disk could not be taken in: kvstore fsck tells what")
+        return reasons if self.couriers is None else [*reasons, *self.couriers.reasons()]
+
+    def _has_disk_room(self) -> bool:
+        """Whether the disk has room for all of `nvme`, whether or not a slab is wanted now."""
+        nvme = self._store.usage().nvme
+        try:
+            return nvme is not None and nvme.budget_bytes <= disk_room(Path(self.chosen.data) / "nvme")
+        except OSError:
+            return False
+
+    def warnings(self) -> list[str]:
+        """What the operator should attend to although everything is served, a line each; one line for all of a tenant's
+        clients with other keys."""
+        names, lines = self._store.tenant_names(), {}
+        for one in self._sessions.callers():
+            if one.fingerprint:
+                name, engine = printable(names.get(one.keys.tenant, "")), printable(one.session.engine) or "a client"
+                difference = key_difference(one.keys.fingerprint, one.fingerprint)
+                lines[name] = (
+                    f"{engine} of tenant {name} hashes with other keys, {difference}: it misses as key_mismatch until "
+                    "it opens its namespaces anew"
+                )
+        lock = self._store.node_lock
+        found = [*self._store.keys.warnings(), *(lock.warnings() if lock is not None else []), *lines.values()]
+        found += filter(None, list(self.beside.values()))
+        return (
+            found if len(found) <= MOST_WARNINGS else [*found[:MOST_WARNINGS], f"and {len(found) - MOST_WARNINGS} more"]
+        )
+
+    def public_warnings(self) -> list[str]:
+        """The same without naming tenants: readable without a token."""
+        lock = self._store.node_lock
+        kinds = {
+            "the keys of tenants": bool(self._store.keys.warnings()),
+            "clients with other keys than this sidecar's": any(one.fingerprint for one in self._sessions.callers()),
+            "another process of this host that is this node, too": lock is not None and lock.is_clone(),
+            "the console or the network process": any(list(self.beside.values())),
+        }
+        return [f"{what}: kvstore stat says more" for what, is_so in kinds.items() if is_so]
+
+
+class StatusReport:
+    """What a sidecar reports of itself. Thread-safe."""
+
+    def __init__(
+        self,
+        store: EmbeddedStore,
+        health: SidecarHealth,
+        sessions: Sessions,
+        door: LocalDoor,
+        counting: Counting,
+        whatif: WhatIf,
+        told: ToldRequests,
+    ) -> None:
+        self._store, self.health, self._sessions, self._door = store, health, sessions, door
+        self._counting, self._whatif, self._told = counting, whatif, told
+        self.run = counting.run
+        self._began_at = counting.now()
+
+    def spaces(self) -> list[tuple[str, NamespaceUsage]]:
+        """Every namespace with its tenant's name, without those of retired keys."""
+        names = self._store.tenant_names()
+        return [(names[one.tenant], one) for one in self._store.core.namespaces() if one.tenant in names]
+
+    def facts(self) -> SidecarStatus:
+        """What `kvstore stat` shows."""
+        spaces, counts, sessions = self.spaces(), self._counting.of_namespaces(), self._session_facts()
+        faults, core, unused = self._store.faults, self._store.core, (LookupCounts(), None)
+        listed = [self._namespace(name, one, *counts.get(one.number, unused)) for name, one in spaces[:MAX_NAMESPACES]]
+        return structs.replace(
+            self.numbers(),
+            looked=LookupCounts.summed([looked for looked, _ in counts.values()]),
+            namespaces=listed,
+            moves=core.moves(),
+            sessions=sessions[:MAX_SESSIONS],
+            departed=self._sessions.departed,
+            tenants=core.tenants(self._store.tenant_names()),
+            hidden_namespaces=max(0, len(spaces) - MAX_NAMESPACES),
+            hidden_sessions=max(0, len(sessions) - MAX_SESSIONS),
+            faults=[replace(one, detail=printable(one.detail)) for one in faults.now()],
+            fault_counts=faults.counts(),
+            keys=[
+                KeyStatus(printable(one.tenant), one.fingerprint, one.epoch, one.accepted)
+                for one in self._store.keys.told()
+            ],
+        )
+
+    def numbers(self) -> SidecarStatus:
+        """The same without what is listed of namespaces, sessions and tenants: all that metrics tell."""
+        usage, chosen, core = self._store.usage(), self.health.chosen, self._store.core
+        now, awaits, reasons = self._counting.now(), core.awaits.counts(), self.health.reasons()
+        looked, served = self._counting.served(self._store.tenant_names())
+        return picked(
+            SidecarStatus,
+            usage,
+            run=self.run.hex(),
+            pid=os.getpid(),
+            state=self.health.readiness().value,
+            at=now,
+            up_seconds=now - self._began_at,
+            tiers=[_tier(TierName.DRAM, usage.dram, usage.dram_blocks)]
+            + ([_tier(TierName.NVME, usage.nvme, usage.nvme_blocks or 0)] if usage.nvme is not None else []),
+            looked=looked,
+            namespaces=[],
+            moves=[],
+            sessions=[],
+            departed=0,
+            door=self._door.usage(),
+            policy=DEFAULT_POLICY if self.health.why_not_policy else checked_policy(chosen.policy, "policy"),
+            policy_note=printable(self.health.why_not_policy),
+            nvme_writes=chosen.nvme_writes if usage.nvme is not None else None,
+            health=f"degraded ({'; '.join(reasons)})" if reasons else "ok",
+            whatif=self._what_if(usage),
+            savings=self._told.savings(),
+            node=core.node.node.hex(),
+            incarnation=core.node.incarnation.hex(),
+            warnings=self.health.warnings(),
+            awaits=AwaitStatus(awaits.parked, {str(why): count for why, count in awaits.ended.items()}, awaits.seconds),
+            elsewhere=self.health.couriers.status() if self.health.couriers is not None else None,
+            open_sessions=self._sessions.open_sessions,
+            served=served,
+            events=_events(usage),
+            queue=_queue(core.move_queue),
+        )
+
+    def _what_if(self, usage: StoreUsage) -> WhatIfStatus:
+        budget = usage.dram.budget_bytes + (usage.nvme.budget_bytes if usage.nvme is not None else 0)
+        told = self._whatif.snapshot(budget)
+        hits = [(one.scale, round(one.token_hit_rate * told.asked_tokens)) for one in told.points]
+        return picked(
+            WhatIfStatus,
+            told,
+            budget_bytes=budget,
+            points=[_point(one) for one in told.points],
+            curve=[_point(one) for one in told.curve],
+            asked_tokens=round(told.asked_tokens),
+            hit_tokens={UNBOUNDED if isinf(scale) else f"{scale:g}": tokens for scale, tokens in hits},
+        )
+
+    def _namespace(
+        self, tenant: str, usage: NamespaceUsage, looked: LookupCounts, used_at: float | None
+    ) -> NamespaceStatus:
+        namespace, digest = usage.namespace, usage.digest.hex()
+        return picked(
+            NamespaceStatus,
+            usage,
+            id=digest[:ID_DIGITS],
+            digest=digest,
+            tenant=printable(tenant),
+            model=printable(namespace.model),
+            layout=layout_in_words(namespace.layout),
+            codec=printable(namespace.codec),
+            weights_epoch=namespace.weights_epoch,
+            block_tokens=namespace.layout.block_tokens,
+            used_at=used_at,
+            looked=looked,
+            name=self.name(usage.tenant, usage.digest),
+            load_tokens_per_second=self._told.load_rates(usage.tenant, usage.number),
+        )
+
+    def name(self, tenant: bytes, digest: bytes) -> str:
+        """What an engine called a namespace's model, "" if none did."""
+        return self._store.names.get(tenant, digest) if self._store.names is not None else ""
+
+    def _session_facts(self) -> list[SessionStatus]:
+        names, reservations = self._store.tenant_names(), self._sessions.reservations()
+        waited = self._door.waited()
+        return [
+            SessionStatus(
+                printable(one.engine),
+                printable(names.get(one.tenant.tenant, "")),
+                len(one.connections),
+                len(one.leases),
+                one.leased_blocks,
+                reservations.get(one.token, 0),
+                one.since,
+                percentile_ms(waits, 50),
+                percentile_ms(waits, 99),
+            )
+            for one in self._sessions.sessions()
+            if one.is_engine
+            for waits in [[waited[number] for number in list(one.connections) if number in waited]]
+        ]
 
 
 class Admin:
-    """`AdminVerbs` over a store, its sessions and its door. Thread-safe."""
+    """`AdminVerbs` over a store and its door. Thread-safe."""
 
     is_operator = True
 
     def __init__(
         self,
         store: EmbeddedStore,
-        sessions: Sessions,
-        counting: Counting,
-        recording: Recording,
+        report: StatusReport,
         door: LocalDoor,
-        run: bytes,
-        state: Callable[[], str],
-        chosen: StoreSettings | None = None,
-        reasons: Callable[[], list[str]] | None = None,
-        why_not_policy: str = "",
-        whatif: WhatIf | None = None,
-        told: ToldRequests | None = None,
-        prefixes: PrefixBook | None = None,
-        warnings: Callable[[], list[str]] = lambda: [],
-        couriers: Parking | None = None,
+        recording: Recording,
+        told: ToldRequests,
+        prefixes: PrefixBook,
     ) -> None:
-        """run: names this run of the sidecar. state: returns its state, in a word. chosen: the store's settings.
-        reasons: why it serves less than it has; by default, the store's own faults. why_not_policy: why the default
-        policy runs in place of the one that was set. whatif: estimates other sizes. told: engines' reports on their
-        requests. prefixes: prefix diagnostics. warnings: for the operator. couriers: if configured."""
-        self._couriers = couriers
-        self._store = store
-        self._sessions = sessions
-        self._counting = counting
-        self._recording = recording
-        self._door = door
-        self._run = run
-        self._state = state
-        self._chosen = chosen or StoreSettings()
-        self._why_not_policy = why_not_policy
-        self._whatif = whatif
-        self._told, self._warnings = told, warnings
-        self._prefixes = prefixes
+        """report: what `kvstore stat` shows. told: engines' reports on their requests. prefixes: prefix diagnostics."""
+        self._store, self.facts, self._report, self._couriers = store, report.facts, report, report.health.couriers
+        self._door, self._recording, self._told, self._prefixes = door, recording, told, prefixes
         self._naming, self._named_at = threading.Lock(), -FRESH_SECONDS
         self._named: dict[int, SpaceNames] = {}
-        self._reasons = reasons or store.faults.reasons
-        self._began_at = counting.now()
 
     def greet(self, hello: m.Hello) -> tuple[AdminCaller | None, m.Answer]:
         version = version_in_common(hello)
         if isinstance(version, m.Failed):
             return None, version
-        return AdminCaller(), m.Welcome(version, self._run, b"")
+        return AdminCaller(), m.Welcome(version, self._report.run, b"")
 
     def serve(self, verb: m.Verb) -> Response:
         try:
@@ -138,7 +350,7 @@ class Admin:
     # Giving up -----------------------------------------------------------------------------------------------------
 
     def _drop(self, verb: m.DropAny) -> m.Counted:
-        space = chosen_space(self._spaces(), verb.id, verb.tenant)
+        space = chosen_space(self._report.spaces(), verb.id, verb.tenant)
         with self._forgetting(space.tenant, space.digest) as left:
             blocks = self._store.core.drop(space.number, checked_seconds(verb.seconds))
         return left.counted(blocks)
@@ -151,10 +363,8 @@ class Admin:
         with self._forgetting(tenant) as left:
             keys, blocks = self._store.purge(verb.tenant, seconds)
         self._door.disconnect(keys.tenant)
-        if self._told is not None:
-            self._told.forget(keys.tenant, verb.tenant)
-        if self._prefixes is not None:
-            self._prefixes.forget(keys.tenant)
+        self._told.forget(keys.tenant, verb.tenant)
+        self._prefixes.forget(keys.tenant)
         return left.counted(blocks)
 
     # Recording -----------------------------------------------------------------------------------------------------
@@ -166,9 +376,9 @@ class Admin:
         if verb.recording:
             requests, lost = self._recording.take(verb.recording)
             return m.Recorded(verb.recording, 0, [(one.seconds, one.ids) for one in requests], lost)
-        spaces = [one for name, one in self._spaces() if verb.tenant in ("", name)]
+        spaces = [one for name, one in self._report.spaces() if verb.tenant in ("", name)]
         if verb.id:
-            spaces = [chosen_space(self._spaces(), verb.id, verb.tenant)]
+            spaces = [chosen_space(self._report.spaces(), verb.id, verb.tenant)]
         sizes = {one.namespace.layout.block_tokens for one in spaces}
         if len(sizes) != 1:
             there = ", ".join(str(size) for size in sorted(sizes))
@@ -180,7 +390,7 @@ class Admin:
         return m.Recorded(self._recording.begin(frozenset(one.number for one in spaces)), sizes.pop())
 
     def _nothing_to_record(self, tenant: str) -> str:
-        others = ", ".join(sorted({printable(name) for name, _ in self._spaces()}))
+        others = ", ".join(sorted({printable(name) for name, _ in self._report.spaces()}))
         if not others:
             return "no engine has opened a namespace yet, so there is nothing to record; begin when one has"
         return f"--tenant {printable(tenant)} has no namespace; tenants that have one: {others}"
@@ -188,8 +398,6 @@ class Admin:
     # Requests ------------------------------------------------------------------------------------------------------
 
     def _why(self, verb: m.Why) -> m.WhyReply:
-        if self._told is None:
-            raise BadInput("this sidecar keeps no requests")
         return self._told.why(verb.request, self._shown(verb.tenant), self._model)
 
     def _shown(self, wanted: str) -> dict[bytes, str]:
@@ -199,23 +407,18 @@ class Admin:
 
     def prefixes(self, tenant: str = "") -> PrefixFigures:
         """Hot prefixes: of one tenant, by its shown name, or of all."""
-        if self._prefixes is None:
-            raise BadInput("this sidecar does not follow prefixes")
         with self._naming:  # callers share the result: the store walks over all namespaces for it
             now = self._store.core.clock.monotonic_seconds()
             if now - self._named_at >= FRESH_SECONDS:
                 self._named_at = now
                 self._named = {
                     one.number: SpaceNames(one.digest.hex()[:ID_DIGITS], printable(self._called(one)))
-                    for _, one in self._spaces()
+                    for _, one in self._report.spaces()
                 }
         return self._prefixes.figures(self._shown(tenant), self._named, self._standing, of_all=not tenant)
 
     def _called(self, usage: NamespaceUsage) -> str:
-        return self._name(usage.tenant, usage.digest) or usage.namespace.model
-
-    def _name(self, tenant: bytes, digest: bytes) -> str:
-        return self._store.names.get(tenant, digest) if self._store.names is not None else ""
+        return self._report.name(usage.tenant, usage.digest) or usage.namespace.model
 
     def _standing(self, number: int, keys: Sequence[bytes]) -> Standing:
         core, tiers = self._store.core, dict[str, int]()
@@ -223,123 +426,13 @@ class Admin:
         for tier, blocks in found.tiers:
             tiers[str(tier)] = tiers.get(str(tier), 0) + blocks
         until = core.kept_until(number, keys)
-        return Standing(found.blocks, tiers, until if until > self._counting.now() else None)
+        return Standing(found.blocks, tiers, until if until > core.clock.wall_seconds() else None)
 
     def _model(self, number: int) -> str:
         """A namespace's model, as clients call it."""
         namespace = self._store.core.namespace_of(number)
         tenant = next((one.tenant for one in self._store.core.namespaces() if one.number == number), b"")
-        return self._name(tenant, namespace.digest()) or namespace.model
-
-    # Facts ---------------------------------------------------------------------------------------------------------
-
-    def _spaces(self) -> list[tuple[str, NamespaceUsage]]:
-        """Every namespace with its tenant's name, without those of retired keys."""
-        names = self._store.tenant_names()
-        return [(names[one.tenant], one) for one in self._store.core.namespaces() if one.tenant in names]
-
-    def facts(self) -> SidecarStatus:
-        """What `kvstore stat` shows."""
-        usage, spaces, counts = self._store.usage(), self._spaces(), self._counting.all()
-        of_store = {one.name: getattr(usage, one.name) for one in fields(usage) if one.name in _FACTS}
-        sessions = self._session_facts()
-        now, reasons, awaits = self._counting.now(), self._reasons(), self._store.core.awaits.counts()
-        return SidecarStatus(
-            run=self._run.hex(),
-            pid=os.getpid(),
-            state=self._state(),
-            at=now,
-            up_seconds=now - self._began_at,
-            tiers=[_tier("dram", usage.dram)] + ([_tier("nvme", usage.nvme)] if usage.nvme is not None else []),
-            looked=looked(list(counts.values())),
-            namespaces=[self._namespace(name, one, counts.get(one.number)) for name, one in spaces[:MAX_NAMESPACES]],
-            moves=self._store.core.moves(),
-            sessions=sessions[:MAX_SESSIONS],
-            departed=self._sessions.departed,
-            door=self._door.usage(),
-            tenants=self._store.core.tenants(self._store.tenant_names()),
-            policy=DEFAULT_POLICY if self._why_not_policy else checked_policy(self._chosen.policy, "policy"),
-            policy_note=printable(self._why_not_policy),
-            nvme_writes=self._chosen.nvme_writes if usage.nvme is not None else None,
-            hidden_namespaces=max(0, len(spaces) - MAX_NAMESPACES),
-            hidden_sessions=max(0, len(sessions) - MAX_SESSIONS),
-            health=f"degraded ({'; '.join(reasons)})" if reasons else "ok",
-            faults=[replace(one, detail=printable(one.detail)) for one in self._store.faults.now()],
-            fault_counts=self._store.faults.counts(),
-            whatif=self._what_if(usage),
-            savings=self._told.savings() if self._told is not None else None,
-            node=self._store.core.node.node.hex(),
-            incarnation=self._store.core.node.incarnation.hex(),
-            keys=[
-                KeyStatus(printable(one.tenant), one.fingerprint, one.epoch, one.accepted)
-                for one in self._store.keys.told()
-            ],
-            warnings=self._warnings(),
-            awaits=AwaitStatus(awaits.parked, {str(why): count for why, count in awaits.ended.items()}),
-            elsewhere=self._couriers.status() if self._couriers is not None else None,
-            **of_store,
-        )
-
-    def _what_if(self, usage: StoreUsage) -> WhatIfStatus | None:
-        if self._whatif is None:
-            return None
-        budget = all_tiers_budget_bytes(usage)
-        told = self._whatif.snapshot(budget)
-        return WhatIfStatus(
-            budget,
-            [_point(one) for one in told.points],
-            [_point(one) for one in told.curve],
-            round(told.asked_tokens),
-            told.tokens_per_second,
-            told.sample_ratio,
-            told.sampled_names,
-            told.seconds,
-            told.lookups,
-            told.dropped_lookups,
-            told.words,
-        )
-
-    def _namespace(self, tenant: str, usage: NamespaceUsage, counts: NamespaceCounts | None) -> NamespaceStatus:
-        namespace, digest = usage.namespace, usage.digest.hex()
-        return NamespaceStatus(
-            digest[:ID_DIGITS],
-            digest,
-            printable(tenant),
-            printable(namespace.model),
-            layout_in_words(namespace.layout),
-            printable(namespace.codec),
-            namespace.weights_epoch,
-            namespace.layout.block_tokens,
-            usage.blocks,
-            usage.dram_blocks,
-            usage.dram_bytes,
-            usage.nvme_blocks,
-            usage.nvme_bytes,
-            counts.last_used if counts is not None else None,
-            looked([counts] if counts is not None else []),
-            self._name(usage.tenant, usage.digest),
-            self._told.load_rates(usage.tenant, usage.number) if self._told is not None else {},
-        )
-
-    def _session_facts(self) -> list[SessionStatus]:
-        names, reservations = self._store.tenant_names(), self._sessions.reservations()
-        waited = self._door.waited()
-        return [
-            SessionStatus(
-                printable(one.engine),
-                printable(names.get(one.tenant.tenant, "")),
-                len(one.connections),
-                len(one.leases),
-                one.leased_blocks,
-                reservations.get(one.token, 0),
-                one.since,
-                percentile_ms(waits, 50),
-                percentile_ms(waits, 99),
-            )
-            for one in self._sessions.sessions()
-            if one.is_engine
-            for waits in [[waited[number] for number in list(one.connections) if number in waited]]
-        ]
+        return self._report.name(tenant, namespace.digest()) or namespace.model
 
 
 class Observer:
@@ -387,17 +480,61 @@ def chosen_space(spaces: Sequence[tuple[str, NamespaceUsage]], id: str, tenant: 
     return mine[pick(id, digests, words, whose, "give --tenant" if is_shared else "give more digits")][1]
 
 
-def all_tiers_budget_bytes(usage: StoreUsage) -> int:
-    """The budgets of all tiers together."""
-    return usage.dram.budget_bytes + (usage.nvme.budget_bytes if usage.nvme is not None else 0)
-
-
 def _point(one: CurvePoint) -> WhatIfPoint:
     if isinf(one.size_bytes):
         return WhatIfPoint(None, None, one.token_hit_rate)
     return WhatIfPoint(round(one.size_bytes), one.scale, one.token_hit_rate)
 
 
-def _tier(name: str, usage: Usage) -> TierStatus:
-    slots = {state: getattr(usage, state) for state in _STATES}
-    return TierStatus(name, usage.budget_bytes, usage.taken_bytes, slots)
+def _tier(name: str, usage: Usage, blocks: int) -> TierStatus:
+    slots = {state: getattr(usage, state) for state in SLOT_STATES}
+    return TierStatus(str(name), usage.budget_bytes, usage.taken_bytes, slots, blocks)
+
+
+def _events(usage: StoreUsage) -> TierEvents | None:
+    """Of those tiers that the store has. What the scrub verified is in its own counts."""
+    tally = usage.tally
+    if tally is None:
+        return None
+    tiers = [TierName.DRAM] if usage.nvme is None else list(TierName)
+    evicted: dict[str, dict[str, int]] = {}
+    for (tier, to), count in tally.evicted.items():
+        if usage.nvme is not None or (tier, to) == (TierName.DRAM, EvictedTo.NOTHING):
+            evicted.setdefault(str(tier), {})[str(to)] = count
+    verified, damaged = (
+        {str(at): count for at, count in counts.items() if at is not CheckedAt.SCRUB}
+        for counts in (tally.verified_bytes, tally.damaged)
+    )
+    return TierEvents(
+        evicted,
+        {str(tier): tally.idle[tier] for tier in tiers},
+        {str(tier): tally.wanted_again[tier] for tier in tiers},
+        {str(tier): tally.quarantined[tier] for tier in tiers},
+        verified,
+        damaged,
+        {str(kind): count for kind, count in tally.copied_bytes.items()},
+        tally.written_bytes if usage.nvme is not None else None,
+        tally.stored_tokens,
+    )
+
+
+def _queue(queue: MoveQueue | None) -> QueueStatus | None:
+    if queue is None:
+        return None
+    ended = {kind: {"done": 0, "failed": 0} for kind in KINDS_OF_MOVES.values()}
+    for one in queue.counts():
+        if kind := KINDS_OF_MOVES.get(Priority[one.priority.upper()]):
+            ended[kind]["done"] += one.done
+            ended[kind]["failed"] += one.failed
+    seconds, depths = queue.seconds(), queue.depths()
+    return QueueStatus(
+        ended,
+        {kind: seconds[priority] for priority, kind in KINDS_OF_MOVES.items()},
+        {kind: depths[priority] for priority, kind in KINDS_OF_MOVES.items()},
+        {
+            TierName.NVME.value: {
+                way: int(queue.breaker_state(tier) is not BreakerState.CLOSED)
+                for way, tier in (("read", READS), ("write", WRITES))
+            }
+        },
+    )

@@ -11,20 +11,18 @@ from __future__ import annotations
 import errno
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from kvstore.block.errors import BadInput, StoreError
-from kvstore.block.identity import key_difference
 from kvstore.config import AUTO, MIN_NVME_BYTES, OFF, Size, parse_rate
 from kvstore.insight.recording import Recording
 from kvstore.insight.whatif import WhatIf
 from kvstore.keys.rotation import LOOK_SECONDS
 from kvstore.node import EmbeddedStore, memory_here
-from kvstore.protocol.status import Readiness, printable
 from kvstore.service.accounting import Counting, set_aside
-from kvstore.service.admin import Admin, Observer
+from kvstore.service.admin import Admin, Observer, SidecarHealth, StatusReport
 from kvstore.service.dispatch import Handlers
 from kvstore.service.local_door import LocalDoor
 from kvstore.service.parked import Parking
@@ -32,13 +30,11 @@ from kvstore.service.sessions import Sessions
 from kvstore.service.settings import Settings, shares_of, socket_key
 from tiering.clock import Clock
 from tiering.errors import TierError
-from tiering.faults import NEW_SLABS, FaultKind
 from tiering.files import make_directory
 from tiering.nvme.slab_files import disk_room, slab_bytes
 
 RUN_BYTES, SALT_BYTES = 16, 8
 DRAM_SHARE, NVME_SHARE = 0.5, 0.8
-MOST_WARNINGS = 64
 
 CouriersMaker = Callable[[EmbeddedStore, Sessions, Handlers, str], Parking]
 """The last argument: the address at which other nodes reach this one."""
@@ -67,22 +63,21 @@ class Daemon:
         """
         self.store = store
         self.settings = settings
-        self._stopping = False
-        sessions = self.sessions = Sessions(store.core, first_number, new_token)
-        run, counting = new_token(RUN_BYTES), Counting(clock)
-        self.counting = counting
+        sessions = Sessions(store.core, first_number, new_token)
+        run = new_token(RUN_BYTES)
+        counting = Counting(clock, run)
         recording = Recording(clock, new_token)
-        self.whatif = WhatIf(clock, int.from_bytes(new_token(SALT_BYTES)))
+        whatif = self._whatif = WhatIf(clock, int.from_bytes(new_token(SALT_BYTES)))
         self._insight_ends, self._keys_end = threading.Event(), threading.Event()
         self._thread_seconds = clock.thread_seconds
-        handlers = Handlers(store.core, sessions, run, counting, recording, store.names, self.whatif)
-        self.told, self.prefixes = handlers.told, handlers.prefixes
-        insight = self.whatif, self.told, self.prefixes
+        handlers = Handlers(store.core, sessions, run, counting, recording, store.names, whatif)
+        told, prefixes = handlers.told, handlers.prefixes
+        self._prefixes = prefixes
         self.door = LocalDoor(handlers, sessions, clock, settings.door.limits, store.faults)
         self.sockets: list[str] = []
-        self.beside: Mapping[str, str] = {}
-        """Why the console and the network process ended, as the supervisor tells."""
-        self.couriers = couriers(store, sessions, handlers, settings.peers_door) if couriers else None
+        desk = couriers(store, sessions, handlers, settings.peers_door) if couriers else None
+        health = self.health = SidecarHealth(store, sessions, settings.store, why_not_policy, desk)
+        self.report = StatusReport(store, health, sessions, self.door, counting, whatif, told)
         try:
             for name, one in settings.sockets().items():
                 key, where, renew = socket_key(name), one.socket, partial(store.tenant_keys, name)
@@ -91,27 +86,13 @@ class Daemon:
                 self.door.listen(Path(where), tenant, settings.door.mode_bits, one.users, renew)
                 self.sockets.append(where)
             key, where = "admin.socket", settings.admin_socket
-            admin = Admin(
-                store,
-                sessions,
-                counting,
-                recording,
-                self.door,
-                run,
-                lambda: self.readiness().value,
-                settings.store,
-                self.reasons,
-                why_not_policy,
-                *insight,
-                self.warnings,
-                self.couriers,
-            )
+            admin = Admin(store, self.report, self.door, recording, told, prefixes)
             self.door.listen_admin(Path(where), admin)
             key, where, observe = "observe.socket", settings.observe_socket, settings.observe
             self.door.listen_admin(Path(where), Observer(admin, clock), observe.mode_bits, observe.users)
-            if self.couriers is not None:
+            if desk is not None:
                 key, where = "the couriers' socket", settings.courier_socket
-                self.door.listen_couriers(Path(where), self.couriers)
+                self.door.listen_couriers(Path(where), desk)
         except OSError as error:
             self.door.close(0)
             mend = {
@@ -128,7 +109,7 @@ class Daemon:
         """Accept connections. process_seconds: CPU time of this process. failed: called when an internal fault stops
         the service."""
         set_aside()  # the program itself
-        for warning in self.warnings():
+        for warning in self.health.warnings():
             _log.warning("%s", warning)
         self.door.start(failed)
         self._start_insight(process_seconds)
@@ -144,68 +125,14 @@ class Daemon:
 
     def _start_insight(self, process_seconds: Callable[[], float]) -> None:
         def estimate() -> None:
-            self.whatif.run(self._insight_ends, lambda: (self._thread_seconds(), process_seconds()))
+            self._whatif.run(self._insight_ends, lambda: (self._thread_seconds(), process_seconds()))
 
         try:
             threading.Thread(target=estimate, name="kv-whatif", daemon=True).start()
-            follow = partial(self.prefixes.run, self._insight_ends)
+            follow = partial(self._prefixes.run, self._insight_ends)
             threading.Thread(target=follow, name="kv-prefixes", daemon=True).start()
         except RuntimeError as error:
             _log.warning("no estimates of what other sizes would find, or of which prefixes are hot: %s", error)
-
-    def readiness(self) -> Readiness:
-        if self._stopping:
-            return Readiness.STOPPING
-        if not self.store.core.is_loaded:
-            return Readiness.WARMING
-        return Readiness.DEGRADED if self.reasons() else Readiness.READY
-
-    def reasons(self) -> list[str]:
-        """Why it serves less than it has, a line for each."""
-        faults = self.store.faults
-        if set(faults.failing.get(NEW_SLABS, ())) == {FaultKind.DISK_FULL} and self._has_disk_room():
-            faults.worked(NEW_SLABS)
-        reasons = faults.reasons()
-        if self.store.core.is_loaded and not self.store.warmed(0):
-            reasons.append("some of what is on disk could not be taken in: kvstore fsck tells what")
-        return reasons if self.couriers is None else [*reasons, *self.couriers.reasons()]
-
-    def _has_disk_room(self) -> bool:
-        nvme = self.store.usage().nvme
-        try:
-            return nvme is not None and nvme.budget_bytes <= disk_room(Path(self.settings.store.data) / "nvme")
-        except OSError:
-            return False
-
-    def warnings(self) -> list[str]:
-        """What the operator should attend to although everything is served, a line each; one line for all of a tenant's
-        clients with other keys."""
-        names, lines = self.store.tenant_names(), {}
-        for one in self.sessions.callers():
-            if one.fingerprint:
-                name, engine = printable(names.get(one.keys.tenant, "")), printable(one.session.engine) or "a client"
-                difference = key_difference(one.keys.fingerprint, one.fingerprint)
-                lines[name] = (
-                    f"{engine} of tenant {name} hashes with other keys, {difference}: it misses as key_mismatch until "
-                    "it opens its namespaces anew"
-                )
-        lock = self.store.node_lock
-        found = [*self.store.keys.warnings(), *(lock.warnings() if lock is not None else []), *lines.values()]
-        found += filter(None, list(self.beside.values()))
-        return (
-            found if len(found) <= MOST_WARNINGS else [*found[:MOST_WARNINGS], f"and {len(found) - MOST_WARNINGS} more"]
-        )
-
-    def public_warnings(self) -> list[str]:
-        """The same without naming tenants: readable without a token."""
-        lock = self.store.node_lock
-        kinds = {
-            "the keys of tenants": bool(self.store.keys.warnings()),
-            "clients with other keys than this sidecar's": any(one.fingerprint for one in self.sessions.callers()),
-            "another process of this host that is this node, too": lock is not None and lock.is_clone(),
-            "the console or the network process": any(list(self.beside.values())),
-        }
-        return [f"{what}: kvstore stat says more" for what, is_so in kinds.items() if is_so]
 
     def _follow_keys(self) -> None:
         while not self._keys_end.wait(LOOK_SECONDS):
@@ -232,7 +159,7 @@ class Daemon:
 
     def drain(self, drained: Callable[[], None]) -> None:
         """End the service. drained: called once no client is served, when memory may be handed on."""
-        self._stopping = True
+        self.health.is_stopping = True
         self._insight_ends.set()
         self._keys_end.set()
         _log.info("draining")

@@ -28,7 +28,7 @@ from kvstore.protocol.door import MAX_PRIORITY, TenantClient, check_participant
 from kvstore.protocol.handing_over import MAX_TICKET_SECONDS
 from kvstore.protocol.replies import LeaseReply, MatchReply
 from kvstore.protocol.requests import check_request
-from kvstore.protocol.status import printable
+from kvstore.protocol.words import printable
 from kvstore.service.accounting import Counting, Lasting, NamespaceInfo
 from kvstore.service.descriptors import SlowExtents
 from kvstore.service.parked import Parking, Response
@@ -248,7 +248,7 @@ class Handlers:
             self._counting.looked_up(number, verb.keys, matched.reply, seconds, verb.is_told)
             if verb.request:
                 gone = self._gone(number, verb, matched.reply)
-                self.told.looked_up(caller, verb, number, matched.reply, seconds, gone)
+                self.told.answered(caller, verb, number, matched.reply, seconds, gone)
             if self._recording.token:
                 self._recording.looked_up(number, verb.keys)
             if self._whatif is not None:
@@ -319,7 +319,7 @@ class Handlers:
             self._counting.leased(number, verb.keys, reply, seconds, verb.found, verb.is_told)
             self.prefixes.granted(caller.keys.tenant, number, verb.keys, verb.first_block, reply.blocks)
             if verb.request:
-                self.told.leased(caller, verb, number, reply, seconds, self._gone(number, verb, reply))
+                self.told.answered(caller, verb, number, reply, seconds, self._gone(number, verb, reply))
         if reply.lease:
             parts = len(caller.namespaces[number])
             self._sessions.took(caller, reply.lease, verb.request, len(reply.generations), parts)

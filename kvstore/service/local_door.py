@@ -31,8 +31,7 @@ from pathlib import Path
 
 from kvstore.block.identity import TenantKeys
 from kvstore.protocol import messages as m
-from kvstore.protocol.status import DoorStatus
-from kvstore.service.accounting import DoorCounts, DoorFigures, Refusal, Turns
+from kvstore.service.accounting import DoorFigures, Refusal, Turns
 from kvstore.service.connections import (
     LARGE_BYTES,
     AdminVerbs,
@@ -51,6 +50,7 @@ from kvstore.service.descriptors import MOST_UNCLOSED, DescriptorsSent, share_of
 from kvstore.service.dispatch import Handlers
 from kvstore.service.parked import Parking, Response
 from kvstore.service.sessions import ClientState, Sessions
+from kvstore.status.tree import DoorStatus
 from tiering.clock import Clock
 from tiering.counts.histogram import Waits
 from tiering.faults import CONNECTIONS, SENT, FaultReports, RateLimitedLog, Unheard, kind_of
@@ -173,10 +173,6 @@ class LocalDoor:
         """By connection number, how long each open connection's requests waited to be begun."""
         there = [one for one in list(self._connections) if one.refusal is None]
         return {one.caller.number: one.waited for one in there if isinstance(one.caller, ClientState)}
-
-    def counts(self) -> DoorCounts:
-        """`usage` without single connections: cheap for any number of them."""
-        return self._figures.counts(*self._there())
 
     def start(self, failed: Callable[[], None] = lambda: None) -> None:
         """failed: called, after logging, when an internal fault ends the service."""

@@ -15,8 +15,8 @@ from typing import Any
 
 from kvstore.core.store import Store
 from kvstore.protocol import messages as m
-from kvstore.protocol.status import ElsewhereStatus
 from kvstore.service.sessions import ClientState
+from kvstore.status.tree import ElsewhereStatus
 from tiering.counts.awaits import AwaitEnd, ParkedAwait
 
 

@@ -154,7 +154,7 @@ def _serve(settings: Settings, outside: Outside, started: Callable[[list[str], i
                 health.start(is_restart=keeper is not None and keeper.is_restart)
             daemon.start(outside.process_seconds, _end_at_once)
             if keeper is not None:
-                daemon.beside = keeper.beside
+                daemon.health.beside = keeper.beside
                 keeper.start(lambda: os.kill(os.getpid(), signal.SIGTERM))
                 keeper.ready()
             started(daemon.sockets, health.port if health is not None else None)

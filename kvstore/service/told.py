@@ -22,9 +22,10 @@ from kvstore.block.account import HitTier
 from kvstore.block.errors import BadInput
 from kvstore.protocol import messages as m
 from kvstore.protocol.replies import LeaseReply, MatchReply
-from kvstore.protocol.status import SavingsStatus, printable
-from kvstore.protocol.told import GoneNote, LeaseNote, LookupNote, RequestRecord, RequestTold, SavingsTold
+from kvstore.protocol.told import GoneNote, RequestRecord, RequestTold, SavingsTold, StoreNote
+from kvstore.protocol.words import printable
 from kvstore.service.sessions import ClientState
+from kvstore.status.tree import SavingsStatus
 from tiering.clock import Clock
 from tiering.counts.tally import Eviction, EvictionCause
 
@@ -54,8 +55,8 @@ MOST_ENGINES = 1024
 class _KnownRequest:
     engine: str
     namespace: int = -1
-    looked: list[LookupNote] = field(default_factory=list)
-    leases: list[LeaseNote] = field(default_factory=list)
+    looked: list[StoreNote] = field(default_factory=list)
+    leases: list[StoreNote] = field(default_factory=list)
     reported: int = 0
     told_at: float | None = None
     told: RequestTold | None = None
@@ -79,33 +80,27 @@ class ToldRequests:
         self._loads: dict[bytes, dict[int, dict[str, tuple[float, float]]]] = {}  # tokens, ms: tenant, namespace, tier
         self._purged: OrderedDict[str, float] = OrderedDict()  # by tenant's name: when
 
-    def looked_up(
-        self, caller: ClientState, verb: m.MatchPrefix, number: int, reply: MatchReply, seconds: float, gone: Gone
+    def answered(
+        self,
+        caller: ClientState,
+        verb: m.MatchPrefix | m.LeasePrefix,
+        number: int,
+        reply: MatchReply | LeaseReply,
+        seconds: float,
+        gone: Gone,
     ) -> None:
-        """A look-up for a request was answered, after so many seconds in the store. number: of the namespace. gone: how
-        the first block that it missed was evicted."""
-        now = self._clock.wall_seconds()
-        counts = seconds, len(verb.keys), reply.blocks, _by_tier(reply.tiers)
-        record = LookupNote(now, *counts, str(reply.reason or ""), printable(reply.detail), _gone_note(gone, now))
+        """A look-up or a lease for a request was answered, after so many seconds in the store. number: of the
+        namespace. gone: how the first block that it missed was evicted."""
+        now, lease = self._clock.wall_seconds(), verb if isinstance(verb, m.LeasePrefix) else None
+        first = lease.first_block if lease is not None else 0
+        counts = seconds, len(verb.keys) - first, max(0, reply.blocks - first), _by_tier(reply.tiers)
+        reasons = str(reply.reason or ""), printable(reply.detail)
         with self._lock:
             noted = self._noted(caller, verb.request)
             noted.namespace = number
-            if len(noted.looked) < MOST_LEASES:
-                noted.looked.append(record)
-
-    def leased(
-        self, caller: ClientState, verb: m.LeasePrefix, number: int, reply: LeaseReply, seconds: float, gone: Gone
-    ) -> None:
-        """The same for a lease."""
-        now = self._clock.wall_seconds()
-        blocks = max(0, reply.blocks - verb.first_block)
-        counts = seconds, verb.first_block, len(verb.keys) - verb.first_block, blocks, _by_tier(reply.tiers)
-        record = LeaseNote(now, *counts, str(reply.reason or ""), printable(reply.detail), _gone_note(gone, now))
-        with self._lock:
-            noted = self._noted(caller, verb.request)
-            noted.namespace = number
-            if len(noted.leases) < MOST_LEASES:
-                noted.leases.append(record)
+            notes = noted.looked if lease is None else noted.leases
+            if len(notes) < MOST_LEASES:
+                notes.append(StoreNote(now, *counts, *reasons, _gone_note(gone, now), None if lease is None else first))
 
     def reported(self, caller: ClientState, request: str) -> None:
         """A block that was leased for a request failed its reader's check."""

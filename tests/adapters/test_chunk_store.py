@@ -17,7 +17,6 @@ from engine_adapter.chunks.layout import ChunkRun, chunk_layout
 from engine_adapter.chunks.space import ChunkOutcomes, ChunkSpace
 from engine_adapter.chunks.store import ChunkJob, ChunkLimits, ChunkState, ChunkStore
 from engine_adapter.paged.step_plan import NamespaceSpec
-from kvstore.block.account import MissReason
 from kvstore.block.errors import Unreachable
 from kvstore.client.handle import NamespaceHandle
 from service.sidecar import Sidecar, number_of, patient
@@ -141,10 +140,11 @@ def test_what_was_stored_is_loaded_bit_for_bit(engine: Engine, sidecar: Sidecar)
 def test_accounts_are_in_the_chunks_tokens(engine: Engine, sidecar: Sidecar) -> None:
     engine.store(NAMES[:2], [0, 1])
     engine.ask(NAMES[:3])
-    (counts,) = sidecar.counting.all().values()
-    assert counts.block_tokens == CHUNK_TOKENS
-    told = (counts.asked, counts.found, sum(counts.hits.values()), counts.misses)
-    assert told == (3 * CHUNK_TOKENS, 0, 2 * CHUNK_TOKENS, {MissReason.ABSENT: CHUNK_TOKENS})
+    (space,) = sidecar.admin.facts().namespaces
+    looked = space.looked
+    assert space.block_tokens == CHUNK_TOKENS
+    told = (looked.asked_tokens, looked.found_tokens, sum(looked.hit_tokens.values()), looked.miss_tokens)
+    assert told == (3 * CHUNK_TOKENS, 0, 2 * CHUNK_TOKENS, {"absent": CHUNK_TOKENS})
 
 
 def test_another_process_finds_them_and_another_group_does_not(engine: Engine, sidecar: Sidecar) -> None:

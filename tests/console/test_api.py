@@ -52,6 +52,7 @@ READS = tuple(
     f"/api/{one}"
     for one in (
         "status",
+        "stat",
         "series",
         "misses",
         "prefixes",

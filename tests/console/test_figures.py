@@ -40,7 +40,7 @@ from kvstore.console.figures import (
 from kvstore.console.help import help_page
 from kvstore.console.reasons import REASONS
 from kvstore.console.rings import MOST_SERIES, STEPS, WINDOWS, Rings, SidecarReading
-from kvstore.protocol.status import (
+from kvstore.status.tree import (
     DoorStatus,
     LookupCounts,
     SessionStatus,

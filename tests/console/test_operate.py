@@ -240,6 +240,10 @@ class _Clock(SystemClock):
         return self.now
 
 
+def log_of(file: AuditFile) -> AuditLog:
+    return AuditLog(file.append, file.last())
+
+
 class _Verbs:
     def __init__(self) -> None:
         self.purged: list[str] = []
@@ -257,7 +261,7 @@ class _Verbs:
 
 def test_tickets_are_good_once_for_a_while_and_few(tmp_path: Path) -> None:
     clock, verbs = _Clock(), _Verbs()
-    actions = OperatorActions(verbs, AuditLog(AuditFile(tmp_path / "audit")), clock, os.urandom)
+    actions = OperatorActions(verbs, log_of(AuditFile(tmp_path / "audit")), clock, os.urandom)
     first = actions.ticket().ticket
     tickets = [actions.ticket().ticket for _ in range(MOST_TICKETS)]
     with pytest.raises(BadInput, match="ticket"):
@@ -274,7 +278,7 @@ def test_tickets_are_good_once_for_a_while_and_few(tmp_path: Path) -> None:
 
 
 def test_what_others_may_still_have_is_told_and_noted_down(tmp_path: Path) -> None:
-    log = AuditLog(AuditFile(tmp_path / "audit"))
+    log = log_of(AuditFile(tmp_path / "audit"))
     actions = OperatorActions(_Verbs(), log, _Clock(), os.urandom)
     done = actions.act(PurgeOrder(actions.ticket().ticket, "b", "b"), "me")
     text = "tenant b is purged; it had 7 readable blocks; elsewhere: 2 other nodes were not reached"
@@ -283,7 +287,7 @@ def test_what_others_may_still_have_is_told_and_noted_down(tmp_path: Path) -> No
 
 def test_the_file_is_bounded_and_what_is_in_it_comes_back(tmp_path: Path) -> None:
     path = tmp_path / "audit"
-    log = AuditLog(AuditFile(path, most_bytes=2000))
+    log = log_of(AuditFile(path, most_bytes=2000))
     entries = [
         AuditEntry(f"{number:x}", float(number), "me", "drop", "t", "ab", text="x" * 50) for number in range(300)
     ]
@@ -294,13 +298,11 @@ def test_the_file_is_bounded_and_what_is_in_it_comes_back(tmp_path: Path) -> Non
     assert log.entries() == entries[::-1][:MOST_SHOWN]
     with open(path, "ab") as file:
         file.write(b'{"number": "half a li')
-    again = AuditLog(AuditFile(path, most_bytes=2000))
+    again = log_of(AuditFile(path, most_bytes=2000))
     kept = len(again.entries())
     assert 10 < kept < MOST_SHOWN and again.entries() == entries[::-1][:kept]
     again.write(AuditEntry("new", 1.0, "me", "drop", "t", "ab"))
-    assert AuditLog(AuditFile(path, most_bytes=2000)).entries()[0].number == "new", (
-        "half a line takes no other one along"
-    )
+    assert log_of(AuditFile(path, most_bytes=2000)).entries()[0].number == "new", "half a line takes no other one along"
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
@@ -314,7 +316,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     os.remove(tmp_path / "audit")
     os.mkdir(tmp_path / "audit")
     with pytest.raises(StoreError, match="cannot be written"):
-        AuditLog(lines).write(AuditEntry("1", 1.0, "me", "drop", "t", "ab"))
+        log_of(lines).write(AuditEntry("1", 1.0, "me", "drop", "t", "ab"))
 
 
 # Settings -------------------------------------------------------------------------------------------------------------

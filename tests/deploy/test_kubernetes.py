@@ -19,11 +19,11 @@ from deploy.sidecar_process import AROUND_SECONDS, DEPLOY, flags_in, known_flags
 from kvstore.config import parse_size
 from kvstore.doctor.engine import configuration, read_transfer_config
 from kvstore.doctor.findings import Health
-from kvstore.metrics.bounded_http import HttpServer
 from kvstore.metrics.endpoints import MetricsAccess, sidecar_pages
+from kvstore.metrics.server import SidecarServer
 from kvstore.node import SystemClock
-from kvstore.protocol.status import Readiness
 from kvstore.service.settings import Settings, host_and_port, read_settings
+from kvstore.status.tree import Readiness
 
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed; it comes with the extra test")
 
@@ -293,7 +293,7 @@ def health_pages() -> Iterator[Callable[[str], int]]:
     """The status that a sidecar's pages answer with."""
     access = MetricsAccess(None, is_shared=False)
     pages = sidecar_pages(lambda: Readiness.READY, lambda: True, list, bytes, access)
-    health = HttpServer("127.0.0.1", 0, pages, SystemClock().monotonic_seconds)
+    health = SidecarServer("127.0.0.1", 0, pages, access, SystemClock())
     health.start()
 
     def status_of(path: str) -> int:

@@ -15,7 +15,7 @@ import yaml
 
 from adapters.test_connector_metrics import everything, scraped
 from console.running import console
-from kvstore.protocol.status import Readiness
+from kvstore.status.tree import Readiness
 from metrics.busy_sidecar import busy_sidecar, scrape
 from metrics.promtool import promtool
 from metrics.scraped import Labels

@@ -70,7 +70,7 @@ def test_what_a_peer_sealed_is_read_here_under_a_header_of_our_own(sidecar: Side
         assert 77 not in leased.reply.generations, "nothing foreign is kept but digests"
         again = engine.ask(m.MatchPrefix(granted.grant.number, keys))
         assert isinstance(again, m.Matched) and again.reply.tiers == ((HitTier.DRAM, 3),)
-        counts = sidecar.counting.counts().tokens.granted
+        counts = sidecar.report.facts().looked.granted
         assert counts[HitTier.REMOTE] == 2 * counts[HitTier.PEER] > 0
     assert not refused(sidecar)
 

@@ -18,7 +18,7 @@ from engines.conftest import Sidecar, started
 from engines.two_roles import AT_ONCE, BLOCK, FOR_PREFILL, OPTIONS, Engines, drawn, full, is_right, killed
 from kvstore.cli import ask
 from kvstore.node import SystemClock
-from kvstore.protocol.status import SidecarStatus
+from kvstore.status.tree import SidecarStatus
 from waiting import wait_until
 
 COUNT = int(os.environ.get("HAND_OVER_PROMPTS", "40"))

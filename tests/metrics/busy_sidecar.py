@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from elsewhere.courier import RawCourier
 from kvstore.block.account import MissReason
 from kvstore.client.handle import NamespaceHandle
-from kvstore.metrics.metrics import Metrics
+from kvstore.metrics.server import ALWAYS
 from kvstore.protocol import courier as c
-from kvstore.protocol.status import Readiness
+from kvstore.status.page import StatusPage
 from metrics.scraped import Scrape
 from service.sidecar import Sidecar
 from tiering.frame import HEADER_BYTES
@@ -46,27 +48,18 @@ def tell_sources(courier: RawCourier) -> None:
     courier.questions(told=c.CourierFigures(list(SOURCES), ["directory 10.0.0.2:9500 does not answer"], 1, 3, 3 << 20))
 
 
-def metrics_of(sidecar: Sidecar) -> Metrics:
-    return Metrics(
-        sidecar.store,
-        sidecar.counting,
-        sidecar.sessions,
-        sidecar.door,
-        lambda: Readiness.READY,
-        "0.0.0",
-        sidecar.whatif,
-        sidecar.told,
-        couriers=sidecar.desk,
-    )
+def metrics_of(sidecar: Sidecar) -> StatusPage:
+    facts = sidecar.report.numbers
+    return StatusPage(lambda: replace(facts(), state="ready", version="0.0.0"), sidecar.core.clock, ALWAYS)
 
 
-def scrape(metrics: Metrics) -> Scrape:
+def scrape(page: StatusPage) -> Scrape:
     """As it is now, and not as it was within the last second."""
-    return Scrape(metrics._exposition.render(metrics.samples()).decode())
+    return Scrape(page.render().decode())
 
 
 @contextmanager
-def busy_sidecar(directory: Path) -> Iterator[tuple[Sidecar, Metrics]]:
+def busy_sidecar(directory: Path) -> Iterator[tuple[Sidecar, StatusPage]]:
     """Everything happened when it is there."""
     options = {
         "dram": "1MiB",

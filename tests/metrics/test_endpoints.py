@@ -9,16 +9,15 @@ from pathlib import Path
 import pytest
 
 from kvstore.block.errors import BadInput
-from kvstore.metrics.bounded_http import HttpAnswer, HttpRequest
-from kvstore.metrics.endpoints import MetricsAccess, read_token, sidecar_pages
-from kvstore.protocol.status import Readiness
+from kvstore.metrics.endpoints import HttpAnswer, MetricsAccess, read_token, sidecar_pages
+from kvstore.status.tree import Readiness
 
 TOKEN = "0123456789abcdef/+=_"
 
 
 def asked(access: MetricsAccess, path: str = "/metrics", **headers: str) -> HttpAnswer:
     pages = sidecar_pages(lambda: Readiness.READY, lambda: True, list, lambda: b"page", access)
-    return pages[path].answer(HttpRequest(path, headers))
+    return pages[path](headers)
 
 
 def test_one_tenant_alone_needs_no_token() -> None:

@@ -9,17 +9,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from asking import Asking
 from kvstore.block.account import HitTier, MissReason
-from kvstore.metrics.catalogue import METRICS
-from kvstore.metrics.exposition import MetricKind
-from kvstore.metrics.metrics import VERBS, Metrics
+from kvstore.metrics.server import ALWAYS
+from kvstore.protocol import messages as m
 from kvstore.protocol.door import LeaseReply, MatchReply
 from kvstore.service.accounting import NAMED_NAMESPACES, NAMED_TENANTS, Counting, NamespaceInfo, Outcome
 from kvstore.service.connections import DoorLimits
+from kvstore.status.declared import MetricKind, families
+from kvstore.status.page import StatusPage
+from kvstore.status.tree import SidecarStatus
 from metrics.busy_sidecar import BLOCK, CAUSED, busy_sidecar, metrics_of, scrape
 from metrics.promtool import promtool
 from metrics.scraped import Scrape
@@ -28,19 +31,21 @@ from tiering.counts.tally import EVICTIONS, CheckedAt
 from waiting import wait_until
 from workbench import MODEL, FakeClock, blank_pages, ids, random_pages, small_layout
 
+METRICS = families(SidecarStatus)
+VERBS = tuple(m.name_of(verb) for verb in get_args(m.Verb))
 THREADS = 4
 MOST_SERIES = 1000
 MOST_BYTES = 100_000
 
 
 @pytest.fixture(scope="module")
-def busy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Sidecar, Metrics]]:
+def busy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Sidecar, StatusPage]]:
     with busy_sidecar(tmp_path_factory.mktemp("busy")) as both:
         yield both
 
 
 @pytest.fixture(scope="module")
-def page(busy: tuple[Sidecar, Metrics]) -> Scrape:
+def page(busy: tuple[Sidecar, StatusPage]) -> Scrape:
     return scrape(busy[1])
 
 
@@ -106,7 +111,7 @@ def test_it_says_what_happened(page: Scrape) -> None:
     assert page.total("leases_total") == sum(page.series["kvstore_lease_wait_seconds_count"].values())
 
 
-def test_what_stat_shows_is_the_same(busy: tuple[Sidecar, Metrics]) -> None:
+def test_what_stat_shows_is_the_same(busy: tuple[Sidecar, StatusPage]) -> None:
     sidecar, metrics = busy
     facts, page = sidecar.admin.facts(), scrape(metrics)
     looked = facts.looked
@@ -229,7 +234,7 @@ def test_the_sum_holds_in_each_snapshot_under_load(tmp_path: Path, snapshots: in
 def test_tenants_add_up_as_the_whole_does_and_never_change_places(seed: int) -> None:
     chooser, one = random.Random(seed), Counting(FakeClock())
     print(f"seed {seed}")
-    before: dict[bytes, dict[Outcome, int]] = {}
+    before: dict[str, dict[str, int]] = {}
     for step in range(600):
         number = chooser.randrange(2 * NAMED_TENANTS)
         tenant = bytes([number]) * 16
@@ -240,20 +245,20 @@ def test_tenants_add_up_as_the_whole_does_and_never_change_places(seed: int) -> 
             one.leased(number, keys[:found], LeaseReply(step + 1, 0, found, tiers=((HitTier.DRAM, found),)))
             if chooser.random() < 0.3:
                 one.reported(step + 1, chooser.randrange(found))
-        tokens = one.counts().tokens
+        looked, served = one.served({})
         for outcome, whole in (
-            (Outcome.ASKED, tokens.asked),
-            (Outcome.FOUND, tokens.found),
-            (Outcome.CLAIMED, tokens.claimed),
-            (Outcome.GRANTED, tokens.granted.total()),
-            (Outcome.REVOKED, tokens.revoked.total()),
-            (Outcome.MISSED, tokens.missed.total()),
+            (Outcome.ASKED, looked.asked_tokens),
+            (Outcome.FOUND, looked.found_in_all),
+            (Outcome.CLAIMED, looked.claimed),
+            (Outcome.GRANTED, sum(looked.granted.values())),
+            (Outcome.REVOKED, sum(looked.revoked.values())),
+            (Outcome.MISSED, sum(looked.miss_tokens.values())),
         ):
-            assert sum(mine[outcome] for mine in tokens.by_tenant.values()) == whole
+            assert sum(mine[outcome] for mine in served.tenants.values()) == whole
         for name, outcomes in before.items():
-            assert all(tokens.by_tenant[name][outcome] >= count for outcome, count in outcomes.items())
-        before = {name: dict(mine) for name, mine in tokens.by_tenant.items()}
-    assert len(before) == NAMED_TENANTS + 1 and before[b""]
+            assert all(served.tenants[name][outcome] >= count for outcome, count in outcomes.items())
+        before = served.tenants
+    assert len(before) == NAMED_TENANTS + 1 and before["other"]
 
 
 def test_namespaces_are_described_as_long_as_they_are_few() -> None:
@@ -261,40 +266,30 @@ def test_namespaces_are_described_as_long_as_they_are_few() -> None:
     for number in range(3 * NAMED_NAMESPACES):
         one.opened(number, BLOCK, NamespaceInfo(bytes([number]), b"t", "model", "raw", BLOCK))
     one.opened(0, BLOCK, NamespaceInfo(bytes([0]), b"t", "model", "raw", BLOCK))
-    named = [info.digest[0] for info in one.counts().namespaces]
+    named = [int(digest, 16) for digest, *_ in one.served({b"t": "default"})[1].namespaces]
     assert named == [*range(2 * NAMED_NAMESPACES + 1, 3 * NAMED_NAMESPACES), 0]
 
 
 # --- what it costs ---------------------------------------------------------------------------------------------------
 
 
-def test_a_page_is_small_and_made_once_a_second(busy: tuple[Sidecar, Metrics], page: Scrape) -> None:
+def test_a_page_is_small_and_made_once_a_second(busy: tuple[Sidecar, StatusPage], page: Scrape) -> None:
     series = sum(map(len, page.series.values()))
     many = MOST_SERIES - series - (NAMED_TENANTS + 1) * len(Outcome) - NAMED_NAMESPACES - NAMED_TENANTS
     assert many > 0, f"{series} series, and those of more tenants and namespaces"
     assert len(page.text) < MOST_BYTES
     sidecar, _ = busy
-    metrics, rendered = metrics_of(sidecar), []
-    render = metrics._exposition.render
-    metrics._exposition.render = lambda samples: rendered.append(1) or render(samples)  # type: ignore[method-assign]
-    clock = FakeClock()
-    sidecar.core.clock, real = clock, sidecar.core.clock
-    try:
-        pages = {metrics.page() for _ in range(100)}
-        assert len(pages) == 1 and len(rendered) == 1
-        clock.advance(1.0)
-        metrics.page()
-        assert len(rendered) == 2
-    finally:
-        sidecar.core.clock = real
-    took = _shortest(lambda: metrics.samples()), _shortest(lambda: scrape_bytes(metrics))
-    print(f"{series} series, {len(page.text)} bytes; sampled in {took[0]:.2f} ms, rendered in {took[1]:.2f} ms")
-    held = _shortest(sidecar.store.usage), _shortest(sidecar.counting.counts)
+    clock, made = FakeClock(), []
+    facts = sidecar.report.numbers
+    metrics = StatusPage(lambda: made.append(1) or facts(), clock, ALWAYS)  # type: ignore[func-returns-value]
+    assert len({metrics.page() for _ in range(100)}) == 1 and len(made) == 1
+    clock.advance(1.0)
+    metrics.page()
+    assert len(made) == 2
+    took = _shortest(facts), _shortest(metrics.render)
+    print(f"{series} series, {len(page.text)} bytes; sampled in {took[0]:.2f} ms, made in {took[1]:.2f} ms")
+    held = _shortest(sidecar.store.usage), _shortest(lambda: sidecar.counting.served({}))
     print(f"under the store's lock {held[0]:.3f} ms at most, under the accounting's {held[1]:.3f} ms")
-
-
-def scrape_bytes(metrics: Metrics) -> bytes:
-    return metrics._exposition.render(metrics.samples())
 
 
 def _shortest(work: object) -> float:

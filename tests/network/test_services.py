@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvstore.block.identity import ExtraKey
 from kvstore.client.handle import NamespaceHandle
 from kvstore.protocol import messages as m
 from kvstore.protocol.told import RequestTold
+from kvstore.status.tree import SidecarStatus
 from kvstore.wire import admin_pb2, score_pb2, store_pb2
 from network.running import RunningNetwork, beside, grpc, network, refused, token_file
 from service.sidecar import Sidecar
@@ -182,12 +184,15 @@ def test_the_operator_sees_all_and_a_tenant_does_not(running: RunningNetwork, si
     operator, tenant = running.operator(), running.of_tenant()
     facts = sidecar.admin.facts()
 
-    def stat() -> admin_pb2.SidecarStatus:
-        return operator.ask(operator.admin.Stat, admin_pb2.StatRequest()).facts
+    def stat() -> admin_pb2.StatResponse:
+        return operator.ask(operator.admin.Stat, admin_pb2.StatRequest())
 
-    wait_until(lambda: stat().tiers[0].slots["used"] == facts.tiers[0].slots["used"])  # observers' answers may be older
-    told = stat()
-    assert (told.run, told.policy, told.nvme_writes) == (facts.run, facts.policy, str(facts.nvme_writes))
+    slots = facts.tiers[0].slots
+    wait_until(lambda: stat().facts.tiers[0].slots["used"] == slots["used"])  # observers' answers may be older
+    answer = stat()
+    typed, told = answer.facts, msgspec.json.decode(answer.json, type=SidecarStatus)
+    assert (typed.run, typed.blocks, typed.state, answer.version) == (facts.run, facts.blocks, "ready", 1)
+    assert (told.run, told.policy, told.nvme_writes) == (facts.run, facts.policy, facts.nvme_writes)
     assert [one.digest for one in told.namespaces] == [one.digest for one in facts.namespaces]
     assert told.looked.asked_tokens == facts.looked.asked_tokens
     health = operator.ask(operator.admin.Health, admin_pb2.HealthRequest())

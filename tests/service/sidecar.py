@@ -16,11 +16,12 @@ from kvstore.insight.recording import Recording
 from kvstore.insight.whatif import WhatIf
 from kvstore.node import EmbeddedStore, SystemClock
 from kvstore.service.accounting import Counting
-from kvstore.service.admin import Admin, Observer
+from kvstore.service.admin import Admin, Observer, SidecarHealth, StatusReport
 from kvstore.service.connections import DoorLimits
 from kvstore.service.dispatch import Handlers
 from kvstore.service.local_door import LocalDoor
 from kvstore.service.sessions import Sessions
+from kvstore.service.settings import StoreSettings
 from workbench import open_at
 
 
@@ -49,7 +50,8 @@ class Sidecar:
         self.core = self.store._store
         clock = SystemClock()
         self.sessions = Sessions(self.core, 1, secrets.token_bytes)
-        run, self.counting = secrets.token_bytes(16), Counting(clock)
+        run = secrets.token_bytes(16)
+        self.counting = Counting(clock, run)
         recording = Recording(clock, secrets.token_bytes)
         self.whatif = WhatIf(clock, secrets.randbits(64))
         self.handlers = Handlers(self.core, self.sessions, run, self.counting, recording, self.store.names, self.whatif)
@@ -64,19 +66,11 @@ class Sidecar:
         self.courier_path = directory / "courier.sock"
         if self.desk is not None:
             self.door.listen_couriers(self.courier_path, self.desk)
-        self.admin = Admin(
-            self.store,
-            self.sessions,
-            self.counting,
-            recording,
-            self.door,
-            run,
-            lambda: "ready",
-            whatif=self.whatif,
-            told=self.told,
-            prefixes=self.prefixes,
-            couriers=self.desk,
+        self.health = SidecarHealth(self.store, self.sessions, StoreSettings(), couriers=self.desk)
+        self.report = StatusReport(
+            self.store, self.health, self.sessions, self.door, self.counting, self.whatif, self.told
         )
+        self.admin = Admin(self.store, self.report, self.door, recording, self.told, self.prefixes)
         self.admin_path = directory / "admin.sock"
         self.door.listen_admin(self.admin_path, self.admin)
         self.observe_path = directory / "observe.sock"

@@ -21,7 +21,7 @@ from kvstore.client.framing import FramedSocket
 from kvstore.client.sidecar_store import CallLimits, open_sidecar
 from kvstore.node import SystemClock
 from kvstore.protocol import messages as m
-from kvstore.protocol.status import pick, printable
+from kvstore.protocol.words import pick, printable
 from kvstore.service.connections import ADMIN_CONNECTIONS, DoorLimits
 from service.sidecar import Sidecar, patient
 from tiering.nvme.lmdb_index import LmdbMaker

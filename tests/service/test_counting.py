@@ -11,8 +11,8 @@ import pytest
 from kvstore.block.account import HitTier, MissReason
 from kvstore.client.handle import NamespaceHandle
 from kvstore.protocol.replies import LeaseReply, MatchReply
-from kvstore.protocol.status import LookupCounts
-from kvstore.service.accounting import OPEN_LOOKUPS, Counting, looked
+from kvstore.service.accounting import OPEN_LOOKUPS, Counting
+from kvstore.status.tree import LookupCounts
 from service.sidecar import Sidecar
 from tiering.frame import HEADER_BYTES
 from tiering.nvme.lmdb_index import LmdbMaker
@@ -24,6 +24,10 @@ def adds_up(one: LookupCounts) -> bool:
     blocks = sum(one.hit_blocks.values()) + sum(one.miss_blocks.values()) + one.found_blocks
     counts = (*one.hit_blocks.values(), *one.miss_blocks.values(), one.found_blocks)
     return (one.asked_tokens, one.asked_blocks) == (tokens, blocks) and min(counts, default=0) >= 0
+
+
+def looked(counting: Counting) -> LookupCounts:
+    return LookupCounts.summed(counts for counts, _ in counting.of_namespaces().values())
 
 
 def keys(*names: int) -> list[bytes]:
@@ -38,7 +42,7 @@ def test_a_lease_without_a_look_up_asks_by_itself_and_what_the_engine_has_is_its
     one = Counting(FakeClock())
     one.opened(0, 64)
     one.leased(0, keys(1, 2, 3), LeaseReply(7, 2, 3, tiers=((HitTier.NVME, 3),)))
-    facts = looked(list(one.all().values()))
+    facts = looked(one)
     assert facts.hit_tokens == {"engine": 128, "nvme": 64} and facts.asked_tokens == 192
     assert facts.granted_tokens == 64 and facts.hit_rate == pytest.approx(1 / 3)
 
@@ -50,13 +54,15 @@ def test_of_what_a_shorter_lease_leaves_out_it_is_known_that_it_was_there() -> N
     for _ in range(2):
         one.looked_up(0, keys(1, 2, 3, 4), found(3, 4))
     one.leased(0, keys(1, 2), LeaseReply(7, 0, 2, tiers=((HitTier.DRAM, 2),)), found=3)
-    (counts,) = one.all().values()
-    assert (counts.asked, counts.found, counts.hits) == (512, 256, {HitTier.DRAM: 128})
+    counts = looked(one)
+    assert (counts.asked_tokens, counts.found_tokens, counts.hit_tokens) == (512, 256, {"dram": 128})
     one.leased(0, keys(1, 2), LeaseReply(8, 0, 2, tiers=((HitTier.DRAM, 2),)), found=3)
-    one.leased(0, keys(1, 2), LeaseReply(9, 0, 2, tiers=((HitTier.DRAM, 2),)), found=3)
-    (counts,) = one.all().values()
-    assert (counts.asked, counts.found, counts.hits) == (640, 128, {HitTier.DRAM: 384}), "the third had no look-up"
-    assert adds_up(looked([counts]))
+    one.leased(0, keys(1, 2), LeaseReply(9, 0, 2, tiers=((HitTier.DRAM, 2),)), found=3)  # had no look-up
+    counts = looked(one)
+    assert (counts.asked_tokens, counts.found_tokens, counts.hit_tokens) == (640, 128, {"dram": 384}), (
+        "the third had no look-up"
+    )
+    assert adds_up(counts)
 
 
 def test_what_is_remembered_is_bounded() -> None:
@@ -66,7 +72,7 @@ def test_what_is_remembered_is_bounded() -> None:
         one.looked_up(0, [number.to_bytes(32, "little")], found(1, 1))
         one.looked_up(0, keys(1, 2), found(2, 2))
     assert len(one._open) <= OPEN_LOOKUPS
-    assert adds_up(looked(list(one.all().values())))
+    assert adds_up(looked(one))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -91,10 +97,10 @@ def test_whatever_comes_the_sums_match(seed: int) -> None:
                 next_lease += 1
             case _:
                 one.reported(random.randrange(next_lease + 1), random.randrange(-2, 8))
-        assert adds_up(looked(list(one.all().values())))
-    each = [looked([counts]) for counts in one.all().values()]
+        assert adds_up(looked(one))
+    each = [counts for counts, _ in one.of_namespaces().values()]
     assert all(map(adds_up, each)) and all(facts.asked_blocks for facts in each)
-    assert looked(list(one.all().values())).asked_tokens == sum(facts.asked_tokens for facts in each)
+    assert looked(one).asked_tokens == sum(facts.asked_tokens for facts in each)
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -20,7 +20,7 @@ from asking import Asking, stand_in
 from kvstore.block.account import MissReason
 from kvstore.client.handle import IN_FLIGHT_SECONDS, NamespaceHandle, PutResult
 from kvstore.protocol import messages as m
-from kvstore.service.accounting import OfferedTokens
+from kvstore.status.tree import PutCounts
 from service.sidecar import Sidecar
 from tiering.counts.awaits import AwaitEnd
 from waiting import wait_until
@@ -61,6 +61,12 @@ def at_once(puts: Sequence[Callable[[], PutResult]]) -> list[PutResult]:
         return list(pool.map(run, puts))
 
 
+def put_counts(sidecar: Sidecar) -> PutCounts:
+    served = sidecar.report.numbers().served
+    assert served is not None
+    return served.puts
+
+
 @pytest.mark.parametrize("place", ["in this process", "through sockets"])
 def test_every_tail_behind_a_common_head_is_stored(place: str, sidecar: Sidecar) -> None:
     with ExitStack() as stack:
@@ -97,16 +103,16 @@ def test_a_put_waits_for_a_hung_client_within_its_deadline_and_holds_nothing_mea
     with sidecar.client() as other, sidecar.client() as mine, ThreadPoolExecutor(1) as pool:
         theirs, handle = (store.namespace(model=MODEL, layout=WHOLE) for store in (other, mine))
         reservation = in_flight(theirs, HEAD)
-        refused = sidecar.counting.counts().tokens
+        refused = put_counts(sidecar)
         assert handle.put(prompt(0, 1), random_pages(WHOLE, BLOCKS), deadline_ms=50).in_flight == HEAD
         put = pool.submit(handle.put, prompt(0, 1), random_pages(WHOLE, BLOCKS))
         wait_until(lambda: sidecar.core.awaits.counts().parked == 1)
         assert sidecar.core.usage().reservations == 1, "none of the put that waits"
         result = put.result(30 * IN_FLIGHT_SECONDS)
         assert (result, result.in_flight) == (PutResult(0, 0, 0, MissReason.IN_FLIGHT), HEAD)
-        counts = sidecar.counting.counts().tokens
-        assert refused.put_refused[MissReason.IN_FLIGHT] == 0
-        assert counts.put_refused[MissReason.IN_FLIGHT] == 2 * 64 * BLOCKS, "once for each put that gave up"
+        counts = put_counts(sidecar)
+        assert not refused.refused
+        assert counts.refused[MissReason.IN_FLIGHT] == 2 * 64 * BLOCKS, "once for each put that gave up"
         Asking(theirs.door).abort(reservation)
         assert handle.put(prompt(0, 1), random_pages(WHOLE, BLOCKS)) == PutResult(0, BLOCKS, None, None)
 
@@ -131,9 +137,8 @@ def test_what_is_waited_for_and_stored_is_no_refused_token(sidecar: Sidecar) -> 
             go_on.set()
             assert one.result(30) == PutResult(0, BLOCKS, None, None)
             assert two.result(30) == PutResult(HEAD, TAIL, None, None)
-        tokens = sidecar.counting.counts().tokens
-        assert tokens.put[OfferedTokens.RESERVED] == 64 * (BLOCKS + TAIL)
-        assert not tokens.put[OfferedTokens.REFUSED] and not any(tokens.put_refused.values())
+        counts = put_counts(sidecar)
+        assert counts.tokens == {"reserved": 64 * (BLOCKS + TAIL), "refused": 0} and not counts.refused
         assert sidecar.core.awaits.counts().ended[AwaitEnd.READABLE] == 1
 
 

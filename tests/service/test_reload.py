@@ -20,9 +20,9 @@ from kvstore.cli import ask
 from kvstore.client.framing import FramedSocket
 from kvstore.node import SystemClock
 from kvstore.protocol import messages as m
-from kvstore.protocol.status import SidecarStatus
 from kvstore.service.serve import taken_over
 from kvstore.service.settings import read_settings
+from kvstore.status.tree import SidecarStatus
 from service.sidecar import Sidecar
 from service.test_serve import ended, serving
 

@@ -27,8 +27,8 @@ from kvstore.block.account import MissReason
 from kvstore.cli import ask
 from kvstore.client.handle import NamespaceHandle
 from kvstore.node import SystemClock
-from kvstore.protocol.status import SidecarStatus
 from kvstore.service import keeper as keeper_program
+from kvstore.status.tree import SidecarStatus
 from service.sidecar import patient
 from service.test_serve import PATHS, SERVE, ended, page, serving
 from small_disk import fill, small_disk

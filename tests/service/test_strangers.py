@@ -175,9 +175,9 @@ def test_keys_behind_what_a_look_up_found_are_refused_as_well_and_nothing_is_cou
     short, twice = "another length", "there twice"
     for behind, said in (([bytes(31)], short), ([bytes(32), b""], short), ([bytes(32)] * 2, twice)):
         assert is_refused(mine.ask(m.MatchPrefix(number, [*KEYS, *behind])), said)
-    assert place.sidecar.counting.counts().tokens.lookups == 0
+    assert place.sidecar.admin.facts().looked.lookups == 0
     assert mine.ask(m.MatchPrefix(number, [*KEYS, bytes(32)])).reply.blocks == BLOCKS  # type: ignore[union-attr]
-    assert place.sidecar.counting.counts().tokens.lookups == 1
+    assert place.sidecar.admin.facts().looked.lookups == 1
     thrice = mine.ask(m.MatchPrefix(number, [KEYS[0]] * 3))  # found, so it is not looked at again
     assert thrice.reply.blocks == 3  # type: ignore[union-attr]
 

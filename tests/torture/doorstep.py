@@ -22,8 +22,8 @@ from kvstore.client.handle import Lease
 from kvstore.client.sidecar_store import SidecarStore
 from kvstore.node import SystemClock
 from kvstore.protocol import messages as m
-from kvstore.protocol.status import SidecarStatus
 from kvstore.service.connections import DoorLimits
+from kvstore.status.tree import SidecarStatus
 from service.sidecar import patient
 from torture import outside
 from torture.peer import LONG_SECONDS

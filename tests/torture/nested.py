@@ -40,10 +40,10 @@ from kvstore.cli.report import NamespacesReport, StatReport
 from kvstore.client.connection import checked_facts
 from kvstore.insight.trace import read_trace
 from kvstore.protocol import messages as m
-from kvstore.protocol import status as f
 from kvstore.protocol.lease_ticket import LeaseTicket
 from kvstore.protocol.replies import Grant
 from kvstore.service.settings import read_settings
+from kvstore.status import tree as f
 from tiering.dram.extents import Extent
 from tiering.dram.keeping import Ledger
 from tiering.errors import BlockCorrupt

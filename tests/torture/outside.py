@@ -19,7 +19,7 @@ from typing import Any, Self
 from kvstore.block.errors import StoreError
 from kvstore.cli import ask
 from kvstore.node import SystemClock
-from kvstore.protocol.status import SidecarStatus
+from kvstore.status.tree import SidecarStatus
 
 SERVES_WITHIN_SECONDS = 60
 SETTLES_WITHIN_SECONDS = 60
