@@ -179,31 +179,27 @@ class BenchResult:
 
 def table_of(rows: Sequence[Row], left_out: Iterable[str] = ()) -> Table:
     """A line for each row. Columns are what these rows have; what they differ in names of is no column."""
-    columns: dict[str, list[str]] = {}
-    for name in dict.fromkeys(name for row in rows for name in row.what):
-        columns[name.removesuffix("_bytes").replace("_", " ")] = [cell(name, row.what.get(name)) for row in rows]
-    units = {row.unit for row in rows}
-    if any(row.samples > 1 for row in rows):
-        columns["samples"] = [str(row.samples) for row in rows]
-    if len(units) == 1:
-        columns[rows[0].unit or "measured"] = [cell("", row.value) for row in rows]
-    else:
-        columns["measured"] = [f"{cell('', row.value)} {row.unit}".rstrip() for row in rows]
-    columns |= _found("low .. high", [_spread(row.low, row.high) for row in rows])
-    columns |= _found("beside", ["" if row.limit is None else f"{row.limit_of} {number(row.limit)}" for row in rows])
-    columns |= _found("ratio", ["" if row.ratio is None else number(row.ratio) for row in rows])
-    columns |= _found("quartiles", [_spread(row.ratio_low, row.ratio_high) for row in rows])
-    for name in _shared(rows):
-        columns[name.removesuffix("_bytes").replace("_", " ")] = [cell(name, row.details[name]) for row in rows]
-    marks = {True: "met", False: "missed"}
-    columns |= _found("target", ["" if row.met is None else f"{row.target} {marks[row.met]}" for row in rows])
-    table = Table()
-    shown = {name: cells for name, cells in columns.items() if name not in left_out}
-    for name in shown:
-        table.add_column(name)
+    marks = {None: "", True: "met", False: "missed"}
+    columns = {_heading(name): [cell(name, row.what.get(name)) for row in rows] for row in rows for name in row.what}
+    columns |= {
+        "samples": [str(row.samples) for row in rows],
+        "measured": [f"{cell('', row.value)} {row.unit}".rstrip() for row in rows],
+        "low .. high": [_spread(row.low, row.high) for row in rows],
+        "beside": ["" if row.limit is None else f"{row.limit_of} {number(row.limit)}" for row in rows],
+        "ratio": ["" if row.ratio is None else number(row.ratio) for row in rows],
+        "quartiles": [_spread(row.ratio_low, row.ratio_high) for row in rows],
+    }
+    columns |= {_heading(name): [cell(name, row.details[name]) for row in rows] for name in _shared(rows)}
+    columns["target"] = [f"{row.target or ''} {marks[row.met]}".strip() for row in rows]
+    shown = {name: cells for name, cells in columns.items() if name not in left_out and any(cells)}
+    table = Table(*shown)
     for cells in zip(*shown.values(), strict=True):
         table.add_row(*map(escape, cells))
     return table
+
+
+def _heading(name: str) -> str:
+    return name.removesuffix("_bytes").replace("_", " ")
 
 
 def cell(name: str, value: Any) -> str:
@@ -229,10 +225,6 @@ def number(value: float) -> str:
 
 def _spread(low: float | None, high: float | None) -> str:
     return "" if low is None or high is None or low == high else f"{number(low)} .. {number(high)}"
-
-
-def _found(name: str, cells: list[str]) -> dict[str, list[str]]:
-    return {name: cells} if any(cells) else {}
 
 
 def _shared(rows: Sequence[Row]) -> list[str]:
