@@ -40,7 +40,7 @@ ENGINE_STAMP := $(ENGINES)/.installed-$(shell cat pyproject.toml engines.txt eng
 
 # What computes rather than talks: kernels in Triton's interpreter and in its compiler, codecs on a model, adapters.
 KERNEL_TESTS := tests/kernels tests/adapters tests/demo \
-    tests/bench/test_codec.py tests/bench/test_kernels_bench.py tests/bench/test_gpu_list.py
+    tests/bench/test_benches.py tests/bench/test_gpu_list.py
 
 # An installed environment carries the checksum of the two files it was made from in its stamp's name, so that
 # a change of their content makes it stale and a mere checkout does not.
@@ -158,7 +158,7 @@ gpu: $(if $(PYTHON),,$(STAMP))
 	@$(or $(PYTHON),$(VENV)/bin/python) benchmarks/gpu.py $(foreach stage,$(STAGE),--stage $(stage)) $(ARGS)
 
 torture: $(STAMP)
-	PYTHONPATH=tests $(VENV)/bin/python -m torture $(ARGS)
+	PYTHONPATH=tests:benchmarks $(VENV)/bin/python -m torture $(ARGS)
 
 # For tests of deploy/prometheus, which skip without it. Debian's package, on a machine that has apt; KVSTORE_PROMTOOL names
 # another one, and PATH is searched as well.

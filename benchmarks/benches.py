@@ -1,4 +1,4 @@
-"""Benches that decisions about the product rest on, and those of `kvstore bench`: of a checkout, and never installed.
+"""The benches of `kvstore bench`: scripts of a checkout, never installed.
 
     python benchmarks/benches.py kernels --device cpu      as `kvstore bench kernels` in a checkout
     python benchmarks/benches.py all                       tiers, lookup, restart and codec, which need no GPU
@@ -9,15 +9,75 @@ Options, `--json`, `--check` and the status are as those of `kvstore bench`. It 
 import json
 import shutil
 import sys
-from collections.abc import Callable
 from typing import Annotated, Any
 
 from kvstore.block.errors import BadInput
 from kvstore.cli import main as command_line
-from kvstore.cli.bench import MOVED, BenchData, Check, judge, report
-from kvstore.cli.terminal import Json, Result, Show, bench, print_result, shown_progress, typer
+from kvstore.cli.bench import Check, judge, report, traffic_command
+from kvstore.cli.terminal import Json, Show, bench, expanded_path, print_result, shown_progress, typer
 
-bench.registered_commands[:] = [one for one in bench.registered_commands if one.name not in MOVED]
+BenchData = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DIR",
+        callback=expanded_path,
+        help="Measure the disk of this directory. That of temporary files if left out.",
+    ),
+]
+BenchDevice = Annotated[
+    str | None, typer.Option(metavar="NAME", help="cuda or cpu. A GPU where there is one if left out.")
+]
+Laps = Annotated[int | None, typer.Option(metavar="N", min=1, help="Turns that each median is of.")]
+
+
+def _number(help: str) -> Any:
+    return typer.Option(metavar="N", min=1, help=help)
+
+
+bench.registered_commands.clear()
+
+
+@bench.command("tiers")
+def bench_tiers(
+    only: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIER", help="Measure this alone: dram, door (DRAM of a sidecar) or nvme. All if left out."
+        ),
+    ] = None,
+    data: BenchData = None,
+    check: Check = False,
+    as_json: Json = False,
+) -> int:
+    """How near put and get come to a plain memory copy, in this process and through a sidecar's socket, and on NVMe to
+    what fio reaches.
+
+    A plain loop of direct I/O runs beside fio, or alone if fio is not on the path. The disk's part takes 1.5 GiB of it
+    and about a minute; the others up to half of the free memory and three minutes each.
+    """
+    with shown_progress() as show:
+        result = _tiers(data, show, only)
+    return judge([result], as_json, check)
+
+
+def _tiers(data: str | None, show: Show, only: str | None = None) -> Any:
+    show("loading torch")
+    from kv_bench import nvme, tiers
+
+    disk = nvme.NvmeOptions(data=data, fio=shutil.which("fio"))
+    return tiers.run(tiers.TiersOptions(nvme=disk), show, only)
+
+
+@bench.command("lookup")
+def bench_lookup(check: Check = False, as_json: Json = False) -> int:
+    """How long it takes to find a prompt's longest stored prefix: in this process, through a sidecar's socket, and for
+    eight clients of a sidecar at once."""
+    with shown_progress() as show:
+        show("loading torch")
+        from kv_bench import lookup
+
+        result = lookup.run(lookup.LookupOptions(), show)
+    return judge([result], as_json, check)
 
 
 @bench.command("network")
@@ -37,12 +97,12 @@ def bench_network(
     beside a raw stream."""
     with shown_progress() as show:
         show("loading torch")
-        from kv_bench.network import pull_rows, rows, valkey_rows
+        from kv_bench import network
 
-        ways: dict[str, Callable[[], Result]] = {
-            "grpc": lambda: rows.run(rows.NetworkBenchOptions(seconds=seconds), show),
-            "peers": lambda: pull_rows.run(pull_rows.PullBenchOptions(), show),
-            "valkey": lambda: valkey_rows.run(valkey_rows.ValkeyBenchOptions(), show),
+        ways: dict[str, Any] = {
+            "grpc": lambda: network.grpc(network.GrpcOptions(seconds=seconds), show),
+            "peers": lambda: network.peers(network.FrameOptions(48), show),
+            "valkey": lambda: network.valkey(network.FrameOptions(16), show),
         }
         if only is not None and only not in ways:
             raise BadInput(f"--only {only}: the rows are {', '.join(ways)}")
@@ -91,34 +151,21 @@ def bench_codec(
     if windows is not None and not quality:
         raise typer.BadParameter("--windows belongs to --quality; add --quality, or leave --windows out")
     with shown_progress() as show:
-        show("loading torch")
-        from kv_bench import codec
-
-        modes = [_codec_speed(show)] if speed else []
-        result = codec.result_of(*modes, *([_codec_quality(windows, show)] if quality else []))
+        result = _codec(speed, 32 if windows is None else windows, quality, show)
     return judge([result], as_json, check)
 
 
-def _codec_speed(show: Show) -> Any:
-    from kv_bench import codec_speed
+def _codec(speed: bool, windows: int, quality: bool, show: Show) -> Any:
+    show("loading torch")
+    from kv_bench import codec
 
-    return codec_speed.run(progress=show)
+    modes = [codec.speed(show)] if speed else []
+    if quality:
+        show("loading transformers")
+        from kv_bench import codec_quality
 
-
-def _codec_quality(windows: int | None, show: Show) -> Any:
-    show("loading transformers")
-    from kv_bench import codec_quality
-
-    options = codec_quality.QualityOptions() if windows is None else codec_quality.QualityOptions(windows)
-    return codec_quality.run(options, show).found()
-
-
-BenchDevice = Annotated[
-    str | None, typer.Option(metavar="NAME", help="cuda or cpu. A GPU where there is one if left out.")
-]
-
-
-Laps = Annotated[int | None, typer.Option(metavar="N", min=1, help="Turns that each median is of.")]
+        modes.append(codec_quality.run(codec_quality.QualityOptions(windows), show))
+    return codec.result_of(*modes)
 
 
 @bench.command("kernels")
@@ -132,10 +179,10 @@ def bench_kernels(
         list[str] | None,
         typer.Option(metavar="SIZE", help="KV that is moved at once, such as 1GiB. May be given again."),
     ] = None,
-    layers: Annotated[int | None, typer.Option(metavar="N", min=1, help="Of a block; 32 on a GPU.")] = None,
-    kv_heads: Annotated[int | None, typer.Option(metavar="N", min=1, help="Of a layer; 8 on a GPU.")] = None,
-    head_dim: Annotated[int | None, typer.Option(metavar="N", min=1, help="Of a head; 128 on a GPU.")] = None,
-    page_tokens: Annotated[int | None, typer.Option(metavar="N", min=1, help="Of a page; 16.")] = None,
+    layers: Annotated[int | None, _number("Of a block; 32 on a GPU.")] = None,
+    kv_heads: Annotated[int | None, _number("Of a layer; 8 on a GPU.")] = None,
+    head_dim: Annotated[int | None, _number("Of a head; 128 on a GPU.")] = None,
+    page_tokens: Annotated[int | None, _number("Of a page; 16.")] = None,
     laps: Laps = None,
     check: Check = False,
     as_json: Json = False,
@@ -147,11 +194,11 @@ def bench_kernels(
     """
     with shown_progress() as show:
         show("loading torch and transformers")
-        from kv_bench.engines import kernels
+        from kv_bench import kernels
 
         given = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim}
-        options = kernels.options_for(device, given, page_tokens=page_tokens, sizes=size or (), laps=laps)
-        result = kernels.run(options, show, device, stage or ()).found()
+        options = kernels.options_for(device, given, page_tokens, size or (), laps)
+        result = kernels.run(options, show, device, stage or ())
     return judge([result], as_json, check)
 
 
@@ -183,15 +230,9 @@ def bench_ttft(
             help="vllm: this alone: ttft, itl, hooks, overhead or hand-over. May be given again. All if left out.",
         ),
     ] = None,
-    turns: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="vllm: turns of each TTFT; 7, of hand-overs 12.")
-    ] = None,
-    arrivals: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="vllm: hits of each kind among running streams; 24.")
-    ] = None,
-    pairs: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="vllm: turns with and without a store; 40.")
-    ] = None,
+    turns: Annotated[int | None, _number("vllm: turns of each TTFT; 7, of hand-overs 12.")] = None,
+    arrivals: Annotated[int | None, _number("vllm: hits of each kind among running streams; 24.")] = None,
+    pairs: Annotated[int | None, _number("vllm: turns with and without a store; 40.")] = None,
     check: Check = False,
     as_json: Json = False,
 ) -> int:
@@ -212,38 +253,30 @@ def bench_ttft(
     if foreign:
         belongs = "hf" if is_vllm else "vllm"
         raise typer.BadParameter(f"{', '.join(foreign)} belongs to --engine {belongs}; leave it out with {engine}")
-    if is_vllm:
-        return _ttft_vllm(
-            {
-                "shape": shape,
-                "context": context,
-                "turns": turns,
-                "arrivals": arrivals,
-                "pairs": pairs,
-                "device": device,
-            },
-            only or [],
-            as_json,
-            check,
-        )
-    with shown_progress() as show:
-        show("loading torch and transformers")
-        from kv_bench.engines import ttft
-
-        options = ttft.options_for(
-            device, shape=shape, contexts=context, chunk_tokens=chunk, laps=laps, seconds=seconds
-        )
-        result = ttft.run(options, show, device, engine).found()
-    return judge([result], as_json, check)
-
-
-def _ttft_vllm(given: dict[str, Any], parts: list[str], as_json: bool, check: bool) -> int:
     with shown_progress() as show:
         show("loading the bench")
-        from kv_bench.engines import ttft_vllm
+        if is_vllm:
+            from kv_bench import ttft_vllm
+            from kv_bench.llamas import parse_tokens
 
-        result = ttft_vllm.run(ttft_vllm.options_for(parts=parts, **given), show).found()
+            given = {"prefix_tokens": None if context is None else parse_tokens(context), "turns": turns}
+            given |= {"hand_overs": turns, "arrivals": arrivals, "pairs": pairs}
+            result = ttft_vllm.run(ttft_vllm.options_for(only or (), shape, device, **given), show)
+        else:
+            from kv_bench import ttft
+
+            more: dict[str, Any] = {"shape": shape, "chunk_tokens": chunk, "laps": laps, "seconds": seconds}
+            result = ttft.run(ttft.options_for(device, context, **more), show, device, engine)
     return judge([result], as_json, check)
+
+
+def _engines(kinds: list[str], shape: str | None, own_share: float) -> Any:
+    from kv_bench.traffic_engines import starter_of
+
+    return starter_of(kinds, shape, own_share)
+
+
+bench.command("traffic")(traffic_command(_engines))
 
 
 @bench.command("all")
@@ -251,14 +284,13 @@ def bench_all(data: BenchData = None, check: Check = False, as_json: Json = Fals
     """Every bench that needs no GPU, one after the other: tiers, lookup, restart, codec."""
     with shown_progress() as show:
         show("loading torch")
-        from kv_bench import codec, restart
-        from kvstore.bench import lookup, nvme, tiers
+        from kv_bench import lookup, restart
 
-        results: list[Result] = [
-            tiers.run(tiers.TiersOptions(nvme=nvme.NvmeOptions(data=data, fio=shutil.which("fio"))), show),
-            lookup.run(progress=show),
+        results: list[Any] = [
+            _tiers(data, show),
+            lookup.run(lookup.LookupOptions(), show),
             restart.run(restart.RestartOptions(data=data), show),
-            codec.result_of(_codec_speed(show), _codec_quality(None, show)),
+            _codec(True, 32, True, show),
         ]
     if as_json:
         print(json.dumps({"bench": "all", "results": [result.to_dict() for result in results]}))

@@ -24,18 +24,16 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
-from insight_cost import console_command, prompts
-from kvstore.bench.lookup_client import MODEL, shape_of
-from kvstore.bench.rig import LookupOptions, PagePool
-from kvstore.bench.sidecar import Sidecar
+from insight_cost import BLOCKS, drawn_prompts
+from kv_bench.console import SECONDS, console_command
+from kv_bench.process import Sidecar
+from kv_bench.rig import MODEL, SMALLEST, PagePool
 from kvstore.client.handle import NamespaceHandle
 
 ALLOWED = 1.5
 """Of the quiet figure of the same round."""
-PROMPTS, BLOCKS = 64, 64
+PROMPTS = 64
 QUIET = "quiet"
-SECONDS = 60.0
-"""For whatever is waited for."""
 FLOOD = """
 import itertools, socket, sys
 host, port, paths = sys.argv[1], int(sys.argv[2]), sys.argv[3].split()
@@ -58,8 +56,10 @@ KEPT = "/api/status /api/series /api/misses /api/namespaces /api/engines /api/wh
 """What the console answers from what it has."""
 ASKED = "/api/prefixes /api/request?id=a"
 """For what it asks the sidecar each time."""
-FLOODS = ((KEPT, 16), (ASKED, 16))
-"""A process each: what it asks for, over how many connections at a time."""
+CONNECTIONS = 16
+"""At a time, of each of two processes that flood: one for what it has, one for what it asks for."""
+Happened = Callable[[], int]
+"""Says afterwards that the fault was there."""
 
 
 @contextmanager
@@ -101,12 +101,16 @@ class Consoles:
                 process.kill()
 
     @contextmanager
-    def quiet(self) -> Iterator[Callable[[], int]]:
-        with self.running() as (console, _):
+    def quiet(self, *, writes: bool = True) -> Iterator[Happened]:
+        with self.running(writes=writes) as (console, _):
             yield lambda: int(console.poll() is None)
 
+    def full(self) -> AbstractContextManager[Happened]:
+        """Its log is on a device that is full, and it may write to no file."""
+        return self.quiet(writes=False)
+
     @contextmanager
-    def killed(self) -> Iterator[Callable[[], int]]:
+    def killed(self) -> Iterator[Happened]:
         """As soon as it serves, again and again."""
         over, began, times = threading.Event(), threading.Event(), [0]
 
@@ -126,7 +130,7 @@ class Consoles:
             thread.join()
 
     @contextmanager
-    def stopped(self) -> Iterator[Callable[[], int]]:
+    def stopped(self) -> Iterator[Happened]:
         """It holds its connections to the sidecar, and reads no answer."""
         with self.running() as (console, _):
             console.send_signal(signal.SIGSTOP)
@@ -136,17 +140,15 @@ class Consoles:
                 console.send_signal(signal.SIGCONT)
 
     @contextmanager
-    def flooded(self) -> Iterator[Callable[[], int]]:
+    def flooded(self) -> Iterator[Happened]:
         """By processes that ask for everything, over new connections; returns how many answers they got."""
         with self.running() as (_, port), ExitStack() as stack:
-            command = [sys.executable, "-P", "-c", FLOOD, "127.0.0.1", str(port)]
             flooders = []
             with on_cores(self._cores):
-                for paths, connections in FLOODS:
-                    more = [paths, str(connections)]
-                    flooder = subprocess.Popen([*command, *more], stdout=subprocess.PIPE, text=True)
-                    flooders.append(stack.enter_context(flooder))
-                    stack.callback(flooder.kill)
+                for paths in (KEPT, ASKED):
+                    command = [sys.executable, "-P", "-c", FLOOD, "127.0.0.1", str(port), paths, str(CONNECTIONS)]
+                    flooders.append(stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True)))
+                    stack.callback(flooders[-1].kill)
             begun = [flooder.stdout.readline() for flooder in flooders if flooder.stdout is not None]
             assert all(begun), "a flooder did not begin"
 
@@ -158,31 +160,15 @@ class Consoles:
 
             yield answered
 
-    @contextmanager
-    def full(self) -> Iterator[Callable[[], int]]:
-        """Its log is on a device that is full, and it may write to no file."""
-        with self.running(writes=False) as (console, _):
-            yield lambda: int(console.poll() is None)
-
-    def faults(self) -> dict[str, Callable[[], AbstractContextManager[Callable[[], int]]]]:
-        """What may be the matter with it; each yields what says afterwards that it was."""
-        return {
-            QUIET: self.quiet,
-            "killed": self.killed,
-            "stopped": self.stopped,
-            "flooded": self.flooded,
-            "full": self.full,
-        }
-
 
 class Engine:
     """A client that looks up prompts, all of which are stored."""
 
-    def __init__(self, handle: NamespaceHandle, options: LookupOptions) -> None:
+    def __init__(self, handle: NamespaceHandle) -> None:
         self._handle = handle
-        pool = PagePool(shape_of(options), options.prompt_blocks, 0, 2)
+        pool = PagePool(SMALLEST, BLOCKS, prompts=2)
         self._pages, self._into = pool.take(), pool.take()
-        self._prompts = prompts(options)[:PROMPTS]
+        self._prompts = drawn_prompts(PROMPTS)
         for prompt in self._prompts:
             assert handle.put(prompt, self._pages).stored == BLOCKS
 
@@ -215,22 +201,21 @@ def main() -> None:
     own, *others = sorted(os.sched_getaffinity(0))
     if not others:
         raise SystemExit("this needs two cores: one for sidecar and client, another one for the console")
-    options = LookupOptions(prompt_tokens=64 * BLOCKS)
-    figures = dict[str, list[float]]()
-    times = dict[str, int]()
+    figures, times = dict[str, list[float]](), dict[str, int]()
     with ExitStack() as stack:
         stack.enter_context(on_cores({own}))
         sidecar = stack.enter_context(Sidecar({"dram": "1GiB", "nvme": "off"}, has_health=True))
         sidecar.ready()
         store = stack.enter_context(sidecar.client())
-        engine = Engine(store.namespace(model=MODEL, layout=shape_of(options).layout), options)
+        engine = Engine(store.namespace(model=MODEL, layout=SMALLEST.layout))
         consoles = Consoles(str(sidecar.folder / "kv" / "observe.sock"), set(others))
-        faults = consoles.faults()
+        faults: dict[str, Callable[[], AbstractContextManager[Happened]]] = {QUIET: consoles.quiet}
+        faults |= {"killed": consoles.killed, "stopped": consoles.stopped, "flooded": consoles.flooded}
+        faults["full"] = consoles.full
         for turn in range(given.rounds + 1):
             for name in random.sample(list(faults), len(faults)):
                 with faults[name]() as happened:
-                    p99 = engine.p99_ms(given.seconds)
-                    count = happened()
+                    p99, count = engine.p99_ms(given.seconds), happened()
                 assert count, f"{name}: it did not happen"
                 if turn:  # the first round warms up
                     figures.setdefault(name, []).append(p99)
@@ -247,13 +232,10 @@ def main() -> None:
         }
         for name, found in figures.items()
     ]
+    for row in [] if given.json else rows:
+        print("{of}: p99 of a look-up {p99_ms} ms, {quiet_p99_ms} beside a quiet console; ratio {ratio}".format(**row))
     if given.json:
         print(json.dumps(rows))
-    else:
-        for row in rows:
-            print(
-                "{of}: p99 of a look-up {p99_ms} ms, {quiet_p99_ms} beside a quiet console; ratio {ratio}".format(**row)
-            )
     raise SystemExit(any(row["ratio"] > ALLOWED for row in rows))
 
 

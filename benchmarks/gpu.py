@@ -179,7 +179,7 @@ def _described(device: str) -> dict[str, Any]:
     """The device, asked in a process of its own: this one takes none of a GPU's memory."""
     program = (
         "import json, sys\n"
-        "from kv_bench.engines.on_device import describe, device_named\n"
+        "from kv_bench.on_device import describe, device_named\n"
         "from kvstore.block.errors import BadInput\n"
         "try:\n"
         "    print(json.dumps(describe(device_named(sys.argv[1]))))\n"

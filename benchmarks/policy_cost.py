@@ -14,18 +14,19 @@ LRU's, and what it takes to read so many numbers of a list once.
 from __future__ import annotations
 
 import gc
-import gzip
 import json
 import statistics
 import sys
 import time
 from array import array
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kvstore.block.errors import BadInput
+from kvstore.cli.terminal import lines_of
 from kvstore.insight.trace import Trace, read_trace
 from kvstore.node import build_replay
 from tiering.policies.adaptive import Adaptive
@@ -102,7 +103,7 @@ def long_requests() -> Trace:
 
 def main(path: str) -> None:
     """One JSON object for each size."""
-    with gzip.open(path, "rt") if path.endswith(".gz") else open(path) as lines:
+    with lines_of(Path(path)) as lines:
         trace = read_trace(path, lines)
     for blocks in SIZES:
         lru, over = [], []

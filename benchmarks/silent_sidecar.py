@@ -12,47 +12,29 @@ machine that is busy with something else as well.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
-from kvstore.bench.traffic.random_llama import LLAMAS, MID, TINY
+from kv_bench.llamas import LLAMAS, MID, TINY
+from kv_bench.process import Sidecar
 
 PLAIN, STORE = "no store", "silent store"
-SHAPES = {"hf": TINY, "vllm": MID}
-PROMPT_TOKENS = {"hf": 2048, "vllm": 1500}
-ANSWER_TOKENS = 8
+PROMPT_TOKENS, ANSWER_TOKENS = {"hf": 2048, "vllm": 1500}, 8
 Ask = Callable[[list[int]], tuple[float, ...]]
 """Of a prompt: milliseconds to the first token, and between two tokens; and in the store before and after the first."""
 COLUMNS = ("ttft_ms", "itl_ms", "store_ms before the first token", "store_ms after it")
 
 
 @contextmanager
-def sidecar(scratch: Path) -> Iterator[tuple[str, int]]:
-    """Its socket, and the process that is to be stopped."""
-    command = [sys.executable, "-P", "-m", "kvstore", "serve", "--data", str(scratch / "kv"), "--dram", "1GiB"]
-    process = subprocess.Popen(
-        [*command, "--nvme", "off", "--json"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    try:
-        assert process.stdout is not None
-        said = json.loads(process.stdout.readline())
-        yield said["serving"][0], said["pid"]
-    finally:
-        process.kill()
-        process.wait()
-
-
-@contextmanager
-def transformers_engines(url: str, scratch: Path) -> Iterator[dict[str, Ask]]:
+def transformers_engines(socket: str, scratch: Path) -> Iterator[dict[str, Ask]]:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -60,49 +42,36 @@ def transformers_engines(url: str, scratch: Path) -> Iterator[dict[str, Ask]]:
     from engine_adapter.hf_cache import PrefixCache
 
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**LLAMAS[SHAPES["hf"]], max_position_embeddings=4096)).eval()
-    with kvstore.open(url) as store:
+    sizes: dict[str, Any] = {**LLAMAS[TINY]}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=4096)).eval()
 
-        def asking(cache: PrefixCache) -> Ask:
-            def ask(prompt: list[int]) -> tuple[float, ...]:
-                report = cache.generate(prompt, max_new_tokens=ANSWER_TOKENS, stop_tokens=()).report
-                return report.ttft_ms, statistics.fmean(report.itl_ms), report.lookup_ms, report.save_ms
+    def asking(cache: PrefixCache) -> Ask:
+        def ask(prompt: list[int]) -> tuple[float, ...]:
+            report = cache.generate(prompt, max_new_tokens=ANSWER_TOKENS, stop_tokens=()).report
+            return report.ttft_ms, statistics.fmean(report.itl_ms), report.lookup_ms, report.save_ms
 
-            return ask
+        return ask
 
+    with kvstore.open(f"unix:{socket}") as store:
         yield {PLAIN: asking(PrefixCache(model)), STORE: asking(PrefixCache(model, store))}
 
 
 @contextmanager
-def vllm_engines(url: str, scratch: Path) -> Iterator[dict[str, Ask]]:
-    from kv_bench.engines.ttft_vllm import EngineProcess
+def vllm_engines(socket: str, scratch: Path) -> Iterator[dict[str, Ask]]:
+    from kv_bench.ttft_vllm import Engine, VllmBench, VllmOptions, connector
 
-    model = scratch / "model"
-    subprocess.run(
-        [sys.executable, "-P", "-m", "kvstore.bench.traffic.random_llama", SHAPES["vllm"], str(model)], check=True
-    )
-    transfer = {
-        "kv_connector": "KvStoreConnector",
-        "kv_connector_module_path": "engine_adapter.vllm_connector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"url": url},
-    }
-
-    def asking(engine: EngineProcess) -> Ask:
+    def asking(engine: Engine) -> Ask:
         def ask(prompt: list[int]) -> tuple[float, ...]:
             (answer,) = engine.do("ask", prompts=[prompt], max_tokens=ANSWER_TOKENS)
             return answer["ttft_ms"], (answer["total_ms"] - answer["ttft_ms"]) / (ANSWER_TOKENS - 1)
 
         return ask
 
+    bench = VllmBench(
+        VllmOptions(MID, longest_tokens=4096, kv_gib=1), scratch, lambda line: print(line, file=sys.stderr)
+    )
     with ExitStack() as stack:
-        engines = {}
-        for name, given in ((PLAIN, None), (STORE, transfer)):
-            plan = {"model": str(model), "options": {"max_model_len": 4096}, "transfer": given}
-            engines[name] = stack.enter_context(EngineProcess(name, plan, 1, scratch))
-        for engine in engines.values():
-            engine.started()
+        engines = bench.started(stack, {PLAIN: None, STORE: connector(socket)})
         yield {name: asking(engine) for name, engine in engines.items()}
 
 
@@ -120,18 +89,20 @@ def main() -> None:
     started = transformers_engines if given.engine == "hf" else vllm_engines
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        socket, pid = stack.enter_context(sidecar(scratch))
-        engines = stack.enter_context(started(f"unix:{socket}", scratch))
+        sidecar = stack.enter_context(Sidecar({"dram": "1GiB", "nvme": "off"}))
+        sidecar.greeted()
+        stack.callback(sidecar.kill)  # it warns of clients that went away meanwhile
+        engines = stack.enter_context(started(sidecar.socket, scratch))
         for _ in range(3):
             for ask in engines.values():
                 ask(prompt())
-        os.kill(pid, signal.SIGSTOP)
-        stack.callback(os.kill, pid, signal.SIGCONT)
+        os.kill(sidecar.told["pid"], signal.SIGSTOP)
         first = engines[STORE](prompt())
         times: dict[str, list[tuple[float, ...]]] = {PLAIN: [], STORE: []}
         for turn in range(given.turns):
             for name in (PLAIN, STORE) if turn % 2 else (STORE, PLAIN):
                 times[name].append(engines[name](prompt()))
+        os.kill(sidecar.told["pid"], signal.SIGCONT)
     for column, what in enumerate(COLUMNS[: len(first)]):
         plain, silent = (statistics.median(one[column] for one in times[name]) for name in (PLAIN, STORE))
         ratio = f", ratio {silent / plain:.3f}" if plain else ""

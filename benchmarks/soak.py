@@ -15,7 +15,6 @@ removed, or is open twice, counts. Those that exist may together be as long as t
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import os
 import re
@@ -39,14 +38,16 @@ from typing import Any
 import grpc
 import numpy as np
 
-from insight_cost import viewed
-from kv_bench.network.flood import stub_of
-from kvstore.bench.sidecar import Sidecar
-from kvstore.bench.traffic.engines import KVSTORE, Endpoint, EngineOptions, connector, vllm_server
-from kvstore.bench.traffic.random_llama import TINY, kv_bytes_per_token, save_model
-from kvstore.bench.traffic.run import TrafficOptions
-from kvstore.bench.traffic.run import run as run_traffic
+from kv_bench.console import viewed
+from kv_bench.llamas import TINY, kv_bytes_per_token, save_model
+from kv_bench.network_child import bearer, stub_of
+from kv_bench.process import HOST, Sidecar
+from kv_bench.traffic_engines import KVSTORE, Engines, vllm_server
+from kv_bench.ttft_vllm import connector
+from kvstore.cli.terminal import lines_of
 from kvstore.insight.trace import Trace, read_trace
+from kvstore.traffic.run import Endpoint, TrafficOptions
+from kvstore.traffic.run import run as run_traffic
 from kvstore.wire.store_pb2 import MatchRequest, NamespacesRequest, Prompt
 from tiering.frame import KEY_BYTES
 
@@ -150,7 +151,7 @@ def processes_under(keeper: int) -> dict[str, int]:
 
 def asked_of(urls: list[str], grpc_address: str) -> dict[str, Callable[[], None]]:
     """What is asked beside the traffic, by name: each address, and a look-up of unknown keys by gRPC."""
-    stub, metadata = stub_of(grpc_address), [("authorization", f"Bearer {TOKEN}")]
+    stub, metadata = stub_of(grpc_address), bearer(TOKEN)
 
     def fetch(url: str) -> None:
         with urllib.request.urlopen(url, timeout=ASK_SECONDS) as answer:
@@ -201,13 +202,13 @@ def soak(trace: Trace, options: TrafficOptions, python: str, say: Callable[[str]
         console, page = stack.enter_context(viewed(str(sidecar.folder / "kv" / "observe.sock")))
         model = scratch / "model"
         save_model(TINY, model)
-        flags = EngineOptions((KVSTORE,)).flags(KVSTORE, workload)
+        flags = Engines((KVSTORE,)).flags(KVSTORE, workload)
         server = stack.enter_context(vllm_server("soak", model, scratch, flags, connector(sidecar.socket), python))
         server.wait()
-        found = processes_under(sidecar._process.pid)
+        found = processes_under(sidecar.keeper)
         watched = {role: Watched(process) for role, process in (found | {"console": console}).items()}
         assert set(watched) == set(ROLES), watched
-        told = f"http://127.0.0.1:{sidecar.http_port}"
+        told = f"http://{HOST}:{sidecar.told['http_port']}"
         asked = asked_of([f"{told}/metrics", f"{page}api/status"], sidecar.grpc)
         beside = stack.enter_context(ThreadPoolExecutor(1)).submit(turns, asked, watched, answers, failures, over)
         stack.callback(over.set)
@@ -222,7 +223,7 @@ def soak(trace: Trace, options: TrafficOptions, python: str, say: Callable[[str]
         result = run_traffic(trace, [Endpoint("kvstore", server.url, (), told)], options, show)
         over.set()
         beside.result()
-        is_same = processes_under(sidecar._process.pid) == found
+        is_same = processes_under(sidecar.keeper) == found
     (turn,) = result.turns["kvstore"]
     rows = {role: one.figures(WARM_UP_SHARE * options.seconds) for role, one in watched.items()}
     return {
@@ -257,9 +258,8 @@ def main() -> None:
     def say(line: str) -> None:
         print(f"soak: {line}", file=sys.stderr, flush=True)
 
-    raw = given.trace.read_bytes()
-    text = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
-    trace = read_trace(given.trace.name, text.decode().splitlines())
+    with lines_of(given.trace) as lines:
+        trace = read_trace(given.trace.name, lines)
     options = TrafficOptions(seconds=given.seconds, requests=given.requests, turns=1, speed=given.speed)
     told = soak(trace, options, given.engine, say)
     if given.json:

@@ -1,10 +1,10 @@
 """Trains the small model that `kvstore demo` and `kvstore bench codec` use, and writes it into the package.
 
 A byte-level Llama of 1.82 million parameters, on the sources of Python's standard library. Needs one processor core and
-about half an hour; it prints where it is, and goes on from its last checkpoint when it is started again:
+about half an hour; it prints where it is:
 
     nice python benchmarks/train_demo_model.py                 writes kvstore/demo/trained/
-    nice python benchmarks/train_demo_model.py --steps 50 --out /tmp/try --checkpoint /tmp/try.pt
+    nice python benchmarks/train_demo_model.py --steps 50 --out /tmp/try
 
 Every step takes 4,096 bytes. Windows are short at first, because they are cheap, and in the last third many have the
 whole 4,096: a model that never saw two bytes 3,000 apart answers nonsense there. What is printed at the end, and
@@ -29,7 +29,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
-from safetensors import safe_open
 from safetensors.torch import save
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -51,7 +50,7 @@ PHASES: tuple[tuple[float, dict[int, float]], ...] = (
 PEAK_RATE, LAST_RATE_SHARE, WARM_UP_STEPS = 3e-3, 0.05, 60
 BETAS, WEIGHT_DECAY, LARGEST_GRADIENT = (0.9, 0.95), 0.05, 1.0
 
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "vocab_size": 256,
     "hidden_size": 192,
     "intermediate_size": 512,
@@ -69,7 +68,7 @@ CONFIG = {
 
 
 def main() -> None:
-    """Train, or go on with it, and write the model."""
+    """Train, and write the model."""
     options = _arguments()
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
@@ -77,10 +76,9 @@ def main() -> None:
     model: Any = LlamaForCausalLM(LlamaConfig(**CONFIG))
     assert model.config.rope_parameters["rope_theta"] == 10000.0
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
-    first, spent = _restored(options, model, optimizer)
     print(f"{len(text):,} bytes to train on, {sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
-    began, losses = time.monotonic() - spent, []
-    for step in range(first, options.steps):
+    began, losses = time.monotonic(), []
+    for step in range(options.steps):
         for group in optimizer.param_groups:
             group["lr"] = _rate(step, options.steps)
         batch = _batch(text, options.seed, step, options.steps)
@@ -94,7 +92,6 @@ def main() -> None:
         losses.append(loss.item())
         if (step + 1) % 50 == 0 or step + 1 == options.steps:
             spent = time.monotonic() - began
-            _keep(options, model, optimizer, step + 1, spent)
             recent = sum(losses[-50:]) / len(losses[-50:])
             print(f"step {step + 1} of {options.steps}: {recent:.3f} nats/byte, {spent:.0f} s", flush=True)
     _write(options, model, text, spent)
@@ -104,9 +101,6 @@ def _arguments() -> argparse.Namespace:
     folder = Path(__file__).resolve().parent.parent / "kvstore" / "demo" / "trained"
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=folder, help="where the model goes")
-    parser.add_argument(
-        "--checkpoint", type=Path, default=Path("/tmp/kvstore-demo-model.safetensors"), help="to go on from"
-    )
     parser.add_argument("--steps", type=int, default=2400, help=f"of {STEP_BYTES:,} bytes each")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=1)
@@ -121,7 +115,7 @@ def _stream(seed: int) -> np.ndarray:
 
 
 def _batch(text: np.ndarray, seed: int, step: int, steps: int) -> torch.Tensor:
-    """[windows, length + 1]: drawn from seed and step alone, so that a run can be taken up again."""
+    """[windows, length + 1]: drawn from seed and step alone."""
     random = np.random.default_rng((seed, step))
     lengths = next(lengths for end, lengths in PHASES if step < end * steps)
     length = int(random.choice(list(lengths), p=list(lengths.values())))
@@ -135,48 +129,6 @@ def _rate(step: int, steps: int) -> float:
         return PEAK_RATE * (step + 1) / WARM_UP_STEPS
     done = (step - WARM_UP_STEPS) / max(1, steps - WARM_UP_STEPS)
     return PEAK_RATE * (LAST_RATE_SHARE + (1 - LAST_RATE_SHARE) * (1 + cos(pi * done)) / 2)
-
-
-def _restored(options: argparse.Namespace, model: Any, optimizer: Any) -> tuple[int, float]:
-    """The step to go on with, and the seconds spent before it."""
-    if not options.checkpoint.exists():
-        return 0, 0.0
-    with safe_open(options.checkpoint, "pt") as kept:
-        told = kept.metadata()
-        tensors = {name: kept.get_tensor(name) for name in sorted(kept.keys())}
-    if (told["seed"], told["steps"]) != (str(options.seed), str(options.steps)):
-        raise SystemExit(
-            f"{options.checkpoint} is of --seed {told['seed']} --steps {told['steps']}; give these, or remove the file"
-        )
-    of_optimizer: dict[int, dict[str, torch.Tensor]] = {}
-    weights = {}
-    for name, tensor in tensors.items():
-        whose, _, rest = name.partition(".")
-        if whose == "model":
-            weights[rest] = tensor
-        else:
-            number, _, kind = rest.partition(".")
-            of_optimizer.setdefault(int(number), {})[kind] = tensor
-    missing, unexpected = model.load_state_dict(weights, strict=False)
-    assert set(missing) <= {TIED} and not unexpected, "a checkpoint of another model"
-    optimizer.load_state_dict({"state": of_optimizer, "param_groups": optimizer.state_dict()["param_groups"]})
-    print(f"going on from {options.checkpoint}, step {told['step']}", flush=True)
-    return int(told["step"]), float(told["seconds"])
-
-
-def _keep(options: argparse.Namespace, model: Any, optimizer: Any, step: int, seconds: float) -> None:
-    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items() if name != TIED}
-    for number, state in optimizer.state_dict()["state"].items():
-        tensors |= {f"optimizer.{number}.{kind}": tensor for kind, tensor in state.items()}
-    told = {"step": step, "seconds": seconds, "seed": options.seed, "steps": options.steps}
-    beside = options.checkpoint.with_suffix(".new")
-    beside.write_bytes(
-        save(
-            {name: tensor.contiguous() for name, tensor in tensors.items()},
-            {key: str(value) for key, value in told.items()},
-        )
-    )
-    beside.replace(options.checkpoint)
 
 
 def _write(options: argparse.Namespace, model: Any, text: np.ndarray, seconds: float) -> None:

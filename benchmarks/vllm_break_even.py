@@ -3,7 +3,7 @@
     .venv-engines/bin/python benchmarks/vllm_break_even.py [--turns 9] [--json]
 
 A vLLM on a CPU computes so slowly that a prefix of one block is already worth its load: the first row. So loads go
-through links of known speed (`throttled_link.py`), chosen so that both ways cross at some blocks' length: 0.7 of what
+through links of known speed (`LinkedConnector`), chosen so that both ways cross at some blocks' length: 0.7 of what
 computing so many tokens takes is the link's overhead, 0.3 are its bytes. What the plan is told, all from before the
 turns: the prefill rate, from prompts of 1, 3 and 5 blocks, the link's speed, and the overhead of a load, which is the
 link's and what the fastest of those loads took without a link. What is measured: times to the first token of new
@@ -23,17 +23,28 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from kv_bench.engines import ttft_vllm
-from kv_bench.engines.ttft_vllm import PAGE_TOKENS, PATIENT, RAW
-from kv_bench.engines.vllm_rows import VllmOptions
-from kvstore.bench.traffic.random_llama import LLAMAS
+from kv_bench.llamas import LLAMAS, MID
+from kv_bench.ttft_vllm import (
+    COLD,
+    CONNECTORS,
+    EXTERNAL,
+    FRAME_BYTES,
+    LINK_FILE,
+    PAGE_TOKENS,
+    PATIENT,
+    RAW,
+    Engine,
+    VllmBench,
+    VllmOptions,
+    connector,
+)
 from kvstore.insight.models import described
 from kvstore.insight.plan import PlanRequest, SizePlan, TierSpeed, plan
 from kvstore.insight.replays import QUADRATIC_TOKENS
-from throttled_link import FRAME_BYTES, LINK_FILE
 
 ALLOWED = 0.1
 CROSSINGS = (1.5, 2.5, 3.5)
@@ -42,9 +53,8 @@ OVERHEAD_SHARE = 0.7
 LEARNED_AT = (1, 3, 5)
 LEARNING_TURNS = 2
 UNTHROTTLED = (1e15, 0.0)
-MODEL = described(
-    LLAMAS["mid"]["num_hidden_layers"], LLAMAS["mid"]["num_key_value_heads"], LLAMAS["mid"]["head_dim"], "bfloat16"
-)
+_MID = LLAMAS[MID]
+MODEL = described(_MID["num_hidden_layers"], _MID["num_key_value_heads"], _MID["head_dim"], "bfloat16")
 Times = Mapping[int, Sequence[float]]
 """Seconds to the first token, by blocks of the prefix."""
 
@@ -78,32 +88,32 @@ def crossing(computed: Times, loaded: Times) -> float | None:
 class Measured:
     """An engine behind a link, and prompts of each length that its sidecar has."""
 
-    def __init__(self, bench: ttft_vllm._Bench, engine: ttft_vllm.EngineProcess, link: Path) -> None:
+    def __init__(self, bench: VllmBench, engine: Engine, link: Path) -> None:
         self._bench, self._engine, self._link = bench, engine, link
         self._stored: dict[int, list[int]] = {}
 
     def compute(self, blocks: int) -> float:
         """A new prompt."""
-        answer = self._bench._ask(self._engine, self._bench._tokens(blocks * PAGE_TOKENS))
-        self._bench._check(self._engine.name, "cold", answer, 0)
+        answer = self._bench.ask(self._engine, self._bench.tokens(blocks * PAGE_TOKENS))
+        self._bench.check(self._engine.name, COLD, answer, 0)
         self._engine.do("settle")
         return float(answer["ttft_ms"]) / 1e3
 
     def load(self, blocks: int, speed: float, overhead: float) -> float:
         """One that is stored, which the engine forgot."""
         if blocks not in self._stored:
-            prompt = self._stored[blocks] = self._bench._tokens(blocks * PAGE_TOKENS)
-            self._bench._ask(self._engine, prompt)
+            prompt = self._stored[blocks] = self._bench.tokens(blocks * PAGE_TOKENS)
+            self._bench.ask(self._engine, prompt)
             self._engine.do("settle")
         self._link.write_text(f"{speed} {overhead}")
         self._engine.do("forget")
-        answer = self._bench._ask(self._engine, self._stored[blocks])
-        self._bench._check(self._engine.name, "external hit", answer, blocks * PAGE_TOKENS)
+        answer = self._bench.ask(self._engine, self._stored[blocks])
+        self._bench.check(self._engine.name, EXTERNAL, answer, blocks * PAGE_TOKENS)
         return float(answer["ttft_ms"]) / 1e3
 
     def reuse(self, blocks: int) -> float:
         """The engine has it: what a request takes besides."""
-        return float(self._bench._ask(self._engine, self._stored[blocks])["ttft_ms"]) / 1e3
+        return float(self._bench.ask(self._engine, self._stored[blocks])["ttft_ms"]) / 1e3
 
 
 def main() -> None:
@@ -113,20 +123,18 @@ def main() -> None:
     given = parser.parse_args()
     token_bytes = planned(1e3, 1e9, 0.0).figure("stored_bytes_per_token").value
     assert token_bytes is not None
-    rows: list[dict[str, object]] = []
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="kvstore-break-even-") as folder, ExitStack() as stack:
         link = Path(folder, "link")
         os.environ |= {LINK_FILE: str(link), FRAME_BYTES: str(token_bytes)}
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
         options = VllmOptions(prefix_tokens=2 * PAGE_TOKENS)
-        bench = ttft_vllm._Bench(options, Path(folder), lambda what: print(what, file=sys.stderr))
-        bench.save_model()
-        sidecar = stack.enter_context(bench._sidecar((given.turns + LEARNING_TURNS) * 50 * PAGE_TOKENS))
-        transfer = ttft_vllm._connector(sidecar.socket, RAW, {**PATIENT, "load": "sync"})
-        transfer |= {"kv_connector": "LinkedConnector", "kv_connector_module_path": "throttled_link"}
+        bench = VllmBench(options, Path(folder), lambda what: print(what, file=sys.stderr))
+        sidecar = stack.enter_context(bench.sidecar((given.turns + LEARNING_TURNS) * 50 * PAGE_TOKENS))
+        settings = {**PATIENT, "codec": RAW, "load": "sync"}
+        transfer = connector(sidecar.socket, "LinkedConnector", CONNECTORS, **settings)
         link.write_text(" ".join(map(str, UNTHROTTLED)))
-        engine = bench._started(stack, {RAW: transfer})[RAW]
-        bench._warm_up(engine)
+        engine = bench.started(stack, {RAW: transfer})[RAW]
+        bench.warm_up(RAW, engine)
         one = Measured(bench, engine, link)
         first_computed, first_loaded = defaultdict[int, list[float]](list), defaultdict[int, list[float]](list)
         fixed = []
@@ -143,10 +151,10 @@ def main() -> None:
         spent = {blocks: statistics.median(times) - besides for blocks, times in first_computed.items()}
         print(f"prefill {rate:.1f} tokens/s; {spent}; loads take {overheads}, {besides:.4f} s besides", file=sys.stderr)
         links = []
-        for blocks in CROSSINGS:
-            seconds = blocks * PAGE_TOKENS / rate
+        for crossed in CROSSINGS:
+            seconds = crossed * PAGE_TOKENS / rate
             speed = token_bytes * rate / (1 - OVERHEAD_SHARE)
-            links.append((float(f"{speed:.2g}"), float(f"{OVERHEAD_SHARE * seconds:.2g}"), int(blocks)))
+            links.append((float(f"{speed:.2g}"), float(f"{OVERHEAD_SHARE * seconds:.2g}"), int(crossed)))
         computed = defaultdict[int, list[float]](list)
         loaded = [defaultdict[int, list[float]](list) for _ in links]
         lengths = range(1, max(at for *_, at in links) + 3)
@@ -169,7 +177,6 @@ def main() -> None:
                     "planned_over_measured": None if found is None or told is None else round(told / found, 3),
                 }
             )
-        faults = bench.result.faults
     direct = planned(rate, token_bytes * PAGE_TOKENS / max(1e-6, np.ptp(overheads) / 4), min(overheads))
     result = {
         "prefill_tokens_per_second": round(rate, 1),
@@ -181,7 +188,7 @@ def main() -> None:
         "computed_seconds": {one * PAGE_TOKENS: round(statistics.median(computed[one]), 4) for one in computed},
         "load_seconds_without_link": round(min(overheads), 4),
         "links": rows,
-        "faults": faults,
+        "faults": bench.faults,
     }
     near = [row["planned_over_measured"] for row in rows]
     is_near = all(isinstance(one, float) and abs(one - 1) <= ALLOWED for one in near)
@@ -195,8 +202,8 @@ def main() -> None:
                 "link {link_bytes_per_second:g} B/s, {link_overhead_seconds:g} s: planned {planned_tokens} tokens, "
                 "measured {measured_tokens}: {planned_over_measured}".format(**row)
             )
-        print(f"{'all within' if is_near else 'NOT all within'} {ALLOWED:.0%}", *faults, sep="\n")
-    raise SystemExit(not is_near or bool(faults))
+        print(f"{'all within' if is_near else 'NOT all within'} {ALLOWED:.0%}", *bench.faults, sep="\n")
+    raise SystemExit(not is_near or bool(bench.faults))
 
 
 if __name__ == "__main__":

@@ -18,14 +18,10 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
-from kv_bench.engines import ttft_vllm
-from kv_bench.engines.ttft_vllm import PATIENT, PLAIN, RAW
-from kv_bench.engines.vllm_rows import VllmOptions
+from kv_bench.ttft_vllm import EXTERNAL, PATIENT, PLAIN, RAW, Answer, Engine, VllmBench, VllmOptions, timed_connector
 from kvstore.cli import ask
 from kvstore.node import SystemClock
 
@@ -38,42 +34,58 @@ TELLS, TELL_SECONDS = 3, 1.1
 """Short prompts behind the last pair, more than a second apart: engines tell at most once a second."""
 
 
+def with_hit(bench: VllmBench, engine: Engine, prompt: list[int]) -> Answer:
+    """A prompt that comes from the sidecar, once it was computed and stored."""
+    bench.ask(engine, prompt)
+    engine.do("settle")
+    engine.do("forget")
+    answer = bench.ask(engine, prompt)
+    bench.check(engine.name, EXTERNAL, answer, len(prompt))
+    return answer
+
+
+def told(bench: VllmBench, engine: Engine, admin: str) -> float:
+    """Seconds that hits saved so far, less those that they cost."""
+    for _ in range(TELLS):
+        bench.ask(engine, bench.tokens(128))
+        engine.do("settle")
+        time.sleep(TELL_SECONDS)
+    savings = ask.stat(admin, SystemClock()).savings
+    if savings is None:
+        raise SystemExit("the sidecar was told no savings")
+    return savings.saved_seconds - savings.regret_seconds
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--pairs", type=int, default=20, choices=[count + 1 for count in STUDENT_975])
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
-    options = VllmOptions(prefix_tokens=given.tokens)
     with tempfile.TemporaryDirectory(prefix="kvstore-savings-") as folder, ExitStack() as stack:
-        bench = ttft_vllm._Bench(options, Path(folder), lambda what: print(what, file=sys.stderr))
-        bench.save_model()
-        sidecar = stack.enter_context(bench._sidecar((given.pairs + LEARNING + 4) * given.tokens))
+        options = VllmOptions(prefix_tokens=given.tokens)
+        bench = VllmBench(options, Path(folder), lambda what: print(what, file=sys.stderr))
+        sidecar = stack.enter_context(bench.sidecar((given.pairs + LEARNING + 4) * given.tokens))
         admin = str(sidecar.folder / "kv" / "admin.sock")
         settings = {**PATIENT, "cost_model": True}  # as shipped, but that late is not a miss, and no hit is audited
-        transfers = {PLAIN: None, RAW: ttft_vllm._connector(sidecar.socket, RAW, settings)}
-        engines = bench._started(stack, transfers)
-        for engine in engines.values():
-            bench._warm_up(engine)
+        transfer = timed_connector(sidecar.socket, codec=RAW, **settings)
+        engines = bench.started(stack, {PLAIN: None, RAW: transfer})
+        for name, engine in engines.items():
+            bench.warm_up(name, engine)
         for number in range(LEARNING):
-            print(f"learning, {number + 1} of {LEARNING}", file=sys.stderr)
-            with_hit(bench, engines[RAW], bench._tokens(given.tokens))
-            bench._ask(engines[PLAIN], bench._tokens(128))
-        before = told(bench, engines[RAW], admin)
-        pairs, signs = [], 0
+            bench.say(f"learning, {number + 1} of {LEARNING}")
+            with_hit(bench, engines[RAW], bench.tokens(given.tokens))
+            bench.ask(engines[PLAIN], bench.tokens(128))
+        before, pairs, signs = told(bench, engines[RAW], admin), list[float](), 0
         for pair in range(given.pairs):
-            prompt = bench._tokens(given.tokens)
-            turns = {
-                PLAIN: lambda prompt=prompt: bench._ask(engines[PLAIN], prompt),
-                RAW: lambda prompt=prompt: with_hit(bench, engines[RAW], prompt),
-            }
-            answers = {name: turns[name]() for name in ((PLAIN, RAW) if pair % 2 else (RAW, PLAIN))}
-            took = {name: answer["ttft_ms"] / 1e3 for name, answer in answers.items()}
-            pairs.append(took[PLAIN] - took[RAW])
+            prompt, answers = bench.tokens(given.tokens), dict[str, Answer]()
+            for name in (PLAIN, RAW) if pair % 2 else (RAW, PLAIN):
+                asked = bench.ask if name == PLAIN else lambda engine, prompt: with_hit(bench, engine, prompt)
+                answers[name] = asked(engines[name], prompt)
+            pairs.append((answers[PLAIN]["ttft_ms"] - answers[RAW]["ttft_ms"]) / 1e3)
             signs += answers[RAW]["saved_ms"] * pairs[-1] > 0
-            print(f"pair {pair + 1}: {took[PLAIN]:.3f} s and {took[RAW]:.3f} s", file=sys.stderr)
+            bench.say(f"pair {pair + 1}: {pairs[-1]:.3f} s saved")
         said = (told(bench, engines[RAW], admin) - before) / given.pairs
-        faults = bench.result.faults
     mean, error = statistics.mean(pairs), statistics.stdev(pairs) / len(pairs) ** 0.5
     reach = STUDENT_975[len(pairs) - 1] * error
     inside = abs(said - mean) <= reach
@@ -86,7 +98,7 @@ def main() -> None:
         "told_over_clock": round(said / mean, 4),
         "inside": inside,
         "signs_right": signs,
-        "faults": faults,
+        "faults": bench.faults,
     }
     if given.json:
         print(json.dumps(result))
@@ -96,30 +108,8 @@ def main() -> None:
             f"{given.pairs} pairs) by the clock, and {said:.3f} s as told: {said / mean:.3f} of it, "
             f"{'inside' if inside else 'OUTSIDE'} the interval; the sign is right in {signs} of {given.pairs} requests"
         )
-        print(*faults, sep="\n")
-    raise SystemExit(not inside or signs < SIGNS_RIGHT * given.pairs or bool(faults))
-
-
-def with_hit(bench: ttft_vllm._Bench, engine: ttft_vllm.EngineProcess, prompt: list[int]) -> Mapping[str, Any]:
-    """A prompt that comes from the sidecar, once it was computed and stored."""
-    bench._ask(engine, prompt)
-    engine.do("settle")
-    engine.do("forget")
-    answer = bench._ask(engine, prompt)
-    bench._check(engine.name, "external hit", answer, len(prompt))
-    return answer
-
-
-def told(bench: ttft_vllm._Bench, engine: ttft_vllm.EngineProcess, admin: str) -> float:
-    """Seconds that hits saved so far, less those that they cost."""
-    for _ in range(TELLS):
-        bench._ask(engine, bench._tokens(128))
-        engine.do("settle")
-        time.sleep(TELL_SECONDS)
-    savings = ask.stat(admin, SystemClock()).savings
-    if savings is None:
-        raise SystemExit("the sidecar was told no savings")
-    return savings.saved_seconds - savings.regret_seconds
+        print(*bench.faults, sep="\n")
+    raise SystemExit(not inside or signs < SIGNS_RIGHT * given.pairs or bool(bench.faults))
 
 
 if __name__ == "__main__":

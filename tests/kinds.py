@@ -30,7 +30,7 @@ PURE_FILES = frozenset(
     adapters/test_load_choice.py
     adapters/test_model_files.py
     adapters/test_speeds.py
-    bench/test_traffic_workload.py
+    traffic/test_workload.py
     console/test_figures.py
     elsewhere/test_questions.py
     metrics/test_endpoints.py
@@ -123,19 +123,9 @@ SLOW_FILES = (
     "attack/test_client_kills.py",
     "attack/test_hostile_pool.py",
     "attack/test_index_damage.py",
-    "bench/test_bench.py",
-    "bench/test_codec.py",
-    "bench/test_door_rows.py",
+    "bench/test_benches.py",
     "bench/test_gpu_list.py",
-    "bench/test_kernels_bench.py",
-    "bench/test_lookup_door.py",
-    "bench/test_network_bench.py",
-    "bench/test_pull_rows.py",
-    "bench/test_restart.py",
-    "bench/test_restart_sidecar.py",
-    "bench/test_traffic.py",
-    "bench/test_ttft.py",
-    "bench/test_valkey_rows.py",
+    "traffic/test_replay.py",
     "console/test_browser.py",
     "console/test_cost.py",
     "console/test_engine_browser.py",

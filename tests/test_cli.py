@@ -20,7 +20,7 @@ pytest.importorskip("typer")
 
 import benches
 from kvstore.cli import main as cli
-from kvstore.cli.bench import MOVED
+from kvstore.cli.bench import SCRIPTS
 from kvstore.cli.terminal import COMMANDS, bench
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -193,19 +193,19 @@ def test_a_bench_that_is_not_installed_is_started_in_a_checkout_and_named_elsewh
     assert "blocks=7" in error_line(run_cli("bench", "restart", "--blocks", "7"))
     away = """
 import kvstore
-from kvstore.cli.bench import MOVED
+from kvstore.cli.bench import SCRIPTS
 from kvstore.cli.main import main
 kvstore.__file__ = "/nowhere/kvstore/__init__.py"
-for word in MOVED:
-    sys.argv = ["kvstore", "bench", word, "--json"]
+for words in [*([word] for word in SCRIPTS), ["traffic", "trace", "--engines", "own"]]:
+    sys.argv = ["kvstore", "bench", *words, "--json"]
     try:
         main()
     except SystemExit as left:
-        assert left.code == 2, word
+        assert left.code == 2, words
 sys.exit(2)"""
     result = run_cli(before=away)
     assert (result.returncode, result.stdout) == (2, "")
-    for word, line in zip(MOVED, result.stderr.splitlines(), strict=True):
+    for word, line in zip([*SCRIPTS, "traffic"], result.stderr.splitlines(), strict=True):
         assert line.startswith("kvstore: ")
         assert "not installed" in line and f"python benchmarks/benches.py {word}" in line
 

@@ -1,12 +1,16 @@
-"""The commands `kvstore bench ...`: each measures a path of the store beside its physical limit."""
+"""The commands `kvstore bench ...`: each measures a path of the store beside its physical limit.
+
+What measures the store itself is a script of the repository, which its word starts; `traffic` measures engines over
+HTTP, wherever they run.
+"""
 
 import json
 import os
-import shutil
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import kvstore
 from kvstore.block.errors import BadInput
@@ -25,179 +29,172 @@ from kvstore.cli.terminal import (
     typer,
 )
 
-BenchData = Annotated[
-    str | None,
-    typer.Option(
-        metavar="DIR",
-        callback=expanded_path,
-        help="Measure the disk of this directory. That of temporary files if left out.",
-    ),
-]
-
-
 Check = Annotated[bool, typer.Option("--check", help="Status 1 where a target is missed; it is named.")]
+EngineChoice = Callable[[list[str], str | None, float], Any]
+"""Of kinds of engines, their model's shape and their share of the workload: an `EngineStarter`. Raises `BadInput`."""
+
+SCRIPTS = {
+    "tiers": "How near put and get come to a plain memory copy, and on NVMe to what fio reaches.",
+    "lookup": "How long it takes to find a prompt's longest stored prefix.",
+    "network": "gRPC beside the local socket, and frames from node to node.",
+    "restart": "How long until everything on disk can be found again.",
+    "codec": "What the codecs make of KV and of a model's answers.",
+    "kernels": "How fast KV goes off a GPU and back.",
+    "ttft": "Time to the first token of a model with random weights.",
+    "all": "Every bench that needs no GPU.",
+}
+"""Benches that are scripts of a checkout, which the word starts."""
 
 
-@bench.command("tiers")
-def bench_tiers(
-    only: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TIER", help="Measure this alone: dram, door (DRAM of a sidecar) or nvme. All if left out."
-        ),
-    ] = None,
-    data: BenchData = None,
-    check: Check = False,
-    as_json: Json = False,
-) -> int:
-    """How near put and get come to a plain memory copy, in this process and through a sidecar's socket, and on NVMe to
-    what fio reaches.
-
-    A plain loop of direct I/O runs beside fio, or alone if fio is not on the path. The disk's part takes 1.5 GiB of it
-    and about a minute; the others up to half of the free memory and three minutes each.
-    """
-    with shown_progress() as show:
-        show("loading torch")
-        from kvstore.bench import nvme, tiers
-
-        options = tiers.TiersOptions(nvme=nvme.NvmeOptions(data=data, fio=shutil.which("fio")))
-        result = tiers.run(options, show, only)
-    return judge([result], as_json, check)
+def start_script(word: str, arguments: list[str], what: str = "") -> NoReturn:
+    """Run a bench of this checkout in place of this program. what: needs it. Raises `BadInput` where it is none."""
+    checkout = Path(kvstore.__file__).resolve().parents[1]
+    script = checkout / "benchmarks" / "benches.py"
+    if not script.is_file() or not (checkout / "pyproject.toml").is_file():
+        raise BadInput(
+            f"{what or f'kvstore bench {word}'} is not installed with the product: it is a script of its repository; "
+            f"run in a checkout: python benchmarks/benches.py {word}"
+        )
+    os.execv(sys.executable, [sys.executable, str(script), word, *arguments])
 
 
-@bench.command("lookup")
-def bench_lookup(check: Check = False, as_json: Json = False) -> int:
-    """How long it takes to find a prompt's longest stored prefix: in this process, through a sidecar's socket, and for
-    eight clients of a sidecar at once."""
-    with shown_progress() as show:
-        show("loading torch")
-        from kvstore.bench import lookup
-
-        result = lookup.run(progress=show)
-    return judge([result], as_json, check)
-
-
-@bench.command("traffic")
-def bench_traffic(
-    trace: Annotated[
-        str,
-        typer.Argument(
-            metavar="TRACE",
-            callback=expanded_path,
-            help="JSON lines of Mooncake's form, or of kvstore record; gzip is unpacked.",
-        ),
-    ],
-    endpoint: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=URL", help="An engine with OpenAI's API. May be given again: they take turns."),
-    ] = None,
-    sidecar: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=URL", help="Where the sidecar of that endpoint has its /metrics."),
-    ] = None,
-    engines: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME,..",
-            help="Start these here in place of --endpoint, a vLLM each: none (no prefix cache), own (its own alone), "
-            "kvstore (with a sidecar), pd (prefill and decode apart).",
-        ),
-    ] = None,
-    shape: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Of the model that --engines have: tiny or mid.")
-    ] = None,
-    own_share: Annotated[
-        float,
-        typer.Option(metavar="X", min=0, max=10, help="Of the workload, what a cache of --engines holds itself."),
-    ] = 0.1,
-    seconds: Annotated[float, typer.Option(metavar="N", min=0.1, max=86400, help="Of arrivals, in each turn.")] = 60.0,
-    requests: Annotated[int, typer.Option(metavar="N", min=1, max=1_000_000, help="In each turn, at most.")] = 1000,
-    turns: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="Each endpoint's, in another order.")] = 2,
-    speed: Annotated[
-        float, typer.Option(metavar="X", min=0.001, max=1000, help="Arrivals come so many times as fast.")
-    ] = 1.0,
-    scale: Annotated[
-        float | None,
-        typer.Option(
-            metavar="X",
-            min=0.0001,
-            max=1,
-            help="Tokens for one of the trace; the longest request just fits if left out.",
-        ),
-    ] = None,
-    form: Annotated[
-        str, typer.Option(metavar="NAME", help="How prompts are sent: tokens, text or chat (words of w5 w6 ..).")
-    ] = "tokens",
-    vocabulary: Annotated[
-        int, typer.Option(metavar="N", min=16, max=1 << 24, help="Token ids are drawn from 5 up to here.")
-    ] = 1000,
-    model: Annotated[str | None, typer.Option(metavar="NAME", help="The first one that an endpoint has.")] = None,
-    ttft_slo: Annotated[str, typer.Option(metavar="MS,..", help="First tokens that count as good.")] = "200,500",
-    itl_slo: Annotated[str, typer.Option(metavar="MS,..", help="Mean gaps that count as good.")] = "100",
-    request_seconds: Annotated[
-        float, typer.Option(metavar="N", min=0.1, max=86400, help="After so long an answer has failed.")
-    ] = 120.0,
-    block_tokens: Annotated[
-        int | None, typer.Option(metavar="N", help="Of a block of the trace, where its lengths do not say.")
-    ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, max=1 << 31, help="Tokens are drawn from it.")] = 0,
-    api_key_file: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", callback=expanded_path, help="Its first line is sent to endpoints as their key."),
-    ] = None,
-    anywhere: Annotated[
-        bool, typer.Option("--anywhere", help="Endpoints may be on other hosts: it is load for them.")
-    ] = False,
-    check: Check = False,
-    as_json: Json = False,
-) -> int:
-    """Replay recorded requests against engines at their recorded times: TTFT, ITL, tokens per second, goodput, and hits
-    by tier.
-
-    Arrivals, lengths and shared prefixes are the trace's; the tokens are made up. In a turn each endpoint gets the same
-    requests; each turn has new tokens, so figures have a spread. Status 1: all requests of a turn failed; with --check:
-    one failed.
-    """
-    from kvstore.bench.traffic import engines as starts
-    from kvstore.bench.traffic import run as traffic
-    from kvstore.bench.traffic.replay import PromptForm
-    from kvstore.bench.traffic.result import Slo
-    from kvstore.insight.trace import read_trace
-
-    if bool(endpoint) == bool(engines):
-        raise typer.BadParameter("give --endpoint NAME=URL, or --engines NAME,.. to start some")
-    if engines is None and shape is not None:
-        raise typer.BadParameter("--shape belongs to --engines; leave it out")
-    if form not in [*PromptForm]:
-        raise typer.BadParameter(f"--form {form[:40]!r}; allowed: {', '.join(PromptForm)}")
-    slos = tuple(
-        Slo(real(ttft, "--ttft-slo", _MS), real(itl, "--itl-slo", _MS))
-        for ttft in listed([ttft_slo], "--ttft-slo", _MS)
-        for itl in listed([itl_slo], "--itl-slo", _MS)
+def _script(word: str, about: str) -> None:
+    @bench.command(
+        word,
+        help=f"{about} In a checkout alone: python benchmarks/benches.py {word} --help",
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
     )
-    options = traffic.TrafficOptions(
-        seconds,
-        requests,
-        turns,
-        speed,
-        scale,
-        PromptForm(form),
-        vocabulary,
-        model,
-        request_seconds,
-        slos,
-        seed,
-        api_key_header(api_key_file),
-        starts.EngineOptions.of(listed([engines], "--engines", "give some"), shape, own_share) if engines else None,
-    )
-    endpoints = _endpoints(endpoint or [], sidecar or [], anywhere)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the engines end with the bench
-    with shown_progress() as show:
-        show("reading the trace")
-        with lines_of(Path(trace)) as lines:
-            read = read_trace(Path(trace).name, lines, block_tokens)
-        result = traffic.run(read, endpoints, options, show).found()
-    return judge([result], as_json, check)
+    def _(context: typer.Context) -> None:
+        start_script(word, context.args)
+
+
+for _word, _about in SCRIPTS.items():
+    _script(_word, _about)
+
+
+def traffic_command(choose: EngineChoice | None = None) -> Callable[..., int]:
+    """The command; choose: what starts --engines, without which they are a checkout's script."""
+
+    def bench_traffic(
+        trace: Annotated[
+            str,
+            typer.Argument(
+                metavar="TRACE",
+                callback=expanded_path,
+                help="JSON lines of Mooncake's form, or of kvstore record; gzip is unpacked.",
+            ),
+        ],
+        endpoint: Annotated[
+            list[str] | None,
+            typer.Option(metavar="NAME=URL", help="An engine with OpenAI's API. May be given again: they take turns."),
+        ] = None,
+        sidecar: Annotated[
+            list[str] | None,
+            typer.Option(metavar="NAME=URL", help="Where the sidecar of that endpoint has its /metrics."),
+        ] = None,
+        engines: Annotated[
+            str | None,
+            typer.Option(
+                metavar="NAME,..",
+                help="In a checkout, start these in place of --endpoint, a vLLM each: none (no prefix cache), own (its "
+                "own alone), kvstore (with a sidecar), pd (prefill and decode apart).",
+            ),
+        ] = None,
+        shape: Annotated[
+            str | None, typer.Option(metavar="NAME", help="Of the model that --engines have: tiny or mid.")
+        ] = None,
+        own_share: Annotated[
+            float,
+            typer.Option(metavar="X", min=0, max=10, help="Of the workload, what a cache of --engines holds itself."),
+        ] = 0.1,
+        seconds: Annotated[
+            float, typer.Option(metavar="N", min=0.1, max=86400, help="Of arrivals, in each turn.")
+        ] = 60.0,
+        requests: Annotated[int, typer.Option(metavar="N", min=1, max=1_000_000, help="In each turn, at most.")] = 1000,
+        turns: Annotated[
+            int, typer.Option(metavar="N", min=1, max=1000, help="Each endpoint's, in another order.")
+        ] = 2,
+        speed: Annotated[
+            float, typer.Option(metavar="X", min=0.001, max=1000, help="Arrivals come so many times as fast.")
+        ] = 1.0,
+        scale: Annotated[
+            float | None,
+            typer.Option(
+                metavar="X",
+                min=0.0001,
+                max=1,
+                help="Tokens for one of the trace; the longest request just fits if left out.",
+            ),
+        ] = None,
+        form: Annotated[
+            str, typer.Option(metavar="NAME", help="How prompts are sent: tokens, text or chat (words of w5 w6 ..).")
+        ] = "tokens",
+        vocabulary: Annotated[
+            int, typer.Option(metavar="N", min=16, max=1 << 24, help="Token ids are drawn from 5 up to here.")
+        ] = 1000,
+        model: Annotated[str | None, typer.Option(metavar="NAME", help="The first one that an endpoint has.")] = None,
+        ttft_slo: Annotated[str, typer.Option(metavar="MS,..", help="First tokens that count as good.")] = "200,500",
+        itl_slo: Annotated[str, typer.Option(metavar="MS,..", help="Mean gaps that count as good.")] = "100",
+        request_seconds: Annotated[
+            float, typer.Option(metavar="N", min=0.1, max=86400, help="After so long an answer has failed.")
+        ] = 120.0,
+        block_tokens: Annotated[
+            int | None, typer.Option(metavar="N", help="Of a block of the trace, where its lengths do not say.")
+        ] = None,
+        seed: Annotated[int, typer.Option(metavar="N", min=0, max=1 << 31, help="Tokens are drawn from it.")] = 0,
+        api_key_file: Annotated[
+            str | None,
+            typer.Option(
+                metavar="FILE", callback=expanded_path, help="Its first line is sent to endpoints as their key."
+            ),
+        ] = None,
+        anywhere: Annotated[
+            bool, typer.Option("--anywhere", help="Endpoints may be on other hosts: it is load for them.")
+        ] = False,
+        check: Check = False,
+        as_json: Json = False,
+    ) -> int:
+        """Replay recorded requests against engines at their recorded times: TTFT, ITL, tokens per second, goodput, and
+        hits by tier.
+
+        Arrivals, lengths and shared prefixes are the trace's; the tokens are made up. In a turn each endpoint gets the
+        same requests; each turn has new tokens, so figures have a spread. Status 1: all requests of a turn failed; with
+        --check: one failed.
+        """
+        from kvstore.insight.trace import read_trace
+        from kvstore.traffic import run as traffic
+        from kvstore.traffic.replay import PromptForm
+        from kvstore.traffic.result import Slo
+
+        if bool(endpoint) == bool(engines):
+            raise typer.BadParameter("give --endpoint NAME=URL, or --engines NAME,.. to start some")
+        if engines is None and shape is not None:
+            raise typer.BadParameter("--shape belongs to --engines; leave it out")
+        if form not in [*PromptForm]:
+            raise typer.BadParameter(f"--form {form[:40]!r}; allowed: {', '.join(PromptForm)}")
+        slos = tuple(
+            Slo(real(ttft, "--ttft-slo", _MS), real(itl, "--itl-slo", _MS))
+            for ttft in listed([ttft_slo], "--ttft-slo", _MS)
+            for itl in listed([itl_slo], "--itl-slo", _MS)
+        )
+        sent = (PromptForm(form), vocabulary, model, request_seconds)
+        limits = (seconds, requests, turns, speed, scale)
+        options = traffic.TrafficOptions(*limits, *sent, slos, seed, api_key_header(api_key_file))
+        starter = None
+        if engines is not None and choose is None:
+            start_script("traffic", sys.argv[sys.argv.index("traffic") + 1 :], "kvstore bench traffic --engines")
+        elif engines is not None and choose is not None:
+            starter = choose(listed([engines], "--engines", "give some"), shape, own_share)
+        endpoints = _endpoints(endpoint or [], sidecar or [], anywhere)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # the engines end with the bench
+        with shown_progress() as show:
+            show("reading the trace")
+            with lines_of(Path(trace)) as lines:
+                read = read_trace(Path(trace).name, lines, block_tokens)
+            result = traffic.run(read, endpoints, options, show, starter).found()
+        return judge([result], as_json, check)
+
+    return bench_traffic
 
 
 _MS = "give milliseconds, such as 200,500"
@@ -205,8 +202,8 @@ _MS = "give milliseconds, such as 200,500"
 
 def _endpoints(given: list[str], sidecars: list[str], anywhere: bool) -> list[Any]:
     """Endpoints by name. Raises `BadInput`."""
-    from kvstore.bench.traffic.engines import Endpoint
     from kvstore.openai.client import checked_url
+    from kvstore.traffic.run import Endpoint
 
     def named(flag: str, given: list[str]) -> dict[str, str]:
         found = {}
@@ -223,36 +220,7 @@ def _endpoints(given: list[str], sidecars: list[str], anywhere: bool) -> list[An
     return [Endpoint(name, url, (), beside.get(name)) for name, url in urls.items()]
 
 
-MOVED = {
-    "network": "gRPC beside the local socket, and frames from node to node.",
-    "restart": "How long until everything on disk can be found again.",
-    "codec": "What the codecs make of KV and of a model's answers.",
-    "kernels": "How fast KV goes off a GPU and back.",
-    "ttft": "Time to the first token of a model with random weights.",
-    "all": "Every bench that needs no GPU.",
-}
-"""Benches that decisions about the product rest on: scripts of a checkout, which the word starts."""
-
-
-def _moved(word: str, about: str) -> None:
-    @bench.command(
-        word,
-        help=f"{about} In a checkout alone: python benchmarks/benches.py {word} --help",
-        context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
-    )
-    def _(context: typer.Context) -> None:
-        checkout = Path(kvstore.__file__).resolve().parents[1]
-        script = checkout / "benchmarks" / "benches.py"
-        if not script.is_file() or not (checkout / "pyproject.toml").is_file():
-            raise BadInput(
-                f"kvstore bench {word} is not installed with the product: it is a script of its repository; run in a "
-                f"checkout: python benchmarks/benches.py {word}"
-            )
-        os.execv(sys.executable, [sys.executable, str(script), word, *context.args])
-
-
-for _word, _about in MOVED.items():
-    _moved(_word, _about)
+bench.command("traffic")(traffic_command())
 
 
 def judge(results: list[Any], as_json: bool, check: bool) -> int:

@@ -21,7 +21,6 @@ pytest.importorskip("transformers")
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu.py"
 SCHEMA = json.loads((ROOT / "benchmarks" / "results.schema.json").read_text())
-ELSEWHERE = {"format": 1, "device": {}, "stages": {}}
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +42,6 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def is_valid(results: Any) -> bool:
     jsonschema.Draft202012Validator(SCHEMA).validate(results)
     return True
-
-
-def test_the_schema_is_one() -> None:
-    jsonschema.Draft202012Validator.check_schema(SCHEMA)
 
 
 def test_the_whole_list_runs_on_a_cpu_and_adds_to_its_file(tmp_path: Path, gpu: ModuleType) -> None:
@@ -73,13 +68,10 @@ def _stages(names: list[str]) -> list[str]:
 
 
 def test_what_the_schema_does_not_know_is_refused() -> None:
-    for wrong in (
-        {**ELSEWHERE, "format": 2},
-        {**ELSEWHERE, "stages": {"other": {}}},
-        {**ELSEWHERE, "stages": {"tests": {"status": "ok"}}},
-    ):
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    for wrong in ({"format": 2}, {"stages": {"other": {}}}, {"stages": {"tests": {"status": "ok"}}}):
         with pytest.raises(jsonschema.ValidationError):
-            is_valid(wrong)
+            is_valid({"format": 1, "device": {}, "stages": {}, **wrong})
 
 
 def entry_of(gpu: ModuleType, *arguments: str, limit_s: float = 30, **options: Any) -> dict[str, Any]:
@@ -99,24 +91,35 @@ def module_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     yield write
 
 
-def test_a_step_that_reports_faults_has_failed_and_keeps_its_result(gpu: ModuleType, module_in: Any) -> None:
-    name = module_in('print("noise"); print(\'{"faults": ["one", "two", "three", "four"]}\'); raise SystemExit(1)')
-    entry = entry_of(gpu, name)
-    assert (entry["status"], entry["message"]) == ("failed", "one; two; three and 1 more")
-    assert entry["result"] == {"faults": ["one", "two", "three", "four"]}
+@pytest.mark.parametrize(
+    ("text", "message", "result"),
+    [
+        (
+            'print("noise"); print(\'{"faults": ["one", "two", "three", "four"]}\'); raise SystemExit(1)',
+            "one; two; three and 1 more",
+            {"faults": ["one", "two", "three", "four"]},
+        ),
+        ("print('all is well')", "all is well", None),
+        ("import sys; sys.exit('the last line')", "the last line", None),
+    ],
+)
+def test_a_step_with_faults_or_without_a_result_has_failed(
+    gpu: ModuleType, module_in: Any, text: str, message: str, result: Any
+) -> None:
+    entry = entry_of(gpu, module_in(text))
+    assert (entry["status"], entry["message"], entry["result"]) == ("failed", message, result)
 
 
-def test_a_step_without_a_result_has_failed(gpu: ModuleType, module_in: Any) -> None:
-    assert entry_of(gpu, module_in("print('all is well')"))["status"] == "failed"
-    entry = entry_of(gpu, module_in("import sys; sys.exit('the last line')"))
-    assert (entry["status"], entry["message"], entry["result"]) == ("failed", "the last line", None)
-
-
-def test_tests_of_which_none_passes_have_failed(gpu: ModuleType, tmp_path: Path) -> None:
-    skipped = tmp_path / "test_all_skipped.py"
+def test_tests_of_which_none_passes_have_failed_and_failing_ones_are_named(gpu: ModuleType, tmp_path: Path) -> None:
+    skipped, mixed = tmp_path / "test_all_skipped.py", tmp_path / "test_some.py"
     skipped.write_text("import pytest\n\n\ndef test_it() -> None:\n    pytest.skip('no GPU here')\n")
     entry = entry_of(gpu, "pytest", "-q", str(skipped), kernel_tests=True)
     assert (entry["status"], entry["message"]) == ("failed", "no test ran: no GPU here")
+    text = "import pytest\ndef test_good(): pass\ndef test_bad(): assert False\n"
+    mixed.write_text(text + "@pytest.mark.skip(reason='no reason')\ndef test_left_out(): pass\n")
+    entry = entry_of(gpu, "pytest", "-q", "--rootdir", str(tmp_path), str(mixed), kernel_tests=True)
+    assert entry["status"] == "failed" and entry["message"].endswith("::test_bad")
+    assert (entry["result"]["passed"], entry["result"]["skips"], entry["result"]["skipped"]) == (1, 1, ["no reason"])
 
 
 def test_a_step_that_needs_what_is_not_there_says_so_in_one_line(
@@ -127,11 +130,6 @@ def test_a_step_that_needs_what_is_not_there_says_so_in_one_line(
     assert gpu.main() == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("gpu: far needs a_package_of_nobody, which ") and sys.executable in line
-
-
-def test_a_command_that_is_not_there_has_failed(gpu: ModuleType) -> None:
-    entry = entry_of(gpu, "kvstore", "bench", "nothing-of-the-kind")
-    assert entry["status"] == "failed" and "No such command" in entry["message"]
 
 
 def test_a_step_that_does_not_end_is_ended_with_all_of_its_processes(
@@ -153,21 +151,9 @@ def test_a_step_that_does_not_end_is_ended_with_all_of_its_processes(
     raise AssertionError("its child still runs")
 
 
-def test_failing_tests_are_named(gpu: ModuleType, tmp_path: Path) -> None:
-    text = "import pytest\ndef test_good(): pass\ndef test_bad(): assert False\n"
-    text += "@pytest.mark.skip(reason='no reason')\ndef test_left_out(): pass\n"
-    (tmp_path / "test_some.py").write_text(text)
-    entry = entry_of(gpu, "pytest", "-q", "--rootdir", str(tmp_path), str(tmp_path / "test_some.py"), kernel_tests=True)
-    assert entry["status"] == "failed" and entry["message"].endswith("::test_bad")
-    assert (entry["result"]["passed"], entry["result"]["skips"], entry["result"]["skipped"]) == (1, 1, ["no reason"])
-
-
-def test_time_that_is_over_leaves_steps_out(tmp_path: Path) -> None:
+def test_time_that_is_over_leaves_steps_out_and_wrong_input_is_one_line(tmp_path: Path) -> None:
     ended = run("--device", "cpu", "--results", str(tmp_path), "--seconds", "0.5", "--stage", "tests")
     assert ended.returncode == 1 and "tests: left out" in ended.stdout and not list(tmp_path.iterdir())
-
-
-def test_wrong_input_is_one_line(tmp_path: Path, gpu: ModuleType) -> None:
     (tmp_path / "cpu.json").write_text("{}")
     ended = run("--device", "cpu", "--results", str(tmp_path))
     assert ended.returncode == 2 and ended.stdout == ""
@@ -178,6 +164,7 @@ def test_wrong_input_is_one_line(tmp_path: Path, gpu: ModuleType) -> None:
 def test_kernels_are_compiled_on_a_gpu(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert "TRITON_INTERPRET" not in gpu._environment("cuda") and gpu._environment("cpu")["TRITON_INTERPRET"] == "1"
+    assert gpu.slug("NVIDIA A100-SXM4-80GB") == "nvidia-a100-sxm4-80gb"
 
 
 def test_what_runs_on_a_gpu_is_known_to_the_command_line(gpu: ModuleType) -> None:
@@ -194,7 +181,3 @@ def test_what_runs_on_a_gpu_is_known_to_the_command_line(gpu: ModuleType) -> Non
     for step in gpu.STEPS:
         for argument in (*step.arguments, *step.small):
             assert not argument.startswith("tests/") or (ROOT / argument).exists(), argument
-
-
-def test_names_of_files(gpu: ModuleType) -> None:
-    assert gpu.slug("NVIDIA H200") == "nvidia-h200" and gpu.slug("NVIDIA A100-SXM4-80GB") == "nvidia-a100-sxm4-80gb"

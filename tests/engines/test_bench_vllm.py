@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines has an environment of its own")
 
-from kv_bench.engines import ttft_vllm
-from kv_bench.engines.vllm_rows import (
+from kv_bench import ttft_vllm
+from kv_bench.ttft_vllm import (
     BARE,
     COLD,
     DEFAULT,
@@ -25,17 +25,17 @@ from kv_bench.engines.vllm_rows import (
     RAW,
     SMALL,
     TTFT,
-    VllmResult,
 )
+from kvstore.traffic.row import BenchResult
 
 pytestmark = pytest.mark.slow
 
 
-def measured(part: str, **options: Any) -> VllmResult:
+def measured(part: str, **options: Any) -> BenchResult:
     """One part alone. Nothing failed: every prefix came whole from where it was to come from, or there is a fault."""
     result = ttft_vllm.run(replace(SMALL, parts=(part,), **options), print)
     assert result.faults == []
-    assert result.versions["vllm"] and {row["part"] for row in result.rows} == {part}
+    assert result.about["versions"]["vllm"] and {row["part"] for row in result.rows} == {part}
     return result
 
 

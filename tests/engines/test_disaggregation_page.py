@@ -20,7 +20,9 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines has an environment of its own")
 
 from engines.conftest import ROOT, WAITS_ASLEEP, Sidecar, sidecar_python
-from kvstore.bench.traffic.engines import SETTINGS, free_port, save_model
+from kv_bench.llamas import save_model
+from kv_bench.process import free_port
+from kv_bench.traffic_engines import SETTINGS
 from waiting import wait_until
 
 pytestmark = [

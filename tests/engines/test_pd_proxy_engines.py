@@ -22,13 +22,15 @@ pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engine
 
 from engines.conftest import Sidecar, started
 from engines.models import PATIENT, ROOT
-from kvstore.bench.traffic import engines, run
-from kvstore.bench.traffic.counters import engine_tokens
-from kvstore.bench.traffic.engines import Endpoint
-from kvstore.bench.traffic.result import Slo
+from kv_bench import traffic_engines as engines
+from kv_bench.ttft_vllm import connector
 from kvstore.insight.trace import read_trace
 from kvstore.openai.client import EngineClient
 from kvstore.openai.metrics import page_of, samples_of
+from kvstore.traffic import run
+from kvstore.traffic.counters import engine_tokens
+from kvstore.traffic.result import Slo
+from kvstore.traffic.run import Endpoint
 from waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -75,7 +77,9 @@ class Pair:
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     scratch = tmp_path_factory.mktemp("pd")
-    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("ENGINE_PATH", "")])
+    path = os.pathsep.join(
+        [*(str(ROOT / name) for name in ("", "kernels", "benchmarks")), os.environ.get("ENGINE_PATH", "")]
+    )
     with ExitStack() as stack:
         stack.enter_context(pytest.MonkeyPatch.context()).setenv("PYTHONPATH", path)
         sidecar = stack.enter_context(started("pd"))
@@ -83,7 +87,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         engines.save_model("tiny", model)
         servers = {}
         for name, role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
-            transfer = engines.connector(sidecar.url.removeprefix("unix:"), role, codec="raw", **PATIENT)
+            transfer = connector(sidecar.url.removeprefix("unix:"), codec="raw", **PATIENT) | {"kv_role": role}
             flags = ["--max-model-len", "4096"]
             servers[name] = stack.enter_context(engines.vllm_server(name, model, scratch, flags, transfer))
             servers[name].wait()

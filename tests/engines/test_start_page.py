@@ -19,7 +19,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines has an environment of its own")
 
 from engines.conftest import ROOT, Sidecar
-from kvstore.bench.traffic.engines import free_port
+from kv_bench.process import free_port
 from kvstore.cli import ask
 from kvstore.node import SystemClock
 from waiting import wait_until

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 import kvstore
-from kvstore.bench.measure import quantile
-from kvstore.bench.sidecar import Sidecar
+from kv_bench.measure import quantile
+from kv_bench.process import Sidecar
 from kvstore.block.account import MissReason
 from kvstore.block.layout import Layout
 from kvstore.block.pages import Pages

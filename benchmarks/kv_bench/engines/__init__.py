@@ -1,1 +1,0 @@
-"""Benches that run an engine, a model or its kernels."""

@@ -1,0 +1,548 @@
+"""`kvstore bench kernels`: what moves KV on and off a device, beside copies of the same run.
+
+    kernels    pages to payloads and back, and digests, beside a copy on the device. Both count bytes read and written:
+               a kernel that quantizes reads 16 bits and writes 8
+    transfers  whole loads and saves beside a copy of pinned memory: `transfer.Loader` and `Saver` between page-locked
+               extents and an engine's pages, with copies, kernels, and the worker that awaits the end, by wall time
+    decode     what running streams notice: eight of a Llama decode token by token through transformers and the
+               adapter's buffers, without and with transfers beside them, in turn
+
+Written for one GPU. On a CPU the same code runs on small shapes, with plain torch in place of the kernels and a
+synchronous device: that shows that it runs, and its figures mean nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from engine_adapter.hf.buffers import BufferSet
+from engine_adapter.hf.layers import ModelCall, even_cache
+from engine_adapter.hf.model import layout_of
+from kv_bench.llamas import ONE_B, TINY, TTFT_SHAPES, build
+from kv_bench.measure import Say, against, quantile, rate_row, timed
+from kv_bench.on_device import DeviceTimer, describe, device_named, give_memory_back, near_cpus, transfer_device
+from kv_bench.paged_pool import (
+    CODECS,
+    FAILURES,
+    RAW,
+    PagedPool,
+    Route,
+    are_digests,
+    new_payloads,
+    payload_bytes,
+    route_named,
+    told,
+)
+from kv_bench.rig import BlockShape
+from kv_kernels.device import Region, Stream, host_tensor
+from kv_kernels.device_transfers import SEGMENT_BYTES, SEGMENTS
+from kv_kernels.int8 import KC64
+from kv_kernels.pinned import PinnedExtents
+from kv_kernels.pools import PoolTable
+from kv_kernels.transfer import Loader, Saver
+from kv_kernels.transfer_state import LayerSlice, Transfer, TransferOutcome, layer_slices
+from kv_kernels.worker import ThreadWorker
+from kvstore.block.errors import BadInput
+from kvstore.config import format_size, parse_size
+from kvstore.traffic.row import MS, BenchResult, Row, Section, Target
+from tiering.dram.extents import Extent
+from tiering.frame import HEADER_BYTES, frame_bytes
+
+KERNELS, TRANSFERS, DECODE = STAGES = ("kernels", "transfers", "decode")
+KERNEL_TARGETS = {"gather_quantize": 0.70, "dequantize_scatter": 0.70}
+"""Share of the copy's byte rate, on a GPU, from `TARGETED_BYTES` of KV on."""
+TRANSFER_TARGET = 0.90
+"""Share of the plain copy's rate, on a GPU, from `TARGETED_BYTES` on the wire on."""
+TARGETED_BYTES = 256 << 20
+MOST_SLOWDOWN = 1.05
+"""Of the median step beside loads, on a GPU."""
+LOAD, SAVE, BOTH = DIRECTIONS = ("load", "save", "both")
+ALONE = "nothing"
+UNDER_WAY = 2
+"""Transfers in each direction beside steps."""
+WAIT_SECONDS, CLOSE_SECONDS = 60.0, 10.0
+_KEPT: list[Extent] = []
+"""Extents that a failed transfer may still access."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelsOptions:
+    """shape: of a block. kv_bytes: sizes of KV for the kernels. transfer_bytes: KV per load or save. segment_bytes: of
+    a staging segment. laps: turns of each. route: triton or twins; None to choose by device. model: decodes `streams`
+    streams behind `context_tokens`, in `decode_laps` laps of `steps` steps."""
+
+    shape: BlockShape = field(default_factory=lambda: BlockShape(32, 64))
+    page_tokens: int = 16
+    kv_bytes: tuple[int, ...] = (256 << 20, 1 << 30)
+    transfer_bytes: int = 1 << 30
+    segment_bytes: int = SEGMENT_BYTES
+    laps: int = 9
+    route: str | None = None
+    model: str = ONE_B
+    streams: int = 8
+    context_tokens: int = 2048
+    decode_laps: int = 8
+    steps: int = 50
+
+
+SMALL = KernelsOptions(
+    shape=BlockShape(2, 64, 2, 16),
+    kv_bytes=(64 << 10,),
+    transfer_bytes=64 << 10,
+    segment_bytes=16 << 10,
+    laps=2,
+    model=TINY,
+    context_tokens=64,
+    decode_laps=2,
+    steps=4,
+)
+"""Takes seconds on a CPU."""
+
+
+def options_for(
+    device: str | None,
+    shape: Mapping[str, int | None],
+    page_tokens: int | None = None,
+    sizes: Sequence[str] = (),
+    laps: int | None = None,
+) -> KernelsOptions:
+    """The device's default options, with what was given in their place. shape: fields of a block's shape by name.
+    sizes: of KV as people write them; the largest is also the transfers'. Raises `BadInput`."""
+    usual = KernelsOptions() if device_named(device).type == "cuda" else SMALL
+    given: dict[str, Any] = {"page_tokens": page_tokens, "laps": laps}
+    given["shape"] = replace(usual.shape, **{name: number for name, number in shape.items() if number is not None})
+    if sizes:
+        given["kv_bytes"] = tuple(parse_size(size, "size") for size in sizes)
+        given["transfer_bytes"] = max(given["kv_bytes"])
+    return replace(usual, **{name: value for name, value in given.items() if value is not None})
+
+
+class DeviceBench:
+    """What the stages share. faults: what failed, one line each."""
+
+    def __init__(self, options: KernelsOptions, device: torch.device) -> None:
+        self.options, self.device = options, device
+        self.is_gpu = device.type == "cuda"
+        self.route, self.timer = route_named(options.route, device), DeviceTimer(device)
+        self.faults: list[str] = []
+
+
+def run(options: KernelsOptions | None, say: Say, device: str | None = None, stages: Sequence[str] = ()) -> BenchResult:
+    """Measure the given stages, or all. Raises `BadInput` for a missing device, or a size without a whole block."""
+    chosen = device_named(device)
+    options = options or (KernelsOptions() if chosen.type == "cuda" else SMALL)
+    _check(options, stages)
+    bench, rows = DeviceBench(options, chosen), {stage: list[Row]() for stage in STAGES}
+    measured = {KERNELS: kernel_rows, TRANSFERS: transfer_rows, DECODE: decode_rows}
+    for stage in STAGES:
+        if stages and stage not in stages:
+            continue
+        with _noting(bench.faults, stage):
+            give_memory_back(chosen)
+            for row in measured[stage](bench, say):
+                rows[stage].append(row)
+    facts = describe(chosen)
+    sections = [
+        Section(
+            rows[KERNELS],
+            f"on {facts['name']}, kernels: {bench.route.name}",
+            "GB/s of bytes read and written; ratio: to a copy on the device. is host bound: the host was late.",
+            KERNELS,
+            ("bytes moved", "gb per second", "copy gb per second"),
+        ),
+        Section(
+            rows[TRANSFERS],
+            "loads and saves",
+            "layers at once: of a frame; wire: what crosses between host and device, both directions together; kv: "
+            "the same counted as numbers of 16 bits; ratio: to one plain copy of pinned memory, by wall time. is "
+            "direct: the extents were page-locked, without a detour.",
+            TRANSFERS,
+            ("gb per second", "limit gb per second"),
+        ),
+        Section(
+            rows[DECODE],
+            f"steps of {options.streams} streams of a random {options.model} Llama, by wall time",
+            name=DECODE,
+            left_out=("streams", "context tokens", "steps", "step ms p50", "slowdown p50", "most slowdown"),
+        ),
+    ]
+    return BenchResult("kernels", options, sections, {"device": facts, "route": bench.route.name}, bench.faults)
+
+
+def _check(options: KernelsOptions, stages: Sequence[str]) -> None:
+    for stage in stages:
+        if stage not in STAGES:
+            raise BadInput(f"stage={stage!r}; allowed: {', '.join(STAGES)}, or leave it out for all")
+    if options.model not in TTFT_SHAPES:
+        raise BadInput(f"model={options.model!r}; allowed: {', '.join(TTFT_SHAPES)}")
+    block = options.shape.payload_bytes
+    for size in (*options.kv_bytes, options.transfer_bytes):
+        if size < block:
+            raise BadInput(
+                f"{format_size(size)} of KV hold no block of {format_size(block)}; give more, or fewer layers"
+            )
+    if options.page_tokens < 1 or options.shape.block_tokens % options.page_tokens:
+        raise BadInput(
+            f"pages of {options.page_tokens} tokens do not divide a block of {options.shape.block_tokens}; give a "
+            "divisor of it"
+        )
+
+
+@contextmanager
+def _noting(faults: list[str], stage: str) -> Iterator[None]:
+    """Turn a failing stage into one line, so that the next is measured."""
+    try:
+        yield
+    except BadInput:
+        raise
+    except FAILURES as error:
+        faults.append(f"the stage {stage} ended early: {told(error)}")
+
+
+# --- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """launch: one call. bytes_moved: per call. check: whether it wrote what the twin writes."""
+
+    name: str
+    codec: str
+    launch: Callable[[], None]
+    bytes_moved: int
+    check: Callable[[], bool]
+
+
+def kernel_rows(bench: DeviceBench, say: Say) -> Iterator[Row]:
+    """One by one. A kernel that cannot be launched has no row and is a fault, one that does not write what its twin
+    writes is a fault."""
+    options, device, timer = bench.options, bench.device, bench.timer
+    for size in options.kv_bytes:
+        say(f"kernels on {format_size(size)} of KV")
+        blocks = size // options.shape.payload_bytes
+        kv_bytes = blocks * options.shape.payload_bytes
+        pool, target = (PagedPool(options.shape, blocks, options.page_tokens, device, seed) for seed in (1, 2))
+        source, copied = (torch.randint(0, 256, (kv_bytes,), dtype=torch.uint8, device=device) for _ in range(2))
+        limit = timer.timed(partial(copied.copy_, source))
+        for codec in CODECS:
+            launched: dict[Kernel, bool] = {}
+            for kernel in _kernels(options.shape, codec, pool, target, bench.route):
+                name = f"{kernel.name} of {codec}"
+                try:
+                    kernel.launch()  # compiles
+                    timer.wait()
+                    launched[kernel] = kernel.check()
+                except FAILURES as error:
+                    bench.faults.append(f"{name} failed: {told(error)}")
+                    continue
+                if not launched[kernel]:
+                    bench.faults.append(f"{name} did not write what its twin in plain torch writes")
+            turns = {kernel: timer.timed(kernel.launch) for kernel in launched}
+            for kernel, found in against(limit, turns, options.laps).items():
+                is_targeted = bench.is_gpu and kv_bytes >= TARGETED_BYTES
+                yield rate_row(
+                    {"kernel": kernel.name, "codec": codec, "kv_bytes": kv_bytes},
+                    found,
+                    kernel.bytes_moved,
+                    "copy",
+                    KERNEL_TARGETS.get(kernel.name) if is_targeted else None,
+                    limit_bytes=2 * kv_bytes,
+                    bytes_moved=kernel.bytes_moved,
+                    seconds=found.seconds,
+                    gb_per_second=kernel.bytes_moved / found.seconds / 1e9,
+                    copy_gb_per_second=2 * kv_bytes / found.limit_seconds / 1e9,
+                    is_host_bound=sum(turns[kernel].is_late[-options.laps :]) * 2 > options.laps,
+                    matches_twin=launched[kernel],
+                )
+
+
+def _kernels(shape: BlockShape, codec: str, pool: PagedPool, target: PagedPool, route: Route) -> Iterator[Kernel]:
+    """Saving kernels first: the loading ones read their output."""
+    table, blocks, device = pool.table, len(pool.table), pool.table.device
+    payloads = new_payloads(shape, codec, blocks, device)
+    raw, small = blocks * shape.payload_bytes, blocks * payload_bytes(shape, codec)
+    status = torch.zeros(blocks, dtype=torch.int32, device=device)
+    names = ("gather", "scatter") if codec == RAW else ("gather_quantize", "dequantize_scatter")
+    save = route.saver(pool.pools, codec, table, payloads, HEADER_BYTES, status)
+    yield Kernel(names[0], codec, save, raw + small, lambda: pool.is_saved(codec, payloads[:1], HEADER_BYTES))
+    load = route.loader(target.pools, codec, target.table, payloads, HEADER_BYTES)
+    yield Kernel(names[1], codec, load, raw + small, lambda: target.is_loaded(codec, payloads[:1], HEADER_BYTES))
+    keys, slice_bytes = route.digest_keys(device), payload_bytes(shape, codec) // shape.layers
+    into = torch.zeros(blocks, shape.layers, 2, dtype=torch.int64, device=device)
+    yield Kernel(
+        "digest_slices",
+        codec,
+        lambda: route.digest(payloads, HEADER_BYTES, slice_bytes, into, keys),
+        small + into.nbytes,
+        lambda: are_digests(payloads[:1], slice_bytes, into[:1]),
+    )
+
+
+# --- transfers -------------------------------------------------------------------------------------------------------
+
+
+class PagedKernel:
+    """`transfer.PageKernel` over a pool, in one direction: a route's kernels with their own page table."""
+
+    def __init__(self, pool: PagedPool, slices: Sequence[LayerSlice], route: Route, codec: str, is_load: bool) -> None:
+        self._pools = {part.first: PoolTable.of(pool.planes[part.first : part.stop]) for part in slices}
+        self._table = pool.table
+        self._status = torch.zeros(len(pool.table), dtype=torch.int32, device=pool.table.device)
+        self._route, self._codec, self._is_load = route, codec, is_load
+
+    def __call__(self, staged: torch.Tensor, frames: range, layers: LayerSlice) -> None:
+        pools, table = self._pools[layers.first], self._table[frames.start : frames.stop]
+        if self._is_load:
+            self._route.loader(pools, self._codec, table, staged, 0)()
+        else:
+            status = self._status[frames.start : frames.stop]
+            self._route.saver(pools, self._codec, table, staged, 0, status)()
+
+    # What follows is asked for by a device that checks accesses.
+
+    def pages(self, frames: range, layers: LayerSlice) -> list[Region]:
+        return []
+
+    def tables(self) -> list[Region]:
+        return []
+
+    def findings(self) -> list[Region]:
+        return []
+
+    def end(self, kernels: Stream) -> None:
+        """Statuses stay on the device."""
+
+
+class Transfers:
+    """A pool, page-locked frames for all of its blocks, and a loader and a saver between them. A context manager."""
+
+    def __init__(self, bench: DeviceBench, codec: str, layers_at_once: int) -> None:
+        options, device, shape = bench.options, bench.device, bench.options.shape
+        blocks, size = options.transfer_bytes // shape.payload_bytes, payload_bytes(shape, codec)
+        self.codec, self.kv_bytes, self.wire_bytes = codec, blocks * shape.payload_bytes, blocks * size
+        self.pool, self.target = (PagedPool(shape, blocks, options.page_tokens, device, seed) for seed in (1, 2))
+        self._device = transfer_device(device)
+        self._frame_bytes = frame_bytes(size)
+        with ExitStack() as stack:
+            pin, load, save = (ThreadWorker(f"bench-{name}", near_cpus(device)) for name in ("pin", "load", "save"))
+            for worker in (pin, load, save):
+                stack.callback(worker.close, CLOSE_SECONDS)
+            extent = Extent(blocks * self._frame_bytes)
+            self._slots = [extent.address + block * self._frame_bytes for block in range(blocks)]
+            extents = PinnedExtents(self._device.host, pin)
+            extents.add(extent.address, extent.size_bytes, extent, writable=True)
+            stack.callback(_give_back, extents, extent)
+            pin.wait(lambda: extents.runs(self._slots, self._frame_bytes).is_pinned, WAIT_SECONDS)
+            self._slices = layer_slices(shape.layers, size // shape.layers, layers_at_once, HEADER_BYTES)
+            room = max(options.segment_bytes, *(part.size_bytes for part in self._slices))
+            segment = -(-room // 256) * 256
+            self._loader = Loader(self._device, extents, load, segment, SEGMENTS)
+            self._saver = Saver(self._device, extents, save, segment, SEGMENTS)
+            self._into_pages = PagedKernel(self.target, self._slices, bench.route, codec, True)
+            self._from_pages = PagedKernel(self.pool, self._slices, bench.route, codec, False)
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> Transfers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def start(self, direction: str) -> list[Transfer]:
+        """Start a load, a save, or one of each. Raises RuntimeError if refused."""
+        started: list[Transfer | None] = []
+        if direction in (LOAD, BOTH):
+            started.append(self._loader.load(self._slots, self._slices, self._into_pages, _nothing))
+        if direction in (SAVE, BOTH):
+            after = self._device.compute().record()
+            saved = self._saver.save(self._slots, self._slices, self._from_pages, after, lambda: True, _nothing)
+            started.append(saved)
+        if None in started:
+            raise RuntimeError(f"a {direction} was refused: its worker has too much to do, or the device has failed")
+        return [transfer for transfer in started if transfer is not None]
+
+    def run(self, direction: str) -> list[Transfer]:
+        """Start and wait. Raises RuntimeError on failure or timeout."""
+        transfers = self.start(direction)
+        for transfer in transfers:
+            finish(transfer)
+        return transfers
+
+    def check(self) -> bool:
+        """Whether the first block of a load's pages and of a save's frame equals the twins'."""
+        payload = host_tensor(self._slots[0] + HEADER_BYTES, self._frame_bytes - HEADER_BYTES).clone()
+        row = payload.to(self.pool.table.device)[None]
+        return self.target.is_loaded(self.codec, row.clone(), 0) and self.pool.is_saved(self.codec, row, 0)
+
+
+def _nothing() -> None: ...
+
+
+def finish(transfer: Transfer) -> None:
+    """Wait for the end. Raises RuntimeError on failure or timeout."""
+    if not transfer.wait(WAIT_SECONDS):
+        raise RuntimeError(f"a transfer took longer than {WAIT_SECONDS:.0f} seconds")
+    if transfer.outcome is not TransferOutcome.DONE:
+        raise RuntimeError(f"a transfer ended as {transfer.outcome.value}: {transfer.error}")
+
+
+def _give_back(extents: PinnedExtents, extent: Extent) -> None:
+    """If the device failed, it may still be copying: then the memory stays until the process ends."""
+    if extents.remove(extent.address, CLOSE_SECONDS):
+        extent.close()
+    else:
+        _KEPT.append(extent)
+
+
+class PlainCopy:
+    """The limit: one copy of pinned host memory to the device, back, or both at once, on two streams."""
+
+    def __init__(self, size_bytes: int, device: torch.device, timer: DeviceTimer) -> None:
+        is_cuda = device.type == "cuda"
+        self._host = [torch.empty(size_bytes, dtype=torch.uint8, pin_memory=is_cuda).random_() for _ in range(2)]
+        self._there = [torch.empty_like(host, device=device).copy_(host) for host in self._host]
+        self._streams: list[Any] = [torch.cuda.Stream(device) if is_cuda else None for _ in range(2)]
+        self._timer = timer
+
+    def run(self, direction: str, size_bytes: int) -> None:
+        """size_bytes: per direction."""
+        pairs = ((LOAD, self._there[0], self._host[0]), (SAVE, self._host[1], self._there[1]))
+        for (one, target, source), stream in zip(pairs, self._streams, strict=True):
+            if direction in (one, BOTH):
+                with nullcontext() if stream is None else torch.cuda.stream(stream):
+                    target[:size_bytes].copy_(source[:size_bytes], non_blocking=True)
+        self._timer.wait()
+
+
+def transfer_rows(bench: DeviceBench, say: Say) -> Iterator[Row]:
+    """One by one: raw and int8-kc64, whole frames and a few layers at a time, all directions. kv_bytes: of the pages,
+    as numbers of 16 bits. is_direct: whether the extents were page-locked; else everything went through a small pinned
+    ring. matches_twin: whether the first block is what the twins make of it, bit for bit."""
+    options, layers = bench.options, bench.options.shape.layers
+    say(f"transfers of {format_size(options.transfer_bytes)} of KV")
+    limit = PlainCopy(options.transfer_bytes, bench.device, bench.timer)
+    for codec in (RAW, KC64):
+        for layers_at_once in dict.fromkeys((layers, max(1, layers // 8))):
+            with Transfers(bench, codec, layers_at_once) as transfers:
+                transfers.run(SAVE)  # so that loads find frames
+                is_direct = all(transfer.is_direct for transfer in transfers.run(LOAD))
+                bench.timer.wait()
+                matches = transfers.check()
+                for direction in DIRECTIONS:
+                    if not matches:
+                        bench.faults.append(f"{direction} of {codec} did not move what its twin in plain torch moves")
+                    if not is_direct:
+                        bench.faults.append(
+                            f"{direction} of {codec} took a detour: its extents could not be page-locked"
+                        )
+                    plain = timed(partial(limit.run, direction, transfers.wire_bytes))
+                    turn = timed(partial(transfers.run, direction))
+                    found = against(plain, {direction: turn}, options.laps)[direction]
+                    times = 2 if direction == BOTH else 1
+                    wire, kv = times * transfers.wire_bytes, times * transfers.kv_bytes
+                    is_targeted = bench.is_gpu and transfers.wire_bytes >= TARGETED_BYTES
+                    yield rate_row(
+                        {"direction": direction, "codec": codec, "layers_at_once": layers_at_once, "kv_bytes": kv},
+                        found,
+                        wire,
+                        "pinned copy",
+                        TRANSFER_TARGET if is_targeted else None,
+                        wire_bytes=wire,
+                        seconds=found.seconds,
+                        gb_per_second=wire / found.seconds / 1e9,
+                        kv_gb_per_second=kv / found.seconds / 1e9,
+                        limit_gb_per_second=wire / found.limit_seconds / 1e9,
+                        is_direct=is_direct,
+                        matches_twin=matches,
+                    )
+
+
+# --- decode ----------------------------------------------------------------------------------------------------------
+
+
+class BesideTransfers:
+    """Keeps transfers in flight, in one direction or both; none if `direction` is `nothing`."""
+
+    def __init__(self, transfers: Transfers, direction: str) -> None:
+        self._transfers = transfers
+        directions = {ALONE: (), BOTH: (LOAD, SAVE)}.get(direction, (direction,))
+        self._under_way: dict[str, list[Transfer]] = {direction: [] for direction in directions}
+        self.finished = 0
+
+    def keep_going(self) -> None:
+        """Start a transfer for each that ended."""
+        for direction, under_way in self._under_way.items():
+            self._end([transfer for transfer in under_way if transfer.is_done()], under_way)
+            while len(under_way) < UNDER_WAY:
+                under_way.extend(self._transfers.start(direction))
+
+    def drain(self) -> None:
+        """Wait for all in flight."""
+        for under_way in self._under_way.values():
+            self._end(list(under_way), under_way)
+
+    def _end(self, ended: Sequence[Transfer], under_way: list[Transfer]) -> None:
+        for transfer in ended:
+            finish(transfer)
+            under_way.remove(transfer)
+            self.finished += 1
+
+
+def decode_rows(bench: DeviceBench, say: Say) -> Iterator[Row]:
+    """One for each kind of transfers, held against the steps beside nothing. Before each step the engine's thread
+    starts new ones; that time counts as part of the step."""
+    options, device = bench.options, bench.device
+    count, context, steps = options.streams, options.context_tokens, options.steps
+    say(f"{count} streams of a random {options.model} Llama")
+    model = build(options.model, device, context + steps)
+    layout = layout_of(model)
+    capacity = -(-(context + steps) // layout.block_tokens) * layout.block_tokens
+    planes = BufferSet(layout, count, capacity, device).of_rows(0, count)
+    for plane in (plane for pair in planes for plane in pair):
+        plane.normal_()
+    call = ModelCall(model)
+
+    def lap(beside: BesideTransfers) -> list[float]:
+        """Seconds of each step, from the same place in each lap."""
+        cache, times = even_cache(planes, context), []
+        newest = torch.zeros(count, 1, dtype=torch.int64, device=device)
+        for _ in range(steps):
+            start = perf_counter()
+            beside.keep_going()
+            newest = call(newest, cache).argmax(-1, keepdim=True)
+            newest.tolist()  # as an engine hands tokens out
+            times.append(perf_counter() - start)
+        return times
+
+    names = (ALONE, *DIRECTIONS)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    moved, spent = dict.fromkeys(names, 0), dict.fromkeys(names, 0.0)
+    with Transfers(bench, KC64, options.shape.layers) as transfers:
+        transfers.run(SAVE)  # so that what is loaded are frames
+        lap(BesideTransfers(transfers, ALONE))
+        for _ in range(options.decode_laps):
+            for name in names:
+                beside, start = BesideTransfers(transfers, name), perf_counter()
+                times[name].extend(lap(beside))
+                beside.drain()
+                spent[name] += perf_counter() - start
+                moved[name] += beside.finished * transfers.wire_bytes
+    alone_p50, alone_p99 = 1e3 * median(times[ALONE]), 1e3 * quantile(times[ALONE], 0.99)
+    for name in names:
+        p50, p99 = 1e3 * median(times[name]), 1e3 * quantile(times[name], 0.99)
+        most = MOST_SLOWDOWN if bench.is_gpu and name == LOAD else None
+        details: dict[str, Any] = {"steps": len(times[name]), "step_ms_p50": p50, "step_ms_p99": p99}
+        details |= {"slowdown_p50": p50 / alone_p50, "slowdown_p99": p99 / alone_p99}
+        details |= {"transfer_gb_per_second": moved[name] / spent[name] / 1e9, "most_slowdown": most}
+        target = None if most is None else Target(most, is_least=False)
+        beside_alone = ALONE, alone_p50, p50 / alone_p50, None, None, target
+        what = {"beside": name, "streams": count, "context_tokens": context}
+        yield Row(what, p50, MS, len(times[name]), None, None, *beside_alone, details)

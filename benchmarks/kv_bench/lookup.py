@@ -1,0 +1,326 @@
+"""`kvstore bench lookup`: the cost of a match, and of a block in the tables, in bytes and in garbage collection.
+
+Two stores, a small and a large one, are filled with chains of blocks: rows in the index, in the residency table and in
+the policy's list, as puts make them, but without payloads, of which the large one would need terabytes. A match is the
+user's own call for a prompt given as an array, all of it stored. Its limit is the chain of hashes alone over the same
+bytes, right before and right after. A prompt that is asked for repeatedly finds its part of the index in CPU caches; so
+prompts also take turns.
+
+Then through the API socket: a sidecar in its own process holds whole prompts of minimal blocks. One client in this
+process asks for them in turn, beside the same limit. Then client processes ask at once, for some seconds at a time;
+their limit is what the same processes hash when they do nothing else, which is what the cores give.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from functools import partial
+from itertools import chain
+from statistics import median
+from time import perf_counter
+
+import numpy as np
+
+from kv_bench.lookup_client import LookupOptions, hashing, matching
+from kv_bench.measure import Cost, Say, Turn, against, resident_bytes, time_row
+from kv_bench.process import Child, Sidecar
+from kv_bench.rig import MODEL, PagePool, prompt_of
+from kvstore.block.codec import RawCodec
+from kvstore.block.errors import StoreError
+from kvstore.block.identity import KeyRing, Namespace, PrefixHasher, TenantKeys, token_bytes
+from kvstore.client.handle import NamespaceHandle
+from kvstore.config import MIN_DRAM_BYTES, Limits
+from kvstore.core.rows.index import NO_ROW, PrefixIndex
+from kvstore.core.store import Store
+from kvstore.core.table import BlockTable
+from kvstore.node import EmbeddedDoor, SystemClock
+from kvstore.traffic.row import MS, BenchResult, Row, Section, Target, quantile
+from tiering.dram.extents import ExtentPool
+from tiering.dram.tier import DramTier
+from tiering.frame import frame_bytes
+from tiering.policies.lru import LeafFirstLru
+from tiering.residency import Pins, Residency
+from tiering.slots import SlotTable
+
+MATCH_TARGET, GROWTH_TARGET = 2.2, 1.7
+"""Limits of match time / time of the chain of hashes, and of match time in the large index / in the small one."""
+DOOR_TARGET, CLIENTS_TARGET = 2.97, 3.7
+"""In chains: a match of one client, 0.8 ms where the chain is 0.27; time per match over all clients, 1,000 a second."""
+BYTES_TARGET, PAUSE_TARGET_MS = 300, 50.0
+"""Limits for a block in all tables together, and of a garbage collection."""
+WORDS = (
+    "garbage collection: the longest full one, of all that came with the blocks, or of all that this program has "
+    "imported. The slowest insertion is one at which a dictionary of all blocks grew."
+)
+_TOGETHER, _STEP_BLOCKS = 64, 8
+"""Prompts that are being stored at the same time, so that their blocks come mixed; blocks that one adds at a time."""
+_SLOTS_OF_EXTENT = 512
+_HEAD_START_SECONDS = 0.05
+"""Time for all client processes to read their order."""
+
+
+def run(options: LookupOptions, say: Say) -> BenchResult:
+    """Fill both indexes, then match in both, turn by turn; then the same through the door of a sidecar."""
+    program_ms = longest_collection_ms()
+    gc.freeze()
+    try:
+        small = FilledStore(options, options.small_blocks, say)
+        before = resident_bytes()
+        large = FilledStore(options, options.large_blocks, say)
+        gc.collect()
+        grown = resident_bytes() - before
+        tables_ms = longest_collection_ms()
+    finally:
+        gc.unfreeze()
+    say(f"matching, {options.laps} laps")
+    contenders = {
+        (filled.blocks, prompts): filled.match(rotating=rotating)
+        for filled in (small, large)
+        for prompts, rotating in (("the same", False), ("in turn", True))
+    }
+    measured = against(hashing(options), contenders, options.laps)
+    rows = [
+        time_row({"by": "this process", "blocks": blocks, "prompts": prompts}, found, "chain", MATCH_TARGET)
+        for (blocks, prompts), found in measured.items()
+    ]
+    growth = measured[large.blocks, "in turn"].seconds / measured[small.blocks, "in turn"].seconds
+    one, together = through_a_sidecar(options, say)
+    title = f"a match of {options.prompt_tokens:,} tokens, all stored; ratio: to the chain of hashes alone"
+    footprint, at_most = large.footprint(), partial(Target, is_least=False, of="value")
+    parts = {f"{name}_per_block": value for name, value in footprint.items()}
+    figures = [
+        Row({"figure": "match, large to small index"}, growth, "times", target=at_most(GROWTH_TARGET)),
+        Row(
+            {"figure": "tables of a block"},
+            sum(footprint.values()),
+            "bytes",
+            target=at_most(BYTES_TARGET),
+            details=parts,
+        ),
+        Row({"figure": "a block, as the process grew"}, grown / large.blocks, "bytes", target=at_most(BYTES_TARGET)),
+        Row({"figure": "garbage collection of the blocks"}, tables_ms, MS, target=at_most(PAUSE_TARGET_MS)),
+        Row({"figure": "garbage collection of this program"}, program_ms, MS),
+        Row({"figure": "slowest insertion of a block"}, large.longest_insert * 1e3, MS),
+    ]
+    sections = [
+        Section([*rows, one], title, name="matches"),
+        Section([together], "by as many client processes together", name="clients"),
+        Section(figures, "the index", WORDS, name="figures"),
+    ]
+    return BenchResult("lookup", options, sections)
+
+
+def longest_collection_ms(times: int = 3) -> float:
+    """The longest of several full garbage collections, by the collector's own callbacks."""
+    pauses: list[float] = []
+    started = [0.0]
+
+    def note(phase: str, _: dict[str, int]) -> None:
+        if phase == "start":
+            started[0] = perf_counter()
+        else:
+            pauses.append(perf_counter() - started[0])
+
+    gc.collect()
+    gc.callbacks.append(note)
+    try:
+        for _ in range(times):
+            gc.collect()
+    finally:
+        gc.callbacks.remove(note)
+    return max(pauses) * 1e3
+
+
+class FilledStore:
+    """A store whose tables hold so many blocks of whole prompts, and a handle on it."""
+
+    def __init__(self, options: LookupOptions, blocks: int, say: Say) -> None:
+        self.blocks = blocks
+        self.longest_insert = 0.0
+        self._options = options
+        self._chains = blocks // options.prompt_blocks
+        keys = TenantKeys.derive(os.urandom(32))
+        ring = KeyRing([keys])
+        dram = DramTier(ExtentPool(1 << 20, 1 << 16))
+        self._index, self._policy = PrefixIndex(), LeafFirstLru()
+        self._residency = Residency(self._policy, Pins())
+        store = Store(BlockTable(self._index, self._residency, dram, ring), SystemClock(), Limits())
+        self._handle = NamespaceHandle(
+            EmbeddedDoor(store, keys), Namespace(MODEL, options.shape.layout, "raw"), RawCodec()
+        )
+        self._hasher = PrefixHasher(keys.identity, options.block_tokens)
+        for rows in self._fill():
+            say(f"filling an index of {blocks:,} blocks: {rows:,}")
+        self._slots = [SlotTable(_SLOTS_OF_EXTENT) for _ in range(-(-blocks // _SLOTS_OF_EXTENT))]
+
+    def match(self, *, rotating: bool) -> Turn:
+        """A turn: the match of a whole prompt."""
+        order = np.random.default_rng(7).permutation(self._chains).tolist() if rotating else [0]
+        tokens = self._options.prompt_tokens
+        return matching(self._handle, self._options, lambda turn: prompt_of(order[turn % len(order)], tokens))
+
+    def footprint(self) -> dict[str, float]:
+        """Bytes per block in the tables, counted object by object. keys: prefix keys and row numbers, as objects.
+        names: the dictionaries. index, residency, policy, slots: columns."""
+        names = [table for names in self._index._names for table in (names.visible, names.hidden)]
+        key, row = next(reversed(names[0].items()))
+        columns: dict[str, Sequence[object]] = {
+            "index": [self._index],
+            "residency": [self._residency, self._residency.pins],
+            "policy": [self._policy],
+            "slots": self._slots,
+        }
+        return {
+            "keys": _allocated(sys.getsizeof(key)) + _allocated(sys.getsizeof(row)),
+            "names": sum(map(sys.getsizeof, names)) / self.blocks,
+            **{name: sum(map(_column_bytes, tables)) / self.blocks for name, tables in columns.items()},
+        }
+
+    def _fill(self) -> Iterator[int]:
+        """As puts do: some prompts at a time, a few blocks of each in turn. Yields the rows so far."""
+        rows, blocks = 0, self._options.prompt_blocks
+        for first in range(0, self._chains, _TOGETHER):
+            numbers = range(first, min(first + _TOGETHER, self._chains))
+            tokens = [token_bytes(prompt_of(number, self._options.prompt_tokens)) for number in numbers]
+            chains = [self._hasher.keys(prompt) for prompt in tokens]
+            parents = [NO_ROW] * len(chains)
+            for start in range(0, blocks, _STEP_BLOCKS):
+                for number, keys in enumerate(chains):
+                    parents[number] = self._extend(parents[number], keys[start : start + _STEP_BLOCKS])
+            rows += len(chains) * blocks
+            yield rows
+
+    def _extend(self, parent: int, keys: list[bytes]) -> int:
+        """Add blocks behind `parent`, as `BlockTable` does when they are stored; returns the last."""
+        index, residency = self._index, self._residency
+        for key in keys:
+            start = perf_counter()
+            row = index.insert(0, key, parent)
+            residency.grow_to(row)
+            index.publish(row)
+            residency.published(row, row + 1)
+            residency.listed(row)
+            if parent != NO_ROW:
+                residency.child_came(parent)
+            parent = row
+            self.longest_insert = max(self.longest_insert, perf_counter() - start)
+        return parent
+
+
+def _column_bytes(table: object) -> int:
+    """Bytes of a table's columns of any kind."""
+    values = [value for one in vars(table).values() for value in (one if isinstance(one, list) else [one])]
+    return sum(sys.getsizeof(value) for value in values if isinstance(value, array | bytearray | np.ndarray))
+
+
+def _allocated(size_bytes: int) -> int:
+    """The allocator's size for a small object: a multiple of 16 bytes."""
+    return -(-size_bytes // 16) * 16
+
+
+# --- through the door of a sidecar -----------------------------------------------------------------------------------
+
+
+def through_a_sidecar(options: LookupOptions, say: Say) -> tuple[Row, Row]:
+    """Fill a sidecar, then match through its door: one client, and many together."""
+    stored, blocks = options.small_blocks // options.prompt_blocks, options.prompt_blocks
+    size = frame_bytes(options.shape.payload_bytes)
+    say("filling a sidecar")
+    # Prompts need not end with an extent.
+    with Sidecar({"dram": MIN_DRAM_BYTES + 2 * stored * blocks * size, "nvme": "off"}) as sidecar:
+        with sidecar.client() as client:
+            handle = client.namespace(model=MODEL, layout=options.shape.layout)
+            pages, prompts = PagePool(options.shape, blocks).take(), []
+            for number in range(stored):
+                prompts.append(prompt_of(number, options.prompt_tokens))
+                result = handle.put(prompts[-1], pages)
+                assert result.stored == blocks, result
+            say(f"matching through the door, {options.door_laps} laps")
+            order = np.random.default_rng(7).permutation(stored).tolist()
+            one = _one(options, matching(handle, options, lambda turn: prompts[order[turn % stored]]), stored * blocks)
+        say(f"starting {options.clients} clients")
+        with Clients(options, sidecar.socket, stored) as clients:
+            say(f"matching by {options.clients} clients, {options.client_laps} laps")
+            return one, _together(options, clients, one["limit"])
+
+
+def _one(options: LookupOptions, match: Turn, blocks: int) -> Row:
+    walls: dict[str, list[float]] = {"match": [], "chain": []}
+
+    def kept(name: str, turn: Turn) -> Turn:
+        def one() -> Cost:
+            cost = turn()
+            walls[name].append(cost.wall)
+            return cost
+
+        return one
+
+    turns = {"match": kept("match", match)}
+    found = against(kept("chain", hashing(options)), turns, options.door_laps)["match"]
+    # Without the earlier ones, which warm up.
+    match_ms, chain_ms = (1e3 * quantile(one[-options.door_laps :], 0.99) for one in walls.values())
+    what = {"by": "a sidecar's socket", "blocks": blocks, "prompts": "in turn"}
+    return time_row(what, found, "chain", DOOR_TARGET, ms_p99=match_ms, chain_ms_p99=chain_ms)
+
+
+def _together(options: LookupOptions, clients: Clients, chain_ms: float) -> Row:
+    """ratio: of the matches to what the same processes hash when they do nothing else. ms_p50, ms_p99: how long a
+    client waits for one. times_chain: time for each match more / the chain of a client that has the machine alone."""
+    found = against(clients.hash, {"match": clients.match}, options.client_laps)["match"]
+    waited = [1e3 * seconds for turn in clients.waits[-options.client_laps :] for seconds in turn]
+    details = {"ms_p50": median(waited), "ms_p99": quantile(waited, 0.99)}
+    details["times_chain"] = found.seconds * 1e3 / chain_ms
+    target = Target(CLIENTS_TARGET, is_least=False, of="times_chain")
+    beside = "hashing only", 1 / found.limit_seconds, found.ratio, found.low, found.high
+    what = {"clients": options.clients}
+    return Row(what, 1 / found.seconds, "matches/s", found.laps, None, None, *beside, target, details)
+
+
+class Clients:
+    """Client processes of one sidecar; see `lookup_client`. A context manager that ends them."""
+
+    def __init__(self, options: LookupOptions, socket: str, stored: int) -> None:
+        """stored: prompts. Raises `StoreError` if a client does not start."""
+        self._seconds = options.client_seconds
+        self.waits: list[list[float]] = []
+        """Of each turn of matches, how long every one of them took, in seconds."""
+        with ExitStack() as stack:
+            job = {"socket": socket, "prompts": stored, "options": asdict(options)}
+            self.children = [
+                stack.enter_context(Child("kv_bench.lookup_client", {**job, "number": number}))
+                for number in range(options.clients)
+            ]
+            assert all([child.hear() == "ready" for child in self.children])
+            self._stack = stack.pop_all()
+
+    def match(self) -> Cost:
+        """All match for a while; returns the cost per match."""
+        cost, seconds = self._turn("match")
+        self.waits.append(seconds)
+        return cost
+
+    def hash(self) -> Cost:
+        """All hash for a while; returns the cost per chain."""
+        return self._turn("hash")[0]
+
+    def __enter__(self) -> Clients:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.__exit__(*error)  # type: ignore[arg-type]
+
+    def _turn(self, work: str) -> tuple[Cost, list[float]]:
+        start = perf_counter() + _HEAD_START_SECONDS
+        for child in self.children:
+            child.say({"work": work, "start": start, "end": start + self._seconds})
+        answers = [child.hear() for child in self.children]
+        seconds = list(chain(*(answer["seconds"] for answer in answers)))
+        if not seconds:
+            raise StoreError(f"nothing was done in {self._seconds} s; give the clients longer")
+        return Cost(self._seconds / len(seconds), sum(answer["cpu"] for answer in answers) / len(seconds)), seconds

@@ -1,1 +1,0 @@
-"""gRPC beside the API socket, and the API socket beside a flood of gRPC."""

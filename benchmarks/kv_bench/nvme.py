@@ -1,0 +1,501 @@
+"""The NVMe rows of `kvstore bench tiers`: how near the NVMe tier comes to fio.
+
+It measures the user's own calls on a store from `kvstore.open`:
+
+    promote   `lease` of a prompt that only NVMe has: read, checked by MAC, name and every digest, readable in DRAM
+    get       the same, and the copy into pages, which is verified once more
+    persist   `put` with durability="disk" of a prompt that only DRAM has: checked there, written, acknowledged
+
+Each prompt fills one slab. The limits move whole frames, `DEPTH` at a time, with direct I/O if the file system allows
+it: they read the same slabs in turn with the store, so that caches of the disk or its host help all alike, and write to
+an allocated file beside them with one sync at the end of a turn. Each turn asserts that DRAM had evicted what it reads.
+The tier is full: a persisted block evicts another. Pages and the limits' file hold random bits.
+
+The loop uses the store's own memory; fio has its own. Where a disk gets memory piece by piece, as in a virtual machine,
+that alone can make one twice as fast: contiguous pages are one piece, scattered ones are hundreds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count, cycle
+from pathlib import Path
+from shutil import rmtree
+from statistics import median
+from time import sleep, time
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import kvstore
+from kv_bench.measure import Against, Cost, Say, Stopwatch, Together, Turn, against_each, available_bytes, rate_row
+from kv_bench.rig import MODEL, BlockShape, PagePool, prompt_of
+from kvstore.block.account import HitTier
+from kvstore.block.errors import BadInput
+from kvstore.client.handle import Match
+from kvstore.config import format_size
+from kvstore.node import MOVE_THREADS
+from kvstore.traffic.row import Row
+from tiering.frame import frame_bytes
+from tiering.nvme.slab_files import DirectFiles, disk_room
+from tiering.slab_header import PAGE_BYTES
+
+TARGETS = {"promote": 0.92, "persist": 0.88}
+"""Share of fio's rate with direct I/O, frames of the same size and the same depth."""
+TARGETED_BYTES = 2 << 20
+EXTENT_BYTES = 64 << 20
+DEPTH = MOVE_THREADS
+"""Frames in flight: as many as the store's threads move."""
+PROMPTS = 5
+"""On disk at a time."""
+DRAM_PROMPTS = 2
+"""Room in DRAM; it never holds more than one."""
+LIMIT_TURNS = 2
+"""In the file that the limit writes to."""
+DEADLINE_MS = 60_000
+LONGEST_SECONDS = 60.0
+IN_MEMORY = frozenset({"tmpfs", "ramfs"})
+
+WORDS = (
+    "promote: a lease of blocks that only NVMe has, each frame checked by MAC, name and all digests; get: the same and "
+    "the verified copy into pages. persist: put(durability='disk') of blocks that DRAM has: checked and written, group "
+    "by group, into a full tier, so that each evicts one. Both limits move as many frames of the same size, "
+    f"{DEPTH} at a time: they read the store's own slabs and write to a file beside them. They check nothing, evict "
+    "nothing, keep no index and sync once, at the end of a turn; the store syncs slabs and index several times for "
+    "every group. fio brings its own memory; loop is threads of preadv and pwritev on the very memory that the store "
+    "uses, which decides how fast some disks are."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class NvmeOptions:
+    """shapes: of the frames. turn_bytes: payload of a prompt, moved per turn. laps: turns of each.
+
+    data: directory to measure in, made if missing; None for a temporary one. fio: the program, or None.
+    """
+
+    shapes: tuple[BlockShape, ...] = (BlockShape(8, 64), BlockShape(32, 64))
+    turn_bytes: int = 192 << 20
+    laps: int = 5
+    data: str | None = None
+    fio: str | None = None
+
+
+def row_names(
+    tier: str, path: str, shape: BlockShape, blocks: int, order: str, verified: bool, threads: int
+) -> dict[str, object]:
+    """Of a row of `tiers`. order: of the pages that bytes come from or go to. threads: that call the store."""
+    names = {"tier": tier, "path": path, "payload_bytes": shape.payload_bytes}
+    named = {"prompt_tokens": blocks * shape.block_tokens, "page_order": order}
+    return {**names, **named, "verified": verified, "threads": threads}
+
+
+def check(store: Any) -> dict[str, int]:
+    """Its counters. Asserts every invariant, and that no frame was found bad."""
+    store.check()
+    counters: dict[str, int] = store.usage().counters
+    assert not counters.get("quarantined_blocks") and not counters.get("reported_frames"), counters
+    return counters
+
+
+def check_directory(options: NvmeOptions) -> None:
+    """Raises `BadInput` if the disk is missing or has no room, or there is too little memory."""
+    if options.data is not None and not Path(options.data).is_dir():
+        raise BadInput(f"{options.data} is not a directory; give one on the disk that is to be measured")
+    largest = max(_blocks(shape, options) * frame_bytes(shape.payload_bytes) for shape in options.shapes)
+    memory, disk = (DRAM_PROMPTS + 2) * largest, (PROMPTS + LIMIT_TURNS) * largest + (64 << 20)
+    try:
+        with tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=options.data) as scratch:
+            room = disk_room(Path(scratch))
+    except OSError as error:
+        raise BadInput(f"{options.data} cannot be used: {error.strerror}; give another directory") from None
+    if memory > available_bytes() // 2:
+        raise BadInput(
+            f"the NVMe rows need {format_size(memory)} of memory and may take {format_size(available_bytes() // 2)}, "
+            "half of what is available; free some, or measure with --only dram"
+        )
+    if disk > room:
+        raise BadInput(
+            f"the NVMe rows need {format_size(disk)} of disk and {options.data or 'that of temporary files'} has "
+            f"{format_size(room)}; free some, give another directory with --data, or measure with --only dram"
+        )
+
+
+def run(options: NvmeOptions, say: Say) -> tuple[list[Row], dict[str, Any], str]:
+    """Measure every shape: rows, facts about the disk and its limits, and the words for people. Raises `BadInput`."""
+    check_directory(options)
+    with tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=options.data) as scratch:
+        measured = [_measured(shape, options, Path(scratch), say) for shape in options.shapes]
+    disk, limits = measured[0][1], dict[str, dict[str, object]]()
+    for shape, (_, _, commands) in zip(options.shapes, measured, strict=True):
+        for limit, by_direction in commands.items():
+            limits.setdefault(limit, {})[format_size(shape.payload_bytes)] = by_direction
+    delivered = sum(one["delivered_bytes"] for _, one, _ in measured)
+    reads = [one["read_bytes"] for _, one, _ in measured if one["read_bytes"] is not None]
+    disk |= {
+        "depth": DEPTH,
+        "limits": limits,
+        "delivered_bytes": delivered,
+        "read_bytes": sum(reads) if reads else None,
+    }
+    words = f"{_described(disk)}\nratio: to the limit of the same row, median over samples. {WORDS}"
+    return [row for rows, _, _ in measured for row in rows], disk, words
+
+
+def _described(disk: dict[str, Any]) -> str:
+    how = "direct I/O"
+    if not disk["direct"]:
+        how = "buffered: it takes no direct I/O, so the page cache serves both sides, and no target is judged"
+    elif disk["file_system"] in IN_MEMORY:
+        how = "in memory: there is no disk below, and no target is judged"
+    fio = disk["why_not_fio"]
+    if disk["fio"]:
+        fio = f"fio: {disk['fio']}, " + "; ".join(next(iter(disk["limits"]["fio"].values())).values())
+    gave = "the kernel does not say what disks gave"
+    if disk["read_bytes"] is not None:
+        gave = f"disks gave {format_size(disk['read_bytes'])} for them"
+    delivered = format_size(disk["delivered_bytes"])
+    return f"nvme: {disk['file_system']}, {how}. {fio}. Cold turns delivered {delivered}; {gave}."
+
+
+def _measured(
+    shape: BlockShape, options: NvmeOptions, scratch: Path, say: Say
+) -> tuple[list[Row], dict[str, Any], dict[str, dict[str, str]]]:
+    """One shape in a directory: its rows, facts about the disk, and the commands of each limit by direction."""
+    subject = f"{format_size(shape.payload_bytes)} frames on NVMe"
+    say(f"{subject}: filling the disk")
+    files = DirectFiles(scratch / "probe")
+    files.close()
+    blocks, kind = _blocks(shape, options), file_system(scratch)
+    amount = Amount(frame_bytes(shape.payload_bytes), blocks, files.direct)
+    regions = cycle(lay_out(scratch / "limit", amount, LIMIT_TURNS))
+    side = NvmeSide(shape, blocks, scratch / "store")
+    fio, why_not_fio = working_fio(options.fio, amount, side.next_slab())
+    loop = Loop(amount, side.dram_frames)
+    limits: dict[str, Fio | Loop] = {"loop": loop} if fio is None else {"fio": fio, "loop": loop}
+
+    def rested(turn: Callable[[], Cost]) -> Turn:
+        """The same turn after an idle time as long as fio's start."""
+
+        def after_a_rest() -> Cost:
+            sleep(fio.pause_seconds if fio is not None else 0.0)
+            return turn()
+
+        return after_a_rest
+
+    def around(direction: str, region: Callable[[], DiskFrames]) -> dict[str, Turn]:
+        turns: dict[str, Turn] = {}
+        for name, limit in limits.items():
+            turn = lambda limit=limit: limit.move(direction, region())  # noqa: E731
+            turns[name] = turn if limit is fio else rested(turn)
+        return turns
+
+    try:
+        # No lap warms up: filling has written every slot and touched every page of DRAM.
+        say(f"{subject}: cold lease and get")
+        cold = {"promote": rested(side.promote), "get": rested(side.get)}
+        found = against_each(around("read", side.next_slab), cold, options.laps, warm_up_laps=0)
+        say(f"{subject}: durable put")
+        durable = {"persist": rested(side.persist)}
+        found |= against_each(around("write", lambda: next(regions)), durable, options.laps, warm_up_laps=0)
+        promoted = check(side.store).get("promoted_blocks", 0)
+        assert promoted == side.cold_blocks, f"{promoted} of {side.cold_blocks} cold blocks were read from disk"
+    finally:
+        loop.close()
+        side.store.close()
+        rmtree(scratch / "store")
+        (scratch / "limit").unlink()
+    is_judged = files.direct and kind not in IN_MEMORY
+    rows = [_row(path, limit, shape, blocks, one, is_judged) for path, by in found.items() for limit, one in by.items()]
+    disk = {"file_system": kind, "direct": files.direct, "fio": fio.version if fio else "", "why_not_fio": why_not_fio}
+    disk |= {"delivered_bytes": side.cold_blocks * shape.payload_bytes, "read_bytes": side.read_bytes}
+    return rows, disk, {name: limit.commands for name, limit in limits.items()}
+
+
+def _row(path: str, limit: str, shape: BlockShape, blocks: int, found: Against, is_judged: bool) -> Row:
+    target = TARGETS.get(path) if is_judged and shape.payload_bytes >= TARGETED_BYTES else None
+    what = row_names("nvme", path, shape, blocks, "[head, token, dim]" if path == "get" else "", True, 1)
+    return rate_row(what, found, blocks * shape.payload_bytes, limit, target, cpu_ratio=found.cpu_ratio)
+
+
+def _blocks(shape: BlockShape, options: NvmeOptions) -> int:
+    """Of a prompt."""
+    return max(1, options.turn_bytes // shape.payload_bytes)
+
+
+class NvmeSide:
+    """A store with prompts on disk, DRAM for fewer, and a handle."""
+
+    def __init__(self, shape: BlockShape, blocks: int, directory: Path) -> None:
+        """blocks: of a prompt."""
+        size = frame_bytes(shape.payload_bytes)
+        extent = size * max(1, min(blocks, EXTENT_BYTES // size))
+        dram, slab = -(-DRAM_PROMPTS * blocks * size // extent) * extent, blocks * size + 2 * PAGE_BYTES
+        sizes: dict[str, Any] = {"dram": dram, "extent": extent, "nvme": PROMPTS * slab, "slab": slab}
+        self.store = kvstore.embedded(str(directory), **sizes, scrub="off")
+        self._handle = self.store.namespace(model=MODEL, layout=shape.layout)
+        self._pool = PagePool(shape, blocks)
+        self._pool.fill_randomly()
+        self._blocks, self._tokens = blocks, blocks * shape.block_tokens
+        self._numbers, self._turns = count(), count()
+        self.cold_blocks = 0
+        self.read_bytes: int | None = 0
+        self._stored = [self._persisted() for _ in range(PROMPTS)]
+        slabs = sorted((directory / "nvme").glob("*.slab"))[1:]  # the first is the stamp
+        assert len(slabs) == PROMPTS, slabs
+        self._slabs = [DiskFrames(path, PAGE_BYTES) for path in slabs]
+
+    def next_slab(self) -> DiskFrames:
+        """The frames of the next prompt; takes its turn."""
+        return self._slabs[next(self._turns) % PROMPTS]
+
+    def promote(self) -> Cost:
+        """Lease the next cold prompt; matching and releasing are not timed."""
+        match = self._cold_match()
+        with self._counted():
+            watch = Stopwatch()
+            lease = self._handle.lease(match, deadline_ms=DEADLINE_MS)
+            cost = watch.cost()
+        with lease:
+            assert lease.blocks == self._blocks, f"{lease.blocks} of {self._blocks} blocks came up: {lease.reason}"
+        return cost
+
+    def get(self) -> Cost:
+        """Lease the next cold prompt, and load it into pages."""
+        match, pages = self._cold_match(), self._pool.take()
+        with self._counted():
+            watch = Stopwatch()
+            with self._handle.lease(match, deadline_ms=DEADLINE_MS) as lease:
+                loaded = self._handle.get(lease, pages)
+            cost = watch.cost()
+        assert loaded.tokens == self._tokens, f"{loaded.tokens} of {self._tokens} tokens loaded: {loaded.reason}"
+        return cost
+
+    def persist(self) -> Cost:
+        """Make a prompt durable that only DRAM has; putting it is not timed."""
+        prompt, pages = self._in_dram_only(), self._pool.take()
+        watch = Stopwatch()
+        result = self._handle.put(prompt, pages, durability="disk")
+        cost = watch.cost()
+        assert (result.present, result.reason) == (self._blocks, None), result
+        return cost
+
+    @contextmanager
+    def dram_frames(self) -> Iterator[list[memoryview]]:
+        """The DRAM slots that the next prompt would be read into: the same memory, without the store."""
+        self._make_cold()
+        store = self.store._store
+        dram, slot_class = store.blocks.dram, store.blocks.spaces[self._handle.number].classes[0]
+        with store.lock:
+            places = dram.reserve(slot_class, self._blocks)
+        assert len(places) == self._blocks, f"{len(places)} slots"
+        try:
+            yield [dram.reserved_span(place).view for place in places]
+        finally:
+            with store.lock:
+                dram.abort(places)
+
+    def _cold_match(self) -> Match:
+        self._make_cold()
+        match = self._handle.match(self._stored[next(self._turns) % PROMPTS])
+        assert match.tiers == ((HitTier.NVME, self._blocks),), f"not cold: {match.tiers}"
+        self.cold_blocks += self._blocks
+        return match
+
+    def _make_cold(self) -> None:
+        """Evict everything from DRAM; it is on disk too."""
+        self.store.evict(DRAM_PROMPTS * self._blocks)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Add up what disks deliver meanwhile."""
+        before = disk_read_bytes()
+        yield
+        after = disk_read_bytes()
+        if before is None or after is None or self.read_bytes is None:
+            self.read_bytes = None
+        else:
+            self.read_bytes += after - before
+
+    def _in_dram_only(self) -> np.ndarray:
+        """Put a new prompt, after emptying DRAM so that the store does not start writing by itself."""
+        prompt = prompt_of(next(self._numbers), self._tokens)
+        self._make_cold()
+        result = self._handle.put(prompt, self._pool.take())
+        assert result.stored == self._blocks, result
+        assert self._handle.match(prompt).tiers == ((HitTier.DRAM, self._blocks),)
+        return prompt
+
+    def _persisted(self) -> np.ndarray:
+        prompt = self._in_dram_only()
+        result = self._handle.put(prompt, self._pool.take(), durability="disk")
+        assert result.reason is None, result
+        return prompt
+
+
+# --- limits of the disk ----------------------------------------------------------------------------------------------
+
+
+class DiskFrames(NamedTuple):
+    """Consecutive frames of one turn."""
+
+    path: Path
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """What one turn moves. direct: with direct I/O."""
+
+    frame_bytes: int
+    frames: int
+    direct: bool
+
+    @property
+    def turn_bytes(self) -> int:
+        return self.frame_bytes * self.frames
+
+
+def lay_out(path: Path, amount: Amount, turns: int) -> list[DiskFrames]:
+    """Make a file for so many turns and write every byte once; returns their regions."""
+    size = amount.turn_bytes * turns
+    with open(path, "xb") as file:
+        os.posix_fallocate(file.fileno(), 0, size)
+        for at in range(0, size, 1 << 20):
+            file.write(os.urandom(min(1 << 20, size - at)))
+        file.flush()
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return [DiskFrames(path, at) for at in range(0, size, amount.turn_bytes)]
+
+
+class FioFailed(Exception):
+    """The message is fio's own."""
+
+
+class Fio:
+    """fio with one libaio job; only its own clock counts, without start and end."""
+
+    def __init__(self, program: str, amount: Amount) -> None:
+        self.version = ""
+        sizes = f"--bs={amount.frame_bytes} --size={amount.turn_bytes} --direct={int(amount.direct)}"
+        how = f"{sizes} --ioengine=libaio --iodepth={DEPTH} --thread"
+        self.commands = {"read": f"fio --rw=read {how} --readonly", "write": f"fio --rw=write {how} --end_fsync=1"}
+        self._program, self._amount = program, amount
+        self._pauses: list[float] = []
+
+    @property
+    def pause_seconds(self) -> float:
+        """Time from fio's start to its first I/O."""
+        return median(self._pauses[-9:]) if self._pauses else 0.0
+
+    def move(self, direction: str, region: DiskFrames) -> Cost:
+        """Sequential reads, or writes and then one sync. Raises `FioFailed`."""
+        path = str(region.path.absolute()).replace(":", r"\:")  # fio ends a name at a colon
+        where = [f"--filename={path}", f"--offset={region.offset}", "--allow_file_create=0"]
+        told = ["--eta=never", "--output-format=json"]
+        command = [self._program, "--name=limit", *self.commands[direction].split()[1:], *where, *told]
+        start = time()
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_SECONDS, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise FioFailed(str(error)) from None
+        end = time()
+        try:
+            said = json.loads(done.stdout[done.stdout.index("{") :])  # notes may come before it
+            job = said["jobs"][0]
+            moved, seconds = job[direction]["io_bytes"], max(1, job[direction]["runtime"]) / 1e3
+            cpu = (job["usr_cpu"] + job["sys_cpu"]) / 100 * seconds
+        except (ValueError, KeyError, IndexError, TypeError):
+            line = (done.stderr or done.stdout).strip().splitlines()[:1]
+            raise FioFailed(f"status {done.returncode}: {''.join(line)}") from None
+        if done.returncode or job.get("error") or moved != self._amount.turn_bytes:
+            raise FioFailed(f"status {done.returncode}, {moved} of {self._amount.turn_bytes} bytes")
+        self.version = str(said.get("fio version", "fio"))
+        ending = end - said.get("timestamp_ms", end * 1e3) / 1e3
+        self._pauses.append(min(1.0, max(0.0, end - start - seconds - ending)))
+        return Cost(seconds, cpu)
+
+
+class Loop:
+    """`DEPTH` threads of preadv and pwritev; each takes the next frame when one is done."""
+
+    commands: dict[str, str] = {  # noqa: RUF012
+        "read": f"{DEPTH} threads of preadv",
+        "write": f"{DEPTH} threads of pwritev, then fdatasync",
+    }
+
+    def __init__(self, amount: Amount, memory: Callable[[], Any]) -> None:
+        """memory: lends a turn's memory, frame by frame, as a context."""
+        self._amount, self._memory = amount, memory
+        self._team, self._lock = Together(DEPTH), threading.Lock()
+
+    def move(self, direction: str, region: DiskFrames) -> Cost:
+        """Reads in the file's order, or writes and then one sync."""
+        is_read, size = direction == "read", self._amount.frame_bytes
+        call = os.preadv if is_read else os.pwritev
+        flags = (os.O_RDONLY if is_read else os.O_RDWR) | os.O_CLOEXEC | (os.O_DIRECT if self._amount.direct else 0)
+        offsets = range(region.offset, region.offset + self._amount.turn_bytes, size)
+        descriptor = os.open(region.path, flags)
+        try:
+            with self._memory() as frames:
+                pairs = iter(zip(offsets, frames, strict=True))
+
+                def work() -> None:
+                    while True:
+                        with self._lock:
+                            pair = next(pairs, None)
+                        if pair is None:
+                            return
+                        moved = call(descriptor, [pair[1]], pair[0])
+                        assert moved == size, f"the disk stopped at {moved} of {size} bytes"
+
+                watch = Stopwatch()
+                self._team.run([work] * DEPTH)
+                if not is_read:
+                    os.fdatasync(descriptor)
+                return watch.cost()
+        finally:
+            os.close(descriptor)
+
+    def close(self) -> None:
+        self._team.__exit__()
+
+
+def working_fio(program: str | None, amount: Amount, probe: DiskFrames) -> tuple[Fio | None, str]:
+    """fio, if it is installed and can read the probe; else None and why."""
+    if program is None:
+        return None, "fio is not installed"
+    fio = Fio(program, amount)
+    try:
+        fio.move("read", probe)
+        return fio, ""
+    except FioFailed as error:
+        return None, f"fio failed: {error}"
+
+
+def file_system(directory: Path) -> str:
+    """Type of the file system under a directory, in the kernel's words."""
+    device = os.stat(directory).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        left, _, right = line.partition(" - ")
+        if left.split()[2] == wanted:
+            return right.split()[0]
+    return "unknown"
+
+
+def disk_read_bytes() -> int | None:
+    """Bytes that disks delivered to this process so far, page cache excluded; None if the kernel does not say."""
+    try:
+        counts = Path("/proc/self/io").read_text()
+        return next(int(line.split()[1]) for line in counts.splitlines() if line.startswith("read_bytes:"))
+    except (OSError, StopIteration):
+        return None

@@ -1,0 +1,179 @@
+"""The device that a bench runs on: its name, the time of work on it, and the rates of its copies.
+
+Work on a GPU is timed by events around several calls, behind copies that keep the GPU busy until the host has queued
+all of it; if the host was too slow, the figure is marked as the host's. Data are random: a GPU multiplies zeros faster.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from time import perf_counter
+
+import torch
+
+from kv_bench.measure import Cost
+from kv_kernels.cuda import CudaDevice, local_cpus
+from kv_kernels.device import Device, Direction, Event, Lanes, Regions
+from kvstore.block.errors import BadInput
+
+CUDA, CPU = DEVICES = ("cuda", "cpu")
+CALLS = 8
+"""Calls between two events."""
+PLUG_BYTES, PLUG_COPIES = 256 << 20, 24
+"""Copies before the first event: some 3 ms of a GPU that moves 4 TB/s."""
+
+
+def device_named(given: str | None) -> torch.device:
+    """cuda or cpu; None for a GPU if there is one. Raises `BadInput` if it is missing."""
+    there = torch.cuda.is_available()
+    if given is None:
+        return torch.device(CUDA, 0) if there else torch.device(CPU)
+    if given not in DEVICES:
+        raise BadInput(f"device={given!r}; allowed: {', '.join(DEVICES)}, or leave it out")
+    if given == CUDA and not there:
+        raise BadInput(
+            f"device='cuda': torch {torch.__version__} sees no GPU; use a CUDA build of torch, or device cpu"
+        )
+    return torch.device(given, 0) if given == CUDA else torch.device(given)
+
+
+def transfer_device(device: torch.device) -> Device:
+    """The device that loads and saves run on."""
+    return CudaDevice(device.index or 0) if device.type == CUDA else AtOnceDevice()
+
+
+def near_cpus(device: torch.device) -> frozenset[int]:
+    """CPUs next to the GPU; empty if unknown."""
+    return local_cpus(device.index or 0) if device.type == CUDA else frozenset()
+
+
+def give_memory_back(device: torch.device) -> None:
+    """Free torch's cached memory. Raises RuntimeError if the GPU has failed before."""
+    gc.collect()
+    if device.type == CUDA:
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
+def describe(device: torch.device) -> dict[str, object]:
+    """Name and memory of the device, and versions of what runs on it."""
+    facts: dict[str, object] = {"type": device.type, "name": "cpu", "torch": torch.__version__}
+    if device.type == CUDA:
+        properties = torch.cuda.get_device_properties(device)
+        facts |= {"name": properties.name, "memory_bytes": properties.total_memory}
+        facts |= {"processors": properties.multi_processor_count, "cuda": torch.version.cuda}
+    for package in ("triton", "transformers"):
+        try:
+            facts[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            facts[package] = None
+    return facts
+
+
+class DeviceTimer:
+    """Times work on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._plug: torch.Tensor | None = None
+        if device.type == CUDA:
+            self._plug = torch.randint(0, 256, (2, PLUG_BYTES), dtype=torch.uint8, device=device)
+
+    def timed(self, work: Callable[[], object]) -> TimedWork:
+        return TimedWork(work, self._plug)
+
+    def wait(self) -> None:
+        """Wait until the device is idle."""
+        if self._device.type == CUDA:
+            torch.cuda.synchronize(self._device)
+
+
+class TimedWork:
+    """A turn, see `measure.Turn`: one call on a CPU, one of `CALLS` between two events on a GPU. is_late: for each turn
+    so far, whether the host was slower than the device."""
+
+    def __init__(self, work: Callable[[], object], plug: torch.Tensor | None) -> None:
+        self.is_late: list[bool] = []
+        self._work, self._plug = work, plug
+
+    def __call__(self) -> Cost:
+        if self._plug is None:
+            began = perf_counter()
+            self._work()
+            seconds = perf_counter() - began
+            self.is_late.append(False)
+            return Cost(seconds, seconds)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for _ in range(PLUG_COPIES):
+            self._plug[0].copy_(self._plug[1])
+        start.record()
+        for _ in range(CALLS):
+            self._work()
+        end.record()
+        self.is_late.append(bool(start.query()))
+        end.synchronize()
+        seconds = start.elapsed_time(end) / 1e3 / CALLS
+        return Cost(seconds, seconds)
+
+
+# --- a device of the CPU whose streams do everything at once, so that transfers run where there is no GPU ------------
+#
+# It obeys the contract of `kv_kernels.device` in the strictest order that is legal: an operation is done when the call
+# that puts it in returns. It is for running a bench's code, not for its numbers; what finds missing waits is the chaos
+# device of the tests.
+
+
+class DoneEvent:
+    """Always complete."""
+
+    def is_done(self) -> bool:
+        return True
+
+    def wait(self) -> None: ...
+
+
+class AtOnceStream:
+    """Runs each operation in the calling thread."""
+
+    def record(self) -> DoneEvent:
+        return DoneEvent()
+
+    def wait(self, event: Event) -> None: ...
+
+    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+
+    def launch(self, work: Callable[[], object], reads: Regions, writes: Regions) -> None:
+        work()
+
+
+class AtOnceHost(AtOnceStream):
+    """All host memory is reachable."""
+
+    def pinned(self, size_bytes: int) -> torch.Tensor:
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+    def register(self, address: int, size_bytes: int, *, writable: bool) -> str:
+        return ""
+
+    def unregister(self, address: int) -> None: ...
+
+
+class AtOnceDevice:
+    def __init__(self) -> None:
+        self.host, self._stream = AtOnceHost(), AtOnceStream()
+
+    def lanes(self, direction: Direction) -> Lanes:
+        return Lanes(self._stream, self._stream)
+
+    def compute(self) -> AtOnceStream:
+        return self._stream
+
+    def memory(self, size_bytes: int) -> torch.Tensor:
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+    def run(self, body: Callable[[], object]) -> None:
+        body()

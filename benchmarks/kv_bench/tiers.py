@@ -1,0 +1,383 @@
+"""`kvstore bench tiers`: how near put and get of the DRAM tier come to memcpy, and the NVMe tier to fio.
+
+It measures the user's own calls: `put`, and `match`, `lease`, `get`, `release`, prompt after prompt, on a store in this
+process, and on `kvstore serve` in another one. The reference is one thread's `memmove` of whole payloads between the
+same kinds of memory in the same direction, right before and right after. The NVMe rows are in `nvme`.
+
+Stores, pages and the limit's buffers are each many times the last-level cache. A put always stores new blocks into a
+full store, so every block stored evicts one: a cache's steady state.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count
+from math import ceil
+from time import sleep
+from typing import Any
+
+import torch
+
+from engine_adapter.chunks.layout import ChunkRun, chunk_layout
+from engine_adapter.chunks.space import ChunkOutcomes, ChunkSpace
+from engine_adapter.paged.step_plan import NamespaceSpec
+from kv_bench import nvme
+from kv_bench.measure import Against, Say, Together, Turn, against, available_bytes, rate_row
+from kv_bench.process import LOOK_SECONDS, Sidecar
+from kv_bench.rig import MODEL, PROMPTS, BlockShape, PagePool, PromptTraffic
+from kvstore.block.account import MissReason
+from kvstore.block.codec import RawCodec
+from kvstore.block.errors import BadInput, StoreError
+from kvstore.block.identity import KeyRing, Namespace, TenantKeys
+from kvstore.block.layout import Layout
+from kvstore.block.pages import Digest
+from kvstore.client.handle import NamespaceHandle
+from kvstore.client.sidecar_store import SidecarStore
+from kvstore.config import MIN_DRAM_BYTES, MIN_EXTENT_BYTES, DramConfig, Limits, format_size
+from kvstore.node import EmbeddedDoor, build_store
+from kvstore.traffic.row import BenchResult, Row, Section
+from tiering.dram.extents import Extent
+from tiering.frame import DIGEST_BYTES, digest, frame_bytes
+
+DRAM, DOOR, NVME = TIERS = ("dram", "door", "nvme")
+HEAD_MAJOR, TOKEN_MAJOR = "[head, token, dim]", "[token, head, dim]"
+HOST_POOL, BATCH_PAGES, BATCHES = "get, host pool", 128, 4
+"""A path; pages moved per turn; number of such batches."""
+OPEN_SECONDS = 30.0
+BUFFERS = 5
+"""Working sets: two stores, the pages, and the limit's source and target."""
+ROOM = 1.3
+"""Of the sidecar, in prompts: leases may not pin all of it. Pages and each of the limit's buffers have room for one."""
+MEMORY_SHARE = 0.8
+"""Share of the available memory that the rows of a sidecar may take."""
+
+TARGETS: dict[tuple[str, str, bool, int], float] = {
+    (DRAM, "get", True, 1): 0.70,
+    (DRAM, "put", True, 1): 0.70,
+    (DRAM, "get", True, 2): 0.85,
+    (DRAM, "put", True, 2): 0.85,
+    (DRAM, "get", False, 1): 0.92,
+    (DRAM, "put", False, 1): 0.90,
+    (DOOR, "get", True, 1): 0.68,
+    (DOOR, "put", True, 1): 0.68,
+    (DOOR, "get", False, 1): 0.90,
+    (DOOR, "put", False, 1): 0.88,
+    (DOOR, HOST_POOL, True, 1): 0.68,
+    (DOOR, HOST_POOL, False, 1): 0.88,
+}
+"""(tier, path, with verification, threads): share of one thread's memcpy, for pages in the payload's own order."""
+TARGETED_BYTES = {HEAD_MAJOR: 2 << 20, HOST_POOL: 1 << 20}
+"""Targets hold from this payload size on, by the order of pages."""
+
+WITHOUT = (
+    "without verification: put takes no xxh3_128 digests of the payload's layer slices and get compares none. The rest "
+    "stays: prompts are hashed, put seals each header with its MAC, get compares each header's digest and its name."
+)
+RATIO = "ratio: to memcpy of whole payloads on one thread, median over samples, by wall time; cpu ratio: the same by"
+DRAM_WORDS = f"{RATIO} processor time, summed over threads. {WITHOUT}"
+DOOR_WORDS = (
+    f"The sidecar is a process of its own. {RATIO} processor time, without the sidecar's. {HOST_POOL}: opaque pages of "
+    f"an engine's host pool, K and V in one run each, {BATCH_PAGES} in a call, as SGLang's HiCache asks for them. "
+    f"{WITHOUT}"
+)
+LEFT_OUT = {
+    DRAM: ("tier", "prompt tokens"),
+    DOOR: ("tier", "page order", "threads"),
+    NVME: ("tier", "prompt tokens", "page order", "verified", "threads"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DoorOptions:
+    """shapes: of the frames. prompt_tokens: of a prompt, moved per turn; fewer where memory is short. laps: turns."""
+
+    shapes: tuple[BlockShape, ...] = (BlockShape(8, 64), BlockShape(32, 64))
+    prompt_tokens: int = 32768
+    laps: int = 16
+
+
+@dataclass(frozen=True, slots=True)
+class TiersOptions:
+    """shapes: of the frames. page_tokens: of the token-major pages; the head-major ones hold a whole block.
+
+    working_set_bytes: of each of two stores, the pages and the limit's two buffers; less if five times as much is not
+    available. A quarter of it is one prompt, which a thread moves per turn. laps: turns of each. door, nvme: for their
+    rows.
+    """
+
+    shapes: tuple[BlockShape, ...] = (BlockShape(8, 64), BlockShape(32, 64), BlockShape(32, 256))
+    page_tokens: int = 16
+    working_set_bytes: int = 1 << 30
+    laps: int = 16
+    threads: tuple[int, ...] = (1, 2)
+    door: DoorOptions = field(default_factory=DoorOptions)
+    host_pages: tuple[BlockShape, ...] = (BlockShape(4, 64), BlockShape(16, 64))
+    nvme: nvme.NvmeOptions = field(default_factory=nvme.NvmeOptions)
+
+
+def run(options: TiersOptions, say: Say, only: str | None = None) -> BenchResult:
+    """Measure all rows, or those of `only` one tier. Raises `BadInput` where there is too little memory or disk."""
+    if only not in (None, *TIERS):
+        raise BadInput(f"only={only!r}; allowed: {', '.join(TIERS)}, or leave it out for all")
+    if only not in (None, NVME) and options.nvme.data is not None:
+        raise BadInput(
+            f"--data {options.nvme.data} names a disk, and --only {only} measures none; leave one of them out"
+        )
+    wanted = TIERS if only is None else (only,)
+    if NVME in wanted:
+        nvme.check_directory(options.nvme)  # before minutes are spent on other tiers
+    sections = []
+    if DRAM in wanted:
+        options = _fitting(options)
+        rows = [row for shape in options.shapes for row in _dram(shape, options, say)]
+        sections.append(Section(rows, "DRAM, in this process", DRAM_WORDS, left_out=LEFT_OUT[DRAM]))
+    if DOOR in wanted:
+        rows = [row for shape in options.door.shapes for row in _door(shape, options.door, say)]
+        rows += [row for shape in options.host_pages for row in _host_pool(shape, options.door.laps, say)]
+        sections.append(Section(rows, "DRAM, through a sidecar's socket", DOOR_WORDS, left_out=LEFT_OUT[DOOR]))
+    about: dict[str, Any] = {"without_verification": WITHOUT, "disk": None}
+    if NVME in wanted:
+        rows, about["disk"], words = nvme.run(options.nvme, say)
+        sections.append(Section(rows, "NVMe", words, left_out=LEFT_OUT[NVME]))
+    return BenchResult("tiers", options, sections, about)
+
+
+def _fitting(options: TiersOptions) -> TiersOptions:
+    """With working sets of DRAM that fit into half of the memory. Raises `BadInput`."""
+    smallest = BUFFERS * PROMPTS * max(shape.payload_bytes for shape in options.shapes)
+    spare = available_bytes() // 2
+    if spare < smallest:
+        raise BadInput(
+            f"this bench needs {format_size(smallest)} of memory and may take {format_size(spare)}, half of what is "
+            "available; free some, or measure smaller frames"
+        )
+    return replace(options, working_set_bytes=min(options.working_set_bytes, spare // BUFFERS))
+
+
+def no_digest(*_: object) -> bytes:
+    """In place of a digest, without verification."""
+    return bytes(DIGEST_BYTES)
+
+
+DIGESTS: dict[bool, Digest] = {True: digest, False: no_digest}
+"""With verification, and without."""
+
+
+def memcpy_row(
+    tier: str, path: str, shape: BlockShape, blocks: int, order: str, found: Against, verified: bool, threads: int = 1
+) -> Row:
+    """One path at one frame size beside memcpy, in GB/s of payload, with its target where there is one. blocks: that
+    one thread moves in one turn, which are the row's prompt_tokens."""
+    is_targeted = shape.payload_bytes >= TARGETED_BYTES.get(order, 1 << 62)
+    target = TARGETS.get((tier, path, verified, threads)) if is_targeted else None
+    what = nvme.row_names(tier, path, shape, blocks, order, verified, threads)
+    return rate_row(what, found, blocks * shape.payload_bytes, "memcpy", target, cpu_ratio=found.cpu_ratio)
+
+
+class Memcpy:
+    """The limit: one thread's `memmove` of whole payloads between an extent of shared memory and private memory."""
+
+    def __init__(self, shape: BlockShape, blocks: int, prompts: int = PROMPTS) -> None:
+        """blocks: of a prompt. prompts: in each of the two memories."""
+        self._payload, self._next = shape.payload_bytes, count()
+        self._turn_bytes = blocks * self._payload
+        self._bytes = prompts * self._turn_bytes
+        self._extent = Extent(self._bytes)
+        self._private = torch.ones(self._bytes, dtype=torch.uint8)
+
+    def get(self, _: int) -> None:
+        """Out of the extent, as a get."""
+        self._move(self._private.data_ptr(), self._extent.address)
+
+    def put(self, _: int) -> None:
+        """Into the extent, as a put."""
+        self._move(self._extent.address, self._private.data_ptr())
+
+    def close(self) -> None:
+        self._extent.close()
+
+    def _move(self, target: int, source: int) -> None:
+        first = next(self._next) * self._turn_bytes % self._bytes
+        for at in range(first, first + self._turn_bytes, self._payload):
+            ctypes.memmove(target + at, source + at, self._payload)
+
+
+def turn_of(team: Together, work: Callable[[int], object], threads: int) -> Turn:
+    """A turn in which each thread does the work once, called with its number."""
+    pieces = [partial(work, thread) for thread in range(threads)]
+    return lambda: team.run(pieces)  # type: ignore[arg-type]
+
+
+def _beside(limit: Callable[[int], object], work: Callable[[int], object], laps: int) -> Against:
+    """One thread's work beside the limit."""
+    with Together(1) as alone:
+        return against(turn_of(alone, limit, 1), {"": turn_of(alone, work, 1)}, laps)[""]
+
+
+# --- a store in this process -----------------------------------------------------------------------------------------
+
+
+class EmbeddedSide(PromptTraffic):
+    """A store as `node` builds it, without a directory, filled to its last slot, with digests or without."""
+
+    def __init__(self, shape: BlockShape, blocks: int, pool: PagePool, threads: int, digest: Digest) -> None:
+        """blocks: of a prompt."""
+        keys = TenantKeys.derive(secrets.token_bytes(32))
+        size = frame_bytes(shape.payload_bytes)
+        extent = size * max(1, nvme.EXTENT_BYTES // size)
+        extents = -(-PROMPTS * blocks * size // extent)
+        self.store = build_store(DramConfig(extents * extent, extent), Limits(), KeyRing([keys]))
+        named = Namespace(MODEL, shape.layout, RawCodec.name), RawCodec(), digest
+        handles = [NamespaceHandle(EmbeddedDoor(self.store, keys), *named) for _ in range(threads)]
+        super().__init__(shape, blocks, pool, handles)
+        while not self.store.usage().counters.get("evicted_blocks"):
+            self.put(0)
+        self.stock(PROMPTS)
+
+
+def _dram(shape: BlockShape, options: TiersOptions, say: Say) -> list[Row]:
+    """One shape in both orders of pages."""
+    blocks = max(1, options.working_set_bytes // (PROMPTS * shape.payload_bytes))
+    rows = []
+    for order, page_tokens in ((HEAD_MAJOR, 0), (TOKEN_MAJOR, options.page_tokens)):
+        subject = f"{format_size(shape.payload_bytes)} frames, pages {order}"
+        say(f"{subject}: filling memory")
+        pool, most = PagePool(shape, blocks, page_tokens, PROMPTS), max(options.threads)
+        sides = {checked: EmbeddedSide(shape, blocks, pool, most, taken) for checked, taken in DIGESTS.items()}
+        limit = Memcpy(shape, blocks)
+        try:
+            for path in ("get", "put"):
+                for threads in options.threads:
+                    say(f"{subject}: {path}, threads: {threads}")
+                    moved = getattr(limit, path)
+                    with Together(1) as alone, Together(threads) as team:
+                        turns = {(path, side): turn_of(team, getattr(sides[side], path), threads) for side in sides}
+                        if threads > 1:  # what memory gives to that many threads
+                            turns["memcpy", False] = turn_of(team, moved, threads)
+                        measured = against(turn_of(alone, moved, 1), turns, options.laps)
+                    for (what, verified), found in measured.items():
+                        rows.append(memcpy_row(DRAM, what, shape, blocks, order, found, verified, threads))
+            for side in sides.values():
+                nvme.check(side.store)
+        finally:
+            limit.close()
+            for side in sides.values():
+                side.store.close()
+    return rows
+
+
+# --- a sidecar -------------------------------------------------------------------------------------------------------
+#
+# The same calls by a client in this process to `kvstore serve` in another: keys, places and digests cross the socket;
+# bytes are copied and digested here, between memory that both have mapped. A put is a reservation, filled in place, and
+# a commit. One sidecar at a time, DRAM only, filled to its last slot: with verification, then without.
+
+
+class DoorSide(PromptTraffic):
+    """A sidecar filled to its last slot, and a handle behind its socket, with digests or without."""
+
+    def __init__(self, shape: BlockShape, blocks: int, client: SidecarStore, digest: Digest, pool: PagePool) -> None:
+        """blocks: of a prompt. client: of a sidecar with memory as by `memory_of`."""
+        namespace = Namespace(MODEL, shape.layout, RawCodec.name)
+        handle = NamespaceHandle(client._door, namespace, RawCodec(), digest)
+        super().__init__(shape, blocks, pool, [handle])
+        dram, extent = memory_of(shape, blocks)
+        slots = dram // extent * (extent // frame_bytes(shape.payload_bytes))
+        first, *_ = (self.put(0) for _ in range(slots // blocks + 1))
+        found = handle.match(first)
+        assert found.blocks < blocks and found.reason is MissReason.EVICTED, f"not full: {found.reason}"
+        self.stock(1)
+        self.get(0)  # touches the mapped pages
+
+
+def memory_of(shape: BlockShape, blocks: int) -> tuple[int, int]:
+    """A sidecar's budget for prompts of so many blocks, and its extent size, a multiple of the frame."""
+    size = frame_bytes(shape.payload_bytes)
+    wanted = ceil(ROOM * blocks)
+    frames = max(min(wanted, nvme.EXTENT_BYTES // size), -(-MIN_EXTENT_BYTES // size), 1)
+    extent = frames * size
+    return -(-max(wanted * size, MIN_DRAM_BYTES) // extent) * extent, extent
+
+
+def _door(shape: BlockShape, options: DoorOptions, say: Say) -> list[Row]:
+    subject = f"{format_size(shape.payload_bytes)} frames through the door"
+    say(f"{subject}: filling memory")
+    spare, each = int(MEMORY_SHARE * available_bytes()), int((ROOM + 3) * frame_bytes(shape.payload_bytes))
+    blocks = min(options.prompt_tokens // shape.block_tokens, spare // each)
+    if blocks < 1:
+        raise BadInput(
+            f"the rows of the door need {format_size(each)} of memory and may take {format_size(spare)}, "
+            f"{MEMORY_SHARE:.0%} of what is available; free some, or leave them out with --only"
+        )
+    pool, limit = PagePool(shape, blocks), Memcpy(shape, blocks, prompts=1)
+    dram, extent = memory_of(shape, blocks)
+    rows = []
+    try:
+        for verified, taken in DIGESTS.items():
+            say(f"{subject}: filling a sidecar")
+            with Sidecar({"dram": dram, "extent": extent, "nvme": "off"}) as sidecar, sidecar.client() as client:
+                side = DoorSide(shape, blocks, client, taken, pool)
+                for path in ("get", "put"):
+                    say(f"{subject}: {path}, {'verified' if verified else 'without verification'}")
+                    found = _beside(getattr(limit, path), getattr(side, path), options.laps)
+                    rows.append(memcpy_row(DOOR, path, shape, blocks, HEAD_MAJOR, found, verified))
+    finally:
+        limit.close()
+    return rows
+
+
+class HostPool:
+    """Pages of an engine's host pool, [K or V, page, bytes], and as many in a sidecar, with digests or without."""
+
+    def __init__(self, shape: BlockShape, client: SidecarStore, digest: Digest) -> None:
+        self._client, self._digest = client, digest
+        pages, half = BATCHES * BATCH_PAGES, shape.payload_bytes // 2
+        self._memory = torch.ones(2, pages, half, dtype=torch.uint8)
+        runs = [ChunkRun(plane.data_ptr(), half, half) for plane in self._memory]
+        layout = chunk_layout("kv", shape.block_tokens, [half, half])
+        spec = NamespaceSpec(1, "", MODEL, layout, RawCodec.name, 0, {})
+        self._space = ChunkSpace(spec, runs, pages, (self, self), ChunkOutcomes())
+        self._names = [b"%064x" % number for number in range(pages)]
+        self._turns = count()
+        held, _ = self._space.store([], self._names, self._space.pages(range(pages)), 1000 * OPEN_SECONDS)
+        assert all(held), "a sidecar did not take them"
+        for _ in range(int(OPEN_SECONDS / LOOK_SECONDS)):
+            if self._space.handle is not None:
+                return
+            sleep(LOOK_SECONDS)
+        raise StoreError(f"a namespace of the sidecar was not opened in {OPEN_SECONDS:.0f} s")
+
+    def get(self, _: int) -> None:
+        """Load the next batch."""
+        first = next(self._turns) % BATCHES * BATCH_PAGES
+        names = self._names[first : first + BATCH_PAGES]
+        loaded = self._space.load(names, self._space.pages(range(first, first + BATCH_PAGES)), 1000.0)
+        assert loaded == BATCH_PAGES, f"{loaded} of {BATCH_PAGES} pages loaded"
+
+    def namespace(self, *, model: str, layout: Layout, codec: str = "", **more: Any) -> NamespaceHandle:
+        """As a store's, with this side's digest."""
+        return NamespaceHandle(self._client._door, Namespace(model, layout, codec), RawCodec(), self._digest)
+
+    def close(self) -> None:
+        self._space.close()
+
+
+def _host_pool(shape: BlockShape, laps: int, say: Say) -> list[Row]:
+    limit = Memcpy(shape, BATCH_PAGES, BATCHES)
+    dram, extent = memory_of(shape, BATCHES * BATCH_PAGES)
+    rows = []
+    try:
+        for verified, taken in DIGESTS.items():
+            say(f"{format_size(shape.payload_bytes)} pages of a host pool, verified: {'yes' if verified else 'no'}")
+            with Sidecar({"dram": dram, "extent": extent, "nvme": "off"}) as sidecar, sidecar.client() as client:
+                side = HostPool(shape, client, taken)
+                found = _beside(limit.get, side.get, laps)
+                rows.append(memcpy_row(DOOR, HOST_POOL, shape, BATCH_PAGES, HOST_POOL, found, verified))
+                side.close()
+    finally:
+        limit.close()
+    return rows

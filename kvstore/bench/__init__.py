@@ -1,1 +1,0 @@
-"""Benches: each path of the product beside its physical limit, measured in the same run."""
