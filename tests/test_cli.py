@@ -259,25 +259,10 @@ def test_fsck_says_what_is_wrong_and_repairs_it(directory: Path) -> None:
 
 
 @pytest.mark.slow
-def test_fsck_without_keys(directory: Path) -> None:
-    (directory / "keys").rename(directory / "keys.away")
-    checked = run_cli("fsck", str(directory))
-    assert (checked.returncode, checked.stderr) == (1, "") and "only digests can be checked" in checked.stdout
-    line = error_line(run_cli("fsck", str(directory), "--repair"))
-    assert f"{directory}/keys is missing" in line and "restore it from a backup" in line
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--json",), ("--repair",)])
 def test_fsck_of_what_cannot_be_checked_is_one_line(tmp_path: Path, options: tuple[str, ...]) -> None:
     assert "does not exist" in error_line(run_cli("fsck", str(tmp_path / "none"), *options))
     assert "has no nvme/" in error_line(run_cli("fsck", str(tmp_path), *options))
-
-
-def test_fsck_of_a_directory_in_use(directory: Path) -> None:
-    with kvstore.open(f"embedded:{directory}", dram="1MiB", nvme="1MiB"):
-        line = error_line(run_cli("fsck", str(directory)))
-    assert f"in use by process {os.getpid()}" in line
 
 
 def test_fsck_names_the_extra_that_it_needs() -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import count, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,50 +16,23 @@ from asking import Asking
 from kvstore.block.identity import Namespace
 from kvstore.block.layout import Layout
 from kvstore.node import SESSION_BITS, EmbeddedStore
-from tiering.dram.keeping import NAME_BYTES, KeptExtent
 from tiering.frame import HEADER_BYTES, parse_header
 from tiering.nvme.lmdb_index import LmdbMaker
 from tiering.nvme.slab import STAMP_PAGES, STAMP_SLAB, latest_stamp, slab_name
 from tiering.slab_header import PAGE_BYTES
 from workbench import open_at
 
+from .test_takeover import Holder, holder
+
 LAYOUT = Layout.gqa(layers=1, kv_heads=1, head_dim=8, dtype="bfloat16")
 PAYLOAD_BYTES = 2048
 NVME: dict[str, Any] = {"nvme": "4MiB", "indexes": LmdbMaker, "scrub": "off"}
 
 
-class Holder:
-    """A keeper in this process; what it holds when it is frozen is what the next process finds."""
-
-    def __init__(self) -> None:
-        self.kept: dict[bytes, tuple[int, int]] = {}
-        self.frozen = False
-        self._names = count()
-
-    def new_name(self) -> bytes:
-        return next(self._names).to_bytes(NAME_BYTES, "big")
-
-    def keep(self, name: bytes, extent: int, ledger: int) -> None:
-        if not self.frozen:
-            self.kept[name] = os.dup(extent), os.dup(ledger)
-
-    def forget(self, name: bytes) -> None:
-        if not self.frozen:
-            for descriptor in self.kept.pop(name):
-                os.close(descriptor)
-
-    def handed_over(self) -> list[KeptExtent]:
-        self.frozen = False
-        return [KeptExtent(name, *map(os.dup, descriptors)) for name, descriptors in self.kept.items()]
-
-
 @pytest.fixture
-def holder() -> Iterator[Holder]:
-    one = Holder()
-    yield one
-    one.frozen = False
-    for name in list(one.kept):
-        one.forget(name)
+def keeper() -> Iterator[Holder]:
+    with holder() as one:
+        yield one
 
 
 class Tenant:
@@ -172,33 +144,33 @@ def test_a_directory_of_the_one_row_is_read_and_continued(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("first", [None, 7])
-def test_none_is_used_again_after_memory_was_taken_over(tmp_path: Path, holder: Holder, first: int | None) -> None:
+def test_none_is_used_again_after_memory_was_taken_over(tmp_path: Path, keeper: Holder, first: int | None) -> None:
     """first: as a version began without a disk that numbered all tenants in one row."""
-    with opened(tmp_path, keeper=holder) as store:
+    with opened(tmp_path, keeper=keeper) as store:
         tenant = Tenant(store, "one")
         if first is not None:
             tenant.count_from(first)
         seen = tenant.put(b"a", b"b")
-        holder.frozen = True
+        keeper.frozen = True
     for at in range(2):
-        with opened(tmp_path, keeper=holder, kept=holder.handed_over()) as store:
+        with opened(tmp_path, keeper=keeper, kept=keeper.handed_over()) as store:
             tenant = Tenant(store, "one")
             assert tenant.read(b"a", b"b") == seen[:2]
             seen += tenant.put(b"a", b"b", b"%d" % at)
             assert is_rising(seen) and seen[-1] >> SESSION_BITS > seen[-2] >> SESSION_BITS
-            holder.frozen = True
+            keeper.frozen = True
 
 
-def test_memory_that_is_taken_over_beside_another_directory_raises_its_session(tmp_path: Path, holder: Holder) -> None:
+def test_memory_that_is_taken_over_beside_another_directory_raises_its_session(tmp_path: Path, keeper: Holder) -> None:
     """The disk was changed, or there was none before: what is written there now must not be above what is next."""
     for _ in range(3):
-        with opened(tmp_path, keeper=holder, **NVME) as store:
+        with opened(tmp_path, keeper=keeper, **NVME) as store:
             pass
-    with opened(tmp_path, keeper=holder, **NVME) as store:
+    with opened(tmp_path, keeper=keeper, **NVME) as store:
         seen = Tenant(store, "one").put(b"a")
-        holder.frozen = True
+        keeper.frozen = True
     shutil.rmtree(tmp_path / "nvme")
-    with opened(tmp_path, keeper=holder, kept=holder.handed_over(), **NVME) as store:
+    with opened(tmp_path, keeper=keeper, kept=keeper.handed_over(), **NVME) as store:
         tenant = Tenant(store, "one")
         assert tenant.read(b"a") == seen
         seen += tenant.put(b"a", b"b")

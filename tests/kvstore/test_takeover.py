@@ -36,10 +36,11 @@ GUARD = 1000
 
 
 class Holder:
-    """A keeper in this process."""
+    """A keeper in this process. What it holds when it is frozen is what the next process finds."""
 
     def __init__(self) -> None:
         self.kept: dict[bytes, tuple[int, int]] = {}
+        self.frozen = False
         self._names = 0
 
     def new_name(self) -> bytes:
@@ -48,14 +49,17 @@ class Holder:
 
     def keep(self, name: bytes, extent: int, ledger: int) -> None:
         assert name not in self.kept
-        self.kept[name] = os.dup(extent), os.dup(ledger)
+        if not self.frozen:
+            self.kept[name] = os.dup(extent), os.dup(ledger)
 
     def forget(self, name: bytes) -> None:
-        for descriptor in self.kept.pop(name):
-            os.close(descriptor)
+        if not self.frozen:
+            for descriptor in self.kept.pop(name):
+                os.close(descriptor)
 
     def handed_over(self) -> list[KeptExtent]:
         """As the next process gets it."""
+        self.frozen = False
         return [KeptExtent(name, *map(os.dup, descriptors)) for name, descriptors in self.kept.items()]
 
 
@@ -65,6 +69,7 @@ def holder() -> Iterator[Holder]:
     try:
         yield one
     finally:
+        one.frozen = False
         for name in list(one.kept):
             one.forget(name)
 

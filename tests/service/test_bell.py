@@ -27,7 +27,7 @@ from programs import run_python, start_python
 from service.sidecar import Sidecar
 from tiering.dram.unmap_wait import TENANT_SECONDS, WAIT_SECONDS
 from tiering.frame import digest
-from torture.peer import Peer, packed_namespace
+from torture.peer import Peer, opened_by
 from waiting import wait_until
 from workbench import MODEL, ids, random_pages, small_layout
 
@@ -57,9 +57,7 @@ class Listener(Peer):
         assert isinstance(self.ask(m.Hello(1, 1, "test")), m.Welcome)
         self.memory: list[int] = []
         self.notify_pipe = self.ask_for_bell()
-        granted = self.ask(m.OpenNamespace(packed_namespace(), [8192]))
-        assert isinstance(granted, m.Granted)
-        self.namespace = granted.grant.number
+        self.namespace = opened_by(self)
 
     def ask_for_bell(self) -> int:
         (notify_pipe,) = self.handed_over(m.Ping(True))

@@ -27,7 +27,7 @@ from kvstore.service.connections import LARGE_BYTES
 from kvstore.service.dispatch import Response
 from service.sidecar import Sidecar
 from tiering.nvme.lmdb_index import LmdbMaker
-from torture.peer import Peer, packed_namespace
+from torture.peer import come_in, packed_namespace
 from workbench import ids, one_line, random_pages, small_layout
 
 VALID: list[Any] = json.loads(zlib.decompress(packed_namespace()))
@@ -54,12 +54,6 @@ def deflated(text: str) -> bytes:
 def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
     with Sidecar(tmp_path) as one:
         yield one
-
-
-def come_in(sidecar: Sidecar) -> Peer:
-    peer = Peer(str(sidecar.path))
-    assert isinstance(peer.ask(m.Hello(1, 1, "test")), m.Welcome)
-    return peer
 
 
 def facts_of(sidecar: Sidecar) -> m.StatReply:
@@ -134,7 +128,7 @@ def test_a_namespace_that_makes_no_sense_is_refused_before_anything_is_built_of_
 
 def test_what_makes_no_sense_is_answered_and_others_are_served(sidecar: Sidecar) -> None:
     """All of it on one connection, which stays; another one of the tenant, the operator, and a store beside it too."""
-    peer, other = come_in(sidecar), come_in(sidecar)
+    peer, other = come_in(sidecar.path), come_in(sidecar.path)
     handle = sidecar.client().namespace(model="m" * 40, layout=small_layout())
     assert handle.put(ids(128), random_pages(handle.layout, 2)).stored == 2
     for name, raw in NONSENSE.items():
@@ -153,7 +147,7 @@ def test_what_makes_no_sense_is_answered_and_others_are_served(sidecar: Sidecar)
     [[], [8192, 8192], [0], [-8192], [8191], [1], [2], [1 << 40], [(1 << 63) - 2], [1 << 63]],
 )
 def test_payloads_that_no_codec_makes_are_refused(sidecar: Sidecar, payloads: list[int]) -> None:
-    peer = come_in(sidecar)
+    peer = come_in(sidecar.path)
     answer = peer.ask(m.OpenNamespace(packed_namespace(), payloads))
     assert isinstance(answer, m.Failed) and answer.fault is m.RequestFault.BAD_INPUT and "payload" in answer.text
     peer.close()
@@ -207,9 +201,9 @@ def test_an_answer_that_cannot_be_encoded_ends_its_connection_alone(
     """Whether the door's own thread serves it, a pool's, or the one for what is heavy."""
     handlers = sidecar.handlers._verbs
     served, handlers[type(verb)] = handlers[type(verb)], lambda caller, verb: UNENCODABLE[name]
-    other = come_in(sidecar)
+    other = come_in(sidecar.path)
     for _ in range(50):
-        peer = come_in(sidecar)
+        peer = come_in(sidecar.path)
         peer.socket.sendall(m.pack(m.Request(1, verb)))
         assert peer.reply() is None, "it was not hung up on"
         peer.close()
@@ -224,7 +218,7 @@ def test_an_answer_with_descriptors_that_cannot_be_encoded_closes_them(sidecar: 
     ours, theirs = os.pipe()
     os.set_blocking(ours, False)
     sidecar.handlers._verbs[m.Extents] = lambda caller, verb: Response(m.Counted(1 << 70), [theirs])
-    peer = come_in(sidecar)
+    peer = come_in(sidecar.path)
     peer.socket.sendall(m.pack(m.Request(1, m.Extents([1], False))))
     assert peer.reply() is None
     assert os.read(ours, 1) == b"", "the other end of the pipe is open still"
@@ -240,9 +234,9 @@ def test_untyped_faults_of_one_client_are_one_line(
         raise KeyError("a fault of the sidecar")
 
     sidecar.handlers._verbs[type(verb)] = fail
-    other = come_in(sidecar)
+    other = come_in(sidecar.path)
     for _ in range(200):
-        peer = come_in(sidecar)
+        peer = come_in(sidecar.path)
         peer.socket.sendall(m.pack(m.Request(1, verb)))
         peer.reply()
         peer.close()
@@ -257,7 +251,7 @@ def test_a_fault_on_the_doors_own_thread_ends_its_connection_alone(sidecar: Side
         raise KeyError("a fault of the sidecar")
 
     release, sidecar.handlers._verbs[m.Release] = sidecar.handlers._verbs[m.Release], fail
-    other, peer = come_in(sidecar), come_in(sidecar)
+    other, peer = come_in(sidecar.path), come_in(sidecar.path)
     peer.socket.sendall(m.pack(m.Request(1, m.Release([1]))))
     assert peer.reply() is None, "it was not hung up on"
     peer.close()
@@ -269,11 +263,11 @@ def test_a_fault_on_the_doors_own_thread_ends_its_connection_alone(sidecar: Side
 def test_a_fault_where_connections_are_looked_after_ends_nobody(
     sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    other = come_in(sidecar)
+    other = come_in(sidecar.path)
     for name in ("sweep", "notify"):
         with monkeypatch.context() as patch:
             patch.setattr(sidecar.sessions, name, lambda: 1 // 0)
-            peers = [come_in(sidecar) for _ in range(5)]
+            peers = [come_in(sidecar.path) for _ in range(5)]
             for peer in peers:
                 assert peer.ask(m.Ping()) == m.Done()
                 peer.close()
@@ -288,7 +282,7 @@ def test_a_fault_where_connections_are_looked_after_ends_nobody(
 @pytest.mark.parametrize("padding", [0, LARGE_BYTES])
 def test_a_namespace_is_opened_off_the_doors_thread_and_in_order(sidecar: Sidecar, padding: int) -> None:
     """What is sent behind it, unasked, finds it open: as if the door itself had opened it."""
-    peer = come_in(sidecar)
+    peer = come_in(sidecar.path)
     opened: list[str] = []
     served = sidecar.handlers._verbs[m.OpenNamespace]
 

@@ -44,7 +44,7 @@ from service.sidecar import Sidecar, number_of
 from tiering.dram.extents import MappedExtent
 from tiering.frame import HEADER_BYTES, KEY_BYTES
 from tiering.nvme.lmdb_index import LmdbMaker
-from torture.peer import Peer
+from torture.peer import come_in, opened_by
 from waiting import wait_until
 from workbench import MODEL, blank_pages, ids, plausible_pages, random_pages, same_tokens, small_layout
 
@@ -347,18 +347,6 @@ def test_whoever_is_turned_away_is_told_why(tmp_path: Path) -> None:
         wait_until(lambda: len(sidecar.door) == 1)
 
 
-def said_hello(sidecar: Sidecar) -> Peer:
-    peer = Peer(str(sidecar.path))
-    assert isinstance(peer.ask(m.Hello(1, 1, "test")), m.Welcome)
-    return peer
-
-
-def opened(peer: Peer) -> int:
-    granted = peer.ask(m.OpenNamespace(Namespace("m", small_layout(), "raw").pack(), [8192]))
-    assert isinstance(granted, m.Granted)
-    return granted.grant.number
-
-
 def test_a_large_message_does_not_wait_behind_those_of_a_flooder(sidecar: Sidecar) -> None:
     """They are read one at a time, those of whoever asked for least first; of who is gone, none."""
     served: list[str] = []
@@ -369,9 +357,9 @@ def test_a_large_message_does_not_wait_behind_those_of_a_flooder(sidecar: Sideca
         release_request(caller, request)
 
     sidecar.sessions.release_request = watched  # type: ignore[method-assign]
-    first, *flooders, other = [said_hello(sidecar) for _ in range(8)]
+    first, *flooders, other = [come_in(sidecar.path) for _ in range(8)]
     absent = [at.to_bytes(KEY_BYTES, "big") for at in range(LARGE // KEY_BYTES)]
-    match = m.MatchPrefix(opened(first), absent)
+    match = m.MatchPrefix(opened_by(first), absent)
     with sidecar.core.lock:  # which the first one waits for, and all behind it
         first.socket.sendall(m.pack(m.Request(2, match)))
         wait_until(lambda: sidecar.door.usage().served.get("match") == 1)
@@ -391,8 +379,8 @@ def test_a_large_message_does_not_wait_behind_those_of_a_flooder(sidecar: Sideca
 
 
 def test_a_large_message_does_not_wait_for_slow_ones_of_its_connection(sidecar: Sidecar) -> None:
-    peer = said_hello(sidecar)
-    number = opened(peer)
+    peer = come_in(sidecar.path)
+    number = opened_by(peer)
     slow = [m.Reserve(number, [at.to_bytes(KEY_BYTES, "big")], 0) for at in range(DoorLimits().running + 1)]
     with sidecar.core.lock:  # which the slow ones wait for
         for at, verb in enumerate(slow, 3):
@@ -406,8 +394,8 @@ def test_a_large_message_does_not_wait_for_slow_ones_of_its_connection(sidecar: 
 
 def test_what_no_thread_was_found_for_is_answered_once(sidecar: Sidecar) -> None:
     """A pool keeps it for its other threads, and it must not be done by one of them after that answer."""
-    peer = said_hello(sidecar)
-    number = opened(peer)
+    peer = come_in(sidecar.path)
+    number = opened_by(peer)
     verbs = [m.Reserve(number, [at.to_bytes(KEY_BYTES, "big")], 0) for at in range(2)]
     before = threading.stack_size()
     with sidecar.core.lock:
@@ -436,19 +424,17 @@ def test_memory_is_writable_for_whoever_stores_into_its_namespace(sidecar: Sidec
         handle = store.namespace(model=MODEL, layout=small_layout())
         handle.put(ids(64), random_pages(handle.layout, 1))
         (extent,) = sidecar.core.blocks.dram.all_extents(sidecar.core.blocks.spaces[0].classes[0])
-    peer = Peer(str(sidecar.path))
+    peer = come_in(sidecar.path)
 
     def is_handed_over(*, writable: bool) -> bool:
         answer = peer.ask(m.Extents([extent.number], writable))
         assert isinstance(answer, m.ExtentsReply)
         return bool(answer.extents)
 
-    assert isinstance(peer.ask(m.Hello(1, 1, "test")), m.Welcome)
     assert is_handed_over(writable=False) and not is_handed_over(writable=True)
     for model in ("another", MODEL):
-        granted = peer.ask(m.OpenNamespace(Namespace(model, small_layout(), "raw").pack(), [8192]))
-        assert isinstance(granted, m.Granted)
-        reserved = peer.ask(m.Reserve(granted.grant.number, [bytes([1] * KEY_BYTES)], 0))
+        space = opened_by(peer, Namespace(model, small_layout(), "raw").pack())
+        reserved = peer.ask(m.Reserve(space, [bytes([1] * KEY_BYTES)], 0))
         assert isinstance(reserved, m.Reserved) and reserved.reply.reservation
         assert is_handed_over(writable=True) is (model == MODEL)
         peer.ask(m.Abort(reserved.reply.reservation))
@@ -521,12 +507,10 @@ def test_messages_of_a_connection_are_served_in_their_order(tmp_path: Path) -> N
     """Large ones and small ones are served by different threads."""
     layout, blocks = Layout.gqa(layers=240, kv_heads=1, head_dim=8, dtype="bfloat16"), 24
     with Sidecar(tmp_path, dram="32MiB") as sidecar:
-        peer = Peer(str(sidecar.path))
-        assert isinstance(peer.ask(m.Hello(1, 1, "test")), m.Welcome)
-        granted = peer.ask(m.OpenNamespace(Namespace("m", layout, "raw").pack(), [240 * 2048]))
-        assert isinstance(granted, m.Granted)
+        peer = come_in(sidecar.path)
+        space = opened_by(peer, Namespace("m", layout, "raw").pack(), 240 * 2048)
         keys = [number.to_bytes(KEY_BYTES, "big") for number in range(blocks)]
-        reserved = peer.ask(m.Reserve(granted.grant.number, keys, 0))
+        reserved = peer.ask(m.Reserve(space, keys, 0))
         assert isinstance(reserved, m.Reserved) and len(reserved.reply.blocks) == blocks
         digests = [[bytes(16)] * 240]
         number = reserved.reply.reservation
@@ -603,8 +587,8 @@ def test_large_messages_have_a_rate_of_their_own() -> None:
 
 def test_a_prompt_of_a_million_tokens_does_not_use_up_what_a_connection_may_ask(sidecar: Sidecar) -> None:
     """A look-up and a lease of its 15,625 blocks: ten of them are nothing that others would have to wait for."""
-    peer = said_hello(sidecar)
-    number = opened(peer)
+    peer = come_in(sidecar.path)
+    number = opened_by(peer)
     keys = [at.to_bytes(KEY_BYTES, "big") for at in range(15_625)]
     (connection,) = sidecar.door._connections
     tokens = connection.tokens

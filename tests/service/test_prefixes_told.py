@@ -20,7 +20,7 @@ from kvstore.node import SystemClock
 from kvstore.protocol import messages as m
 from service.sidecar import Sidecar
 from service.test_serve import PATHS
-from torture.peer import Peer
+from torture.peer import Peer, come_in
 from workbench import MODEL, ids, random_pages, small_layout
 
 LAYOUT = small_layout()
@@ -34,8 +34,7 @@ def opened(store: Any, **more: Any) -> NamespaceHandle:
 
 
 def observed(sidecar: Sidecar, tenant: str = "") -> m.PrefixFigures:
-    watching = Peer(str(sidecar.observe_path))
-    assert isinstance(watching.ask(m.Hello(1, 2, "test")), m.Welcome)
+    watching = come_in(sidecar.observe_path, newest=2)
     reply = watching.ask(m.Prefixes(tenant))
     watching.close()
     assert isinstance(reply, m.PrefixesReply)
@@ -50,8 +49,7 @@ def peers(tmp_path: Path) -> Any:
         made: list[Peer] = []
 
         def peer() -> Peer:
-            made.append(Peer(str(sidecar.path)))
-            assert isinstance(made[-1].ask(m.Hello(1, 2, "test")), m.Welcome)
+            made.append(come_in(sidecar.path, newest=2))
             payload_bytes = [handle._codec.payload_bytes(part) for part in LAYOUT.parts]
             granted = made[-1].ask(m.OpenNamespace(handle.namespace.pack(), payload_bytes))
             assert isinstance(granted, m.Granted)

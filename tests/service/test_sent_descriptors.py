@@ -20,7 +20,7 @@ from kvstore.protocol import messages as m
 from kvstore.service import descriptors
 from kvstore.service.descriptors import MOST_UNCLOSED, SO_PASSRIGHTS, Closer, DescriptorsSent
 from service.sidecar import Sidecar
-from torture.peer import Peer
+from torture.peer import Peer, come_in
 from waiting import SOON_SECONDS, wait_until
 
 LINGER_SECONDS = 60
@@ -126,12 +126,6 @@ def held(sidecar: Sidecar, last: tuple[socket.socket, bytes] | None = None) -> I
     finally:
         sidecar.sessions.notify = notify  # type: ignore[method-assign]
         goes_on.set()
-
-
-def come_in(path: Path) -> Peer:
-    peer = Peer(str(path), SOON_SECONDS)
-    assert isinstance(peer.ask(m.Hello(1, 1, "test")), m.Welcome)
-    return peer
 
 
 # Where the kernel refuses them ----------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from kvstore.protocol import messages as m
 from kvstore.service.dispatch import MAX_LEASED_BLOCKS, MAX_LEASES
 from service.sidecar import Sidecar
 from tiering.frame import KEY_BYTES
-from torture.peer import Peer
+from torture.peer import Peer, opened_by
 from waiting import wait_until
 from workbench import small_layout
 
@@ -37,7 +37,7 @@ class Place:
         peer = Peer(str(self.other if is_other else self.sidecar.path))
         self.peers.append(peer)
         assert isinstance(peer.ask(m.Hello(1, 1, "test", session)), m.Welcome)
-        return peer, opened(peer)
+        return peer, opened_by(peer)
 
     @property
     def usage(self) -> tuple[int, int, int]:
@@ -56,12 +56,6 @@ def place(tmp_path: Path) -> Iterator[Place]:
     place = Place(tmp_path)
     yield place
     place.close()
-
-
-def opened(peer: Peer, model: str = "model") -> int:
-    granted = peer.ask(m.OpenNamespace(Namespace(model, small_layout(), "raw").pack(), [8192]))
-    assert isinstance(granted, m.Granted)
-    return granted.grant.number
 
 
 def reserve(peer: Peer, number: int, keys: list[bytes] = KEYS) -> int:
@@ -140,7 +134,7 @@ def test_a_namespace_is_named_by_the_connection_that_opened_it(place: Place) -> 
     theirs, their_number = place.peer(is_other=True)
     assert their_number == first, "each tenant counts its own"
     assert theirs.ask(m.MatchPrefix(their_number, KEYS)).reply.blocks == 0  # type: ignore[union-attr]
-    number = opened(mine, "another")
+    number = opened_by(mine, Namespace("another", small_layout(), "raw").pack())
     again, _ = place.peer()
     for verb in (
         m.MatchPrefix(number, KEYS),

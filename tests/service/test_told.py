@@ -27,7 +27,7 @@ from kvstore.service.told import MOST_LEASES, MOST_REQUESTS
 from service.sidecar import Sidecar, number_of
 from service.test_serve import PATHS
 from tiering.nvme.lmdb_index import LmdbMaker
-from torture.peer import Peer
+from torture.peer import come_in
 from waiting import wait_until
 from workbench import MODEL, ids, random_pages, small_layout
 
@@ -255,8 +255,7 @@ def test_a_block_that_fails_its_readers_check_is_in_the_requests_record(tmp_path
         handle = opened(store)
         handle.put(ids(320), random_pages(LAYOUT, 5))
         with handle.lease(handle.match(ids(320)), deadline_ms=5000, request="cmpl-1") as lease:
-            peer = Peer(str(sidecar.path))
-            assert isinstance(peer.ask(m.Hello(1, 2, "test")), m.Welcome)
+            peer = come_in(sidecar.path, newest=2)
             assert isinstance(peer.ask(m.ReportFrame(number_of(lease), 0, 0)), m.Done), (
                 "who does not hold it says nothing"
             )
@@ -271,8 +270,7 @@ def test_a_name_that_is_too_long_costs_that_look_up_alone(tmp_path: Path) -> Non
         handle = opened(store)
         with pytest.raises(BadInput, match="256 characters"):
             handle.match(ids(320), request="x" * 300)
-        peer = Peer(str(sidecar.path))
-        assert isinstance(peer.ask(m.Hello(1, 2, "test")), m.Welcome)
+        peer = come_in(sidecar.path, newest=2)
         assert isinstance(peer.ask(m.MatchPrefix(1, [b"k" * 32], request="x" * 300)), m.Failed)
         assert isinstance(peer.ask(m.Ping()), m.Done), "the connection goes on"
         peer.close()
@@ -372,8 +370,7 @@ def test_savings_are_summed_over_engines_and_stay_when_one_goes(tmp_path: Path) 
 )
 def test_numbers_that_cannot_be_are_refused_and_nothing_is_counted(tmp_path: Path, verb: m.Tell) -> None:
     with Sidecar(tmp_path) as sidecar:
-        peer = Peer(str(sidecar.path))
-        assert isinstance(peer.ask(m.Hello(1, 2, "test")), m.Welcome)
+        peer = come_in(sidecar.path, newest=2)
         assert isinstance(peer.ask(verb), m.Failed)
         assert isinstance(peer.ask(m.Ping()), m.Done), "the connection goes on"
         assert sidecar.told.sums() == (0.0, 0.0) and sidecar.admin.facts().savings is None
@@ -389,8 +386,7 @@ def test_messages_that_are_too_large_end_their_connection_alone(tmp_path: Path) 
             m.Tell([told_of("r" * 300)]),
             m.Tell([told_of("r", asked=-1)]),
         ):
-            peer = Peer(str(sidecar.path))
-            assert isinstance(peer.ask(m.Hello(1, 2, "test")), m.Welcome)
+            peer = come_in(sidecar.path, newest=2)
             assert isinstance(peer.ask(verb), m.Failed)
             peer.close()
         assert handle.match(ids(64)).blocks == 0 and sidecar.told.why("r", sidecar.store.tenant_names(), str).kept == 0
@@ -419,12 +415,10 @@ def test_a_tenants_socket_tells_nothing_of_requests_and_the_observers_does(tmp_p
     with Sidecar(tmp_path) as sidecar, sidecar.client() as store:
         opened(store).tell([told_of("mine")])
         wait_until(lambda: bool(sidecar.told.why("mine", sidecar.store.tenant_names(), str).found))
-        peer = Peer(str(sidecar.path))
-        assert isinstance(peer.ask(m.Hello(1, 2, "test")), m.Welcome)
+        peer = come_in(sidecar.path, newest=2)
         assert isinstance(peer.ask(m.Why("mine")), m.Failed)
         peer.close()
-        watching = Peer(str(sidecar.observe_path))
-        assert isinstance(watching.ask(m.Hello(1, 2, "test")), m.Welcome)
+        watching = come_in(sidecar.observe_path, newest=2)
         reply = watching.ask(m.Why("mine"))
         assert isinstance(reply, m.WhyReply) and reply.found[0].request == "mine"
         watching.close()

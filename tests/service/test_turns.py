@@ -30,7 +30,7 @@ from kvstore.service.connections import (
 from kvstore.service.sessions import ClientState
 from service.sidecar import Sidecar
 from service.test_sent_descriptors import held
-from torture.peer import Peer
+from torture.peer import Peer, come_in, opened_by
 from waiting import SOON_SECONDS, wait_until
 from workbench import small_layout
 
@@ -127,8 +127,7 @@ class Crowded:
         self.sidecar.sessions.release_request = watched  # type: ignore[method-assign]
 
     def come_in(self, path: Path) -> Peer:
-        self._peers.append(Peer(str(path), SOON_SECONDS))
-        assert isinstance(self._peers[-1].ask(m.Hello(1, 1, "test")), m.Welcome)
+        self._peers.append(come_in(path, SOON_SECONDS))
         return self._peers[-1]
 
     def leave(self, peer: Peer) -> None:
@@ -268,18 +267,11 @@ def test_a_tenant_that_opens_namespaces_does_not_wait_for_fresh_connections_that
     assert crowded.order[0] == "b" and crowded.order.count("a") == len(fresh)
 
 
-def opened(peer: Peer) -> int:
-    """The number of a namespace."""
-    granted = peer.ask(m.OpenNamespace(Namespace("m", small_layout(), "raw").pack(), [8192]))
-    assert isinstance(granted, m.Granted)
-    return granted.grant.number
-
-
 def test_a_request_for_the_pool_does_not_wait_behind_those_of_another_tenant(crowded: Crowded) -> None:
     """They are reserved for while nothing is served; those of who is gone never are."""
     worker, gone = crowded.come_in(crowded.other_path), crowded.come_in(crowded.sidecar.path)
     crowd = [crowded.come_in(crowded.sidecar.path) for _ in range(CROWD)]
-    numbers = {peer: opened(peer) for peer in (worker, gone, *crowd)}
+    numbers = {peer: opened_by(peer) for peer in (worker, gone, *crowd)}
     door, started, goes_on = crowded.sidecar.door, [], threading.Event()
     reserve = crowded.sidecar.core.reserve
 
@@ -313,7 +305,7 @@ def test_what_takes_long_does_not_wait_behind_that_of_another_tenant(crowded: Cr
     """Of eight threads one tenant has six at most, however many connections it has."""
     worker = crowded.come_in(crowded.other_path)
     crowd = [crowded.come_in(crowded.sidecar.path) for _ in range(CROWD)]
-    numbers = {peer: opened(peer) for peer in (worker, *crowd)}
+    numbers = {peer: opened_by(peer) for peer in (worker, *crowd)}
     started: list[bytes] = []
     goes_on = threading.Event()
 

@@ -18,8 +18,8 @@ from kvstore.service.connections import Connection
 from kvstore.service.descriptors import MOST_OF_CONNECTION, TenantUnread, Unread, share_of
 from service.sidecar import Sidecar
 from tiering.faults import SENT, FaultKind
-from torture.peer import Peer
-from waiting import SOON_SECONDS, wait_until
+from torture.peer import Peer, come_in
+from waiting import wait_until
 
 BELL = m.Ping(wants_bell=True)
 SHARE = 150
@@ -125,12 +125,6 @@ def sidecar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sidecar
     with Sidecar(tmp_path, dram="1MiB") as one:
         one.door.listen(tmp_path / "other.sock", one.store.tenant_keys("other"))
         yield one
-
-
-def come_in(path: Path) -> Peer:
-    peer = Peer(str(path), SOON_SECONDS)
-    assert isinstance(peer.ask(m.Hello(1, 1, "test")), m.Welcome)
-    return peer
 
 
 def connections(sidecar: Sidecar) -> list[Connection]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from pathlib import Path
 
 from kvstore.block.identity import Namespace
 from kvstore.block.layout import Layout
@@ -60,3 +61,17 @@ class Peer:
     def close(self) -> None:
         """Hang up."""
         self.socket.close()
+
+
+def come_in(path: Path | str, seconds: float = LONG_SECONDS, newest: int = 1) -> Peer:
+    """A connection that has said hello."""
+    peer = Peer(str(path), seconds)
+    assert isinstance(peer.ask(m.Hello(1, newest, "test")), m.Welcome)
+    return peer
+
+
+def opened_by(peer: Peer, namespace: bytes | None = None, payload_bytes: int = 8192) -> int:
+    """The number of a namespace that it opens."""
+    granted = peer.ask(m.OpenNamespace(namespace or packed_namespace(), [payload_bytes]))
+    assert isinstance(granted, m.Granted)
+    return granted.grant.number
