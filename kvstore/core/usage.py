@@ -15,8 +15,8 @@ from kvstore.config import Limits
 from kvstore.core.dram_recovery import Recovery
 from kvstore.core.rows.below import Lower
 from kvstore.core.scrub import Scrubbing
-from kvstore.core.shared import LeaseTable, Shared
-from kvstore.core.table import BlockTable
+from kvstore.core.shared import Shared
+from kvstore.core.table import BlockTable, LeaseTable
 from kvstore.protocol.status import RecoveryStatus, TenantStatus, printable
 from tiering.counts.tally import TallyCounts
 from tiering.frame import frame_bytes

@@ -6,7 +6,7 @@ from array import array
 
 import pytest
 
-from kvstore.core.shared import LeaseTable
+from kvstore.core.table import LeaseTable
 
 
 def places(*given: int) -> array[int]:
@@ -60,10 +60,10 @@ def test_a_lease_ends_with_the_last_of_its_holders(has_run_out: bool) -> None:
         assert not leases.attach(number), "it pins nothing that a new holder could count on"
     for _ in range(2):
         assert leases.take(number) is None and leases.get(number) is not None
-        assert leases.is_live(number) is not has_run_out and leases.count_of(b"a") == len(leases) == 1
+        assert leases.is_live(number) is not has_run_out and leases.counts[b"a"] == len(leases) == 1
     record = leases.take(number)
     assert record is not None and record.number == number
-    assert leases.get(number) is None and leases.count_of(b"a") == len(leases) == 0
+    assert leases.get(number) is None and leases.counts[b"a"] == len(leases) == 0
 
 
 def test_all_leases_of_a_namespace_end_at_once() -> None:
