@@ -54,9 +54,10 @@ from kvstore.config import (
     parse_writes,
 )
 from kvstore.core.levels import WRITES
+from kvstore.core.namespaces import DROP_SECONDS
 from kvstore.core.rows.below import Lower
 from kvstore.core.rows.index import PrefixIndex
-from kvstore.core.store import DROP_SECONDS, Store
+from kvstore.core.store import Store
 from kvstore.core.table import BlockTable
 from kvstore.core.usage import StoreUsage
 from kvstore.insight.counting_tier import CountingTier

@@ -46,8 +46,6 @@ from tiering.tier import FrameSpan, MoveCounts
 
 RUN_OUT_AT_ONCE = 1024
 """Leases that are marked expired at a time."""
-DROP_SECONDS = 30.0
-"""Default timeout of a drop or a purge."""
 
 
 class Store(Shared):
@@ -94,6 +92,7 @@ class Store(Shared):
         """The verbs that one part of the store serves alone."""
         leasing, endings, puts, namespaces = self._leasing, self._endings, self._puts, self._namespaces
         self.open_namespace, self.own_number = namespaces.open, namespaces.own_number
+        self.drop, self.purge = namespaces.drop, namespaces.purge
         self.rotate, self.retire = namespaces.rotate, namespaces.retire
         self.park, self.awaited, self._await, self.readable = waits.park, waits.awaited, waits.wait, waits.readable
         self.attach, self.is_leased, self.report = leasing.attach, leasing.is_leased, leasing.report
@@ -155,19 +154,6 @@ class Store(Shared):
         own = self._namespaces.own_number(grant.number)
         client.named[own] = grant.number
         return msgspec.structs.replace(grant, number=own)
-
-    def drop(self, number: int, seconds: float = DROP_SECONDS) -> int:
-        """Forget every block of a namespace; returns how many were readable. Readers finish what they hold.
-
-        Waits until recovery from disk is over. Raises `TierUnavailable` if it does not end in time, or if the disk does
-        not forget; the message contains how far it came, and the drop may be repeated.
-        """
-        return self._namespaces.drop(number, seconds)
-
-    def purge(self, tenant: bytes, seconds: float = DROP_SECONDS) -> int:
-        """Void every block of a tenant durably, give back its slabs, and serve it no more under these keys; returns how
-        many blocks were readable. Raises `TierUnavailable` as `drop` does; the tenant is then still served."""
-        return self._namespaces.purge(tenant, seconds)
 
     # Get -------------------------------------------------------------------------------------------------------------
 

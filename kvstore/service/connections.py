@@ -215,7 +215,7 @@ class Connection:
         self.interest = 0
         self.is_refused = False  # the kernel refuses to send descriptors at the moment
         self._may_hold_descriptors = descriptors.may_hold_descriptors(sock)
-        self.unread = Unread(sock, self._close)
+        self.unread = Unread(sock, listener.closer if self._may_hold_descriptors else None)
 
     @property
     def tenant(self) -> bytes:
@@ -356,13 +356,6 @@ class Connection:
         """Do what concerns this connection alone; False for a fault, which is logged, one line a client."""
         path = self.listener.path
         return attempt(log, work, str(path), "%s; socket %s", what, path)
-
-    def _close(self) -> None:
-        if self._may_hold_descriptors:
-            self.listener.closer.close(self.socket)
-        else:
-            with suppress(OSError):
-                self.socket.close()
 
 
 def attempt(log: RateLimitedLog, work: Callable[[], object], kind: str, message: str, *args: object) -> bool:
